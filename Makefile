@@ -1,0 +1,37 @@
+# `make` lists the targets. ARGS goes to the program behind a target: make demo ARGS=--kill
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test unit lint soak bench clean
+SHELL := /bin/bash
+BIN := .venv/bin
+ARGS ?=
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-6s %s\n", $$1, $$2}' Makefile
+
+setup: ## install what is missing: .venv, redis-server, Java (done by the other targets as well)
+	@scripts/setup
+
+demo: setup ## a year of real flights through a Spark pipeline, and a report (ARGS=--kill, ARGS=--json)
+	@$(BIN)/millstream demo $(ARGS)
+
+test: lint ## lint and every test that is not a soak test
+	$(BIN)/python -m pytest -m "not soak" $(ARGS)
+
+unit: setup ## the tests of tests/unit only
+	$(BIN)/python -m pytest tests/unit $(ARGS)
+
+lint: setup ## ruff and mypy
+	$(BIN)/python -m ruff check
+	$(BIN)/python -m ruff format --check
+	$(BIN)/python -m mypy
+
+soak: setup ## fault and load tests with full counts: takes hours
+	MILLSTREAM_SOAK=1 $(BIN)/python -m pytest -m "soak or faults" --timeout=0 $(ARGS)
+
+bench: setup ## every benchmark, one line of JSON each
+	$(BIN)/python -m benchmarks all --json $(ARGS)
+
+clean: ## remove caches and what builds and demo runs left behind (.venv stays)
+	rm -rf .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist .millstream \
+		spark-warehouse metastore_db derby.log artifacts
+	find . -path ./.venv -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +

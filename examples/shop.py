@@ -1,0 +1,21 @@
+"""The smallest useful app: a running total per customer. Try it with the commands in the README."""
+
+from dataclasses import dataclass
+
+from millstream import App, Reject, Retry, State
+
+app = App("shop")
+
+
+@dataclass
+class Order:
+    customer: str
+    amount: float
+
+
+@app.handler("orders", key="customer", retry=Retry(attempts=4), into="totals")
+def total(order: Order, state: State) -> dict[str, object]:
+    if order.amount < 0:
+        raise Reject("an order cannot be negative")
+    state["sum"] = state.get("sum", 0) + order.amount
+    return {"customer": order.customer, "sum": state["sum"]}

@@ -1,0 +1,8 @@
+"""millstream: Redis Streams processed reliably, in order per key, on workers and on Apache Spark."""
+
+from millstream.app import App, load_app
+from millstream.errors import MillstreamError, Reject
+from millstream.model import EntryId, Message, Retry, State
+
+__all__ = ["App", "EntryId", "Message", "MillstreamError", "Reject", "Retry", "State", "load_app"]
+__version__ = "0.1.0"

@@ -1,0 +1,465 @@
+"""The only module that talks to redis-py: addresses, connections, errors and scripts.
+
+Replies are raw: bytes, integers and lists, as hiredis parses them, since the data path cannot afford more. redis-py's
+own retries are switched off: a command whose reply was lost may have been executed, so repeating it is a decision
+of the caller, who knows whether that is safe (`Client.patiently`).
+"""
+
+import functools
+import hashlib
+import logging
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from importlib import resources
+from typing import Any, Protocol, TypeVar
+from urllib.parse import urlsplit, urlunsplit
+
+import redis
+from redis.backoff import NoBackoff
+from redis.cluster import ClusterNode, RedisCluster
+from redis.connection import Connection, ConnectionPool, parse_url
+from redis.exceptions import AskError, MovedError, NoScriptError
+from redis.retry import Retry as RedisRetry
+from redis.sentinel import Sentinel
+
+from millstream.clock import SYSTEM_CLOCK, Clock
+from millstream.errors import (
+    AccessDenied,
+    CommandFailed,
+    ConfigError,
+    GroupMissing,
+    OutOfMemory,
+    RedisError,
+    Unavailable,
+    WrongType,
+)
+
+logger = logging.getLogger(__name__)
+
+Arg = bytes | str | int | float
+Command = Sequence[Arg]
+Reply = Any
+T = TypeVar("T")
+
+_REDIRECTS = 8
+_NO_RETRY: dict[str, Any] = {"protocol": 2, "decode_responses": False, "health_check_interval": 0}
+
+
+# --- Addresses --------------------------------------------------------------------------------------------------
+
+
+def redact(url: str) -> str:
+    """Return `url` without its password, fit for logs and messages."""
+    parts = urlsplit(url)
+    if "@" not in parts.netloc:
+        return url
+    user = parts.netloc.rpartition("@")[0].partition(":")[0]
+    return urlunsplit(parts._replace(netloc=f"{user}:***@{parts.netloc.rpartition('@')[2]}"))
+
+
+class _Route(Protocol):
+    """Where a key's commands go. The three kinds of deployment differ in this only."""
+
+    def pool(self, key: Arg | None) -> ConnectionPool: ...
+
+    def pools(self) -> Iterable[ConnectionPool]: ...
+
+    def moved(self, error: MovedError) -> None: ...
+
+    def node_pool(self, host: str, port: int) -> ConnectionPool: ...
+
+
+class _OneServer:
+    """A single server, or the primary that Sentinel names: one pool for everything."""
+
+    def __init__(self, pool: ConnectionPool) -> None:
+        self._pool = pool
+
+    def pool(self, key: Arg | None) -> ConnectionPool:
+        return self._pool
+
+    def pools(self) -> Iterable[ConnectionPool]:
+        return (self._pool,)
+
+    def moved(self, error: MovedError) -> None:
+        raise ConfigError("this server is part of a Redis Cluster; connect with redis+cluster://HOST:PORT")
+
+    def node_pool(self, host: str, port: int) -> ConnectionPool:
+        return self._pool
+
+
+class _ClusterRoute:
+    """Redis Cluster: one pool per primary, chosen by the key's hash slot."""
+
+    def __init__(self, cluster: RedisCluster) -> None:
+        self._cluster = cluster
+
+    def _pool_of(self, node: ClusterNode) -> ConnectionPool:
+        pool: ConnectionPool = self._cluster.get_redis_connection(node).connection_pool
+        return pool
+
+    def pool(self, key: Arg | None) -> ConnectionPool:
+        if key is None:
+            return self._pool_of(self._cluster.get_primaries()[0])
+        slot = self._cluster.keyslot(key)
+        return self._pool_of(self._cluster.nodes_manager.get_node_from_slot(slot))
+
+    def pools(self) -> Iterable[ConnectionPool]:
+        return [self._pool_of(node) for node in self._cluster.get_primaries()]
+
+    def moved(self, error: MovedError) -> None:
+        self._cluster.nodes_manager.initialize()
+
+    def node_pool(self, host: str, port: int) -> ConnectionPool:
+        node = self._cluster.get_node(host=host, port=port)
+        if node is None:
+            self._cluster.nodes_manager.initialize()
+            node = self._cluster.get_node(host=host, port=port)
+        if node is None:
+            raise Unavailable(f"the cluster named {host}:{port}, which is not one of its nodes; try again")
+        return self._pool_of(node)
+
+
+def _hosts(netloc: str, default_port: int) -> tuple[str, list[tuple[str, int]]]:
+    """Split `user:pw@h1:p1,h2:p2` into the credentials (with their @) and the hosts."""
+    credentials, at, hosts = netloc.rpartition("@")
+    pairs = []
+    for host in hosts.split(","):
+        name, _, port = host.partition(":")
+        pairs.append((name, int(port or default_port)))
+    return credentials + at, pairs
+
+
+def _route(url: str, timeout_ms: int) -> _Route:
+    """Understand every kind of URL: redis, rediss, unix, redis+sentinel, redis+cluster (and rediss+...)."""
+    settings = dict(_NO_RETRY, retry=RedisRetry(NoBackoff(), 0))
+    settings |= {"socket_timeout": timeout_ms / 1000, "socket_connect_timeout": min(timeout_ms, 5000) / 1000}
+    parts = urlsplit(url)
+    scheme, _, kind = parts.scheme.partition("+")
+    try:
+        if not kind and scheme in ("redis", "rediss", "unix"):
+            return _OneServer(ConnectionPool.from_url(url, **settings))
+        if kind not in ("sentinel", "cluster") or scheme not in ("redis", "rediss"):
+            raise ConfigError(
+                f"{redact(url)!r}: the URL must begin with redis://, rediss://, unix://, redis+sentinel:// or "
+                "redis+cluster:// (rediss+... for TLS)"
+            )
+        credentials, hosts = _hosts(parts.netloc, 26379 if kind == "sentinel" else 6379)
+        service, _, database = parts.path.strip("/").partition("/")
+        path = f"/{database}" if kind == "sentinel" else ""
+        single = urlunsplit((scheme, f"{credentials}{hosts[0][0]}:{hosts[0][1]}", path, parts.query, ""))
+        settings |= {k: v for k, v in parse_url(single).items() if k not in ("host", "port", "connection_class")}
+    except ValueError as error:
+        raise ConfigError(f"{redact(url)!r} is not a Redis URL: {error}") from error
+    tls: dict[str, Any] = {"ssl": True} if scheme == "rediss" else {}
+    if kind == "cluster":
+        nodes = [ClusterNode(host, port) for host, port in hosts]
+        return _ClusterRoute(RedisCluster(startup_nodes=nodes, **settings, **tls))
+    if not service:
+        raise ConfigError(f"{redact(url)!r}: name the Sentinel service after the hosts, like .../mymaster/0")
+    quiet = {k: v for k, v in settings.items() if k not in ("username", "password", "db")}
+    sentinel = Sentinel(hosts, sentinel_kwargs=quiet | tls, **settings, **tls)
+    return _OneServer(sentinel.master_for(service).connection_pool)
+
+
+# --- Errors -----------------------------------------------------------------------------------------------------
+
+_AWAY = ("BUSY ", "MISCONF", "NOREPLICAS", "UNKILLABLE", "UNBLOCKED")
+
+
+def _translate(error: Exception, url: str, command: Command | None = None) -> RedisError:
+    """Turn what redis-py raised into our own tree; the only place that does."""
+    text = str(error)
+    name = " ".join(str(part) for part in command[:2])[:80] if command else "the command"
+    where = redact(url)
+    if isinstance(error, redis.exceptions.AuthenticationError):
+        return AccessDenied(f"{where} refuses the credentials ({text}); check user and password in the URL")
+    if isinstance(error, (redis.exceptions.NoPermissionError, redis.exceptions.AuthorizationError)):
+        return AccessDenied(f"the Redis user may not do {name}: {text}")
+    if isinstance(error, redis.exceptions.OutOfMemoryError):
+        return OutOfMemory(f"Redis at {where} has reached maxmemory and refuses writes: free memory or raise it")
+    if isinstance(error, (redis.exceptions.ReadOnlyError, redis.exceptions.ClusterError)):
+        return Unavailable(f"Redis at {where} is failing over: {text}")
+    if isinstance(error, (redis.exceptions.TryAgainError, redis.exceptions.SlotNotCoveredError)):
+        return Unavailable(f"the cluster at {where} is moving slots: {text}")
+    if isinstance(error, redis.exceptions.ClusterCrossSlotError):
+        return CommandFailed(f"{name} names keys of several hash slots; give them one {{hash tag}}")
+    if isinstance(error, (redis.exceptions.ConnectionError, redis.exceptions.TimeoutError, OSError)):
+        return Unavailable(f"Redis at {where} cannot be reached: {text}")
+    if text.startswith("WRONGTYPE"):
+        return WrongType(f"{name}: the key holds another type of value than this needs")
+    if text.startswith("NOGROUP"):
+        return GroupMissing(text)
+    if text.startswith(_AWAY):
+        return Unavailable(f"Redis at {where} cannot serve now: {text}")
+    return CommandFailed(f"{name}: {text}")
+
+
+# --- Scripts ----------------------------------------------------------------------------------------------------
+
+
+def raise_if_error(reply: Reply) -> Reply:
+    """Return a reply of `Client.pipeline`, or raise it if it is an error."""
+    if isinstance(reply, RedisError):
+        raise reply
+    return reply
+
+
+class Script:
+    """A Lua script in a file of `millstream.lua`; called by its hash, loaded where a server lacks it.
+
+    Content-addressed, so old and new versions run side by side during an upgrade (Redis EVALSHA).
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.text = (resources.files("millstream.lua") / f"{name}.lua").read_text("utf-8")
+        self.sha = hashlib.sha1(self.text.encode(), usedforsecurity=False).hexdigest()
+
+
+# --- The client -------------------------------------------------------------------------------------------------
+
+_KEYLESS = frozenset(("PING", "SCAN", "INFO", "WAIT", "TIME", "CLIENT", "SCRIPT", "CONFIG", "ACL", "CLUSTER", "ROLE"))
+_KEY_SECOND = frozenset(("XINFO", "XGROUP", "OBJECT", "MEMORY"))
+
+
+def _key_of(command: Command) -> Arg | None:
+    """The key that decides where a command goes; None where any primary will do."""
+    name = str(command[0]).upper()
+    if name in _KEYLESS:
+        return None
+    if name in _KEY_SECOND:
+        return command[2]
+    if name in ("EVAL", "EVALSHA"):
+        return command[3] if int(command[2]) else None
+    if name in ("XREAD", "XREADGROUP"):
+        streams = next(i for i, part in enumerate(command) if str(part).upper() == "STREAMS")
+        return command[streams + 1]
+    return command[1] if len(command) > 1 else None
+
+
+class Client:
+    """Connections to one Redis deployment: a server, a Sentinel service or a cluster, by `url`.
+
+    Holds one connection per node, opened at first use. Safe to share between threads, which then take turns.
+    `timeout_ms` bounds each wait for a reply. Raises ConfigError for a bad URL, RedisError for all else.
+    """
+
+    def __init__(self, url: str, *, timeout_ms: int = 15_000, clock: Clock = SYSTEM_CLOCK) -> None:
+        self.url = url
+        self._timeout_ms = timeout_ms
+        self._clock = clock
+        self._lock = threading.RLock()
+        self._open: dict[int, tuple[ConnectionPool, Connection]] = {}
+        self._known_route: _Route | None = None
+
+    @property
+    def _route(self) -> _Route:
+        # A cluster is asked for its slots when the route is built, so building it may fail and be tried again.
+        if self._known_route is None:
+            self._known_route = self._guarded(lambda: _route(self.url, self._timeout_ms), None)
+        return self._known_route
+
+    @property
+    def is_cluster(self) -> bool:
+        """True for Redis Cluster, where keys that change together must share a hash slot."""
+        return "+cluster" in self.url.partition("://")[0]
+
+    def close(self) -> None:
+        """Close every connection; the client may be used again."""
+        with self._lock:
+            for pool, connection in self._open.values():
+                connection.disconnect()
+                pool.release(connection)
+            self._open.clear()
+
+    def __enter__(self) -> "Client":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # Plain commands
+
+    def execute(self, *command: Arg) -> Reply:
+        """Run one command and return its raw reply. Never retried here."""
+        return self._single(command, self._route_pool(_key_of(command)))
+
+    def everywhere(self, *command: Arg) -> list[Reply]:
+        """Run a keyless command on every primary; replies in no particular order."""
+        with self._lock:
+            return [self._single(command, pool) for pool in list(self._route.pools())]
+
+    def pipeline(self, commands: Sequence[Command]) -> list[Reply]:
+        """Run many commands in one round trip per node; replies in order, errors among them as RedisError.
+
+        Not a transaction. If a connection breaks, Unavailable is raised and what was executed is not known.
+        """
+        return self._spread(commands, ())
+
+    def unanswered(self, pairs: Sequence[tuple[Command, Command]]) -> list[Reply]:
+        """Run pairs of commands, in one round trip per node; only the second of each pair is answered.
+
+        Lets a stream cursor skip a million entries at the server without their contents on the wire
+        (Redis CLIENT REPLY SKIP). Both commands of a pair must be for one key. Replies as from `pipeline`.
+        """
+        return self._spread([asked for _, asked in pairs], [silent for silent, _ in pairs])
+
+    def script(self, script: Script, keys: Sequence[Arg], args: Sequence[Arg]) -> Reply:
+        """Run `script` in one atomic step. Its keys must share a hash slot on Redis Cluster."""
+        return self.scripts([(script, keys, args)])[0]
+
+    def scripts(self, calls: Sequence[tuple[Script, Sequence[Arg], Sequence[Arg]]]) -> list[Reply]:
+        """Run several scripts in one round trip per node, each atomic by itself; the first error is raised."""
+        replies = self.pipeline([("EVALSHA", s.sha, len(keys), *keys, *args) for s, keys, args in calls])
+        for index, (script, keys, args) in enumerate(calls):
+            reply = replies[index]
+            if isinstance(reply, RedisError) and "NOSCRIPT" in str(reply):
+                reply = replies[index] = self.execute("EVAL", script.text, len(keys), *keys, *args)
+            raise_if_error(reply)
+        return replies
+
+    def scan_streams(self, pattern: str = "*") -> list[str]:
+        """Names of all streams that match the glob `pattern`, sorted, each once. Walks SCAN ... TYPE stream."""
+        found: set[bytes] = set()
+        with self._lock:
+            for pool in list(self._route.pools()):
+                cursor: Arg = 0
+                while True:
+                    command = ("SCAN", cursor, "MATCH", pattern, "COUNT", 1000, "TYPE", "stream")
+                    cursor, names = self._single(command, pool)
+                    found.update(names)
+                    if int(cursor) == 0:
+                        break
+        return sorted(name.decode("utf-8", "surrogateescape") for name in found)
+
+    # Waiting
+
+    def patiently(self, operation: Callable[[], T], *, what: str, limit_ms: float | None = None) -> T:
+        """Run `operation` until Redis answers; only for what may safely run twice.
+
+        Waits with back-off (50 ms to 1 s) while Redis is Unavailable and logs a line when that begins, every
+        five seconds, and when it ends. After `limit_ms` milliseconds the last error is raised.
+        """
+        began = self._clock.monotonic_ms()
+        wait_ms, next_word_ms = 50.0, 0.0
+        while True:
+            try:
+                result = operation()
+            except Unavailable as error:
+                waited_ms = self._clock.monotonic_ms() - began
+                if limit_ms is not None and waited_ms >= limit_ms:
+                    raise
+                if waited_ms >= next_word_ms:
+                    logger.warning("%s is waiting for Redis (%.0f s so far): %s", what, waited_ms / 1000, error)
+                    next_word_ms = waited_ms + 5000
+                self._clock.sleep_ms(wait_ms)
+                wait_ms = min(wait_ms * 2, 1000.0)
+            else:
+                if next_word_ms:
+                    waited_ms = self._clock.monotonic_ms() - began
+                    logger.warning("%s goes on: Redis answers again after %.1f s", what, waited_ms / 1000)
+                return result
+
+    # Inside
+
+    def _route_pool(self, key: Arg | None) -> ConnectionPool:
+        with self._lock:
+            return self._guarded(lambda: self._route.pool(key), None)
+
+    def _connection(self, pool: ConnectionPool) -> Connection:
+        held = self._open.get(id(pool))
+        if held is None:
+            connection = self._guarded(lambda: pool.get_connection(), None)
+            self._open[id(pool)] = held = (pool, connection)
+        return held[1]
+
+    def _single(self, command: Command, pool: ConnectionPool) -> Reply:
+        with self._lock:
+            reply = self._settle(self._exchange(pool, [command])[0], command)
+        return raise_if_error(reply)
+
+    def _spread(self, commands: Sequence[Command], silent: Sequence[Command]) -> list[Reply]:
+        """Exchange with each node what concerns it; a command in `silent` precedes its namesake in `commands`."""
+        with self._lock:
+            by_pool: dict[int, tuple[ConnectionPool, list[int]]] = {}
+            for index, command in enumerate(commands):
+                pool = self._route_pool(_key_of(command))
+                by_pool.setdefault(id(pool), (pool, []))[1].append(index)
+            replies: list[Reply] = [None] * len(commands)
+            for pool, indexes in by_pool.values():
+                batch = self._exchange(pool, [commands[i] for i in indexes], [silent[i] for i in indexes if silent])
+                for index, reply in zip(indexes, batch, strict=True):
+                    replies[index] = self._settle(reply, commands[index])
+            return replies
+
+    def _exchange(
+        self, pool: ConnectionPool, commands: Sequence[Command], silent: Sequence[Command] = ()
+    ) -> list[Reply]:
+        """One write, then one read per command. Server errors come back as values, broken connections raise."""
+        connection = self._connection(pool)
+        pack = connection.pack_command
+
+        def exchange() -> list[Reply]:
+            parts: list[bytes] = []
+            for index, command in enumerate(commands):
+                if silent:
+                    parts += (*pack("CLIENT", "REPLY", "SKIP"), *pack(*silent[index]))
+                parts += pack(*command)
+            connection.send_packed_command(parts)
+            return [self._read(connection) for _ in commands]
+
+        return self._guarded(exchange, commands[0], connection)
+
+    @staticmethod
+    def _read(connection: Connection) -> Reply:
+        try:
+            return connection.read_response(disable_decoding=True)
+        except redis.exceptions.ConnectionError as error:
+            # LOADING and the like are answers; a dead connection is not.
+            if isinstance(error, (redis.exceptions.BusyLoadingError, redis.exceptions.AuthenticationError)):
+                return error
+            raise
+        except redis.exceptions.ResponseError as error:
+            return error
+
+    def _settle(self, reply: Reply, command: Command) -> Reply:
+        """Follow a cluster's redirections; translate an error reply."""
+        for _ in range(_REDIRECTS):
+            if not isinstance(reply, AskError):
+                break
+            if isinstance(reply, MovedError):
+                error = reply
+                self._guarded(lambda: self._route.moved(error), command)
+                reply = self._exchange(self._route_pool(_key_of(command)), [command])[0]
+            else:
+                pool = self._route.node_pool(reply.host, reply.port)
+                reply = self._exchange(pool, [("ASKING",), command])[1]
+        if not isinstance(reply, redis.exceptions.RedisError):
+            return reply
+        if isinstance(reply, NoScriptError):
+            return CommandFailed("NOSCRIPT")
+        if isinstance(reply, redis.exceptions.ReadOnlyError):
+            self.close()  # the primary has moved: the next connection asks Sentinel again
+        return _translate(reply, self.url, command)
+
+    def _guarded(self, action: Callable[[], T], command: Command | None, connection: Any = None) -> T:
+        try:
+            return action()
+        except (redis.exceptions.RedisError, OSError) as error:
+            if connection is not None:
+                connection.disconnect()
+                self._forget_nodes_if_cluster()
+            raise _translate(error, self.url, command) from error
+
+    def _forget_nodes_if_cluster(self) -> None:
+        # A node that cannot be reached may have been replaced: ask for the slots anew next time.
+        if self.is_cluster:
+            self.close()
+            self._known_route = None
+
+
+@functools.cache
+def shared_client(url: str) -> Client:
+    """The client of this process for `url`, opened once: Spark reuses its Python workers from batch to batch."""
+    return Client(url)

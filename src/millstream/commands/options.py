@@ -1,0 +1,59 @@
+"""Options that several commands share, and how their values are read."""
+
+import re
+import sys
+import time
+from datetime import UTC, datetime
+from typing import Annotated, Literal
+
+import typer
+
+from millstream.errors import ConfigError
+from millstream.model import ZERO_ID, EntryId
+
+DEFAULT_URL = "redis://127.0.0.1:6379/0"
+MARKUP: Literal["rich"] | None = "rich" if sys.stdout.isatty() else None
+"""How help is drawn."""
+
+Url = Annotated[str, typer.Option("--url", envvar="MILLSTREAM_URL", help="Where Redis is.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Only say what would be done.")]
+
+_UNITS_S = {"s": 1, "m": 60, "h": 3_600, "d": 86_400}
+_ID = re.compile(r"(?!\d{8}$)\d+(-\d+)?")  # eight digits alone are a date, like 20130131
+_AGO = re.compile(r"(\d+)([smhd])")
+
+
+def family(help_text: str) -> typer.Typer:
+    """A group of commands, such as `millstream dlq`."""
+    return typer.Typer(help=help_text, no_args_is_help=True, add_completion=False, rich_markup_mode=MARKUP)
+
+
+def parse_time_ms(text: str) -> int:
+    """Unix milliseconds of `15m`, `2h`, `3d` (so long ago) or an ISO 8601 time, UTC unless it says otherwise.
+
+    Raises ConfigError for anything else.
+    """
+    ago = _AGO.fullmatch(text)
+    if ago:
+        return int((time.time() - int(ago[1]) * _UNITS_S[ago[2]]) * 1000)
+    try:
+        moment = datetime.fromisoformat(text)
+    except ValueError as error:
+        raise ConfigError(
+            f"{text!r} is not a time: write 15m, 2h or 3d for so long ago, or ISO 8601, like 2013-01-31T06:00"
+        ) from error
+    aware = moment if moment.tzinfo else moment.replace(tzinfo=UTC)
+    return int(aware.timestamp() * 1000)
+
+
+def parse_start(text: str) -> EntryId | None:
+    """The first id to read from: of an id, `earliest`, or a time; None for `latest`. Raises ConfigError."""
+    if text == "latest":
+        return None
+    if text == "earliest":
+        return ZERO_ID
+    if _ID.fullmatch(text):
+        return EntryId.parse(text)
+    return EntryId(parse_time_ms(text), 0)

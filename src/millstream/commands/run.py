@@ -1,0 +1,161 @@
+"""`millstream run`: an app as a Spark pipeline."""
+
+import json
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.live import Live
+
+from millstream.app import App, load_app
+from millstream.errors import ConfigError
+
+_COUNTED = ("messages", "committed", "dead", "retries")
+
+
+class Progress:
+    """Tells how the pipelines are doing: one live line in a terminal, a line every few seconds in a pipe.
+
+    With `as_json` each event of the runner is a line of JSON on stdout instead.
+    """
+
+    def __init__(self, *, as_json: bool, every_s: float = 3.0) -> None:
+        self._as_json = as_json
+        self._console = Console(stderr=True)
+        self._live = Live(console=self._console, auto_refresh=False) if self._console.is_terminal else None
+        self._every_s = 0.5 if self._live else every_s
+        self._lock = threading.Lock()
+        self._total = dict.fromkeys(("batches", *_COUNTED), 0)
+        self._shown = dict(self._total)
+        self._shown_at = time.monotonic()
+
+    def __enter__(self) -> "Progress":
+        if self._live and not self._as_json:
+            self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._live and not self._as_json:
+            self._live.stop()
+
+    def event(self, event: Mapping[str, Any]) -> None:
+        """Take one event of the runner."""
+        with self._lock:
+            if event["event"] == "batch":
+                self._total["batches"] += 1
+                for name in _COUNTED:
+                    self._total[name] += event[name]
+            if self._as_json:
+                print(json.dumps(event), flush=True)
+            elif event["event"] != "batch":
+                rest = " ".join(str(value) for name, value in event.items() if name != "event")
+                self._console.print(f"{event['event']} {rest}".rstrip(), markup=False, highlight=False)
+
+    def show(self, lag: int | None) -> None:
+        """Show a line of progress if it is time for one and something has changed."""
+        now = time.monotonic()
+        if self._as_json or now - self._shown_at < self._every_s:
+            return
+        with self._lock:
+            if self._total != self._shown:
+                line = self._line((self._total["messages"] - self._shown["messages"]) / (now - self._shown_at), lag)
+                if self._live:
+                    self._live.update(line, refresh=True)
+                else:
+                    self._console.print(line, markup=False, highlight=False)
+            self._shown, self._shown_at = dict(self._total), now
+
+    def _line(self, rate: float, lag: int | None) -> str:
+        total = self._total
+        left = f"  {lag / rate:,.0f} s left" if lag and rate > 0 else ""
+        return (
+            f"{rate:,.0f} entries/s  lag {'?' if lag is None else format(lag, ',')}  {total['batches']:,} batches  "
+            f"{total['committed']:,} committed  {total['dead']:,} dead letters  {total['retries']:,} retries{left}"
+        )
+
+
+def run(
+    target: Annotated[str, typer.Argument(help="The app: module:app or path/to/file.py:app", metavar="APP")],
+    url: Annotated[str, typer.Option(envvar="MILLSTREAM_URL", help="Where Redis is.")] = "redis://127.0.0.1:6379/0",
+    checkpoint: Annotated[
+        str, typer.Option(help="Folder for Spark's checkpoints; keep it between runs.")
+    ] = ".millstream/checkpoints",
+    master: Annotated[str, typer.Option(help="Spark master; default: local[*] with task retries.")] = "",
+    max_per_batch: Annotated[int, typer.Option(help="Most entries that a micro-batch takes.")] = 50_000,
+    interval_ms: Annotated[int, typer.Option(help="Least time between the starts of two micro-batches.")] = 0,
+    once: Annotated[bool, typer.Option("--once", help="Process what is there now, then end.")] = False,
+    start: Annotated[str, typer.Option(help="Where a handler that never ran begins: earliest or latest.")] = "earliest",
+    from_frontier: Annotated[
+        bool, typer.Option("--from-frontier", help="With a new checkpoint: go on where the commits end.")
+    ] = False,
+    reprocess: Annotated[
+        bool, typer.Option("--reprocess", help="With a new checkpoint: forget state and progress, begin anew.")
+    ] = False,
+    allow_data_loss: Annotated[
+        bool, typer.Option("--allow-data-loss", help="Count entries that were trimmed unread instead of stopping.")
+    ] = False,
+    conf: Annotated[list[str] | None, typer.Option(help="A Spark setting, KEY=VALUE; may be repeated.")] = None,
+    bell_url: Annotated[str, typer.Option(help="POST a JSON summary there when dead letters arrive.")] = "",
+    bell_command: Annotated[str, typer.Option(help="Run this with the summary on stdin instead.")] = "",
+    as_json: Annotated[bool, typer.Option("--json", help="One line of JSON on stdout per event.")] = False,
+    spark_log: Annotated[bool, typer.Option("--spark-log", help="Show Spark's own warnings and errors.")] = False,
+) -> None:
+    """Run an app as a Spark pipeline, in order per key, each effect committed exactly once."""
+    if from_frontier and reprocess:
+        raise ConfigError("--from-frontier and --reprocess exclude each other; give one")
+    if start not in ("earliest", "latest"):
+        raise ConfigError(f"--start {start!r}: use earliest or latest")
+    settings = _pairs(conf or [])
+    app = load_app(target)
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s", stream=sys.stderr)
+    try:
+        from millstream.spark.runner import Runner, RunSettings
+        from millstream.spark.session import local_master, open_session
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"running on Spark needs {error.name!r}: pip install 'millstream[spark]'") from error
+    run_settings = RunSettings(
+        url=url,
+        checkpoint=checkpoint if "://" in checkpoint else os.path.abspath(checkpoint),
+        max_per_batch=max_per_batch,
+        interval_ms=interval_ms,
+        once=once,
+        start="from-frontier" if from_frontier else "reprocess" if reprocess else "resume",
+        starting_offsets=start,
+        fail_on_data_loss=not allow_data_loss,
+    )
+    spark = open_session(
+        app.name, master=master or local_master(app.handlers.values()), conf=settings, verbose=spark_log
+    )
+    with Progress(as_json=as_json) as progress, _bell(bell_url, bell_command) as bell:
+
+        def on_event(event: Mapping[str, Any]) -> None:
+            progress.event(event)
+            if event["event"] == "batch" and event["dead"]:
+                bell.ring({"app": app.name, "handler": event["handler"], "dead": event["dead"]})
+
+        runner = Runner(app, spark, run_settings, on_event=on_event, on_watch=progress.show)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: runner.stop())
+        try:
+            runner.run()
+        finally:
+            spark.stop()
+
+
+def _pairs(conf: list[str]) -> dict[str, str]:
+    pairs = {}
+    for setting in conf:
+        key, equals, value = setting.partition("=")
+        if not equals or not key.startswith("spark."):
+            raise ConfigError(f"--conf {setting!r}: write it as spark.some.key=value")
+        pairs[key] = value
+    return pairs
+
+

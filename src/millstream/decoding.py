@@ -1,0 +1,636 @@
+"""From the fields of a message to the handler's model, and from a handler's output to the fields of an entry.
+
+Redis knows only bytes, so every value has one text form. What each type accepts:
+
+    str                 UTF-8 text; empty is empty text
+    bytes               anything
+    int                 decimal digits with an optional sign
+    float, Decimal      a decimal number, also with an exponent; never NaN or an infinity
+    bool                true, false, 1 or 0, in any case
+    datetime, date      ISO 8601
+    UUID                with or without dashes
+    Enum, Literal       the text form of one of the values
+    list, dict, ...     JSON: collections and nested models, checked against the annotation
+    T | None            None if the field is empty, or absent without a default
+
+A decoder has two halves that must agree. `_Decoder.slowly` is the definition and gives the reasons. In front
+of it stands a function generated for the model, as `dataclasses` and `attrs` generate theirs: it may give up
+on anything unusual, but what it accepts is what the slow one would return.
+"""
+
+import dataclasses
+import enum
+import inspect
+import json
+import operator
+import sys
+import types
+import typing
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from datetime import date, datetime
+from decimal import Decimal
+from functools import cache, partial
+from typing import Any, NamedTuple
+from uuid import UUID
+
+import msgspec
+from msgspec import inspect as shapes
+
+from millstream.errors import ConfigError, DecodeError, OutputError
+
+SUPPORTED = (
+    "str, bytes, int, float, bool, Decimal, datetime, date, UUID, an Enum, a Literal, and as JSON: list, dict "
+    "and other collections, nested models; each also as `T | None`"
+)
+SHOWN_CHARS = 80
+# Entries of one producer share their field names, so the places of the wanted fields are remembered per set
+# of names. Both limits keep a producer with ever-changing names from filling the memory.
+MAX_LAYOUTS = 256
+MAX_LAYOUT_BYTES = 4096
+
+Picker = Callable[[Sequence[bytes]], tuple[bytes | None, ...]]
+
+_MISSING: Any = object()
+_JSON_COLLECTIONS = (shapes.CollectionType, shapes.TupleType, shapes.DictType)
+_JSON_RECORDS = (shapes.StructType, shapes.DataclassType, shapes.TypedDictType, shapes.NamedTupleType)
+
+
+def compile_decoder(model: type) -> Callable[[Sequence[bytes]], object]:
+    """Build the function that turns an entry's fields, `[name, value, name, value, ...]`, into a `model`.
+
+    `model` is a dataclass, msgspec.Struct, TypedDict or pydantic model. Fields are found by their name, or by
+    their msgspec `rename` or pydantic alias; names that the model does not want are ignored, repeated or not.
+    In a pydantic model, a field of a type not known here goes to pydantic as text. A Struct's tag has no part.
+
+    The function raises DecodeError, naming the field, for whatever does not fit, the model's own checks
+    included. It cannot be pickled: build it again from the model. Raises ConfigError here for a model or an
+    annotation that cannot be decoded.
+    """
+    return _Decoder(model).generate()
+
+
+def wire_names(model: type) -> tuple[str, ...]:
+    """The names under which the fields of `model` are looked for in an entry. Raises ConfigError as above."""
+    return tuple(field.wire for field in _fields_of(model))
+
+
+def encode_output(output: object) -> list[bytes]:
+    """Turn what a handler returned into the fields of an entry, `[name, value, name, value, ...]`, for XADD.
+
+    `output` is a mapping, or an instance of a dataclass, msgspec.Struct or pydantic model. A None is left out,
+    any other value is written so that it decodes to itself. Raises OutputError for NaN and infinities at any
+    depth, a type without a text form, a name that is empty, repeated or not text, and if no field is left.
+    """
+    fields: list[bytes] = []
+    mixed = False
+    for name, value in output.items() if type(output) is dict else _items(output):
+        if value is None:
+            continue
+        try:
+            wire = name.encode() if isinstance(name, str) else name
+            mixed = mixed or wire is name
+            if not wire or not isinstance(wire, bytes):
+                raise TypeError("the name of a field must be text or bytes, and not empty")
+            fields += (wire, _TEXT_FORMS[type(value)](value))
+        except (ValueError, ArithmeticError, TypeError, RecursionError, msgspec.MsgspecError) as error:
+            raise OutputError(f"field {_clip(repr(name))} cannot be written: {_one_line(error)}") from error
+    if not fields:
+        raise OutputError("the output has no field to write; return None to write nothing")
+    if mixed and len(set(fields[::2])) < len(fields) // 2:
+        raise OutputError("the output has a field name both as text and as bytes; keep one of them")
+    return fields
+
+
+# --- models ---
+
+
+class _Field(NamedTuple):
+    """A field as its model declares it. `absent` makes its default; None if it has none."""
+
+    name: str
+    wire: str
+    annotation: object
+    absent: Callable[[], object] | None
+    keyword: bool = False
+
+
+def _is_pydantic(model: object) -> bool:
+    # A pydantic model can only exist once pydantic is imported, so it is never imported for the question.
+    pydantic = sys.modules.get("pydantic")
+    return pydantic is not None and isinstance(model, type) and issubclass(model, pydantic.BaseModel)
+
+
+def _is_typed_dict(model: type) -> bool:
+    # typing.is_typeddict does not know those of typing_extensions.
+    return issubclass(model, dict) and hasattr(model, "__required_keys__")
+
+
+def _fields_of(model: Any) -> list[_Field]:
+    name = getattr(model, "__name__", repr(model))
+    if _is_pydantic(model) and not model.__pydantic_root_model__:
+        read = _pydantic_fields
+    elif isinstance(model, type) and issubclass(model, msgspec.Struct):
+        read = _struct_fields
+    elif isinstance(model, type) and _is_typed_dict(model):
+        read = _typed_dict_fields
+    elif isinstance(model, type) and dataclasses.is_dataclass(model):
+        read = _dataclass_fields
+    else:
+        raise ConfigError(f"{name} is no model; use a dataclass, msgspec.Struct, TypedDict or pydantic model")
+    try:
+        fields = list(read(model))
+    except (NameError, TypeError) as error:
+        raise ConfigError(f"{name}: its annotations cannot be read: {_one_line(error)}") from error
+    if not fields:
+        raise ConfigError(f"{name} has no fields to decode a message into; give it some, or take a Message")
+    return fields
+
+
+def _constant(value: object) -> Callable[[], object]:
+    return lambda: value
+
+
+def _default(value: object, factory: Any, none: object) -> Callable[[], object] | None:
+    if factory is not none:
+        return typing.cast(Callable[[], object], factory)
+    return None if value is none else _constant(value)
+
+
+def _dataclass_fields(model: Any) -> Iterator[_Field]:
+    hints = typing.get_type_hints(model, include_extras=True)
+    for name, hint in hints.items():
+        if isinstance(hint, dataclasses.InitVar):
+            raise ConfigError(f"{model.__name__}.{name}: InitVar is not supported; make it a plain field")
+    for field in dataclasses.fields(model):
+        if field.init:
+            absent = _default(field.default, field.default_factory, dataclasses.MISSING)
+            yield _Field(field.name, field.name, hints[field.name], absent, bool(field.kw_only))
+
+
+def _struct_fields(model: Any) -> Iterator[_Field]:
+    parameters = inspect.signature(model).parameters
+    for field in msgspec.structs.fields(model):
+        absent = _default(field.default, field.default_factory, msgspec.NODEFAULT)
+        keyword = parameters[field.name].kind is inspect.Parameter.KEYWORD_ONLY
+        yield _Field(field.name, field.encode_name, field.type, absent, keyword)
+
+
+def _typed_dict_fields(model: Any) -> Iterator[_Field]:
+    for name, hint in typing.get_type_hints(model, include_extras=True).items():
+        annotation, required = hint, name in model.__required_keys__
+        # The class itself misjudges these two under `from __future__ import annotations`.
+        if typing.get_origin(hint) in (typing.Required, typing.NotRequired):
+            required = typing.get_origin(hint) is typing.Required
+            (annotation,) = typing.get_args(hint)
+        yield _Field(name, name, annotation, None if required else _constant(_MISSING))
+
+
+def _pydantic_fields(model: Any) -> Iterator[_Field]:
+    model.model_rebuild()
+    by_alias = model.model_config.get("validate_by_alias") is not False
+    for name, field in model.model_fields.items():
+        alias = field.validation_alias if by_alias else None
+        if not isinstance(alias, (str, types.NoneType)):
+            kind = type(alias).__name__
+            raise ConfigError(f"{model.__name__}.{name}: {kind} is not supported; give it one plain alias")
+        absent = None if field.is_required() else _constant(_MISSING)
+        yield _Field(name, alias or name, field.annotation, absent)
+
+
+def _constructor(model: Any, fields: Sequence[_Field]) -> Callable[..., object]:
+    """What is called with the values of `fields`, by position or, for the keyword fields, by name."""
+    names = [field.wire for field in fields]
+
+    def present(*values: object) -> dict[str, object]:
+        return {name: value for name, value in zip(names, values, strict=True) if value is not _MISSING}
+
+    if _is_pydantic(model):
+        return lambda *values: model.model_validate(present(*values))
+    if _is_typed_dict(model):
+        return present
+    positional = [None for field in fields if not field.keyword]
+    try:
+        inspect.signature(model).bind(*positional, **{field.name: None for field in fields if field.keyword})
+    except TypeError as error:
+        raise ConfigError(f"{model.__name__}: its __init__ does not take its fields: {error}") from error
+    return typing.cast(Callable[..., object], model)
+
+
+# --- decoding a value ---
+
+
+class _Kind(NamedTuple):
+    """How the text of one type is read.
+
+    * `expected`: completes "the field must be ..."
+    * `convert`: raises anything for a text that it refuses
+    * `shortcut`: the same as a faster expression; it may raise where `convert` would not, never the reverse
+    """
+
+    expected: str
+    convert: Callable[[bytes], object]
+    shortcut: str = "{convert}({raw})"
+
+
+_NUMERAL = b"+-.0123456789eE"
+_BOOLS = {b"true": True, b"1": True, b"false": False, b"0": False}
+
+
+def _to_int(raw: bytes) -> int:
+    if not raw.lstrip(b"+-").isdigit():  # int() itself takes blanks and underscores
+        raise ValueError
+    return int(raw)
+
+
+def _to_float(raw: bytes) -> float:
+    if raw.strip(_NUMERAL):  # float() itself takes blanks, underscores, nan and inf
+        raise ValueError
+    number = float(raw)
+    if number - number != 0.0:
+        raise OverflowError
+    return number
+
+
+def _to_decimal(raw: bytes) -> Decimal:
+    if raw.strip(_NUMERAL):
+        raise ValueError
+    return Decimal(raw.decode())
+
+
+_SCALARS: dict[object, _Kind] = {
+    str: _Kind("UTF-8 text", bytes.decode, "{raw}.decode()"),
+    bytes: _Kind("bytes", bytes, "{raw}"),
+    # JSON's numbers are a part of what is accepted, and msgspec reads them in a third of the time.
+    int: _Kind("a whole number", _to_int, "json_int({raw}) if {raw}.isdigit() else {convert}({raw})"),
+    float: _Kind("a number", _to_float, "{convert}({raw}) if {raw}.strip(numeral) else json_float({raw})"),
+    bool: _Kind("true, false, 1 or 0", lambda raw: _BOOLS[raw.lower()]),
+    Decimal: _Kind("a decimal number", _to_decimal),
+    datetime: _Kind("a date and time in ISO 8601", lambda raw: datetime.fromisoformat(raw.decode())),
+    date: _Kind("a date in ISO 8601", lambda raw: date.fromisoformat(raw.decode())),
+    UUID: _Kind("a UUID", lambda raw: msgspec.convert(raw.decode(), UUID)),
+}
+
+
+def _unwrap(annotation: Any) -> tuple[Any, bool, list[msgspec.Meta]]:
+    """Take `| None`, Annotated and NewType off: what is left, whether None is allowed, the constraints."""
+    optional = False
+    constraints: list[msgspec.Meta] = []
+    while True:
+        origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+        if origin is typing.Annotated:
+            annotation, *metadata = arguments
+            constraints += [item for item in metadata if isinstance(item, msgspec.Meta)]
+        elif isinstance(annotation, typing.NewType):
+            annotation = annotation.__supertype__
+        elif origin in (typing.Union, types.UnionType) and types.NoneType in arguments:
+            optional = True
+            annotation = typing.Union[tuple(item for item in arguments if item is not types.NoneType)]  # noqa: UP007 - a union of unknown length
+        elif origin is typing.Literal and None in arguments:
+            optional = True
+            annotation = typing.Literal[tuple(item for item in arguments if item is not None)]
+        else:
+            return annotation, optional, constraints
+
+
+def _kind_of(annotation: Any, constraints: Sequence[msgspec.Meta], foreign: bool) -> _Kind:
+    """How `annotation` is read; TypeError if it is not supported. `foreign`: pydantic has the last word."""
+    origin = typing.get_origin(annotation)
+    if origin is typing.Literal:
+        kind = _choice({value: value for value in typing.get_args(annotation)}.items())
+    elif origin in (typing.Union, types.UnionType):
+        raise TypeError("a choice of types")
+    elif isinstance(annotation, type) and issubclass(annotation, enum.Enum):
+        kind = _enum_kind(annotation)
+    else:
+        kind = _SCALARS.get(annotation) or _json_kind(annotation, foreign)
+    if not constraints:
+        return kind
+    constrained: Any = annotation
+    for constraint in constraints:
+        constrained = typing.Annotated[constrained, constraint]
+    shapes.type_info(constrained)
+    return _Kind(kind.expected, lambda raw: msgspec.convert(kind.convert(raw), constrained))
+
+
+def _choice(meanings: Iterable[tuple[object, object]]) -> _Kind:
+    table: dict[bytes, object] = {}
+    for value, meaning in meanings:
+        if not isinstance(value, (str, bytes, int, float)):
+            raise TypeError(f"a choice that includes {value!r}")
+        text = _TEXT_FORMS[type(value)](value)
+        if text in table:
+            raise TypeError(f"a choice of two values with the same text {_shown(text)}")
+        table[text] = meaning
+    return _Kind(f"one of {_clip(', '.join(map(_shown, table)))}", table.__getitem__)
+
+
+def _enum_kind(annotation: type[enum.Enum]) -> _Kind:
+    if issubclass(annotation, enum.Flag):
+        raise TypeError("a Flag")
+    known = _choice((member.value, member) for member in annotation)
+
+    def convert(raw: bytes) -> object:
+        try:
+            return known.convert(raw)
+        except KeyError:
+            return annotation(raw.decode())  # an enum may have a _missing_ of its own
+
+    return _Kind(known.expected, convert)
+
+
+def _json_kind(annotation: Any, foreign: bool) -> _Kind:
+    shape = shapes.type_info(annotation)
+    spelled = annotation.__name__ if type(annotation) is type else str(annotation).replace("typing.", "")
+    if not isinstance(shape, _JSON_COLLECTIONS + _JSON_RECORDS) and not _is_pydantic(annotation):
+        if foreign:
+            return _SCALARS[str]
+        raise TypeError(spelled)
+    expected = f"JSON for {_clip(spelled)}"
+    if foreign:
+        return _Kind(expected, msgspec.json.decode)
+    inner = list(_inner_shapes(shape, set()))
+    custom = [leaf.cls for leaf in inner if isinstance(leaf, shapes.CustomType)]
+    for model in custom:
+        if not _is_pydantic(model):
+            raise TypeError(f"{model.__name__} inside {spelled}")
+    decode = msgspec.json.Decoder(annotation, dec_hook=_validate).decode
+
+    def decode_and_check(raw: bytes) -> object:
+        value = decode(raw)
+        _to_json(value)
+        return value
+
+    # JSON has no NaN, but msgspec's Decimal and pydantic's numbers take the text "NaN" for one.
+    lenient = custom or any(isinstance(leaf, shapes.DecimalType) for leaf in inner)
+    return _Kind(expected, decode_and_check if lenient else decode)
+
+
+def _validate(model: Any, value: object) -> object:
+    return model.model_validate(value)
+
+
+def _inner_shapes(node: object, seen: set[int]) -> Iterator[shapes.Type]:
+    """Every type inside `node`, itself included. Types may contain themselves."""
+    if isinstance(node, tuple):
+        for item in node:
+            yield from _inner_shapes(item, seen)
+    elif isinstance(node, (shapes.Type, shapes.Field)) and id(node) not in seen:
+        seen.add(id(node))
+        if isinstance(node, shapes.Type):
+            yield node
+        for name in node.__struct_fields__:
+            yield from _inner_shapes(getattr(node, name), seen)
+
+
+# --- decoding a message ---
+
+
+class _Reader(NamedTuple):
+    """A field with all that is needed to read it. `absent` is None if every message must have it."""
+
+    field: _Field
+    kind: _Kind
+    optional: bool
+    absent: Callable[[], object] | None
+
+    def read(self, raw: bytes | None) -> object:
+        if raw is None:
+            if self.absent is None:
+                raise DecodeError(f"field {self.field.wire!r} is missing; it must be {self.kind.expected}")
+            return self.absent()
+        if not raw and self.optional:
+            return None
+        try:
+            return self.kind.convert(raw)
+        # The code of a nested model or an enum may raise anything; it concerns this message only.
+        except Exception as error:
+            found = f"not {_shown(raw)}" if raw else "but it is empty"
+            detail = f" ({_one_line(error)})" if isinstance(error, msgspec.MsgspecError) else ""
+            raise DecodeError(
+                f"field {self.field.wire!r} must be {self.kind.expected}, {found}{detail}"
+            ) from error
+
+
+def _reader(model: type, field: _Field) -> _Reader:
+    try:
+        annotation, optional, constraints = _unwrap(field.annotation)
+        kind = _kind_of(annotation, constraints, foreign=_is_pydantic(model))
+    except TypeError as error:
+        raise ConfigError(
+            f"{model.__name__}.{field.name}: {_one_line(error)} is not supported as a field; use {SUPPORTED}"
+        ) from error
+    absent = _constant(None) if optional and field.absent is None else field.absent
+    return _Reader(field, kind, optional, absent)
+
+
+class _Decoder:
+    """The decoder of one model: how each field is read, and where it stands in the layouts met so far."""
+
+    def __init__(self, model: type) -> None:
+        fields = _fields_of(model)
+        self.model = model
+        self.readers = [_reader(model, field) for field in fields]
+        self.build = _constructor(model, fields)
+        self.wanted = {field.wire.encode(): index for index, field in enumerate(fields)}
+        self.layouts: dict[tuple[bytes, ...], Picker] = {}
+
+    def learn(self, pairs: Sequence[bytes]) -> Picker:
+        """Find the wanted fields in an entry, for this one and all with the same names in the same order."""
+        if len(pairs) % 2:
+            raise DecodeError("the last field has a name but no value")
+        names = tuple(pairs[::2])
+        places = [-1] * len(self.readers)
+        for place, name in enumerate(names):
+            index = self.wanted.get(name)
+            if index is None:
+                continue
+            if places[index] >= 0:
+                raise DecodeError(f"field {self.readers[index].field.wire!r} appears twice")
+            places[index] = 2 * place + 1
+        picker = _picker(places)
+        if sum(map(len, names)) <= MAX_LAYOUT_BYTES:
+            if len(self.layouts) >= MAX_LAYOUTS:
+                self.layouts.clear()
+            self.layouts[names] = picker
+        return picker
+
+    def slowly(self, pairs: Sequence[bytes]) -> object:
+        """Decode one message field by field. Raises DecodeError with the reason."""
+        raws = self.learn(pairs)(pairs)
+        values = [(reader.field, reader.read(raw)) for reader, raw in zip(self.readers, raws, strict=True)]
+        positional = [value for field, value in values if not field.keyword]
+        try:
+            return self.build(*positional, **{field.name: value for field, value in values if field.keyword})
+        # The model's own code may raise anything; it concerns this message only.
+        except Exception as error:
+            reason = f"{type(error).__name__}: {_one_line(error)}"
+            raise DecodeError(f"{self.model.__name__} refuses the fields: {reason}") from error
+
+    def generate(self) -> Callable[[Sequence[bytes]], object]:
+        """Write the fast function: the call that builds the model, with one expression per field."""
+        scope: dict[str, Any] = {
+            "build": self.build,
+            "layouts": self.layouts,
+            "learn": self.learn,
+            "slowly": self.slowly,
+            "numeral": _NUMERAL,
+            "json_int": msgspec.json.Decoder(int).decode,
+            "json_float": msgspec.json.Decoder(float).decode,
+        }
+        raws, arguments = "", []
+        for index, reader in enumerate(self.readers):
+            raw, convert, absent = f"raw{index}", f"convert{index}", f"absent{index}"
+            scope |= {convert: reader.kind.convert, absent: reader.absent}
+            value = reader.kind.shortcut.format(raw=raw, convert=convert)
+            if reader.optional:
+                value = f"None if not {raw} else {value}"
+            if reader.field.absent is not None:  # otherwise an absent field is None by the line above
+                value = f"{absent}() if {raw} is None else {value}"
+            arguments.append(f"**{{{reader.field.name!r}: {value}}}" if reader.field.keyword else value)
+            raws += f"{raw}, "
+        source = f"""
+def decode(pairs):
+    try:
+        {raws} = (layouts.get(tuple(pairs[::2])) or learn(pairs))(pairs)
+        return build({", ".join(arguments)})
+    except Exception:
+        pass
+    return slowly(pairs)
+"""
+        exec(compile(source, f"<decoder of {self.model.__name__}>", "exec"), scope)
+        return typing.cast(Callable[[Sequence[bytes]], object], scope["decode"])
+
+
+def _picker(places: Sequence[int]) -> Picker:
+    """What takes the values at `places` out of an entry; None for those at -1."""
+    if len(places) == 1:  # itemgetter returns one value bare
+        (place,) = places
+        return lambda pairs: (pairs[place] if place >= 0 else None,)
+    pick: Any = operator.itemgetter(*places)
+    return pick if min(places) >= 0 else lambda pairs: pick((*pairs, None))
+
+
+# --- encoding ---
+
+
+def _items(output: Any) -> Iterable[tuple[Any, object]]:
+    if isinstance(output, Mapping):
+        return output.items()
+    if not _is_record(type(output)):
+        kind = type(output).__name__
+        raise OutputError(
+            f"a {kind} cannot be written; return a mapping, dataclass, Struct or pydantic model"
+        )
+    model: Hashable = type(output)
+    return [(wire, getattr(output, name)) for name, wire in _output_names(model)]
+
+
+def _is_record(kind: type) -> bool:
+    return issubclass(kind, msgspec.Struct) or dataclasses.is_dataclass(kind) or _is_pydantic(kind)
+
+
+@cache
+def _output_names(model: Any) -> list[tuple[str, str]]:
+    """The fields of a record as (attribute, name in the entry)."""
+    if issubclass(model, msgspec.Struct):
+        return list(zip(model.__struct_fields__, model.__struct_encode_fields__, strict=True))
+    if dataclasses.is_dataclass(model):
+        return [(field.name, field.name) for field in dataclasses.fields(model)]
+    return [(name, field.serialization_alias or name) for name, field in model.model_fields.items()]
+
+
+_plain_json = msgspec.json.Encoder().encode
+
+
+def _float_text(value: float) -> bytes:
+    if value - value != 0.0:
+        raise ValueError(f"{value} is not a number; use None to leave the field out")
+    return _plain_json(float(value))
+
+
+def _finite(value: Decimal) -> str:
+    if not value.is_finite():
+        raise ValueError(f"{value} is not a number; use None instead")
+    return str(value)
+
+
+def _to_json(value: object) -> bytes:
+    """The JSON text of `value`. Raises ValueError for NaN, which msgspec's own encoder writes as null."""
+    plain = msgspec.to_builtins(value, builtin_types=(Decimal,), enc_hook=_dump)
+    return _strict_json(plain).encode()
+
+
+_strict_json = partial(
+    json.dumps, allow_nan=False, ensure_ascii=False, separators=(",", ":"), default=_finite
+)
+
+
+def _dump(value: Any) -> object:
+    if not _is_pydantic(type(value)):
+        raise TypeError(f"a {type(value).__name__} inside JSON is not supported")
+    return value.model_dump(mode="json", by_alias=True)
+
+
+def _iso(value: date) -> bytes:
+    return value.isoformat().encode()
+
+
+def _enum_text(value: enum.Enum) -> bytes:
+    return _TEXT_FORMS[type(value.value)](value.value)
+
+
+class _TextForms(dict[type, Callable[[Any], bytes]]):
+    """How a value of each type is written. Subclasses and records are added when they are first met."""
+
+    def __missing__(self, kind: type) -> Callable[[Any], bytes]:
+        form = next((self[base] for base in kind.__mro__[1:] if base in self), None)
+        if issubclass(kind, enum.Enum):  # it may be a str or an int as well
+            form = _enum_text
+        elif form is None and (issubclass(kind, Mapping) or _is_record(kind)):
+            form = _to_json
+        if form is None:
+            raise TypeError(f"a {kind.__module__}.{kind.__name__} has no text form; use {SUPPORTED}")
+        self[kind] = form
+        return form
+
+
+_TEXT_FORMS = _TextForms(
+    {
+        str: str.encode,
+        bytes: bytes,
+        bytearray: bytes,
+        int: lambda value: b"%d" % value,
+        float: _float_text,
+        bool: {True: b"true", False: b"false"}.__getitem__,
+        Decimal: lambda value: _finite(value).encode(),
+        datetime: _iso,
+        date: _iso,
+        UUID: lambda value: str(value).encode(),
+        list: _to_json,
+        tuple: _to_json,
+        set: _to_json,
+        frozenset: _to_json,
+        dict: _to_json,
+    }
+)
+
+
+# --- words for messages ---
+
+
+def _clip(text: str) -> str:
+    return text if len(text) <= SHOWN_CHARS else text[: SHOWN_CHARS - 1] + "…"
+
+
+def _shown(raw: bytes) -> str:
+    """A value for a message to people: quoted, without control characters, and short."""
+    try:
+        return _clip(repr(raw.decode()[: SHOWN_CHARS + 1]))
+    except UnicodeDecodeError:
+        return _clip(repr(raw[: SHOWN_CHARS + 1]))
+
+
+def _one_line(error: BaseException) -> str:
+    # The text may quote the message, so whatever could move a terminal's cursor is escaped.
+    text = " ".join(str(error)[:400].split())
+    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)

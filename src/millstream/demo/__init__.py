@@ -1,0 +1,1 @@
+"""The demo: a year of real flights through `examples/airline.py`, and a check of every one."""

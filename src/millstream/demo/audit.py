@@ -1,0 +1,215 @@
+"""Reads back what the run has left in Redis and holds it against what it has to be, entry by entry."""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any, get_args, get_type_hints
+
+from millstream.client import Client
+from millstream.deadletters import DeadLetter
+from millstream.demo.reference import Departure, Expected
+from millstream.lifecycle import load_state
+from millstream.naming import HandlerKeys
+from millstream.testing.history import check_outputs
+
+KEYS = HandlerKeys("airline", "departure", "flights")
+OUTPUT = "departures"
+
+_CHUNK = 2_000
+_SHOWN = 10
+_READERS: Mapping[type, Callable[[str], Any]] = {
+    str: str,
+    int: int,
+    float: float,
+    bool: {"true": True, "false": False}.__getitem__,
+}
+_FIELDS = {
+    name: next(reader for kind, reader in _READERS.items() if kind in (hint, *get_args(hint)))
+    for name, hint in get_type_hints(Departure).items()
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Results:
+    """What stands in Redis after the run.
+
+    * `published`: row of each entry of `flights`, in stream order
+    * `departures`: the entries of `departures`, in stream order
+    * `unreadable`: what is wrong with entries of `departures` that are no departure
+    * `dead`: row and reason of each dead letter
+    * `states`: state of each aircraft
+    """
+
+    published: Sequence[int]
+    departures: Sequence[Departure]
+    unreadable: Sequence[str] = ()
+    dead: Sequence[tuple[int, str]]
+    states: Mapping[str, Mapping[str, Any]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Audit:
+    """The verdict. Every count of a fault is 0 in a good run.
+
+    * `lost`: flights that neither are in `departures` nor have a dead letter
+    * `duplicated`: entries and dead letters beyond the first of their flight
+    * `unexpected`: entries that no flight explains, and dead letters of flights that should live
+    * `order_violations`: entries that stand before an earlier flight of their aircraft
+    * `wrong_values`: entries with a field that differs from the reference; `wrong_states`: the same of states
+    * `examples`: some of the faults in words
+    """
+
+    messages: int
+    committed: int
+    dead_letters: int
+    dead_letters_by_reason: Mapping[str, int]
+    lost: int
+    duplicated: int
+    unexpected: int
+    order_violations: int
+    wrong_values: int
+    wrong_states: int
+    examples: Sequence[str] = field(default_factory=tuple)
+
+    @property
+    def ok(self) -> bool:
+        """Whether there is no fault of any kind."""
+        return not (
+            self.lost
+            or self.duplicated
+            or self.unexpected
+            or self.order_violations
+            or self.wrong_values
+            or self.wrong_states
+        )
+
+    def figures(self) -> dict[str, Any]:
+        """All but the examples, ready for JSON."""
+        return {name: value for name, value in vars(self).items() if name != "examples"}
+
+
+# --- Judging ------------------------------------------------------------------------------------------------
+
+
+def audit(expected: Expected, results: Results) -> Audit:
+    """Judge `results`. A pure function: what it says depends on nothing else."""
+    right = {told.row: told for career in expected.departures.values() for told in career}
+    source: dict[str | None, list[str]] = {
+        tailnum: [str(told.row) for told in career] for tailnum, career in expected.departures.items()
+    }
+    source[None] = [str(row) for row in sorted(expected.unkeyed)]
+    history = check_outputs(
+        source,
+        [(told.tailnum, str(told.row)) for told in results.departures],
+        [str(row) for row, _ in results.dead],
+    )
+    misplaced = list(_publishing_faults(len(right) + len(expected.unkeyed), results.published))
+    wrongly_dead = list(_wrong_deaths(expected.unkeyed, results.dead))
+    wrong_values = [*results.unreadable, *_wrong_values(right, results.departures)]
+    wrong_states = list(_wrong_states(expected.states, results.states))
+    found = (history.lost, history.duplicated, history.unexpected, history.out_of_order)
+    texts = chain(*found, misplaced, wrongly_dead, wrong_values, wrong_states)
+    return Audit(
+        messages=len(results.published),
+        committed=len(results.departures),
+        dead_letters=len(results.dead),
+        dead_letters_by_reason=dict(Counter(reason for _, reason in results.dead)),
+        lost=len(history.lost),
+        duplicated=len(history.duplicated),
+        unexpected=len(history.unexpected) + len(misplaced) + len(wrongly_dead),
+        order_violations=len(history.out_of_order),
+        wrong_values=len(wrong_values),
+        wrong_states=len(wrong_states),
+        examples=tuple(str(text) for text, _ in zip(texts, range(_SHOWN), strict=False)),
+    )
+
+
+def _publishing_faults(flights: int, published: Sequence[int]) -> Iterator[str]:
+    """The check is worth nothing if the stream it starts from is not the source."""
+    if len(published) != flights:
+        yield f"the stream flights has {len(published)} entries, expected {flights}"
+    for place, row in enumerate(published):
+        if row != place:
+            yield f"entry {place} of the stream flights is flight {row}"
+
+
+def _wrong_deaths(unkeyed: set[int], dead: Iterable[tuple[int, str]]) -> Iterator[str]:
+    for row, reason in dead:
+        if row not in unkeyed or reason != "missing-key":
+            yield f"flight {row} died of {reason}, expected {'missing-key' if row in unkeyed else 'an entry'}"
+
+
+def _wrong_values(right: Mapping[int, Departure], departures: Iterable[Departure]) -> Iterator[str]:
+    for told in departures:
+        wanted = right.get(told.row)
+        if wanted is not None and told != wanted:
+            fields = [
+                f"{name} {found!r} for {value!r}"
+                for name, found, value in zip(Departure._fields, told, wanted, strict=True)
+                if found != value
+            ]
+            yield f"flight {told.row} of {told.tailnum} is told wrong: {', '.join(fields)}"
+
+
+def _wrong_states(
+    expected: Mapping[str, Mapping[str, int]], states: Mapping[str, Mapping[str, Any]]
+) -> Iterator[str]:
+    for tailnum in expected.keys() | states.keys():
+        wanted, found = expected.get(tailnum, {}), states.get(tailnum, {})
+        counted = {name: found.get(name) for name in wanted}
+        if not wanted or counted != wanted:
+            yield f"the state of {tailnum} is {dict(found)}, expected {dict(wanted)}"
+
+
+# --- Reading ------------------------------------------------------------------------------------------------
+
+
+def read_results(client: Client) -> Results:
+    """Read everything back. Raises RedisError."""
+    departures: list[Departure] = []
+    unreadable: list[str] = []
+    for entry_id, items in _entries(client, OUTPUT):
+        try:
+            departures.append(_parse(items))
+        except (KeyError, TypeError, ValueError) as error:
+            unreadable.append(f"entry {entry_id.decode()} of {OUTPUT} is no departure: {error!r}")
+    letters = [DeadLetter.parse(letter_id, items) for letter_id, items in _entries(client, KEYS.dead)]
+    return Results(
+        published=[_row(items) for _, items in _entries(client, KEYS.stream)],
+        departures=departures,
+        unreadable=unreadable,
+        dead=[(_row(letter.pairs), letter.reason) for letter in letters],
+        states=_read_states(client),
+    )
+
+
+def _entries(client: Client, stream: str) -> Iterator[tuple[bytes, Sequence[bytes]]]:
+    after: bytes | str = "-"
+    while chunk := client.execute("XRANGE", stream, after, "+", "COUNT", _CHUNK):
+        yield from chunk
+        after = b"(" + chunk[-1][0]
+
+
+def _parse(items: Sequence[bytes]) -> Departure:
+    names = [name.decode() for name in items[::2]]
+    if len(set(names)) < len(names):
+        raise ValueError("a field stands there twice")
+    values = {name: _FIELDS[name](value.decode()) for name, value in zip(names, items[1::2], strict=True)}
+    return Departure(**values)
+
+
+def _row(items: Sequence[bytes]) -> int:
+    """The flight's place in the source; -1, which no flight has, if there is none."""
+    fields = dict(zip(items[::2], items[1::2], strict=True))
+    return int(fields.get(b"row", b"-1"))
+
+
+def _read_states(client: Client) -> dict[str, Mapping[str, Any]]:
+    states: dict[str, Mapping[str, Any]] = {}
+    cursor: bytes | int = 0
+    while True:
+        cursor, pairs = client.execute("HSCAN", KEYS.state, cursor, "COUNT", _CHUNK)
+        states |= {k.decode(): load_state(v) for k, v in zip(pairs[::2], pairs[1::2], strict=True)}
+        if int(cursor) == 0:
+            return states

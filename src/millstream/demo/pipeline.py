@@ -1,0 +1,178 @@
+"""`millstream run` as a child process that can be watched, killed and stopped, with all that it starts.
+
+Spark starts a JVM, which starts Python workers in process groups of their own, so the family is found by
+parentage in /proc, not by group. A killed process may leave the others behind; they are waited for, and ended
+if need be.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from millstream.clock import SYSTEM_CLOCK
+from millstream.errors import ConfigError, PipelineFailed
+
+_PROC = Path("/proc")
+_STOP_MS = 30_000
+_GONE_MS = 15_000
+_LOG_TAIL_LINES = 15
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """A line of the process table; `started` tells it apart from a later process with the same id."""
+
+    pid: int
+    parent: int
+    started: int
+    cpu_ticks: int
+    command: str
+
+
+class Pipeline:
+    """A `millstream run` process for `target`; its log goes to `log_path`, added to at each start."""
+
+    def __init__(self, target: str, *, url: str, checkpoint: Path, log_path: Path) -> None:
+        command = [sys.executable, "-m", "millstream.commands.cli", "run", target, "--json"]
+        self._command = [*command, "--url", url, "--checkpoint", str(checkpoint)]
+        self._log_path = log_path
+        self._process: subprocess.Popen[bytes] | None = None
+        self._listener: threading.Thread | None = None
+        self.batches = 0
+
+    def start(self) -> None:
+        """Start it. The one before must have ended."""
+        with self._log_path.open("ab") as log:
+            # A session of its own: Ctrl-C in the terminal is for the demo, which stops it in order.
+            self._process = subprocess.Popen(
+                self._command,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                start_new_session=True,
+            )
+        assert self._process.stdout is not None
+        self._listener = threading.Thread(target=self._listen, args=(self._process.stdout,), daemon=True)
+        self._listener.start()
+
+    def _listen(self, lines: IO[bytes]) -> None:
+        with lines:
+            for line in lines:
+                # A killed process may leave half a line.
+                with suppress(ValueError):
+                    self.batches += json.loads(line)["event"] == "batch"
+
+    def check(self) -> None:
+        """Raise PipelineFailed, with the end of its log, if it has ended by itself."""
+        if self._process is not None and self._process.poll() is not None:
+            tail = self._log_path.read_text("utf-8", "replace").splitlines()[-_LOG_TAIL_LINES:]
+            told = "\n  ".join(tail) or "(nothing)"
+            raise PipelineFailed(
+                f"millstream run ended with code {self._process.returncode}; "
+                f"the end of {self._log_path}:\n  {told}"
+            )
+
+    def kill_worker(self) -> int | None:
+        """Kill the Python worker that has worked most; return its id, or None while there is none."""
+        family = self._family()
+        daemons = {process.pid for process in family if "pyspark.daemon" in process.command}
+        workers = [process for process in family if process.parent in daemons]
+        if not workers:
+            return None
+        busiest = max(workers, key=lambda process: process.cpu_ticks)
+        with suppress(ProcessLookupError):
+            os.kill(busiest.pid, signal.SIGKILL)
+        return busiest.pid
+
+    def kill_driver(self) -> list[int]:
+        """Kill the driver, Python and JVM, and wait until its workers are gone too; return the ids."""
+        assert self._process is not None
+        family = self._family()
+        driver = [self._process.pid, *(p.pid for p in family if p.parent == self._process.pid)]
+        for pid in driver:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self._bury(family)
+        return driver
+
+    def stop(self) -> None:
+        """Ask it to end, and end it with all its processes if it has not after half a minute."""
+        if self._process is None:
+            return
+        family = self._family()
+        self._process.terminate()
+        try:
+            self._process.wait(_STOP_MS / 1000)
+        except subprocess.TimeoutExpired:
+            family = self._family()
+            self._process.kill()
+        self._bury(family)
+
+    def _family(self) -> list[Process]:
+        assert self._process is not None
+        return descendants(self._process.pid)
+
+    def _bury(self, family: Sequence[Process]) -> None:
+        """Wait for the process and its former `family` to be gone; after a time, kill what is left."""
+        assert self._process is not None
+        self._process.wait()
+        deadline_ms = SYSTEM_CLOCK.monotonic_ms() + _GONE_MS
+        while left := _living(family):
+            if SYSTEM_CLOCK.monotonic_ms() > deadline_ms:
+                for process in left:
+                    with suppress(ProcessLookupError):
+                        os.kill(process.pid, signal.SIGKILL)
+            SYSTEM_CLOCK.sleep_ms(50)
+        if self._listener is not None:
+            self._listener.join()
+        self._process = None
+
+
+def descendants(pid: int) -> list[Process]:
+    """All processes that `pid` has started, and theirs in turn. Raises ConfigError without /proc."""
+    children: dict[int, list[Process]] = {}
+    for process in _process_table():
+        children.setdefault(process.parent, []).append(process)
+    found: list[Process] = []
+    parents = [pid]
+    while parents:
+        family = children.get(parents.pop(), [])
+        found += family
+        parents += [process.pid for process in family]
+    return found
+
+
+def _living(family: Sequence[Process]) -> list[Process]:
+    now = {(process.pid, process.started) for process in _process_table()}
+    return [process for process in family if (process.pid, process.started) in now]
+
+
+def _process_table() -> list[Process]:
+    if not (_PROC / "self" / "stat").exists():
+        raise ConfigError(
+            "the demo finds Spark's processes in /proc, which this system lacks; run it on Linux"
+        )
+    found = (_read_process(folder) for folder in _PROC.iterdir() if folder.name.isdigit())
+    return [process for process in found if process is not None]
+
+
+def _read_process(folder: Path) -> Process | None:
+    """None if it has ended, also where nobody has taken note of that yet (a zombie)."""
+    try:
+        stat = (folder / "stat").read_text("utf-8", "replace")
+        command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode("utf-8", "replace")
+    except OSError:
+        return None
+    # The program's name stands in brackets and may contain anything, brackets too (proc(5)).
+    state, parent, *rest = stat.rpartition(")")[2].split()
+    if state in "ZX":
+        return None
+    return Process(int(folder.name), int(parent), int(rest[17]), int(rest[9]) + int(rest[10]), command)

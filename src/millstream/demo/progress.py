@@ -1,0 +1,92 @@
+"""How far the run is, read from Redis, so that it does not matter which processes have died meanwhile."""
+
+from collections import deque
+from dataclasses import dataclass
+
+from rich.console import Console
+from rich.live import Live
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
+
+from millstream.client import Client, raise_if_error
+from millstream.demo.audit import KEYS
+from millstream.demo.report import Sample
+
+_WINDOW_S = 5.0
+_LINE_EVERY_S = 3.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Standing:
+    """What Redis says: entries published, done and dead, and whether the frontier is at the last."""
+
+    published: int
+    done: int
+    dead: int
+    caught_up: bool
+
+
+def read_standing(client: Client) -> Standing:
+    """Ask Redis how far the pipeline is. Raises RedisError."""
+    replies = client.pipeline(
+        [
+            ("XLEN", KEYS.stream),
+            ("XREVRANGE", KEYS.stream, "+", "-", "COUNT", 1),
+            ("HMGET", KEYS.meta, "committed", "dead", "frontier"),
+        ]
+    )
+    published, newest, (done, dead, frontier) = (raise_if_error(reply) for reply in replies)
+    caught_up = bool(newest) and newest[0][0] == frontier
+    return Standing(published=published, done=int(done or 0), dead=int(dead or 0), caught_up=caught_up)
+
+
+class ProgressView:
+    """Shows progress towards `total` entries: bars in a terminal, a line every three seconds in a pipe."""
+
+    def __init__(self, console: Console, total: int) -> None:
+        self._console = console
+        self._total = total
+        self._recent: deque[Sample] = deque()
+        self._line_at_s = 0.0
+        self._bars = Progress(
+            TextColumn("{task.description:>9}"),
+            BarColumn(bar_width=30),
+            TaskProgressColumn(),
+            TextColumn("{task.fields[told]}", markup=False),
+            console=console,
+        )
+        self._published = self._bars.add_task("published", total=total, told="")
+        self._done = self._bars.add_task("committed", total=total, told="")
+        live = console.is_terminal
+        self._live = Live(self._bars, console=console, refresh_per_second=5, transient=True) if live else None
+
+    def __enter__(self) -> "ProgressView":
+        if self._live:
+            self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._live:
+            self._live.stop()
+
+    def show(self, sample: Sample, standing: Standing, batches: int) -> None:
+        """Show where the run is now."""
+        self._recent.append(sample)
+        while sample.at_s - self._recent[0].at_s > _WINDOW_S:
+            self._recent.popleft()
+        told = self._tell(standing, batches)
+        if self._live:
+            self._bars.update(self._published, completed=standing.published)
+            self._bars.update(self._done, completed=standing.done, told=told)
+        elif sample.at_s - self._line_at_s >= _LINE_EVERY_S:
+            self._line_at_s = sample.at_s
+            share = f"{sample.at_s:6.1f} s  {standing.done:,} of {self._total:,} done  "
+            self._console.print(share + told, markup=False, highlight=False, soft_wrap=True)
+
+    def _tell(self, standing: Standing, batches: int) -> str:
+        first, last = self._recent[0], self._recent[-1]
+        rate = (last.done - first.done) / (last.at_s - first.at_s) if last.at_s > first.at_s else 0.0
+        left = f"  {(self._total - standing.done) / rate:,.0f} s left" if rate > 0 else ""
+        return (
+            f"{rate:,.0f} entries/s  lag {standing.published - standing.done:,}  {batches:,} batches  "
+            f"{standing.dead:,} dead letters{left}"
+        )

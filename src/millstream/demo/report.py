@@ -1,0 +1,258 @@
+"""What the demo has to say at its end: the verdict, two tables and a chart."""
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from millstream.demo.audit import Audit
+from millstream.demo.reference import Departure
+from millstream.errors import ConfigError
+
+_SHOWN = 5
+_ENOUGH_FLIGHTS = 50
+_INK, _PALE, _ACCENT, _BAD = "#1f2933", "#9aa5b1", "#2f6fab", "#c8553d"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sample:
+    """How far the run was `at_s` seconds after it began: entries published and entries done."""
+
+    at_s: float
+    published: int
+    done: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Kill:
+    """A process that was ended with SIGKILL: when, what it was, and how many entries were done by then."""
+
+    at_s: float
+    what: str
+    pid: int
+    done: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """The whole run.
+
+    * `seconds`: from the start of the pipeline, Spark's own start included, until all was committed
+    * `processing_seconds`: the part of it after the first commit
+    """
+
+    audit: Audit
+    departures: Sequence[Departure]
+    seconds: float
+    processing_seconds: float
+    batches: int
+    samples: Sequence[Sample]
+    kills: Sequence[Kill] = field(default_factory=tuple)
+    chart: Path
+
+    @property
+    def rate(self) -> float:
+        """Messages per second of the whole run."""
+        return self.audit.messages / self.seconds
+
+    @property
+    def processing_rate(self) -> float:
+        """Messages per second from the first commit to the last."""
+        return self.audit.messages / self.processing_seconds
+
+    def as_json(self) -> dict[str, Any]:
+        """The object that `millstream demo --json` prints."""
+        return {
+            **self.audit.figures(),
+            "ok": self.audit.ok,
+            "seconds": round(self.seconds, 2),
+            "processing_seconds": round(self.processing_seconds, 2),
+            "rate": round(self.rate),
+            "processing_rate": round(self.processing_rate),
+            "batches": self.batches,
+            "kills": [
+                {"what": k.what, "pid": k.pid, "at": round(k.at_s, 2), "done": k.done} for k in self.kills
+            ],
+            "chart": str(self.chart),
+        }
+
+
+def print_report(console: Console, outcome: Outcome) -> None:
+    """Print the verdict and the tables."""
+    console.print()
+    console.print(_verdict(outcome))
+    for example in outcome.audit.examples:
+        console.print(f"  {example}", style="red", markup=False)
+    for kill in outcome.kills:
+        console.print(
+            f"{kill.at_s:6.1f} s  kill -9 {kill.pid}: {kill.what}, {kill.done:,} entries done", style="yellow"
+        )
+    console.print(_aircraft_table(outcome.departures))
+    console.print(_hours_table(outcome.departures))
+    console.print(f"chart: {outcome.chart}", markup=False, highlight=False, soft_wrap=True)
+
+
+def _verdict(outcome: Outcome) -> Table:
+    audit = outcome.audit
+    reasons = ", ".join(f"{count:,} {reason}" for reason, count in audit.dead_letters_by_reason.items())
+    wrong = audit.wrong_values + audit.wrong_states
+    table = Table(title="Every flight, checked", title_justify="left", show_header=False, box=None)
+    table.add_column(style="dim")
+    table.add_column(justify="right")
+    table.add_column()
+    table.add_row("messages in", f"{audit.messages:,}", "")
+    table.add_row("committed", f"{audit.committed:,}", "one entry each in the stream departures")
+    table.add_row("dead letters", f"{audit.dead_letters:,}", reasons)
+    faults = (
+        ("lost", audit.lost, ""),
+        ("duplicated", audit.duplicated, ""),
+        ("unexpected", audit.unexpected, ""),
+        ("order violations", audit.order_violations, "each aircraft's entries against its flights"),
+        ("wrong values", wrong, "every field and every aircraft's state, worked out a second time"),
+    )
+    for name, count, how in faults:
+        table.add_row(name, f"[red]{count:,}[/]" if count else "[green]0[/]", how)
+    took = f"the start of Spark included, {outcome.processing_seconds:,.1f} s after the first commit"
+    table.add_row("time", f"{outcome.seconds:,.1f} s", took)
+    pace = f"in {outcome.batches:,} batches; {outcome.processing_rate:,.0f}/s after the first commit"
+    table.add_row("throughput", f"{outcome.rate:,.0f}/s", pace)
+    return table
+
+
+# --- What the flights say -----------------------------------------------------------------------------------
+
+
+def worst_aircraft(departures: Iterable[Departure], least: int = _ENOUGH_FLIGHTS) -> list[Departure]:
+    """The last departure of each aircraft with at least `least` flights, worst mean delay first."""
+    last = {flight.tailnum: flight for flight in departures if flight.mean_delay is not None}
+    seasoned = [flight for flight in last.values() if flight.number >= least]
+    return sorted(seasoned or last.values(), key=lambda flight: flight.mean_delay or 0.0, reverse=True)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Hour:
+    """Departures of one scheduled hour of the day: mean delay in minutes, share of the late ones."""
+
+    hour: int
+    flights: int
+    mean_delay: float
+    late_share: float
+
+
+def hours_of_day(departures: Iterable[Departure]) -> list[Hour]:
+    """How each hour of the day did, in the order of the clock. Cancelled flights do not count."""
+    delays: dict[int, list[int]] = defaultdict(list)
+    for flight in departures:
+        if flight.dep_delay is not None:
+            delays[flight.hour].append(flight.dep_delay)
+    return [
+        Hour(
+            hour=hour,
+            flights=len(found),
+            mean_delay=sum(found) / len(found),
+            late_share=sum(delay >= 15 for delay in found) / len(found),
+        )
+        for hour, found in sorted(delays.items())
+    ]
+
+
+def _aircraft_table(departures: Iterable[Departure]) -> Table:
+    table = Table(title=f"Aircraft with the worst delays (of those with {_ENOUGH_FLIGHTS} flights or more)")
+    for name in ("aircraft", "airline"):
+        table.add_column(name)
+    for name in ("flights", "cancelled", "mean delay", "worst delay"):
+        table.add_column(name, justify="right")
+    for flight in worst_aircraft(departures)[:_SHOWN]:
+        counts = (f"{flight.number:,}", f"{flight.cancellations:,}")
+        table.add_row(
+            flight.tailnum,
+            flight.carrier,
+            *counts,
+            f"{flight.mean_delay:.1f} min",
+            f"{flight.worst_delay:,} min",
+        )
+    return table
+
+
+def _hours_table(departures: Iterable[Departure]) -> Table:
+    table = Table(title="Hours of the day with the worst delays")
+    table.add_column("scheduled")
+    for name in ("flights", "mean delay", "late by 15 min or more"):
+        table.add_column(name, justify="right")
+    hours = sorted(hours_of_day(departures), key=lambda hour: hour.mean_delay, reverse=True)
+    for hour in hours[:_SHOWN]:
+        share = f"{hour.late_share:.0%}"
+        table.add_row(f"{hour.hour:02}:00", f"{hour.flights:,}", f"{hour.mean_delay:.1f} min", share)
+    return table
+
+
+# --- The chart ----------------------------------------------------------------------------------------------
+
+
+def draw_chart(
+    path: Path, departures: Iterable[Departure], samples: Sequence[Sample], kills: Sequence[Kill]
+) -> None:
+    """Save a picture of the delays through the day, and of the run, at `path` (PNG).
+
+    Raises ConfigError if matplotlib is not installed.
+    """
+    try:
+        import matplotlib as mpl
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            "the chart needs matplotlib; install it with: pip install millstream[demo]"
+        ) from error
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    style: dict[Any, Any] = {
+        "font.size": 10,
+        "text.color": _INK,
+        "axes.edgecolor": _PALE,
+        "axes.labelcolor": _INK,
+    }
+    with plt.rc_context(style | {"axes.spines.top": False, "axes.spines.right": False}):
+        figure, (left, right) = plt.subplots(1, 2, figsize=(13, 5), layout="constrained")
+        _draw_hours(left, hours_of_day(departures))
+        _draw_run(right, samples, kills)
+        figure.savefig(path, dpi=130)
+        plt.close(figure)
+
+
+def _draw_hours(axes: Any, hours: Sequence[Hour]) -> None:
+    worst = max((hour.mean_delay for hour in hours), default=0.0)
+    colours = [_BAD if hour.mean_delay == worst else _ACCENT for hour in hours]
+    axes.bar([hour.hour for hour in hours], [hour.mean_delay for hour in hours], color=colours, width=0.75)
+    for hour in hours:
+        if hour.mean_delay == worst:
+            label = f"{hour.mean_delay:.0f} min\n{hour.late_share:.0%} late"
+            axes.annotate(
+                label, (hour.hour, worst), (0, 4), textcoords="offset points", ha="center", color=_BAD
+            )
+    axes.set_title("Delays pile up through the day", loc="left", fontweight="bold")
+    axes.set_xlabel("scheduled hour of departure, New York")
+    axes.set_ylabel("mean delay at departure, minutes")
+    axes.set_ylim(top=worst * 1.2 or 1)
+    axes.set_xticks([hour.hour for hour in hours])
+
+
+def _draw_run(axes: Any, samples: Sequence[Sample], kills: Sequence[Kill]) -> None:
+    times = [sample.at_s for sample in samples]
+    done = [sample.done / 1000 for sample in samples]
+    axes.plot(
+        times, [sample.published / 1000 for sample in samples], color=_PALE, linewidth=1.5, label="published"
+    )
+    axes.plot(times, done, color=_ACCENT, linewidth=2.2, label="committed")
+    axes.fill_between(times, done, color=_ACCENT, alpha=0.12)
+    for number, kill in enumerate(kills):
+        axes.axvline(kill.at_s, color=_BAD, linewidth=1, linestyle=":", label=None if number else "kill -9")
+    axes.set_title("Each of them committed once, in order", loc="left", fontweight="bold")
+    axes.set_xlabel("seconds since the pipeline was started")
+    axes.set_ylabel("flights, thousands")
+    axes.set_ylim(bottom=0)
+    axes.set_xlim(left=0)
+    axes.legend(frameon=False, loc="upper left")

@@ -1,0 +1,248 @@
+"""The demo from beginning to end: publish, process, perhaps kill, then check and report."""
+
+import shutil
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+
+from millstream.client import Client, redact
+from millstream.clock import SYSTEM_CLOCK, Clock
+from millstream.demo.audit import KEYS, OUTPUT, audit, read_results
+from millstream.demo.flights import Flights, load_flights
+from millstream.demo.pipeline import Pipeline
+from millstream.demo.progress import ProgressView, Standing, read_standing
+from millstream.demo.publish import FlightPublisher
+from millstream.demo.reference import expected_results
+from millstream.demo.report import Kill, Outcome, Sample, draw_chart
+from millstream.errors import ConfigError
+from millstream.server import EmbeddedServer
+
+_MARKER = ".millstream-demo"
+_LOOK_MS = 20
+_SHOW_MS = 200
+_KILL_AT = (1 / 3, 2 / 3)
+_HOLD_AT = 5 / 6
+
+
+@dataclass(frozen=True, kw_only=True)
+class DemoSettings:
+    """What the demo is to do.
+
+    * `flights`: how many, the first ones in the order of departure; None = all
+    * `kill`: end Python workers and the driver with SIGKILL in mid-run
+    * `url`: a Redis to use; None starts one for the demo
+    * `data_dir`: folder for everything the demo writes; emptied first if the demo has made it
+    * `keep`: leave the data in Redis and the checkpoints when it is over
+    """
+
+    flights: int | None = None
+    kill: bool = False
+    url: str | None = None
+    data_dir: Path = Path(".millstream/demo")
+    keep: bool = False
+
+    def __post_init__(self) -> None:
+        if self.flights is not None and self.flights < 1:
+            raise ConfigError("--flights must be at least 1")
+
+
+def run_demo(settings: DemoSettings, console: Console, *, clock: Clock = SYSTEM_CLOCK) -> Outcome:
+    """Run the demo, telling `console` how it goes; everything that it started has ended when this returns.
+
+    Raises ConfigError for what must be changed first, PipelineFailed if the pipeline stops by itself,
+    RedisError, ServerError, and KeyboardInterrupt on Ctrl-C and SIGTERM.
+    """
+    with ExitStack() as stack:
+        stack.enter_context(_interrupted_by_sigterm())
+        target = f"{_example()}:app"
+        data_dir = _fresh_folder(settings.data_dir)
+        flights = load_flights(settings.flights)
+        console.print(f"{len(flights):,} flights that left New York in 2013")
+        url = settings.url or stack.enter_context(_embedded_server(data_dir, keep=settings.keep))
+        client = stack.enter_context(Client(url))
+        _require_unused(client)
+        if settings.url and not settings.keep:
+            stack.callback(_clean, client)
+        console.print(f"Redis: {redact(url)}", markup=False, highlight=False)
+        checkpoint = data_dir / "checkpoint"
+        if not settings.keep:
+            stack.callback(shutil.rmtree, checkpoint, ignore_errors=True)
+        pipeline = Pipeline(target, url=url, checkpoint=checkpoint, log_path=data_dir / "run.log")
+        run = _Run(settings, console, clock, client, pipeline, url, flights)
+        finished = run.to_its_end()
+        console.print("checking every flight")
+        results = read_results(client)
+        verdict = audit(expected_results(flights), results)
+        chart = data_dir / "departures.png"
+        draw_chart(chart, results.departures, run.samples, run.kills)
+        return Outcome(
+            audit=verdict,
+            departures=results.departures,
+            seconds=finished.at_s,
+            processing_seconds=finished.at_s - run.first_commit_s,
+            batches=pipeline.batches,
+            samples=run.samples,
+            kills=run.kills,
+            chart=chart,
+        )
+
+
+class _Run:
+    """The part from the start of the pipeline until all is committed."""
+
+    def __init__(
+        self,
+        settings: DemoSettings,
+        console: Console,
+        clock: Clock,
+        client: Client,
+        pipeline: Pipeline,
+        url: str,
+        flights: Flights,
+    ) -> None:
+        self._console = console
+        self._clock = clock
+        self._client = client
+        self._pipeline = pipeline
+        self._total = len(flights)
+        hold_at = int(self._total * _HOLD_AT) if settings.kill else None
+        self._publisher = FlightPublisher(url, flights, hold_at=hold_at)
+        self._kills_to_come = [int(self._total * share) for share in _KILL_AT] if settings.kill else []
+        self._began_ms = clock.monotonic_ms()
+        self.first_commit_s = 0.0
+        self.samples: list[Sample] = []
+        self.kills: list[Kill] = []
+
+    def to_its_end(self) -> Sample:
+        """Process all flights; return the moment at which everything was committed."""
+        self._began_ms = self._clock.monotonic_ms()
+        try:
+            self._console.print("starting millstream run, and publishing meanwhile")
+            self._pipeline.start()
+            self._publisher.start()
+            with ProgressView(self._console, self._total) as view:
+                return self._watch(view)
+        finally:
+            self._publisher.stop()
+            self._pipeline.stop()
+
+    def _watch(self, view: ProgressView) -> Sample:
+        shown_ms = 0.0
+        while True:
+            published = self._publisher.check()
+            self._pipeline.check()
+            standing = read_standing(self._client)
+            sample = self._sample(standing)
+            if not self.first_commit_s and standing.done:
+                self.first_commit_s = sample.at_s
+            over = published and standing.caught_up
+            if over or self._clock.monotonic_ms() - shown_ms >= _SHOW_MS:
+                shown_ms = self._clock.monotonic_ms()
+                self.samples.append(sample)
+                view.show(sample, standing, self._pipeline.batches)
+            if over:
+                return sample
+            if self._kills_to_come and standing.done >= self._kills_to_come[0]:
+                self._kill()
+            self._clock.sleep_ms(_LOOK_MS)
+
+    def _sample(self, standing: Standing) -> Sample:
+        at_s = (self._clock.monotonic_ms() - self._began_ms) / 1000
+        return Sample(at_s=at_s, published=standing.published, done=standing.done)
+
+    def _kill(self) -> None:
+        """Kill a Python worker, then the driver, and start the pipeline again from its checkpoint."""
+        worker = self._pipeline.kill_worker()
+        if worker is None:
+            return  # Spark is about to start one: look again in a moment
+        self._note("a Python worker of Spark", [worker])
+        self._note("the driver, Python and JVM", self._pipeline.kill_driver())
+        self._kills_to_come.pop(0)
+        self._pipeline.start()
+        self._console.print("starting millstream run again, with the same checkpoint")
+        if not self._kills_to_come:
+            self._publisher.release()
+
+    def _note(self, what: str, pids: list[int]) -> None:
+        sample = self._sample(read_standing(self._client))
+        for pid in pids:
+            self.kills.append(Kill(at_s=sample.at_s, what=what, pid=pid, done=sample.done))
+        numbers = " ".join(map(str, pids))
+        self._console.print(
+            f"{sample.at_s:6.1f} s  kill -9 {numbers}: {what}; {sample.done:,} done", style="yellow"
+        )
+
+
+# --- Before and after ---------------------------------------------------------------------------------------
+
+
+def _example() -> Path:
+    """The app: in an installed millstream it lies beside this file, in a clone in the folder of examples."""
+    here = Path(__file__).resolve()
+    places = (here.parent / "airline_example" / "airline.py", here.parents[3] / "examples" / "airline.py")
+    for place in places:
+        if place.is_file():
+            return place
+    raise ConfigError(f"the demo's app is missing; it should be {places[0]}: install millstream again")
+
+
+def _fresh_folder(folder: Path) -> Path:
+    """Make `folder` and empty it, unless it is somebody else's. Raises ConfigError."""
+    folder = folder.absolute()
+    try:
+        if folder.exists() and any(folder.iterdir()):
+            if not (folder / _MARKER).exists():
+                raise ConfigError(f"{folder} is not empty and not the demo's; give another --data-dir")
+            for path in folder.iterdir():
+                if path.name == _MARKER:
+                    continue
+                if path.is_dir() and not path.is_symlink():
+                    shutil.rmtree(path)
+                else:
+                    path.unlink()
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / _MARKER).touch()
+    except OSError as error:
+        raise ConfigError(f"the folder {folder} cannot be used ({error}); give another --data-dir") from error
+    return folder
+
+
+@contextmanager
+def _embedded_server(data_dir: Path, *, keep: bool) -> Iterator[str]:
+    with EmbeddedServer(data_dir=data_dir / "redis") as server:
+        yield server.url
+    if not keep:
+        shutil.rmtree(data_dir / "redis", ignore_errors=True)
+
+
+def _own_keys() -> list[str]:
+    return [KEYS.stream, OUTPUT, KEYS.meta, KEYS.marks, KEYS.state, KEYS.strikes, KEYS.dead]
+
+
+def _require_unused(client: Client) -> None:
+    for key in _own_keys():
+        if client.execute("EXISTS", key):
+            raise ConfigError(f"this Redis has a key {key!r} already; give the --url of an empty database")
+
+
+def _clean(client: Client) -> None:
+    for key in _own_keys():
+        client.execute("UNLINK", key)
+
+
+@contextmanager
+def _interrupted_by_sigterm() -> Iterator[None]:
+    """Within it, SIGTERM ends the program the way Ctrl-C does: in order."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -1,0 +1,93 @@
+"""Every error that millstream raises, as one tree.
+
+    MillstreamError
+    ├── ConfigError            the app file, an option or a URL is wrong; the message says what to change
+    ├── ServerError            the embedded redis-server could not be started or stopped
+    ├── RedisError             what Redis answered, translated once, in `millstream.client`
+    │   ├── Unavailable        away, loading, failing over, out of memory: try again later
+    │   │   └── OutOfMemory    `maxmemory` is reached: nothing was written
+    │   ├── AccessDenied       authentication or an ACL rule refuses it
+    │   ├── WrongType          the key holds something else than the command needs
+    │   ├── GroupMissing       the consumer group does not exist (NOGROUP)
+    │   └── CommandFailed      any other refusal
+    ├── MessageError           one message cannot be processed; it becomes a dead letter
+    │   ├── DecodeError        its fields do not fit the handler's model
+    │   ├── MissingKey         it lacks the field that its handler is keyed by
+    │   ├── OutputError        what the handler returned cannot be written
+    │   └── Reject             the handler refuses it, without retries
+    ├── StaleOwner             a newer run has taken over; this one must stop
+    ├── DataLoss               entries that should have been read are gone from the stream
+    └── PipelineFailed         the pipeline stopped and cannot go on by itself
+"""
+
+
+class MillstreamError(Exception):
+    """Root of every error that millstream raises on purpose."""
+
+
+class ConfigError(MillstreamError):
+    """The app file, an option or a URL is wrong. The message is one line and says what to change."""
+
+
+class ServerError(MillstreamError):
+    """The embedded redis-server could not be started, reached or stopped."""
+
+
+class RedisError(MillstreamError):
+    """Redis refused a command or could not be reached."""
+
+
+class Unavailable(RedisError):
+    """Redis is away, loading, failing over or busy. Whether the command ran is not known: try again later."""
+
+
+class OutOfMemory(Unavailable):
+    """Redis has reached `maxmemory` and refused a write. Nothing was written: try again later."""
+
+
+class AccessDenied(RedisError):
+    """Redis refused the credentials, or an ACL rule refuses the command or the key."""
+
+
+class WrongType(RedisError):
+    """The key holds another type than the command needs."""
+
+
+class GroupMissing(RedisError):
+    """The consumer group, or its stream, does not exist."""
+
+
+class CommandFailed(RedisError):
+    """Redis refused the command for any other reason."""
+
+
+class MessageError(MillstreamError):
+    """One message cannot be processed. It becomes a dead letter with this text as its reason."""
+
+
+class DecodeError(MessageError):
+    """The fields of a message do not fit the handler's model."""
+
+
+class MissingKey(MessageError):
+    """A message lacks the field that its handler is keyed by."""
+
+
+class OutputError(MessageError):
+    """What a handler returned, or kept in its state, cannot be written to Redis."""
+
+
+class Reject(MessageError):
+    """Raise it in a handler to make the message a dead letter at once, without retries."""
+
+
+class StaleOwner(MillstreamError):
+    """A newer run of the same handler has taken over. This one wrote nothing and must stop."""
+
+
+class DataLoss(MillstreamError):
+    """Entries that should have been read are gone from the stream (trimmed, deleted, or Redis lost them)."""
+
+
+class PipelineFailed(MillstreamError):
+    """The pipeline stopped and cannot go on by itself. The message says what to do."""

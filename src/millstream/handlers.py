@@ -1,0 +1,183 @@
+"""A handler, compiled once: what it reads, how it is keyed, how its messages become its arguments."""
+
+import difflib
+import inspect
+import typing
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from millstream.decoding import compile_decoder, wire_names
+from millstream.errors import ConfigError, DecodeError, MissingKey
+from millstream.model import Message, Retry, State
+from millstream.naming import check_identifier
+
+KeyFunction = Callable[[Message], str | bytes | int | None]
+Source = Literal["message", "model", "state"]
+
+OPTIONS = ("pattern", "key", "into", "into_maxlen", "retry", "missing_key", "concurrency", "name")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Handler:
+    """One handler of an app.
+
+    * `app`, `name`: together they name its state, frontier and dead letters in Redis: do not change them lightly
+    * `streams` / `pattern`: the streams it reads by name, or by glob; exactly one of the two
+    * `key`: the field, or a function of the Message, that orders its messages; None for no order
+    * `into`: the stream that its results go to; `into_maxlen` trims that stream to about so many entries
+    * `retry`: what happens when it fails
+    * `missing_key`: what becomes of a message without its key: a dead letter, or processed without order
+    * `concurrency`: how many messages of different keys an async handler works on at once
+    """
+
+    app: str
+    name: str
+    function: Callable[..., Any]
+    streams: tuple[str, ...] = ()
+    pattern: str | None = None
+    key: str | KeyFunction | None = None
+    into: str | None = None
+    into_maxlen: int | None = None
+    retry: Retry = field(default_factory=Retry)
+    missing_key: Literal["dead-letter", "unordered"] = "dead-letter"
+    concurrency: int = 100
+    arguments: tuple[tuple[str, Source], ...] = ()
+    decode: Callable[[Any], object] | None = None
+    is_async: bool = False
+
+    @property
+    def label(self) -> str:
+        """`app.handler`, as it stands in messages and in Redis."""
+        return f"{self.app}.{self.name}"
+
+    @property
+    def wants_state(self) -> bool:
+        """True if the handler takes the key's state."""
+        return any(source == "state" for _, source in self.arguments)
+
+    @property
+    def key_field(self) -> str | None:
+        """The field that it is keyed by; None if it has no key or a function decides."""
+        return self.key if isinstance(self.key, str) else None
+
+    def key_of(self, message: Message) -> bytes | None:
+        """Return the message's key, or None if the handler has no key or the message lacks it.
+
+        Raises DecodeError if the key function fails or returns something that is not a key.
+        """
+        if self.key is None:
+            return None
+        if isinstance(self.key, str):
+            return message.fields.get(self.key) or None
+        try:
+            found = self.key(message)
+        except Exception as error:  # the user's code: whatever it raises concerns this message only
+            raise DecodeError(f"the key function raised {type(error).__name__}: {error}") from error
+        if isinstance(found, bool) or not isinstance(found, (str, bytes, int, type(None))):
+            raise DecodeError(f"the key function returned a {type(found).__name__}; return text, bytes, int or None")
+        return (found if isinstance(found, bytes) else str(found).encode()) if found not in (None, "", b"") else None
+
+    def bind(self, message: Message, state: State) -> dict[str, Any]:
+        """The handler's arguments for `message`. Raises DecodeError if its fields do not fit the model."""
+        bound: dict[str, Any] = {}
+        for name, source in self.arguments:
+            if source == "model":
+                assert self.decode is not None
+                bound[name] = self.decode(message.pairs)
+            else:
+                bound[name] = message if source == "message" else state
+        return bound
+
+    def missing(self) -> MissingKey:
+        """The error of a message that lacks its key."""
+        wanted = f"field {self.key!r}" if isinstance(self.key, str) else "key: the key function found none"
+        return MissingKey(f"the message has no {wanted}, which {self.label} is keyed by")
+
+
+def compile_handler(app: str, function: Callable[..., Any], streams: tuple[str, ...], options: Mapping[str, Any]) -> Handler:
+    """Check a handler and its options once, before any message. Raises ConfigError with one line on what to change."""
+    name = str(options.get("name") or getattr(function, "__name__", ""))
+    check_identifier("handler name", name)
+    where = f"handler {name!r}"
+    for unknown in options.keys() - set(OPTIONS):
+        near = difflib.get_close_matches(unknown, OPTIONS, 1)
+        hint = f"did you mean {near[0]!r}?" if near else f"known options: {', '.join(OPTIONS)}"
+        raise ConfigError(f"{where}: unknown option {unknown!r}; {hint}")
+    _check_options(where, streams, options)
+    arguments, model = _arguments(where, function)
+    key = options.get("key")
+    if isinstance(key, str) and model is not None and key not in wire_names(model):
+        names = wire_names(model)
+        near = difflib.get_close_matches(key, names, 1)
+        hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(names)}"
+        raise ConfigError(f"{where}: key {key!r} is not a field of {model.__name__}; {hint}")
+    if key is None and any(source == "state" for _, source in arguments):
+        raise ConfigError(f"{where} takes a State but has no key; give it key=\"field\", since state belongs to a key")
+    return Handler(
+        app=app,
+        function=function,
+        streams=streams,
+        arguments=arguments,
+        decode=compile_decoder(model) if model is not None else None,
+        is_async=inspect.iscoroutinefunction(function),
+        **{**options, "name": name},
+    )
+
+
+def _check_options(where: str, streams: tuple[str, ...], options: Mapping[str, Any]) -> None:
+    if bool(streams) == bool(options.get("pattern")):
+        raise ConfigError(f"{where}: name the streams it reads, or give pattern=\"orders.*\", one of the two")
+    if any(not isinstance(stream, str) or not stream for stream in streams):
+        raise ConfigError(f"{where}: stream names must be non-empty text; write @app.handler(\"orders\", ...)")
+    if len(set(streams)) != len(streams):
+        raise ConfigError(f"{where}: a stream is named twice")
+    key = options.get("key")
+    if key is not None and not callable(key) and not (isinstance(key, str) and key):
+        raise ConfigError(f"{where}: key must be the name of a field or a function of the Message")
+    if inspect.iscoroutinefunction(key):
+        raise ConfigError(f"{where}: the key function must be a plain function, not async")
+    if not isinstance(options.get("retry", Retry()), Retry):
+        raise ConfigError(f"{where}: retry must be a Retry, like retry=Retry(attempts=4)")
+    into = options.get("into")
+    if into is not None and not (isinstance(into, str) and into):
+        raise ConfigError(f"{where}: into must be the name of a stream")
+    if into is not None and into in streams:
+        raise ConfigError(f"{where}: it would read what it writes, since into={into!r} is one of its streams")
+    if options.get("into_maxlen") is not None and not (isinstance(options["into_maxlen"], int) and options["into_maxlen"] > 0):
+        raise ConfigError(f"{where}: into_maxlen must be a positive number of entries")
+    if options.get("missing_key", "dead-letter") not in ("dead-letter", "unordered"):
+        raise ConfigError(f"{where}: missing_key must be 'dead-letter' or 'unordered'")
+    concurrency = options.get("concurrency", 1)
+    if not isinstance(concurrency, int) or concurrency < 1:
+        raise ConfigError(f"{where}: concurrency must be a whole number of at least 1")
+
+
+def _arguments(where: str, function: Callable[..., Any]) -> tuple[tuple[tuple[str, Source], ...], type | None]:
+    """How each parameter is filled, and the model among them. Decided by the annotations."""
+    try:
+        hints = typing.get_type_hints(function)
+        parameters = inspect.signature(function).parameters
+    except (NameError, TypeError, ValueError) as error:
+        raise ConfigError(f"{where}: its annotations cannot be read: {error}") from error
+    found: list[tuple[str, Source]] = []
+    model: type | None = None
+    for name, parameter in parameters.items():
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY):
+            raise ConfigError(f"{where}: parameter {name!r} must be a plain parameter, not *args or positional-only")
+        hint = hints.get(name, Message if not found else None)
+        if hint is Message:
+            found.append((name, "message"))
+        elif hint is State:
+            found.append((name, "state"))
+        elif isinstance(hint, type) and model is None:
+            found.append((name, "model"))
+            model = hint
+        else:
+            raise ConfigError(
+                f"{where}: parameter {name!r} must be annotated: a model (dataclass, msgspec.Struct, TypedDict or "
+                "pydantic model; one at the most), Message or State"
+            )
+    if not any(source in ("message", "model") for _, source in found):
+        raise ConfigError(f"{where} must take the message: def {function.__name__}(message: Message) or a typed model")
+    return tuple(found), model

@@ -1,0 +1,210 @@
+"""The ledger: what of a handler's work on one stream is committed, kept in Redis.
+
+A key's *mark* is the id of the last message committed for it in the batch in flight; the *frontier* is the id up to
+which all of the stream is committed. A commit names the mark that was loaded with the state and is refused if it has
+moved, so of two executions of a message at most one takes effect, in stream order, whatever the clocks say.
+Both engines commit through this one module and its one script.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from millstream.client import Arg, Client, Command, Reply, Script, raise_if_error
+from millstream.errors import CommandFailed, StaleOwner
+from millstream.model import EntryId
+from millstream.naming import HandlerKeys
+
+BEGIN = Script("begin")
+COMMIT = Script("commit")
+ADVANCE = Script("advance")
+
+KEY_MARK, ENTRY_MARK = b"k", b"i"
+_LOAD_CHUNK = 1_000
+_OUTPUT_KEY = 6
+
+
+@dataclass(slots=True)
+class Unit:
+    """The effects of one run of messages of one key, or of one unkeyed message: committed whole or not at all.
+
+    * `mark`, `expected`: the mark's field and the value it was loaded with (b"" = none)
+    * `first_id`, `last_id`, `messages`: which messages it covers
+    * `state_field`, `state`: None leaves the state alone; b"" removes it
+    * `struck`: ids whose strikes end with this commit
+    * `outputs`, `dead`: items of the entries to add
+    """
+
+    mark: bytes
+    expected: bytes
+    state_field: bytes = b""
+    state: bytes | None = None
+    first_id: str = ""
+    last_id: str = ""
+    messages: int = 0
+    struck: list[str] = field(default_factory=list)
+    outputs: list[Sequence[Arg]] = field(default_factory=list)
+    dead: list[Sequence[Arg]] = field(default_factory=list)
+
+    def cover(self, entry_id: str) -> None:
+        """Extend it to one more message."""
+        self.first_id = self.first_id or entry_id
+        self.last_id = entry_id
+        self.messages += 1
+
+    def args(self, maxlen: int) -> list[Arg]:
+        """Its part of the commit script's arguments; output streams are trimmed to about `maxlen` (0 = never)."""
+        args: list[Arg] = [self.mark, self.expected, self.first_id, self.last_id, self.messages]
+        if self.state is None:
+            args.append("")
+        elif self.state:
+            args += ("S", self.state_field, self.state)
+        else:
+            args += ("D", self.state_field)
+        args += (len(self.struck), *self.struck, len(self.outputs))
+        for items in self.outputs:
+            args += (_OUTPUT_KEY, maxlen, len(items))
+            args += items
+        args.append(len(self.dead))
+        for items in self.dead:
+            args.append(len(items))
+            args += items
+        return args
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """How far a stream is committed when work on it begins, and how many of its entries are struck."""
+
+    frontier: EntryId | None
+    struck: int
+
+
+class Ledger:
+    """The ledger of one handler, over all its streams, as written by the run that holds `token`.
+
+    `into` is the handler's output stream, or None; `into_maxlen` trims it to about so many entries. Each method is
+    one round trip per Redis node, however many streams it names, and may safely be repeated when its reply is lost.
+    Each raises RedisError, and those that write raise StaleOwner if a newer run has begun.
+    """
+
+    def __init__(
+        self,
+        client: Client,
+        *,
+        app: str,
+        handler: str,
+        token: int = 0,
+        into: str | None = None,
+        into_maxlen: int | None = None,
+    ) -> None:
+        self._client = client
+        self._owner = (app, handler)
+        self._token = token
+        self._into = (into,) if into else ()
+        self._maxlen = into_maxlen or 0
+
+    def keys(self, stream: str) -> HandlerKeys:
+        """The names of the handler's keys on `stream`."""
+        return HandlerKeys(*self._owner, stream)
+
+    def new_token(self, streams: Iterable[str]) -> int:
+        """Return a token for a new run, greater than the epoch of every earlier run on `streams`.
+
+        The server's time in microseconds, so that a failover to a replica that missed the last epoch cannot
+        repeat it.
+        """
+        seconds, microseconds = self._client.execute("TIME")
+        epochs = self._client.pipeline([("HGET", self.keys(stream).meta, "epoch") for stream in streams])
+        known = max((int(raise_if_error(epoch) or 0) for epoch in epochs), default=0)
+        return max(int(seconds) * 1_000_000 + int(microseconds), known + 1)
+
+    def begin(self, streams: Sequence[str]) -> dict[str, Standing]:
+        """Raise the streams' epochs to this run's token and return where each stream stands."""
+        names = [self.keys(stream) for stream in streams]
+        replies = self._run(BEGIN, [((k.meta, k.strikes), (self._token,)) for k in names])
+        return {
+            stream: Standing(EntryId.parse(frontier) if frontier else None, int(struck))
+            for stream, (frontier, struck) in zip(streams, replies, strict=True)
+        }
+
+    def frontiers(self, streams: Sequence[str]) -> dict[str, EntryId]:
+        """The frontier of each stream that has one. Writes nothing."""
+        replies = self._client.pipeline([("HGET", self.keys(stream).meta, "frontier") for stream in streams])
+        found = zip(streams, replies, strict=True)
+        return {stream: EntryId.parse(value) for stream, value in found if raise_if_error(value)}
+
+    def load(self, wanted: Mapping[str, tuple[Sequence[bytes], Sequence[bytes]]]) -> dict[str, dict[bytes, bytes]]:
+        """Return marks and states: per stream, the values of the mark fields and state fields that exist.
+
+        `wanted` maps a stream to its mark fields and state fields. Marks are read before states: a commit in
+        between then shows as a moved mark, never as an unseen state. State fields come back prefixed with b"s".
+        """
+        commands: list[Command] = []
+        places: list[tuple[str, bytes, Sequence[bytes]]] = []
+        for stream, (marks, states) in wanted.items():
+            names = self.keys(stream)
+            for key, prefix, fields in ((names.marks, b"", marks), (names.state, b"s", states)):
+                for at in range(0, len(fields), _LOAD_CHUNK):
+                    chunk = fields[at : at + _LOAD_CHUNK]
+                    commands.append(("HMGET", key, *chunk))
+                    places.append((stream, prefix, chunk))
+        found: dict[str, dict[bytes, bytes]] = {stream: {} for stream in wanted}
+        for (stream, prefix, chunk), reply in zip(places, self._client.pipeline(commands), strict=True):
+            values = found[stream]
+            for name, value in zip(chunk, raise_if_error(reply), strict=True):
+                if value is not None:
+                    values[prefix + name] = value
+        return found
+
+    def commit(self, units: Mapping[str, Sequence[Unit]]) -> list[Unit]:
+        """Commit each stream's units in one atomic step per stream; return the units that were refused.
+
+        A refused unit wrote nothing: part of it is committed already. Also raises OutOfMemory if Redis cannot take
+        the effects now; a stream whose step failed has nothing written.
+        """
+        calls = []
+        for stream, group in units.items():
+            args: list[Arg] = [self._token]
+            for unit in group:
+                args += unit.args(self._maxlen)
+            k = self.keys(stream)
+            calls.append(((k.meta, k.marks, k.state, k.strikes, k.dead, *self._into), args))
+        refused = []
+        for group, numbers in zip(units.values(), self._run(COMMIT, calls), strict=True):
+            refused += [group[int(number) - 1] for number in numbers]
+        return refused
+
+    def advance(self, ends: Mapping[str, EntryId]) -> None:
+        """Say that all entries of each stream up to the given id are committed, and forget their marks."""
+        calls = []
+        for stream, end in ends.items():
+            k = self.keys(stream)
+            calls.append(((k.meta, k.marks, k.strikes), (self._token, str(end))))
+        self._run(ADVANCE, calls)
+
+    def strike(self, stream: str, entry_id: str) -> int:
+        """Note that an entry is about to be tried by a task that may not survive it; return how often before."""
+        return int(self._client.execute("HINCRBY", self.keys(stream).strikes, entry_id, 1)) - 1
+
+    def forget(self, streams: Sequence[str]) -> None:
+        """Drop frontier, marks, strikes, counters and all keyed state, to process the streams anew.
+
+        The epoch stays, so that a run that is still alive is refused. Dead letters and outputs stay.
+        """
+        commands: list[Command] = []
+        for stream in streams:
+            k = self.keys(stream)
+            commands.append(("HDEL", k.meta, "frontier", "committed", "written", "dead", "refused"))
+            commands += [("UNLINK", key) for key in (k.marks, k.state, k.strikes)]
+        for reply in self._client.pipeline(commands):
+            raise_if_error(reply)
+
+    def _run(self, script: Script, calls: Sequence[tuple[Sequence[Arg], Sequence[Arg]]]) -> list[Reply]:
+        try:
+            return self._client.scripts([(script, keys, args) for keys, args in calls])
+        except CommandFailed as error:
+            if "STALE" in str(error):
+                raise StaleOwner(
+                    f"a newer run of {'.'.join(self._owner)} has taken over; this one stops, nothing is lost"
+                ) from error
+            raise

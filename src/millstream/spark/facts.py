@@ -1,0 +1,144 @@
+"""What Redis says about streams, and what that proves about entries that a query has not read yet."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from millstream.client import Client, Command, Reply, raise_if_error
+from millstream.errors import CommandFailed, ConfigError, Unavailable, WrongType
+from millstream.model import ZERO_ID, EntryId
+from millstream.spark.offsets import Position
+
+_COMMANDS_PER_TRIP = 1000
+_NO_SUCH_KEY = "no such key"
+
+
+class StreamFacts(NamedTuple):
+    """The ids and counters of one stream (Redis XINFO STREAM).
+
+    * `last`: id of the newest entry that was ever added
+    * `first`: id of the oldest entry that is left; 0-0 if there is none
+    * `deleted`: greatest id that was deleted by itself (XDEL), not by trimming
+    * `added`, `length`: entries ever added, and entries that are left
+    """
+
+    last: EntryId
+    first: EntryId
+    deleted: EntryId
+    added: int
+    length: int
+
+    @property
+    def removed(self) -> int:
+        """Entries that were added and are gone."""
+        return self.added - self.length
+
+    @property
+    def tail(self) -> Position:
+        """Where one stands who has read everything."""
+        return Position(self.last, self.added)
+
+    def has_gaps_after(self, entry_id: EntryId) -> bool:
+        """True if single entries may be missing between the entries after `entry_id`: counting is no use there."""
+        return self.deleted > entry_id and self.deleted >= self.first and self.length > 0
+
+    def keeps(self, entry_id: EntryId) -> bool:
+        """True if what followed `entry_id` is still whole: an entry up to it is left, so trimming stopped before."""
+        return self.length > 0 and self.first <= entry_id
+
+    def earliest(self) -> Position:
+        """Before the first entry that is left. What was removed before is nobody's loss."""
+        return Position(ZERO_ID, None if self.has_gaps_after(ZERO_ID) else self.removed)
+
+
+def ask(client: Client, commands: Sequence[Command]) -> list[Reply]:
+    """Run `commands` in pipelines of bounded size; errors come back among the replies, except Unavailable."""
+    replies: list[Reply] = []
+    for at in range(0, len(commands), _COMMANDS_PER_TRIP):
+        replies += client.pipeline(commands[at : at + _COMMANDS_PER_TRIP])
+    for reply in replies:
+        if isinstance(reply, Unavailable):
+            raise reply
+    return replies
+
+
+def survey(client: Client, streams: Iterable[str]) -> dict[str, StreamFacts | None]:
+    """Return the facts of each stream, None for one that does not exist.
+
+    Raises WrongType if a key holds something else, RedisError for other refusals.
+    """
+    names = list(streams)
+    replies = ask(client, [("XINFO", "STREAM", name) for name in names])
+    return {name: _facts(name, reply) for name, reply in zip(names, replies, strict=True)}
+
+
+def _facts(stream: str, reply: Any) -> StreamFacts | None:
+    if isinstance(reply, CommandFailed) and _NO_SUCH_KEY in str(reply):
+        return None
+    if isinstance(reply, WrongType):
+        raise WrongType(f"the key {stream!r} holds another type of value than a stream: subscribe to streams only")
+    items = raise_if_error(reply)
+    found = dict(zip(items[::2], items[1::2], strict=True))
+    if b"entries-added" not in found:
+        raise ConfigError("this server is too old: the redis-streams source needs Redis 7.0 or Valkey 7.2")
+    return StreamFacts(
+        last=EntryId.parse(found[b"last-generated-id"]),
+        first=EntryId.parse(found[b"recorded-first-entry-id"]),
+        deleted=EntryId.parse(found[b"max-deleted-entry-id"]),
+        added=found[b"entries-added"],
+        length=found[b"length"],
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loss:
+    """Entries of `stream` after `start` that can no longer be read.
+
+    `count` is exact, or None for a stream that was deleted or re-created: then what it held is not known, and
+    reading goes on at the beginning of whatever stands, or will stand, there (`resets`).
+    """
+
+    stream: str
+    start: Position
+    count: int | None
+
+    @property
+    def resets(self) -> bool:
+        """True if the stream is not the one that `start` was taken from."""
+        return self.count is None
+
+    def __str__(self) -> str:
+        if self.count is None:
+            return (
+                f"stream {self.stream!r} was deleted or re-created, or Redis lost its last writes: the entry "
+                f"{self.start.id} that the query had reached is not part of its history any more"
+            )
+        return (
+            f"stream {self.stream!r} lost {self.count:,} entries after {self.start.id} before they were read: "
+            "they were trimmed or deleted"
+        )
+
+
+def judge(stream: str, start: Position, facts: StreamFacts | None) -> Loss | None:
+    """Say what is lost for a query that stands at `start`; None if nothing is, or nothing can be proven.
+
+    Rests on entries-added: of a stream whose entries up to `start` are all gone, as many must have been removed as
+    had been added by then. Fewer: it is another stream. More: the difference was removed before it was read.
+    """
+    if start.added is None:
+        return None
+    if facts is None:
+        return None if start.added == 0 else Loss(stream=stream, start=start, count=None)
+    if facts.last < start.id or facts.added < start.added:
+        return Loss(stream=stream, start=start, count=None)
+    if facts.keeps(start.id) or facts.removed == start.added:
+        return None
+    lost = facts.removed - start.added
+    return Loss(stream=stream, start=start, count=lost if lost > 0 else None)
+
+
+def after_loss(start: Position, facts: StreamFacts) -> Position:
+    """Return `start` with its count moved past what was removed behind it, so that no loss is counted twice."""
+    if start.added is None or facts.keeps(start.id) or facts.removed <= start.added:
+        return start
+    return Position(start.id, None if facts.has_gaps_after(start.id) else facts.removed)

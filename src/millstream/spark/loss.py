@@ -1,0 +1,32 @@
+"""What to do about entries that are gone: fail, or count and go on, as the query was told."""
+
+import logging
+
+from millstream.errors import DataLoss
+from millstream.model import EntryId
+from millstream.spark.facts import Loss
+
+logger = logging.getLogger(__name__)
+
+
+class LossPolicy:
+    """Raises DataLoss, or counts: each loss is told once in this process, with the total so far."""
+
+    def __init__(self, *, fail: bool) -> None:
+        self._fail = fail
+        self._told: set[tuple[str, EntryId]] = set()
+        self._total = 0
+
+    def report(self, loss: Loss) -> None:
+        """Raise DataLoss for `loss`, or say so in the log and return."""
+        if self._fail:
+            raise DataLoss(
+                f"{loss}. To go on without them set failOnDataLoss=false, which counts losses in the log and reads "
+                "on at the next entry that is left (a re-created stream from its beginning); to avoid it keep more "
+                "of the stream (MAXLEN, XTRIM) or run the query more often"
+            )
+        if (loss.stream, loss.start.id) in self._told:
+            return
+        self._told.add((loss.stream, loss.start.id))
+        self._total += loss.count or 0
+        logger.warning("%s; going on (%d entries counted as lost so far)", loss, self._total)

@@ -1,0 +1,80 @@
+"""Pieces of streams, and how they are dealt out to Spark's tasks. No I/O.
+
+One Spark task costs about 33 ms however little it does, so there are about as many as cores, each with pieces of
+many streams.
+"""
+
+import heapq
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from millstream.model import EntryId
+
+_ENTRIES_WORTH_A_TASK = 2_000
+
+
+class Piece(NamedTuple):
+    """The entries of `stream` after `after`, up to and including `until`.
+
+    * `size`: about how many they are
+    * `count`: exactly how many they must be; None where that is not known
+    """
+
+    stream: str
+    after: EntryId
+    until: EntryId
+    size: int
+    count: int | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spread:
+    """How a batch is to be cut: see the source's options of these names."""
+
+    min_partitions: int | None = None
+    max_records: int | None = None
+    cores: int = 1
+
+    def target(self, total: int) -> int:
+        """Most entries that one task should get of a batch of `total`."""
+        tasks = self.min_partitions or min(self.cores, -(-total // _ENTRIES_WORTH_A_TASK))
+        target = -(-total // max(tasks, 1))
+        return max(1, min(target, self.max_records or target))
+
+    def tasks(self, total: int) -> int:
+        """Number of tasks for a batch of `total` entries."""
+        return max(1, -(-total // self.target(total)))
+
+
+def cut(piece: Piece, step: int, marks: Sequence[EntryId]) -> list[Piece]:
+    """Cut `piece` at `marks`, which lie `step` entries apart."""
+    pieces = []
+    after, left = piece.after, piece.size
+    for mark in marks:
+        if not after < mark < piece.until:
+            break
+        pieces.append(Piece(piece.stream, after, mark, step, None if piece.count is None else step))
+        after, left = mark, left - step
+    done = step * len(pieces)
+    rest = None if piece.count is None else piece.count - done
+    return [*pieces, Piece(piece.stream, after, piece.until, max(left, 1), rest)]
+
+
+def deal(pieces: Iterable[Piece], tasks: int, max_size: int) -> list[list[Piece]]:
+    """Deal `pieces` out to at most about `tasks` tasks of even size (greatest first, to the least loaded).
+
+    A task is given more than `max_size` entries only where one piece is greater by itself.
+    """
+    loads: list[tuple[int, int]] = [(0, index) for index in range(tasks)]
+    dealt: list[list[Piece]] = [[] for _ in range(tasks)]
+    for piece in sorted(pieces, key=lambda piece: (-piece.size, piece.stream, piece.after)):
+        load, index = loads[0]
+        if load and load + piece.size > max_size:
+            index, load = len(dealt), 0
+            dealt.append([])
+            heapq.heappush(loads, (piece.size, index))
+        else:
+            heapq.heapreplace(loads, (load + piece.size, index))
+        dealt[index].append(piece)
+    return [sorted(some) for some in dealt if some]

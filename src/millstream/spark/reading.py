@@ -1,0 +1,144 @@
+"""Reads pieces of streams in a Spark task: raw XRANGE replies, fetched one round trip ahead of the rows being made.
+
+What is asked for at once is bounded in entries and, by the sizes seen so far, in bytes.
+"""
+
+import gc
+import logging
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import pyarrow as pa
+
+from millstream.client import Client, Reply, raise_if_error
+from millstream.errors import DataLoss
+from millstream.spark.arrow import Run
+from millstream.spark.facts import ask, survey
+from millstream.spark.ranges import Piece
+
+logger = logging.getLogger(__name__)
+
+_FIRST_TRIP_ENTRIES = 32
+_MOST_TRIP_ENTRIES = 2_000
+_TRIP_BYTES = 4 << 20
+_BATCH_ROWS = 10_000
+_BATCH_BYTES = 16 << 20
+_SAMPLES = 32
+_CONTAINERS_PER_COLLECTION = 200_000
+
+
+@dataclass(slots=True)
+class _Reader:
+    """How far one piece has been read."""
+
+    piece: Piece
+    after: bytes
+    until: bytes
+    rows: int = 0
+
+    @classmethod
+    def of(cls, piece: Piece) -> "_Reader":
+        return cls(piece, b"(%d-%d" % piece.after, b"%d-%d" % piece.until)
+
+    @property
+    def left(self) -> int:
+        """About how many entries are still to come."""
+        return max(self.piece.size - self.rows, 1)
+
+
+class Reading:
+    """Reads all entries of `pieces`: in stream order within one piece.
+
+    `limit_ms` bounds the wait for a Redis that is away; None waits for ever. Entries that should be there and are
+    not raise DataLoss, or are counted in the log unless `fail_on_data_loss`.
+    """
+
+    def __init__(
+        self, client: Client, pieces: Sequence[Piece], *, limit_ms: float | None, fail_on_data_loss: bool
+    ) -> None:
+        self._client = client
+        self._limit_ms = limit_ms
+        self._fail_on_data_loss = fail_on_data_loss
+        self._waiting = deque(_Reader.of(piece) for piece in pieces)
+        self._trip_entries = _FIRST_TRIP_ENTRIES
+        self._entry_bytes = 1
+
+    def batches(self, make: Callable[[Sequence[Run]], pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        """Yield everything in record batches of about 10,000 rows, or 16 MB."""
+        runs: list[Run] = []
+        rows = 0
+        with _seldom_collected(), ThreadPoolExecutor(1, "millstream-read") as ahead:
+            trip = ahead.submit(self._trip)
+            while (fetched := trip.result()) is not None:
+                trip = ahead.submit(self._trip)
+                runs += fetched
+                rows += sum(len(entries) for _, entries in fetched)
+                if rows >= _BATCH_ROWS or rows * self._entry_bytes >= _BATCH_BYTES:
+                    yield make(runs)
+                    runs, rows = [], 0
+            if rows:
+                yield make(runs)
+
+    def _trip(self) -> list[Run] | None:
+        """Fetch some more entries in one round trip; None when there are none left."""
+        if not self._waiting:
+            return None
+        asked: list[tuple[_Reader, int]] = []
+        budget = self._trip_entries
+        while self._waiting and budget > 0:
+            reader = self._waiting.popleft()
+            asked.append((reader, min(reader.left, self._trip_entries)))
+            budget -= asked[-1][1]
+        commands = [("XRANGE", r.piece.stream, r.after, r.until, "COUNT", count) for r, count in asked]
+        replies = self._client.patiently(
+            lambda: ask(self._client, commands), what="reading streams", limit_ms=self._limit_ms
+        )
+        runs = [run for (reader, count), reply in zip(asked, replies, strict=True) if (run := self._take(reader, count, reply))[1]]
+        self._learn_sizes(runs)
+        return runs
+
+    def _take(self, reader: _Reader, count: int, reply: Reply) -> Run:
+        entries = raise_if_error(reply)
+        if entries:
+            reader.rows += len(entries)
+            reader.after = b"(" + entries[-1][0]
+        if len(entries) == count and entries[-1][0] != reader.until:
+            self._waiting.appendleft(reader)
+        elif reader.piece.count is not None and reader.rows < reader.piece.count:
+            self._report_missing(reader)
+        return reader.piece.stream, entries
+
+    def _learn_sizes(self, runs: Sequence[Run]) -> None:
+        entries = [entry for _, some in runs for entry in some[:: max(1, len(some) // _SAMPLES)]]
+        if entries:
+            self._entry_bytes = sum(sum(map(len, fields)) for _, fields in entries) // len(entries) + 1
+        most = min(_MOST_TRIP_ENTRIES, self._trip_entries * 8, _TRIP_BYTES // self._entry_bytes)
+        self._trip_entries = max(most, 1)
+
+    def _report_missing(self, reader: _Reader) -> None:
+        piece = reader.piece
+        facts = survey(self._client, [piece.stream])[piece.stream]
+        if facts is not None and facts.keeps(piece.after):
+            return  # single entries were deleted (XDEL), on purpose: that is no loss
+        missing = (piece.count or 0) - reader.rows
+        text = (
+            f"stream {piece.stream!r} lost {missing:,} entries between {piece.after} and {piece.until} while they were "
+            "being read: they were trimmed or deleted"
+        )
+        if self._fail_on_data_loss:
+            raise DataLoss(f"{text}. Keep more of the stream, or set failOnDataLoss=false to count losses and go on")
+        logger.warning("%s", text)
+
+
+@contextmanager
+def _seldom_collected() -> Iterator[None]:
+    """Let the garbage collector look rarely: replies are a million small lists and no cycles."""
+    before = gc.get_threshold()
+    gc.set_threshold(_CONTAINERS_PER_COLLECTION, *before[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)

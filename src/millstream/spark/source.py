@@ -1,0 +1,188 @@
+"""The `redis-streams` data source: what Spark calls, and in which of its processes.
+
+`RedisStreamsSource` is made in a planning process. The stream reader plans in a process of its own that lives as
+long as the query; `read` runs in the executors, in workers that are used again from batch to batch. What needs
+Redis or Arrow is imported there only, so that looking the source up stays cheap.
+"""
+
+import os
+import time
+from collections.abc import Iterator
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from pyspark.sql.datasource import DataSource, DataSourceReader, DataSourceStreamReader, InputPartition
+from pyspark.sql.streaming.datasource import (
+    ReadAllAvailable,
+    ReadLimit,
+    ReadMaxRows,
+    SupportsTriggerAvailableNow,
+)
+from pyspark.sql.types import StructType
+
+from millstream.spark.offsets import Offsets, dump, load
+from millstream.spark.options import SourceOptions, parse
+from millstream.spark.schema import check_schema, default_schema
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+    from millstream.client import Client
+    from millstream.spark.lag import LagGroup
+    from millstream.spark.planner import Planner
+    from millstream.spark.ranges import Piece
+
+_BATCH_PATIENCE_MS = 60_000.0
+_IDLE_MS = (50.0, 500.0)
+_IDLE_SHARE = 2.0
+
+
+class RedisStreamsSource(DataSource):
+    """Redis Streams as a Spark data source: `spark.read` and `spark.readStream`, `format("redis-streams")`.
+
+    Options are in `docs/spark-source.md`. Raises ConfigError at `load()` for options that are wrong.
+    """
+
+    def __init__(self, options: Any) -> None:
+        super().__init__(options)
+        self._options = parse(options)
+
+    @classmethod
+    def name(cls) -> str:
+        """What Spark users call it."""
+        return "redis-streams"
+
+    def schema(self) -> StructType:
+        """The columns when the user gives no schema."""
+        return default_schema(self._options.columns)
+
+    def reader(self, schema: StructType) -> DataSourceReader:
+        """What `spark.read` uses."""
+        return RedisBatchReader(self._options, schema)
+
+    def streamReader(self, schema: StructType) -> DataSourceStreamReader:  # noqa: N802 - Spark's name
+        """What `spark.readStream` uses."""
+        return RedisStreamReader(self._options, schema)
+
+
+class _Side:
+    """What both readers need; pickled into every task without what is open."""
+
+    def __init__(self, options: SourceOptions, schema: StructType) -> None:
+        self._options = options
+        self._schema = schema
+
+    def __reduce__(self) -> tuple[type, tuple[SourceOptions, StructType]]:
+        return type(self), (self._options, self._schema)
+
+    @cached_property
+    def _client(self) -> "Client":
+        from millstream.client import shared_client
+
+        return shared_client(self._options.url)
+
+    @cached_property
+    def _planner(self) -> "Planner":
+        from millstream.spark.planner import Planner
+
+        return Planner(self._client, self._options, cores=os.cpu_count() or 1)
+
+    def _read(self, partition: InputPartition, *, limit_ms: float | None) -> "Iterator[pa.RecordBatch]":
+        from millstream.spark.reading import Reading
+        from millstream.spark.rows import batch_maker
+
+        pieces: list[Piece] = partition.value or []  # Spark makes a partition of its own where there is none
+        reading = Reading(
+            self._client, pieces, limit_ms=limit_ms, fail_on_data_loss=self._options.fail_on_data_loss
+        )
+        return reading.batches(batch_maker(self._options.columns, self._schema))
+
+
+class RedisBatchReader(_Side, DataSourceReader):
+    """Reads the subscribed streams once, between two ends that are fixed when the query is planned."""
+
+    def partitions(self) -> list[InputPartition]:
+        """One partition per task. Raises ConfigError, DataLoss, or RedisError after a minute without Redis."""
+        self._options.check_batch()
+        check_schema(self._options.columns, self._schema)
+
+        def plan() -> "list[list[Piece]]":
+            start, end = self._planner.starts("earliest"), self._planner.ends()
+            return self._planner.pieces(start, {name: end[name] for name in start if name in end})
+
+        tasks = self._client.patiently(plan, what="spark.read", limit_ms=_BATCH_PATIENCE_MS)
+        return [InputPartition(pieces) for pieces in tasks]
+
+    def read(self, partition: InputPartition) -> "Iterator[pa.RecordBatch]":
+        """Yield the rows of one partition."""
+        return self._read(partition, limit_ms=_BATCH_PATIENCE_MS)
+
+
+class RedisStreamReader(_Side, DataSourceStreamReader, SupportsTriggerAvailableNow):
+    """Reads the subscribed streams on and on; its whole state is in the offsets that Spark keeps."""
+
+    def __init__(self, options: SourceOptions, schema: StructType) -> None:
+        super().__init__(options, schema)
+        self._latest: dict[str, Any] | None = None
+        self._target: Offsets | None = None
+
+    @cached_property
+    def _lag(self) -> "LagGroup":
+        from millstream.spark.lag import LagGroup
+
+        return LagGroup(self._client, self._options.group)
+
+    def getDefaultReadLimit(self) -> ReadLimit:  # noqa: N802
+        """`maxOffsetsPerTrigger`. Spark's first call: what is wrong with this use of the options is said here."""
+        self._options.check_streaming()
+        check_schema(self._options.columns, self._schema)
+        most = self._options.limits.per_trigger
+        return ReadAllAvailable() if most is None else ReadMaxRows(most)
+
+    def prepareForTriggerAvailableNow(self) -> None:  # noqa: N802
+        """Fix the end of the query at the entries that are there now."""
+        self._target = self._client.patiently(lambda: self._planner.tails(), what="spark.readStream")
+
+    def initialOffset(self) -> dict[str, Any]:  # noqa: N802
+        """Where a query without a checkpoint begins."""
+        return self._initial
+
+    @cached_property
+    def _initial(self) -> dict[str, Any]:
+        # Spark asks twice and uses the second answer: "latest" must not move in between.
+        return dump(self._client.patiently(lambda: self._planner.starts("latest"), what="spark.readStream"))
+
+    def latestOffset(self, start: dict[str, Any], limit: ReadLimit) -> dict[str, Any]:  # noqa: N802
+        """Where the batch that begins at `start` ends; `start` itself, after a short wait, if nothing is new.
+
+        Everything up to `start` is committed by the sink, so this is when the lag group moves there.
+        """
+        began = time.monotonic()
+        most = limit.max_rows if isinstance(limit, ReadMaxRows) else None
+        ends = self._client.patiently(lambda: self._advance(load(start), most), what="spark.readStream")
+        if dump(ends) != start:
+            return dump(ends)
+        if self._target is None:
+            # Spark asks again at once, 90 times a second; leave Redis alone for longer than asking takes.
+            least, most_ms = _IDLE_MS
+            time.sleep(min(max((time.monotonic() - began) * _IDLE_SHARE, least / 1000), most_ms / 1000))
+        return start
+
+    def _advance(self, start: Offsets, limit: int | None) -> Offsets:
+        self._lag.show(start)
+        ends, tails = self._planner.advance(start, limit=limit, target=self._target)
+        self._latest = dump(tails)
+        return ends
+
+    def reportLatestOffset(self) -> dict[str, Any] | None:  # noqa: N802
+        """The newest entries as of the last `latestOffset`, for Spark's progress reports."""
+        return self._latest
+
+    def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> list[InputPartition]:
+        """What the tasks of one batch read; Spark may ask for any batch again, before anything else."""
+        tasks = self._client.patiently(lambda: self._planner.pieces(load(start), load(end)), what="spark.readStream")
+        return [InputPartition(pieces) for pieces in tasks]
+
+    def read(self, partition: InputPartition) -> "Iterator[pa.RecordBatch]":
+        """Yield the rows of one partition, waiting for Redis as long as it takes."""
+        return self._read(partition, limit_ms=None)

@@ -1,0 +1,336 @@
+"""One Spark task of the handler engine: runs in an executor's Python worker.
+
+The spine is `PartitionTask.process`: for each Arrow batch, make runs of one key's messages, load their marks and
+state, drive every run through the handler, and commit. What is refused, because another execution of the same task
+was faster, is loaded again and goes on from there.
+"""
+
+import asyncio
+from collections import defaultdict, deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+import msgspec
+import pyarrow as pa
+from pyspark import TaskContext
+
+from millstream.client import Client, shared_client
+from millstream.errors import DecodeError
+from millstream.handlers import Handler
+from millstream.ledger import ENTRY_MARK, KEY_MARK, Ledger, Standing, Unit
+from millstream.lifecycle import Again, Dead, Done, Outcome, attempt, letter, refuse_unkeyed
+from millstream.model import EntryId, Message
+from millstream.naming import REDRIVE_FIELD
+
+COMMIT_MESSAGES = 500
+COMMIT_BYTES = 1 << 20
+CAUTIOUS_MESSAGES = 4 * COMMIT_MESSAGES
+
+TALLY_SCHEMA = pa.schema(
+    [
+        ("stream", pa.string()),
+        ("last_id", pa.string()),
+        ("messages", pa.int64()),
+        ("committed", pa.int64()),
+        ("dead", pa.int64()),
+        ("retries", pa.int64()),
+        ("refused", pa.int64()),
+    ]
+)
+
+_unpack = msgspec.msgpack.Decoder(list[bytes]).decode
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What the driver sends to every task: the handler, where Redis is, and the run's token."""
+
+    handler: Handler
+    url: str
+    token: int
+
+
+@dataclass(slots=True)
+class Tally:
+    """What a task did on one stream."""
+
+    last_id: EntryId
+    messages: int = 0
+    committed: int = 0
+    dead: int = 0
+    retries: int = 0
+    refused: int = 0
+
+
+@dataclass(slots=True)
+class Entry:
+    """One row: an entry id and its fields, still packed."""
+
+    id: EntryId
+    packed: bytes
+
+
+@dataclass(slots=True, eq=False)
+class Run:
+    """The messages of one key of one stream, in order; or a single message that has no key.
+
+    `entries` are still to do, `covered` are in `unit`, not committed yet.
+    """
+
+    stream: str
+    key: bytes | None
+    mark: bytes
+    entries: deque[Entry]
+    covered: list[Entry] = field(default_factory=list)
+    unit: Unit = field(default_factory=lambda: Unit(b"", b""))
+    state: bytes = b""
+    committed_state: bytes = b""
+    attempt: int = 1
+
+    def resume(self, mark: bytes, state: bytes, frontier: EntryId | None) -> None:
+        """Begin, or begin again, after what is committed by now."""
+        self.entries.extendleft(reversed(self.covered))
+        done = EntryId.parse(mark) if mark else frontier
+        while done is not None and self.entries and self.entries[0].id <= done:
+            self.entries.popleft()
+            self.attempt = 1
+        self.state = self.committed_state = state
+        self._begin_unit(mark)
+
+    def accepted(self) -> None:
+        """Its unit is committed; go on from there."""
+        self.committed_state = self.state
+        self._begin_unit(self.unit.last_id.encode())
+
+    def _begin_unit(self, mark: bytes) -> None:
+        self.covered = []
+        self.unit = Unit(self.mark, mark, self.key or b"")
+
+
+def open_fields(packed: bytes) -> tuple[list[bytes], bytes | None]:
+    """Unpack an entry's fields; return them and, if it was redriven, the handler that it is meant for."""
+    pairs = _unpack(packed)
+    if pairs and pairs[0] == REDRIVE_FIELD:
+        return pairs[2:], pairs[1]
+    return pairs, None
+
+
+def run_partition(job: Job, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    """Process one partition and yield one row per stream that says what was done (for `mapInArrow`)."""
+    context = TaskContext.get()
+    task = PartitionTask(job, shared_client(job.url), retried=context is not None and context.attemptNumber() > 0)
+    asyncio.run(task.process(batches))
+    yield task.report()
+
+
+class PartitionTask:
+    """Runs a handler over the sorted rows of one partition. `retried`: an earlier attempt of the task has died."""
+
+    def __init__(self, job: Job, client: Client, *, retried: bool) -> None:
+        handler = job.handler
+        self._handler = handler
+        self._client = client
+        self._ledger = Ledger(
+            client,
+            app=handler.app,
+            handler=handler.name,
+            token=job.token,
+            into=handler.into,
+            into_maxlen=handler.into_maxlen,
+        )
+        self._token = job.token
+        self._label = handler.label.encode()
+        # While this is above 0, a message may be the one that killed an earlier attempt: each is tried by itself.
+        self._cautious_left = CAUTIOUS_MESSAGES if retried else 0
+        self._standings: dict[str, Standing] = {}
+        self._tallies: dict[str, Tally] = {}
+        self._outbox: list[Run] = []
+        self._outbox_messages = 0
+        self._outbox_bytes = 0
+        self._refused: list[Run] = []
+        self._slots = asyncio.Semaphore(handler.concurrency if handler.is_async else 1)
+
+    # The spine
+
+    async def process(self, batches: Iterable[pa.RecordBatch]) -> None:
+        """Run every message of `batches` and commit its effects."""
+        for batch in batches:
+            runs = self._runs_of(batch)
+            self._begin_streams({run.stream for run in runs})
+            while runs:
+                self._load(runs)
+                await self._drive_all(runs)
+                self._flush()
+                runs, self._refused = self._refused, []
+
+    async def _drive_all(self, runs: list[Run]) -> None:
+        waiting = iter(runs)
+        workers = self._handler.concurrency if self._handler.is_async else 1
+        async with asyncio.TaskGroup() as group:
+            for _ in range(min(workers, len(runs))):
+                group.create_task(self._work(waiting, group))
+
+    async def _work(self, waiting: Iterator[Run], group: asyncio.TaskGroup) -> None:
+        for run in waiting:
+            await self._drive(run, waiting, group)
+
+    async def _drive(self, run: Run, waiting: Iterator[Run], group: asyncio.TaskGroup) -> None:
+        """Take one run through the handler, message by message."""
+        while run.entries:
+            entry = run.entries[0]
+            pairs, meant_for = open_fields(entry.packed)
+            message = Message(run.stream, str(entry.id), pairs, run.key, run.attempt, self._token)
+            if meant_for in (None, self._label):
+                outcome = await self._outcome(run, message)
+            else:
+                outcome = Done((), run.state)  # redriven for another handler of this stream
+            if isinstance(outcome, Again):
+                self._tallies[run.stream].retries += 1
+                self._post(run)
+                self._flush()
+                if run in self._refused:
+                    return
+                # Another worker takes over the other keys while this one's key waits.
+                group.create_task(self._work(waiting, group))
+                await asyncio.sleep(outcome.delay_ms / 1000)
+                run.attempt += 1
+                continue
+            self._settle(run, message, outcome)
+            if self._cautious_left > 0 or run.unit.messages >= COMMIT_MESSAGES:
+                self._cautious_left = max(0, self._cautious_left - 1)
+                self._post(run)
+                self._flush()
+                if run in self._refused:
+                    return
+        self._post(run)
+        if self._outbox_messages >= COMMIT_MESSAGES or self._outbox_bytes >= COMMIT_BYTES:
+            self._flush()
+
+    # Reading
+
+    def _runs_of(self, batch: pa.RecordBatch) -> list[Run]:
+        """Cut a sorted batch into runs of one stream and key; messages without a key stand alone."""
+        runs: list[Run] = []
+        last: tuple[str, bytes | None] | None = None
+        columns = (batch.column(name).to_pylist() for name in ("stream", "key", "id_ms", "id_seq", "fields"))
+        for stream, key, ms, seq, packed in zip(*columns, strict=True):
+            entry = Entry(EntryId(ms, seq), packed)
+            if key is not None and (stream, key) == last:
+                runs[-1].entries.append(entry)
+            else:
+                mark = KEY_MARK + key if key is not None else ENTRY_MARK + str(entry.id).encode()
+                runs.append(Run(stream, key, mark, deque((entry,))))
+                last = (stream, key)
+            tally = self._tallies.get(stream)
+            if tally is None:
+                tally = self._tallies[stream] = Tally(entry.id)
+            tally.messages += 1
+            if entry.id > tally.last_id:
+                tally.last_id = entry.id
+        return runs
+
+    def _begin_streams(self, streams: set[str]) -> None:
+        new = sorted(streams - self._standings.keys())
+        if new:
+            standings = self._client.patiently(lambda: self._ledger.begin(new), what=self._handler.label)
+            self._standings |= standings
+            if any(standing.struck for standing in standings.values()):
+                self._cautious_left = CAUTIOUS_MESSAGES
+
+    def _load(self, runs: list[Run]) -> None:
+        """Fetch marks and states of `runs`, and leave out what is committed."""
+        wanted: dict[str, tuple[list[bytes], list[bytes]]] = defaultdict(lambda: ([], []))
+        for run in runs:
+            marks, states = wanted[run.stream]
+            marks.append(run.mark)
+            if self._handler.wants_state and run.key is not None:
+                states.append(run.key)
+        found = self._client.patiently(lambda: self._ledger.load(wanted), what=self._handler.label)
+        for run in runs:
+            values = found[run.stream]
+            state = values.get(b"s" + run.key, b"") if run.key is not None else b""
+            run.resume(values.get(run.mark, b""), state, self._standings[run.stream].frontier)
+
+    # Running
+
+    async def _outcome(self, run: Run, message: Message) -> Outcome:
+        handler = self._handler
+        if handler.key is not None and run.key is None:
+            try:
+                handler.key_of(message)
+            except DecodeError as error:
+                return Dead("undecodable", str(error))
+            refusal = refuse_unkeyed(handler, message)
+            if refusal is not None:
+                return refusal
+        if self._cautious_left > 0:
+            before = self._client.patiently(
+                lambda: self._ledger.strike(message.stream, message.id), what=handler.label
+            )
+            if before >= max(1, handler.retry.attempts - 1):
+                message.attempt = before + 1
+                return Dead("crashed", f"the process ended each of the {before + 1} times that this message was tried")
+        async with self._slots:
+            return await attempt(handler, message, run.state)
+
+    def _settle(self, run: Run, message: Message, outcome: Done | Dead) -> None:
+        """Add a finished message's effects to its run's unit."""
+        unit = run.unit
+        unit.cover(message.id)
+        if self._cautious_left > 0:
+            unit.struck.append(message.id)
+        if isinstance(outcome, Dead):
+            unit.dead.append(letter(self._handler, message, outcome).items())
+            self._outbox_bytes += sum(map(len, message.pairs))
+        else:
+            unit.outputs.extend(outcome.outputs)
+            self._outbox_bytes += 100 * len(outcome.outputs)
+            run.state = outcome.state
+        run.covered.append(run.entries.popleft())
+        run.attempt = 1
+
+    # Committing
+
+    def _post(self, run: Run) -> None:
+        """Put a run's unit into the outbox."""
+        if run.unit.messages:
+            if run.key is not None and run.state != run.committed_state:
+                run.unit.state = run.state
+            self._outbox.append(run)
+            self._outbox_messages += run.unit.messages
+
+    def _flush(self) -> None:
+        """Commit the outbox. Repeating a commit is safe: what was executed already is refused, then left out."""
+        if not self._outbox:
+            return
+        runs, self._outbox, self._outbox_messages, self._outbox_bytes = self._outbox, [], 0, 0
+        units: dict[str, list[Unit]] = defaultdict(list)
+        for run in runs:
+            units[run.stream].append(run.unit)
+        refused = self._client.patiently(lambda: self._ledger.commit(units), what=self._handler.label)
+        refused_marks = {id(unit) for unit in refused}
+        for run in runs:
+            tally = self._tallies[run.stream]
+            if id(run.unit) in refused_marks:
+                tally.refused += 1
+                self._refused.append(run)
+            else:
+                tally.committed += run.unit.messages
+                tally.dead += len(run.unit.dead)
+                run.accepted()
+
+    def report(self) -> pa.RecordBatch:
+        """One row per stream."""
+        rows = [
+            {
+                "stream": stream,
+                "last_id": str(t.last_id),
+                "messages": t.messages,
+                "committed": t.committed,
+                "dead": t.dead,
+                "retries": t.retries,
+                "refused": t.refused,
+            }
+            for stream, t in self._tallies.items()
+        ]
+        return pa.RecordBatch.from_pylist(rows, schema=TALLY_SCHEMA)

@@ -1,0 +1,6 @@
+"""What tests of programs on millstream need; import the module you use, so that none costs you the others.
+
+`millstream.testing.plugin`: pytest fixtures with a real redis-server, active once millstream is installed.
+`millstream.testing.topologies`: Cluster, Sentinel, TLS and ACL deployments of local processes.
+`millstream.testing.history`: the checker that says what was lost, duplicated or out of order.
+"""

@@ -1,0 +1,103 @@
+"""A `millstream run` in a process of its own that a test may kill, and what it leaves behind."""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+HERE = Path(__file__).parent
+
+
+class Driver:
+    """Runs `app` against `url`; restarted with the same checkpoint after each death."""
+
+    def __init__(self, app: str, *, url: str, folder: Path, options: tuple[str, ...] = ()) -> None:
+        self.folder = folder
+        self.events: list[dict[str, Any]] = []
+        self._command = [sys.executable, "-m", "millstream.commands.cli", "run", app, "--url", url, "--json"]
+        self._command += ["--checkpoint", str(folder / "checkpoint"), *options]
+        self._process: subprocess.Popen[str] | None = None
+        self.starts = 0
+
+    def start(self) -> None:
+        """Start it; its stderr is kept in the folder."""
+        self.starts += 1
+        with (self.folder / "stderr.log").open("a") as errors:
+            self._process = subprocess.Popen(
+                self._command,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+                env={**os.environ, "MILLSTREAM_TEST_ARM": str(self.folder)},
+                cwd=self.folder,
+            )
+        threading.Thread(target=self._listen, args=(self._process,), daemon=True).start()
+
+    def _listen(self, process: subprocess.Popen[str]) -> None:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.startswith("{"):  # a process killed in mid-line leaves half of one
+                self.events.append(json.loads(line))
+
+    @property
+    def process(self) -> subprocess.Popen[str]:
+        assert self._process is not None
+        return self._process
+
+    @property
+    def alive(self) -> bool:
+        """True while the driver's own process runs."""
+        return self.process.poll() is None
+
+    def errors(self) -> str:
+        """The end of what it said on stderr."""
+        return (self.folder / "stderr.log").read_text()[-3000:]
+
+    def family(self) -> list[psutil.Process]:
+        """The driver's descendants: the JVM and its Python workers."""
+        try:
+            return psutil.Process(self.process.pid).children(recursive=True)
+        except psutil.NoSuchProcess:
+            return []
+
+    def workers(self) -> list[psutil.Process]:
+        """The Python workers that run tasks: children of Spark's Python daemon."""
+        found = []
+        for process in self.family():
+            try:
+                if "pyspark.daemon" in " ".join(process.cmdline()) and "pyspark.daemon" in " ".join(
+                    (process.parent() or process).cmdline()
+                ):
+                    found.append(process)
+            except psutil.NoSuchProcess:
+                continue
+        return found
+
+    def kill(self) -> None:
+        """SIGKILL the driver, and see that all that it started ends by itself."""
+        orphans = self.family()
+        self.process.kill()
+        self.process.wait()
+        _, left = psutil.wait_procs(orphans, timeout=30)
+        assert not left, f"outlived their driver by 30 s: {left}"
+
+    def stop(self) -> int:
+        """SIGTERM; return the exit code."""
+        self.process.terminate()
+        return self.process.wait(60)
+
+
+def wait_until(condition: Callable[[], object], what: str, *, timeout_s: float = 120, driver: Driver | None = None) -> None:
+    """Wait for `condition`; fail with `what`, and what the driver said, after `timeout_s` seconds."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() > deadline:
+            raise AssertionError(f"not within {timeout_s} s: {what}\n{driver.errors() if driver else ''}")
+        time.sleep(0.05)

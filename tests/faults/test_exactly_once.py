@@ -1,0 +1,181 @@
+"""Exactly once under fire: drivers and Python workers are killed all through a pipeline, and nothing shows."""
+
+import os
+import random
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+import psutil
+import pytest
+
+from millstream.client import Client
+from millstream.deadletters import DeadLetter
+from millstream.naming import HandlerKeys
+from millstream.server import EmbeddedServer
+from millstream.testing.history import check_outputs
+
+from tests.faults.driver import HERE, Driver, wait_until
+
+pytestmark = [pytest.mark.faults, pytest.mark.spark]
+
+SOAK = bool(os.environ.get("MILLSTREAM_SOAK"))
+MESSAGES = 200_000 if SOAK else 50_000
+KILLS = 40 if SOAK else 10
+ACCOUNTS = 400
+KEYS = HandlerKeys("bank", "book", "bookings")
+OUTPUT = "{bookings}.balances"
+EXACT_POINTS = ("between-load-and-commit", "between-commit-and-end-of-task", "between-last-task-and-commit-log")
+
+
+@dataclass
+class Expected:
+    """What must come out, worked out without the product."""
+
+    sequences: dict[bytes, list[str]] = field(default_factory=lambda: defaultdict(list))
+    outputs: dict[str, dict[str, str]] = field(default_factory=dict)
+    dead: dict[str, str] = field(default_factory=dict)
+    states: dict[bytes, dict[str, int]] = field(default_factory=lambda: defaultdict(lambda: {"count": 0, "balance": 0}))
+
+
+def publish(client: Client, chance: random.Random) -> Expected:
+    """Fill the stream; return what is expected of it."""
+    expected = Expected()
+    numbers: dict[bytes, int] = defaultdict(int)
+    rows = []
+    for index in range(MESSAGES):
+        account = b"acc-%d" % chance.randrange(ACCOUNTS)
+        poison = {0: "reject", 1: "flaky"}.get(index % 997)
+        if index == MESSAGES // 3:
+            poison = "crash"
+        numbers[account] += 1
+        rows.append((account, numbers[account], chance.randrange(-100, 100), poison))
+    for start in range(0, MESSAGES, 1000):
+        chunk = rows[start : start + 1000]
+        ids = client.pipeline(
+            [
+                ("XADD", "bookings", "*", "account", a, "n", n, "amount", m, *(("poison", p) if p else ()))
+                for a, n, m, p in chunk
+            ]
+        )
+        for entry_id, (account, n, amount, poison) in zip(ids, chunk, strict=True):
+            text = entry_id.decode()
+            if poison in ("reject", "crash"):
+                expected.dead[text] = "rejected" if poison == "reject" else "crashed"
+                continue
+            state = expected.states[account]
+            state["count"] += 1
+            state["balance"] += amount
+            expected.sequences[account].append(text)
+            expected.outputs[text] = {"account": account.decode(), "n": str(n), "id": text} | {
+                name: str(value) for name, value in state.items()
+            }
+    return expected
+
+
+def read_stream(client: Client, stream: str) -> Iterator[tuple[bytes, list[bytes]]]:
+    """All entries of a stream."""
+    after = "-"
+    while entries := client.execute("XRANGE", stream, after, "+", "COUNT", 5000):
+        yield from entries
+        after = "(" + entries[-1][0].decode()
+
+
+def committed(client: Client) -> int:
+    return int(client.execute("HGET", KEYS.meta, "committed") or 0)
+
+
+class Assassin:
+    """Kills, by turns, at exact points and at random ones, and keeps a list of what it hit."""
+
+    def __init__(self, driver: Driver, chance: random.Random) -> None:
+        self._driver = driver
+        self._chance = chance
+        self.log: list[str] = []
+
+    def strike(self, number: int) -> None:
+        """Kill once. The first strikes go to the exact points, further ones to them and to chance in turn."""
+        plan = (*EXACT_POINTS, "driver", "worker")
+        point = plan[number % len(plan)]
+        if point in EXACT_POINTS:
+            self._arm(point)
+        elif point == "driver":
+            time.sleep(self._chance.random())
+            self._driver.kill()
+            self._driver.start()
+        else:
+            self._kill_worker()
+        self.log.append(point)
+
+    def _arm(self, point: str) -> None:
+        (self._driver.folder / point).touch()
+        before = self._hits(point)
+        wait_until(lambda: self._hits(point) > before, f"nobody reached {point}", driver=self._driver)
+        if point == EXACT_POINTS[2]:  # this one is the driver's own
+            self._driver.process.wait(30)
+            self._driver.start()
+
+    def _hits(self, point: str) -> int:
+        return len(list(self._driver.folder.glob(f"hit.{point}.*")))
+
+    def _kill_worker(self) -> None:
+        wait_until(self._driver.workers, "no Python worker to kill", driver=self._driver)
+        try:
+            self._chance.choice(self._driver.workers()).kill()
+        except (psutil.NoSuchProcess, IndexError):
+            self._kill_worker()
+
+
+def test_killing_drivers_and_workers_all_through_a_run_applies_everything_once_and_in_order(tmp_path: Path) -> None:
+    seed = random.SystemRandom().randrange(1 << 32)
+    chance = random.Random(seed)
+    with EmbeddedServer() as server, Client(server.url) as client:
+        expected = publish(client, chance)
+        last = client.execute("XREVRANGE", "bookings", "+", "-", "COUNT", 1)[0][0]
+        batch = MESSAGES // (KILLS * 2)
+        driver = Driver(f"{HERE}/killer_app.py:app", url=server.url, folder=tmp_path, options=("--max-per-batch", str(batch)))
+        driver.start()
+        assassin = Assassin(driver, chance)
+        try:
+            for number in range(KILLS):
+                goal = (number + 1) * MESSAGES // (KILLS + 2)
+                wait_until(lambda goal=goal: committed(client) >= goal, f"{goal} commits", driver=driver)
+                assassin.strike(number)
+            wait_until(
+                lambda: client.execute("HGET", KEYS.meta, "frontier") == last,
+                f"the end of the stream; kills: {assassin.log}, seed {seed}",
+                driver=driver,
+                timeout_s=240,
+            )
+            assert driver.stop() == 0
+        finally:
+            if driver.alive:
+                driver.kill()
+        print(f"seed {seed}; kills at: {', '.join(assassin.log)}; driver starts: {driver.starts}")
+        assert set(EXACT_POINTS) <= set(assassin.log)
+        verify(client, expected)
+
+
+def verify(client: Client, expected: Expected) -> None:
+    """Compare all that is in Redis with what is expected."""
+    rows = [
+        {items[i].decode(): items[i + 1].decode() for i in range(0, len(items), 2)}
+        for _, items in read_stream(client, OUTPUT)
+    ]
+    letters = [DeadLetter.parse(*entry) for entry in read_stream(client, KEYS.dead)]
+    report = check_outputs(
+        {**expected.sequences, b"": list(expected.dead)},
+        [(row["account"].encode(), row["id"]) for row in rows],
+        [letter.id for letter in letters],
+    )
+    report.raise_if_bad()
+    assert {row["id"]: row for row in rows} == expected.outputs
+    assert {letter.id: letter.reason for letter in letters} == expected.dead
+    found = client.execute("HGETALL", KEYS.state)
+    states = {found[i]: msgspec.msgpack.decode(found[i + 1]) for i in range(0, len(found), 2)}
+    assert states == dict(expected.states)
+    assert committed(client) == MESSAGES
+    assert client.execute("EXISTS", KEYS.marks, KEYS.strikes) == 0

@@ -1,0 +1,292 @@
+"""The ledger: of two executions of a message at most one commits, in stream order, whole or not at all."""
+
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from millstream.client import Client
+from millstream.errors import OutOfMemory, StaleOwner, WrongType
+from millstream.ledger import ENTRY_MARK, KEY_MARK, Ledger, Unit
+from millstream.model import EntryId
+from millstream.naming import HandlerKeys
+
+STREAM = "orders"
+KEYS = HandlerKeys("app", "handler", STREAM)
+
+
+@pytest.fixture
+def client(millstream_url: str) -> Iterator[Client]:
+    with Client(millstream_url) as connected:
+        yield connected
+
+
+def make_ledger(client: Client, token: int = 1, **options: object) -> Ledger:
+    return Ledger(client, app="app", handler="handler", token=token, into="out", **options)  # type: ignore[arg-type]
+
+
+def unit(first: str, last: str = "", *, expected: str = "", key: bytes = b"k", **rest: object) -> Unit:
+    last = last or first
+    return Unit(
+        KEY_MARK + key,
+        expected.encode(),
+        state_field=key,
+        first_id=first,
+        last_id=last,
+        messages=1,
+        **rest,  # type: ignore[arg-type]
+    )
+
+
+def outputs(client: Client) -> list[list[bytes]]:
+    return [fields for _, fields in client.execute("XRANGE", "out", "-", "+")]
+
+
+def test_a_commit_writes_mark_state_outputs_and_dead_letters_in_one_step(client: Client) -> None:
+    ledger = make_ledger(client)
+    whole = unit("5-0", "6-0", state=b"\x81", outputs=[("a", "1"), ("b", "2")], dead=[("id", "6-0")])
+    assert ledger.commit({STREAM: [whole]}) == []
+    assert outputs(client) == [[b"a", b"1"], [b"b", b"2"]]
+    assert [fields for _, fields in client.execute("XRANGE", KEYS.dead, "-", "+")] == [[b"id", b"6-0"]]
+    found = ledger.load({STREAM: ([KEY_MARK + b"k"], [b"k"])})
+    assert found == {STREAM: {KEY_MARK + b"k": b"6-0", b"sk": b"\x81"}}
+
+
+def test_repeating_a_commit_whose_reply_was_lost_is_refused_and_writes_nothing(client: Client) -> None:
+    ledger = make_ledger(client)
+    again = unit("5-0", outputs=[("a", "1")])
+    assert ledger.commit({STREAM: [again]}) == []
+    assert ledger.commit({STREAM: [again]}) == [again]
+    assert outputs(client) == [[b"a", b"1"]]
+
+
+def test_of_two_executions_that_loaded_the_same_mark_only_one_commits(client: Client) -> None:
+    ledger = make_ledger(client)
+    ours, twins = unit("5-0", outputs=[("by", "us")]), unit("5-0", outputs=[("by", "twin")])
+    assert ledger.commit({STREAM: [ours]}) == []
+    assert ledger.commit({STREAM: [twins]}) == [twins]
+    assert outputs(client) == [[b"by", b"us"]]
+
+
+def test_an_entry_at_or_below_the_frontier_is_refused_even_after_its_mark_is_gone(client: Client) -> None:
+    ledger = make_ledger(client)
+    late = unit("5-9", outputs=[("a", "1")])
+    assert ledger.commit({STREAM: [unit("5-9")]}) == []
+    ledger.advance({STREAM: EntryId(5, 9)})
+    assert client.execute("EXISTS", KEYS.marks) == 0
+    assert ledger.commit({STREAM: [late]}) == [late]
+    assert outputs(client) == []
+
+
+@pytest.mark.parametrize(
+    ("frontier", "later"),
+    [("5-9", "5-10"), ("99-0", "100-0"), ("7-18446744073709551614", "7-18446744073709551615")],
+)
+def test_ids_are_ordered_as_numbers_not_as_text(client: Client, frontier: str, later: str) -> None:
+    ledger = make_ledger(client)
+    ledger.advance({STREAM: EntryId.parse(frontier)})
+    beyond, below = unit(later), unit(frontier)
+    assert ledger.commit({STREAM: [below]}) == [below]
+    assert ledger.commit({STREAM: [beyond]}) == []
+    ledger.advance({STREAM: EntryId.parse(later)})
+    ledger.advance({STREAM: EntryId.parse(frontier)})
+    assert ledger.frontiers([STREAM]) == {STREAM: EntryId.parse(later)}
+
+
+def test_an_older_run_is_refused_by_commit_advance_and_begin_and_told_so(client: Client) -> None:
+    old, new = make_ledger(client, token=100), make_ledger(client, token=200)
+    old.begin([STREAM])
+    new.begin([STREAM])
+    steps: list[Callable[[], object]] = [
+        lambda: old.commit({STREAM: [unit("5-0", outputs=[("a", "1")])]}),
+        lambda: old.advance({STREAM: EntryId(5, 0)}),
+        lambda: old.begin([STREAM]),
+    ]
+    for step in steps:
+        with pytest.raises(StaleOwner, match=r"a newer run of app\.handler has taken over"):
+            step()
+    assert outputs(client) == []
+    assert new.frontiers([STREAM]) == {}
+    assert new.commit({STREAM: [unit("5-0")]}) == []
+
+
+def test_a_new_token_is_greater_than_the_epoch_of_a_run_whose_clock_ran_ahead(client: Client) -> None:
+    ahead = 9_000_000_000_000_000
+    make_ledger(client, token=ahead).begin([STREAM])
+    assert make_ledger(client).new_token([STREAM, "other"]) == ahead + 1
+
+
+def test_repeating_an_advance_does_not_drop_the_marks_of_the_next_batch(client: Client) -> None:
+    ledger = make_ledger(client)
+    ledger.advance({STREAM: EntryId(5, 0)})
+    ledger.commit({STREAM: [unit("6-0")]})
+    ledger.advance({STREAM: EntryId(5, 0)})
+    assert ledger.load({STREAM: ([KEY_MARK + b"k"], [])}) == {STREAM: {KEY_MARK + b"k": b"6-0"}}
+
+
+def test_a_refused_unit_does_not_hold_up_the_others_of_its_call(client: Client) -> None:
+    ledger = make_ledger(client)
+    ledger.commit({STREAM: [unit("5-0", key=b"a")]})
+    refused, accepted = unit("5-0", key=b"a", outputs=[("n", "0")]), unit("5-1", key=b"b", outputs=[("n", "1")])
+    assert ledger.commit({STREAM: [refused, accepted]}) == [refused]
+    assert outputs(client) == [[b"n", b"1"]]
+
+
+def test_an_output_stream_of_the_wrong_type_fails_the_whole_step_before_anything_is_written(client: Client) -> None:
+    client.execute("SET", "out", "text")
+    with pytest.raises(WrongType):
+        make_ledger(client).commit({STREAM: [unit("5-0", state=b"\x81", outputs=[("a", "1")])]})
+    assert client.execute("EXISTS", KEYS.meta, KEYS.marks, KEYS.state) == 0
+
+
+def test_at_maxmemory_a_commit_is_refused_whole_and_succeeds_once_there_is_room(client: Client) -> None:
+    ledger = make_ledger(client)
+    big = unit("5-0", state=b"\x81", outputs=[("a", "x" * 1000)])
+    client.execute("CONFIG", "SET", "maxmemory", "1")
+    try:
+        with pytest.raises(OutOfMemory, match="maxmemory"):
+            ledger.commit({STREAM: [big]})
+    finally:
+        client.execute("CONFIG", "SET", "maxmemory", "0")
+    assert client.execute("EXISTS", KEYS.meta, KEYS.marks, KEYS.state, "out") == 0
+    assert ledger.commit({STREAM: [big]}) == []
+
+
+def test_scripts_are_loaded_again_after_the_server_has_forgotten_them(client: Client) -> None:
+    ledger = make_ledger(client)
+    ledger.commit({STREAM: [unit("5-0")]})
+    client.execute("SCRIPT", "FLUSH")
+    assert ledger.commit({STREAM: [unit("6-0", expected="5-0")]}) == []
+
+
+def test_state_that_is_emptied_is_removed_and_outputs_are_trimmed_to_their_length(client: Client) -> None:
+    ledger = make_ledger(client, into_maxlen=100)
+    ledger.commit({STREAM: [unit("5-0", state=b"\x81")]})
+    many = unit("6-0", expected="5-0", state=b"", outputs=[("n", str(n)) for n in range(2000)])
+    ledger.commit({STREAM: [many]})
+    assert client.execute("HLEN", KEYS.state) == 0
+    assert 100 <= client.execute("XLEN", "out") < 400
+
+
+def test_forgetting_keeps_the_epoch_so_that_a_run_still_alive_is_refused(client: Client) -> None:
+    old = make_ledger(client, token=100)
+    old.begin([STREAM])
+    old.commit({STREAM: [unit("5-0", state=b"\x81")]})
+    make_ledger(client, token=200).begin([STREAM])
+    make_ledger(client).forget([STREAM])
+    assert client.execute("EXISTS", KEYS.marks, KEYS.state) == 0
+    with pytest.raises(StaleOwner):
+        old.commit({STREAM: [unit("6-0")]})
+
+
+def test_eight_threads_committing_the_same_messages_apply_each_once_and_in_order(millstream_url: str) -> None:
+    ids = [f"{n}-0" for n in range(1, 201)]
+    gate = threading.Barrier(8)
+
+    def execute_all() -> None:
+        with Client(millstream_url) as own:
+            ledger = make_ledger(own)
+            gate.wait()
+            done = EntryId(0, 0)
+            while done < EntryId(200, 0):
+                mark = ledger.load({STREAM: ([KEY_MARK + b"k"], [])})[STREAM].get(KEY_MARK + b"k", b"")
+                done = EntryId.parse(mark) if mark else EntryId(0, 0)
+                if done < EntryId(200, 0):
+                    following = ids[done.ms]
+                    ledger.commit({STREAM: [unit(following, expected=mark.decode(), outputs=[("id", following)])]})
+
+    threads = [threading.Thread(target=execute_all) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    with Client(millstream_url) as reader:
+        assert [fields[1].decode() for fields in outputs(reader)] == ids
+
+
+class LedgerMachine(RuleBasedStateMachine):
+    """Executions load, pause and commit as they like; the effects are those of one execution, in order."""
+
+    client: Client
+    last = 12
+
+    @initialize()
+    def empty(self) -> None:
+        self.client.execute("FLUSHALL")
+        self.loaded: list[tuple[Ledger, bytes, int]] = []
+        self.committed = 0
+        self.frontier = 0
+        self.token = 1
+
+    def ledger(self) -> Ledger:
+        return make_ledger(self.client, token=self.token)
+
+    @rule()
+    def an_execution_loads(self) -> None:
+        ledger = self.ledger()
+        mark = ledger.load({STREAM: ([KEY_MARK + b"k"], [])})[STREAM].get(KEY_MARK + b"k", b"")
+        done = EntryId.parse(mark).ms if mark else self.frontier
+        self.loaded.append((ledger, mark, done))
+
+    @precondition(lambda self: self.loaded)
+    @rule(data=st.data(), length=st.integers(1, 3), repeat=st.booleans())
+    def an_execution_commits(self, data: st.DataObject, length: int, repeat: bool) -> None:
+        ledger, mark, done = data.draw(st.sampled_from(self.loaded))
+        end = min(done + length, self.last)
+        if end == done:
+            return
+        effects = [("n", str(n)) for n in range(done + 1, end + 1)]
+        whole = unit(f"{done + 1}-0", f"{end}-0", expected=mark.decode(), outputs=effects)
+        for _ in range(1 + repeat):
+            try:
+                refused = ledger.commit({STREAM: [whole]})
+            except StaleOwner:
+                return
+            if not refused:
+                self.committed = end
+
+    @rule()
+    def a_new_run_begins(self) -> None:
+        self.token += 1
+        self.ledger().begin([STREAM])
+
+    @rule()
+    def the_batch_ends(self) -> None:
+        if self.committed > self.frontier:
+            self.ledger().advance({STREAM: EntryId(self.committed, 0)})
+            self.frontier = self.committed
+
+    @invariant()
+    def effects_are_those_of_one_execution_in_order(self) -> None:
+        if hasattr(self, "committed"):
+            assert [int(fields[1]) for fields in outputs(self.client)] == list(range(1, self.committed + 1))
+
+
+def test_no_interleaving_of_executions_runs_and_batches_loses_doubles_or_reorders(client: Client) -> None:
+    LedgerMachine.client = client
+    check = LedgerMachine.TestCase
+    check.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+    check().runTest()
+
+
+@given(key=st.binary(max_size=40), state=st.binary(min_size=1, max_size=200), value=st.binary(max_size=200))
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_keys_states_and_outputs_are_byte_exact(client: Client, key: bytes, state: bytes, value: bytes) -> None:
+    client.execute("FLUSHALL")
+    ledger = make_ledger(client)
+    assert ledger.commit({STREAM: [unit("5-0", key=key, state=state, outputs=[(b"\x00f", value)])]}) == []
+    assert ledger.load({STREAM: ([KEY_MARK + key], [key])})[STREAM][b"s" + key] == state
+    assert outputs(client) == [[b"\x00f", value]]
+
+
+def test_an_unkeyed_entry_is_remembered_by_its_id_within_the_batch(client: Client) -> None:
+    ledger = make_ledger(client)
+    single = Unit(ENTRY_MARK + b"5-0", b"", first_id="5-0", last_id="5-0", messages=1, outputs=[("a", "1")])
+    assert ledger.commit({STREAM: [single]}) == []
+    assert ledger.commit({STREAM: [single]}) == [single]
+    assert ledger.strike(STREAM, "6-0") == 0
+    assert ledger.strike(STREAM, "6-0") == 1
+    assert ledger.begin([STREAM])[STREAM].struck == 1

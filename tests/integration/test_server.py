@@ -1,0 +1,433 @@
+"""The embedded redis-server: its data, its death, its ports and folders, its errors."""
+
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import psutil
+import pytest
+import redis
+
+from millstream import server as server_module
+from millstream.errors import ConfigError, ServerError
+from millstream.server import EmbeddedServer, find_redis_server
+from millstream.testing.topologies import wait_until
+
+KILL_SAFE = {"appendfsync": "no"}
+
+
+def is_dead(pid: int) -> bool:
+    """Whether the process is gone; one that waits for an unhurried init to bury it counts."""
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+@pytest.fixture
+def server() -> Iterator[EmbeddedServer]:
+    with EmbeddedServer(extra=KILL_SAFE) as running:
+        yield running
+
+
+@pytest.fixture
+def client(server: EmbeddedServer) -> Iterator[redis.Redis]:
+    with redis.Redis.from_url(server.url, protocol=2) as connected:
+        yield connected
+
+
+# --- what it promises about data ---
+
+
+def test_it_runs_as_the_design_wants_it(client: redis.Redis) -> None:
+    wanted = {
+        "appendonly": "yes",
+        "save": "",
+        "bind": "127.0.0.1",
+        "protected-mode": "yes",
+        "maxmemory-policy": "noeviction",
+        "stop-writes-on-bgsave-error": "no",
+        "loglevel": "notice",
+    }
+    assert client.config_get(*wanted) == wanted
+
+
+def test_the_append_only_file_is_synced_every_second_unless_asked_otherwise() -> None:
+    with EmbeddedServer() as server:
+        assert server.call("CONFIG", "GET", "appendfsync") == [b"appendfsync", b"everysec"]
+
+
+def test_data_and_port_outlive_a_restart(server: EmbeddedServer, client: redis.Redis) -> None:
+    first_pid, url = server.pid, server.url
+    client.xadd("flights", {"tailnum": "N14228"})
+
+    server.restart()
+
+    assert server.pid != first_pid
+    assert server.url == url
+    assert client.xlen("flights") == 1
+
+
+def test_kill_9_costs_nothing_that_was_answered(server: EmbeddedServer, client: redis.Redis) -> None:
+    for round_number in range(3):
+        for entry in range(500):
+            client.xadd("flights", {"entry": entry})
+        server.kill()
+        assert not server.running
+        server.start()
+        assert client.xlen("flights") == 500 * (round_number + 1)
+
+
+def test_a_restart_keeps_what_the_server_wrote_into_its_configuration(
+    server: EmbeddedServer, client: redis.Redis
+) -> None:
+    client.config_set("stream-node-max-entries", 77)
+    client.config_rewrite()
+    server.restart()
+    assert client.config_get("stream-node-max-entries") == {"stream-node-max-entries": "77"}
+
+
+def test_a_given_folder_is_kept_and_serves_the_next_server(tmp_path: Path) -> None:
+    folder = tmp_path / "with a space" / "data"
+    with EmbeddedServer(data_dir=folder) as first:
+        first.call("SET", "key", "value")
+    with EmbeddedServer(data_dir=folder) as second:
+        assert second.data_dir == folder
+        assert second.call("GET", "key") == b"value"
+
+
+def test_a_temporary_folder_goes_with_its_server() -> None:
+    with EmbeddedServer() as server:
+        folder = server.data_dir
+        assert (folder / "redis.log").exists()
+    assert not folder.exists()
+
+
+def test_a_server_listens_on_a_unix_socket_instead_of_a_port(tmp_path: Path) -> None:
+    path = tmp_path / 'a "quoted" path' / "redis.sock"
+    path.parent.mkdir()
+    with EmbeddedServer(unix_socket=path) as server:
+        with redis.Redis.from_url(server.url) as client:
+            assert client.ping()
+        assert server.call("CONFIG", "GET", "port") == [b"port", b"0"]
+        with pytest.raises(ServerError, match="another server listens on"):
+            EmbeddedServer(unix_socket=path).start()
+        assert server.call("PING") == b"PONG"
+
+
+# --- pause, stop ---
+
+
+def test_a_paused_server_is_silent_until_it_is_resumed(server: EmbeddedServer) -> None:
+    server.pause()
+    assert server.running
+    with pytest.raises(ServerError, match="does not answer 'PING'"):
+        server.call("PING", timeout_ms=200)
+    server.resume()
+    assert server.call("PING") == b"PONG"
+
+
+def test_a_paused_server_stops_in_order() -> None:
+    server = EmbeddedServer()
+    server.start()
+    pid = server.pid
+    server.pause()
+    started = time.monotonic()
+    server.stop()
+    assert is_dead(pid)
+    assert time.monotonic() - started < server_module._STOP_MS / 1000
+
+
+def test_a_server_that_does_not_stop_in_order_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_module, "_STOP_MS", 200)
+    server = EmbeddedServer(extra={"lua-time-limit": "0"})
+    server.start()
+    pid = server.pid
+    with socket.create_connection(("127.0.0.1", server.port)) as connection:
+        connection.sendall(b'EVAL "while true do end" 0\r\n')
+        time.sleep(0.1)
+        server.stop()
+    assert is_dead(pid)
+
+
+def test_stopping_twice_and_using_a_stopped_server_is_harmless_or_clear(server: EmbeddedServer) -> None:
+    with pytest.raises(ServerError, match="runs already"):
+        server.start()
+    server.stop()
+    server.stop()
+    server.kill()
+    for use in (lambda: server.pid, lambda: server.data_dir, server.pause, server.resume):
+        with pytest.raises(ServerError, match=r"start\(\) it first"):
+            use()
+
+
+# --- it dies with its parent ---
+
+PARENT = """
+import os, sys, time
+from pathlib import Path
+from millstream.server import EmbeddedServer
+server = EmbeddedServer(data_dir=Path(sys.argv[1]))
+server.start()
+print(server.pid, flush=True)
+{then}
+"""
+
+
+StartParent = Callable[..., tuple[subprocess.Popen[str], int]]
+
+
+@pytest.fixture
+def start_parent() -> Iterator[StartParent]:
+    """Starts a Python process with an embedded server in a folder; returns it and the pid of its server."""
+    with ExitStack() as stack:
+
+        def start(folder: Path, then: str) -> tuple[subprocess.Popen[str], int]:
+            command = [sys.executable, "-c", PARENT.format(then=then), str(folder)]
+            parent = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+            stack.enter_context(parent)
+            stack.callback(parent.kill)
+            return parent, int(read_line(parent))
+
+        yield start
+
+
+def read_line(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    return process.stdout.readline().strip()
+
+
+@pytest.mark.parametrize("state", ["running", "paused"])
+def test_a_server_dies_with_a_killed_parent_and_frees_its_folder(
+    tmp_path: Path, start_parent: StartParent, state: str
+) -> None:
+    pause = "server.pause()\n" if state == "paused" else ""
+    parent, pid = start_parent(tmp_path, then=f"{pause}print('ready', flush=True)\ntime.sleep(600)")
+    assert read_line(parent) == "ready"
+    assert not is_dead(pid)
+    parent.kill()
+
+    with EmbeddedServer(data_dir=tmp_path) as successor:
+        assert is_dead(pid)
+        assert successor.call("PING") == b"PONG"
+
+
+def test_a_server_nobody_stopped_ends_with_an_orderly_exit(tmp_path: Path, start_parent: StartParent) -> None:
+    parent, pid = start_parent(tmp_path, then="")
+    assert parent.wait(30) == 0
+    wait_until(lambda: is_dead(pid), "the server to end")
+    # Redis says this after SIGTERM only: the exit was not left to the parent-death signal.
+    assert "Redis is now ready to exit" in (tmp_path / "redis.log").read_text()
+
+
+def test_a_server_outlives_the_thread_that_started_it() -> None:
+    server = EmbeddedServer()
+    thread = threading.Thread(target=server.start)
+    thread.start()
+    thread.join()
+    try:
+        time.sleep(0.5)
+        assert server.call("PING") == b"PONG"
+    finally:
+        server.stop()
+
+
+# The child goes through all that its copy of the parent's server offers, and lives on with that copy.
+FORK = """
+child = os.fork()
+if child == 0:
+    server.stop()
+    with EmbeddedServer() as its_own:
+        print(its_own.call("PING"), flush=True)
+    time.sleep(600)
+sys.stdin.readline()
+print(server.call("PING"), flush=True)
+server.stop()
+server.start()
+print(server.call("PING"), flush=True)
+os.kill(child, 9)
+"""
+
+
+def test_a_fork_of_the_parent_neither_stops_the_server_nor_holds_its_folder(
+    tmp_path: Path, start_parent: StartParent
+) -> None:
+    parent, _ = start_parent(tmp_path, then=FORK)
+    assert parent.stdin is not None
+    assert read_line(parent) == "b'PONG'"
+    parent.stdin.write("the child is done\n")
+    parent.stdin.flush()
+    assert [read_line(parent), read_line(parent)] == ["b'PONG'", "b'PONG'"]
+    assert parent.wait(30) == 0
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="parent-death signals are Linux")
+def test_a_child_whose_parent_is_gone_before_it_could_ask_never_becomes_a_server() -> None:
+    not_its_parent = str(os.getppid())
+    command = [
+        sys.executable,
+        "-c",
+        server_module._LAUNCHER,
+        not_its_parent,
+        "/bin/echo",
+        "I became a server",
+    ]
+    launched = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert launched.returncode == 1
+    assert launched.stdout == ""
+    assert "the parent is gone" in launched.stderr
+
+
+def test_ctrl_c_in_the_terminal_does_not_reach_the_server(server: EmbeddedServer) -> None:
+    assert os.getpgid(server.pid) != os.getpgid(0)
+
+
+# --- ports ---
+
+
+@pytest.fixture
+def taken_port() -> Iterator[int]:
+    """A port where somebody else answers PING."""
+    with EmbeddedServer() as other:
+        yield other.port
+
+
+def test_a_port_lost_to_somebody_else_is_replaced(monkeypatch: pytest.MonkeyPatch, taken_port: int) -> None:
+    free_port = taken_port + 1 if taken_port + 1 in server_module._FREE_PORTS else taken_port - 1
+    picks = iter([taken_port, taken_port, free_port])
+    monkeypatch.setattr(server_module, "_pick_port", lambda: next(picks))
+    with EmbeddedServer() as server:
+        assert server.port == free_port
+        assert server.call("CONFIG", "GET", "dir") == [b"dir", str(server.data_dir).encode()]
+
+
+def test_a_fixed_port_that_is_taken_is_a_clear_error(taken_port: int, tmp_path: Path) -> None:
+    server = EmbeddedServer(port=taken_port, data_dir=tmp_path)
+    with pytest.raises(ServerError, match=f"port {taken_port} is taken: stop the server"):
+        server.start()
+    assert not server.running
+    with EmbeddedServer(data_dir=tmp_path) as next_one:
+        assert next_one.port != taken_port
+
+
+def test_many_servers_started_at_once_get_ports_of_their_own() -> None:
+    servers = [EmbeddedServer() for _ in range(8)]
+    threads = [threading.Thread(target=server.start) for server in servers]
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert len({server.call("CONFIG", "GET", "port")[1] for server in servers}) == len(servers)
+    finally:
+        for server in servers:
+            server.stop()
+
+
+# --- folders ---
+
+
+def test_a_second_server_in_a_folder_in_use_is_refused(tmp_path: Path) -> None:
+    with EmbeddedServer(data_dir=tmp_path) as first:
+        with pytest.raises(ServerError, match=rf"in use .*started by process {os.getpid()}:"):
+            EmbeddedServer(data_dir=tmp_path).start()
+        first.call("SET", "key", "value")
+        assert first.call("GET", "key") == b"value"
+
+
+def test_a_folder_in_use_by_another_process_is_refused(tmp_path: Path, start_parent: StartParent) -> None:
+    parent, _ = start_parent(tmp_path, then="time.sleep(600)")
+    with pytest.raises(ServerError, match=rf"in use .*started by process {parent.pid}:"):
+        EmbeddedServer(data_dir=tmp_path).start()
+
+
+def test_a_killed_server_keeps_its_folder_until_it_is_stopped(tmp_path: Path) -> None:
+    with EmbeddedServer(data_dir=tmp_path) as first:
+        first.kill()
+        with pytest.raises(ServerError, match="in use"):
+            EmbeddedServer(data_dir=tmp_path).start()
+
+
+def test_a_folder_that_cannot_be_one_is_a_clear_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ServerError, match=r"cannot use the data folder .*/file"):
+        EmbeddedServer(data_dir=tmp_path / "file").start()
+
+
+# --- what can be wrong with redis-server and its configuration ---
+
+
+def test_a_missing_redis_server_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ServerError, match=r"not on PATH.*apt-get install redis-server"):
+        EmbeddedServer().start()
+
+
+@pytest.mark.parametrize(
+    ("answer", "accepted"),
+    [
+        ("Redis server v=6.0.16 sha=00000000:0 malloc=jemalloc-5.2.1 bits=64", False),
+        ("Redis server v=7.0.0 sha=00000000:0", True),
+        ("Redis server v=10.2.0 sha=00000000:0", True),
+        ("Valkey server v=7.2.5 sha=00000000:0", True),
+        ("something else altogether", False),
+    ],
+)
+def test_a_redis_server_older_than_7_0_is_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, answer: str, accepted: bool
+) -> None:
+    binary = tmp_path / "redis-server"
+    binary.write_text(f"#!/bin/sh\necho '{answer}'\n")
+    binary.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    if accepted:
+        assert find_redis_server() == str(binary)
+    else:
+        with pytest.raises(ServerError, match=r"needs Redis 7\.0 or newer.*apt-get install redis-server"):
+            find_redis_server()
+
+
+def test_a_directive_that_redis_refuses_is_shown_with_its_own_words() -> None:
+    server = EmbeddedServer(extra={"maxmemory-polizy": "noeviction"})
+    with pytest.raises(ServerError, match=r"(?s)ended with code 1.*maxmemory-polizy.*Bad directive"):
+        server.start()
+    assert not server.running
+
+
+def test_a_server_that_is_not_ready_in_time_is_ended(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    binary = tmp_path / "redis-server"
+    binary.write_text(
+        "#!/bin/sh\n[ $1 = --version ] && echo v=7.0.15 && exit\necho dawdling $$\nexec sleep 60\n"
+    )
+    binary.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    with pytest.raises(ServerError, match=r"(?s)not ready in time.*dawdling \d+") as failure:
+        EmbeddedServer().start(timeout_ms=500)
+    assert is_dead(int(str(failure.value).split()[-1]))
+
+
+@pytest.mark.parametrize(
+    ("parameters", "complaint"),
+    [
+        ({"port": 6390, "unix_socket": Path("redis.sock")}, "either a port or a unix socket"),
+        ({"unix_socket": Path("x" * 120)}, "too long for a unix socket"),
+        ({"extra": {"Port": "6390"}}, "sets `Port` itself"),
+        ({"extra": {"save": '""\nbind 0.0.0.0'}}, "must be a single line"),
+    ],
+)
+def test_parameters_that_cannot_work_are_refused_at_once(
+    parameters: dict[str, object], complaint: str
+) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        EmbeddedServer(**parameters)  # type: ignore[arg-type]
+
+
+def test_a_refused_command_is_an_error_with_the_words_of_redis(server: EmbeddedServer) -> None:
+    with pytest.raises(ServerError, match="refused 'NONSENSE': ERR unknown command"):
+        server.call("NONSENSE")

@@ -1,0 +1,339 @@
+"""The engine's task, on real Redis and Arrow batches: what one execution of a partition does."""
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import pyarrow as pa
+import pytest
+
+from millstream import App, Message, Reject, Retry, State
+from millstream.client import Client
+from millstream.deadletters import DeadLetter
+from millstream.errors import StaleOwner
+from millstream.handlers import Handler
+from millstream.ledger import Ledger
+from millstream.model import EntryId
+from millstream.naming import REDRIVE_FIELD, HandlerKeys
+from millstream.spark.task import Job, PartitionTask
+
+SCHEMA = pa.schema(
+    [
+        ("stream", pa.string()),
+        ("id_ms", pa.int64()),
+        ("id_seq", pa.int64()),
+        ("key", pa.binary()),
+        ("fields", pa.binary()),
+    ]
+)
+Row = tuple[int, bytes | None, dict[str, Any]]
+
+
+@dataclass
+class Item:
+    n: int
+    fail: int = 0
+
+
+class Bench:
+    """A handler, a Redis, and a way to push rows through a task."""
+
+    def __init__(self, client: Client) -> None:
+        self.client = client
+        self.seen: list[tuple[bytes | None, int, int]] = []
+        self.token = 1
+
+    def rows(self, *rows: Row, stream: str = "in") -> pa.RecordBatch:
+        ordered = sorted(rows, key=lambda row: (row[1] is not None, row[1] or b"", row[0]))
+        packed = [
+            msgspec.msgpack.encode([part for k, v in fields.items() for part in (_bytes(k), _bytes(v))])
+            for _, _, fields in ordered
+        ]
+        columns = [[stream] * len(rows), [ms for ms, _, _ in ordered], [0] * len(rows), [key for _, key, _ in ordered]]
+        return pa.RecordBatch.from_arrays([pa.array(c, f.type) for c, f in zip([*columns, packed], SCHEMA, strict=True)], schema=SCHEMA)
+
+    def task(self, handler: Handler, *, retried: bool = False) -> PartitionTask:
+        job = Job(handler=handler, url=self.client.url, token=self.token)
+        return PartitionTask(job, self.client, retried=retried)
+
+    def process(self, handler: Handler, *batches: pa.RecordBatch, retried: bool = False) -> dict[str, Any]:
+        task = self.task(handler, retried=retried)
+        asyncio.run(task.process(batches))
+        rows = task.report().to_pylist()
+        return rows[0] if rows else {}
+
+    def outputs(self, stream: str = "out") -> list[int]:
+        return [int(fields[1]) for _, fields in self.client.execute("XRANGE", stream, "-", "+")]
+
+    def dead(self, name: str = "handle") -> list[DeadLetter]:
+        entries = self.client.execute("XRANGE", HandlerKeys("app", name, "in").dead, "-", "+")
+        return [DeadLetter.parse(*entry) for entry in entries]
+
+    def handler(self, **options: Any) -> Handler:
+        """A keyed handler with state that records what it sees and fails the first `fail` times."""
+        app = App("app")
+
+        def handle(item: Item, message: Message, state: State) -> dict[str, int]:
+            self.seen.append((message.key, item.n, message.attempt))
+            state["sum"] = state.get("sum", 0) + item.n
+            if message.attempt <= item.fail:
+                raise RuntimeError(f"attempt {message.attempt} fails")
+            return {"n": item.n}
+
+        defaults: dict[str, Any] = {"key": "k", "into": "out", "retry": Retry(attempts=3, delay_ms=1)}
+        app.handler("in", **{**defaults, **options})(handle)
+        return app.handlers["handle"]
+
+
+def _bytes(value: object) -> bytes:
+    return value if isinstance(value, bytes) else str(value).encode()
+
+
+@pytest.fixture
+def bench(millstream_url: str) -> Iterator[Bench]:
+    with Client(millstream_url) as client:
+        yield Bench(client)
+
+
+def only(app: App, function: Callable[..., Any], **options: Any) -> Handler:
+    app.handler("in", **options)(function)
+    return next(iter(app.handlers.values()))
+
+
+def test_messages_of_a_key_run_in_order_and_their_state_is_kept(bench: Bench) -> None:
+    batch = bench.rows(*((n, b"ab"[n % 2 : n % 2 + 1], {"n": n}) for n in range(1, 2001)))
+    report = bench.process(bench.handler(), batch)
+    for key in (b"a", b"b"):
+        ours = [n for k, n, _ in bench.seen if k == key]
+        assert ours == sorted(ours) and len(ours) == 1000
+    assert report["committed"] == 2000 and report["last_id"] == "2000-0"
+    state = msgspec.msgpack.decode(bench.client.execute("HGET", HandlerKeys("app", "handle", "in").state, "a"))
+    assert state == {"sum": sum(range(2, 2001, 2))}
+
+
+def test_a_failing_message_is_retried_at_the_head_of_its_key_while_other_keys_go_on(bench: Bench) -> None:
+    slow = bench.handler(retry=Retry(attempts=3, delay_ms=150, jitter=0))
+    rows: list[Row] = [(1, b"a", {"n": 1, "fail": 2}), (2, b"a", {"n": 2})]
+    rows += [(n, b"k%d" % n, {"n": n}) for n in range(3, 30)]
+    report = bench.process(slow, bench.rows(*rows))
+    assert report["retries"] == 2
+    assert [(n, attempt) for key, n, attempt in bench.seen if key == b"a"] == [(1, 1), (1, 2), (1, 3), (2, 1)]
+    second_try = bench.seen.index((b"a", 1, 2))
+    assert all((b"k%d" % n, n, 1) in bench.seen[:second_try] for n in range(3, 30))
+    assert bench.outputs().index(1) < bench.outputs().index(2)
+
+
+def test_hundreds_of_keys_that_back_off_at_once_do_not_hold_up_another(bench: Bench) -> None:
+    handler = bench.handler(retry=Retry(attempts=2, delay_ms=200, jitter=0))
+    rows: list[Row] = [(n, b"bad%03d" % n, {"n": n, "fail": 1}) for n in range(1, 301)]
+    report = bench.process(handler, bench.rows(*rows, (999, b"good", {"n": 999})))
+    first_retry = next(i for i, (_, _, attempt) in enumerate(bench.seen) if attempt == 2)
+    assert (b"good", 999, 1) in bench.seen[:first_retry]
+    assert report["committed"] == 301 and report["retries"] == 300
+
+
+def test_after_the_last_attempt_the_message_is_a_dead_letter_its_traces_are_undone_and_its_key_goes_on(bench: Bench) -> None:
+    report = bench.process(bench.handler(), bench.rows((1, b"a", {"n": 5, "fail": 9}), (2, b"a", {"n": 7})))
+    (letter,) = bench.dead()
+    assert (letter.reason, letter.attempts, letter.key, letter.id) == ("failed", 3, b"a", "1-0")
+    assert letter.error == "RuntimeError: attempt 3 fails"
+    assert "in handle" in letter.traceback and "millstream/lifecycle" not in letter.traceback
+    assert bench.outputs() == [7] and report["dead"] == 1
+    state = msgspec.msgpack.decode(bench.client.execute("HGET", HandlerKeys("app", "handle", "in").state, "a"))
+    assert state == {"sum": 7}
+
+
+def test_processing_a_partition_twice_applies_it_once(bench: Bench) -> None:
+    handler, batch = bench.handler(), bench.rows(*((n, b"%d" % (n % 5), {"n": n}) for n in range(1, 101)))
+    bench.process(handler, batch)
+    again = bench.process(handler, batch)
+    assert sorted(bench.outputs()) == list(range(1, 101))
+    assert again["committed"] == 0 and len(bench.seen) == 100
+
+
+def test_what_the_frontier_covers_is_left_out(bench: Bench) -> None:
+    handler = bench.handler()
+    Ledger(bench.client, app="app", handler="handle", token=1).advance({"in": EntryId(50, 0)})
+    bench.process(handler, bench.rows(*((n, b"a", {"n": n}) for n in range(1, 101))))
+    assert bench.outputs() == list(range(51, 101))
+
+
+def test_a_twin_that_was_faster_in_mid_run_is_noticed_and_the_rest_is_done_from_its_state(bench: Bench) -> None:
+    batch = bench.rows(*((n, b"a", {"n": n}) for n in range(1, 21)))
+    twin = Bench(bench.client)
+    app = App("app")
+
+    def handle(item: Item, state: State) -> dict[str, int]:
+        bench.seen.append((None, item.n, 1))
+        if len(bench.seen) == 10:  # while we work on the tenth, the twin commits the first fifteen
+            with ThreadPoolExecutor(1) as pool:  # an event loop of its own
+                pool.submit(twin.process, twin.handler(), batch.slice(0, 15)).result()
+        state["sum"] = state.get("sum", 0) + item.n
+        return {"n": item.n}
+
+    report = bench.process(only(app, handle, key="k", into="out"), batch)
+    assert report["refused"] == 1 and report["committed"] == 5
+    assert bench.outputs() == list(range(1, 21))
+    state = msgspec.msgpack.decode(bench.client.execute("HGET", HandlerKeys("app", "handle", "in").state, "a"))
+    assert state == {"sum": sum(range(1, 21))}
+
+
+def test_an_older_run_stops_and_writes_nothing(bench: Bench) -> None:
+    handler = bench.handler()
+    Ledger(bench.client, app="app", handler="handle", token=2).begin(["in"])
+    with pytest.raises(StaleOwner):
+        bench.process(handler, bench.rows((1, b"a", {"n": 1})))
+    assert bench.outputs() == []
+
+
+def test_a_message_without_its_key_is_a_dead_letter_or_unordered_as_the_handler_says(bench: Bench) -> None:
+    rows: Sequence[Row] = [(1, None, {"n": 1}), (2, b"", {"n": 2}), (3, b"a", {"n": 3})]
+    bench.process(bench.handler(), bench.rows(*rows))
+    assert [(letter.reason, letter.id) for letter in bench.dead()] == [("missing-key", "1-0"), ("missing-key", "2-0")]
+    assert "no field 'k'" in bench.dead()[0].error
+    bench.process(bench.handler(missing_key="unordered", name="other"), bench.rows(*rows))
+    assert sorted(bench.outputs()) == [1, 2, 3, 3]
+    assert bench.client.execute("HKEYS", HandlerKeys("app", "other", "in").state) == [b"a"]
+
+
+def test_reject_undecodable_and_bad_output_are_dead_letters_at_once_with_their_bytes_kept(bench: Bench) -> None:
+    app = App("app")
+
+    def handle(item: Item, state: State) -> dict[str, object]:
+        if item.n == 2:
+            raise Reject("no twos")
+        if item.n == 3:
+            state["thing"] = object()
+        return {"n": float("nan") if item.n == 4 else item.n}
+
+    rows: list[Row] = [(n, b"a", {"n": n}) for n in range(1, 6)]
+    rows += [(6, b"a", {"n": "six", b"\xff\x00": b"\xfe" * 10}), (7, b"a", {})]
+    bench.process(only(app, handle, key="k", into="out"), bench.rows(*rows))
+    assert bench.outputs() == [1, 5]
+    found = {letter.id: (letter.reason, letter.attempts) for letter in bench.dead()}
+    assert found == {
+        "2-0": ("rejected", 1),
+        "3-0": ("bad-output", 1),
+        "4-0": ("bad-output", 1),
+        "6-0": ("undecodable", 1),
+        "7-0": ("undecodable", 1),
+    }
+    assert bench.dead()[3].pairs == [b"n", b"six", b"\xff\x00", b"\xfe" * 10]
+
+
+def test_whatever_a_handler_raises_concerns_its_own_message_only(bench: Bench) -> None:
+    app = App("app")
+    raised: list[type[BaseException]] = [SystemExit, asyncio.CancelledError, RecursionError, MemoryError, StopIteration]
+
+    def handle(item: Item) -> dict[str, int]:
+        if item.n < len(raised):
+            raise raised[item.n]
+        return {"n": item.n}
+
+    rows: list[Row] = [(n + 1, b"%d" % n, {"n": n}) for n in range(len(raised) + 3)]
+    bench.process(only(app, handle, key="k", into="out", retry=Retry(attempts=1)), bench.rows(*rows))
+    assert bench.outputs() == [5, 6, 7]
+    assert sorted(letter.error.partition(":")[0] for letter in bench.dead()) == sorted(r.__name__ for r in raised)
+
+
+def test_async_handlers_of_different_keys_run_together_and_of_one_key_in_order(bench: Bench) -> None:
+    app = App("app")
+    active: set[int] = set()
+    most = 0
+
+    async def handle(item: Item, message: Message) -> dict[str, int]:
+        nonlocal most
+        active.add(item.n)
+        most = max(most, len(active))
+        await asyncio.sleep(0.005)
+        active.discard(item.n)
+        return {"n": item.n}
+
+    rows: list[Row] = [(n, b"%d" % (n % 40), {"n": n}) for n in range(1, 201)]
+    bench.process(only(app, handle, key="k", into="out", concurrency=20), bench.rows(*rows))
+    assert most == 20
+    outputs = bench.outputs()
+    for key in range(40):
+        ours = [n for n in outputs if n % 40 == key]
+        assert ours == sorted(ours) and len(ours) == 5
+
+
+def test_unkeyed_messages_are_each_committed_once(bench: Bench) -> None:
+    app = App("app")
+
+    def handle(item: Item) -> list[dict[str, int]]:
+        return [{"n": item.n}, {"n": -item.n}]
+
+    handler = only(app, handle, into="out")
+    batch = bench.rows(*((n, None, {"n": n}) for n in range(1, 1201)))
+    bench.process(handler, batch)
+    bench.process(handler, batch)
+    assert sorted(map(abs, bench.outputs())) == sorted([*range(1, 1201)] * 2)
+
+
+def test_a_redriven_entry_is_seen_by_its_own_handler_only_and_without_its_mark(bench: Bench) -> None:
+    app = App("app")
+    pairs: list[Sequence[bytes]] = []
+
+    def handle(message: Message) -> None:
+        pairs.append(message.pairs)
+
+    rows: list[Row] = [
+        (1, b"a", {REDRIVE_FIELD: b"app.handle", "n": 1}),
+        (2, b"a", {REDRIVE_FIELD: b"app.another", "n": 2}),
+        (3, b"a", {"n": 3}),
+    ]
+    report = bench.process(only(app, handle, key="k"), bench.rows(*rows))
+    assert pairs == [[b"n", b"1"], [b"n", b"3"]]
+    assert report["committed"] == 3
+
+
+def test_a_message_that_killed_its_task_before_is_struck_and_dies_while_its_neighbours_live(bench: Bench) -> None:
+    batch = bench.rows(*((n, b"a", {"n": n}) for n in range(1, 6)))
+    killer = App("app")
+
+    class Killed(BaseException):
+        """Stands for the end of the process: nothing after it runs."""
+
+    def handle(item: Item) -> dict[str, int]:
+        if item.n == 3:
+            raise Killed
+        return {"n": item.n}
+
+    handler = only(killer, handle, key="k", into="out", retry=Retry(attempts=3))
+    for _ in range(3):
+        with pytest.raises(BaseExceptionGroup) as caught:
+            bench.process(handler, batch, retried=True)
+        assert caught.value.subgroup(Killed) is not None
+        if bench.client.execute("HGET", HandlerKeys("app", "handle", "in").strikes, "3-0") == b"2":
+            break
+    assert bench.outputs() == [1, 2]
+    bench.process(handler, batch, retried=False)  # the strikes alone are enough to be cautious
+    assert bench.outputs() == [1, 2, 4, 5]
+    (letter,) = bench.dead()
+    assert (letter.id, letter.reason, letter.attempts) == ("3-0", "crashed", 3)
+    assert bench.client.execute("HLEN", HandlerKeys("app", "handle", "in").strikes) == 0
+
+
+def test_a_run_longer_than_a_commit_is_committed_in_parts(bench: Bench) -> None:
+    report = bench.process(bench.handler(), bench.rows(*((n, b"a", {"n": n}) for n in range(1, 1301))))
+    assert bench.outputs() == list(range(1, 1301))
+    assert report["committed"] == 1300 and report["refused"] == 0
+
+
+def test_the_task_waits_for_memory_and_goes_on_without_counting_an_attempt(bench: Bench) -> None:
+    bench.client.execute("CONFIG", "SET", "maxmemory", "1")
+
+    def relieve() -> None:
+        with Client(bench.client.url) as own:
+            own.execute("CONFIG", "SET", "maxmemory", "0")
+
+    timer = threading.Timer(0.5, relieve)
+    timer.start()
+    bench.process(bench.handler(), bench.rows((1, b"a", {"n": 1})))
+    timer.join()
+    assert bench.seen == [(b"a", 1, 1)] and bench.outputs() == [1]

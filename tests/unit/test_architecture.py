@@ -1,0 +1,243 @@
+"""The shape of the code: who imports whom, where the third parties are let in, and how big things grow."""
+
+import ast
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+CHECKED = ("src", "tests", "benchmarks", "examples")
+MAX_FILE_LINES = 600
+MAX_FUNCTION_LINES = 60
+
+# Imports go to lower numbers, or stay on their own; the parts on level 3 do not know each other.
+# `docs/architecture.md` says what the levels mean.
+LEVELS = {
+    "clock": 0, "decoding": 0, "errors": 0, "model": 0, "naming": 0,
+    "client": 1, "lua": 1, "server": 1,
+    "deadletters": 2, "handlers": 2, "ledger": 2, "lifecycle": 2,
+    "app": 3,
+    "spark": 4, "pyspark_millstream": 4,
+    "commands": 5, "demo": 5, "testing": 5,
+    "millstream": 6,
+}  # fmt: skip
+SIBLINGS_APART = 3
+SPARK = ("spark", "pyspark_millstream")
+HOMES = {"redis": ("client",), "hiredis": ("client",), "pyspark": SPARK, "py4j": SPARK}
+BANNED = {"pickle", "_pickle", "cloudpickle", "dill", "shelve", "marshal"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Import:
+    """One imported module, as seen by the module that imports it."""
+
+    target: str
+    line: int
+    lazy: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Module:
+    """A module of `src`, by its dotted name, and what it imports."""
+
+    name: str
+    path: Path
+    imports: tuple[Import, ...]
+
+
+def part(name: str) -> str:
+    """The part of the code, a key of LEVELS, that a module belongs to: `millstream.spark.x` -> `spark`."""
+    root, _, rest = name.partition(".")
+    return rest.partition(".")[0] if root == "millstream" and rest else root
+
+
+def read_modules(src: Path) -> list[Module]:
+    """Every module below `src`, with imports resolved to modules where the tree has them."""
+    names = {module_name(path, src): path for path in sorted(src.rglob("*.py"))}
+    return [
+        Module(name=name, path=path, imports=tuple(find_imports(ast.parse(path.read_text()), names)))
+        for name, path in names.items()
+    ]
+
+
+def module_name(path: Path, src: Path) -> str:
+    """The dotted name of the module in the file `path`."""
+    return ".".join(path.relative_to(src).with_suffix("").parts).removesuffix(".__init__")
+
+
+def find_imports(node: ast.AST, known: dict[str, Path], lazy: bool = False) -> Iterator[Import]:
+    """Every import below `node`; those in functions or for type checkers only are lazy."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.Import):
+            for alias in child.names:
+                yield Import(target=alias.name, line=child.lineno, lazy=lazy)
+        elif isinstance(child, ast.ImportFrom):
+            base = "." * child.level + (child.module or "")
+            for alias in child.names:
+                full = f"{base}.{alias.name}"
+                yield Import(target=full if full in known else base, line=child.lineno, lazy=lazy)
+        else:
+            yield from find_imports(child, known, lazy or is_lazy(child))
+
+
+def is_lazy(node: ast.AST) -> bool:
+    """True if what is below `node` does not run when the module is imported."""
+    if isinstance(node, ast.If):
+        return ast.unparse(node.test).endswith("TYPE_CHECKING")
+    return isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+
+
+def each_import(src: Path) -> Iterator[tuple[Module, Import, str]]:
+    """Every import of every module, with the place to name in a complaint."""
+    for module in read_modules(src):
+        for found in module.imports:
+            yield module, found, f"{module.path.relative_to(src)}:{found.line}"
+
+
+def modules_without_a_level(root: Path) -> Iterator[str]:
+    for module in read_modules(root / "src"):
+        if part(module.name) not in LEVELS:
+            yield f"{module.name} is in no level: say in LEVELS where it belongs"
+
+
+def imports_upwards(root: Path) -> Iterator[str]:
+    for module, found, where in each_import(root / "src"):
+        here, there = part(module.name), part(found.target)
+        ours = found.target.partition(".")[0] in ("millstream", "pyspark_millstream")
+        if not ours or here == there or here not in LEVELS or there not in LEVELS:
+            continue
+        if LEVELS[there] > LEVELS[here]:
+            yield f"{where} imports {found.target}, which is above it"
+        elif LEVELS[there] == LEVELS[here] == SIBLINGS_APART:
+            yield f"{where} imports {found.target}, its sibling: they do not know each other"
+
+
+def relative_imports(root: Path) -> Iterator[str]:
+    for _, found, where in each_import(root / "src"):
+        if found.target.startswith("."):
+            yield f"{where} imports {found.target}: say the full name"
+
+
+def import_cycles(root: Path) -> Iterator[str]:
+    modules = read_modules(root / "src")
+    names = {module.name for module in modules}
+    graph = {module.name: {found.target for found in module.imports} & names for module in modules}
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        yield "import cycle: " + " <- ".join(error.args[1])
+
+
+def third_parties_out_of_their_home(root: Path) -> Iterator[str]:
+    for module, found, where in each_import(root / "src"):
+        package = found.target.partition(".")[0]
+        if part(module.name) not in HOMES.get(package, (part(module.name),)):
+            yield f"{where} imports {package}: only {' and '.join(HOMES[package])} may"
+
+
+def spark_needed_by_everyone(root: Path) -> Iterator[str]:
+    for module, found, where in each_import(root / "src"):
+        if part(found.target) in SPARK and part(module.name) not in SPARK and not found.lazy:
+            yield f"{where} imports {found.target} for everyone: import it in the function that needs Spark"
+
+
+def pickles(root: Path) -> Iterator[str]:
+    for _, found, where in each_import(root / "src"):
+        if found.target.partition(".")[0] in BANNED:
+            yield f"{where} imports {found.target}: JSON or msgpack only"
+
+
+def names_of_the_standard_library(root: Path) -> Iterator[str]:
+    for module in read_modules(root / "src"):
+        if module.name.rpartition(".")[2] in sys.stdlib_module_names:
+            yield f"{module.name} is named like a module of the standard library"
+
+
+def long_files(root: Path) -> Iterator[str]:
+    for path in python_files(root):
+        if (lines := len(path.read_text().splitlines())) > MAX_FILE_LINES:
+            yield f"{path.relative_to(root)} has {lines} lines: at most {MAX_FILE_LINES}"
+
+
+def long_functions(root: Path) -> Iterator[str]:
+    for path in python_files(root):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                lines = (node.end_lineno or node.lineno) - node.lineno + 1
+                if lines > MAX_FUNCTION_LINES:
+                    where = f"{path.relative_to(root)}:{node.lineno}"
+                    yield f"{where} {node.name} has {lines} lines: at most {MAX_FUNCTION_LINES}"
+
+
+def python_files(root: Path) -> Iterator[Path]:
+    """Every Python file that the limits hold for."""
+    for folder in CHECKED:
+        yield from sorted((root / folder).rglob("*.py"))
+
+
+# Each rule, with a file that breaks it and nothing else.
+RULES: list[tuple[Callable[[Path], Iterator[str]], str, str]] = [
+    (modules_without_a_level, "millstream/novelty.py", ""),
+    (imports_upwards, "millstream/clock.py", "def now():\n    from millstream.client import Client"),
+    (imports_upwards, "millstream/lifecycle.py", "import millstream"),
+    (relative_imports, "millstream/spark/plan.py", "from . import source"),
+    (import_cycles, "millstream/errors.py", "from millstream import model"),
+    (third_parties_out_of_their_home, "millstream/server.py", "from redis.client import Redis"),
+    (third_parties_out_of_their_home, "millstream/commands/run.py", "def run():\n    import pyspark"),
+    (spark_needed_by_everyone, "millstream/commands/run.py", "from millstream.spark import source"),
+    (pickles, "millstream/ledger.py", "import pickle"),
+    (names_of_the_standard_library, "millstream/spark/types.py", ""),
+    (long_files, "millstream/app.py", "\n" * (MAX_FILE_LINES + 1)),
+    (long_functions, "millstream/app.py", "async def f():\n" + "    x = 1\n" * MAX_FUNCTION_LINES),
+]
+CHECKS = dict.fromkeys(rule for rule, _, _ in RULES)
+
+
+def plant(root: Path, files: dict[str, str]) -> None:
+    """Write a small tree that keeps every rule, and then `files` over it."""
+    sound = {
+        "millstream/__init__.py": "from millstream.app import App",
+        "millstream/errors.py": "",
+        "millstream/model.py": "from millstream.errors import ConfigError",
+        "millstream/client.py": "import redis\nfrom millstream import model",
+        "millstream/app.py": "from millstream.model import State",
+        "millstream/spark/source.py": "import pyspark\nfrom millstream import client",
+        "millstream/commands/run.py": "def run():\n    from millstream.spark import source",
+    }
+    for name, text in (sound | files).items():
+        path = root / "src" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_the_code_keeps_its_shape(check: Callable[[Path], Iterator[str]]) -> None:
+    assert list(python_files(ROOT))
+    assert not list(check(ROOT))
+
+
+@pytest.mark.parametrize(("broken", "name", "text"), RULES)
+def test_a_broken_rule_is_noticed_by_its_check_alone(
+    broken: Callable[[Path], Iterator[str]], name: str, text: str, tmp_path: Path
+) -> None:
+    plant(tmp_path, {})
+    assert not [complaint for check in CHECKS for complaint in check(tmp_path)]
+    plant(tmp_path, {name: text})
+    assert [check for check in CHECKS if list(check(tmp_path))] == [broken]
+
+
+def test_siblings_on_level_three_do_not_know_each_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(LEVELS, "worker", SIBLINGS_APART)
+    plant(tmp_path, {"millstream/worker.py": "from millstream.app import App"})
+    assert len(list(imports_upwards(tmp_path))) == 1
+
+
+def test_every_level_names_something_that_exists() -> None:
+    parts = {part(module.name) for module in read_modules(ROOT / "src")}
+    assert set(LEVELS) <= parts
