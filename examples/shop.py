@@ -9,12 +9,15 @@ app = App("shop")
 
 @dataclass
 class Order:
+    """One order, as it stands in the stream."""
+
     customer: str
     amount: float
 
 
 @app.handler("orders", key="customer", retry=Retry(attempts=4), into="totals")
 def total(order: Order, state: State) -> dict[str, object]:
+    """Add an order to its customer's total."""
     if order.amount < 0:
         raise Reject("an order cannot be negative")
     state["sum"] = state.get("sum", 0) + order.amount

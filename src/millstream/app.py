@@ -37,12 +37,12 @@ class App:
         What it returns, one mapping or an iterable of them, goes to the stream `into`. Raises ConfigError.
         """
         if len(streams) == 1 and callable(streams[0]):
-            raise ConfigError("write @app.handler(\"stream\", key=\"field\"): a handler needs the stream that it reads")
+            raise ConfigError('write @app.handler("stream", key="field"): a handler needs the stream that it reads')
 
         def register(function: F) -> F:
             compiled = compile_handler(self.name, function, streams, options)
             if compiled.name in self.handlers:
-                raise ConfigError(f"app {self.name!r} has two handlers named {compiled.name!r}; give one name=\"...\"")
+                raise ConfigError(f'app {self.name!r} has two handlers named {compiled.name!r}; give one name="..."')
             self.handlers[compiled.name] = compiled
             return function
 
@@ -60,7 +60,9 @@ def load_app(target: str) -> App:
     if place.endswith(".py"):
         path = Path(place).resolve()
         if not path.is_file():
-            raise ConfigError(f"there is no file {place!r}; give the path of the app's file, like examples/airline.py:app")
+            raise ConfigError(
+                f"there is no file {place!r}; give the path of the app's file, like examples/airline.py:app"
+            )
         folder, module_name = path.parent, path.stem
     else:
         folder, module_name = Path.cwd(), place
@@ -69,7 +71,7 @@ def load_app(target: str) -> App:
     found = getattr(module, attribute, None)
     if isinstance(found, App):
         if not found.handlers:
-            raise ConfigError(f"app {found.name!r} in {place!r} has no handlers; add one with @app.handler(\"stream\")")
+            raise ConfigError(f'app {found.name!r} in {place!r} has no handlers; add one with @app.handler("stream")')
         return found
     apps = [name for name, value in vars(module).items() if isinstance(value, App)]
     hint = f"it has {', '.join(apps)}: use {place}:{apps[0]}" if apps else 'define one with app = App("name")'

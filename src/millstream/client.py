@@ -17,7 +17,7 @@ from urllib.parse import urlsplit, urlunsplit
 import redis
 from redis.backoff import NoBackoff
 from redis.cluster import ClusterNode, RedisCluster
-from redis.connection import Connection, ConnectionPool, parse_url
+from redis.connection import ConnectionPool, parse_url
 from redis.exceptions import AskError, MovedError, NoScriptError
 from redis.retry import Retry as RedisRetry
 from redis.sentinel import Sentinel
@@ -64,7 +64,7 @@ class _Route(Protocol):
 
     def pools(self) -> Iterable[ConnectionPool]: ...
 
-    def moved(self, error: MovedError) -> None: ...
+    def moved(self) -> None: ...
 
     def node_pool(self, host: str, port: int) -> ConnectionPool: ...
 
@@ -81,7 +81,7 @@ class _OneServer:
     def pools(self) -> Iterable[ConnectionPool]:
         return (self._pool,)
 
-    def moved(self, error: MovedError) -> None:
+    def moved(self) -> None:
         raise ConfigError("this server is part of a Redis Cluster; connect with redis+cluster://HOST:PORT")
 
     def node_pool(self, host: str, port: int) -> ConnectionPool:
@@ -107,7 +107,7 @@ class _ClusterRoute:
     def pools(self) -> Iterable[ConnectionPool]:
         return [self._pool_of(node) for node in self._cluster.get_primaries()]
 
-    def moved(self, error: MovedError) -> None:
+    def moved(self) -> None:
         self._cluster.nodes_manager.initialize()
 
     def node_pool(self, host: str, port: int) -> ConnectionPool:
@@ -250,7 +250,7 @@ class Client:
         self._timeout_ms = timeout_ms
         self._clock = clock
         self._lock = threading.RLock()
-        self._open: dict[int, tuple[ConnectionPool, Connection]] = {}
+        self._open: dict[int, tuple[ConnectionPool, Any]] = {}
         self._known_route: _Route | None = None
 
     @property
@@ -367,10 +367,10 @@ class Client:
         with self._lock:
             return self._guarded(lambda: self._route.pool(key), None)
 
-    def _connection(self, pool: ConnectionPool) -> Connection:
+    def _connection(self, pool: ConnectionPool) -> Any:  # redis-py annotates only half of a connection
         held = self._open.get(id(pool))
         if held is None:
-            connection = self._guarded(lambda: pool.get_connection(), None)
+            connection = self._guarded(pool.get_connection, None)
             self._open[id(pool)] = held = (pool, connection)
         return held[1]
 
@@ -412,7 +412,7 @@ class Client:
         return self._guarded(exchange, commands[0], connection)
 
     @staticmethod
-    def _read(connection: Connection) -> Reply:
+    def _read(connection: Any) -> Reply:
         try:
             return connection.read_response(disable_decoding=True)
         except redis.exceptions.ConnectionError as error:
@@ -429,8 +429,7 @@ class Client:
             if not isinstance(reply, AskError):
                 break
             if isinstance(reply, MovedError):
-                error = reply
-                self._guarded(lambda: self._route.moved(error), command)
+                self._guarded(self._route.moved, command)
                 reply = self._exchange(self._route_pool(_key_of(command)), [command])[0]
             else:
                 pool = self._route.node_pool(reply.host, reply.port)

@@ -26,10 +26,10 @@ import operator
 import sys
 import types
 import typing
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import date, datetime
 from decimal import Decimal
-from functools import cache, partial
+from functools import cache
 from typing import Any, NamedTuple
 from uuid import UUID
 
@@ -39,8 +39,8 @@ from msgspec import inspect as shapes
 from millstream.errors import ConfigError, DecodeError, OutputError
 
 SUPPORTED = (
-    "str, bytes, int, float, bool, Decimal, datetime, date, UUID, an Enum, a Literal, and as JSON: list, dict "
-    "and other collections, nested models; each also as `T | None`"
+    "str, bytes, int, float, bool, Decimal, datetime, date, UUID, an Enum, a Literal, and as JSON: list, "
+    "dict, other collections and nested models; each also as `T | None`"
 )
 SHOWN_CHARS = 80
 # Entries of one producer share their field names, so the places of the wanted fields are remembered per set
@@ -60,7 +60,7 @@ def compile_decoder(model: type) -> Callable[[Sequence[bytes]], object]:
 
     `model` is a dataclass, msgspec.Struct, TypedDict or pydantic model. Fields are found by their name, or by
     their msgspec `rename` or pydantic alias; names that the model does not want are ignored, repeated or not.
-    In a pydantic model, a field of a type not known here goes to pydantic as text. A Struct's tag has no part.
+    In a pydantic model, a field of a type not known here goes to pydantic as text. A Struct's tag is ignored.
 
     The function raises DecodeError, naming the field, for whatever does not fit, the model's own checks
     included. It cannot be pickled: build it again from the model. Raises ConfigError here for a model or an
@@ -77,31 +77,29 @@ def wire_names(model: type) -> tuple[str, ...]:
 def encode_output(output: object) -> list[bytes]:
     """Turn what a handler returned into the fields of an entry, `[name, value, name, value, ...]`, for XADD.
 
-    `output` is a mapping, or an instance of a dataclass, msgspec.Struct or pydantic model. A None is left out,
-    any other value is written so that it decodes to itself. Raises OutputError for NaN and infinities at any
-    depth, a type without a text form, a name that is empty, repeated or not text, and if no field is left.
+    `output` is a mapping, or an instance of a dataclass, msgspec.Struct or pydantic model. A None is left
+    out, any other value is written so that it decodes to itself. Raises OutputError for NaN and infinities at
+    any depth, a type without a text form, a name that is empty, repeated or no text, and if no field is left.
     """
     fields: list[bytes] = []
-    mixed = False
+    plain = True
     for name, value in output.items() if type(output) is dict else _items(output):
         if value is None:
             continue
         try:
-            wire = name.encode() if isinstance(name, str) else name
-            mixed = mixed or wire is name
-            if not wire or not isinstance(wire, bytes):
-                raise TypeError("the name of a field must be text or bytes, and not empty")
-            fields += (wire, _TEXT_FORMS[type(value)](value))
+            if type(name) is str and name:
+                fields.append(name.encode())
+            else:
+                plain = False
+                fields.append(_wire_name(name))
+            fields.append(_TEXT_FORMS[type(value)](value))
         except (ValueError, ArithmeticError, TypeError, RecursionError, msgspec.MsgspecError) as error:
             raise OutputError(f"field {_clip(repr(name))} cannot be written: {_one_line(error)}") from error
     if not fields:
         raise OutputError("the output has no field to write; return None to write nothing")
-    if mixed and len(set(fields[::2])) < len(fields) // 2:
+    if not plain and len(set(fields[::2])) < len(fields) // 2:
         raise OutputError("the output has a field name both as text and as bytes; keep one of them")
     return fields
-
-
-# --- models ---
 
 
 class _Field(NamedTuple):
@@ -120,25 +118,20 @@ def _is_pydantic(model: object) -> bool:
     return pydantic is not None and isinstance(model, type) and issubclass(model, pydantic.BaseModel)
 
 
-def _is_typed_dict(model: type) -> bool:
-    # typing.is_typeddict does not know those of typing_extensions.
-    return issubclass(model, dict) and hasattr(model, "__required_keys__")
-
-
 def _fields_of(model: Any) -> list[_Field]:
     name = getattr(model, "__name__", repr(model))
     if _is_pydantic(model) and not model.__pydantic_root_model__:
         read = _pydantic_fields
     elif isinstance(model, type) and issubclass(model, msgspec.Struct):
         read = _struct_fields
-    elif isinstance(model, type) and _is_typed_dict(model):
+    elif hasattr(model, "__required_keys__"):  # is_typeddict() does not know those of typing_extensions
         read = _typed_dict_fields
     elif isinstance(model, type) and dataclasses.is_dataclass(model):
         read = _dataclass_fields
     else:
         raise ConfigError(f"{name} is no model; use a dataclass, msgspec.Struct, TypedDict or pydantic model")
     try:
-        fields = list(read(model))
+        fields = sorted(read(model), key=lambda field: field.keyword)
     except (NameError, TypeError) as error:
         raise ConfigError(f"{name}: its annotations cannot be read: {_one_line(error)}") from error
     if not fields:
@@ -198,7 +191,7 @@ def _pydantic_fields(model: Any) -> Iterator[_Field]:
 
 
 def _constructor(model: Any, fields: Sequence[_Field]) -> Callable[..., object]:
-    """What is called with the values of `fields`, by position or, for the keyword fields, by name."""
+    """What is called with the values of `fields`, in their order. The keyword fields are the last."""
     names = [field.wire for field in fields]
 
     def present(*values: object) -> dict[str, object]:
@@ -206,17 +199,17 @@ def _constructor(model: Any, fields: Sequence[_Field]) -> Callable[..., object]:
 
     if _is_pydantic(model):
         return lambda *values: model.model_validate(present(*values))
-    if _is_typed_dict(model):
+    if hasattr(model, "__required_keys__"):
         return present
-    positional = [None for field in fields if not field.keyword]
+    keywords = [field.name for field in fields if field.keyword]
+    count = len(fields) - len(keywords)
     try:
-        inspect.signature(model).bind(*positional, **{field.name: None for field in fields if field.keyword})
+        inspect.signature(model).bind(*names[:count], **dict.fromkeys(keywords))
     except TypeError as error:
         raise ConfigError(f"{model.__name__}: its __init__ does not take its fields: {error}") from error
-    return typing.cast(Callable[..., object], model)
-
-
-# --- decoding a value ---
+    if not keywords:
+        return typing.cast(Callable[..., object], model)
+    return lambda *values: model(*values[:count], **dict(zip(keywords, values[count:], strict=True)))
 
 
 class _Kind(NamedTuple):
@@ -294,22 +287,22 @@ def _unwrap(annotation: Any) -> tuple[Any, bool, list[msgspec.Meta]]:
 
 def _kind_of(annotation: Any, constraints: Sequence[msgspec.Meta], foreign: bool) -> _Kind:
     """How `annotation` is read; TypeError if it is not supported. `foreign`: pydantic has the last word."""
+    whole: Any = typing.Annotated[(annotation, *constraints)] if constraints else annotation
     origin = typing.get_origin(annotation)
     if origin is typing.Literal:
-        kind = _choice({value: value for value in typing.get_args(annotation)}.items())
+        kind = _choice((value, value) for value in typing.get_args(annotation))
     elif origin in (typing.Union, types.UnionType):
         raise TypeError("a choice of types")
     elif isinstance(annotation, type) and issubclass(annotation, enum.Enum):
         kind = _enum_kind(annotation)
+    elif annotation in _SCALARS:
+        kind = _SCALARS[annotation]
     else:
-        kind = _SCALARS.get(annotation) or _json_kind(annotation, foreign)
+        return _json_kind(whole, foreign)
     if not constraints:
         return kind
-    constrained: Any = annotation
-    for constraint in constraints:
-        constrained = typing.Annotated[constrained, constraint]
-    shapes.type_info(constrained)
-    return _Kind(kind.expected, lambda raw: msgspec.convert(kind.convert(raw), constrained))
+    shapes.type_info(whole)
+    return _Kind(kind.expected, lambda raw: msgspec.convert(kind.convert(raw), whole))
 
 
 def _choice(meanings: Iterable[tuple[object, object]]) -> _Kind:
@@ -382,9 +375,6 @@ def _inner_shapes(node: object, seen: set[int]) -> Iterator[shapes.Type]:
             yield from _inner_shapes(getattr(node, name), seen)
 
 
-# --- decoding a message ---
-
-
 class _Reader(NamedTuple):
     """A field with all that is needed to read it. `absent` is None if every message must have it."""
 
@@ -394,10 +384,9 @@ class _Reader(NamedTuple):
     absent: Callable[[], object] | None
 
     def read(self, raw: bytes | None) -> object:
+        """Read one value, None standing for an absent one. Raises DecodeError with the reason."""
         if raw is None:
-            if self.absent is None:
-                raise DecodeError(f"field {self.field.wire!r} is missing; it must be {self.kind.expected}")
-            return self.absent()
+            return self.absent() if self.absent is not None else None
         if not raw and self.optional:
             return None
         try:
@@ -406,9 +395,8 @@ class _Reader(NamedTuple):
         except Exception as error:
             found = f"not {_shown(raw)}" if raw else "but it is empty"
             detail = f" ({_one_line(error)})" if isinstance(error, msgspec.MsgspecError) else ""
-            raise DecodeError(
-                f"field {self.field.wire!r} must be {self.kind.expected}, {found}{detail}"
-            ) from error
+            wanted = f"field {self.field.wire!r} must be {self.kind.expected}"
+            raise DecodeError(f"{wanted}, {found}{detail}") from error
 
 
 def _reader(model: type, field: _Field) -> _Reader:
@@ -417,7 +405,7 @@ def _reader(model: type, field: _Field) -> _Reader:
         kind = _kind_of(annotation, constraints, foreign=_is_pydantic(model))
     except TypeError as error:
         raise ConfigError(
-            f"{model.__name__}.{field.name}: {_one_line(error)} is not supported as a field; use {SUPPORTED}"
+            f"{model.__name__}.{field.name}: not supported as a field: {_one_line(error)}; use {SUPPORTED}"
         ) from error
     absent = _constant(None) if optional and field.absent is None else field.absent
     return _Reader(field, kind, optional, absent)
@@ -447,6 +435,9 @@ class _Decoder:
             if places[index] >= 0:
                 raise DecodeError(f"field {self.readers[index].field.wire!r} appears twice")
             places[index] = 2 * place + 1
+        for place, reader in zip(places, self.readers, strict=True):
+            if place < 0 and reader.absent is None:
+                raise DecodeError(f"field {reader.field.wire!r} is missing; it must be {reader.kind.expected}")
         picker = _picker(places)
         if sum(map(len, names)) <= MAX_LAYOUT_BYTES:
             if len(self.layouts) >= MAX_LAYOUTS:
@@ -457,10 +448,9 @@ class _Decoder:
     def slowly(self, pairs: Sequence[bytes]) -> object:
         """Decode one message field by field. Raises DecodeError with the reason."""
         raws = self.learn(pairs)(pairs)
-        values = [(reader.field, reader.read(raw)) for reader, raw in zip(self.readers, raws, strict=True)]
-        positional = [value for field, value in values if not field.keyword]
+        values = [reader.read(raw) for reader, raw in zip(self.readers, raws, strict=True)]
         try:
-            return self.build(*positional, **{field.name: value for field, value in values if field.keyword})
+            return self.build(*values)
         # The model's own code may raise anything; it concerns this message only.
         except Exception as error:
             reason = f"{type(error).__name__}: {_one_line(error)}"
@@ -477,7 +467,7 @@ class _Decoder:
             "json_int": msgspec.json.Decoder(int).decode,
             "json_float": msgspec.json.Decoder(float).decode,
         }
-        raws, arguments = "", []
+        raws, values = "", ""
         for index, reader in enumerate(self.readers):
             raw, convert, absent = f"raw{index}", f"convert{index}", f"absent{index}"
             scope |= {convert: reader.kind.convert, absent: reader.absent}
@@ -486,13 +476,13 @@ class _Decoder:
                 value = f"None if not {raw} else {value}"
             if reader.field.absent is not None:  # otherwise an absent field is None by the line above
                 value = f"{absent}() if {raw} is None else {value}"
-            arguments.append(f"**{{{reader.field.name!r}: {value}}}" if reader.field.keyword else value)
             raws += f"{raw}, "
+            values += f"{value}, "
         source = f"""
 def decode(pairs):
     try:
         {raws} = (layouts.get(tuple(pairs[::2])) or learn(pairs))(pairs)
-        return build({", ".join(arguments)})
+        return build({values})
     except Exception:
         pass
     return slowly(pairs)
@@ -510,33 +500,33 @@ def _picker(places: Sequence[int]) -> Picker:
     return pick if min(places) >= 0 else lambda pairs: pick((*pairs, None))
 
 
-# --- encoding ---
-
-
-def _items(output: Any) -> Iterable[tuple[Any, object]]:
+def _items(output: Any) -> Iterable[tuple[object, object]]:
     if isinstance(output, Mapping):
         return output.items()
-    if not _is_record(type(output)):
-        kind = type(output).__name__
-        raise OutputError(
-            f"a {kind} cannot be written; return a mapping, dataclass, Struct or pydantic model"
-        )
-    model: Hashable = type(output)
-    return [(wire, getattr(output, name)) for name, wire in _output_names(model)]
-
-
-def _is_record(kind: type) -> bool:
-    return issubclass(kind, msgspec.Struct) or dataclasses.is_dataclass(kind) or _is_pydantic(kind)
+    kind: Any = type(output)
+    names = _output_names(kind)
+    if names is None:
+        what = f"a {kind.__name__} cannot be written"
+        raise OutputError(f"{what}; return a mapping, a dataclass, a msgspec.Struct or a pydantic model")
+    return [(wire, getattr(output, name)) for name, wire in names]
 
 
 @cache
-def _output_names(model: Any) -> list[tuple[str, str]]:
-    """The fields of a record as (attribute, name in the entry)."""
-    if issubclass(model, msgspec.Struct):
-        return list(zip(model.__struct_fields__, model.__struct_encode_fields__, strict=True))
-    if dataclasses.is_dataclass(model):
-        return [(field.name, field.name) for field in dataclasses.fields(model)]
-    return [(name, field.serialization_alias or name) for name, field in model.model_fields.items()]
+def _output_names(kind: Any) -> list[tuple[str, str]] | None:
+    """The fields of a record as (attribute, name in the entry); None if `kind` is no record."""
+    if issubclass(kind, msgspec.Struct):
+        return list(zip(kind.__struct_fields__, kind.__struct_encode_fields__, strict=True))
+    if dataclasses.is_dataclass(kind):
+        return [(field.name, field.name) for field in dataclasses.fields(kind)]
+    if _is_pydantic(kind):
+        return [(name, field.serialization_alias or name) for name, field in kind.model_fields.items()]
+    return None
+
+
+def _wire_name(name: object) -> bytes:
+    if not name or not isinstance(name, (str, bytes)):
+        raise TypeError("the name of a field must be text or bytes, and not empty")
+    return name if isinstance(name, bytes) else name.encode()
 
 
 _plain_json = msgspec.json.Encoder().encode
@@ -545,7 +535,7 @@ _plain_json = msgspec.json.Encoder().encode
 def _float_text(value: float) -> bytes:
     if value - value != 0.0:
         raise ValueError(f"{value} is not a number; use None to leave the field out")
-    return _plain_json(float(value))
+    return _plain_json(value)
 
 
 def _finite(value: Decimal) -> str:
@@ -557,65 +547,49 @@ def _finite(value: Decimal) -> str:
 def _to_json(value: object) -> bytes:
     """The JSON text of `value`. Raises ValueError for NaN, which msgspec's own encoder writes as null."""
     plain = msgspec.to_builtins(value, builtin_types=(Decimal,), enc_hook=_dump)
-    return _strict_json(plain).encode()
-
-
-_strict_json = partial(
-    json.dumps, allow_nan=False, ensure_ascii=False, separators=(",", ":"), default=_finite
-)
+    text = json.dumps(plain, allow_nan=False, ensure_ascii=False, separators=(",", ":"), default=_finite)
+    return text.encode()
 
 
 def _dump(value: Any) -> object:
     if not _is_pydantic(type(value)):
-        raise TypeError(f"a {type(value).__name__} inside JSON is not supported")
+        raise TypeError(f"there is no JSON for a {type(value).__name__}")
     return value.model_dump(mode="json", by_alias=True)
 
 
-def _iso(value: date) -> bytes:
-    return value.isoformat().encode()
-
-
-def _enum_text(value: enum.Enum) -> bytes:
-    return _TEXT_FORMS[type(value.value)](value.value)
+_COLLECTIONS = (list, tuple, set, frozenset, Mapping)
 
 
 class _TextForms(dict[type, Callable[[Any], bytes]]):
     """How a value of each type is written. Subclasses and records are added when they are first met."""
 
-    def __missing__(self, kind: type) -> Callable[[Any], bytes]:
-        form = next((self[base] for base in kind.__mro__[1:] if base in self), None)
+    def __missing__(self, kind: Any) -> Callable[[Any], bytes]:
+        base = next((base for base in kind.__mro__ if base in self), None)
         if issubclass(kind, enum.Enum):  # it may be a str or an int as well
-            form = _enum_text
-        elif form is None and (issubclass(kind, Mapping) or _is_record(kind)):
-            form = _to_json
-        if form is None:
+            self[kind] = lambda value: self[type(value.value)](value.value)
+        elif base in (int, float):  # msgspec writes no subclass of them
+            self[kind] = lambda value: self[base](base(value))
+        elif base is not None:
+            self[kind] = self[base]
+        elif issubclass(kind, _COLLECTIONS) or _output_names(kind) is not None:
+            self[kind] = _to_json
+        else:
             raise TypeError(f"a {kind.__module__}.{kind.__name__} has no text form; use {SUPPORTED}")
-        self[kind] = form
-        return form
+        return self[kind]
 
 
 _TEXT_FORMS = _TextForms(
     {
         str: str.encode,
         bytes: bytes,
-        bytearray: bytes,
-        int: lambda value: b"%d" % value,
+        int: _plain_json,
         float: _float_text,
         bool: {True: b"true", False: b"false"}.__getitem__,
         Decimal: lambda value: _finite(value).encode(),
-        datetime: _iso,
-        date: _iso,
+        date: lambda value: value.isoformat().encode(),  # and datetime, its subclass
         UUID: lambda value: str(value).encode(),
-        list: _to_json,
-        tuple: _to_json,
-        set: _to_json,
-        frozenset: _to_json,
-        dict: _to_json,
     }
 )
-
-
-# --- words for messages ---
 
 
 def _clip(text: str) -> str:

@@ -1,23 +1,23 @@
 """Every error that millstream raises, as one tree.
 
-    MillstreamError
-    ├── ConfigError            the app file, an option or a URL is wrong; the message says what to change
-    ├── ServerError            the embedded redis-server could not be started or stopped
-    ├── RedisError             what Redis answered, translated once, in `millstream.client`
-    │   ├── Unavailable        away, loading, failing over, out of memory: try again later
-    │   │   └── OutOfMemory    `maxmemory` is reached: nothing was written
-    │   ├── AccessDenied       authentication or an ACL rule refuses it
-    │   ├── WrongType          the key holds something else than the command needs
-    │   ├── GroupMissing       the consumer group does not exist (NOGROUP)
-    │   └── CommandFailed      any other refusal
-    ├── MessageError           one message cannot be processed; it becomes a dead letter
-    │   ├── DecodeError        its fields do not fit the handler's model
-    │   ├── MissingKey         it lacks the field that its handler is keyed by
-    │   ├── OutputError        what the handler returned cannot be written
-    │   └── Reject             the handler refuses it, without retries
-    ├── StaleOwner             a newer run has taken over; this one must stop
-    ├── DataLoss               entries that should have been read are gone from the stream
-    └── PipelineFailed         the pipeline stopped and cannot go on by itself
+MillstreamError
+├── ConfigError            the app file, an option or a URL is wrong; the message says what to change
+├── ServerError            the embedded redis-server could not be started or stopped
+├── RedisError             what Redis answered, translated once, in `millstream.client`
+│   ├── Unavailable        away, loading, failing over, out of memory: try again later
+│   │   └── OutOfMemory    `maxmemory` is reached: nothing was written
+│   ├── AccessDenied       authentication or an ACL rule refuses it
+│   ├── WrongType          the key holds something else than the command needs
+│   ├── GroupMissing       the consumer group does not exist (NOGROUP)
+│   └── CommandFailed      any other refusal
+├── MessageError           one message cannot be processed; it becomes a dead letter
+│   ├── DecodeError        its fields do not fit the handler's model
+│   ├── MissingKey         it lacks the field that its handler is keyed by
+│   ├── OutputError        what the handler returned cannot be written
+│   └── Reject             the handler refuses it, without retries
+├── StaleOwner             a newer run has taken over; this one must stop
+├── DataLoss               entries that should have been read are gone from the stream
+└── PipelineFailed         the pipeline stopped and cannot go on by itself
 """
 
 

@@ -1,9 +1,10 @@
 """A handler, compiled once: what it reads, how it is keyed, how its messages become its arguments."""
 
 import difflib
+import functools
 import inspect
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -43,7 +44,7 @@ class Handler:
     missing_key: Literal["dead-letter", "unordered"] = "dead-letter"
     concurrency: int = 100
     arguments: tuple[tuple[str, Source], ...] = ()
-    decode: Callable[[Any], object] | None = None
+    model: type | None = None
     is_async: bool = False
 
     @property
@@ -82,9 +83,8 @@ class Handler:
         """The handler's arguments for `message`. Raises DecodeError if its fields do not fit the model."""
         bound: dict[str, Any] = {}
         for name, source in self.arguments:
-            if source == "model":
-                assert self.decode is not None
-                bound[name] = self.decode(message.pairs)
+            if source == "model" and self.model is not None:
+                bound[name] = _decoder(self.model)(message.pairs)
             else:
                 bound[name] = message if source == "message" else state
         return bound
@@ -95,7 +95,15 @@ class Handler:
         return MissingKey(f"the message has no {wanted}, which {self.label} is keyed by")
 
 
-def compile_handler(app: str, function: Callable[..., Any], streams: tuple[str, ...], options: Mapping[str, Any]) -> Handler:
+@functools.lru_cache(maxsize=256)
+def _decoder(model: type) -> Callable[[Sequence[bytes]], object]:
+    # Kept beside the handler, not in it: a handler is sent to other processes, a compiled decoder cannot be.
+    return compile_decoder(model)
+
+
+def compile_handler(
+    app: str, function: Callable[..., Any], streams: tuple[str, ...], options: Mapping[str, Any]
+) -> Handler:
     """Check a handler and its options once, before any message. Raises ConfigError with one line on what to change."""
     name = str(options.get("name") or getattr(function, "__name__", ""))
     check_identifier("handler name", name)
@@ -106,6 +114,8 @@ def compile_handler(app: str, function: Callable[..., Any], streams: tuple[str, 
         raise ConfigError(f"{where}: unknown option {unknown!r}; {hint}")
     _check_options(where, streams, options)
     arguments, model = _arguments(where, function)
+    if model is not None:
+        _decoder(model)
     key = options.get("key")
     if isinstance(key, str) and model is not None and key not in wire_names(model):
         names = wire_names(model)
@@ -113,13 +123,13 @@ def compile_handler(app: str, function: Callable[..., Any], streams: tuple[str, 
         hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(names)}"
         raise ConfigError(f"{where}: key {key!r} is not a field of {model.__name__}; {hint}")
     if key is None and any(source == "state" for _, source in arguments):
-        raise ConfigError(f"{where} takes a State but has no key; give it key=\"field\", since state belongs to a key")
+        raise ConfigError(f'{where} takes a State but has no key; give it key="field", since state belongs to a key')
     return Handler(
         app=app,
         function=function,
         streams=streams,
         arguments=arguments,
-        decode=compile_decoder(model) if model is not None else None,
+        model=model,
         is_async=inspect.iscoroutinefunction(function),
         **{**options, "name": name},
     )
@@ -127,9 +137,9 @@ def compile_handler(app: str, function: Callable[..., Any], streams: tuple[str, 
 
 def _check_options(where: str, streams: tuple[str, ...], options: Mapping[str, Any]) -> None:
     if bool(streams) == bool(options.get("pattern")):
-        raise ConfigError(f"{where}: name the streams it reads, or give pattern=\"orders.*\", one of the two")
+        raise ConfigError(f'{where}: name the streams it reads, or give pattern="orders.*", one of the two')
     if any(not isinstance(stream, str) or not stream for stream in streams):
-        raise ConfigError(f"{where}: stream names must be non-empty text; write @app.handler(\"orders\", ...)")
+        raise ConfigError(f'{where}: stream names must be non-empty text; write @app.handler("orders", ...)')
     if len(set(streams)) != len(streams):
         raise ConfigError(f"{where}: a stream is named twice")
     key = options.get("key")
@@ -144,7 +154,9 @@ def _check_options(where: str, streams: tuple[str, ...], options: Mapping[str, A
         raise ConfigError(f"{where}: into must be the name of a stream")
     if into is not None and into in streams:
         raise ConfigError(f"{where}: it would read what it writes, since into={into!r} is one of its streams")
-    if options.get("into_maxlen") is not None and not (isinstance(options["into_maxlen"], int) and options["into_maxlen"] > 0):
+    if options.get("into_maxlen") is not None and not (
+        isinstance(options["into_maxlen"], int) and options["into_maxlen"] > 0
+    ):
         raise ConfigError(f"{where}: into_maxlen must be a positive number of entries")
     if options.get("missing_key", "dead-letter") not in ("dead-letter", "unordered"):
         raise ConfigError(f"{where}: missing_key must be 'dead-letter' or 'unordered'")

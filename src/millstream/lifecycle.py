@@ -77,7 +77,7 @@ async def attempt(handler: Handler, message: Message, blob: bytes) -> Outcome:
         return Dead("rejected", str(error))
     except OutputError as error:
         return Dead("bad-output", str(error))
-    except (Exception, SystemExit, asyncio.CancelledError) as error:  # the user's code may raise anything
+    except (Exception, SystemExit, asyncio.CancelledError) as error:  # noqa: BLE001 - the user's code may raise anything
         return _failed(handler, message, error)
     if not handler.wants_state:
         return Done(outputs, b"")
@@ -92,7 +92,7 @@ def encode_results(handler: Handler, result: object) -> Sequence[Sequence[Arg]]:
     if result is None:
         return ()
     if handler.into is None:
-        raise OutputError(f"{handler.label} returned a {type(result).__name__} but has no into=\"stream\" to put it")
+        raise OutputError(f'{handler.label} returned a {type(result).__name__} but has no into="stream" to put it')
     if isinstance(result, Iterable) and not isinstance(result, (Mapping, str, bytes)):
         entries = [encode_output(entry) for entry in result]
     else:

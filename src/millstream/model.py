@@ -58,9 +58,7 @@ class Message:
     def fields(self) -> dict[str, bytes]:
         """The fields as a mapping; of a repeated name the last value stays, undecodable names are escaped."""
         pairs = self.pairs
-        return {
-            pairs[i].decode("utf-8", "surrogateescape"): pairs[i + 1] for i in range(0, len(pairs), 2)
-        }
+        return {pairs[i].decode("utf-8", "surrogateescape"): pairs[i + 1] for i in range(0, len(pairs), 2)}
 
     def text(self, name: str, default: str | None = None) -> str | None:
         """Return the field `name` as text (invalid UTF-8 is replaced), or `default` if it is absent."""

@@ -1,7 +1,7 @@
 """Publishing entries: fast, in order, and once each, although replies may be lost on the way.
 
-A batch is one atomic step at the server, which remembers the number of the producer's last batch. So a batch whose
-reply was lost is simply sent again (the idempotent producer of Apache Kafka, KIP-98).
+A batch is one atomic step at the server, which remembers the number of the producer's last batch. So a batch
+whose reply was lost is simply sent again (the idempotent producer of Apache Kafka, KIP-98).
 """
 
 import secrets
@@ -33,6 +33,7 @@ class _Run:
     """Entries with the same field names: the names cross the wire once."""
 
     names: Sequence[str | bytes]
+    name_bytes: int
     entries: int = 0
     values: list[str | bytes] = field(default_factory=list)
 
@@ -49,10 +50,10 @@ class Publisher:
 
     * `maxlen`: trims the stream to about so many entries; None = never
     * `rate`: most entries a second; None = as many as go
-    * `patience_ms`: how long a batch waits for a Redis that is away or full, in milliseconds, before it raises
+    * `patience_ms`: how long a batch waits for a Redis that is away or full before it raises
 
-    `entries` and `bytes` (of names and values) count what Redis has confirmed. Not thread-safe. After an error it
-    must not be used any more: whether the last batch was written may be unknown.
+    `entries` and `bytes` (of names and values) count what Redis has confirmed. Not thread-safe. After a
+    RedisError it must not be used any more: whether the last batch was written may be unknown.
     """
 
     def __init__(
@@ -104,17 +105,20 @@ class Publisher:
         return self.entries - before
 
     def add(self, names: Sequence[str | bytes], values: Sequence[str | bytes]) -> None:
-        """Take one entry; it is sent with its batch. Raises OutputError, and RedisError of an earlier batch."""
-        if not 0 < len(names) <= MAX_FIELDS or len(names) != len(values):
-            raise OutputError(f"{len(values)} values for {len(names)} fields: an entry has 1 to {MAX_FIELDS:,} fields")
+        """Take one entry, with as many names as values; it is sent with its batch.
+
+        Raises OutputError for one that has no fields or too many, and RedisError for an earlier batch.
+        """
+        if not 0 < len(names) <= MAX_FIELDS:
+            raise OutputError(f"an entry has 1 to {MAX_FIELDS:,} fields, this one {len(names):,}")
         batch = self._batch
         if not batch.runs or batch.runs[-1].names != names:
-            batch.runs.append(_Run(names))
+            batch.runs.append(_Run(names, sum(map(len, names))))
         run = batch.runs[-1]
         run.entries += 1
         run.values += values
         batch.entries += 1
-        batch.bytes += sum(map(len, values)) + sum(map(len, names))
+        batch.bytes += run.name_bytes + sum(map(len, values))
         if batch.entries >= self._most_entries or batch.bytes >= _BATCH_BYTES:
             self._pass_on()
 
@@ -146,7 +150,7 @@ class Publisher:
                 limit_ms=self._patience_ms,
             )
         except UnicodeEncodeError as error:
-            raise OutputError(f"the text {error.object[:40]!r} is not valid Unicode: publish it as bytes") from error
+            raise OutputError(f"{error.object[:40]!r} is not valid Unicode: publish it as bytes") from error
         self.entries += batch.entries
         self.bytes += batch.bytes
 
@@ -154,7 +158,7 @@ class Publisher:
 class _Sender:
     """Sends one batch at a time from a thread of its own, so that the next is prepared meanwhile.
 
-    The thread is a daemon: one that waits for a Redis which is away must not keep an interrupted program alive.
+    The thread is a daemon: while it waits for a Redis that is away, the program can still be ended.
     """
 
     def __init__(self, send: Callable[[_Batch], None]) -> None:

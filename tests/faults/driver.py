@@ -94,7 +94,9 @@ class Driver:
         return self.process.wait(60)
 
 
-def wait_until(condition: Callable[[], object], what: str, *, timeout_s: float = 120, driver: Driver | None = None) -> None:
+def wait_until(
+    condition: Callable[[], object], what: str, *, timeout_s: float = 120, driver: Driver | None = None
+) -> None:
     """Wait for `condition`; fail with `what`, and what the driver said, after `timeout_s` seconds."""
     deadline = time.monotonic() + timeout_s
     while not condition():

@@ -7,8 +7,10 @@ file, writes down what it hit, and is gone. The hooks wrap the product's own ste
 import os
 import signal
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from millstream import App, Message, Reject, Retry, State
 from millstream.ledger import Ledger
@@ -31,8 +33,8 @@ def reach(point: str) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _after(step, point):  # type: ignore[no-untyped-def]
-    def stepped(*args, **kwargs):  # type: ignore[no-untyped-def]
+def _after(step: Callable[..., Any], point: str) -> Callable[..., Any]:
+    def stepped(*args: Any, **kwargs: Any) -> Any:
         result = step(*args, **kwargs)
         reach(point)
         return result

@@ -17,7 +17,6 @@ from millstream.deadletters import DeadLetter
 from millstream.naming import HandlerKeys
 from millstream.server import EmbeddedServer
 from millstream.testing.history import check_outputs
-
 from tests.faults.driver import HERE, Driver, wait_until
 
 pytestmark = [pytest.mark.faults, pytest.mark.spark]
@@ -28,7 +27,11 @@ KILLS = 40 if SOAK else 10
 ACCOUNTS = 400
 KEYS = HandlerKeys("bank", "book", "bookings")
 OUTPUT = "{bookings}.balances"
-EXACT_POINTS = ("between-load-and-commit", "between-commit-and-end-of-task", "between-last-task-and-commit-log")
+EXACT_POINTS = (
+    "between-load-and-commit",
+    "between-commit-and-end-of-task",
+    "between-last-task-and-commit-log",
+)
 
 
 @dataclass
@@ -88,6 +91,10 @@ def committed(client: Client) -> int:
     return int(client.execute("HGET", KEYS.meta, "committed") or 0)
 
 
+def wait_for_commits(client: Client, goal: int, driver: Driver) -> None:
+    wait_until(lambda: committed(client) >= goal, f"{goal} commits", driver=driver)
+
+
 class Assassin:
     """Kills, by turns, at exact points and at random ones, and keeps a list of what it hit."""
 
@@ -129,20 +136,27 @@ class Assassin:
             self._kill_worker()
 
 
-def test_killing_drivers_and_workers_all_through_a_run_applies_everything_once_and_in_order(tmp_path: Path) -> None:
+def test_killing_drivers_and_workers_all_through_a_run_applies_everything_once_and_in_order(
+    tmp_path: Path,
+) -> None:
     seed = random.SystemRandom().randrange(1 << 32)
     chance = random.Random(seed)
     with EmbeddedServer() as server, Client(server.url) as client:
         expected = publish(client, chance)
         last = client.execute("XREVRANGE", "bookings", "+", "-", "COUNT", 1)[0][0]
         batch = MESSAGES // (KILLS * 2)
-        driver = Driver(f"{HERE}/killer_app.py:app", url=server.url, folder=tmp_path, options=("--max-per-batch", str(batch)))
+        driver = Driver(
+            f"{HERE}/killer_app.py:app",
+            url=server.url,
+            folder=tmp_path,
+            options=("--max-per-batch", str(batch)),
+        )
         driver.start()
         assassin = Assassin(driver, chance)
         try:
             for number in range(KILLS):
                 goal = (number + 1) * MESSAGES // (KILLS + 2)
-                wait_until(lambda goal=goal: committed(client) >= goal, f"{goal} commits", driver=driver)
+                wait_for_commits(client, goal, driver)
                 assassin.strike(number)
             wait_until(
                 lambda: client.execute("HGET", KEYS.meta, "frontier") == last,
@@ -154,7 +168,8 @@ def test_killing_drivers_and_workers_all_through_a_run_applies_everything_once_a
         finally:
             if driver.alive:
                 driver.kill()
-        print(f"seed {seed}; kills at: {', '.join(assassin.log)}; driver starts: {driver.starts}")
+        with capsys.disabled():
+            print(f"\nseed {seed}; kills at: {', '.join(assassin.log)}; driver starts: {driver.starts}")  # noqa: T201
         assert set(EXACT_POINTS) <= set(assassin.log)
         verify(client, expected)
 

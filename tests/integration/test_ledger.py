@@ -130,12 +130,17 @@ def test_repeating_an_advance_does_not_drop_the_marks_of_the_next_batch(client: 
 def test_a_refused_unit_does_not_hold_up_the_others_of_its_call(client: Client) -> None:
     ledger = make_ledger(client)
     ledger.commit({STREAM: [unit("5-0", key=b"a")]})
-    refused, accepted = unit("5-0", key=b"a", outputs=[("n", "0")]), unit("5-1", key=b"b", outputs=[("n", "1")])
+    refused, accepted = (
+        unit("5-0", key=b"a", outputs=[("n", "0")]),
+        unit("5-1", key=b"b", outputs=[("n", "1")]),
+    )
     assert ledger.commit({STREAM: [refused, accepted]}) == [refused]
     assert outputs(client) == [[b"n", b"1"]]
 
 
-def test_an_output_stream_of_the_wrong_type_fails_the_whole_step_before_anything_is_written(client: Client) -> None:
+def test_an_output_stream_of_the_wrong_type_fails_the_whole_step_before_anything_is_written(
+    client: Client,
+) -> None:
     client.execute("SET", "out", "text")
     with pytest.raises(WrongType):
         make_ledger(client).commit({STREAM: [unit("5-0", state=b"\x81", outputs=[("a", "1")])]})

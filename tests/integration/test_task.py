@@ -30,13 +30,14 @@ SCHEMA = pa.schema(
         ("fields", pa.binary()),
     ]
 )
-Row = tuple[int, bytes | None, dict[str, Any]]
+Row = tuple[int, bytes | None, dict[Any, Any]]
 
 
 @dataclass
 class Item:
     n: int
     fail: int = 0
+    k: str | None = None
 
 
 class Bench:
@@ -53,8 +54,15 @@ class Bench:
             msgspec.msgpack.encode([part for k, v in fields.items() for part in (_bytes(k), _bytes(v))])
             for _, _, fields in ordered
         ]
-        columns = [[stream] * len(rows), [ms for ms, _, _ in ordered], [0] * len(rows), [key for _, key, _ in ordered]]
-        return pa.RecordBatch.from_arrays([pa.array(c, f.type) for c, f in zip([*columns, packed], SCHEMA, strict=True)], schema=SCHEMA)
+        columns = [
+            [stream] * len(rows),
+            [ms for ms, _, _ in ordered],
+            [0] * len(rows),
+            [key for _, key, _ in ordered],
+        ]
+        return pa.RecordBatch.from_arrays(
+            [pa.array(c, f.type) for c, f in zip([*columns, packed], SCHEMA, strict=True)], schema=SCHEMA
+        )
 
     def task(self, handler: Handler, *, retried: bool = False) -> PartitionTask:
         job = Job(handler=handler, url=self.client.url, token=self.token)
@@ -86,7 +94,7 @@ class Bench:
 
         defaults: dict[str, Any] = {"key": "k", "into": "out", "retry": Retry(attempts=3, delay_ms=1)}
         app.handler("in", **{**defaults, **options})(handle)
-        return app.handlers["handle"]
+        return next(iter(app.handlers.values()))
 
 
 def _bytes(value: object) -> bytes:
@@ -109,8 +117,10 @@ def test_messages_of_a_key_run_in_order_and_their_state_is_kept(bench: Bench) ->
     report = bench.process(bench.handler(), batch)
     for key in (b"a", b"b"):
         ours = [n for k, n, _ in bench.seen if k == key]
-        assert ours == sorted(ours) and len(ours) == 1000
-    assert report["committed"] == 2000 and report["last_id"] == "2000-0"
+        assert ours == sorted(ours)
+        assert len(ours) == 1000
+    assert report["committed"] == 2000
+    assert report["last_id"] == "2000-0"
     state = msgspec.msgpack.decode(bench.client.execute("HGET", HandlerKeys("app", "handle", "in").state, "a"))
     assert state == {"sum": sum(range(2, 2001, 2))}
 
@@ -133,16 +143,21 @@ def test_hundreds_of_keys_that_back_off_at_once_do_not_hold_up_another(bench: Be
     report = bench.process(handler, bench.rows(*rows, (999, b"good", {"n": 999})))
     first_retry = next(i for i, (_, _, attempt) in enumerate(bench.seen) if attempt == 2)
     assert (b"good", 999, 1) in bench.seen[:first_retry]
-    assert report["committed"] == 301 and report["retries"] == 300
+    assert report["committed"] == 301
+    assert report["retries"] == 300
 
 
-def test_after_the_last_attempt_the_message_is_a_dead_letter_its_traces_are_undone_and_its_key_goes_on(bench: Bench) -> None:
+def test_after_the_last_attempt_the_message_is_a_dead_letter_its_traces_are_undone_and_its_key_goes_on(
+    bench: Bench,
+) -> None:
     report = bench.process(bench.handler(), bench.rows((1, b"a", {"n": 5, "fail": 9}), (2, b"a", {"n": 7})))
     (letter,) = bench.dead()
     assert (letter.reason, letter.attempts, letter.key, letter.id) == ("failed", 3, b"a", "1-0")
     assert letter.error == "RuntimeError: attempt 3 fails"
-    assert "in handle" in letter.traceback and "millstream/lifecycle" not in letter.traceback
-    assert bench.outputs() == [7] and report["dead"] == 1
+    assert "in handle" in letter.traceback
+    assert "millstream/lifecycle" not in letter.traceback
+    assert bench.outputs() == [7]
+    assert report["dead"] == 1
     state = msgspec.msgpack.decode(bench.client.execute("HGET", HandlerKeys("app", "handle", "in").state, "a"))
     assert state == {"sum": 7}
 
@@ -152,7 +167,8 @@ def test_processing_a_partition_twice_applies_it_once(bench: Bench) -> None:
     bench.process(handler, batch)
     again = bench.process(handler, batch)
     assert sorted(bench.outputs()) == list(range(1, 101))
-    assert again["committed"] == 0 and len(bench.seen) == 100
+    assert again["committed"] == 0
+    assert len(bench.seen) == 100
 
 
 def test_what_the_frontier_covers_is_left_out(bench: Bench) -> None:
@@ -162,7 +178,9 @@ def test_what_the_frontier_covers_is_left_out(bench: Bench) -> None:
     assert bench.outputs() == list(range(51, 101))
 
 
-def test_a_twin_that_was_faster_in_mid_run_is_noticed_and_the_rest_is_done_from_its_state(bench: Bench) -> None:
+def test_a_twin_that_was_faster_in_mid_run_is_noticed_and_the_rest_is_done_from_its_state(
+    bench: Bench,
+) -> None:
     batch = bench.rows(*((n, b"a", {"n": n}) for n in range(1, 21)))
     twin = Bench(bench.client)
     app = App("app")
@@ -176,7 +194,8 @@ def test_a_twin_that_was_faster_in_mid_run_is_noticed_and_the_rest_is_done_from_
         return {"n": item.n}
 
     report = bench.process(only(app, handle, key="k", into="out"), batch)
-    assert report["refused"] == 1 and report["committed"] == 5
+    assert report["refused"] == 1
+    assert report["committed"] == 5
     assert bench.outputs() == list(range(1, 21))
     state = msgspec.msgpack.decode(bench.client.execute("HGET", HandlerKeys("app", "handle", "in").state, "a"))
     assert state == {"sum": sum(range(1, 21))}
@@ -193,14 +212,19 @@ def test_an_older_run_stops_and_writes_nothing(bench: Bench) -> None:
 def test_a_message_without_its_key_is_a_dead_letter_or_unordered_as_the_handler_says(bench: Bench) -> None:
     rows: Sequence[Row] = [(1, None, {"n": 1}), (2, b"", {"n": 2}), (3, b"a", {"n": 3})]
     bench.process(bench.handler(), bench.rows(*rows))
-    assert [(letter.reason, letter.id) for letter in bench.dead()] == [("missing-key", "1-0"), ("missing-key", "2-0")]
+    assert [(letter.reason, letter.id) for letter in bench.dead()] == [
+        ("missing-key", "1-0"),
+        ("missing-key", "2-0"),
+    ]
     assert "no field 'k'" in bench.dead()[0].error
     bench.process(bench.handler(missing_key="unordered", name="other"), bench.rows(*rows))
     assert sorted(bench.outputs()) == [1, 2, 3, 3]
     assert bench.client.execute("HKEYS", HandlerKeys("app", "other", "in").state) == [b"a"]
 
 
-def test_reject_undecodable_and_bad_output_are_dead_letters_at_once_with_their_bytes_kept(bench: Bench) -> None:
+def test_reject_undecodable_and_bad_output_are_dead_letters_at_once_with_their_bytes_kept(
+    bench: Bench,
+) -> None:
     app = App("app")
 
     def handle(item: Item, state: State) -> dict[str, object]:
@@ -227,7 +251,13 @@ def test_reject_undecodable_and_bad_output_are_dead_letters_at_once_with_their_b
 
 def test_whatever_a_handler_raises_concerns_its_own_message_only(bench: Bench) -> None:
     app = App("app")
-    raised: list[type[BaseException]] = [SystemExit, asyncio.CancelledError, RecursionError, MemoryError, StopIteration]
+    raised: list[type[BaseException]] = [
+        SystemExit,
+        asyncio.CancelledError,
+        RecursionError,
+        MemoryError,
+        StopIteration,
+    ]
 
     def handle(item: Item) -> dict[str, int]:
         if item.n < len(raised):
@@ -259,7 +289,8 @@ def test_async_handlers_of_different_keys_run_together_and_of_one_key_in_order(b
     outputs = bench.outputs()
     for key in range(40):
         ours = [n for n in outputs if n % 40 == key]
-        assert ours == sorted(ours) and len(ours) == 5
+        assert ours == sorted(ours)
+        assert len(ours) == 5
 
 
 def test_unkeyed_messages_are_each_committed_once(bench: Bench) -> None:
@@ -292,7 +323,9 @@ def test_a_redriven_entry_is_seen_by_its_own_handler_only_and_without_its_mark(b
     assert report["committed"] == 3
 
 
-def test_a_message_that_killed_its_task_before_is_struck_and_dies_while_its_neighbours_live(bench: Bench) -> None:
+def test_a_message_that_killed_its_task_before_is_struck_and_dies_while_its_neighbours_live(
+    bench: Bench,
+) -> None:
     batch = bench.rows(*((n, b"a", {"n": n}) for n in range(1, 6)))
     killer = App("app")
 
@@ -322,7 +355,8 @@ def test_a_message_that_killed_its_task_before_is_struck_and_dies_while_its_neig
 def test_a_run_longer_than_a_commit_is_committed_in_parts(bench: Bench) -> None:
     report = bench.process(bench.handler(), bench.rows(*((n, b"a", {"n": n}) for n in range(1, 1301))))
     assert bench.outputs() == list(range(1, 1301))
-    assert report["committed"] == 1300 and report["refused"] == 0
+    assert report["committed"] == 1300
+    assert report["refused"] == 0
 
 
 def test_the_task_waits_for_memory_and_goes_on_without_counting_an_attempt(bench: Bench) -> None:
@@ -336,4 +370,5 @@ def test_the_task_waits_for_memory_and_goes_on_without_counting_an_attempt(bench
     timer.start()
     bench.process(bench.handler(), bench.rows((1, b"a", {"n": 1})))
     timer.join()
-    assert bench.seen == [(b"a", 1, 1)] and bench.outputs() == [1]
+    assert bench.seen == [(b"a", 1, 1)]
+    assert bench.outputs() == [1]

@@ -12,10 +12,10 @@ _LONG = {"\\": b"\\", "n": b"\n", "r": b"\r", "t": b"\t"}
 
 
 def visible(data: bytes | str) -> str:
-    """`data` as one line of printable text. Everything else is escaped; `unescape` gives the same bytes back.
+    """`data` as one line of printable text, the rest escaped; `unescape` gives the same bytes back.
 
-    Terminals obey control characters wherever they come from, so none is ever printed as it is. Text is taken as
-    the command line gives it: bytes that are not UTF-8 stand in it as surrogates (PEP 383).
+    Terminals obey control characters wherever they come from, so none is ever printed as it is. Text is
+    taken as the command line gives it: bytes that are not UTF-8 stand in it as surrogates (PEP 383).
     """
     text = data.decode("utf-8", "surrogateescape") if isinstance(data, bytes) else data
     if text.isprintable() and "\\" not in text:
@@ -25,11 +25,11 @@ def visible(data: bytes | str) -> str:
 
 def harmless(text: str) -> str:
     """`text` with its lines and backslashes as they are, and all else that is not printable escaped."""
-    return "\n".join(line if line.isprintable() else "".join(map(_escaped, line)) for line in text.split("\n"))
+    return "\n".join("".join(map(_escaped, line)) for line in text.split("\n"))
 
 
 def unescape(text: str) -> bytes:
-    r"""Read bytes in the form of `visible`: \\, \n, \r, \t and \xNN are escapes. Raises ConfigError for others."""
+    r"""Read bytes in the form of `visible`: \\, \n, \r, \t and \xNN are escapes. Raises ConfigError."""
 
     def original(match: re.Match[str]) -> str:
         if match[1]:
@@ -37,7 +37,7 @@ def unescape(text: str) -> bytes:
             return chr(int(match[1], 16))
         if match[2]:
             return _LONG[match[2]].decode()
-        raise ConfigError(f"{text!r}: a backslash begins \\xNN, \\n, \\r, \\t or \\\\; write a single one as \\\\")
+        raise ConfigError(rf"{text}: a backslash begins \xNN, \n, \r, \t or \\; write a single one as \\")
 
     plain = text.encode("utf-8", "surrogateescape").decode("latin-1")
     return _ESCAPE.sub(original, plain).encode("latin-1")
@@ -51,7 +51,10 @@ def json_value(value: Any) -> Any:
         except UnicodeDecodeError:
             return {"hex": value.hex()}
     if isinstance(value, dict):
-        return {visible(name) if isinstance(name, bytes) else str(name): json_value(v) for name, v in value.items()}
+        return {
+            visible(name) if isinstance(name, bytes) else str(name): json_value(content)
+            for name, content in value.items()
+        }
     if isinstance(value, (list, tuple)):
         return [json_value(item) for item in value]
     return value
@@ -62,11 +65,11 @@ def json_fields(pairs: Sequence[bytes]) -> dict[str, Any]:
 
     `pairs`, a list of [name, value], is there if a name is repeated or is not UTF-8.
     """
-    listed = [(json_value(name), json_value(value)) for name, value in zip(pairs[::2], pairs[1::2], strict=True)]
-    if all(isinstance(name, str) for name, _ in listed) and len({name for name, _ in listed}) == len(listed):
-        return {"fields": dict(listed)}
-    shown = {visible(pairs[2 * i]): value for i, (_, value) in enumerate(listed)}
-    return {"fields": shown, "pairs": listed}
+    names, values = [json_value(name) for name in pairs[::2]], [json_value(value) for value in pairs[1::2]]
+    if all(isinstance(name, str) for name in names) and len(set(names)) == len(names):
+        return {"fields": dict(zip(names, values, strict=True))}
+    shown = dict(zip(map(visible, pairs[::2]), values, strict=True))
+    return {"fields": shown, "pairs": list(zip(names, values, strict=True))}
 
 
 def _escaped(c: str) -> str:

@@ -2,19 +2,21 @@
 
 import json
 import logging
-import os
 import signal
 import sys
 import threading
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.live import Live
 
-from millstream.app import App, load_app
+from millstream.app import load_app
+from millstream.bell import Bell
+from millstream.commands.options import DEFAULT_URL
 from millstream.errors import ConfigError
 
 _COUNTED = ("messages", "committed", "dead", "retries")
@@ -83,7 +85,7 @@ class Progress:
 
 def run(
     target: Annotated[str, typer.Argument(help="The app: module:app or path/to/file.py:app", metavar="APP")],
-    url: Annotated[str, typer.Option(envvar="MILLSTREAM_URL", help="Where Redis is.")] = "redis://127.0.0.1:6379/0",
+    url: Annotated[str, typer.Option(envvar="MILLSTREAM_URL", help="Where Redis is.")] = DEFAULT_URL,
     checkpoint: Annotated[
         str, typer.Option(help="Folder for Spark's checkpoints; keep it between runs.")
     ] = ".millstream/checkpoints",
@@ -96,10 +98,12 @@ def run(
         bool, typer.Option("--from-frontier", help="With a new checkpoint: go on where the commits end.")
     ] = False,
     reprocess: Annotated[
-        bool, typer.Option("--reprocess", help="With a new checkpoint: forget state and progress, begin anew.")
+        bool,
+        typer.Option("--reprocess", help="With a new checkpoint: forget state and progress, begin anew."),
     ] = False,
     allow_data_loss: Annotated[
-        bool, typer.Option("--allow-data-loss", help="Count entries that were trimmed unread instead of stopping.")
+        bool,
+        typer.Option("--allow-data-loss", help="Count entries that were trimmed unread instead of stopping."),
     ] = False,
     conf: Annotated[list[str] | None, typer.Option(help="A Spark setting, KEY=VALUE; may be repeated.")] = None,
     bell_url: Annotated[str, typer.Option(help="POST a JSON summary there when dead letters arrive.")] = "",
@@ -122,7 +126,7 @@ def run(
         raise ConfigError(f"running on Spark needs {error.name!r}: pip install 'millstream[spark]'") from error
     run_settings = RunSettings(
         url=url,
-        checkpoint=checkpoint if "://" in checkpoint else os.path.abspath(checkpoint),
+        checkpoint=checkpoint if "://" in checkpoint else str(Path(checkpoint).resolve()),
         max_per_batch=max_per_batch,
         interval_ms=interval_ms,
         once=once,
@@ -133,7 +137,7 @@ def run(
     spark = open_session(
         app.name, master=master or local_master(app.handlers.values()), conf=settings, verbose=spark_log
     )
-    with Progress(as_json=as_json) as progress, _bell(bell_url, bell_command) as bell:
+    with Progress(as_json=as_json) as progress, Bell(bell_url or None, bell_command or None) as bell:
 
         def on_event(event: Mapping[str, Any]) -> None:
             progress.event(event)
@@ -157,5 +161,3 @@ def _pairs(conf: list[str]) -> dict[str, str]:
             raise ConfigError(f"--conf {setting!r}: write it as spark.some.key=value")
         pairs[key] = value
     return pairs
-
-

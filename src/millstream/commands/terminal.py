@@ -1,6 +1,7 @@
 """What the commands print: data on stdout, talk on stderr; rich in a terminal, plain in a pipe.
 
-rich is imported only where something is drawn with it: the start of a command is felt. It obeys NO_COLOR itself.
+rich is imported only where something is drawn with it, since the start of a command is felt. It obeys
+NO_COLOR itself.
 """
 
 import json
@@ -35,7 +36,7 @@ def confirm(question: str, *, yes: bool) -> None:
     if yes:
         return
     if not sys.stdin.isatty():
-        raise ConfigError(f"{question} Nobody can answer here: add --yes to do it, or --dry-run to look first")
+        raise ConfigError(f"{question} Nobody can answer here: add --yes if so")
     typer.confirm(question, abort=True, err=True)
 
 

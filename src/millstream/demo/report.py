@@ -1,4 +1,4 @@
-"""What the demo has to say at its end: the verdict, two tables and a chart."""
+"""What the demo has to say at its end: the verdict and two tables."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -11,11 +11,9 @@ from rich.table import Table
 
 from millstream.demo.audit import Audit
 from millstream.demo.reference import Departure
-from millstream.errors import ConfigError
 
 _SHOWN = 5
 _ENOUGH_FLIGHTS = 50
-_INK, _PALE, _ACCENT, _BAD = "#1f2933", "#9aa5b1", "#2f6fab", "#c8553d"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -188,71 +186,3 @@ def _hours_table(departures: Iterable[Departure]) -> Table:
         share = f"{hour.late_share:.0%}"
         table.add_row(f"{hour.hour:02}:00", f"{hour.flights:,}", f"{hour.mean_delay:.1f} min", share)
     return table
-
-
-# --- The chart ----------------------------------------------------------------------------------------------
-
-
-def draw_chart(
-    path: Path, departures: Iterable[Departure], samples: Sequence[Sample], kills: Sequence[Kill]
-) -> None:
-    """Save a picture of the delays through the day, and of the run, at `path` (PNG).
-
-    Raises ConfigError if matplotlib is not installed.
-    """
-    try:
-        import matplotlib as mpl
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            "the chart needs matplotlib; install it with: pip install millstream[demo]"
-        ) from error
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
-
-    style: dict[Any, Any] = {
-        "font.size": 10,
-        "text.color": _INK,
-        "axes.edgecolor": _PALE,
-        "axes.labelcolor": _INK,
-    }
-    with plt.rc_context(style | {"axes.spines.top": False, "axes.spines.right": False}):
-        figure, (left, right) = plt.subplots(1, 2, figsize=(13, 5), layout="constrained")
-        _draw_hours(left, hours_of_day(departures))
-        _draw_run(right, samples, kills)
-        figure.savefig(path, dpi=130)
-        plt.close(figure)
-
-
-def _draw_hours(axes: Any, hours: Sequence[Hour]) -> None:
-    worst = max((hour.mean_delay for hour in hours), default=0.0)
-    colours = [_BAD if hour.mean_delay == worst else _ACCENT for hour in hours]
-    axes.bar([hour.hour for hour in hours], [hour.mean_delay for hour in hours], color=colours, width=0.75)
-    for hour in hours:
-        if hour.mean_delay == worst:
-            label = f"{hour.mean_delay:.0f} min\n{hour.late_share:.0%} late"
-            axes.annotate(
-                label, (hour.hour, worst), (0, 4), textcoords="offset points", ha="center", color=_BAD
-            )
-    axes.set_title("Delays pile up through the day", loc="left", fontweight="bold")
-    axes.set_xlabel("scheduled hour of departure, New York")
-    axes.set_ylabel("mean delay at departure, minutes")
-    axes.set_ylim(top=worst * 1.2 or 1)
-    axes.set_xticks([hour.hour for hour in hours])
-
-
-def _draw_run(axes: Any, samples: Sequence[Sample], kills: Sequence[Kill]) -> None:
-    times = [sample.at_s for sample in samples]
-    done = [sample.done / 1000 for sample in samples]
-    axes.plot(
-        times, [sample.published / 1000 for sample in samples], color=_PALE, linewidth=1.5, label="published"
-    )
-    axes.plot(times, done, color=_ACCENT, linewidth=2.2, label="committed")
-    axes.fill_between(times, done, color=_ACCENT, alpha=0.12)
-    for number, kill in enumerate(kills):
-        axes.axvline(kill.at_s, color=_BAD, linewidth=1, linestyle=":", label=None if number else "kill -9")
-    axes.set_title("Each of them committed once, in order", loc="left", fontweight="bold")
-    axes.set_xlabel("seconds since the pipeline was started")
-    axes.set_ylabel("flights, thousands")
-    axes.set_ylim(bottom=0)
-    axes.set_xlim(left=0)
-    axes.legend(frameon=False, loc="upper left")

@@ -13,12 +13,13 @@ from rich.console import Console
 from millstream.client import Client, redact
 from millstream.clock import SYSTEM_CLOCK, Clock
 from millstream.demo.audit import KEYS, OUTPUT, audit, read_results
+from millstream.demo.chart import draw_chart
 from millstream.demo.flights import Flights, load_flights
 from millstream.demo.pipeline import Pipeline
 from millstream.demo.progress import ProgressView, Standing, read_standing
 from millstream.demo.publish import FlightPublisher
 from millstream.demo.reference import expected_results
-from millstream.demo.report import Kill, Outcome, Sample, draw_chart
+from millstream.demo.report import Kill, Outcome, Sample
 from millstream.errors import ConfigError
 from millstream.server import EmbeddedServer
 
@@ -60,12 +61,12 @@ def run_demo(settings: DemoSettings, console: Console, *, clock: Clock = SYSTEM_
     with ExitStack() as stack:
         stack.enter_context(_interrupted_by_sigterm())
         target = f"{_example()}:app"
-        data_dir = _fresh_folder(settings.data_dir)
+        data_dir = fresh_folder(settings.data_dir)
         flights = load_flights(settings.flights)
         console.print(f"{len(flights):,} flights that left New York in 2013")
         url = settings.url or stack.enter_context(_embedded_server(data_dir, keep=settings.keep))
         client = stack.enter_context(Client(url))
-        _require_unused(client)
+        require_unused(client)
         if settings.url and not settings.keep:
             stack.callback(_clean, client)
         console.print(f"Redis: {redact(url)}", markup=False, highlight=False)
@@ -191,7 +192,7 @@ def _example() -> Path:
     raise ConfigError(f"the demo's app is missing; it should be {places[0]}: install millstream again")
 
 
-def _fresh_folder(folder: Path) -> Path:
+def fresh_folder(folder: Path) -> Path:
     """Make `folder` and empty it, unless it is somebody else's. Raises ConfigError."""
     folder = folder.absolute()
     try:
@@ -224,7 +225,8 @@ def _own_keys() -> list[str]:
     return [KEYS.stream, OUTPUT, KEYS.meta, KEYS.marks, KEYS.state, KEYS.strikes, KEYS.dead]
 
 
-def _require_unused(client: Client) -> None:
+def require_unused(client: Client) -> None:
+    """Raise ConfigError if the Redis holds anything that the demo would write to."""
     for key in _own_keys():
         if client.execute("EXISTS", key):
             raise ConfigError(f"this Redis has a key {key!r} already; give the --url of an empty database")

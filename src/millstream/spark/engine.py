@@ -8,7 +8,6 @@ already is left out by the marks and the frontier, so nothing takes effect twice
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import pyarrow as pa
 from pyspark.sql import DataFrame, Row

@@ -4,20 +4,21 @@ The spine is `Runner.run`: start a query per handler, watch them, start a failed
 all of them when asked to, or when something failed that trying again cannot mend.
 """
 
+import functools
 import json
 import logging
 import re
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from pyspark.sql import SparkSession
 from pyspark.sql.streaming.query import StreamingQuery
 
 from millstream.app import App
-from millstream.clock import SYSTEM_CLOCK, Clock
 from millstream.client import Client
+from millstream.clock import SYSTEM_CLOCK, Clock
 from millstream.errors import ConfigError, PipelineFailed
 from millstream.handlers import Handler
 from millstream.ledger import Ledger
@@ -74,8 +75,6 @@ class _Pipeline:
     failures: int = 0
     retry_at_ms: float = 0.0
     done: bool = False
-    batches: int = 0
-    last_offsets: dict[str, Any] = field(default_factory=dict)
 
 
 class Runner:
@@ -114,7 +113,8 @@ class Runner:
         Raises ConfigError for what must be changed first, and PipelineFailed when going on needs a person.
         """
         for pipeline in self._pipelines:
-            self._client.patiently(lambda p=pipeline: self._prepare(p.handler), what=pipeline.handler.label)
+            prepare = functools.partial(self._prepare, pipeline.handler)
+            self._client.patiently(prepare, what=pipeline.handler.label)
         try:
             while not self._stopping.is_set() and not all(p.done for p in self._pipelines):
                 for pipeline in self._pipelines:
@@ -209,7 +209,6 @@ class Runner:
 
         def batch_done(batch: BatchDone) -> None:
             pipeline.failures = 0
-            pipeline.batches += 1
             self._on_event({"event": "batch", **asdict(batch)})
 
         options = {
@@ -246,6 +245,6 @@ def _waiting(end_json: Any, latest_json: Any) -> int | None:
     """Entries between two offsets of the source; None where their numbers are not known."""
     try:
         end, latest = json.loads(end_json), json.loads(latest_json)
-        return sum(max(0, number - end.get(stream, ("", 0))[1]) for stream, (_, number) in latest.items())
+        return sum(int(max(0, number - end.get(stream, ("", 0))[1])) for stream, (_, number) in latest.items())
     except (TypeError, ValueError):
         return None

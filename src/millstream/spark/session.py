@@ -24,6 +24,7 @@ def open_session(name: str, *, master: str, conf: Mapping[str, str], verbose: bo
     level = "warn" if verbose else "off"
     settings = {
         "spark.ui.enabled": "false",
+        "spark.ui.showConsoleProgress": "false",
         "spark.speculation": "false",
         "spark.sql.adaptive.enabled": "false",
         "spark.sql.streaming.minBatchesToRetain": "10",
@@ -39,7 +40,9 @@ def open_session(name: str, *, master: str, conf: Mapping[str, str], verbose: bo
     try:
         return builder.getOrCreate()
     except (RuntimeError, OSError) as error:  # what pyspark raises when its Java process does not come up
-        raise PipelineFailed(f"Spark could not start ({error}); is a Java 17+ runtime installed? try: java -version") from error
+        raise PipelineFailed(
+            f"Spark could not start ({error}); is a Java 17+ runtime installed? try: java -version"
+        ) from error
 
 
 def path_has_files(spark: SparkSession, path: str) -> bool:

@@ -213,7 +213,8 @@ class PartitionTask:
         runs: list[Run] = []
         last: tuple[str, bytes | None] | None = None
         columns = (batch.column(name).to_pylist() for name in ("stream", "key", "id_ms", "id_seq", "fields"))
-        for stream, key, ms, seq, packed in zip(*columns, strict=True):
+        for stream, found, ms, seq, packed in zip(*columns, strict=True):
+            key = found or None
             entry = Entry(EntryId(ms, seq), packed)
             if key is not None and (stream, key) == last:
                 runs[-1].entries.append(entry)
@@ -264,9 +265,7 @@ class PartitionTask:
             if refusal is not None:
                 return refusal
         if self._cautious_left > 0:
-            before = self._client.patiently(
-                lambda: self._ledger.strike(message.stream, message.id), what=handler.label
-            )
+            before = self._client.patiently(lambda: self._ledger.strike(message.stream, message.id), what=handler.label)
             if before >= max(1, handler.retry.attempts - 1):
                 message.attempt = before + 1
                 return Dead("crashed", f"the process ended each of the {before + 1} times that this message was tried")

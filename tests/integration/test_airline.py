@@ -1,0 +1,254 @@
+"""The demo's parts against a real Redis: what they publish, read back, count, clean and refuse."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from millstream.app import load_app
+from millstream.client import Client
+from millstream.decoding import encode_output
+from millstream.demo.audit import KEYS, OUTPUT, audit, read_results
+from millstream.demo.flights import Flights, load_flights
+from millstream.demo.pipeline import Pipeline, descendants
+from millstream.demo.progress import read_standing
+from millstream.demo.publish import FlightPublisher
+from millstream.demo.reference import expected_results
+from millstream.demo.show import DemoSettings, fresh_folder, require_unused
+from millstream.errors import ConfigError, PipelineFailed, WrongType
+from millstream.handlers import Handler
+from millstream.lifecycle import Dead, letter, refuse_unkeyed
+from millstream.model import Message, State
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "airline.py"
+FLIGHTS = 3_000
+
+
+@pytest.fixture(scope="module")
+def flights() -> Flights:
+    return load_flights(FLIGHTS)
+
+
+@pytest.fixture(scope="module")
+def handler() -> Handler:
+    return load_app(f"{EXAMPLE}:app").handlers["departure"]
+
+
+@pytest.fixture
+def client(millstream_url: str) -> Iterator[Client]:
+    with Client(millstream_url) as connected:
+        yield connected
+
+
+@pytest.fixture
+def processed(client: Client, flights: Flights, handler: Handler) -> Client:
+    """A Redis that has all that a faultless run leaves, without the run."""
+    publish(client.url, flights)
+    states: dict[bytes, State] = defaultdict(State)
+    commands: list[tuple[bytes | str | int | float, ...]] = []
+    for entry_id, pairs in client.execute("XRANGE", KEYS.stream, "-", "+"):
+        message = Message(KEYS.stream, entry_id.decode(), pairs)
+        message.key = handler.key_of(message)
+        refusal = refuse_unkeyed(handler, message)
+        if refusal is not None:
+            commands.append(("XADD", KEYS.dead, "*", *letter(handler, message, refusal).items()))
+        else:
+            assert message.key is not None
+            told = handler.function(**handler.bind(message, states[message.key]))
+            commands.append(("XADD", OUTPUT, "*", *encode_output(told)))
+    commands += [("HSET", KEYS.state, key, packed(state)) for key, state in states.items()]
+    client.pipeline(commands)
+    return client
+
+
+def packed(state: State) -> bytes:
+    return msgspec.msgpack.encode(state)
+
+
+def publish(url: str, flights: Flights) -> None:
+    publisher = FlightPublisher(url, flights)
+    publisher.start()
+    try:
+        while not publisher.check():
+            time.sleep(0.01)
+    finally:
+        publisher.stop()
+
+
+# --- Publishing and reading back ---
+
+
+def test_flights_arrive_in_redis_as_they_were_given(client: Client, flights: Flights) -> None:
+    publish(client.url, flights)
+    found = [fields for _, fields in client.execute("XRANGE", KEYS.stream, "-", "+")]
+    wanted = [[part.encode() for pair in flight.items() for part in pair] for flight in flights]
+    assert found == wanted
+
+
+def test_flights_that_are_held_back_wait_for_their_release(client: Client, flights: Flights) -> None:
+    publisher = FlightPublisher(client.url, flights, hold_at=1_234)
+    publisher.start()
+    try:
+        wait_until(lambda: client.execute("XLEN", KEYS.stream) >= 1_234)
+        time.sleep(0.2)
+        assert client.execute("XLEN", KEYS.stream) == 1_234
+        assert not publisher.check()
+        publisher.release()
+        wait_until(publisher.check)
+        assert client.execute("XLEN", KEYS.stream) == FLIGHTS
+    finally:
+        publisher.stop()
+
+
+def test_a_publisher_that_fails_says_so_to_whoever_watches_it(client: Client, flights: Flights) -> None:
+    client.execute("SET", KEYS.stream, "not a stream")
+    with pytest.raises(WrongType):
+        publish(client.url, flights)
+
+
+def test_what_a_faultless_run_leaves_in_redis_passes_the_audit(processed: Client, flights: Flights) -> None:
+    verdict = audit(expected_results(flights), read_results(processed))
+    assert verdict.examples == ()
+    assert verdict.ok
+    assert verdict.messages == FLIGHTS
+    assert verdict.dead_letters_by_reason == {"missing-key": verdict.dead_letters}
+    assert verdict.committed == FLIGHTS - verdict.dead_letters
+
+
+def test_the_audit_sees_an_entry_that_was_deleted_and_one_that_was_added(
+    processed: Client, flights: Flights
+) -> None:
+    expected = expected_results(flights)
+    row = next(career[0].row for career in expected.departures.values() if len(career) > 1)
+    told = processed.execute("XRANGE", OUTPUT, "-", "+")
+    first_id, first = next(entry for entry in told if entry[1][:2] == [b"row", str(row).encode()])
+    processed.execute("XDEL", OUTPUT, first_id)
+    assert audit(expected, read_results(processed)).lost == 1
+    processed.execute("XADD", OUTPUT, "*", *first)
+    late = audit(expected, read_results(processed))
+    assert (late.lost, late.duplicated) == (0, 0)
+    assert late.order_violations >= 1
+    processed.execute("XADD", OUTPUT, "*", *first)
+    assert audit(expected, read_results(processed)).duplicated == 1
+    processed.execute("XADD", OUTPUT, "*", "greeting", "hello")
+    assert audit(expected, read_results(processed)).wrong_values == 1
+
+
+def test_the_audit_sees_a_dead_letter_too_many_and_a_state_that_is_off(
+    processed: Client, flights: Flights, handler: Handler
+) -> None:
+    entry_id, pairs = processed.execute("XRANGE", KEYS.stream, "-", "+", "COUNT", 1)[0]
+    message = Message(KEYS.stream, entry_id.decode(), pairs, b"N14228")
+    dead = letter(handler, message, Dead("failed", "ValueError: planted"))
+    processed.execute("XADD", KEYS.dead, "*", *dead.items())
+    processed.execute("HSET", KEYS.state, "N14228", packed(State(number=1)))
+    verdict = audit(expected_results(flights), read_results(processed))
+    assert verdict.dead_letters_by_reason["failed"] == 1
+    assert (verdict.duplicated, verdict.unexpected, verdict.wrong_states) == (1, 1, 1)
+
+
+def test_progress_is_what_redis_says(client: Client) -> None:
+    assert not read_standing(client).caught_up
+    client.execute("XADD", KEYS.stream, "7-0", "row", "0")
+    client.execute("XADD", KEYS.stream, "8-0", "row", "1")
+    client.execute("HSET", KEYS.meta, "committed", 1, "dead", 1, "frontier", "7-0")
+    standing = read_standing(client)
+    assert (standing.published, standing.done, standing.dead, standing.caught_up) == (2, 1, 1, False)
+    client.execute("HSET", KEYS.meta, "frontier", "8-0")
+    assert read_standing(client).caught_up
+
+
+# --- What it must not touch ---
+
+
+def test_a_redis_that_holds_such_streams_already_is_refused(client: Client) -> None:
+    require_unused(client)
+    client.execute("XADD", "departures", "*", "somebody", "else's")
+    with pytest.raises(ConfigError, match="departures"):
+        require_unused(client)
+
+
+def test_a_folder_that_is_not_the_demos_is_refused_and_left_alone(tmp_path: Path) -> None:
+    precious = tmp_path / "thesis.txt"
+    precious.write_text("years of work")
+    with pytest.raises(ConfigError, match="--data-dir"):
+        fresh_folder(tmp_path)
+    assert precious.read_text() == "years of work"
+
+
+def test_the_demos_own_folder_is_emptied(tmp_path: Path) -> None:
+    folder = fresh_folder(tmp_path / "new" / "demo")
+    (folder / "redis").mkdir()
+    (folder / "redis" / "data.aof").write_text("old")
+    (folder / "run.log").write_text("old")
+    assert fresh_folder(folder) == folder
+    assert not (folder / "redis").exists()
+    assert not (folder / "run.log").exists()
+
+
+def test_a_number_of_flights_that_makes_no_sense_is_refused() -> None:
+    with pytest.raises(ConfigError, match="--flights"):
+        DemoSettings(flights=0)
+
+
+# --- The pipeline's processes ---
+
+CHILD = """
+import subprocess, time
+subprocess.Popen(["sleep", "60"], start_new_session=True)
+time.sleep(60)
+"""
+PARENT = """
+import subprocess, sys, time
+subprocess.Popen([sys.executable, "-c", sys.argv[1]])
+time.sleep(60)
+"""
+
+
+def test_all_descendants_of_a_process_are_found_whatever_group_they_are_in() -> None:
+    parent = subprocess.Popen([sys.executable, "-c", PARENT, CHILD])
+    family: list[int] = []
+    try:
+        wait_until(lambda: len(descendants(parent.pid)) == 2)
+        family = [process.pid for process in descendants(parent.pid)]
+        assert os.getpgid(family[0]) != os.getpgid(family[1])
+    finally:
+        for pid in (parent.pid, *family):
+            os.kill(pid, signal.SIGKILL)
+        parent.wait()
+
+
+def test_a_pipeline_that_ends_by_itself_is_an_error_with_the_end_of_its_log(
+    tmp_path: Path, client: Client
+) -> None:
+    log = tmp_path / "run.log"
+    pipeline = Pipeline(
+        str(tmp_path / "none.py:app"), url=client.url, checkpoint=tmp_path / "checkpoint", log_path=log
+    )
+    pipeline.start()
+
+    def ended() -> bool:
+        try:
+            pipeline.check()
+        except PipelineFailed:
+            return True
+        return False
+
+    wait_until(ended)
+    with pytest.raises(PipelineFailed, match=r"none\.py"):
+        pipeline.check()
+    pipeline.stop()
+
+
+def wait_until(condition: Callable[[], bool], limit_s: float = 20.0) -> None:
+    deadline = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.02)
