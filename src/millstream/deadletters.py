@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 import msgspec
 
 from millstream.client import Arg, Client, Command, Script, raise_if_error
-from millstream.errors import ConfigError, OutputError, WrongType
+from millstream.errors import ConfigError, WrongType
 from millstream.model import ZERO_ID, EntryId
 from millstream.naming import PREFIX, REDRIVE_FIELD, HandlerKeys
 
@@ -91,6 +91,7 @@ UNREADABLE = "unreadable"
 """The reason shown for an entry of a dead-letter stream that is no dead letter."""
 
 _REDRIVE = Script("redrive")
+_GONE = "it is gone: another redrive or purge took it"
 _MAX_ITEMS = 7_900
 _PAGE = 50
 _DELETE_PAGE = 500
@@ -203,7 +204,7 @@ class DeadLetterBox:
             if len(owners) > 1:
                 names = " and ".join(f"{keys.app}.{keys.handler} on {keys.stream}" for keys in owners)
                 raise ConfigError(f"letter {letter_id} is in the box of {names}: add --handler or --stream")
-        return sorted(slips)
+        return sorted(slips, key=lambda slip: slip[:3])
 
     def redrive(self, slips: Sequence[Slip]) -> Iterator[Redriven]:
         """Send letters back to the tail of their streams, in the order of `slips`.
@@ -213,29 +214,7 @@ class DeadLetterBox:
         Raises WrongType if a stream's key holds something else.
         """
         for at in range(0, len(slips), _PAGE):
-            page = slips[at : at + _PAGE]
-            found = self._client.pipeline([("XRANGE", _wire(s.keys.dead), *([s.letter_id] * 2)) for s in page])
-            outcomes: dict[int, Redriven] = {}
-            calls: list[tuple[Script, Sequence[Arg], Sequence[Arg]]] = []
-            moved: list[int] = []
-            for index, (slip, reply) in enumerate(zip(page, found, strict=True)):
-                try:
-                    items = _redriven_items(slip, raise_if_error(reply))
-                except OutputError as error:
-                    outcomes[index] = Redriven(slip, None, str(error))
-                else:
-                    moved.append(index)
-                    keys = (_wire(slip.keys.dead), _wire(slip.stream))
-                    calls.append((_REDRIVE, keys, (slip.letter_id, *items)))
-            try:
-                replies = self._client.scripts(calls)
-            except WrongType as error:
-                streams = ", ".join(sorted({page[index].stream for index in moved}))
-                raise WrongType(f"nothing can be added to {streams}: the key is no stream any more") from error
-            for index, new_id in zip(moved, replies, strict=True):
-                gone = "" if new_id else "it is gone: another redrive or purge took it"
-                outcomes[index] = Redriven(page[index], new_id.decode() if new_id else None, gone)
-            yield from (outcomes[index] for index in sorted(outcomes))
+            yield from self._redrive_page(slips[at : at + _PAGE])
 
     def purge(self, slips: Sequence[Slip]) -> int:
         """Delete letters for good and return how many were still there."""
@@ -247,6 +226,26 @@ class DeadLetterBox:
             commands: list[Command] = [("XDEL", _wire(dead), *ids) for dead, ids in by_box.items()]
             removed += sum(raise_if_error(reply) for reply in self._client.pipeline(commands))
         return removed
+
+    def _redrive_page(self, slips: Sequence[Slip]) -> Iterator[Redriven]:
+        found = self._client.pipeline([("XRANGE", _wire(s.keys.dead), *([s.letter_id] * 2)) for s in slips])
+        entries = [_new_entry(slip, raise_if_error(reply)) for slip, reply in zip(slips, found, strict=True)]
+        calls: list[tuple[Script, Sequence[Arg], Sequence[Arg]]] = [
+            (_REDRIVE, (_wire(slip.keys.dead), _wire(slip.stream)), (slip.letter_id, *entry))
+            for slip, entry in zip(slips, entries, strict=True)
+            if not isinstance(entry, str)
+        ]
+        try:
+            new_ids = iter(self._client.scripts(calls))
+        except WrongType as error:
+            streams = ", ".join(sorted({slip.stream for slip in slips}))
+            raise WrongType(f"nothing can be added to {streams}: the key holds no stream") from error
+        for slip, entry in zip(slips, entries, strict=True):
+            if isinstance(entry, str):
+                yield Redriven(slip, None, entry)
+            else:
+                new_id = next(new_ids)
+                yield Redriven(slip, new_id.decode(), "") if new_id else Redriven(slip, None, _GONE)
 
     def _since(self, keys: HandlerKeys, since_ms: int) -> Iterator[tuple[bytes, list[bytes]]]:
         start = str(since_ms)
@@ -276,20 +275,20 @@ def _filed(keys: HandlerKeys, letter_id: bytes, pairs: list[bytes]) -> Filed:
     return Filed(keys, letter_id.decode(), pairs, letter)
 
 
-def _redriven_items(slip: Slip, found: list[tuple[bytes, list[bytes]]]) -> list[bytes]:
-    """The fields of the entry that a letter becomes. Raises OutputError if it cannot become one."""
+def _new_entry(slip: Slip, found: list[tuple[bytes, list[bytes]]]) -> list[bytes] | str:
+    """Names and values of the entry that a letter becomes, or why it cannot become one."""
     if not found:
-        raise OutputError("it is gone: another redrive or purge took it")
+        return _GONE
     filed = _filed(slip.keys, *found[0])
     if filed.letter is None:
-        raise OutputError(f"it is no dead letter: {filed.problem}")
+        return f"it is no dead letter: {filed.problem}"
     items = [*filed.letter.pairs, REDRIVE_FIELD, f"{slip.keys.app}.{slip.keys.handler}".encode()]
-    if len(items) > _MAX_ITEMS:
-        raise OutputError(
-            f"its {len(items) // 2 - 1:,} fields are too many for one atomic step: publish what "
-            f"`millstream dlq show {slip.letter_id} --json` says by hand, then purge it"
-        )
-    return items
+    if len(items) <= _MAX_ITEMS:
+        return items
+    return (
+        f"its {len(filed.letter.pairs) // 2:,} fields are too many for one atomic step: publish by hand what "
+        f"`millstream dlq show {slip.letter_id} --json` shows, then purge it"
+    )
 
 
 def _wire(name: str) -> bytes:

@@ -13,9 +13,9 @@ Redis knows only bytes, so every value has one text form. What each type accepts
     list, dict, ...     JSON: collections and nested models, checked against the annotation
     T | None            None if the field is empty, or absent without a default
 
-A decoder has two halves that must agree. `_Decoder.slowly` is the definition and gives the reasons. In front
-of it stands a function generated for the model, as `dataclasses` and `attrs` generate theirs: it may give up
-on anything unusual, but what it accepts is what the slow one would return.
+A decoder has two halves that must agree. `_Decoder.slowly` is the definition and gives the reasons. In front of it
+stands a function generated for the model, as `dataclasses` and `attrs` generate theirs: it may give up on anything
+unusual, but what it accepts is what the slow one would return.
 """
 
 import dataclasses
@@ -39,8 +39,8 @@ from msgspec import inspect as shapes
 from millstream.errors import ConfigError, DecodeError, OutputError
 
 SUPPORTED = (
-    "str, bytes, int, float, bool, Decimal, datetime, date, UUID, an Enum, a Literal, and as JSON: list, "
-    "dict, other collections and nested models; each also as `T | None`"
+    "str, bytes, int, float, bool, Decimal, datetime, date, UUID, an Enum, a Literal, and as JSON: list, dict, "
+    "other collections and nested models; each also as `T | None`"
 )
 SHOWN_CHARS = 80
 # Entries of one producer share their field names, so the places of the wanted fields are remembered per set
@@ -51,20 +51,17 @@ MAX_LAYOUT_BYTES = 4096
 Picker = Callable[[Sequence[bytes]], tuple[bytes | None, ...]]
 
 _MISSING: Any = object()
-_JSON_COLLECTIONS = (shapes.CollectionType, shapes.TupleType, shapes.DictType)
-_JSON_RECORDS = (shapes.StructType, shapes.DataclassType, shapes.TypedDictType, shapes.NamedTupleType)
 
 
 def compile_decoder(model: type) -> Callable[[Sequence[bytes]], object]:
     """Build the function that turns an entry's fields, `[name, value, name, value, ...]`, into a `model`.
 
-    `model` is a dataclass, msgspec.Struct, TypedDict or pydantic model. Fields are found by their name, or by
-    their msgspec `rename` or pydantic alias; names that the model does not want are ignored, repeated or not.
-    In a pydantic model, a field of a type not known here goes to pydantic as text. A Struct's tag is ignored.
+    `model` is a dataclass, msgspec.Struct, TypedDict or pydantic model. Fields are found by their name, or by their
+    msgspec `rename` or pydantic alias; names that the model does not want are ignored, repeated or not. In a pydantic
+    model, a field of a type not known here goes to pydantic as text. A Struct's tag is ignored.
 
-    The function raises DecodeError, naming the field, for whatever does not fit, the model's own checks
-    included. It cannot be pickled: build it again from the model. Raises ConfigError here for a model or an
-    annotation that cannot be decoded.
+    The function raises DecodeError, naming the field, for whatever does not fit, the model's own checks included. It
+    cannot be pickled: build it again from the model. Raises ConfigError here for what cannot be decoded at all.
     """
     return _Decoder(model).generate()
 
@@ -77,9 +74,10 @@ def wire_names(model: type) -> tuple[str, ...]:
 def encode_output(output: object) -> list[bytes]:
     """Turn what a handler returned into the fields of an entry, `[name, value, name, value, ...]`, for XADD.
 
-    `output` is a mapping, or an instance of a dataclass, msgspec.Struct or pydantic model. A None is left
-    out, any other value is written so that it decodes to itself. Raises OutputError for NaN and infinities at
-    any depth, a type without a text form, a name that is empty, repeated or no text, and if no field is left.
+    `output` is a mapping, or an instance of a dataclass, msgspec.Struct or pydantic model. A None is left out, any other
+    value decodes to itself again, except that an optional text or bytes that is empty comes back as None. Raises
+    OutputError for NaN and infinities at any depth, a type without a text form, a name that is empty, repeated or no
+    text, and if no field is left.
     """
     fields: list[bytes] = []
     plain = True
@@ -126,10 +124,10 @@ def _fields_of(model: Any) -> list[_Field]:
         read = _struct_fields
     elif hasattr(model, "__required_keys__"):  # is_typeddict() does not know those of typing_extensions
         read = _typed_dict_fields
-    elif isinstance(model, type) and dataclasses.is_dataclass(model):
+    elif dataclasses.is_dataclass(model) and not hasattr(model, "__pydantic_fields__"):
         read = _dataclass_fields
     else:
-        raise ConfigError(f"{name} is no model; use a dataclass, msgspec.Struct, TypedDict or pydantic model")
+        raise ConfigError(f"{name} is no model; use a plain dataclass, msgspec.Struct, TypedDict or pydantic.BaseModel")
     try:
         fields = sorted(read(model), key=lambda field: field.keyword)
     except (NameError, TypeError) as error:
@@ -191,7 +189,7 @@ def _pydantic_fields(model: Any) -> Iterator[_Field]:
 
 
 def _constructor(model: Any, fields: Sequence[_Field]) -> Callable[..., object]:
-    """What is called with the values of `fields`, in their order. The keyword fields are the last."""
+    """What is called with the values of `fields`: by position, the keyword fields by name."""
     names = [field.wire for field in fields]
 
     def present(*values: object) -> dict[str, object]:
@@ -202,14 +200,11 @@ def _constructor(model: Any, fields: Sequence[_Field]) -> Callable[..., object]:
     if hasattr(model, "__required_keys__"):
         return present
     keywords = [field.name for field in fields if field.keyword]
-    count = len(fields) - len(keywords)
     try:
-        inspect.signature(model).bind(*names[:count], **dict.fromkeys(keywords))
+        inspect.signature(model).bind(*names[len(keywords) :], **dict.fromkeys(keywords))
     except TypeError as error:
         raise ConfigError(f"{model.__name__}: its __init__ does not take its fields: {error}") from error
-    if not keywords:
-        return typing.cast(Callable[..., object], model)
-    return lambda *values: model(*values[:count], **dict(zip(keywords, values[count:], strict=True)))
+    return typing.cast(Callable[..., object], model)
 
 
 class _Kind(NamedTuple):
@@ -235,29 +230,32 @@ def _to_int(raw: bytes) -> int:
     return int(raw)
 
 
-def _to_float(raw: bytes) -> float:
-    if raw.strip(_NUMERAL):  # float() itself takes blanks, underscores, nan and inf
+def _numeral(raw: bytes) -> str:
+    if raw.strip(_NUMERAL):  # float() and Decimal() themselves take blanks, underscores, nan and inf
         raise ValueError
-    number = float(raw)
+    return raw.decode()
+
+
+def _to_float(raw: bytes) -> float:
+    number = float(_numeral(raw))
     if number - number != 0.0:
         raise OverflowError
     return number
 
 
-def _to_decimal(raw: bytes) -> Decimal:
-    if raw.strip(_NUMERAL):
-        raise ValueError
-    return Decimal(raw.decode())
-
-
+# JSON's numbers are a part of what is accepted, and msgspec reads them in a third of the time.
+_SHORTCUT_WORDS: dict[str, Any] = {
+    "numeral": _NUMERAL,
+    "json_int": msgspec.json.Decoder(int).decode,
+    "json_float": msgspec.json.Decoder(float).decode,
+}
 _SCALARS: dict[object, _Kind] = {
     str: _Kind("UTF-8 text", bytes.decode, "{raw}.decode()"),
     bytes: _Kind("bytes", bytes, "{raw}"),
-    # JSON's numbers are a part of what is accepted, and msgspec reads them in a third of the time.
     int: _Kind("a whole number", _to_int, "json_int({raw}) if {raw}.isdigit() else {convert}({raw})"),
     float: _Kind("a number", _to_float, "{convert}({raw}) if {raw}.strip(numeral) else json_float({raw})"),
     bool: _Kind("true, false, 1 or 0", lambda raw: _BOOLS[raw.lower()]),
-    Decimal: _Kind("a decimal number", _to_decimal),
+    Decimal: _Kind("a decimal number", lambda raw: Decimal(_numeral(raw))),
     datetime: _Kind("a date and time in ISO 8601", lambda raw: datetime.fromisoformat(raw.decode())),
     date: _Kind("a date in ISO 8601", lambda raw: date.fromisoformat(raw.decode())),
     UUID: _Kind("a UUID", lambda raw: msgspec.convert(raw.decode(), UUID)),
@@ -270,17 +268,15 @@ def _unwrap(annotation: Any) -> tuple[Any, bool, list[msgspec.Meta]]:
     constraints: list[msgspec.Meta] = []
     while True:
         origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+        rest = tuple(item for item in arguments if item not in (None, types.NoneType))
         if origin is typing.Annotated:
             annotation, *metadata = arguments
             constraints += [item for item in metadata if isinstance(item, msgspec.Meta)]
         elif isinstance(annotation, typing.NewType):
             annotation = annotation.__supertype__
-        elif origin in (typing.Union, types.UnionType) and types.NoneType in arguments:
+        elif origin in (typing.Union, types.UnionType, typing.Literal) and rest != arguments:
             optional = True
-            annotation = typing.Union[tuple(item for item in arguments if item is not types.NoneType)]  # noqa: UP007 - a union of unknown length
-        elif origin is typing.Literal and None in arguments:
-            optional = True
-            annotation = typing.Literal[tuple(item for item in arguments if item is not None)]
+            annotation = (typing.Literal if origin is typing.Literal else typing.Union)[rest]
         else:
             return annotation, optional, constraints
 
@@ -333,8 +329,11 @@ def _enum_kind(annotation: type[enum.Enum]) -> _Kind:
 
 def _json_kind(annotation: Any, foreign: bool) -> _Kind:
     shape = shapes.type_info(annotation)
-    spelled = annotation.__name__ if type(annotation) is type else str(annotation).replace("typing.", "")
-    if not isinstance(shape, _JSON_COLLECTIONS + _JSON_RECORDS) and not _is_pydantic(annotation):
+    plain = isinstance(annotation, type) and not typing.get_args(annotation)
+    spelled = annotation.__name__ if plain else str(annotation).replace("typing.", "")
+    collections = (shapes.CollectionType, shapes.TupleType, shapes.DictType)
+    records = (shapes.StructType, shapes.DataclassType, shapes.TypedDictType, shapes.NamedTupleType)
+    if not isinstance(shape, collections + records) and not _is_pydantic(annotation):
         if foreign:
             return _SCALARS[str]
         raise TypeError(spelled)
@@ -342,10 +341,9 @@ def _json_kind(annotation: Any, foreign: bool) -> _Kind:
     if foreign:
         return _Kind(expected, msgspec.json.decode)
     inner = list(_inner_shapes(shape, set()))
-    custom = [leaf.cls for leaf in inner if isinstance(leaf, shapes.CustomType)]
-    for model in custom:
-        if not _is_pydantic(model):
-            raise TypeError(f"{model.__name__} inside {spelled}")
+    for leaf in inner:
+        if isinstance(leaf, shapes.CustomType) and not _is_pydantic(leaf.cls):
+            raise TypeError(f"{leaf.cls.__name__} inside {spelled}")
     decode = msgspec.json.Decoder(annotation, dec_hook=_validate).decode
 
     def decode_and_check(raw: bytes) -> object:
@@ -354,7 +352,7 @@ def _json_kind(annotation: Any, foreign: bool) -> _Kind:
         return value
 
     # JSON has no NaN, but msgspec's Decimal and pydantic's numbers take the text "NaN" for one.
-    lenient = custom or any(isinstance(leaf, shapes.DecimalType) for leaf in inner)
+    lenient = any(isinstance(leaf, (shapes.DecimalType, shapes.CustomType)) for leaf in inner)
     return _Kind(expected, decode_and_check if lenient else decode)
 
 
@@ -395,8 +393,7 @@ class _Reader(NamedTuple):
         except Exception as error:
             found = f"not {_shown(raw)}" if raw else "but it is empty"
             detail = f" ({_one_line(error)})" if isinstance(error, msgspec.MsgspecError) else ""
-            wanted = f"field {self.field.wire!r} must be {self.kind.expected}"
-            raise DecodeError(f"{wanted}, {found}{detail}") from error
+            raise DecodeError(f"field {self.field.wire!r} must be {self.kind.expected}, {found}{detail}") from error
 
 
 def _reader(model: type, field: _Field) -> _Reader:
@@ -429,8 +426,7 @@ class _Decoder:
         names = tuple(pairs[::2])
         places = [-1] * len(self.readers)
         for place, name in enumerate(names):
-            index = self.wanted.get(name)
-            if index is None:
+            if (index := self.wanted.get(name)) is None:
                 continue
             if places[index] >= 0:
                 raise DecodeError(f"field {self.readers[index].field.wire!r} appears twice")
@@ -439,9 +435,9 @@ class _Decoder:
             if place < 0 and reader.absent is None:
                 raise DecodeError(f"field {reader.field.wire!r} is missing; it must be {reader.kind.expected}")
         picker = _picker(places)
+        if len(self.layouts) >= MAX_LAYOUTS:
+            self.layouts.clear()
         if sum(map(len, names)) <= MAX_LAYOUT_BYTES:
-            if len(self.layouts) >= MAX_LAYOUTS:
-                self.layouts.clear()
             self.layouts[names] = picker
         return picker
 
@@ -449,8 +445,10 @@ class _Decoder:
         """Decode one message field by field. Raises DecodeError with the reason."""
         raws = self.learn(pairs)(pairs)
         values = [reader.read(raw) for reader, raw in zip(self.readers, raws, strict=True)]
+        keywords = [reader.field.name for reader in self.readers if reader.field.keyword]
+        count = len(values) - len(keywords)  # the keyword fields are the last
         try:
-            return self.build(*values)
+            return self.build(*values[:count], **dict(zip(keywords, values[count:], strict=True)))
         # The model's own code may raise anything; it concerns this message only.
         except Exception as error:
             reason = f"{type(error).__name__}: {_one_line(error)}"
@@ -458,16 +456,9 @@ class _Decoder:
 
     def generate(self) -> Callable[[Sequence[bytes]], object]:
         """Write the fast function: the call that builds the model, with one expression per field."""
-        scope: dict[str, Any] = {
-            "build": self.build,
-            "layouts": self.layouts,
-            "learn": self.learn,
-            "slowly": self.slowly,
-            "numeral": _NUMERAL,
-            "json_int": msgspec.json.Decoder(int).decode,
-            "json_float": msgspec.json.Decoder(float).decode,
-        }
-        raws, values = "", ""
+        ours = {"build": self.build, "layouts": self.layouts, "learn": self.learn, "slowly": self.slowly}
+        scope: dict[str, Any] = _SHORTCUT_WORDS | ours
+        raws, positional, keywords = "", "", ""
         for index, reader in enumerate(self.readers):
             raw, convert, absent = f"raw{index}", f"convert{index}", f"absent{index}"
             scope |= {convert: reader.kind.convert, absent: reader.absent}
@@ -477,12 +468,16 @@ class _Decoder:
             if reader.field.absent is not None:  # otherwise an absent field is None by the line above
                 value = f"{absent}() if {raw} is None else {value}"
             raws += f"{raw}, "
-            values += f"{value}, "
+            if reader.field.keyword:
+                keywords += f"{reader.field.name!r}: {value}, "
+            else:
+                positional += f"{value}, "
+        by_name = f"**{{{keywords}}}" if keywords else ""  # an empty mapping would cost a call its speed
         source = f"""
 def decode(pairs):
     try:
         {raws} = (layouts.get(tuple(pairs[::2])) or learn(pairs))(pairs)
-        return build({values})
+        return build({positional}{by_name})
     except Exception:
         pass
     return slowly(pairs)
@@ -494,8 +489,7 @@ def decode(pairs):
 def _picker(places: Sequence[int]) -> Picker:
     """What takes the values at `places` out of an entry; None for those at -1."""
     if len(places) == 1:  # itemgetter returns one value bare
-        (place,) = places
-        return lambda pairs: (pairs[place] if place >= 0 else None,)
+        return lambda pairs: (pairs[places[0]] if places[0] >= 0 else None,)
     pick: Any = operator.itemgetter(*places)
     return pick if min(places) >= 0 else lambda pairs: pick((*pairs, None))
 
@@ -506,8 +500,7 @@ def _items(output: Any) -> Iterable[tuple[object, object]]:
     kind: Any = type(output)
     names = _output_names(kind)
     if names is None:
-        what = f"a {kind.__name__} cannot be written"
-        raise OutputError(f"{what}; return a mapping, a dataclass, a msgspec.Struct or a pydantic model")
+        raise OutputError(f"cannot write {kind.__name__}; return a mapping, dataclass, Struct or pydantic model")
     return [(wire, getattr(output, name)) for name, wire in names]
 
 
@@ -557,9 +550,6 @@ def _dump(value: Any) -> object:
     return value.model_dump(mode="json", by_alias=True)
 
 
-_COLLECTIONS = (list, tuple, set, frozenset, Mapping)
-
-
 class _TextForms(dict[type, Callable[[Any], bytes]]):
     """How a value of each type is written. Subclasses and records are added when they are first met."""
 
@@ -571,7 +561,7 @@ class _TextForms(dict[type, Callable[[Any], bytes]]):
             self[kind] = lambda value: self[base](base(value))
         elif base is not None:
             self[kind] = self[base]
-        elif issubclass(kind, _COLLECTIONS) or _output_names(kind) is not None:
+        elif issubclass(kind, (list, tuple, set, frozenset, dict)) or _output_names(kind) is not None:
             self[kind] = _to_json
         else:
             raise TypeError(f"a {kind.__module__}.{kind.__name__} has no text form; use {SUPPORTED}")

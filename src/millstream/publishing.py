@@ -24,7 +24,7 @@ PUBLISH = Script("publish")
 Value = str | bytes | int | float | None
 
 _BATCH_ENTRIES = 500
-_BATCH_BYTES = 1_000_000
+_BATCH_SIZE = 1_000_000
 _PLAIN = frozenset((str, bytes))
 
 
@@ -33,7 +33,7 @@ class _Run:
     """Entries with the same field names: the names cross the wire once."""
 
     names: Sequence[str | bytes]
-    name_bytes: int
+    name_size: int
     entries: int = 0
     values: list[str | bytes] = field(default_factory=list)
 
@@ -42,7 +42,7 @@ class _Run:
 class _Batch:
     runs: list[_Run] = field(default_factory=list)
     entries: int = 0
-    bytes: int = 0
+    size: int = 0
 
 
 class Publisher:
@@ -52,8 +52,8 @@ class Publisher:
     * `rate`: most entries a second; None = as many as go
     * `patience_ms`: how long a batch waits for a Redis that is away or full before it raises
 
-    `entries` and `bytes` (of names and values) count what Redis has confirmed. Not thread-safe. After a
-    RedisError it must not be used any more: whether the last batch was written may be unknown.
+    `entries` counts what Redis has confirmed. Not thread-safe. After a RedisError it must not be used any more:
+    whether the last batch was written may be unknown.
     """
 
     def __init__(
@@ -67,7 +67,6 @@ class Publisher:
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         self.entries = 0
-        self.bytes = 0
         self._client = client
         self._stream = stream
         self._producer = f"{PREFIX}:{{{hash_tag(stream)}}}:{stream}:producer:{secrets.token_hex(8)}"
@@ -118,8 +117,8 @@ class Publisher:
         run.entries += 1
         run.values += values
         batch.entries += 1
-        batch.bytes += run.name_bytes + sum(map(len, values))
-        if batch.entries >= self._most_entries or batch.bytes >= _BATCH_BYTES:
+        batch.size += run.name_size + sum(map(len, values))
+        if batch.entries >= self._most_entries or batch.size >= _BATCH_SIZE:
             self._pass_on()
 
     def flush(self) -> None:
@@ -152,7 +151,6 @@ class Publisher:
         except UnicodeEncodeError as error:
             raise OutputError(f"{error.object[:40]!r} is not valid Unicode: publish it as bytes") from error
         self.entries += batch.entries
-        self.bytes += batch.bytes
 
 
 class _Sender:

@@ -50,9 +50,7 @@ _FREE_PORTS = range(10_000, 22_768)
 _PORT_ATTEMPTS = 20
 
 _READY = re.compile(r"[Rr]eady to accept connections|Sentinel ID is")
-_OWN_DIRECTIVES = frozenset(
-    {"bind", "daemonize", "dir", "logfile", "loglevel", "port", "tls-port", "unixsocket"}
-)
+_OWN_DIRECTIVES = frozenset({"bind", "daemonize", "dir", "logfile", "loglevel", "port", "tls-port", "unixsocket"})
 
 _LAUNCHER = """\
 import ctypes, os, signal, sys
@@ -213,7 +211,8 @@ class EmbeddedServer:
         """Start it, and return when it answers; loading a large append-only file counts.
 
         Raises `ServerError`, with the end of its log and what to do, if it runs already, there is no usable
-        redis-server, its folder or port is taken, it ends, or it does not answer within `timeout_ms`.
+        redis-server, its folder or port is taken, it ends, or it does not answer within `timeout_ms`. A failed
+        start leaves it stopped, which removes a temporary folder.
         """
         if self.running:
             raise ServerError(f"this server runs already (pid {self.pid}): use restart()")

@@ -26,12 +26,12 @@ class Driver:
         self._process: subprocess.Popen[str] | None = None
         self.starts = 0
 
-    def start(self) -> None:
-        """Start it; its stderr is kept in the folder."""
+    def start(self, *options: str) -> None:
+        """Start it, with further options; its stderr is kept in the folder."""
         self.starts += 1
         with (self.folder / "stderr.log").open("a") as errors:
             self._process = subprocess.Popen(
-                self._command,
+                [*self._command, *options],
                 stdout=subprocess.PIPE,
                 stderr=errors,
                 text=True,

@@ -112,7 +112,7 @@ class Assassin:
         elif point == "driver":
             time.sleep(self._chance.random())
             self._driver.kill()
-            self._driver.start()
+            self._restart()
         else:
             self._kill_worker()
         self.log.append(point)
@@ -123,7 +123,11 @@ class Assassin:
         wait_until(lambda: self._hits(point) > before, f"nobody reached {point}", driver=self._driver)
         if point == EXACT_POINTS[2]:  # this one is the driver's own
             self._driver.process.wait(30)
-            self._driver.start()
+            self._restart()
+
+    def _restart(self) -> None:
+        """Each time with another number of cores."""
+        self._driver.start("--master", f"local[{1 + self._driver.starts % 3},4]")
 
     def _hits(self, point: str) -> int:
         return len(list(self._driver.folder.glob(f"hit.{point}.*")))
@@ -137,7 +141,7 @@ class Assassin:
 
 
 def test_killing_drivers_and_workers_all_through_a_run_applies_everything_once_and_in_order(
-    tmp_path: Path,
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     seed = random.SystemRandom().randrange(1 << 32)
     chance = random.Random(seed)

@@ -42,6 +42,12 @@ def client(server: EmbeddedServer) -> Iterator[redis.Redis]:
         yield connected
 
 
+@pytest.fixture
+def no_lock_grace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Refuse a folder in use at once: nobody in the test is about to leave it."""
+    monkeypatch.setattr(server_module, "_LOCK_GRACE_MS", 0)
+
+
 # --- what it promises about data ---
 
 
@@ -240,12 +246,15 @@ def test_a_server_outlives_the_thread_that_started_it() -> None:
 
 # The child goes through all that its copy of the parent's server offers, and lives on with that copy.
 FORK = """
+parent = os.getpid()
 child = os.fork()
 if child == 0:
     server.stop()
     with EmbeddedServer() as its_own:
         print(its_own.call("PING"), flush=True)
-    time.sleep(600)
+    while os.getppid() == parent:
+        time.sleep(0.1)
+    os._exit(0)
 sys.stdin.readline()
 print(server.call("PING"), flush=True)
 server.stop()
@@ -255,12 +264,15 @@ os.kill(child, 9)
 """
 
 
+@pytest.mark.usefixtures("no_lock_grace")
 def test_a_fork_of_the_parent_neither_stops_the_server_nor_holds_its_folder(
     tmp_path: Path, start_parent: StartParent
 ) -> None:
     parent, _ = start_parent(tmp_path, then=FORK)
     assert parent.stdin is not None
     assert read_line(parent) == "b'PONG'"
+    with pytest.raises(ServerError, match="in use"):
+        EmbeddedServer(data_dir=tmp_path).start()
     parent.stdin.write("the child is done\n")
     parent.stdin.flush()
     assert [read_line(parent), read_line(parent)] == ["b'PONG'", "b'PONG'"]
@@ -333,6 +345,7 @@ def test_many_servers_started_at_once_get_ports_of_their_own() -> None:
 # --- folders ---
 
 
+@pytest.mark.usefixtures("no_lock_grace")
 def test_a_second_server_in_a_folder_in_use_is_refused(tmp_path: Path) -> None:
     with EmbeddedServer(data_dir=tmp_path) as first:
         with pytest.raises(ServerError, match=rf"in use .*started by process {os.getpid()}:"):
@@ -347,6 +360,7 @@ def test_a_folder_in_use_by_another_process_is_refused(tmp_path: Path, start_par
         EmbeddedServer(data_dir=tmp_path).start()
 
 
+@pytest.mark.usefixtures("no_lock_grace")
 def test_a_killed_server_keeps_its_folder_until_it_is_stopped(tmp_path: Path) -> None:
     with EmbeddedServer(data_dir=tmp_path) as first:
         first.kill()
@@ -402,9 +416,7 @@ def test_a_directive_that_redis_refuses_is_shown_with_its_own_words() -> None:
 
 def test_a_server_that_is_not_ready_in_time_is_ended(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     binary = tmp_path / "redis-server"
-    binary.write_text(
-        "#!/bin/sh\n[ $1 = --version ] && echo v=7.0.15 && exit\necho dawdling $$\nexec sleep 60\n"
-    )
+    binary.write_text("#!/bin/sh\n[ $1 = --version ] && echo v=7.0.15 && exit\necho dawdling $$\nexec sleep 60\n")
     binary.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     with pytest.raises(ServerError, match=r"(?s)not ready in time.*dawdling \d+") as failure:
@@ -421,9 +433,7 @@ def test_a_server_that_is_not_ready_in_time_is_ended(monkeypatch: pytest.MonkeyP
         ({"extra": {"save": '""\nbind 0.0.0.0'}}, "must be a single line"),
     ],
 )
-def test_parameters_that_cannot_work_are_refused_at_once(
-    parameters: dict[str, object], complaint: str
-) -> None:
+def test_parameters_that_cannot_work_are_refused_at_once(parameters: dict[str, object], complaint: str) -> None:
     with pytest.raises(ConfigError, match=complaint):
         EmbeddedServer(**parameters)  # type: ignore[arg-type]
 

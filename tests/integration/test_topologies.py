@@ -55,7 +55,7 @@ def test_sentinels_promote_the_replica_when_the_primary_is_killed_and_keep_the_d
         ports = [sentinel.port for sentinel in trio.sentinels]
         addresses = ",".join(f"127.0.0.1:{port}" for port in ports)
         assert trio.url == f"redis+sentinel://{addresses}/{PRIMARY_NAME}/0"
-        guide: Any = Sentinel([("127.0.0.1", port) for port in ports])  # type: ignore[no-untyped-call]
+        guide: Any = Sentinel([("127.0.0.1", port) for port in ports])
         assert guide.discover_master(PRIMARY_NAME) == ("127.0.0.1", trio.primary.port)
         with guide.master_for(PRIMARY_NAME) as client:
             client.set("key", "value")

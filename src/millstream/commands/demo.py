@@ -1,12 +1,12 @@
 """`millstream demo`: a year of real flights, processed on Spark and checked one by one."""
 
-import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
 
+from millstream.commands.terminal import say_json
 from millstream.demo.report import print_report
 from millstream.demo.show import DemoSettings, run_demo
 
@@ -18,12 +18,10 @@ def demo(
     kill: Annotated[
         bool, typer.Option("--kill", help="Kill Python workers and the driver with SIGKILL in mid-run.")
     ] = False,
-    url: Annotated[
-        str | None, typer.Option(help="Use this Redis; default: start one.", show_default=False)
-    ] = None,
-    data_dir: Annotated[
-        Path, typer.Option(help="Folder for what the demo writes; emptied at the start.")
-    ] = Path(".millstream/demo"),
+    url: Annotated[str | None, typer.Option(help="Use this Redis; default: start one.", show_default=False)] = None,
+    data_dir: Annotated[Path, typer.Option(help="Folder for what the demo writes; emptied at the start.")] = Path(
+        ".millstream/demo"
+    ),
     keep: Annotated[
         bool, typer.Option("--keep", help="Leave the data in Redis, and its folder, when it is over.")
     ] = False,
@@ -36,7 +34,7 @@ def demo(
     settings = DemoSettings(flights=flights, kill=kill, url=url, data_dir=data_dir, keep=keep)
     outcome = run_demo(settings, console)
     if as_json:
-        typer.echo(json.dumps(outcome.as_json()))
+        say_json(outcome.as_json())
     else:
         print_report(console, outcome)
     if not outcome.audit.ok:

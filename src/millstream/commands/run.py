@@ -16,7 +16,7 @@ from rich.live import Live
 
 from millstream.app import load_app
 from millstream.bell import Bell
-from millstream.commands.options import DEFAULT_URL
+from millstream.commands.options import DEFAULT_URL, Json, Url
 from millstream.errors import ConfigError
 
 _COUNTED = ("messages", "committed", "dead", "retries")
@@ -83,33 +83,43 @@ class Progress:
         )
 
 
+Target = Annotated[str, typer.Argument(help="The app: module:app or path/to/file.py:app", metavar="APP")]
+Checkpoint = Annotated[str, typer.Option(help="Folder for Spark's checkpoints; keep it between runs.")]
+Master = Annotated[str, typer.Option(help="Spark master; default: local[*] with task retries.")]
+MaxPerBatch = Annotated[int, typer.Option(help="Most entries that a micro-batch takes.")]
+IntervalMs = Annotated[int, typer.Option(help="Least time between the starts of two micro-batches.")]
+Once = Annotated[bool, typer.Option("--once", help="Process what is there now, then end.")]
+Start = Annotated[str, typer.Option(help="Where a handler that never ran begins: earliest or latest.")]
+FromFrontier = Annotated[
+    bool, typer.Option("--from-frontier", help="With a new checkpoint: go on where the commits end.")
+]
+Reprocess = Annotated[bool, typer.Option("--reprocess", help="With a new checkpoint: forget state, begin anew.")]
+AllowLoss = Annotated[
+    bool, typer.Option("--allow-data-loss", help="Count entries that were trimmed unread; do not stop.")
+]
+Conf = Annotated[list[str] | None, typer.Option(help="A Spark setting, KEY=VALUE; may be repeated.")]
+BellUrl = Annotated[str, typer.Option(help="POST a JSON summary there when dead letters arrive.")]
+BellCommand = Annotated[str, typer.Option(help="Run this command then, with the summary on its stdin.")]
+SparkLog = Annotated[bool, typer.Option("--spark-log", help="Show Spark's own warnings and errors.")]
+
+
 def run(
-    target: Annotated[str, typer.Argument(help="The app: module:app or path/to/file.py:app", metavar="APP")],
-    url: Annotated[str, typer.Option(envvar="MILLSTREAM_URL", help="Where Redis is.")] = DEFAULT_URL,
-    checkpoint: Annotated[
-        str, typer.Option(help="Folder for Spark's checkpoints; keep it between runs.")
-    ] = ".millstream/checkpoints",
-    master: Annotated[str, typer.Option(help="Spark master; default: local[*] with task retries.")] = "",
-    max_per_batch: Annotated[int, typer.Option(help="Most entries that a micro-batch takes.")] = 50_000,
-    interval_ms: Annotated[int, typer.Option(help="Least time between the starts of two micro-batches.")] = 0,
-    once: Annotated[bool, typer.Option("--once", help="Process what is there now, then end.")] = False,
-    start: Annotated[str, typer.Option(help="Where a handler that never ran begins: earliest or latest.")] = "earliest",
-    from_frontier: Annotated[
-        bool, typer.Option("--from-frontier", help="With a new checkpoint: go on where the commits end.")
-    ] = False,
-    reprocess: Annotated[
-        bool,
-        typer.Option("--reprocess", help="With a new checkpoint: forget state and progress, begin anew."),
-    ] = False,
-    allow_data_loss: Annotated[
-        bool,
-        typer.Option("--allow-data-loss", help="Count entries that were trimmed unread instead of stopping."),
-    ] = False,
-    conf: Annotated[list[str] | None, typer.Option(help="A Spark setting, KEY=VALUE; may be repeated.")] = None,
-    bell_url: Annotated[str, typer.Option(help="POST a JSON summary there when dead letters arrive.")] = "",
-    bell_command: Annotated[str, typer.Option(help="Run this with the summary on stdin instead.")] = "",
-    as_json: Annotated[bool, typer.Option("--json", help="One line of JSON on stdout per event.")] = False,
-    spark_log: Annotated[bool, typer.Option("--spark-log", help="Show Spark's own warnings and errors.")] = False,
+    target: Target,
+    url: Url = DEFAULT_URL,
+    checkpoint: Checkpoint = ".millstream/checkpoints",
+    master: Master = "",
+    max_per_batch: MaxPerBatch = 50_000,
+    interval_ms: IntervalMs = 0,
+    once: Once = False,
+    start: Start = "earliest",
+    from_frontier: FromFrontier = False,
+    reprocess: Reprocess = False,
+    allow_data_loss: AllowLoss = False,
+    conf: Conf = None,
+    bell_url: BellUrl = "",
+    bell_command: BellCommand = "",
+    as_json: Json = False,
+    spark_log: SparkLog = False,
 ) -> None:
     """Run an app as a Spark pipeline, in order per key, each effect committed exactly once."""
     if from_frontier and reprocess:

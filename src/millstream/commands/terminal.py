@@ -15,14 +15,16 @@ from millstream.commands.escaping import harmless
 from millstream.errors import ConfigError
 
 
-def say(line: str) -> None:
-    """Print one line of data."""
+def say(line: str, *, flush: bool = False) -> None:
+    """Print one line of data; `flush` if somebody waits for it."""
     sys.stdout.write(line + "\n")
+    if flush:
+        sys.stdout.flush()
 
 
-def say_json(value: Any) -> None:
+def say_json(value: Any, *, flush: bool = False) -> None:
     """Print one line of JSON. All of it is ASCII, so that no control character reaches a terminal."""
-    say(json.dumps(value, separators=(",", ":")))
+    say(json.dumps(value, separators=(",", ":")), flush=flush)
 
 
 def talk(text: str) -> None:

@@ -83,7 +83,8 @@ class Pipeline:
     def kill_worker(self) -> int | None:
         """Kill the Python worker that has worked most; return its id, or None while there is none."""
         family = self._family()
-        daemons = {process.pid for process in family if "pyspark.daemon" in process.command}
+        # Workers are forks of a daemon and keep its command line; daemons with other modules serve the source.
+        daemons = {process.pid for process in family if "pyspark.daemon pyspark.worker" in process.command}
         workers = [process for process in family if process.parent in daemons]
         if not workers:
             return None

@@ -103,20 +103,20 @@ def _verdict(outcome: Outcome) -> Table:
     table.add_column(justify="right")
     table.add_column()
     table.add_row("messages in", f"{audit.messages:,}", "")
-    table.add_row("committed", f"{audit.committed:,}", "one entry each in the stream departures")
+    table.add_row("committed", f"{audit.committed:,}", "entries of the stream departures")
     table.add_row("dead letters", f"{audit.dead_letters:,}", reasons)
     faults = (
         ("lost", audit.lost, ""),
         ("duplicated", audit.duplicated, ""),
         ("unexpected", audit.unexpected, ""),
-        ("order violations", audit.order_violations, "each aircraft's entries against its flights"),
-        ("wrong values", wrong, "every field and every aircraft's state, worked out a second time"),
+        ("order violations", audit.order_violations, "in the entries of each aircraft"),
+        ("wrong values", wrong, "worked out a second time, states too"),
     )
     for name, count, how in faults:
         table.add_row(name, f"[red]{count:,}[/]" if count else "[green]0[/]", how)
-    took = f"the start of Spark included, {outcome.processing_seconds:,.1f} s after the first commit"
+    took = f"{outcome.processing_seconds:,.1f} s of it after the first commit"
     table.add_row("time", f"{outcome.seconds:,.1f} s", took)
-    pace = f"in {outcome.batches:,} batches; {outcome.processing_rate:,.0f}/s after the first commit"
+    pace = f"{outcome.processing_rate:,.0f}/s after the first commit, {outcome.batches:,} batches"
     table.add_row("throughput", f"{outcome.rate:,.0f}/s", pace)
     return table
 

@@ -215,10 +215,12 @@ def fresh_folder(folder: Path) -> Path:
 
 @contextmanager
 def _embedded_server(data_dir: Path, *, keep: bool) -> Iterator[str]:
-    with EmbeddedServer(data_dir=data_dir / "redis") as server:
-        yield server.url
-    if not keep:
-        shutil.rmtree(data_dir / "redis", ignore_errors=True)
+    try:
+        with EmbeddedServer(data_dir=data_dir / "redis") as server:
+            yield server.url
+    finally:
+        if not keep:
+            shutil.rmtree(data_dir / "redis", ignore_errors=True)
 
 
 def _own_keys() -> list[str]:

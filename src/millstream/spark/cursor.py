@@ -12,9 +12,9 @@ from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from millstream.client import Client, Command, Reply, raise_if_error
-from millstream.errors import AccessDenied, CommandFailed, GroupMissing, Unavailable
+from millstream.errors import AccessDenied, CommandFailed, Unavailable
 from millstream.model import EntryId
-from millstream.spark.facts import ask
+from millstream.spark.facts import ask, groups_of
 
 CHUNK = 10_000
 """Entries that one command may skip: Redis serves nobody else for about 3 ms."""
@@ -37,24 +37,24 @@ def walk(client: Client, wishes: Mapping[str, Walk]) -> dict[str, list[EntryId]]
 
     Raises AccessDenied if the Redis user may not use consumer groups, Unavailable if it has to be done again.
     """
+    if not wishes:
+        return {}
     group = f"{_PREFIX}{time.time_ns() // 1_000_000}:{secrets.token_hex(4)}"
-    made = [("XGROUP", "CREATE", stream, group, str(wish.after)) for stream, wish in wishes.items()]
-    walkers = []
+    walkers = [_Walker(stream, wish) for stream, wish in wishes.items()]
+    made = [("XGROUP", "CREATE", walker.stream, group, str(walker.wish.after)) for walker in walkers]
     try:
-        for (stream, wish), reply in zip(wishes.items(), ask(client, made), strict=True):
-            if not isinstance(reply, CommandFailed):  # the stream is gone
-                _explain(reply)
-                walkers.append(_Walker(stream, wish))
-        _skip_all(client, group, walkers)
+        replies = [_allowed(reply) for reply in ask(client, made)]
+        # CommandFailed: the stream is gone.
+        _skip_all(client, group, [w for w, r in zip(walkers, replies, strict=True) if not isinstance(r, CommandFailed)])
     finally:
         ask(client, [("XGROUP", "DESTROY", stream, group) for stream in wishes])
     return {walker.stream: walker.found for walker in walkers}
 
 
-def _explain(reply: Reply) -> None:
+def _allowed(reply: Reply) -> Reply:
     if isinstance(reply, AccessDenied):
         raise AccessDenied(f"{reply}; limiting or splitting a batch needs XGROUP, XREADGROUP and XINFO on the stream")
-    raise_if_error(reply)
+    return reply if isinstance(reply, CommandFailed) else raise_if_error(reply)
 
 
 class _Walker:
@@ -63,56 +63,51 @@ class _Walker:
     def __init__(self, stream: str, wish: Walk) -> None:
         self.stream = stream
         self.found: list[EntryId] = []
-        self._wish = wish
+        self.wish = wish
         self._at = wish.after
         self._skipped = 0
 
     @property
     def wanted(self) -> int:
         """Entries to skip next; 0 when the wish is fulfilled or the stream has ended."""
-        wish = self._wish
+        wish = self.wish
         return min(CHUNK, wish.step - self._skipped) if len(self.found) < wish.marks else 0
 
-    def arrive(self, at: EntryId) -> None:
-        """Take note that skipping `wanted` entries led to `at`."""
+    def hear(self, own: str, reply: Reply) -> list[Command]:
+        """Note where skipping `wanted` entries has led; return what removes groups that others left behind."""
+        groups = {bytes(group[b"name"]).decode("utf-8", "replace"): group for group in groups_of(_allowed(reply))}
+        if own not in groups:
+            raise Unavailable(f"the planning group on stream {self.stream!r} has vanished: it is planned again")
+        self._arrive(EntryId.parse(groups[own][b"last-delivered-id"]))
+        return [("XGROUP", "DESTROY", self.stream, name) for name in groups if _is_leftover(name)]
+
+    def _arrive(self, at: EntryId) -> None:
         if at == self._at:
-            self._wish = self._wish._replace(marks=0)
+            self.wish = self.wish._replace(marks=0)  # the stream has ended
             return
         self._skipped += self.wanted
         self._at = at
-        if self._skipped == self._wish.step:
+        if self._skipped == self.wish.step:
             self.found.append(at)
             self._skipped = 0
 
 
 def _skip_all(client: Client, group: str, walkers: Iterable[_Walker]) -> None:
+    leftovers: list[Command] = []
     active = [walker for walker in walkers if walker.wanted]
-    leftovers: set[tuple[str, str]] = set()
     while active:
         for at in range(0, len(active), _PAIRS_PER_TRIP):
             some = active[at : at + _PAIRS_PER_TRIP]
             for walker, reply in zip(some, client.unanswered([_pair(group, w) for w in some]), strict=True):
-                groups = {bytes(g[1]).decode("utf-8", "replace"): g for g in _groups(reply)}
-                if group not in groups:
-                    raise Unavailable(f"the planning group on stream {walker.stream!r} has vanished; it is made again")
-                walker.arrive(EntryId.parse(dict(zip(*[iter(groups[group])] * 2))[b"last-delivered-id"]))
-                leftovers.update((walker.stream, name) for name in groups if _is_leftover(name))
+                leftovers += walker.hear(group, reply)
         active = [walker for walker in active if walker.wanted]
-    ask(client, [("XGROUP", "DESTROY", stream, name) for stream, name in leftovers])
+    ask(client, leftovers)
 
 
 def _pair(group: str, walker: _Walker) -> tuple[Command, Command]:
     stream = walker.stream
     skip = ("XREADGROUP", "GROUP", group, "planner", "COUNT", walker.wanted, "NOACK", "STREAMS", stream, ">")
     return skip, ("XINFO", "GROUPS", stream)
-
-
-def _groups(reply: Reply) -> list[list[bytes]]:
-    if isinstance(reply, GroupMissing | CommandFailed):
-        return []
-    _explain(reply)
-    groups: list[list[bytes]] = reply
-    return groups
 
 
 def _is_leftover(name: str) -> bool:

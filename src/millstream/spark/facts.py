@@ -90,6 +90,13 @@ def _facts(stream: str, reply: Any) -> StreamFacts | None:
     )
 
 
+def groups_of(reply: Reply) -> list[dict[bytes, Any]]:
+    """The consumer groups in a reply to XINFO GROUPS; none of a stream that is gone."""
+    if isinstance(reply, CommandFailed):
+        return []
+    return [dict(zip(group[::2], group[1::2], strict=True)) for group in raise_if_error(reply)]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Loss:
     """Entries of `stream` after `start` that can no longer be read.

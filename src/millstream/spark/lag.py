@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 from millstream.client import Client, Command, Reply, raise_if_error
 from millstream.errors import AccessDenied, CommandFailed, ConfigError, GroupMissing
-from millstream.spark.facts import ask
+from millstream.spark.facts import ask, groups_of
 from millstream.spark.offsets import Offsets, Position
 
 
@@ -35,12 +35,11 @@ class LagGroup:
     def _refuse_foreign(self, streams: Iterable[str]) -> None:
         names = list(streams)
         for stream, reply in zip(names, ask(self._client, [("XINFO", "GROUPS", s) for s in names]), strict=True):
-            for group in [] if isinstance(reply, CommandFailed) else self._answered(reply):
-                facts = dict(zip(group[::2], group[1::2], strict=True))
-                if facts[b"name"] == self._group.encode() and (facts[b"consumers"] or facts[b"pending"]):
+            for group in groups_of(self._answered(reply)):
+                if group[b"name"] == self._group.encode() and (group[b"consumers"] or group[b"pending"]):
                     raise ConfigError(
-                        f"the group {self._group!r} of stream {stream!r} has {facts[b'consumers']} consumers and "
-                        f"{facts[b'pending']} pending entries, so others read through it: give this query a group of "
+                        f"the group {self._group!r} of stream {stream!r} has {group[b'consumers']} consumers and "
+                        f"{group[b'pending']} pending entries, so others read through it: give this query a group of "
                         'its own with option("group", NAME), or "" to show no progress'
                     )
 
@@ -52,16 +51,15 @@ class LagGroup:
             if isinstance(reply, GroupMissing)
         }
         made = ask(self._client, [self._command("CREATE", *item) for item in missing.items()])
-        for reply in [*replies, *made]:
-            # CommandFailed: the stream is gone, or does not exist yet; the planner has its own word on that.
-            if not isinstance(reply, GroupMissing | CommandFailed):
-                self._answered(reply)
+        for reply in (*replies, *made):
+            self._answered(reply)
 
     def _command(self, verb: str, stream: str, at: Position) -> Command:
         known: Command = () if at.added is None else ("ENTRIESREAD", at.added)
         return ("XGROUP", verb, stream, self._group, str(at.id), *known)
 
     def _answered(self, reply: Reply) -> Reply:
+        """Let pass what the planner has its own word on: a stream that is gone, or does not exist yet."""
         if isinstance(reply, AccessDenied):
-            raise AccessDenied(f'{reply}; grant XGROUP and XINFO on the stream, or show no progress: option("group", "")')
-        return raise_if_error(reply)
+            raise AccessDenied(f'{reply}; grant XGROUP and XINFO on it, or show no progress: option("group", "")')
+        return reply if isinstance(reply, GroupMissing | CommandFailed) else raise_if_error(reply)

@@ -233,7 +233,9 @@ def _edges(options: _Options, side: str, streams: tuple[str, ...], has_frontier:
         raise ConfigError(f'option {name} is not JSON like {{"orders": "1700000000000-0"}}: {error}') from error
     strangers = sorted(set(raw) - set(streams)) if streams else []
     if strangers:
-        raise ConfigError(f"option {name} names {strangers[0]!r}, which is not subscribed to{_near(strangers[0], streams)}")
+        raise ConfigError(
+            f"option {name} names {strangers[0]!r}, which is not subscribed to{_near(strangers[0], streams)}"
+        )
     # A position as it stands in a checkpoint, ["ms-seq", n], may be pasted here.
     edges = {stream: _edge(name, at[0] if isinstance(at, list) and at else at, words) for stream, at in raw.items()}
     return Edges(streams=edges)

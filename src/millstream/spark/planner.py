@@ -17,13 +17,14 @@ from millstream.spark.facts import StreamFacts, after_loss, ask, judge, survey
 from millstream.spark.loss import LossPolicy
 from millstream.spark.offsets import BEGINNING, Offsets, Position
 from millstream.spark.options import Edge, SourceOptions
-from millstream.spark.ranges import Piece, Spread, cut, deal
+from millstream.spark.ranges import Piece, Spread, cut, deal, guess_cuts
 from millstream.spark.shares import divide
 
 logger = logging.getLogger(__name__)
 
 _SCAN_INTERVAL_MS = 1000.0
 _SPLIT_SLACK = 1.2
+_GUESSES_PER_TASK = 4
 
 
 class Planner:
@@ -143,18 +144,22 @@ class Planner:
         return self._options.limits.per_partition or total
 
     def _split(self, pieces: Sequence[Piece], target: int) -> list[Piece]:
-        """Split what is greater than `target` at exact places."""
-        slack = 1.0 if self._options.limits.per_partition else _SPLIT_SLACK
-        steps: dict[str, int] = {}
+        """Split what is greater than `target`: at exact places, or, where that is not needed, at guessed ones."""
+        exact = self._options.limits.per_partition is not None
+        most = target if exact else int(target * _SPLIT_SLACK)
+        split = [piece for piece in pieces if piece.size <= most]
+        steps: dict[Piece, int] = {}
         for piece in pieces:
-            if piece.size > target * slack:
-                parts = -(-piece.size // target)
-                steps[piece.stream] = -(-piece.size // parts)
-        wishes = {p.stream: Walk(p.after, steps[p.stream], (p.size - 1) // steps[p.stream]) for p in pieces if p.stream in steps}
-        marks = walk(self._client, wishes) if wishes else {}
-        split: list[Piece] = []
-        for piece in pieces:
-            split += cut(piece, steps.get(piece.stream, 0), marks.get(piece.stream, ()))
+            parts = -(-piece.size // target)
+            if piece.size <= most:
+                continue
+            if piece.untouched and not exact:
+                split += guess_cuts(piece, parts * _GUESSES_PER_TASK)
+            else:
+                steps[piece] = -(-piece.size // parts)
+        marks = walk(self._client, {p.stream: Walk(p.after, step, (p.size - 1) // step) for p, step in steps.items()})
+        for piece, step in steps.items():
+            split += cut(piece, step, marks.get(piece.stream, ()))
         return split
 
     # --- the handler engine's frontier ---
@@ -168,11 +173,7 @@ class Planner:
     def _floors(self, start: Offsets, end: Offsets) -> Offsets:
         """`start`, lowered to what Redis knows as committed where entries lie between."""
         floors = {name: start.get(name, Position(ZERO_ID, None)) for name in end}
-        lower = {
-            name: frontier
-            for name, frontier in self._frontiers(list(end)).items()
-            if frontier < floors[name].id
-        }
+        lower = {name: frontier for name, frontier in self._frontiers(list(end)).items() if frontier < floors[name].id}
         replies = ask(
             self._client,
             [("XRANGE", name, f"({at}", str(floors[name].id), "COUNT", 1) for name, at in lower.items()],
@@ -237,10 +238,16 @@ def _count_at(at: Position, taken: int, before: StreamFacts | None, now: StreamF
 
 
 def _pieces(name: str, at: Position, until: Position, facts: StreamFacts) -> list[Piece]:
+    """What is to be read of one stream, in one piece; none if it is known that nothing is there."""
     if at.added is None or until.added is None or facts.has_gaps_after(at.id):
         return [Piece(name, at.id, until.id, _estimate(at, until, facts), None)]
     count = until.added - at.added
-    return [Piece(name, at.id, until.id, count, count)] if count > 0 else []
+    if facts.removed:
+        return [Piece(name, at.id, until.id, count, count)] if count > 0 else []
+    # Nothing ever stood before the first entry: guessing places between entries works better from there.
+    ms, seq = facts.first
+    after = max(at.id, EntryId(ms, seq - 1) if seq else EntryId(ms - 1, 0))
+    return [Piece(name, after, until.id, count, count, untouched=True)]
 
 
 def _estimate(at: Position, until: Position, facts: StreamFacts) -> int:

@@ -7,6 +7,7 @@ many streams.
 import heapq
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple
 
 from millstream.model import EntryId
@@ -19,6 +20,7 @@ class Piece(NamedTuple):
 
     * `size`: about how many they are
     * `count`: exactly how many they must be; None where that is not known
+    * `untouched`: nothing had ever been removed from the stream, so it is whole if that is still so after reading
     """
 
     stream: str
@@ -26,6 +28,7 @@ class Piece(NamedTuple):
     until: EntryId
     size: int
     count: int | None
+    untouched: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +62,21 @@ def cut(piece: Piece, step: int, marks: Sequence[EntryId]) -> list[Piece]:
     done = step * len(pieces)
     rest = None if piece.count is None else piece.count - done
     return [*pieces, Piece(piece.stream, after, piece.until, max(left, 1), rest)]
+
+
+def guess_cuts(piece: Piece, parts: int) -> list[Piece]:
+    """Cut `piece` into `parts` of even id space, without asking Redis: how many entries each holds is a guess.
+
+    An id is taken as one number, milliseconds first; the width of its lower digits follows from the sequence numbers
+    at both ends, so that entries that all came in one millisecond are spread too.
+    """
+    width = max(piece.after.seq, piece.until.seq) + 1
+    first = piece.after.ms * width + piece.after.seq
+    span = piece.until.ms * width + piece.until.seq - first
+    marks = sorted({EntryId(*divmod(first + span * part // parts, width)) for part in range(1, parts)})
+    size = -(-piece.size // parts)
+    cuts = [piece.after, *(mark for mark in marks if piece.after < mark < piece.until), piece.until]
+    return [piece._replace(after=a, until=b, size=size, count=None) for a, b in pairwise(cuts)]
 
 
 def deal(pieces: Iterable[Piece], tasks: int, max_size: int) -> list[list[Piece]]:

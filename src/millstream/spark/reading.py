@@ -27,6 +27,7 @@ _TRIP_BYTES = 4 << 20
 _BATCH_ROWS = 10_000
 _BATCH_BYTES = 16 << 20
 _SAMPLES = 32
+_GUESS_MARGIN = 200
 _CONTAINERS_PER_COLLECTION = 200_000
 
 
@@ -45,8 +46,8 @@ class _Reader:
 
     @property
     def left(self) -> int:
-        """About how many entries are still to come."""
-        return max(self.piece.size - self.rows, 1)
+        """About how many entries are still to come, and not too few: each shortfall costs a round trip."""
+        return max(self.piece.size - self.rows, 1 if self.piece.count is not None else _GUESS_MARGIN)
 
 
 class Reading:
@@ -96,7 +97,11 @@ class Reading:
         replies = self._client.patiently(
             lambda: ask(self._client, commands), what="reading streams", limit_ms=self._limit_ms
         )
-        runs = [run for (reader, count), reply in zip(asked, replies, strict=True) if (run := self._take(reader, count, reply))[1]]
+        runs = [
+            run
+            for (reader, count), reply in zip(asked, replies, strict=True)
+            if (run := self._take(reader, count, reply))[1]
+        ]
         self._learn_sizes(runs)
         return runs
 
@@ -107,8 +112,8 @@ class Reading:
             reader.after = b"(" + entries[-1][0]
         if len(entries) == count and entries[-1][0] != reader.until:
             self._waiting.appendleft(reader)
-        elif reader.piece.count is not None and reader.rows < reader.piece.count:
-            self._report_missing(reader)
+        else:
+            self._check(reader)
         return reader.piece.stream, entries
 
     def _learn_sizes(self, runs: Sequence[Run]) -> None:
@@ -118,14 +123,20 @@ class Reading:
         most = min(_MOST_TRIP_ENTRIES, self._trip_entries * 8, _TRIP_BYTES // self._entry_bytes)
         self._trip_entries = max(most, 1)
 
-    def _report_missing(self, reader: _Reader) -> None:
+    def _check(self, reader: _Reader) -> None:
+        """Report what was removed while it was being read; what was gone before is the planner's business."""
         piece = reader.piece
+        if piece.count is not None:
+            missing = f"{piece.count - reader.rows:,}" if reader.rows < piece.count else ""
+        else:
+            missing = "an unknown number of" if piece.untouched else ""
+        if not missing:
+            return
         facts = survey(self._client, [piece.stream])[piece.stream]
-        if facts is not None and facts.keeps(piece.after):
-            return  # single entries were deleted (XDEL), on purpose: that is no loss
-        missing = (piece.count or 0) - reader.rows
+        if facts is not None and (facts.keeps(piece.after) or not facts.removed):
+            return  # nothing was trimmed; single entries that are deleted (XDEL) are no loss
         text = (
-            f"stream {piece.stream!r} lost {missing:,} entries between {piece.after} and {piece.until} while they were "
+            f"stream {piece.stream!r} lost {missing} entries between {piece.after} and {piece.until} while they were "
             "being read: they were trimmed or deleted"
         )
         if self._fail_on_data_loss:

@@ -241,10 +241,15 @@ class Runner:
         return writer.trigger(processingTime=f"{settings.interval_ms} milliseconds").start()
 
 
-def _waiting(end_json: Any, latest_json: Any) -> int | None:
-    """Entries between two offsets of the source; None where their numbers are not known."""
-    try:
-        end, latest = json.loads(end_json), json.loads(latest_json)
-        return sum(int(max(0, number - end.get(stream, ("", 0))[1])) for stream, (_, number) in latest.items())
-    except (TypeError, ValueError):
+def _waiting(end_json: str | None, latest_json: str | None) -> int | None:
+    """Entries between two offsets of the source, {stream: [id, number]}; None where they are not known (yet)."""
+    end, latest = json.loads(end_json or "null"), json.loads(latest_json or "null")
+    if not end or not latest:
         return None
+    total = 0
+    for stream, (_, number) in latest.items():
+        done = end[stream][1] if stream in end else 0
+        if number is None or done is None:
+            return None
+        total += max(0, number - done)
+    return total

@@ -92,9 +92,7 @@ class _Side:
         from millstream.spark.rows import batch_maker
 
         pieces: list[Piece] = partition.value or []  # Spark makes a partition of its own where there is none
-        reading = Reading(
-            self._client, pieces, limit_ms=limit_ms, fail_on_data_loss=self._options.fail_on_data_loss
-        )
+        reading = Reading(self._client, pieces, limit_ms=limit_ms, fail_on_data_loss=self._options.fail_on_data_loss)
         return reading.batches(batch_maker(self._options.columns, self._schema))
 
 
@@ -141,7 +139,7 @@ class RedisStreamReader(_Side, DataSourceStreamReader, SupportsTriggerAvailableN
 
     def prepareForTriggerAvailableNow(self) -> None:  # noqa: N802
         """Fix the end of the query at the entries that are there now."""
-        self._target = self._client.patiently(lambda: self._planner.tails(), what="spark.readStream")
+        self._target = self._client.patiently(self._planner.tails, what="spark.readStream")
 
     def initialOffset(self) -> dict[str, Any]:  # noqa: N802
         """Where a query without a checkpoint begins."""

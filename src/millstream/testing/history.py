@@ -101,9 +101,7 @@ class Recorder:
     and SIGKILL can tear the last line at most. Raises OSError when the disk does not take the whole line.
     """
 
-    def __init__(
-        self, path: str | PathLike[str], *, sync: bool = False, clock: Clock | None = SYSTEM_CLOCK
-    ) -> None:
+    def __init__(self, path: str | PathLike[str], *, sync: bool = False, clock: Clock | None = SYSTEM_CLOCK) -> None:
         self._sync = sync
         self._clock = clock
         self._file = Path(path).open("ab+", buffering=0)  # noqa: SIM115 - closed by close()
@@ -520,13 +518,9 @@ class _Account:
                     yield self._finding("stale", key, (event.id,), f"token {highest} or higher", found)
                 highest = max(highest, token)
 
-    def _finding(
-        self, fault: Fault, key: bytes | None, ids: tuple[str, ...], expected: str, found: str
-    ) -> Finding:
+    def _finding(self, fault: Fault, key: bytes | None, ids: tuple[str, ...], expected: str, found: str) -> Finding:
         handler, stream = self._place
-        return Finding(
-            fault=fault, handler=handler, stream=stream, key=key, ids=ids, expected=expected, found=found
-        )
+        return Finding(fault=fault, handler=handler, stream=stream, key=key, ids=ids, expected=expected, found=found)
 
     def _by_key(self, events: Iterable[Event]) -> dict[bytes, list[Event]]:
         lanes: dict[bytes, list[Event]] = defaultdict(list)

@@ -186,9 +186,7 @@ def wait_until(condition: Callable[[], bool], what: str, *, timeout_ms: float = 
     give_up_ms = SYSTEM_CLOCK.monotonic_ms() + timeout_ms
     while not condition():
         if SYSTEM_CLOCK.monotonic_ms() >= give_up_ms:
-            raise ServerError(
-                f"waited {timeout_ms / 1000:g} s in vain for {what}: is the machine overloaded?"
-            )
+            raise ServerError(f"waited {timeout_ms / 1000:g} s in vain for {what}: is the machine overloaded?")
         SYSTEM_CLOCK.sleep_ms(_POLL_MS)
 
 

@@ -1,0 +1,129 @@
+"""The demo's handler over its own flights, committed effects included, against a raw read-and-acknowledge loop.
+
+A flight is read, decoded, handled in the order of its aircraft, and its output entry, state and mark are committed
+in one atomic step; the raw loop (redis-py, XREADGROUP and XACK, 1,000 at a time) reads and acknowledges the same
+stream in the same run and does nothing else. The streams are filled first and the session is warm. A run is timed
+from the start of its query to the end of its last batch.
+
+Two more pairs of runs show what a message costs when the backlog, and when the number of keys, is ten times as
+large. In the second pair the batches grow with the keys, so that each has as many messages of a key as before.
+"""
+
+import itertools
+import json
+import os
+import tempfile
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import redis
+from pyspark.sql import SparkSession
+
+from millstream.app import load_app
+from millstream.client import Client
+from millstream.demo.audit import KEYS, OUTPUT
+from millstream.demo.flights import Flights, load_flights
+from millstream.publishing import Publisher
+from millstream.server import EmbeddedServer
+from millstream.spark.runner import Runner, RunSettings
+from millstream.spark.session import local_master, open_session
+
+EXAMPLE = Path(__file__).parents[1] / "examples" / "airline.py"
+PER_BATCH = 50_000
+KEYED_ROUNDS = 3
+MESSAGES_PER_KEY = 10
+
+
+def run(*, flights: int | None = None, few_keys: int = 2_000) -> dict[str, Any]:
+    """Measure, over the first `flights` (default: all), and with `few_keys` and ten times as many keys."""
+    app = load_app(f"{EXAMPLE}:app")
+    rows = load_flights(flights)
+    small = Flights(rows.columns, rows.rows[: len(rows) // 10])
+    with EmbeddedServer() as server, Client(server.url) as client, tempfile.TemporaryDirectory() as folder:
+        spark = open_session("spark_keyed", master=local_master(app.handlers.values()), conf={})
+        bench = _Bench(spark, client, Path(folder))
+        try:
+            bench.cost(small, max_per_batch=len(small))  # the warm-up
+            by_backlog = [bench.cost(these, max_per_batch=len(small)) for these in (small, rows)]
+            by_keys = []
+            for keys in (few_keys, few_keys * 10):
+                batch = keys * MESSAGES_PER_KEY
+                by_keys.append(bench.cost(_spread(rows, keys, batch * KEYED_ROUNDS), max_per_batch=batch))
+            cost = bench.cost(rows, max_per_batch=PER_BATCH)
+            baseline = _raw_loop(server.url)
+        finally:
+            spark.stop()
+    return {
+        "name": "spark_keyed",
+        "rate": round(1 / cost),
+        "baseline_rate": round(1 / baseline),
+        "ratio": round(baseline / cost, 3),
+        "cost_at_10x_backlog": round(by_backlog[1] / by_backlog[0], 3),
+        "cost_at_10x_keys": round(by_keys[1] / by_keys[0], 3),
+        "messages": len(rows),
+        "fields": len(rows.columns) + 1,
+        "keys": [few_keys, few_keys * 10],
+        "max_per_batch": PER_BATCH,
+        "cores": os.cpu_count(),
+    }
+
+
+class _Bench:
+    """Runs the app over a stream that was filled before."""
+
+    def __init__(self, spark: SparkSession, client: Client, folder: Path) -> None:
+        self._spark = spark
+        self._client = client
+        self._checkpoints = (folder / str(number) for number in itertools.count())
+
+    def cost(self, messages: Iterable[Mapping[str, str]], *, max_per_batch: int) -> float:
+        """Seconds per message, from the start of the query to the end of the last batch."""
+        self._client.execute("FLUSHALL")
+        with Publisher(self._client, KEYS.stream) as publisher:
+            count = publisher.send(messages)
+        times: list[float] = []
+
+        def on_event(event: Mapping[str, Any]) -> None:
+            if event["event"] in ("started", "batch"):
+                times.append(time.perf_counter())
+
+        settings = RunSettings(
+            url=self._client.url,
+            checkpoint=str(next(self._checkpoints)),
+            max_per_batch=max_per_batch,
+            once=True,
+        )
+        app = load_app(f"{EXAMPLE}:app")
+        Runner(app, self._spark, settings, on_event=on_event).run()
+        done = self._client.execute("XLEN", OUTPUT) + self._client.execute("XLEN", KEYS.dead)
+        if done != count:
+            raise AssertionError(f"{done} of {count} messages are committed; the figure would be worth nothing")
+        return (times[-1] - times[0]) / count
+
+
+def _spread(flights: Flights, keys: int, messages: int) -> Iterator[dict[str, str]]:
+    """Flights dealt out to `keys` aircraft in turn."""
+    endless = itertools.cycle(list(itertools.islice(flights, 5_000)))
+    for number in range(messages):
+        yield next(endless) | {"tailnum": f"K{number % keys}", "row": str(number)}
+
+
+def _raw_loop(url: str) -> float:
+    """Seconds per message of a loop that only reads and acknowledges."""
+    connection: Any = redis.Redis.from_url(url)  # its annotations know no raw reply
+    connection.xgroup_create(KEYS.stream, "raw", id="0")
+    count = 0
+    began = time.perf_counter()
+    while found := connection.xreadgroup("raw", "raw", {KEYS.stream: ">"}, count=1000):
+        ids = [entry_id for entry_id, _ in found[0][1]]
+        connection.xack(KEYS.stream, "raw", *ids)
+        count += len(ids)
+    took = time.perf_counter() - began
+    connection.close()
+    return took / count
+
+
+if __name__ == "__main__":
+    print(json.dumps(run()))

@@ -1,0 +1,128 @@
+"""The command `millstream`: knows the families of commands, and turns errors into a line and an exit code.
+
+A family's module is imported when it is used, so that help and light commands start fast.
+"""
+
+import logging
+import os
+import sys
+import traceback
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from importlib import import_module
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+from typer.main import get_command
+
+from millstream import __version__
+from millstream.commands.options import MARKUP
+from millstream.commands.terminal import talk
+from millstream.errors import AccessDenied, ConfigError, MillstreamError, Unavailable
+
+FAMILIES: Mapping[str, tuple[str, str]] = {
+    "run": ("millstream.commands.run:run", "Run an app as a Spark pipeline."),
+    "dev": ("millstream.commands.dev:dev", "Run a redis-server here, for development."),
+    "demo": ("millstream.commands.demo:demo", "Run a pipeline over real flights and check it."),
+    "publish": ("millstream.commands.publish:publish", "Publish a CSV or JSON lines file to a stream."),
+    "tail": ("millstream.commands.tail:tail", "Show the entries of streams as they come."),
+    "info": ("millstream.commands.info:info", "Show streams, handlers, their lag and their dead letters."),
+    "state": ("millstream.commands.state:state", "Show, list and reset what handlers keep for a key."),
+    "dlq": ("millstream.commands.dlq:dlq", "List, show, redrive and purge dead letters."),
+}
+
+FAILED, MISUSED, NO_REDIS, INTERRUPTED, BROKEN_PIPE = 1, 2, 3, 130, 141
+
+_EPILOG = (
+    "Exit codes: 0 done, 1 failed, 2 wrong usage or configuration, 3 Redis cannot be reached or refuses access, "
+    "130 interrupted."
+)
+
+
+def exit_code(error: MillstreamError) -> int:
+    """The exit code that stands for `error`."""
+    if isinstance(error, ConfigError):
+        return MISUSED
+    return NO_REDIS if isinstance(error, (Unavailable, AccessDenied)) else FAILED
+
+
+@contextmanager
+def error_boundary(*, debug: bool) -> Iterator[None]:
+    """Turn what ends a command early into an exit code and at most one line; with `debug`, a traceback too."""
+    try:
+        yield
+        sys.stdout.flush()
+    except MillstreamError as error:
+        if debug:
+            traceback.print_exc()
+        talk(f"error: {error}")
+        raise typer.Exit(exit_code(error)) from error
+    except KeyboardInterrupt as interrupt:
+        raise typer.Exit(INTERRUPTED) from interrupt
+    except BrokenPipeError as error:
+        # Nobody reads on. What is still buffered must go somewhere when Python ends (Python docs, "SIGPIPE").
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise typer.Exit(BROKEN_PIPE) from error
+
+
+class _Families(TyperGroup):
+    """The families by name. Listing them takes their one-line summaries, running one imports its module."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.commands = {name: TyperCommand(name, help=summary) for name, (_, summary) in FAMILIES.items()}
+
+    def resolve_command(self, ctx: typer.Context, args: list[str]) -> Any:  # type: ignore[override]
+        name, found, rest = super().resolve_command(ctx, args)
+        return name, _load(name) if found and name else found, rest
+
+    def invoke(self, ctx: typer.Context) -> Any:  # type: ignore[override]
+        with error_boundary(debug=ctx.params["debug"]):
+            return super().invoke(ctx)
+
+
+def _load(name: str) -> Any:
+    module, _, attribute = FAMILIES[name][0].partition(":")
+    found = getattr(import_module(module), attribute)
+    if not isinstance(found, typer.Typer):
+        command, found = found, typer.Typer(add_completion=False, rich_markup_mode=MARKUP)
+        found.command(name)(command)
+    loaded = get_command(found)
+    loaded.name = name
+    return loaded
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        sys.stdout.write(f"millstream {__version__}\n")
+        raise typer.Exit
+
+
+main = typer.Typer(
+    cls=_Families,
+    name="millstream",
+    epilog=_EPILOG,
+    add_completion=False,
+    no_args_is_help=True,
+    rich_markup_mode=MARKUP,
+    pretty_exceptions_enable=False,
+)
+
+
+@main.callback()
+def _options(
+    debug: Annotated[
+        bool, typer.Option("--debug", envvar="MILLSTREAM_DEBUG", help="Show the traceback of an error.")
+    ] = False,
+    version: Annotated[  # noqa: ARG001 - its callback does the work
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Redis Streams processed reliably, in order per key, on workers and on Apache Spark."""
+    level = logging.DEBUG if debug else logging.WARNING
+    logging.basicConfig(level=level, format="%(levelname)s %(message)s", stream=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()

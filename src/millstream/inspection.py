@@ -1,0 +1,303 @@
+"""What is in Redis: streams, how far the handlers are, and the state that they keep. Reads only, but for `reset`."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from millstream.client import Arg, Client, Command, Reply, Script, raise_if_error
+from millstream.clock import SYSTEM_CLOCK, Clock
+from millstream.errors import ConfigError, DecodeError, RedisError
+from millstream.model import EntryId
+from millstream.naming import PREFIX, HandlerKeys
+
+_COUNT = Script("count")
+_COUNT_CHUNK = 1_000
+_PIPELINE = 1_000
+_SCAN_PAGE = 1_000
+_COUNTERS = ("committed", "written", "dead", "refused")
+_OWN_PREFIX = f"{PREFIX}:"
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupReport:
+    """A consumer group: its name, consumers, pending entries and the last id that it was given."""
+
+    name: str
+    consumers: int
+    pending: int
+    position: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class StreamReport:
+    """A stream: its length, the ids at its ends (None if it is empty), the age of its oldest entry, its groups."""
+
+    name: str
+    length: int
+    first_id: str | None
+    last_id: str | None
+    last_generated_id: str
+    oldest_age_ms: int | None
+    groups: tuple[GroupReport, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class HandlerReport:
+    """How far a handler is on one stream.
+
+    * `frontier`: all up to this id is committed; None before the first commit
+    * `lag`: entries after it; None if that is unknown. A lower bound unless `lag_exact`
+    * `oldest_age_ms`: age of the first of them
+    * `committed`, `written`, `dead`, `refused`: messages committed, outputs written, dead letters ever given,
+      commits refused because another run had made them
+    * `waiting`: dead letters in its box now
+    """
+
+    app: str
+    handler: str
+    stream: str
+    frontier: str | None
+    lag: int | None
+    lag_exact: bool
+    oldest_age_ms: int | None
+    committed: int
+    written: int
+    dead: int
+    refused: int
+    waiting: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inspection:
+    """Streams, sorted by name, and what handlers do on them, sorted by handler."""
+
+    streams: tuple[StreamReport, ...]
+    handlers: tuple[HandlerReport, ...]
+
+
+def inspect(
+    client: Client, app: str | None = None, *, budget_ms: float = 1_000.0, clock: Clock = SYSTEM_CLOCK
+) -> Inspection:
+    """Look at all streams and handlers, or at those of `app`. Raises RedisError.
+
+    Lags are counted at the server for `budget_ms` milliseconds in all; what is not counted by then is reported
+    as a lower bound. The lag that Redis itself reports is not used: it is wrong after deletions.
+    """
+    names = [name for name in client.scan_streams() if not name.startswith(_OWN_PREFIX)]
+    streams = {stream.name: stream for stream in _streams(client, names)}
+    found = [keys for keys in _handlers(client, streams.values()) if app in (None, keys.app)]
+    handlers = tuple(_handler_reports(client, found, streams, budget_ms, clock))
+    read = {keys.stream for keys in found}
+    shown = tuple(stream for name, stream in streams.items() if app is None or name in read)
+    return Inspection(streams=shown, handlers=handlers)
+
+
+def read_state(client: Client, keys: HandlerKeys, key: bytes) -> dict[str, Any] | None:
+    """The state of `key`, or None if it has none. Raises DecodeError if it is damaged, and RedisError."""
+    blob = client.execute("HGET", _wire(keys.state), key)
+    return None if blob is None else decode_state(key, blob)
+
+
+def list_states(client: Client, keys: HandlerKeys, match: str = "*") -> Iterator[tuple[bytes, bytes]]:
+    """Keys whose names match the glob `match`, each with its state as `decode_state` takes it. In no order.
+
+    A key that is added or removed meanwhile may be missed, or come twice (Redis HSCAN). Raises RedisError.
+    """
+    cursor: Arg = 0
+    while True:
+        cursor, items = client.execute("HSCAN", _wire(keys.state), cursor, "MATCH", match, "COUNT", _SCAN_PAGE)
+        yield from zip(items[::2], items[1::2], strict=True)
+        if int(cursor) == 0:
+            return
+
+
+def decode_state(key: bytes, blob: bytes) -> dict[str, Any]:
+    """Read a state as it stands in Redis. Raises DecodeError if it is damaged."""
+    try:
+        return msgspec.msgpack.decode(blob, type=dict[str, Any])
+    except msgspec.DecodeError as error:
+        raise DecodeError(f"the state of {key!r} is damaged ({error}); reset it to begin anew") from error
+
+
+def reset_states(client: Client, keys: HandlerKeys, wanted: Sequence[bytes]) -> int:
+    """Forget the state of keys and return how many had one. Raises RedisError.
+
+    A run that is at work on one of them now may write its state back.
+    """
+    removed: int = client.execute("HDEL", _wire(keys.state), *wanted)
+    return removed
+
+
+# --- Streams ---
+
+
+def _streams(client: Client, names: Sequence[str]) -> Iterator[StreamReport]:
+    now_ms = _server_time_ms(client)
+    reports = dict(zip(names, _ask(client, [("XINFO", "STREAM", _wire(name)) for name in names]), strict=True))
+    known = {name: _mapping(reply) for name, reply in reports.items() if not isinstance(reply, RedisError)}
+    grouped = [name for name, values in known.items() if values[b"groups"]]
+    replies = _ask(client, [("XINFO", "GROUPS", _wire(name)) for name in grouped])
+    groups = {
+        name: tuple(_group(_mapping(group)) for group in reply)
+        for name, reply in zip(grouped, replies, strict=True)
+        if not isinstance(reply, RedisError)
+    }
+    for name, values in known.items():
+        first, last = values[b"first-entry"], values[b"last-entry"]
+        yield StreamReport(
+            name=name,
+            length=values[b"length"],
+            first_id=first[0].decode() if first else None,
+            last_id=last[0].decode() if last else None,
+            last_generated_id=values[b"last-generated-id"].decode(),
+            oldest_age_ms=_age_ms(first[0].decode(), now_ms) if first else None,
+            groups=groups.get(name, ()),
+        )
+
+
+def _group(values: dict[bytes, Any]) -> GroupReport:
+    return GroupReport(
+        name=values[b"name"].decode("utf-8", "surrogateescape"),
+        consumers=values[b"consumers"],
+        pending=values[b"pending"],
+        position=values[b"last-delivered-id"].decode(),
+    )
+
+
+# --- Handlers ---
+
+
+def _handlers(client: Client, streams: Iterable[StreamReport]) -> list[HandlerKeys]:
+    """Handlers that have left something in Redis: their groups on the streams, and their own keys."""
+    # On Redis Cluster the scan below sees one node only; the groups are known from all.
+    found = set()
+    for stream in streams:
+        for group in stream.groups:
+            app, _, handler = group.name.removeprefix(_OWN_PREFIX).partition(".")
+            keys = HandlerKeys(app, handler, stream.name)
+            if keys.group == group.name:
+                found.add(keys)
+    for name in _scan(client, f"{PREFIX}:*:meta"):
+        try:
+            found.add(HandlerKeys.parse(name))
+        except ConfigError:
+            continue  # some other program's key
+    return sorted(found, key=lambda keys: (keys.app, keys.handler, keys.stream))
+
+
+def _scan(client: Client, pattern: str) -> Iterator[str]:
+    cursor: Arg = 0
+    while True:
+        cursor, names = client.execute("SCAN", cursor, "MATCH", pattern, "COUNT", _SCAN_PAGE, "TYPE", "hash")
+        yield from (name.decode("utf-8", "surrogateescape") for name in names)
+        if int(cursor) == 0:
+            return
+
+
+@dataclass(slots=True)
+class _Lag:
+    """Entries of `stream` after `position`: as many as `count`, or more if they are not all counted.
+
+    `position` None: nothing is known. `first_id` is the first of them, if there is one.
+    """
+
+    stream: str
+    position: str | None
+    count: int | None = None
+    first_id: str | None = None
+    more: bool = False
+
+
+def _lag(keys: HandlerKeys, frontier: str | None, stream: StreamReport | None) -> _Lag:
+    """What is known of a handler's lag without counting; `more` if it must be counted."""
+    if stream is None:
+        return _Lag(keys.stream, frontier, count=0)
+    group = next((group.position for group in stream.groups if group.name == keys.group), None)
+    lag = _Lag(keys.stream, frontier or group)
+    if lag.position is None:
+        return lag
+    position = EntryId.parse(lag.position)
+    if stream.first_id is None or position >= EntryId.parse(stream.last_generated_id):
+        lag.count = 0
+    elif position < EntryId.parse(stream.first_id):
+        lag.count, lag.first_id = stream.length, stream.first_id
+    else:
+        lag.count, lag.more = 0, True
+    return lag
+
+
+def _count(client: Client, lags: Iterable[_Lag], budget_ms: float, clock: Clock) -> None:
+    """Count on where there is more, each a little in turn, until all is counted or the time is over."""
+    deadline_ms = clock.monotonic_ms() + budget_ms
+    at = {id(lag): lag.position or "" for lag in lags}
+    unfinished = [lag for lag in lags if lag.more]
+    while unfinished:
+        for start in range(0, len(unfinished), _PIPELINE):
+            some = unfinished[start : start + _PIPELINE]
+            replies = client.scripts([(_COUNT, (_wire(lag.stream),), (at[id(lag)], _COUNT_CHUNK)) for lag in some])
+            for lag, (counted, first, last, more) in zip(some, replies, strict=True):
+                lag.count = (lag.count or 0) + counted
+                lag.first_id = lag.first_id or first.decode() or None
+                lag.more = bool(more)
+                at[id(lag)] = last.decode()
+        if clock.monotonic_ms() >= deadline_ms:
+            return
+        unfinished = [lag for lag in unfinished if lag.more]
+
+
+def _handler_reports(
+    client: Client, found: Sequence[HandlerKeys], streams: Mapping[str, StreamReport], budget_ms: float, clock: Clock
+) -> Iterator[HandlerReport]:
+    metas = _ask(client, [("HMGET", _wire(keys.meta), "frontier", *_COUNTERS) for keys in found])
+    letters = _ask(client, [("XLEN", _wire(keys.dead)) for keys in found])
+    frontiers = [raise_if_error(meta)[0] for meta in metas]
+    lags = [
+        _lag(keys, frontier.decode() if frontier else None, streams.get(keys.stream))
+        for keys, frontier in zip(found, frontiers, strict=True)
+    ]
+    _count(client, lags, budget_ms, clock)
+    now_ms = _server_time_ms(client)
+    for keys, (frontier, *counters), waiting, lag in zip(found, metas, letters, lags, strict=True):
+        yield HandlerReport(
+            app=keys.app,
+            handler=keys.handler,
+            stream=keys.stream,
+            frontier=frontier.decode() if frontier else None,
+            lag=lag.count,
+            lag_exact=not lag.more,
+            oldest_age_ms=_age_ms(lag.first_id, now_ms) if lag.first_id else None,
+            waiting=raise_if_error(waiting),
+            **{name: int(counter or 0) for name, counter in zip(_COUNTERS, counters, strict=True)},
+        )
+
+
+# --- Replies ---
+
+
+def _ask(client: Client, commands: Sequence[Command]) -> list[Reply]:
+    """Replies of many commands, errors among them, in round trips that fit into memory."""
+    return [
+        reply
+        for start in range(0, len(commands), _PIPELINE)
+        for reply in client.pipeline(commands[start : start + _PIPELINE])
+    ]
+
+
+def _server_time_ms(client: Client) -> int:
+    seconds, microseconds = client.execute("TIME")
+    return int(seconds) * 1000 + int(microseconds) // 1000
+
+
+def _age_ms(entry_id: str, now_ms: int) -> int:
+    return max(0, now_ms - EntryId.parse(entry_id).ms)
+
+
+def _mapping(reply: Reply) -> dict[bytes, Any]:
+    return dict(zip(reply[::2], reply[1::2], strict=True))
+
+
+def _wire(name: str) -> bytes:
+    # Names that are not UTF-8 are kept as PEP 383 has it.
+    return name.encode("utf-8", "surrogateescape")

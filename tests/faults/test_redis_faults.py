@@ -1,0 +1,88 @@
+"""Redis dies, fills up and forgets under a running pipeline: it waits, says so, and goes on; nothing is lost or doubled."""
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from millstream.client import Client
+from millstream.naming import HandlerKeys
+from millstream.server import EmbeddedServer
+from tests.faults.driver import HERE, Driver, wait_until
+
+pytestmark = [pytest.mark.faults, pytest.mark.spark]
+KEYS = HandlerKeys("bank", "book", "bookings")
+MESSAGES = 20_000
+
+
+class Bank:
+    """The bank's pipeline over a server of the test's own."""
+
+    def __init__(self, server: EmbeddedServer, folder: Path) -> None:
+        self.server = server
+        self.client = Client(server.url)
+        self.driver = Driver(
+            f"{HERE}/killer_app.py:app", url=server.url, folder=folder, options=("--max-per-batch", "2000")
+        )
+
+    def publish(self, count: int) -> None:
+        for start in range(0, count, 1000):
+            rows = [
+                ("XADD", "bookings", "*", "account", f"a{n % 50}", "n", n, "amount", 1)
+                for n in range(start, start + 1000)
+            ]
+            self.client.pipeline(rows)
+
+    def committed(self) -> int:
+        return int(self.client.patiently(lambda: self.client.execute("HGET", KEYS.meta, "committed"), what="test") or 0)
+
+    def wait_for(self, goal: int) -> None:
+        wait_until(lambda: self.committed() >= goal, f"{goal} commits", driver=self.driver, timeout_s=180)
+
+    def check(self, count: int) -> None:
+        """Every booking has exactly one output, in order, and the balances are right."""
+        self.wait_for(count)
+        outputs: dict[bytes, list[int]] = {}
+        for _, items in self.client.execute("XRANGE", "{bookings}.balances", "-", "+"):
+            fields = dict(zip(items[::2], items[1::2], strict=True))
+            outputs.setdefault(fields[b"account"], []).append(int(fields[b"n"]))
+            assert int(fields[b"balance"]) == len(outputs[fields[b"account"]])
+        assert outputs == {f"a{k}".encode(): list(range(k, count, 50)) for k in range(50)}
+        assert self.committed() == count
+
+
+@pytest.fixture
+def bank(millstream_fresh_server: EmbeddedServer, tmp_path: Path) -> Iterator[Bank]:
+    bank = Bank(millstream_fresh_server, tmp_path)
+    bank.publish(MESSAGES)
+    bank.driver.start()
+    try:
+        yield bank
+    finally:
+        if bank.driver.alive:
+            bank.driver.kill()
+        bank.client.close()
+
+
+def test_a_redis_that_is_killed_and_comes_back_costs_nothing_but_time(bank: Bank) -> None:
+    for goal in (MESSAGES // 4, MESSAGES // 2):
+        bank.wait_for(goal)
+        bank.server.kill()
+        time.sleep(2)
+        bank.server.start()
+    bank.check(MESSAGES)
+    assert "is waiting for Redis" in bank.driver.errors()
+    assert bank.driver.stop() == 0
+
+
+def test_a_redis_without_memory_stops_commits_without_counting_attempts_until_there_is_room(bank: Bank) -> None:
+    bank.wait_for(MESSAGES // 4)
+    bank.client.execute("CONFIG", "SET", "maxmemory", "1")
+    wait_until(lambda: "maxmemory" in bank.driver.errors(), "a word about it", driver=bank.driver)
+    stuck_at = bank.committed()
+    time.sleep(1)
+    assert bank.committed() == stuck_at < MESSAGES
+    bank.client.execute("CONFIG", "SET", "maxmemory", "0")
+    bank.check(MESSAGES)
+    assert bank.client.execute("EXISTS", KEYS.dead) == 0

@@ -1,0 +1,212 @@
+"""The client: no silent retries, errors in our own words, and waiting that can be seen."""
+
+import logging
+import socket
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from millstream.client import Client, Script, redact
+from millstream.errors import (
+    AccessDenied,
+    CommandFailed,
+    ConfigError,
+    GroupMissing,
+    OutOfMemory,
+    RedisError,
+    Unavailable,
+    WrongType,
+)
+from millstream.server import EmbeddedServer
+
+
+@pytest.fixture
+def client(millstream_url: str) -> Iterator[Client]:
+    with Client(millstream_url) as connected:
+        yield connected
+
+
+class ReplyEater(threading.Thread):
+    """A proxy that passes requests on and swallows the replies, then closes: executed, but never answered."""
+
+    def __init__(self, port: int) -> None:
+        super().__init__(daemon=True)
+        self._target = port
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port = self._listener.getsockname()[1]
+        self.requests = 0
+
+    def run(self) -> None:
+        while True:
+            try:
+                near, _ = self._listener.accept()
+            except OSError:
+                return
+            with near, socket.create_connection(("127.0.0.1", self._target)) as far:
+                request = near.recv(65536)
+                if request:
+                    self.requests += 1
+                    far.sendall(request)
+                    far.recv(65536)
+
+    def close(self) -> None:
+        self._listener.close()
+
+
+class Ticking:
+    """A clock whose waits take no time."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def monotonic_ms(self) -> float:
+        return self.now
+
+    def sleep_ms(self, duration_ms: float) -> None:
+        self.now += duration_ms
+
+
+def test_a_command_whose_reply_is_lost_is_executed_once_and_reported(
+    millstream_server: EmbeddedServer, client: Client
+) -> None:
+    assert millstream_server.port is not None
+    eater = ReplyEater(millstream_server.port)
+    eater.start()
+    try:
+        with (
+            Client(f"redis://127.0.0.1:{eater.port}/0") as unlucky,
+            pytest.raises(Unavailable, match="cannot be reached"),
+        ):
+            unlucky.execute("XADD", "s", "*", "a", "1")
+    finally:
+        eater.close()
+    assert client.execute("XLEN", "s") <= 1
+    assert eater.requests == 1
+
+
+def test_errors_are_told_in_our_own_words(client: Client) -> None:
+    client.execute("SET", "text", "1")
+    with pytest.raises(WrongType, match="XADD text: the key holds another type"):
+        client.execute("XADD", "text", "*", "a", "1")
+    with pytest.raises(GroupMissing, match="NOGROUP"):
+        client.execute("XREADGROUP", "GROUP", "g", "c", "STREAMS", "s", ">")
+    with pytest.raises(CommandFailed, match="NOSUCH x"):
+        client.execute("NOSUCH", "x")
+    client.execute("CONFIG", "SET", "maxmemory", "1")
+    try:
+        with pytest.raises(OutOfMemory, match="free memory or raise it"):
+            client.execute("XADD", "s", "*", "a", "1")
+    finally:
+        client.execute("CONFIG", "SET", "maxmemory", "0")
+
+
+def test_a_pipeline_returns_errors_in_their_places_and_runs_the_rest(client: Client) -> None:
+    client.execute("SET", "text", "1")
+    replies = client.pipeline([("XADD", "s", "1-1", "a", "1"), ("XADD", "text", "*", "a", "1"), ("XLEN", "s")])
+    assert replies[0] == b"1-1"
+    assert isinstance(replies[1], WrongType)
+    assert replies[2] == 1
+    assert client.pipeline([]) == []
+
+
+def test_after_a_broken_connection_the_next_command_opens_a_new_one(client: Client, millstream_url: str) -> None:
+    number = client.execute("CLIENT", "ID")
+    with Client(millstream_url) as other:
+        other.execute("CLIENT", "KILL", "ID", number)
+    with pytest.raises(Unavailable):
+        client.execute("PING")
+    assert client.execute("PING") == b"PONG"
+
+
+def test_a_refused_connection_is_unavailable_and_passwords_never_show() -> None:
+    with Client("redis://user:secret@127.0.0.1:1/0") as client, pytest.raises(Unavailable) as caught:
+        client.execute("PING")
+    assert "secret" not in str(caught.value)
+    assert redact("redis://:secret@host:1/0") == "redis://:***@host:1/0"
+    assert redact("redis://host:1/0") == "redis://host:1/0"
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["http://host", "host:6379", "redis+sentinel://host:1", "redis+other://host:1", "redis://host:port/0", ""],
+)
+def test_a_bad_url_says_what_a_good_one_looks_like(url: str) -> None:
+    with Client(url) as client, pytest.raises(ConfigError):
+        client.execute("PING")
+
+
+def test_patience_waits_with_back_off_says_so_and_ends_when_redis_answers(caplog: pytest.LogCaptureFixture) -> None:
+    clock = Ticking()
+    client = Client("redis://127.0.0.1:1/0", clock=clock)
+
+    def away_for_ten_seconds() -> str:
+        if clock.now < 10_000:
+            raise Unavailable("away")
+        return "here"
+
+    with caplog.at_level(logging.WARNING):
+        assert client.patiently(away_for_ten_seconds, what="the test") == "here"
+    lines = [record.getMessage() for record in caplog.records]
+    assert 3 <= len(lines) <= 5
+    assert lines[0].startswith("the test is waiting for Redis (0 s so far): away")
+    assert lines[-1].startswith("the test goes on: Redis answers again after 1")
+
+
+def test_patience_has_a_limit_if_given_one_and_none_for_other_errors() -> None:
+    clock = Ticking()
+    client = Client("redis://127.0.0.1:1/0", clock=clock)
+    calls = []
+
+    def fail(error: RedisError) -> None:
+        calls.append(error)
+        raise error
+
+    with pytest.raises(Unavailable):
+        client.patiently(lambda: fail(Unavailable("away")), what="the test", limit_ms=5_000)
+    assert 5_000 <= clock.now <= 7_000
+    calls.clear()
+    with pytest.raises(AccessDenied):
+        client.patiently(lambda: fail(AccessDenied("no")), what="the test")
+    assert len(calls) == 1
+
+
+def test_an_unanswered_command_runs_and_the_one_after_it_is_answered(client: Client) -> None:
+    client.pipeline([("XADD", "s", f"{n}-0", "a", n) for n in range(1, 101)])
+    client.execute("XGROUP", "CREATE", "s", "g", "0")
+    silent = ("XREADGROUP", "GROUP", "g", "c", "COUNT", 40, "NOACK", "STREAMS", "s", ">")
+    (((*_, last_delivered, _, read, _, _),),) = client.unanswered([(silent, ("XINFO", "GROUPS", "s"))])
+    assert (last_delivered, read) == (b"40-0", 40)
+    assert client.execute("PING") == b"PONG"
+
+
+def test_streams_are_found_by_pattern_and_nothing_else_is(client: Client) -> None:
+    client.pipeline([("XADD", f"orders:{n}", "*", "a", 1) for n in range(2500)])
+    client.execute("SET", "orders:text", "1")
+    client.execute("XADD", "other", "*", "a", 1)
+    found = client.scan_streams("orders:*")
+    assert len(found) == 2500
+    assert found == sorted(set(found))
+
+
+def test_scripts_run_after_the_server_lost_them_in_a_pipeline_too(client: Client) -> None:
+    begin = Script("begin")
+    client.execute("SCRIPT", "FLUSH")
+    replies = client.scripts([(begin, (f"m{n}", f"s{n}"), (5,)) for n in range(3)])
+    assert replies == [[b"", 0]] * 3
+
+
+def test_threads_share_a_client_without_mixing_up_replies(client: Client) -> None:
+    wrong: list[object] = []
+
+    def ask(number: int) -> None:
+        wrong.extend(
+            reply for _ in range(200) if (reply := client.execute("ECHO", str(number))) != str(number).encode()
+        )
+
+    threads = [threading.Thread(target=ask, args=(n,)) for n in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []

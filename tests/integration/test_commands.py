@@ -1,0 +1,282 @@
+"""The command line as a whole: help, errors, exit codes, pipes and terminals."""
+
+import os
+import pty
+import re
+import signal
+import subprocess
+import sys
+import time
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+import typer
+from hypothesis import given
+from hypothesis import strategies as st
+
+from millstream.client import Client
+from millstream.commands.cli import FAMILIES
+from millstream.commands.escaping import harmless, json_fields, unescape, visible
+from millstream.commands.options import parse_start, parse_time_ms
+from millstream.commands.terminal import age, clip, counted, size
+from millstream.errors import ConfigError
+from millstream.model import EntryId
+from millstream.server import EmbeddedServer
+from tests.integration.commandline import PROGRAM, call, environment, run, start
+
+NOBODY = "redis://127.0.0.1:1/0"
+
+
+def test_help_lists_every_family_with_what_its_own_help_begins_with() -> None:
+    listed = call("--help").out
+    for name, (_, summary) in FAMILIES.items():
+        assert re.search(rf"^  {name} +{re.escape(summary)}$", listed, re.MULTILINE)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_family_has_help(name: str) -> None:
+    module, _, attribute = FAMILIES[name][0].partition(":")
+    command = getattr(import_module(module), attribute)
+    assert isinstance(command, typer.Typer) or command.__doc__
+    shown = call(name, "--help")
+    assert shown.code == 0
+    assert f"{name} [OPTIONS]" in shown.out
+
+
+def test_light_commands_import_neither_spark_nor_what_only_others_need() -> None:
+    script = (
+        "import sys\n"
+        "from millstream.commands.cli import main\n"
+        "try: main(sys.argv[1:])\n"
+        "except SystemExit: pass\n"
+        "heavy = {'pyspark', 'pyarrow', 'pandas', 'matplotlib', 'rich', 'httpx'} & set(sys.modules)\n"
+        "sys.exit(f'imports {heavy}' if heavy else 0)"
+    )
+    for args in (["--help"], ["dlq", "--help"], ["tail", "s", "--url", NOBODY], ["info", "--url", NOBODY]):
+        done = subprocess.run([sys.executable, "-c", script, *args], capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+
+
+def test_help_needs_no_redis_client_and_no_server() -> None:
+    script = "import sys, millstream.commands.cli; sys.exit('redis' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
+
+
+def test_an_unknown_command_gets_a_suggestion() -> None:
+    wrong = call("inf")
+    assert wrong.code == 2
+    assert "Did you mean 'info'?" in wrong.err
+
+
+def test_the_version_is_printed() -> None:
+    assert re.fullmatch(r"millstream \d+\.\d+\.\d+\n", call("--version").out)
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ("info",),
+        ("tail", "s"),
+        ("tail", "s", "--no-follow"),
+        ("publish", "s", "--format", "csv"),
+        ("dlq", "list"),
+        ("dlq", "show", "1-0"),
+        ("dlq", "purge", "--all", "--yes"),
+        ("state", "show", "a", "h", "s", "k"),
+    ],
+)
+def test_without_a_server_every_command_ends_with_code_3_and_one_line(args: tuple[str, ...]) -> None:
+    refused = call(*args, url=NOBODY)
+    assert refused.code == 3
+    assert refused.out == ""
+    assert re.fullmatch(r"error: Redis at redis://127.0.0.1:1/0 cannot be reached: .*\n", refused.err)
+
+
+@pytest.mark.parametrize("url", ["http://example.org", "nonsense", "redis://h:port/0", "redis+sentinel://h:1"])
+def test_a_url_that_is_none_ends_with_code_2_and_one_line(url: str) -> None:
+    refused = call("info", url=url)
+    assert (refused.code, refused.err.count("\n")) == (2, 1)
+    assert refused.err.startswith("error: ")
+
+
+def test_a_password_is_never_shown() -> None:
+    assert "secret" not in call("info", url="redis://me:secret@127.0.0.1:1/0").err
+    assert "secret" not in call("info", url="http://me:secret@127.0.0.1:1/0").err
+
+
+def test_refused_credentials_end_with_code_3(millstream_fresh_server: EmbeddedServer) -> None:
+    millstream_fresh_server.call("CONFIG", "SET", "requirepass", "right")
+    refused = call("info", url=millstream_fresh_server.url.replace("//", "//:wrong@"))
+    assert refused.code == 3
+    assert refused.err.count("\n") == 1
+
+
+def test_debug_shows_the_traceback_and_keeps_the_exit_code() -> None:
+    assert "Traceback" not in call("info", url=NOBODY).err
+    shown = call("--debug", "info", url=NOBODY)
+    assert shown.code == 3
+    assert "Traceback" in shown.err
+
+
+def test_wrong_usage_ends_with_code_2() -> None:
+    assert call("tail").code == 2
+    assert call("publish", "s", "x.csv", "--rate", "0").code == 2
+    assert call("info", "--limit", "many").code == 2
+
+
+def test_a_closed_pipe_is_quiet(millstream_url: str) -> None:
+    with Client(millstream_url) as client:
+        client.pipeline([("XADD", "s", "*", "field", "x" * 1000)] * 500)
+    command = " ".join(PROGRAM) + " tail s --no-follow | head -n 1; exit ${PIPESTATUS[0]}"
+    done = subprocess.run(["bash", "-c", command], env=environment(millstream_url), capture_output=True, check=False)
+    assert done.returncode == 141
+    assert done.stdout.count(b"\n") == 1
+    assert done.stderr == b""
+
+
+def test_ctrl_c_is_quiet_and_ends_with_code_130(millstream_url: str) -> None:
+    process = start("tail", "s", "--from", "earliest", url=millstream_url)
+    try:
+        with Client(millstream_url) as client:
+            client.execute("XADD", "s", "*", "a", "b")
+        assert process.stdout is not None
+        assert process.stdout.readline()
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=30)
+    finally:
+        process.kill()
+    assert (process.returncode, out, err) == (130, b"", b"")
+
+
+@pytest.mark.parametrize("no_color", [False, True])
+def test_tables_are_drawn_in_a_terminal_and_obey_no_color(millstream_url: str, no_color: bool) -> None:
+    with Client(millstream_url) as client:
+        client.execute("XADD", "\x1b[31mred[bold]", "*", "a", "b")
+    env = {"TERM": "xterm-256color", "COLUMNS": "200", **({"NO_COLOR": "1"} if no_color else {})}
+    shown = _in_a_terminal("info", url=millstream_url, env=env)
+    assert "─" in shown
+    assert "\\x1b[31mred[bold]" in shown
+    assert "\x1b[31m" not in shown
+    plain = run("info", url=millstream_url)
+    assert "─" not in plain.out
+    assert "\\x1b[31mred[bold]" in plain.out
+
+
+def test_a_question_is_asked_in_a_terminal_only(millstream_url: str) -> None:
+    with Client(millstream_url) as client:
+        client.execute("HSET", "millstream:{s}:s:a.h:state", "k", b"\x80")
+    unasked = run("state", "reset", "a", "h", "s", "k", url=millstream_url)
+    assert unasked.code == 2
+    assert "add --yes" in unasked.err
+    assert "Aborted" in _in_a_terminal("state", "reset", "a", "h", "s", "k", url=millstream_url, answer=b"n\n")
+    with Client(millstream_url) as client:
+        assert client.execute("HLEN", "millstream:{s}:s:a.h:state") == 1
+        assert "1 key reset" in _in_a_terminal("state", "reset", "a", "h", "s", "k", url=millstream_url, answer=b"y\n")
+        assert client.execute("HLEN", "millstream:{s}:s:a.h:state") == 0
+
+
+def _in_a_terminal(*args: str, url: str, env: dict[str, str] | None = None, answer: bytes = b"") -> str:
+    """What `millstream ARGS` shows on a terminal on which `answer` is typed once it asks."""
+    ours, theirs = pty.openpty()
+    try:
+        process = subprocess.Popen(
+            [*PROGRAM, *args], env=environment(url, env), stdin=theirs, stdout=theirs, stderr=theirs
+        )
+        os.close(theirs)
+        shown = b""
+        while True:
+            try:
+                chunk = os.read(ours, 65_536)
+            except OSError:  # its last copy of the terminal is closed
+                break
+            if not chunk:
+                break
+            shown += chunk
+            if answer and b"[y/N]" in shown:
+                os.write(ours, answer)
+                answer = b""
+        process.wait(30)
+    finally:
+        os.close(ours)
+    return shown.decode()
+
+
+# --- The small things ---
+
+
+@given(st.binary())
+def test_any_bytes_are_shown_as_one_harmless_line_and_read_back(data: bytes) -> None:
+    assert visible(data).isprintable()
+    assert unescape(visible(data)) == data
+
+
+@given(st.text())
+def test_no_control_character_gets_through_but_the_end_of_a_line(text: str) -> None:
+    assert all(line.isprintable() for line in harmless(text).split("\n"))
+
+
+def test_a_backslash_that_escapes_nothing_is_refused() -> None:
+    for text in ("\\", "\\x1", "a\\q"):
+        with pytest.raises(ConfigError, match="backslash"):
+            unescape(text)
+
+
+def test_fields_that_a_mapping_cannot_hold_come_as_pairs_too() -> None:
+    assert json_fields([b"a", b"1", b"b", b"\xff"]) == {"fields": {"a": "1", "b": {"hex": "ff"}}}
+    repeated = json_fields([b"a", b"1", b"a", b"2"])
+    assert repeated == {"fields": {"a": "2"}, "pairs": [("a", "1"), ("a", "2")]}
+    assert json_fields([b"\xff", b"1"]) == {"fields": {"\\xff": "1"}, "pairs": [({"hex": "ff"}, "1")]}
+
+
+def test_times_are_read_as_ids_words_or_moments() -> None:
+    assert parse_start("latest") is None
+    assert parse_start("earliest") == EntryId(0, 0)
+    assert parse_start("1700000000000-7") == EntryId(1700000000000, 7)
+    assert parse_start("2013-01-31T06:00") == EntryId(1359612000000, 0)
+    assert parse_start("2013-01-31T06:00+01:00") == EntryId(1359608400000, 0)
+    assert parse_start("20130131") == EntryId(1359590400000, 0)
+    assert abs(parse_time_ms("2h") - (time.time() - 7200) * 1000) < 5000
+    with pytest.raises(ConfigError, match="not a time"):
+        parse_start("soon")
+
+
+def test_figures_are_written_for_people() -> None:
+    assert [age(ms) for ms in (None, 0, 90_000, 150_000, 7.3e6, 3e8)] == ["-", "0.0 s", "90.0 s", "2 min", "2 h", "3 d"]
+    assert [size(count) for count in (999, 1000, 2.5e6, 3e9)] == ["999 bytes", "1.0 kB", "2.5 MB", "3.0 GB"]
+    assert [counted(1, "entry", "entries"), counted(2000, "key")] == ["1 entry", "2,000 keys"]
+    assert [clip("abcdef", 6), clip("abcdefg", 6)] == ["abcdef", "abc..."]
+
+
+def test_millstream_dev_runs_a_server_until_it_is_told_to_stop(tmp_path: Path) -> None:
+    for number in (signal.SIGTERM, signal.SIGINT):
+        process = start("dev", "--data-dir", str(tmp_path / "data"), "--port", "0", "--json")
+        try:
+            assert process.stdout is not None
+            line = process.stdout.readline()
+            url = line.decode().split('"')[3]
+            with Client(url) as client:
+                assert client.execute("INCR", "starts") == (1 if number is signal.SIGTERM else 2)
+            process.send_signal(number)
+            _, err = process.communicate(timeout=30)
+        finally:
+            process.kill()
+        assert (process.returncode, err) == (0, b"")
+        assert call("info", url=url).code == 3
+
+
+def test_millstream_dev_says_so_when_its_port_is_taken_and_when_its_server_dies(
+    millstream_server: EmbeddedServer, tmp_path: Path
+) -> None:
+    taken = run("dev", "--data-dir", str(tmp_path), "--port", str(millstream_server.port))
+    assert taken.code == 1
+    assert "is taken" in taken.err
+    process = start("dev", "--data-dir", str(tmp_path), "--port", "0", "--json")
+    try:
+        assert process.stdout is not None
+        os.kill(int(re.findall(rb'"pid":(\d+)', process.stdout.readline())[0]), signal.SIGKILL)
+        _, err = process.communicate(timeout=30)
+    finally:
+        process.kill()
+    assert process.returncode == 1
+    assert err.startswith(b"error: redis-server has ended")

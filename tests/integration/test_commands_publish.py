@@ -1,0 +1,420 @@
+"""`millstream publish` and the Publisher under it: what is published, how fast, and that it is so once."""
+
+import random
+import signal
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from millstream.client import Client
+from millstream.errors import OutOfMemory, OutputError, Unavailable, WrongType
+from millstream.publishing import MAX_FIELDS, Publisher, Value
+from millstream.server import EmbeddedServer
+from tests.integration.commandline import PROGRAM, call, environment, run, start
+
+
+@pytest.fixture
+def client(millstream_url: str) -> Iterator[Client]:
+    with Client(millstream_url) as opened:
+        yield opened
+
+
+def entries(client: Client, stream: str = "s") -> list[list[bytes]]:
+    """The names and values of all entries of a stream."""
+    return [pairs for _, pairs in client.execute("XRANGE", stream, "-", "+")]
+
+
+# --- Files ---
+
+
+def test_a_csv_file_is_published_as_it_stands(client: Client, tmp_path: Path) -> None:
+    path = tmp_path / "flights.csv"
+    path.write_bytes(
+        b'\xef\xbb\xbfid,name,note\r\n1,NA,"a ""quoted"", text"\r\n2,,"two\nlines"\r\n\r\n3,\xff\xfe,\xc3\xa9\r\n'
+    )
+    done = call("publish", "s", str(path), "--null", "NA", url=client.url)
+    assert done.code == 0
+    assert entries(client) == [
+        [b"id", b"1", b"note", b'a "quoted", text'],
+        [b"id", b"2", b"name", b"", b"note", b"two\nlines"],
+        [b"id", b"3", b"name", b"\xff\xfe", b"note", b"\xc3\xa9"],
+    ]
+    assert done.out.startswith(f"3 entries ({path.stat().st_size} bytes) published to s in ")
+
+
+def test_only_the_values_that_are_named_are_left_out(client: Client, tmp_path: Path) -> None:
+    path = tmp_path / "some.CSV"
+    path.write_text("a,b,c\n,NA,-\nx,y,é\n")
+    call("publish", "s", str(path), url=client.url)
+    call("publish", "t", str(path), "--null", "", "--null", "é", url=client.url)
+    assert entries(client)[0] == [b"a", b"", b"b", b"NA", b"c", b"-"]
+    assert entries(client, "t") == [[b"b", b"NA", b"c", b"-"], [b"a", b"x", b"b", b"y"]]
+
+
+def test_json_lines_keep_numbers_and_nested_values_as_they_are_written(client: Client, tmp_path: Path) -> None:
+    path = tmp_path / "some.jsonl"
+    path.write_text(
+        '{"a": 1.10, "b": 12345678901234567890, "c": null, "d": "NA", "e": ""}\n \n'
+        '{"t": true, "n": {"x": [1, 2]}, "text": "\\u00e9\\n"}'
+    )
+    done = call("publish", "s", str(path), "--null", "NA", "--json", url=client.url)
+    assert entries(client) == [
+        [b"a", b"1.10", b"b", b"12345678901234567890", b"e", b""],
+        [b"t", b"true", b"n", b'{"x": [1, 2]}', b"text", "é\n".encode()],
+    ]
+    figures = done.json()
+    assert (figures["stream"], figures["entries"], figures["bytes"]) == ("s", 2, path.stat().st_size)
+    assert figures["rate"] > 0
+
+
+def test_standard_input_is_published_as_it_comes(client: Client) -> None:
+    process = start("publish", "s", "--format", "csv", "--json", url=client.url, stdin=subprocess.PIPE)
+    try:
+        assert process.stdin is not None
+        process.stdin.write(b"a,b\n1,2\n3,")
+        process.stdin.flush()
+        deadline = time.monotonic() + 30
+        while client.execute("XLEN", "s") < 1:
+            assert time.monotonic() < deadline, "an entry waits for the next although nothing more comes"
+            time.sleep(0.02)
+        out, _ = process.communicate(b"4\n", timeout=30)
+    finally:
+        process.kill()
+    assert b'"entries":2' in out
+    assert entries(client) == [[b"a", b"1", b"b", b"2"], [b"a", b"3", b"b", b"4"]]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "complaint", "before"),
+    [
+        ("x.csv", "a,b\n1,2\n3\n", "line 3: 1 values where the first line names 2 fields", 1),
+        ("x.csv", 'a,b\n1,"x\ny"\n3,4,5\n', "line 4: 3 values", 1),
+        ("x.csv", 'a,b\n1,2\n3,"x"y\n', "line 3: ", 1),
+        ("x.csv", 'a,b\n1,2\n3,4\n5,"x\n', "line 4: unexpected end of data", 2),
+        ("x.csv", "a,b\n1,2\nNA,NA\n", "line 3: every value is missing", 1),
+        ("x.csv", "", "line 1: a CSV file begins with a line that names the fields", 0),
+        ("x.jsonl", '{"a":1}\n{"a":1\n', "line 2: not a JSON object", 1),
+        ("x.jsonl", '{"a":1}\n\n[1]\n', "line 3: not a JSON object", 1),
+        ("x.jsonl", '{"a":null}\n', "line 1: every value is missing", 0),
+        ("x.ndjson", '{"a":"\\ud800"}\n', "line 1: ", 0),
+    ],
+)
+def test_a_malformed_line_is_named_and_those_before_it_are_published(
+    client: Client, tmp_path: Path, name: str, text: str, complaint: str, before: int
+) -> None:
+    path = tmp_path / name
+    path.write_text(text)
+    done = call("publish", "s", str(path), "--null", "NA", url=client.url)
+    assert done.code == 1
+    assert f"error: {path}, {complaint}" in done.err
+    assert f"{before} entr" in done.err
+    assert client.execute("XLEN", "s") == before
+
+
+def test_a_file_that_cannot_be_read_is_wrong_usage(client: Client, tmp_path: Path) -> None:
+    for file in (str(tmp_path / "none.csv"), str(tmp_path)):
+        done = call("publish", "s", file, "--format", "csv", url=client.url)
+        assert done.code == 2
+        assert "cannot be read" in done.err
+    assert call("publish", "s", "data.parquet", url=client.url).code == 2
+
+
+def test_the_stream_is_trimmed_and_the_rate_is_kept(client: Client, tmp_path: Path) -> None:
+    path = tmp_path / "some.csv"
+    path.write_text("a\n" + "1\n" * 3000)
+    call("publish", "s", str(path), "--maxlen", "1000", url=client.url)
+    assert 1000 <= client.execute("XLEN", "s") < 1200
+    path.write_text("a\n" + "1\n" * 60)
+    done = call("publish", "t", str(path), "--rate", "100", "--json", url=client.url)
+    assert 0.5 <= done.json()["seconds"] < 3
+    ids = [int(entry_id.split(b"-")[0]) for entry_id, _ in client.execute("XRANGE", "t", "-", "+")]
+    assert max(b - a for a, b in pairwise(ids)) < 500, "entries come evenly, not in bursts"
+
+
+def test_huge_values_and_many_fields_are_published(client: Client, tmp_path: Path) -> None:
+    path = tmp_path / "huge.csv"
+    names = [f"n{i}" for i in range(MAX_FIELDS)]
+    path.write_text(",".join(names) + "\n" + ",".join(["x" * 1000] * MAX_FIELDS) + "\n")
+    assert call("publish", "s", str(path), url=client.url).code == 0
+    path.write_text("a\n" + "x" * 5_000_000 + "\n")
+    assert call("publish", "s", str(path), url=client.url).code == 0
+    wide, huge = entries(client)
+    assert (len(wide), len(huge[1])) == (2 * MAX_FIELDS, 5_000_000)
+    path.write_text(",".join([*names, "one_more"]) + "\n" + ",".join(["x"] * (MAX_FIELDS + 1)) + "\n")
+    refused = call("publish", "s", str(path), url=client.url)
+    assert refused.code == 1
+    assert "an entry has 1 to 3,900 fields" in refused.err
+
+
+# --- Rows ---
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    rows=st.lists(
+        st.dictionaries(
+            st.text(st.characters(codec="utf-8"), min_size=1),
+            st.one_of(st.binary(), st.text(st.characters(codec="utf-8")), st.integers()),
+            min_size=1,
+            max_size=4,
+        ),
+        max_size=8,
+    )
+)
+def test_rows_arrive_byte_for_byte_in_order(client: Client, rows: list[dict[str, Value]]) -> None:
+    client.execute("DEL", "s")
+    with Publisher(client, "s") as publisher:
+        assert publisher.send(rows) == len(rows)
+    assert entries(client) == [[part for pair in row.items() for part in map(_as_bytes, pair)] for row in rows]
+
+
+def test_none_is_left_out_and_numbers_are_written_as_text(client: Client) -> None:
+    with Publisher(client, "s") as publisher:
+        publisher.send([{"a": 1, "b": None, "c": 2.5, "d": b"\xff", "e": True}, {"a": "", "z": "é"}])
+        assert publisher.entries == 2
+    assert entries(client) == [
+        [b"a", b"1", b"c", b"2.5", b"d", b"\xff", b"e", b"true"],
+        [b"a", b"", b"z", "é".encode()],
+    ]
+
+
+@pytest.mark.parametrize("row", [{}, {"a": None}, {"a": object()}, {"a": float("nan")}, {"a": "\ud800"}])
+def test_a_row_that_cannot_be_an_entry_is_refused_and_those_before_it_are_published(
+    client: Client, row: dict[str, Value]
+) -> None:
+    with Publisher(client, "s") as publisher, pytest.raises(OutputError):
+        publisher.send([{"a": "1"}, row])
+    assert client.execute("XLEN", "s") == (0 if row == {"a": "\ud800"} else 1)
+
+
+def test_a_key_of_another_type_is_refused_whole(client: Client, tmp_path: Path) -> None:
+    client.execute("SET", "s", "text")
+    with Publisher(client, "s") as publisher, pytest.raises(WrongType):
+        publisher.send([{"a": "1"}])
+    path = tmp_path / "some.csv"
+    path.write_text("a\n1\n")
+    done = call("publish", "s", str(path), url=client.url)
+    assert done.code == 1
+    assert "s" in done.err
+    assert "0 entries are published" in done.err
+    assert client.execute("GET", "s") == b"text"
+
+
+def test_nothing_but_the_stream_and_a_number_that_expires_is_left_behind(client: Client) -> None:
+    with Publisher(client, "s") as publisher:
+        publisher.send([{"a": "1"}] * 3)
+    left = [key for key in client.execute("KEYS", "*") if key != b"s"]
+    assert len(left) == 1
+    assert left[0].startswith(b"millstream:{s}:s:producer:")
+    assert 86_000 < client.execute("TTL", left[0]) <= 86_400
+
+
+# --- Trouble ---
+
+
+def test_a_full_redis_is_said_so_and_nothing_is_written_in_part(
+    millstream_fresh_server: EmbeddedServer, tmp_path: Path
+) -> None:
+    path = tmp_path / "some.csv"
+    path.write_text("a\n" + "1\n" * 100)
+    with Client(millstream_fresh_server.url) as client:
+        client.execute("CONFIG", "SET", "maxmemory", "1")
+        done = call("publish", "s", str(path), "--wait", "0.2", url=client.url)
+        assert done.code == 3
+        assert "has reached maxmemory and refuses writes" in done.err
+        assert "0 entries are published" in done.err
+        with Publisher(client, "s", patience_ms=10_000) as publisher:
+            publisher.add(("a",), ("1",))
+            threading.Timer(0.5, millstream_fresh_server.call, ("CONFIG", "SET", "maxmemory", "0")).start()
+            publisher.flush()
+        assert client.execute("XLEN", "s") == 1
+        client.execute("CONFIG", "SET", "maxmemory", "1")
+        with Publisher(client, "s", patience_ms=0) as publisher, pytest.raises(OutOfMemory):
+            publisher.send([{"a": "1"}])
+
+
+@pytest.mark.faults
+def test_a_connection_that_breaks_again_and_again_neither_loses_nor_doubles_an_entry(
+    millstream_fresh_server: EmbeddedServer,
+) -> None:
+    rows = [{"n": str(number), "text": "x" * (number % 50)} for number in range(60_000)]
+    with (
+        _unreliable(millstream_fresh_server.port) as (port, cuts),
+        Client(f"redis://127.0.0.1:{port}/0") as client,
+        Publisher(client, "s") as publisher,
+    ):
+        assert publisher.send(rows) == len(rows)
+    assert cuts["before"] >= 5, "requests must get lost"
+    assert cuts["after"] >= 5, "replies must get lost"
+    with Client(millstream_fresh_server.url) as client:
+        assert [int(pairs[1]) for pairs in entries(client)] == list(range(len(rows)))
+
+
+@pytest.mark.faults
+def test_connections_that_redis_closes_neither_lose_nor_double_an_entry(
+    millstream_fresh_server: EmbeddedServer, tmp_path: Path
+) -> None:
+    path = tmp_path / "some.csv"
+    path.write_text("n,text\n" + "".join(f"{number},{'x' * 30}\n" for number in range(60_000)))
+    process = start("publish", "s", str(path), "--json", url=millstream_fresh_server.url)
+    try:
+        kills = 0
+        while process.poll() is None:
+            kills += millstream_fresh_server.call("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")
+            time.sleep(0.03)
+        out, _ = process.communicate(timeout=30)
+    finally:
+        process.kill()
+    assert process.returncode == 0
+    assert kills >= 10
+    assert b'"entries":60000' in out
+    with Client(millstream_fresh_server.url) as client:
+        assert [int(pairs[1]) for pairs in entries(client)] == list(range(60_000))
+
+
+@pytest.mark.faults
+def test_a_redis_that_is_killed_and_comes_back_is_waited_for(millstream_fresh_server: EmbeddedServer) -> None:
+    rows = [{"n": str(number)} for number in range(30_000)]
+
+    def kill_and_restart() -> None:
+        millstream_fresh_server.kill()
+        time.sleep(0.5)
+        millstream_fresh_server.start()
+
+    with Client(millstream_fresh_server.url) as client, Publisher(client, "s") as publisher:
+        publisher.send(rows[:10_000])
+        trouble = threading.Thread(target=kill_and_restart)
+        trouble.start()
+        publisher.send(rows[10_000:])
+        trouble.join()
+        assert [int(pairs[1]) for pairs in entries(client)] == list(range(len(rows)))
+
+
+def test_patience_ends(millstream_fresh_server: EmbeddedServer) -> None:
+    with Client(millstream_fresh_server.url) as client, Publisher(client, "s", patience_ms=300) as publisher:
+        publisher.send([{"a": "1"}])
+        millstream_fresh_server.kill()
+        began = time.monotonic()
+        with pytest.raises(Unavailable):
+            publisher.send([{"a": "2"}])
+        assert 0.3 <= time.monotonic() - began < 5
+        assert publisher.entries == 1
+
+
+def test_ctrl_c_ends_it_at_once_even_while_redis_is_away(
+    millstream_fresh_server: EmbeddedServer, tmp_path: Path
+) -> None:
+    path = tmp_path / "some.csv"
+    path.write_text("a\n" + "1\n" * 1_000_000)
+    process = start("publish", "s", str(path), url=millstream_fresh_server.url)
+    try:
+        with Client(millstream_fresh_server.url) as client:
+            while not client.execute("XLEN", "s"):
+                time.sleep(0.01)
+        millstream_fresh_server.pause()
+        time.sleep(0.2)
+        process.send_signal(signal.SIGINT)
+        began = time.monotonic()
+        _, err = process.communicate(timeout=30)
+    finally:
+        process.kill()
+        millstream_fresh_server.resume()
+    assert process.returncode == 130
+    assert time.monotonic() - began < 5
+    assert b"Traceback" not in err
+
+
+def test_the_bar_shows_the_rate_and_does_not_touch_stdout(client: Client, tmp_path: Path) -> None:
+    path = tmp_path / "some.csv"
+    path.write_text("a,b\n" + "1,2\n" * 200_000)
+    command = f"script -qec '{_command(client.url, path)}' /dev/null"
+    shown = subprocess.run(
+        ["bash", "-c", command], env=environment(client.url, {"TERM": "xterm"}), capture_output=True, check=False
+    )
+    assert "entries/s" in shown.stdout.decode()
+    assert " %" in shown.stdout.decode()
+    quiet = run("publish", "s", str(path), "--json", url=client.url)
+    assert quiet.err == ""
+    assert quiet.json()["entries"] == 200_000
+
+
+# --- A connection that breaks ---
+
+
+@contextmanager
+def _unreliable(port: int) -> Iterator[tuple[int, dict[str, int]]]:
+    """A proxy to Redis that breaks one in ten exchanges: within the request, or before the reply goes back."""
+    cuts = {"before": 0, "after": 0}
+    chance = random.Random(7)
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def serve() -> None:
+        while True:
+            try:
+                client, _ = listener.accept()
+            except OSError:
+                return
+            with client, socket.create_connection(("127.0.0.1", port)) as server:
+                _relay(client, server, chance, cuts)
+
+    thread = threading.Thread(target=serve, daemon=True)
+    thread.start()
+    try:
+        yield listener.getsockname()[1], cuts
+    finally:
+        listener.shutdown(socket.SHUT_RDWR)
+        listener.close()
+        thread.join(10)
+
+
+def _relay(client: socket.socket, server: socket.socket, chance: random.Random, cuts: dict[str, int]) -> None:
+    """Pass requests and replies on until one of the two ends, or chance has it."""
+    replies = threading.Thread(target=_pass_back, args=(server, client, chance, cuts), daemon=True)
+    replies.start()
+    try:
+        while data := client.recv(65_536):
+            if chance.random() < 0.05:
+                cuts["before"] += 1
+                server.sendall(data[: len(data) // 2])
+                break
+            server.sendall(data)
+    except OSError:
+        pass  # the other direction has ended it
+    for end in (client, server):
+        _shut(end)
+    replies.join()
+
+
+def _pass_back(server: socket.socket, client: socket.socket, chance: random.Random, cuts: dict[str, int]) -> None:
+    try:
+        while data := server.recv(65_536):
+            if chance.random() < 0.1:
+                cuts["after"] += 1
+                break
+            client.sendall(data)
+    except OSError:
+        pass  # the other direction has ended it
+    _shut(client)
+    _shut(server)
+
+
+def _shut(end: socket.socket) -> None:
+    with suppress(OSError):  # it may be shut already
+        end.shutdown(socket.SHUT_RDWR)
+
+
+def _command(url: str, path: Path) -> str:
+    return f"{' '.join(PROGRAM)} publish s {path} --url {url}"
+
+
+def _as_bytes(value: Value) -> bytes:
+    return value if isinstance(value, bytes) else str(value).encode()

@@ -1,0 +1,105 @@
+"""Running an app on the shared session, and reading what it did."""
+
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from pyspark.sql import SparkSession
+
+from millstream.app import App
+from millstream.client import Client
+from millstream.deadletters import DeadLetter
+from millstream.naming import HandlerKeys
+from millstream.spark.runner import Runner, RunSettings
+
+
+@dataclass
+class Pipelines:
+    """Runs apps against one Redis; `folder` keeps their checkpoints."""
+
+    spark: SparkSession
+    url: str
+    folder: Path
+    client: Client
+    events: list[Mapping[str, Any]] = field(default_factory=list)
+
+    def runner(self, app: App, *, checkpoint: str = "checkpoint", **settings: Any) -> Runner:
+        """A runner of `app`; its events are collected."""
+        run = RunSettings(url=self.url, checkpoint=str(self.folder / checkpoint), **settings)
+        return Runner(app, self.spark, run, on_event=self.events.append)
+
+    def once(self, app: App, **settings: Any) -> None:
+        """Process all that is there now."""
+        self.runner(app, once=True, **settings).run()
+
+    @contextmanager
+    def running(self, app: App, **settings: Any) -> Iterator["Background"]:
+        """A pipeline that runs in the background until the block ends."""
+        background = Background(self.runner(app, **settings))
+        background.start()
+        try:
+            yield background
+        finally:
+            background.runner.stop()
+            background.join(60)
+        assert not background.is_alive(), "the runner did not stop within a minute"
+
+    def add(self, stream: str, *entries: Mapping[Any, Any] | list[Any]) -> list[str]:
+        """Publish entries, given as mappings or flat lists; return their ids."""
+        commands = []
+        for entry in entries:
+            flat = entry if isinstance(entry, list) else [part for item in entry.items() for part in item]
+            commands.append(("XADD", stream, "*", *flat))
+        return [entry_id.decode() for entry_id in self.client.pipeline(commands)]
+
+    def entries(self, stream: str) -> list[tuple[str, dict[str, str]]]:
+        """All entries of a stream as text."""
+        return [
+            (entry_id.decode(), {items[i].decode(): items[i + 1].decode() for i in range(0, len(items), 2)})
+            for entry_id, items in self.client.execute("XRANGE", stream, "-", "+")
+        ]
+
+    def dead(self, app: str, handler: str, stream: str) -> list[DeadLetter]:
+        """The handler's dead letters on `stream`."""
+        found = self.client.execute("XRANGE", HandlerKeys(app, handler, stream).dead, "-", "+")
+        return [DeadLetter.parse(*entry) for entry in found]
+
+    def state(self, app: str, handler: str, stream: str, key: str) -> Any:
+        """A key's state."""
+        blob = self.client.execute("HGET", HandlerKeys(app, handler, stream).state, key)
+        return msgspec.msgpack.decode(blob) if blob else None
+
+    def meta(self, app: str, handler: str, stream: str) -> dict[str, str]:
+        """Frontier, epoch and counters."""
+        flat = self.client.execute("HGETALL", HandlerKeys(app, handler, stream).meta)
+        return {flat[i].decode(): flat[i + 1].decode() for i in range(0, len(flat), 2)}
+
+
+class Background(threading.Thread):
+    """A runner in a thread; `error` is what ended it."""
+
+    def __init__(self, runner: Runner) -> None:
+        super().__init__(daemon=True)
+        self.runner = runner
+        self.error: BaseException | None = None
+
+    def run(self) -> None:
+        """Run until stopped."""
+        try:
+            self.runner.run()
+        except BaseException as error:  # noqa: BLE001 - handed to the test
+            self.error = error
+
+
+def eventually(condition: Callable[[], object], what: str, *, timeout_s: float = 90) -> None:
+    """Wait for `condition`; fail with `what` after `timeout_s` seconds."""
+    waiting = threading.Event()
+    for _ in range(int(timeout_s / 0.1)):
+        if condition():
+            return
+        waiting.wait(0.1)
+    raise AssertionError(f"not within {timeout_s} s: {what}")

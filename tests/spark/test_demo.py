@@ -1,0 +1,122 @@
+"""`millstream demo` from the outside: every figure of its report, also when its processes are killed."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from millstream.demo.flights import load_flights
+
+FLIGHTS = 20_000
+LIMIT_S = 600.0
+MARK = "MILLSTREAM_TEST_OF_DEMO"
+
+pytestmark = [pytest.mark.spark, pytest.mark.timeout(LIMIT_S + 60)]
+
+
+class Demo:
+    """A `millstream demo` process; whatever it starts carries a mark, so that what it leaves behind is found."""
+
+    def __init__(self, folder: Path, *options: str) -> None:
+        self._mark = uuid.uuid4().hex
+        self.chart = folder / "demo" / "departures.png"
+        self.said = folder / "said.txt"
+        command = [sys.executable, "-m", "millstream.commands.cli", "demo", "--data-dir", str(folder / "demo")]
+        with self.said.open("wb") as log:
+            self.process = subprocess.Popen(
+                [*command, *options], stdout=subprocess.PIPE, stderr=log, env=os.environ | {MARK: self._mark}
+            )
+
+    def report(self) -> dict[str, Any]:
+        """Wait for its end and return its JSON, which must be the only thing on stdout."""
+        stdout, _ = self.process.communicate(timeout=LIMIT_S)
+        assert self.process.returncode == 0, self.said.read_text()
+        report: dict[str, Any] = json.loads(stdout)
+        return report
+
+    def family(self) -> list[psutil.Process]:
+        """All living processes that it has started, and it itself."""
+        found = []
+        for process in psutil.process_iter():
+            with suppress(psutil.Error):
+                if process.status() != psutil.STATUS_ZOMBIE and process.environ().get(MARK) == self._mark:
+                    found.append(process)
+        return found
+
+
+@pytest.fixture
+def demos() -> Iterator[list[Demo]]:
+    """Demos to be ended with all that they have started, should their test fail."""
+    started: list[Demo] = []
+    yield started
+    for demo in started:
+        for process in demo.family():
+            with suppress(psutil.Error):
+                process.kill()
+        demo.process.wait()
+
+
+def assert_faultless(report: dict[str, Any]) -> None:
+    tailnum = load_flights(1).columns.index("tailnum")
+    unkeyed = sum(row[tailnum] == "NA" for row in load_flights(FLIGHTS).rows)
+    assert report["messages"] == FLIGHTS
+    assert report["committed"] == FLIGHTS - unkeyed
+    assert report["dead_letters"] == unkeyed
+    assert report["dead_letters_by_reason"] == {"missing-key": unkeyed}
+    faults = ("lost", "duplicated", "unexpected", "order_violations", "wrong_values", "wrong_states")
+    assert {name: report[name] for name in faults} == dict.fromkeys(faults, 0)
+    assert report["ok"] is True
+    assert report["seconds"] > report["processing_seconds"] > 0
+    assert report["rate"] == pytest.approx(FLIGHTS / report["seconds"], rel=0.02)
+    assert report["batches"] >= 1
+
+
+def test_the_demo_commits_every_flight_once_and_in_order(tmp_path: Path, demos: list[Demo]) -> None:
+    demos.append(Demo(tmp_path, "--json", "--flights", str(FLIGHTS)))
+    report = demos[0].report()
+    assert_faultless(report)
+    assert report["kills"] == []
+    assert report["chart"] == str(demos[0].chart)
+    assert demos[0].chart.read_bytes().startswith(b"\x89PNG")
+    assert not (tmp_path / "demo" / "redis").exists()
+    assert demos[0].family() == []
+
+
+def test_the_demo_reaches_the_same_report_though_workers_and_driver_are_killed(
+    tmp_path: Path, demos: list[Demo]
+) -> None:
+    demos.append(Demo(tmp_path, "--json", "--kill", "--flights", str(FLIGHTS)))
+    report = demos[0].report()
+    assert_faultless(report)
+    killed = [kill["what"] for kill in report["kills"]]
+    assert [what for what in killed if "worker" in what] == ["a Python worker of Spark"] * 2
+    # Each time both processes of the driver: Python and its JVM.
+    assert len([what for what in killed if "driver" in what]) == 4
+    assert all(FLIGHTS / 3 <= kill["done"] < FLIGHTS for kill in report["kills"])
+    assert demos[0].family() == []
+
+
+def test_an_interrupted_demo_leaves_no_process_behind(tmp_path: Path, demos: list[Demo]) -> None:
+    demo = Demo(tmp_path, "--flights", str(FLIGHTS))
+    demos.append(demo)
+    deadline = time.monotonic() + LIMIT_S
+    while not any(process.name() == "java" for process in demo.family()):
+        assert demo.process.poll() is None, demo.said.read_text()
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+    demo.process.send_signal(signal.SIGINT)
+    stdout, _ = demo.process.communicate(timeout=LIMIT_S)
+    assert demo.process.returncode not in (0, -signal.SIGKILL)
+    assert b"Traceback" not in stdout
+    assert "Traceback" not in demo.said.read_text()
+    assert demo.family() == []

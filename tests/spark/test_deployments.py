@@ -1,0 +1,115 @@
+"""The whole pipeline, source, engine and dead letters, on every kind of Redis deployment."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from pyspark.sql import SparkSession
+
+from millstream import App, Reject, State
+from millstream.client import Client
+from millstream.errors import AccessDenied, ConfigError
+from millstream.testing import topologies
+from tests.spark.pipelines import Pipelines, eventually
+
+pytestmark = pytest.mark.spark
+STREAMS = ("orders:{1}", "orders:{2}", "orders:{3}")
+
+
+@dataclass
+class Order:
+    """An order of one customer."""
+
+    customer: str
+    amount: int
+
+
+def sums_app(*streams: str) -> App:
+    app = App("app")
+
+    @app.handler(*streams, key="customer")
+    def sums(order: Order, state: State) -> None:
+        if order.amount < 0:
+            raise Reject("negative")
+        state["sum"] = state.get("sum", 0) + order.amount
+
+    return app
+
+
+def check(spark: SparkSession, url: str, folder: Path) -> None:
+    """Fill three streams, process them in two runs, and look at state, dead letters and lag."""
+    with Client(url) as client:
+        pipelines = Pipelines(spark, url, folder, client)
+        app = sums_app(*STREAMS)
+        for part in range(2):
+            for stream in STREAMS:
+                pipelines.add(
+                    stream, *({"customer": f"c{n % 7}", "amount": n - 1} for n in range(part * 50, part * 50 + 50))
+                )
+            pipelines.once(app, max_per_batch=40)
+        for stream in STREAMS:
+            for customer in range(7):
+                total = sum(n - 1 for n in range(100) if n % 7 == customer and n)
+                assert pipelines.state("app", "sums", stream, f"c{customer}") == {"sum": total}
+            (letter,) = pipelines.dead("app", "sums", stream)
+            assert (letter.reason, letter.key) == ("rejected", b"c0")
+            (group,) = client.execute("XINFO", "GROUPS", stream)
+            assert dict(zip(group[::2], group[1::2], strict=True))[b"lag"] == 0
+
+
+def test_a_cluster_of_three_nodes(spark: SparkSession, tmp_path: Path) -> None:
+    with topologies.cluster() as deployed:
+        check(spark, deployed.url, tmp_path)
+        app = App("other")
+        app.handler(STREAMS[0], into="elsewhere", key="customer")(amounts)
+        with (
+            Client(deployed.url) as client,
+            pytest.raises(ConfigError, match=r"must share the hash slot .*\{1\}elsewhere"),
+        ):
+            Pipelines(spark, deployed.url, tmp_path / "into", client).once(app)
+
+
+def amounts(order: Order) -> dict[str, object]:
+    """A handler with an output."""
+    return {"amount": order.amount}
+
+
+def test_a_server_that_speaks_tls_only(spark: SparkSession, tmp_path: Path) -> None:
+    with topologies.tls_server() as deployed:
+        check(spark, deployed.url, tmp_path)
+
+
+def test_a_user_with_only_the_rights_that_are_needed(spark: SparkSession, tmp_path: Path) -> None:
+    needed = (
+        "+xadd +xrange +xrevrange +xlen +xinfo +xgroup +xreadgroup +scan +type +hget +hmget +hset +hdel +hlen +hgetall "
+        "+hincrby +unlink +evalsha +eval +time +ping +client|reply +client|setinfo +client|setname"
+    )
+    rules = [f"worker >secret ~orders:* ~millstream:* {needed}", "guest >secret ~nothing:* +ping"]
+    with topologies.acl_server(rules) as deployed:
+        check(spark, deployed.urls["worker"], tmp_path)
+        with Client(deployed.urls["guest"]) as guest, pytest.raises(AccessDenied, match="may not do"):
+            guest.execute("XLEN", "orders:{1}")
+        wrong = deployed.urls["worker"].replace("secret", "guess")
+        with Client(wrong) as stranger, pytest.raises(AccessDenied, match="check user and password") as caught:
+            stranger.execute("PING")
+        assert "guess" not in str(caught.value)
+
+
+def test_a_sentinel_trio_through_a_failover(spark: SparkSession, tmp_path: Path) -> None:
+    with topologies.sentinel_trio() as deployed, Client(deployed.url) as client:
+        pipelines = Pipelines(spark, deployed.url, tmp_path, client)
+        pipelines.add("orders", *({"customer": "c", "amount": 1} for _ in range(100)))
+        with pipelines.running(sums_app("orders")):
+            eventually(lambda: pipelines.state("app", "sums", "orders", "c") == {"sum": 100}, "the first hundred")
+            replicated = client.execute("WAIT", 1, 5000)
+            assert replicated == 1
+            deployed.primary.kill()
+            client.patiently(lambda: pipelines.add("orders", {"customer": "c", "amount": 1000}), what="the test")
+            eventually(
+                lambda: (
+                    client.patiently(lambda: pipelines.state("app", "sums", "orders", "c"), what="the test")["sum"]
+                    >= 1100
+                ),
+                "the work after the failover",
+            )
+        assert pipelines.meta("app", "sums", "orders")["committed"] == "101"

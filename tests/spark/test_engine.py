@@ -1,0 +1,224 @@
+"""The handler engine on real Spark: what a pipeline promises, run after run."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from pyspark.sql import SparkSession
+
+from millstream import App, Message, Reject, Retry, State
+from millstream.client import Client
+from millstream.errors import ConfigError, PipelineFailed
+from millstream.ledger import Ledger
+from millstream.naming import REDRIVE_FIELD, HandlerKeys
+from tests.spark.pipelines import Pipelines, eventually
+
+pytestmark = pytest.mark.spark
+
+
+@dataclass
+class Step:
+    """One message of these tests."""
+
+    key: str
+    n: int
+    fail: int = 0
+
+
+@pytest.fixture
+def pipelines(spark: SparkSession, millstream_url: str, tmp_path: Path) -> Iterator[Pipelines]:
+    with Client(millstream_url) as client:
+        yield Pipelines(spark, millstream_url, tmp_path, client)
+
+
+def counting_app(**options: object) -> App:
+    """Counts the messages of each key; rejects negative numbers."""
+    app = App("app")
+
+    @app.handler("in", **{"key": "key", "into": "out", "retry": Retry(attempts=3, delay_ms=5), **options})
+    def count(step: Step, message: Message, state: State) -> dict[str, object]:
+        if step.n < 0:
+            raise Reject("negative")
+        state["count"] = state.get("count", 0) + 1
+        if message.attempt <= step.fail:
+            raise RuntimeError("not yet")
+        return {"key": step.key, "n": step.n, "count": state["count"]}
+
+    return app
+
+
+def steps(count: int, *, keys: int = 10, start: int = 0) -> list[dict[str, object]]:
+    return [{"key": f"k{n % keys}", "n": n} for n in range(start, start + count)]
+
+
+def numbers(pipelines: Pipelines, key: str, stream: str = "out") -> list[int]:
+    return [int(fields["n"]) for _, fields in pipelines.entries(stream) if fields["key"] == key]
+
+
+def test_messages_run_in_order_per_key_with_state_over_batches_and_restarts(pipelines: Pipelines) -> None:
+    app = counting_app()
+    pipelines.add("in", *steps(500))
+    pipelines.once(app, max_per_batch=120)
+    pipelines.add("in", *steps(500, start=500))
+    pipelines.once(app, max_per_batch=120)
+    for key in range(10):
+        assert numbers(pipelines, f"k{key}") == list(range(key, 1000, 10))
+        assert pipelines.state("app", "count", "in", f"k{key}") == {"count": 100}
+    assert pipelines.meta("app", "count", "in")["committed"] == "1000"
+    batches = [event for event in pipelines.events if event["event"] == "batch"]
+    assert max(batch["messages"] for batch in batches) <= 120
+    assert sum(batch["committed"] for batch in batches) == 1000
+
+
+def test_a_failing_message_keeps_its_place_and_dies_after_its_last_attempt(pipelines: Pipelines) -> None:
+    pipelines.add("in", {"key": "a", "n": 1, "fail": 2}, {"key": "a", "n": 2, "fail": 9}, {"key": "a", "n": 3})
+    pipelines.once(counting_app())
+    assert numbers(pipelines, "a") == [1, 3]
+    (letter,) = pipelines.dead("app", "count", "in")
+    assert (letter.reason, letter.attempts, letter.error) == ("failed", 3, "RuntimeError: not yet")
+    assert pipelines.state("app", "count", "in", "a") == {"count": 2}
+
+
+def test_several_handlers_streams_patterns_and_key_functions_work_side_by_side(pipelines: Pipelines) -> None:
+    app = App("app")
+
+    @app.handler("left", "right", key=lambda message: message.text("key", "")[:2], into="pairs")
+    def pair(message: Message, state: State) -> dict[str, object]:
+        state["n"] = state.get("n", 0) + 1
+        return {"stream": message.stream, "key": (message.key or b"").decode(), "n": state["n"]}
+
+    @app.handler(pattern="shard:*", into="merged")
+    def merge(step: Step) -> dict[str, object]:
+        return {"key": step.key, "n": step.n}
+
+    pipelines.add("left", {"key": "aa1"}, {"key": "aa2"}, {"key": "bb1"}, {"other": "x"})
+    pipelines.add("right", {"key": "aa3"})
+    for shard in range(5):
+        pipelines.add(f"shard:{shard}", *steps(3, start=shard * 3))
+    pipelines.once(app)
+    found = sorted((f["stream"], f["key"], f["n"]) for _, f in pipelines.entries("pairs"))
+    assert found == [("left", "aa", "1"), ("left", "aa", "2"), ("left", "bb", "1"), ("right", "aa", "1")]
+    assert [letter.reason for letter in pipelines.dead("app", "pair", "left")] == ["missing-key"]
+    assert sorted(int(f["n"]) for _, f in pipelines.entries("merged")) == list(range(15))
+
+
+def test_async_handlers_run_on_spark_too(pipelines: Pipelines) -> None:
+    app = App("app")
+
+    @app.handler("in", key="key", into="out")
+    async def later(step: Step) -> list[dict[str, object]]:
+        import asyncio
+
+        await asyncio.sleep(0.001)
+        return [{"key": step.key, "n": step.n}]
+
+    pipelines.add("in", *steps(100))
+    pipelines.once(app)
+    assert numbers(pipelines, "k3") == list(range(3, 100, 10))
+
+
+def test_a_new_checkpoint_over_commits_is_refused_until_one_says_what_is_meant(pipelines: Pipelines) -> None:
+    app = counting_app()
+    pipelines.add("in", *steps(20))
+    pipelines.once(app)
+    with pytest.raises(ConfigError, match="--from-frontier to go on there, --reprocess to forget"):
+        pipelines.once(app, checkpoint="second")
+    pipelines.add("in", *steps(10, start=20))
+    pipelines.once(app, checkpoint="second", start="from-frontier")
+    assert numbers(pipelines, "k0") == [0, 10, 20]
+    pipelines.once(app, checkpoint="third", start="reprocess")
+    assert numbers(pipelines, "k0") == [0, 10, 20, 0, 10, 20]
+    assert pipelines.state("app", "count", "in", "k0") == {"count": 3}
+    with pytest.raises(ConfigError, match="needs a new --checkpoint"):
+        pipelines.once(app, checkpoint="third", start="reprocess")
+
+
+def test_a_run_that_a_newer_one_has_overtaken_stops_with_a_clear_word(pipelines: Pipelines) -> None:
+    app = counting_app()
+    pipelines.add("in", *steps(10))
+    with pipelines.running(app) as background:
+        eventually(lambda: len(pipelines.entries("out")) == 10, "the first ten")
+        newer = Ledger(pipelines.client, app="app", handler="count", token=9_000_000_000_000_000)
+        newer.begin(["in"])
+        pipelines.add("in", *steps(10, start=10))
+        eventually(lambda: not background.is_alive(), "the end of the older run")
+    assert isinstance(background.error, PipelineFailed)
+    assert "a newer run of app.count has taken over" in str(background.error)
+    assert len(pipelines.entries("out")) == 10
+
+
+def test_commits_that_redis_has_forgotten_are_made_again(pipelines: Pipelines) -> None:
+    app = counting_app()
+    ids = pipelines.add("in", *steps(30, keys=1))
+    pipelines.once(app)
+    keys = HandlerKeys("app", "count", "in")
+    # As after the loss of the last second: state, outputs and frontier are those of the tenth message.
+    pipelines.client.execute("HSET", keys.meta, "frontier", ids[9])
+    pipelines.client.execute("HSET", keys.state, "k0", b"\x81\xa5count\x0a")
+    outputs = pipelines.client.execute("XRANGE", "out", "-", "+")
+    pipelines.client.execute("XDEL", "out", *(entry_id for entry_id, _ in outputs[10:]))
+    pipelines.add("in", {"key": "k0", "n": 30})
+    pipelines.once(app)
+    assert numbers(pipelines, "k0") == list(range(31))
+    assert pipelines.state("app", "count", "in", "k0") == {"count": 31}
+
+
+def test_trimmed_entries_stop_the_run_or_are_passed_over_on_request(pipelines: Pipelines) -> None:
+    app = counting_app()
+    pipelines.add("in", *steps(10))
+    pipelines.once(app)
+    pipelines.add("in", *steps(10, start=10))
+    pipelines.client.execute("XTRIM", "in", "MAXLEN", 4)
+    with pytest.raises(PipelineFailed, match=r"app\.count stopped: .*6 "):
+        pipelines.once(app)
+    pipelines.once(app, fail_on_data_loss=False)
+    assert pipelines.meta("app", "count", "in")["committed"] == "14"
+
+
+def test_progress_shows_in_a_group_that_any_redis_tool_can_read(pipelines: Pipelines) -> None:
+    pipelines.add("in", *steps(10))
+    pipelines.once(counting_app())
+    (group,) = pipelines.client.execute("XINFO", "GROUPS", "in")
+    shown = dict(zip(group[::2], group[1::2], strict=True))
+    assert shown[b"name"] == b"millstream:app.count"
+    assert shown[b"last-delivered-id"].decode() == pipelines.meta("app", "count", "in")["frontier"]
+    assert (shown[b"lag"], shown[b"pending"]) == (0, 0)
+
+
+def test_marks_are_gone_when_all_is_done_so_that_idle_keys_cost_nothing(pipelines: Pipelines) -> None:
+    app = App("app")
+
+    @app.handler("in", key="key")
+    def ignore(step: Step) -> None: ...
+
+    pipelines.add("in", *steps(2000, keys=2000))
+    pipelines.once(app)
+    keys = HandlerKeys("app", "ignore", "in")
+    assert pipelines.client.execute("EXISTS", keys.marks, keys.state, keys.strikes, keys.dead) == 0
+
+
+def test_a_redriven_entry_goes_to_its_handler_alone_also_with_a_key_function(pipelines: Pipelines) -> None:
+    app = App("app")
+    for name in ("first", "second"):
+
+        def handle(message: Message) -> dict[str, object]:
+            return {"key": (message.key or b"").decode(), "n": len(message.pairs)}
+
+        app.handler("in", name=name, key=lambda message: message.text("key"), into=f"out.{name}")(handle)
+    pipelines.add("in", [REDRIVE_FIELD, "app.second", "key", "a", "n", 1])
+    pipelines.once(app)
+    assert pipelines.entries("out.first") == []
+    assert [fields for _, fields in pipelines.entries("out.second")] == [{"key": "a", "n": "4"}]
+
+
+def test_a_wrong_type_at_the_streams_key_is_a_clear_error_and_the_pipeline_lives(pipelines: Pipelines) -> None:
+    pipelines.client.execute("SET", "in", "not a stream")
+    with pipelines.running(counting_app()):
+        eventually(lambda: any(e["event"] == "restarting" for e in pipelines.events), "a word about it")
+        reason = next(e["reason"] for e in pipelines.events if e["event"] == "restarting")
+        assert "in" in reason
+        assert "type" in reason
+        pipelines.client.execute("DEL", "in")
+        pipelines.add("in", *steps(10))
+        eventually(lambda: len(pipelines.entries("out")) == 10, "the messages after the key was mended")

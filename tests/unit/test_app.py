@@ -1,0 +1,210 @@
+"""Apps and handlers: a mistake in the app file is one clear line that says what to change."""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from millstream import App, Message, Retry, State, load_app
+from millstream.errors import ConfigError, DecodeError
+from millstream.model import EntryId
+from millstream.naming import HandlerKeys, hash_tag
+
+
+@dataclass
+class Order:
+    """A model."""
+
+    customer: str
+    amount: int
+
+
+def takes_order(order: Order) -> None:
+    """A well-formed handler."""
+
+
+def takes_state(order: Order, state: State) -> None:
+    """A well-formed handler with state."""
+
+
+def takes_two_models(order: Order, other: Order) -> None:
+    """Has one model too many."""
+
+
+def takes_nothing() -> None:
+    """Takes no message."""
+
+
+def takes_only_state(state: State) -> None:
+    """Takes no message."""
+
+
+def takes_unknown(order: "Missing") -> None:  # type: ignore[name-defined]  # noqa: F821
+    """Its annotation cannot be read."""
+
+
+def takes_rest(*orders: Order) -> None:
+    """Takes what nobody can fill."""
+
+
+async def async_key(message: Message) -> str:
+    """A key function that cannot be used."""
+    return ""
+
+
+MISTAKES: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], str]] = [
+    (takes_order, (), {}, "name the streams it reads"),
+    (takes_order, ("a",), {"pattern": "b*"}, "one of the two"),
+    (takes_order, ("a", "a"), {}, "named twice"),
+    (takes_order, ("",), {}, "non-empty text"),
+    (takes_order, ("a",), {"keyy": "customer"}, "unknown option 'keyy'; did you mean 'key'?"),
+    (takes_order, ("a",), {"colour": 1}, "unknown option 'colour'; known options: pattern, key"),
+    (takes_order, ("a",), {"key": "custmer"}, "not a field of Order; did you mean 'customer'?"),
+    (takes_order, ("a",), {"key": "zzz"}, "not a field of Order; it has customer, amount"),
+    (takes_order, ("a",), {"key": 7}, "key must be the name of a field or a function"),
+    (takes_order, ("a",), {"key": async_key}, "must be a plain function, not async"),
+    (takes_order, ("a",), {"retry": 3}, "retry must be a Retry"),
+    (takes_order, ("a",), {"into": "a"}, "read what it writes"),
+    (takes_order, ("a",), {"into": 5}, "into must be the name of a stream"),
+    (takes_order, ("a",), {"into_maxlen": 0, "into": "b"}, "positive number"),
+    (takes_order, ("a",), {"missing_key": "ignore"}, "'dead-letter' or 'unordered'"),
+    (takes_order, ("a",), {"concurrency": 0}, "at least 1"),
+    (takes_order, ("a",), {"name": "a b"}, "letters, digits"),
+    (takes_state, ("a",), {}, "takes a State but has no key"),
+    (takes_two_models, ("a",), {}, "parameter 'other' must be annotated"),
+    (takes_nothing, ("a",), {}, "must take the message"),
+    (takes_only_state, ("a",), {"key": "customer"}, "must take the message"),
+    (takes_unknown, ("a",), {}, "annotations cannot be read: name 'Missing'"),
+    (takes_rest, ("a",), {}, "must be a plain parameter"),
+]
+
+
+@pytest.mark.parametrize(("function", "streams", "options", "says"), MISTAKES, ids=[m[3] for m in MISTAKES])
+def test_a_mistake_in_a_handler_is_one_line_that_says_what_to_change(
+    function: Callable[..., Any], streams: tuple[Any, ...], options: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        App("app").handler(*streams, **options)(function)
+    assert says in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_bare_decorator_is_explained() -> None:
+    with pytest.raises(ConfigError, match="needs the stream that it reads"):
+        App("app").handler(takes_order)  # type: ignore[arg-type]
+
+
+def test_two_handlers_of_one_name_are_refused() -> None:
+    app = App("app")
+    app.handler("a")(takes_order)
+    with pytest.raises(ConfigError, match="two handlers named 'takes_order'"):
+        app.handler("b")(takes_order)
+
+
+@pytest.mark.parametrize("values", [{"attempts": 0}, {"delay_ms": -1}, {"factor": 0.5}, {"jitter": -0.1}])
+def test_a_retry_policy_that_makes_no_sense_is_refused(values: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="Retry"):
+        Retry(**values)
+
+
+def test_waits_grow_by_the_factor_up_to_their_limit() -> None:
+    retry = Retry(delay_ms=100, factor=3, max_delay_ms=500, jitter=0)
+    assert [retry.delay_after(n) for n in (1, 2, 3, 1000)] == [100, 300, 500, 500]
+    jittered = [Retry(delay_ms=100, jitter=0.5).delay_after(1) for _ in range(200)]
+    assert all(100 <= wait <= 150 for wait in jittered)
+    assert len(set(jittered)) > 100
+
+
+def test_arguments_are_filled_by_annotation_in_any_order() -> None:
+    app = App("app")
+
+    @app.handler("a", key="customer")
+    def handle(state: State, message: Message, order: Order) -> None: ...
+
+    message = Message("a", "1-0", [b"customer", b"ann", b"amount", b"3"])
+    state = State(n=1)
+    assert app.handlers["handle"].bind(message, state) == {
+        "state": state,
+        "message": message,
+        "order": Order("ann", 3),
+    }
+
+
+def test_a_key_function_may_return_text_bytes_or_a_number_and_anything_else_is_refused() -> None:
+    def key_of(result: object) -> bytes | None:
+        app = App("app")
+        app.handler("a", key=lambda message: result)(takes_order)
+        return app.handlers["takes_order"].key_of(Message("a", "1-0", []))
+
+    assert [key_of(value) for value in ("é", b"\xff", 7, 0, None, "", b"")] == [
+        "é".encode(),
+        b"\xff",
+        b"7",
+        b"0",
+        None,
+        None,
+        None,
+    ]
+    for wrong in (1.5, ["a"], True):
+        with pytest.raises(DecodeError, match="key function returned"):
+            key_of(wrong)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("import nothing_of_this_name", "needs the module 'nothing_of_this_name', which is not installed"),
+        ("1 / 0", r"ZeroDivisionError: division by zero .*line 1\)"),
+        ("def broken(:", "SyntaxError"),
+        ("x = 1", r"no App named 'app'; define one"),
+        ("from millstream import App\napp = App('a')", "has no handlers"),
+        ("from millstream import App\nother = App('a')", r"no App named 'app'; it has other: use .*:other"),
+        ("from millstream import App\napp = App('a b')", "must be 1 to 100 letters"),
+        ("raise SystemExit(3)", "SystemExit"),
+    ],
+)
+def test_a_mistake_in_an_app_file_is_one_clear_line(tmp_path: Path, text: str, says: str) -> None:
+    name = f"app_{abs(hash(text))}"
+    (tmp_path / f"{name}.py").write_text(text)
+    with pytest.raises(ConfigError, match=says) as caught:
+        load_app(str(tmp_path / f"{name}.py:app"))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_missing_file_or_module_is_one_clear_line(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"there is no file 'nowhere/app\.py'"):
+        load_app("nowhere/app.py:app")
+    with pytest.raises(ConfigError, match="there is no module 'no_such_module_here'"):
+        load_app("no_such_module_here:app")
+
+
+def test_an_app_file_is_importable_by_child_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", "elsewhere")
+    (tmp_path / "good_app_of_this_test.py").write_text(
+        "from millstream import App, Message\napp = App('good')\n@app.handler('a')\ndef handle(message: Message): ...\n"
+    )
+    assert list(load_app(str(tmp_path / "good_app_of_this_test.py")).handlers) == ["handle"]
+    assert os.environ["PYTHONPATH"].split(os.pathsep) == [str(tmp_path), "elsewhere"]
+
+
+def test_entry_ids_are_ordered_as_numbers() -> None:
+    assert EntryId.parse("5-10") > EntryId.parse(b"5-9")
+    assert str(EntryId.parse("7", default_seq=3)) == "7-3"
+    for wrong in ("", "-", "5-", "-5", "a-b", "5-1-2", "+5-1", "٣-1"):
+        with pytest.raises(ConfigError, match="is not an entry id"):
+            EntryId.parse(wrong)
+
+
+@pytest.mark.parametrize("stream", ["plain", "a:b.c", "orders:{1}", "{x}y", "odd{}name", "sp ace"])
+def test_all_keys_of_a_handler_share_the_streams_slot_and_can_be_read_back(stream: str) -> None:
+    keys = HandlerKeys("app", "handler", stream)
+    for key in (keys.meta, keys.marks, keys.state, keys.strikes, keys.dead):
+        if "{}" not in stream:
+            assert hash_tag(key) == hash_tag(stream)
+        assert HandlerKeys.parse(key) == keys
+    for foreign in ("other:key", "millstream:{a}:a:x", "", "millstream:{a}:b:x.y:meta"):
+        with pytest.raises(ConfigError):
+            HandlerKeys.parse(foreign)
