@@ -6,7 +6,7 @@ Nothing here does I/O or waits: `attempt` says what became of one run of the han
 import asyncio
 import time
 import traceback
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -93,7 +93,7 @@ def encode_results(handler: Handler, result: object) -> Sequence[Sequence[Arg]]:
         return ()
     if handler.into is None:
         raise OutputError(f'{handler.label} returned a {type(result).__name__} but has no into="stream" to put it')
-    if isinstance(result, Iterable) and not isinstance(result, (Mapping, str, bytes)):
+    if isinstance(result, (list, tuple, Iterator)):
         entries = [encode_output(entry) for entry in result]
     else:
         entries = [encode_output(result)]

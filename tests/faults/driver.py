@@ -24,6 +24,7 @@ class Driver:
         self._command = [sys.executable, "-m", "millstream.commands.cli", "run", app, "--url", url, "--json"]
         self._command += ["--checkpoint", str(folder / "checkpoint"), *options]
         self._process: subprocess.Popen[str] | None = None
+        self._listener = threading.Thread()
         self.starts = 0
 
     def start(self, *options: str) -> None:
@@ -38,13 +39,15 @@ class Driver:
                 env={**os.environ, "MILLSTREAM_TEST_ARM": str(self.folder)},
                 cwd=self.folder,
             )
-        threading.Thread(target=self._listen, args=(self._process,), daemon=True).start()
+        self._listener = threading.Thread(target=self._listen, args=(self._process,), daemon=True)
+        self._listener.start()
 
     def _listen(self, process: subprocess.Popen[str]) -> None:
         assert process.stdout is not None
-        for line in process.stdout:
-            if line.startswith("{"):  # a process killed in mid-line leaves half of one
-                self.events.append(json.loads(line))
+        with process.stdout as lines:
+            for line in lines:
+                if line.endswith("}\n"):  # a process killed in mid-line leaves half of one
+                    self.events.append(json.loads(line))
 
     @property
     def process(self) -> subprocess.Popen[str]:
@@ -87,11 +90,14 @@ class Driver:
         self.process.wait()
         _, left = psutil.wait_procs(orphans, timeout=30)
         assert not left, f"outlived their driver by 30 s: {left}"
+        self._listener.join(10)
 
     def stop(self) -> int:
         """SIGTERM; return the exit code."""
         self.process.terminate()
-        return self.process.wait(60)
+        code = self.process.wait(60)
+        self._listener.join(10)
+        return code
 
 
 def wait_until(

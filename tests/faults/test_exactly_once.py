@@ -19,7 +19,7 @@ from millstream.server import EmbeddedServer
 from millstream.testing.history import check_outputs
 from tests.faults.driver import HERE, Driver, wait_until
 
-pytestmark = [pytest.mark.faults, pytest.mark.spark]
+pytestmark = [pytest.mark.faults, pytest.mark.spark, pytest.mark.timeout(1200)]
 
 SOAK = bool(os.environ.get("MILLSTREAM_SOAK"))
 MESSAGES = 200_000 if SOAK else 50_000

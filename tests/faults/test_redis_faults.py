@@ -11,7 +11,7 @@ from millstream.naming import HandlerKeys
 from millstream.server import EmbeddedServer
 from tests.faults.driver import HERE, Driver, wait_until
 
-pytestmark = [pytest.mark.faults, pytest.mark.spark]
+pytestmark = [pytest.mark.faults, pytest.mark.spark, pytest.mark.timeout(1200)]
 KEYS = HandlerKeys("bank", "book", "bookings")
 MESSAGES = 20_000
 

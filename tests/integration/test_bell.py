@@ -1,0 +1,302 @@
+"""The bell that rings when dead letters arrive."""
+
+import json
+import logging
+import os
+import shlex
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from millstream.bell import Bell
+from millstream.errors import ConfigError
+
+LETTER = {"app": "airline", "handler": "departure", "dead": 2}
+
+
+@dataclass
+class Webhook:
+    """A web server that notes what is POSTed to it, and answers with `statuses`, then with 200."""
+
+    url: str = ""
+    statuses: list[int] = field(default_factory=list)
+    delay_s: float = 0.0
+    heard: list[dict[str, Any]] = field(default_factory=list)
+    at: list[float] = field(default_factory=list)
+
+
+@contextmanager
+def webhook(*statuses: int, delay_s: float = 0.0) -> Iterator[Webhook]:
+    """A webhook on a free port."""
+    hook = Webhook(statuses=list(statuses), delay_s=delay_s)
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers["Content-Length"]))
+            hook.at.append(time.monotonic())
+            time.sleep(hook.delay_s)
+            status = hook.statuses.pop(0) if hook.statuses else 200
+            if status == 200:
+                assert self.headers["Content-Type"] == "application/json"
+                hook.heard.append(json.loads(body))
+            self.send_response(status)
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            """Not on stderr."""
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.daemon_threads = True
+    hook.url = f"http://127.0.0.1:{server.server_port}/secret?token=secret"
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield hook
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+def wait_for(what: str, condition: Any) -> None:
+    """Wait until `condition()` holds."""
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline, f"there is no {what}"
+        time.sleep(0.01)
+
+
+def python(script: str, *args: object) -> str:
+    """A command line that runs a Python script."""
+    return shlex.join([sys.executable, "-c", script, *map(str, args)])
+
+
+# --- What is told ---
+
+
+def test_a_webhook_is_told_as_json() -> None:
+    with webhook() as hook, Bell(hook.url) as bell:
+        bell.ring(LETTER)
+        wait_for("ring", lambda: hook.heard)
+    assert hook.heard == [{"rings": 1, "summaries": [LETTER]}]
+
+
+def test_a_command_is_told_on_its_standard_input_and_no_shell_sees_it(tmp_path: Path) -> None:
+    told = tmp_path / "told $(touch shell).json"
+    with Bell(command=python("import sys; open(sys.argv[1], 'w').write(sys.stdin.read())", told)) as bell:
+        bell.ring(LETTER)
+    assert json.loads(told.read_text()) == {"rings": 1, "summaries": [LETTER]}
+    assert not (tmp_path / "shell").exists()
+
+
+def test_rings_in_between_are_summed_up_by_what_they_are_about() -> None:
+    with webhook() as hook:
+        with Bell(hook.url, min_interval_s=0.5) as bell:
+            bell.ring(LETTER)
+            wait_for("first ring", lambda: hook.heard)
+            for _ in range(100):
+                bell.ring(LETTER)
+                bell.ring({**LETTER, "handler": "arrival", "dead": 1.5})
+            wait_for("second ring", lambda: len(hook.heard) == 2)
+        assert hook.at[1] - hook.at[0] >= 0.45
+    assert hook.heard[1] == {
+        "rings": 200,
+        "summaries": [{**LETTER, "dead": 200}, {**LETTER, "handler": "arrival", "dead": 150.0}],
+    }
+
+
+def test_what_is_not_told_yet_is_bounded() -> None:
+    with webhook() as hook:
+        with Bell(hook.url, min_interval_s=60) as bell:
+            bell.ring(LETTER)
+            wait_for("first ring", lambda: hook.heard)
+            for number in range(1_000):
+                bell.ring({"error": f"number {number}", "dead": 1})
+        last = hook.heard[1]
+    assert (last["rings"], len(last["summaries"]), last["omitted"]) == (1_000, 100, 900)
+
+
+def test_summaries_of_any_kind_are_told() -> None:
+    odd = {"flag": True, "path": Path("x"), "nested": {"a": [1]}, "none": None}
+    with webhook() as hook, Bell(hook.url) as bell:
+        bell.ring(odd)
+        wait_for("ring", lambda: hook.heard)
+    assert hook.heard[0]["summaries"] == [{**odd, "path": "x"}]
+
+
+def test_closing_tells_the_rest_at_once() -> None:
+    with webhook() as hook:
+        bell = Bell(hook.url, min_interval_s=60)
+        bell.ring(LETTER)
+        wait_for("first ring", lambda: hook.heard)
+        bell.ring(LETTER)
+        began = time.monotonic()
+        bell.close()
+        assert time.monotonic() - began < 5
+        assert len(hook.heard) == 2
+        bell.ring(LETTER)
+        bell.close()
+        assert len(hook.heard) == 2
+
+
+def test_a_bell_without_means_is_silent() -> None:
+    with Bell() as bell:
+        bell.ring(LETTER)
+    with Bell("", "") as bell:
+        bell.ring(LETTER)
+
+
+# --- What goes wrong ---
+
+
+def test_a_webhook_that_fails_is_told_again_up_to_three_times(caplog: pytest.LogCaptureFixture) -> None:
+    with webhook(500, 429) as hook:
+        with Bell(hook.url) as bell:
+            bell.ring(LETTER)
+            wait_for("third try", lambda: hook.heard)
+        assert len(hook.at) == 3
+        assert hook.at[1] - hook.at[0] >= 0.45
+        assert hook.at[2] - hook.at[1] >= 0.95
+    assert not caplog.records
+
+
+@pytest.mark.parametrize(("statuses", "tries"), [((500,) * 9, 3), ((404,) * 9, 1), ((302,) * 9, 1)])
+def test_a_webhook_that_keeps_failing_is_complained_about_without_its_path(
+    statuses: tuple[int, ...], tries: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING)
+    with webhook(*statuses) as hook:
+        with Bell(hook.url) as bell:
+            bell.ring(LETTER)
+            wait_for("complaint", lambda: caplog.records)
+        assert len(hook.at) == tries
+    assert f"the webhook at 127.0.0.1 was not told of dead letters: it answers {statuses[0]}" in caplog.text
+    assert "secret" not in caplog.text
+
+
+def test_complaints_come_once_a_minute(caplog: pytest.LogCaptureFixture) -> None:
+    class Clock:
+        """A clock that is set by hand."""
+
+        now_ms = 1e6
+
+        def monotonic_ms(self) -> float:
+            return self.now_ms
+
+        def sleep_ms(self, duration_ms: float) -> None:
+            raise AssertionError(duration_ms)
+
+    clock = Clock()
+    with webhook(*(404,) * 9) as hook, Bell(hook.url, min_interval_s=0, clock=clock) as bell:
+        for tries, complaints in ((1, 1), (2, 1), (3, 1)):
+            bell.ring(LETTER)
+            wait_for("try", lambda tries=tries: len(hook.at) == tries)
+            time.sleep(0.1)
+            assert len(caplog.records) == complaints
+        clock.now_ms += 60_000
+        bell.ring(LETTER)
+        wait_for("complaint", lambda: len(caplog.records) == 2)
+
+
+def test_ringing_never_waits_even_if_nobody_answers(caplog: pytest.LogCaptureFixture) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as deaf:
+        bell = Bell(f"http://127.0.0.1:{deaf.getsockname()[1]}/", timeout_s=60)
+        began = time.monotonic()
+        for _ in range(10_000):
+            bell.ring(LETTER)
+        assert time.monotonic() - began < 2
+        began = time.monotonic()
+        bell.close(timeout_ms=300)
+        assert time.monotonic() - began < 2
+    assert not caplog.records
+
+
+def test_nobody_at_the_webhook_is_a_complaint_and_the_next_ring_goes_out(caplog: pytest.LogCaptureFixture) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    with Bell(f"http://127.0.0.1:{port}/", min_interval_s=0) as bell:
+        bell.ring(LETTER)
+        wait_for("complaint", lambda: caplog.records)
+    assert "ConnectError" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("command", "complaint"),
+    [
+        ("/no/such/program", "the bell command /no/such/program cannot be run: No such file or directory"),
+        (python("import sys; print('no paper', file=sys.stderr); sys.exit(7)"), "ended with code 7: no paper"),
+        (python("import time; time.sleep(600)"), "took longer than 0.5 s and was ended"),
+    ],
+)
+def test_a_command_that_fails_is_complained_about(
+    command: str, complaint: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Bell(command=command, timeout_s=0.5) as bell:
+        bell.ring(LETTER)
+        wait_for("complaint", lambda: caplog.records)
+    assert complaint in caplog.text
+
+
+def test_a_command_that_ends_unheard_is_no_trouble(caplog: pytest.LogCaptureFixture) -> None:
+    with Bell(command="true") as bell:
+        bell.ring({"text": "x" * 1_000_000})
+    assert not caplog.records
+
+
+def test_closing_ends_a_command_that_hangs_and_all_that_it_started(tmp_path: Path) -> None:
+    pids = tmp_path / "pids"
+    script = (
+        "import os, subprocess, sys, time\n"
+        "child = subprocess.Popen(['sleep', '600'])\n"
+        "open(sys.argv[1], 'w').write(f'{os.getpid()} {child.pid} .')\n"
+        "time.sleep(600)"
+    )
+    bell = Bell(command=python(script, pids), timeout_s=600)
+    bell.ring(LETTER)
+    wait_for("process", lambda: pids.exists() and pids.read_text().endswith("."))
+    bell.close(timeout_ms=100)
+    for pid in pids.read_text().split()[:2]:
+        wait_for("end of the command", lambda pid=int(pid): not _lives(pid))
+
+
+@pytest.mark.parametrize(
+    ("url", "command", "complaint"),
+    [
+        ("ftp://example.org/", None, "http:// or https://"),
+        ("http://", None, "http:// or https://"),
+        ("http://[", None, "URL"),
+        (None, "say 'hello", "cannot be split into words"),
+        (None, " ", "is empty"),
+    ],
+)
+def test_what_cannot_be_a_bell_is_refused_at_once(url: str | None, command: str | None, complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        Bell(url, command)
+
+
+def _lives(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+        return "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (ProcessLookupError, FileNotFoundError):
+        return False
+
+
+def test_an_interrupt_of_the_terminal_does_not_reach_the_command(tmp_path: Path) -> None:
+    told = tmp_path / "told"
+    script = "import os, sys; open(sys.argv[1], 'w').write(str(os.getpgid(0)))"
+    with Bell(command=python(script, told)) as bell:
+        bell.ring(LETTER)
+        wait_for("process", lambda: told.exists() and told.read_text())
+    assert int(told.read_text()) != os.getpgid(0)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler

@@ -1,0 +1,224 @@
+"""`millstream info` and `millstream state`."""
+
+import time
+from collections.abc import Iterator, Sequence
+
+import msgspec
+import pytest
+
+from millstream.client import Client
+from millstream.inspection import HandlerReport, Inspection, inspect
+from millstream.ledger import Ledger, Unit
+from millstream.naming import HandlerKeys
+from tests.integration.commandline import call
+
+KEYS = HandlerKeys("airline", "departure", "flights")
+
+
+@pytest.fixture
+def client(millstream_url: str) -> Iterator[Client]:
+    with Client(millstream_url) as opened:
+        yield opened
+
+
+def fill(client: Client, stream: str, count: int, size: int = 1) -> None:
+    """Add entries 1-0, 2-0, 3-0, ..."""
+    for first in range(1, count + 1, 5_000):
+        numbers = range(first, min(first + 5_000, count + 1))
+        client.pipeline([("XADD", stream, f"{number}-0", "n", "x" * size) for number in numbers])
+
+
+def frontier(client: Client, entry_id: str, keys: HandlerKeys = KEYS) -> None:
+    """Have the handler done up to an id."""
+    client.execute("HSET", keys.meta, "frontier", entry_id)
+
+
+def handler(found: Inspection) -> HandlerReport:
+    """The one handler that was found."""
+    (report,) = found.handlers
+    return report
+
+
+def test_nothing_is_found_in_an_empty_redis(client: Client) -> None:
+    assert inspect(client) == Inspection(streams=(), handlers=())
+    assert call("info", url=client.url).err == "there are no streams\n"
+    assert call("info", "--json", url=client.url).json() == {"streams": [], "handlers": []}
+
+
+def test_streams_are_shown_with_their_ends_ages_and_groups(client: Client) -> None:
+    now_ms = int(time.time() * 1000)
+    client.execute("XADD", "s", f"{now_ms - 60_000}-0", "a", "b")
+    client.execute("XADD", "s", f"{now_ms}-0", "a", "b")
+    client.execute("XGROUP", "CREATE", "s", "workers", "0")
+    client.execute("XREADGROUP", "GROUP", "workers", "one", "COUNT", 1, "STREAMS", "s", ">")
+    client.execute("XGROUP", "CREATE", "empty", "g", "$", "MKSTREAM")
+    client.execute("SET", "no stream", "x")
+    empty, filled = inspect(client).streams
+    assert (empty.name, empty.length, empty.first_id, empty.oldest_age_ms) == ("empty", 0, None, None)
+    assert (filled.length, filled.first_id, filled.last_id) == (2, f"{now_ms - 60_000}-0", f"{now_ms}-0")
+    assert 59_000 < (filled.oldest_age_ms or 0) < 70_000
+    assert [(group.name, group.consumers, group.pending) for group in filled.groups] == [("workers", 1, 1)]
+    assert "workers (1, 1)" in call("info", url=client.url).out
+    assert (
+        call("info", "--json", url=client.url).json()["streams"][1]["groups"][0]["position"] == f"{now_ms - 60_000}-0"
+    )
+
+
+@pytest.mark.parametrize(
+    ("position", "deleted", "lag", "first_waiting"),
+    [
+        ("10-0", (), 0, None),
+        ("99-0", (), 0, None),
+        ("9-7", (), 1, 10),
+        ("4-0", (), 6, 5),
+        ("4-0", (7, 8), 4, 5),
+        ("4-0", (5, 9, 10), 3, 6),
+        ("4-0", (5, 6, 7, 8, 9, 10), 0, None),
+        ("0-1", (), 10, 1),
+        ("0-1", (1, 2), 8, 3),
+        ("2-0", (1, 2, 3), 7, 4),
+    ],
+)
+def test_the_lag_is_exact_whatever_was_deleted(
+    client: Client, position: str, deleted: Sequence[int], lag: int, first_waiting: int | None
+) -> None:
+    fill(client, "flights", 10)
+    frontier(client, position)
+    if deleted:
+        client.execute("XDEL", "flights", *(f"{number}-0" for number in deleted))
+    report = handler(inspect(client))
+    assert (report.lag, report.lag_exact, report.frontier) == (lag, True, position)
+    now_ms = time.time() * 1000
+    assert (report.oldest_age_ms is None) == (first_waiting is None)
+    if first_waiting is not None:
+        assert abs(now_ms - first_waiting - (report.oldest_age_ms or 0)) < 10_000
+
+
+def test_a_lag_that_redis_does_not_know_is_counted_and_what_nobody_knows_is_said_so(client: Client) -> None:
+    fill(client, "flights", 12_345)
+    client.execute("HSET", KEYS.meta, "epoch", "7")
+    assert handler(inspect(client)).lag is None
+    assert " ? " in call("info", url=client.url).out
+    client.execute("XGROUP", "CREATE", "flights", KEYS.group, "45-0")
+    assert handler(inspect(client)).lag == 12_300
+    frontier(client, "345-0")
+    assert handler(inspect(client)).lag == 12_000
+
+
+def test_counting_stops_when_its_time_is_over_and_says_so(client: Client) -> None:
+    fill(client, "flights", 30_000, size=100)
+    frontier(client, "1-0")
+    report = handler(inspect(client, budget_ms=0))
+    assert not report.lag_exact
+    assert 500 <= (report.lag or 0) < 29_999
+    assert handler(inspect(client, budget_ms=60_000)).lag == 29_999
+
+
+def test_huge_entries_are_counted_a_few_at_a_time(client: Client) -> None:
+    fill(client, "flights", 200, size=200_000)
+    frontier(client, "1-0")
+    assert handler(inspect(client, budget_ms=0)).lag == 50
+    assert handler(inspect(client, budget_ms=60_000)).lag == 199
+
+
+def test_handlers_are_shown_with_their_counters_and_letters(client: Client) -> None:
+    fill(client, "flights", 5)
+    ledger = Ledger(client, app="airline", handler="departure", into="departures")
+    unit = Unit(b"k", b"", first_id="2-0", last_id="3-0", messages=2, outputs=[["a", "b"]], dead=[["c", "d"]])
+    ledger.commit({"flights": [unit]})
+    frontier(client, "3-0")
+    client.execute("HSET", HandlerKeys("other", "h", "elsewhere").meta, "frontier", "9-9")
+    client.execute("HSET", "millstream:nonsense:meta", "frontier", "x")
+    report, other = inspect(client).handlers
+    assert (report.committed, report.written, report.dead, report.refused, report.waiting) == (2, 1, 1, 0, 1)
+    assert (other.app, other.stream, other.lag) == ("other", "elsewhere", 0)
+    only = call("info", "airline", "--json", url=client.url).json()
+    assert [stream["name"] for stream in only["streams"]] == ["flights"]
+    assert only["handlers"][0]["waiting"] == 1
+    shown = call("info", "airline", url=client.url)
+    assert "airline.departure" in shown.out
+    assert "departures" not in shown.out, "it is not a stream that the app reads"
+    assert "'nobody' has run on this Redis" in call("info", "nobody", url=client.url).err
+
+
+def test_ten_thousand_streams_take_about_a_second(client: Client) -> None:
+    client.pipeline([("XADD", f"s{number}", "1-0", "a", "b") for number in range(10_000)])
+    client.pipeline([("XADD", f"s{number}", "2-0", "a", "b") for number in range(10_000)])
+    client.pipeline([("HSET", HandlerKeys("a", "h", f"s{n}").meta, "frontier", "1-0") for n in range(10_000)])
+    began = time.process_time(), time.monotonic()
+    found = inspect(client)
+    busy, waited = time.process_time() - began[0], time.monotonic() - began[1]
+    assert len(found.streams) == 10_000
+    assert sum(report.lag or 0 for report in found.handlers) == 10_000
+    # The machine of a test may be busy with others: our own work is what has to stay small.
+    assert busy < 4, f"{busy:.1f} s of work, {waited:.1f} s in all"
+    shown = call("info", url=client.url)
+    assert shown.out.count("\n") < 120
+    assert "and 9,950 more streams; --limit or --json shows them" in shown.err
+
+
+# --- State ---
+
+
+def keep(client: Client, **states: object) -> None:
+    """Have the handler keep a state for each key."""
+    for key, value in states.items():
+        client.execute("HSET", KEYS.state, key, msgspec.msgpack.encode(value))
+
+
+STATE = ("airline", "departure", "flights")
+
+
+def test_the_state_of_a_key_is_shown_whole(client: Client) -> None:
+    keep(client, N1={"flights": 3, "delay": 1.5, "raw": b"\xff", "seen": ["é", None, {"x": b"text"}]})
+    expected = {"flights": 3, "delay": 1.5, "raw": {"hex": "ff"}, "seen": ["é", None, {"x": "text"}]}
+    assert call("state", "show", *STATE, "N1", "--json", url=client.url).json() == expected
+    assert call("state", "show", *STATE, "N1", url=client.url).json() == expected
+    missing = call("state", "show", *STATE, "N2", url=client.url)
+    assert missing.code == 1
+    assert "keeps no state for N2" in missing.err
+
+
+def test_keys_of_any_bytes_are_listed_and_taken_back_as_they_are_listed(client: Client) -> None:
+    key = b"\xff\x1b[31m\\ \n"
+    client.execute("HSET", KEYS.state, key, msgspec.msgpack.encode({"n": 1}))
+    keep(client, N1={"n": 2})
+    (listed,) = (line for line in call("state", "list", *STATE, url=client.url).out.splitlines() if "xff" in line)
+    written = r"\xff\x1b[31m\\ \n"
+    assert listed.startswith(written)
+    assert call("state", "show", *STATE, written, "--json", url=client.url).json() == {"n": 1}
+    by_json = call("state", "list", *STATE, "--json", url=client.url).json_lines()
+    assert by_json == [{"key": "N1", "state": {"n": 2}}, {"key": {"hex": key.hex()}, "state": {"n": 1}}]
+    assert call("state", "reset", *STATE, written, "--yes", "--json", url=client.url).json() == {"keys": 1, "reset": 1}
+    assert client.execute("HKEYS", KEYS.state) == [b"N1"]
+
+
+def test_listing_is_bounded_and_can_be_narrowed(client: Client) -> None:
+    client.execute("HSET", KEYS.state, *(part for n in range(3_000) for part in (f"N{n}", b"\x80")))
+    few = call("state", "list", *STATE, "--json", "--limit", "7", url=client.url)
+    assert len(few.json_lines()) == 7
+    assert "there are more keys" in few.err
+    some = call("state", "list", *STATE, "--json", "--match", "N123*", url=client.url)
+    assert sorted(line["key"] for line in some.json_lines()) == sorted(["N123", *(f"N123{n}" for n in range(10))])
+
+
+def test_a_damaged_state_is_said_so_and_can_be_reset(client: Client) -> None:
+    client.execute("HSET", KEYS.state, "N1", b"\xc1")
+    shown = call("state", "show", *STATE, "N1", url=client.url)
+    assert shown.code == 1
+    assert "is damaged" in shown.err
+    assert call("state", "list", *STATE, "--json", url=client.url).json() == {
+        "key": "N1",
+        "state": None,
+        "damaged": "c1",
+    }
+    assert call("state", "reset", *STATE, "N1", "N2", "--yes", url=client.url).out == "1 key reset, 1 had no state\n"
+
+
+def test_a_reset_warns_of_live_runs_and_needs_a_yes(client: Client) -> None:
+    keep(client, N1={"n": 1})
+    unasked = call("state", "reset", *STATE, "N1", url=client.url)
+    assert unasked.code == 2
+    assert "next batch" in unasked.err
+    assert client.execute("HLEN", KEYS.state) == 1
+    assert call("state", "reset", *STATE, "a\\q", "--yes", url=client.url).code == 2

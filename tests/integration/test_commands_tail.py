@@ -1,0 +1,151 @@
+"""`millstream tail`."""
+
+import json
+import subprocess
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from millstream.client import Client
+from millstream.server import EmbeddedServer
+from tests.integration.commandline import call, start
+
+
+@pytest.fixture
+def client(millstream_url: str) -> Iterator[Client]:
+    with Client(millstream_url) as opened:
+        yield opened
+
+
+def fill(client: Client, stream: str, count: int) -> None:
+    """Add entries 1-1, 2-1, 3-1, ... with their number."""
+    client.pipeline([("XADD", stream, f"{number}-1", "n", number) for number in range(1, count + 1)])
+
+
+def numbers(*args: str, url: str) -> list[int]:
+    """The numbers of the entries that `tail ARGS --no-follow` shows."""
+    shown = call("tail", *args, "--no-follow", "--json", url=url)
+    assert shown.code == 0
+    return [int(entry["fields"]["n"]) for entry in shown.json_lines()]
+
+
+def lines(process: subprocess.Popen[bytes], count: int) -> list[dict[str, object]]:
+    """The next lines that a running `tail --json` prints."""
+    assert process.stdout is not None
+    return [json.loads(process.stdout.readline()) for _ in range(count)]
+
+
+def test_all_of_a_stream_is_shown_in_order_and_then_it_ends(client: Client) -> None:
+    fill(client, "s", 1_700)
+    assert numbers("s", url=client.url) == list(range(1, 1_701))
+
+
+@pytest.mark.parametrize(
+    ("where", "first"),
+    [("earliest", 1), ("3-1", 3), ("3-0", 3), ("3-2", 4), ("4", 4), ("0", 1), ("1970-01-01T00:00:00.005", 5)],
+)
+def test_it_begins_where_it_is_told_to(client: Client, where: str, first: int) -> None:
+    fill(client, "s", 6)
+    assert numbers("s", "--from", where, url=client.url) == list(range(first, 7))
+
+
+def test_it_ends_after_so_many_entries(client: Client) -> None:
+    fill(client, "s", 600)
+    assert numbers("s", "--count", "2", url=client.url) == [1, 2]
+    assert numbers("s", "--count", "501", url=client.url) == list(range(1, 502))
+    followed = call("tail", "s", "--from", "earliest", "--count", "600", url=client.url)
+    assert followed.out.count("\n") == 600
+
+
+def test_several_streams_and_one_that_is_not_there(client: Client) -> None:
+    fill(client, "a", 2)
+    fill(client, "b", 3)
+    shown = call("tail", "a", "b", "none", "a", "--no-follow", "--json", url=client.url)
+    assert [(entry["stream"], entry["id"]) for entry in shown.json_lines()] == [
+        *(("a", "1-1"), ("a", "2-1")),
+        *(("b", "1-1"), ("b", "2-1"), ("b", "3-1")),
+    ]
+
+
+def test_an_empty_end_is_an_end(client: Client) -> None:
+    fill(client, "s", 3)
+    client.execute("XDEL", "s", "3-1", "2-1")
+    assert numbers("s", url=client.url) == [1]
+    client.execute("XDEL", "s", "1-1")
+    assert numbers("s", url=client.url) == []
+
+
+def test_it_is_said_where_no_stream_can_be(client: Client) -> None:
+    client.execute("SET", "text", "x")
+    shown = call("tail", "text", "--no-follow", url=client.url)
+    assert shown.code == 1
+    assert "text: the key holds another type of value" in shown.err
+    assert call("tail", "s", "--from", "yesterday", url=client.url).code == 2
+
+
+def test_what_could_harm_a_terminal_is_escaped(client: Client) -> None:
+    nasty = b"\x1b]0;owned\x07\x9b31m\r\n\xff\xe2\x80\xae"
+    client.execute("XADD", "s", "5-0", nasty, nasty)
+    shown = call("tail", "s", "--no-follow", url=client.url)
+    escaped = r"\x1b]0;owned\x07\x9b31m\r\n\xff\xe2\x80\xae"
+    assert shown.out == f"1970-01-01T00:00:00.005Z  s  5-0  {escaped}={escaped}\n"
+    assert call("tail", "s", "--no-follow", "--json", url=client.url).out.isascii()
+
+
+def test_json_is_exact_for_any_fields(client: Client) -> None:
+    client.execute("XADD", "s", "5-0", "a", b"\xff\x00", "a", "é", b"\xfe", "x")
+    (entry,) = call("tail", "s", "--no-follow", "--json", url=client.url).json_lines()
+    assert entry == {
+        "stream": "s",
+        "id": "5-0",
+        "time": "1970-01-01T00:00:00.005Z",
+        "fields": {"a": "é", "\\xfe": "x"},
+        "pairs": [["a", {"hex": "ff00"}], ["a", "é"], [{"hex": "fe"}, "x"]],
+    }
+
+
+def test_a_long_value_is_cut_for_people_and_whole_in_json(client: Client) -> None:
+    client.execute("XADD", "s", "18446744073709551615-0", "a", "x" * 100_000)
+    assert len(call("tail", "s", "--no-follow", url=client.url).out) < 400
+    (entry,) = call("tail", "s", "--no-follow", "--json", url=client.url).json_lines()
+    assert (entry["fields"], entry["time"]) == ({"a": "x" * 100_000}, None)
+
+
+def test_following_shows_only_what_comes_and_all_of_it(client: Client) -> None:
+    fill(client, "a", 5)
+    process = start("tail", "a", "b", "--json", url=client.url)
+    try:
+        _until_it_waits(client)
+        client.pipeline([("XADD", stream, "*", "n", number) for number in range(700) for stream in ("a", "b")])
+        shown = lines(process, 1_400)
+    finally:
+        process.kill()
+        process.communicate()
+    for stream in ("a", "b"):
+        fields = [entry["fields"] for entry in shown if entry["stream"] == stream]
+        assert fields == [{"n": str(number)} for number in range(700)]
+
+
+def test_following_goes_on_after_redis_was_away(millstream_fresh_server: EmbeddedServer) -> None:
+    with Client(millstream_fresh_server.url) as client:
+        fill(client, "s", 3)
+        process = start("tail", "s", "--from", "2", "--json", url=client.url)
+        try:
+            assert [entry["id"] for entry in lines(process, 2)] == ["2-1", "3-1"]
+            millstream_fresh_server.kill()
+            time.sleep(0.5)
+            millstream_fresh_server.start()
+            client.patiently(lambda: client.execute("XADD", "s", "4-1", "n", 4), what="the test")
+            assert [entry["id"] for entry in lines(process, 1)] == ["4-1"]
+        finally:
+            process.kill()
+            _, err = process.communicate()
+    assert b"tail is waiting for Redis" in err
+
+
+def _until_it_waits(client: Client) -> None:
+    deadline = time.monotonic() + 30
+    while b"cmd=xread " not in client.execute("CLIENT", "LIST"):
+        assert time.monotonic() < deadline, "tail does not begin to wait"
+        time.sleep(0.02)

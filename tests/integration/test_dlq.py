@@ -1,0 +1,457 @@
+"""Dead letters: found, shown byte for byte, sent back once, and deleted."""
+
+import os
+import random
+import subprocess
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+import msgspec
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from millstream.client import Client
+from millstream.deadletters import DeadLetter, DeadLetterBox, LetterFilter, Reason
+from millstream.errors import ConfigError, OutOfMemory, WrongType
+from millstream.ledger import Ledger, Unit
+from millstream.naming import REDRIVE_FIELD, HandlerKeys
+from millstream.server import EmbeddedServer
+from tests.integration.commandline import call, start
+
+KEYS = HandlerKeys("airline", "departure", "flights")
+MARK = [REDRIVE_FIELD, b"airline.departure"]
+KILLS = 200 if os.environ.get("MILLSTREAM_SOAK") else 35
+
+
+@pytest.fixture
+def client(millstream_url: str) -> Iterator[Client]:
+    with Client(millstream_url) as opened:
+        yield opened
+
+
+def letter(
+    original: str = "1-0",
+    *,
+    pairs: Sequence[bytes] = (b"n", b"1"),
+    key: bytes | None = b"N1",
+    reason: Reason = "failed",
+    keys: HandlerKeys = KEYS,
+) -> DeadLetter:
+    """A dead letter of the entry `original`."""
+    return DeadLetter(
+        stream=keys.stream,
+        id=original,
+        pairs=pairs,
+        key=key,
+        app=keys.app,
+        handler=keys.handler,
+        attempts=4,
+        reason=reason,
+        error="ValueError: no delay\nat all",
+        traceback='Traceback:\n  File "airline.py", line 1\nValueError: no delay',
+        time_ms=int(time.time() * 1000),
+    )
+
+
+def bury(client: Client, *letters: DeadLetter) -> list[str]:
+    """Have messages die, and return the ids of their letters."""
+    commands = [("XADD", HandlerKeys(d.app, d.handler, d.stream).dead, "*", *d.items()) for d in letters]
+    return [letter_id.decode() for letter_id in client.pipeline(commands)]
+
+
+def entries(client: Client, stream: str = "flights") -> list[list[bytes]]:
+    """The names and values of all entries of a stream."""
+    return [pairs for _, pairs in client.execute("XRANGE", stream, "-", "+")]
+
+
+def redriven(client: Client, stream: str = "flights") -> list[int]:
+    """The numbers in the first field of a stream's entries, each of which must carry the mark of a redrive."""
+    found = entries(client, stream)
+    assert all(pairs[2:4] == MARK for pairs in found)
+    return [int(pairs[1]) for pairs in found]
+
+
+# --- Finding ---
+
+
+def test_letters_are_listed_and_narrowed_down(client: Client) -> None:
+    other = HandlerKeys("airline", "arrival", "flights")
+    elsewhere = HandlerKeys("shop", "order", "{shop}:orders")
+    ids = bury(
+        client,
+        letter("1-0"),
+        letter("2-0", reason="rejected", key=None),
+        letter("3-0", key=b"\xff"),
+        letter("4-0", keys=other),
+        letter("5-0", keys=elsewhere),
+    )
+
+    def listed(*args: str) -> list[str]:
+        shown = call("dlq", "list", *args, "--json", url=client.url)
+        assert shown.code == 0
+        return [line["letter_id"] for line in shown.json_lines()]
+
+    assert listed() == [ids[3], *ids[:3], ids[4]]
+    assert listed("--app", "shop") == [ids[4]]
+    assert listed("--handler", "departure") == ids[:3]
+    assert listed("--stream", "flights") == [ids[3], *ids[:3]]
+    assert listed("--app", "airline", "--handler", "departure", "--stream", "flights") == ids[:3]
+    assert listed("--reason", "rejected") == [ids[1]]
+    assert listed("--key", "N1", "--app", "airline") == [ids[3], ids[0]]
+    assert listed("--key", "\\xff") == [ids[2]]
+    assert listed("--since", "1h") == listed()
+    assert listed("--since", "2999-01-01") == []
+    assert listed("--app", "nobody") == []
+    assert listed("--limit", "2") == [ids[3], ids[0]]
+
+
+def test_the_list_has_a_line_for_each_letter(client: Client) -> None:
+    bury(client, *(letter(f"{number}-0") for number in range(1, 124)))
+    shown = call("dlq", "list", url=client.url)
+    lines = shown.out.splitlines()
+    assert len(lines) == 101
+    assert lines[0].split() == ["letter", "handler", "stream", "original", "key", "reason", "error", "attempts", "age"]
+    assert lines[1].split()[1:8] == ["airline.departure", "flights", "1-0", "N1", "failed", "ValueError:", "no"]
+    assert "there are more" in shown.err
+    assert call("dlq", "list", "--app", "x", url=client.url).err == "there are no such dead letters\n"
+
+
+def test_letters_are_counted_by_reason(client: Client) -> None:
+    bury(client, letter(), letter(), letter(reason="crashed"))
+    counted = call("dlq", "list", "--count", "--json", url=client.url).json_lines()
+    place = {"handler": "airline.departure", "stream": "flights"}
+    assert counted == [{**place, "reason": "crashed", "count": 1}, {**place, "reason": "failed", "count": 2}]
+    assert call("dlq", "list", "--count", url=client.url).out.splitlines()[2].split()[-2:] == ["failed", "2"]
+
+
+@pytest.mark.parametrize(
+    "foreign",
+    [
+        (b"what", b"ever"),
+        (b"\xff\xfe", b"\x00"),
+        (b"id", b"soon", *[part for pair in zip(*[iter(letter().items()[2:])] * 2, strict=True) for part in pair]),
+        tuple(letter(keys=HandlerKeys("a", "b", "c")).items()),
+        (*letter().items()[:-1], b"\xc1"),
+        (*letter().items()[:-1], msgspec.msgpack.encode([1, 2])),
+        (*letter().items(), b"attempts", b"many"),
+        (*letter().items(), b"reason", b"boredom"),
+    ],
+)
+def test_what_is_no_dead_letter_is_shown_as_such_and_never_sent_back(
+    client: Client, foreign: Sequence[bytes | str | int]
+) -> None:
+    foreign_id = client.execute("XADD", KEYS.dead, "*", *foreign).decode()
+    (good_id,) = bury(client, letter())
+    shown = call("dlq", "list", "--json", url=client.url).json_lines()
+    assert [line["reason"] for line in shown] == ["unreadable", "failed"]
+    assert call("dlq", "list", url=client.url).code == 0
+    assert call("dlq", "list", "--reason", "unreadable", "--json", url=client.url).json()["letter_id"] == foreign_id
+    assert call("dlq", "list", "--key", "N1", "--json", url=client.url).json()["letter_id"] == good_id
+    assert call("dlq", "show", foreign_id, "--json", url=client.url).json()["reason"] == "unreadable"
+    assert "problem" in call("dlq", "show", foreign_id, url=client.url).out
+    back = call("dlq", "redrive", "--all", "--yes", "--json", url=client.url)
+    assert back.code == 1
+    assert back.json() == {"selected": 2, "redriven": 1, "dry_run": False}
+    assert f"letter {foreign_id} stays: it is no dead letter" in back.err
+    assert [line["letter_id"] for line in call("dlq", "list", "--json", url=client.url).json_lines()] == [foreign_id]
+    assert call("dlq", "purge", "--reason", "unreadable", "--yes", "--json", url=client.url).json()["purged"] == 1
+
+
+def test_streams_of_others_that_are_named_alike_are_left_alone(client: Client) -> None:
+    client.execute("XADD", "millstream:x:dead", "*", "a", "b")
+    client.execute("HSET", "millstream:{s}:s:a.h:dead", "not", "a stream")
+    assert call("dlq", "list", "--json", url=client.url).out == ""
+    assert call("dlq", "purge", "--all", "--yes", "--json", url=client.url).json()["selected"] == 0
+    assert client.execute("XLEN", "millstream:x:dead") == 1
+
+
+# --- Byte for byte ---
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    fields=st.lists(st.tuples(st.binary(min_size=1), st.binary()), min_size=1, max_size=6),
+    key=st.none() | st.binary(min_size=1),
+)
+def test_any_fields_come_back_from_the_dead_byte_for_byte(
+    client: Client, fields: list[tuple[bytes, bytes]], key: bytes | None
+) -> None:
+    client.execute("FLUSHALL")
+    pairs = [part for field in fields for part in field]
+    ledger = Ledger(client, app=KEYS.app, handler=KEYS.handler)
+    dead = letter("7-0", pairs=pairs, key=key)
+    unit = Unit(b"k", b"", first_id="7-0", last_id="7-0", messages=1, dead=[dead.items()])
+    ledger.commit({"flights": [unit]})
+
+    box = DeadLetterBox(client)
+    (filed,) = box.find(LetterFilter(key=key))
+    assert filed.letter is not None
+    assert (filed.letter.pairs, filed.letter.key, filed.letter.id) == (pairs, key, "7-0")
+    shown = call("dlq", "show", filed.letter_id, "--json", url=client.url).json()
+    assert _from_json(shown) == pairs
+    assert call("dlq", "show", filed.letter_id, url=client.url).code == 0
+
+    (moved,) = box.redrive(box.select(LetterFilter()))
+    assert client.execute("XRANGE", "flights", "-", "+") == [[str(moved.new_id).encode(), [*pairs, *MARK]]]
+    assert client.execute("XLEN", KEYS.dead) == 0
+
+
+def _from_json(shown: dict[str, object]) -> list[bytes]:
+    """The names and values that `dlq show --json` shows."""
+    fields = shown["fields"]
+    assert isinstance(fields, dict)
+    pairs = shown.get("pairs", list(fields.items()))
+    assert isinstance(pairs, list)
+    parts = [part for pair in pairs for part in pair]
+    return [bytes.fromhex(part["hex"]) if isinstance(part, dict) else part.encode() for part in parts]
+
+
+def test_a_letter_is_shown_whole_and_harmless(client: Client) -> None:
+    (letter_id,) = bury(client, letter("9-3", pairs=[b"note", b"\x1b[31m\xff", b"n", b"1"], key=b"\x07"))
+    shown = call("dlq", "show", letter_id, url=client.url).out
+    for expected in (
+        f"letter    {letter_id}",
+        "handler   airline.departure",
+        "original  9-3",
+        r"key       \x07",
+        "reason    failed",
+        r"error     ValueError: no delay\nat all",
+        r"  note  \x1b[31m\xff",
+        '  File "airline.py", line 1',
+    ):
+        assert f"{expected}\n" in shown
+    in_json = call("dlq", "show", letter_id, "--json", url=client.url).json()
+    assert in_json["fields"] == {"note": {"hex": "1b5b33316dff"}, "n": "1"}
+    assert (in_json["id"], in_json["attempts"], in_json["key"]) == ("9-3", 4, "\x07")
+    gone = call("dlq", "show", "1-1", url=client.url)
+    assert gone.code == 1
+    assert "there is no dead letter 1-1" in gone.err
+    assert call("dlq", "show", "soon", url=client.url).code == 2
+
+
+def test_a_megabyte_comes_back_whole(client: Client) -> None:
+    value = os.urandom(1_000_000)
+    bury(client, *(letter(f"{number}-0", pairs=[b"n", b"%d" % number, b"v", value]) for number in range(1, 61)))
+    assert call("dlq", "redrive", "--all", "--yes", "--json", url=client.url).json()["redriven"] == 60
+    assert [pairs[:4] for pairs in entries(client)] == [[b"n", b"%d" % n, b"v", value] for n in range(1, 61)]
+
+
+# --- Redrive ---
+
+
+def test_letters_come_back_in_their_original_order_whenever_they_died(client: Client) -> None:
+    order = list(range(1, 301))
+    random.Random(3).shuffle(order)
+    bury(client, *(letter(f"{number}-{number % 3}", pairs=[b"n", b"%d" % number]) for number in order))
+    assert call("dlq", "redrive", "--all", "--yes", "--json", url=client.url).json() == {
+        "selected": 300,
+        "redriven": 300,
+        "dry_run": False,
+    }
+    assert redriven(client) == list(range(1, 301))
+
+
+def test_ids_order_as_numbers_not_as_text(client: Client) -> None:
+    bury(client, *(letter(f"5-{number}", pairs=[b"n", b"%d" % number]) for number in (10, 9, 100, 1)))
+    call("dlq", "redrive", "--all", "--yes", url=client.url)
+    assert redriven(client) == [1, 9, 10, 100]
+
+
+def test_only_what_is_chosen_is_sent_back(client: Client) -> None:
+    ids = bury(
+        client,
+        letter("1-0", pairs=[b"n", b"1"]),
+        letter("2-0", pairs=[b"n", b"2"], reason="crashed"),
+        letter("3-0", pairs=[b"n", b"3"], key=b"other"),
+        letter("4-0", pairs=[b"n", b"4"]),
+    )
+    for args, expected in (
+        (("--reason", "crashed"), [2]),
+        (("--key", "other"), [2, 3]),
+        ((ids[3],), [2, 3, 4]),
+        (("--app", "airline", "--limit", "1"), [2, 3, 4, 1]),
+    ):
+        assert call("dlq", "redrive", *args, "--yes", url=client.url).code == 0
+        assert redriven(client) == expected
+    assert client.execute("XLEN", KEYS.dead) == 0
+
+
+def test_redrive_and_purge_want_to_know_what_and_whether(client: Client) -> None:
+    (letter_id,) = bury(client, letter())
+    for command in ("redrive", "purge"):
+        assert "or --all" in call("dlq", command, "--yes", url=client.url).err
+        assert call("dlq", command, "--yes", url=client.url).code == 2
+        unasked = call("dlq", command, "--all", url=client.url)
+        assert unasked.code == 2
+        assert "add --yes" in unasked.err
+        gone = call("dlq", command, "5-5", "--yes", url=client.url)
+        assert gone.code == 2
+        assert "there is no dead letter 5-5" in gone.err
+        dry = call("dlq", command, letter_id, "--dry-run", "--json", url=client.url).json()
+        assert (dry["selected"], dry["dry_run"]) == (1, True)
+        assert "1 dead letter would be" in call("dlq", command, "--all", "--dry-run", url=client.url).out
+    assert client.execute("XLEN", KEYS.dead) == 1
+    assert client.execute("EXISTS", "flights") == 0
+
+
+def test_an_id_that_two_handlers_have_given_must_be_narrowed_down(client: Client) -> None:
+    other = HandlerKeys("airline", "arrival", "flights")
+    for keys in (KEYS, other):
+        client.execute("XADD", keys.dead, "7-7", *letter(keys=keys).items())
+    assert len(call("dlq", "show", "7-7", "--json", url=client.url).json_lines()) == 2
+    unclear = call("dlq", "redrive", "7-7", "--yes", url=client.url)
+    assert unclear.code == 2
+    assert "add --handler or --stream" in unclear.err
+    assert call("dlq", "redrive", "7-7", "--handler", "arrival", "--yes", url=client.url).code == 0
+    assert entries(client)[0][-1] == b"airline.arrival"
+    assert client.execute("XLEN", KEYS.dead) == 1
+
+
+def test_letters_of_many_handlers_and_streams_each_go_home(client: Client) -> None:
+    for number in range(1, 31):
+        keys = HandlerKeys("a", f"h{number % 2}", f"{{tag}}s{number % 3}")
+        bury(client, letter(f"{number}-0", pairs=[b"n", b"%d" % number], keys=keys))
+    assert call("dlq", "redrive", "--app", "a", "--yes", "--json", url=client.url).json()["redriven"] == 30
+    for stream in range(3):
+        found = entries(client, f"{{tag}}s{stream}")
+        assert [int(pairs[1]) for pairs in found] == [number for number in range(1, 31) if number % 3 == stream]
+        assert all(pairs[3] == f"a.h{int(pairs[1]) % 2}".encode() for pairs in found)
+
+
+def test_what_dies_during_a_redrive_is_not_sent_back_by_it(client: Client) -> None:
+    bury(client, *(letter(f"{number}-0") for number in range(1, 101)))
+    box = DeadLetterBox(client)
+    outcomes = 0
+    for outcome in box.redrive(box.select(LetterFilter())):
+        bury(client, letter(str(outcome.new_id)))
+        outcomes += 1
+    assert outcomes == 100
+    assert client.execute("XLEN", KEYS.dead) == 100
+
+
+def test_an_entry_with_too_many_fields_stays_and_is_said_how_to_help(client: Client) -> None:
+    names = [b"n%d" % number for number in range(4_000)]
+    wide_id, _ = bury(client, letter("1-0", pairs=[part for name in names for part in (name, b"")]), letter("2-0"))
+    done = call("dlq", "redrive", "--all", "--yes", "--json", url=client.url)
+    assert done.code == 1
+    assert f"letter {wide_id} stays: its 4,000 fields are too many for one atomic step" in done.err
+    assert done.json()["redriven"] == 1
+    assert len(call("dlq", "show", wide_id, "--json", url=client.url).json()["fields"]) == 4_000
+
+
+def test_a_stream_that_became_something_else_loses_no_letter(client: Client) -> None:
+    bury(client, letter(), letter())
+    client.execute("SET", "flights", "text")
+    box = DeadLetterBox(client)
+    with pytest.raises(WrongType, match="flights"):
+        list(box.redrive(box.select(LetterFilter())))
+    done = call("dlq", "redrive", "--all", "--yes", url=client.url)
+    assert (done.code, done.err) == (1, "error: nothing can be added to flights: the key holds no stream\n")
+    assert client.execute("XLEN", KEYS.dead) == 2
+
+
+def test_a_full_redis_loses_no_letter_and_is_said_so(millstream_fresh_server: EmbeddedServer) -> None:
+    with Client(millstream_fresh_server.url) as client:
+        bury(client, letter(), letter())
+        client.execute("CONFIG", "SET", "maxmemory", "1")
+        box = DeadLetterBox(client)
+        with pytest.raises(OutOfMemory):
+            list(box.redrive(box.select(LetterFilter())))
+        done = call("dlq", "redrive", "--all", "--yes", url=client.url)
+        assert done.code == 3
+        assert "maxmemory" in done.err
+        assert (client.execute("XLEN", KEYS.dead), client.execute("EXISTS", "flights")) == (2, 0)
+        assert call("dlq", "purge", "--all", "--yes", "--json", url=client.url).json()["purged"] == 2
+
+
+def test_two_redrives_at_once_send_each_letter_back_once(client: Client) -> None:
+    bury(client, *(letter(f"{number}-0", pairs=[b"n", b"%d" % number]) for number in range(1, 2_001)))
+    outcomes: list[str | None] = []
+
+    def redrive() -> None:
+        with Client(client.url) as own:
+            box = DeadLetterBox(own)
+            outcomes.extend(outcome.new_id for outcome in box.redrive(slips))
+
+    slips = DeadLetterBox(client).select(LetterFilter())
+    threads = [threading.Thread(target=redrive) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(redriven(client)) == list(range(1, 2_001))
+    assert Counter(new_id is not None for new_id in outcomes) == {True: 2_000, False: 4_000}
+
+
+@pytest.mark.faults
+def test_a_redrive_that_is_killed_at_any_point_neither_loses_nor_doubles_a_letter(client: Client) -> None:
+    """SIGKILL in mid-redrive, again and again, each time after another number of moved letters."""
+    total = KILLS * 400
+    pairs = ([b"n", b"%d" % number] for number in range(1, total + 1))
+    for chunk in zip(*[enumerate(pairs, 1)] * 2_000, strict=True):
+        bury(client, *(letter(f"{number}-0", pairs=fields) for number, fields in chunk))
+    chance = random.Random(11)
+    kills = 0
+    for _ in range(KILLS):
+        before = client.execute("XLEN", "flights")
+        process = start("dlq", "redrive", "--all", "--yes", url=client.url)
+        try:
+            target = before + chance.randrange(1, 300)
+            while client.execute("XLEN", "flights") < target and process.poll() is None:
+                time.sleep(0.0005)
+            kills += process.poll() is None
+        finally:
+            process.kill()
+            process.communicate()
+        moved, left = client.execute("XLEN", "flights"), client.execute("XLEN", KEYS.dead)
+        assert moved + left == total
+    assert kills >= 30
+    assert call("dlq", "redrive", "--app", "airline", "--yes", url=client.url).code == 0
+    assert redriven(client) == list(range(1, total + 1))
+    assert client.execute("XLEN", KEYS.dead) == 0
+
+
+# --- Purge ---
+
+
+def test_purge_deletes_what_is_chosen_and_nothing_else(client: Client) -> None:
+    other = HandlerKeys("airline", "arrival", "flights")
+    ids = bury(client, letter(), letter(reason="crashed"), letter(key=b"x"), letter(keys=other))
+    assert call("dlq", "purge", "--reason", "crashed", "--yes", url=client.url).out == "1 dead letter purged\n"
+    assert call("dlq", "purge", ids[2], "--yes", "--json", url=client.url).json() == {
+        "selected": 1,
+        "purged": 1,
+        "dry_run": False,
+    }
+    left = call("dlq", "list", "--json", url=client.url).json_lines()
+    assert [line["letter_id"] for line in left] == [ids[3], ids[0]]
+    assert call("dlq", "purge", "--all", "--yes", url=client.url).out == "2 dead letters purged\n"
+
+
+def test_many_letters_are_purged_in_pieces(client: Client) -> None:
+    bury(client, *(letter(f"{number}-0") for number in range(1, 1_235)))
+    assert call("dlq", "purge", "--all", "--yes", "--json", url=client.url).json()["purged"] == 1_234
+
+
+def test_ids_are_checked_before_anything_is_done(client: Client) -> None:
+    box = DeadLetterBox(client)
+    bury(client, letter())
+    with pytest.raises(ConfigError, match="is not an entry id"):
+        box.select(LetterFilter(ids=("first",)))
+
+
+def test_output_in_a_pipe_is_plain_and_json_parses_line_by_line(client: Client) -> None:
+    bury(client, letter(), letter(pairs=[b"\xff", "\u2028".encode()]))
+    process = start("dlq", "list", "--json", url=client.url)
+    parsed = subprocess.run(
+        ["python3", "-c", "import json,sys; print([json.loads(line)['reason'] for line in sys.stdin])"],
+        stdin=process.stdout,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    process.communicate()
+    assert parsed.stdout == "['failed', 'failed']\n"

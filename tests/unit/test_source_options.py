@@ -1,0 +1,103 @@
+"""The options of the Spark source: what they mean, and what is said about wrong ones."""
+
+import pytest
+
+from millstream.errors import ConfigError
+from millstream.model import ZERO_ID, EntryId
+from millstream.spark.options import Columns, Edges, SourceOptions, parse
+
+URL = "redis://127.0.0.1:6379/0"
+
+
+def options(**given: str) -> SourceOptions:
+    return parse({"url": URL, "subscribe": "orders", **given}, {})
+
+
+def test_names_of_options_are_read_in_any_case() -> None:
+    found = parse({"URL": URL, "SUBSCRIBE": "a, b,a", "maxoffsetspertrigger": "7", "FailOnDataLoss": "False"}, {})
+    assert (found.url, found.streams, found.limits.per_trigger, found.fail_on_data_loss) == (URL, ("a", "b"), 7, False)
+
+
+def test_the_defaults_are_those_of_the_documentation() -> None:
+    assert options() == SourceOptions(url=URL, streams=("orders",))
+    assert options().group == "spark-source"
+    assert options(group="").group == ""
+
+
+def test_the_url_may_come_from_the_environment() -> None:
+    assert parse({"subscribe": "a"}, {"MILLSTREAM_URL": URL}).url == URL
+
+
+@pytest.mark.parametrize(
+    ("given", "complaint"),
+    [
+        ({"subscirbe": "x"}, "'subscirbe' is unknown to redis-streams; did you mean 'subscribe'?"),
+        ({"maxOffsetPerTrigger": "1"}, "did you mean 'maxOffsetsPerTrigger'?"),
+        ({"colour": "red"}, "the options are url, subscribe"),
+        ({"path": "x"}, "load() takes no path"),
+        ({"subscribePattern": "a*"}, "not by both"),
+        ({"subscribe": " , "}, "names no stream"),
+        ({"subscribe": ""}, "option subscribe is empty"),
+        ({"maxOffsetsPerTrigger": "0"}, "must be a whole number of 1 or more"),
+        ({"minPartitions": "two"}, "must be a whole number of 1 or more"),
+        ({"failOnDataLoss": "fasle"}, "must be true or false; did you mean 'false'?"),
+        ({"fieldsAs": "json"}, "must be array or map"),
+        ({"mode": "failfats"}, "did you mean 'failfast'?"),
+        ({"startingOffsets": "earliset"}, "'earliset' must be earliest, latest or an entry id"),
+        ({"startingOffsets": "frontier"}, "must be earliest, latest or an entry id"),
+        ({"startingOffsets": "{nonsense"}, "is not JSON like"),
+        ({"startingOffsets": '{"order": "latest"}'}, "not subscribed to; did you mean 'orders'?"),
+        ({"startingOffsets": '{"orders": 5}'}, "5 must be earliest"),
+        ({"startingOffsets": "5-x"}, "is not an entry id"),
+        ({"endingOffsets": "earliest"}, "must be latest or an entry id"),
+        ({"startingTimestamp": "yesterday"}, "milliseconds since 1970 or a time like"),
+        ({"keyField": "k"}, "does not go with layout=columns"),
+        ({"layout": "packed", "fieldsAs": "map"}, "does not go with layout=packed"),
+        ({"frontierApp": "a"}, "go together"),
+    ],
+)
+def test_a_wrong_option_is_one_line_that_says_what_to_change(given: dict[str, str], complaint: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        options(**given)
+    assert complaint in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_without_url_or_streams_it_says_how_to_name_them() -> None:
+    with pytest.raises(ConfigError, match="MILLSTREAM_URL"):
+        parse({"subscribe": "a"}, {})
+    with pytest.raises(ConfigError, match="either by option"):
+        parse({"url": URL}, {})
+
+
+def test_starts_are_words_ids_or_json_per_stream() -> None:
+    assert options(startingOffsets="Earliest").starting == Edges(default="earliest")
+    assert options(startingOffsets="5-7").starting == Edges(default=EntryId(5, 7))
+    json = '{"a": "5-7", "b": "latest", "c": ["9-1", 12]}'
+    edges = options(subscribe="a,b,c,d", startingOffsets=json).starting
+    assert [edges.of(name, "earliest") for name in "abcd"] == [EntryId(5, 7), "latest", EntryId(9, 1), "earliest"]
+    packed = options(layout="packed", frontierApp="a", frontierHandler="h", startingOffsets="frontier")
+    assert packed.starting == Edges(default="frontier")
+    assert packed.columns == Columns(packed=True)
+
+
+@pytest.mark.parametrize("text", ["1357000000000", "2013-01-01T00:26:40Z", "2013-01-01T00:26:40", "2013-01-01T01:26:40+01:00"])
+def test_a_time_includes_the_entries_of_its_millisecond_at_the_start_and_not_at_the_end(text: str) -> None:
+    before = EntryId(1356999999999, 2**64 - 1)
+    found = options(startingTimestamp=text, startingOffsets="latest", endingTimestamp=text)
+    assert (found.starting, found.ending) == (Edges(default=before), Edges(default=before))
+
+
+def test_time_zero_is_the_beginning() -> None:
+    assert options(startingTimestamp="0").starting == Edges(default=ZERO_ID)
+
+
+def test_what_only_the_other_kind_of_query_can_do_is_refused() -> None:
+    for given in ({"endingOffsets": "latest"}, {"endingTimestamp": "5"}):
+        with pytest.raises(ConfigError, match="does not end"):
+            options(**given).check_streaming()
+    for given in ({"startingOffsets": "latest"}, {"startingOffsets": '{"orders": "latest"}'}):
+        with pytest.raises(ConfigError, match="leaves nothing to read"):
+            options(**given).check_batch()
+    with pytest.raises(ConfigError, match=r"for spark\.readStream"):
+        options(maxOffsetsPerTrigger="5").check_batch()
