@@ -10,7 +10,6 @@ import subprocess
 import threading
 from collections.abc import Callable, Mapping
 from typing import Any, Self
-from urllib.parse import urlsplit
 
 import httpx
 
@@ -123,8 +122,7 @@ class Bell:
             problem = f"it answers {answer.status_code}"
             if answer.status_code < 500 and answer.status_code != 429:
                 break
-        host = urlsplit(self._url).hostname
-        self._complain("the webhook at %s was not told of dead letters: %s", host, problem)
+        self._complain("the webhook at %s was not told of dead letters: %s", self._url.host, problem)
 
     def _run(self, text: str) -> None:
         name = self._command[0]
@@ -186,14 +184,14 @@ class _Pending:
         return json.dumps({"rings": self.rings, "summaries": list(self._by_kind.values()), **omitted})
 
 
-def _checked(url: str) -> str:
+def _checked(url: str) -> httpx.URL:
     try:
         parts = httpx.URL(url)
     except httpx.InvalidURL as error:
         raise ConfigError(f"the bell's URL is none: {error}") from error
     if parts.scheme not in ("http", "https") or not parts.host:
         raise ConfigError("the bell's URL must be an http:// or https:// address with a host")
-    return url
+    return parts
 
 
 def _split(command: str) -> list[str]:

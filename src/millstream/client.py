@@ -447,15 +447,11 @@ class Client:
             return action()
         except (redis.exceptions.RedisError, OSError) as error:
             if connection is not None:
-                connection.disconnect()
-                self._forget_nodes_if_cluster()
+                # Whoever is the primary now, only a new connection finds out; in a cluster, only new slots.
+                self.close()
+                if self.is_cluster:
+                    self._known_route = None
             raise _translate(error, self.url, command) from error
-
-    def _forget_nodes_if_cluster(self) -> None:
-        # A node that cannot be reached may have been replaced: ask for the slots anew next time.
-        if self.is_cluster:
-            self.close()
-            self._known_route = None
 
 
 @functools.cache

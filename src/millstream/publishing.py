@@ -23,7 +23,7 @@ PUBLISH = Script("publish")
 
 Value = str | bytes | int | float | None
 
-_BATCH_ENTRIES = 500
+_BATCH_ENTRIES = 250
 _BATCH_SIZE = 1_000_000
 _PLAIN = frozenset((str, bytes))
 
@@ -154,29 +154,30 @@ class Publisher:
 
 
 class _Sender:
-    """Sends one batch at a time from a thread of its own, so that the next is prepared meanwhile.
+    """Sends batches, one after the other, from a thread of its own, while the next ones are prepared.
 
-    The thread is a daemon: while it waits for a Redis that is away, the program can still be ended.
+    One is under way and one waits, so that the server does not. After a failure nothing more is sent. The thread is
+    a daemon: while it waits for a Redis that is away, the program can still be ended.
     """
 
     def __init__(self, send: Callable[[_Batch], None]) -> None:
         self._send = send
         self._batches: SimpleQueue[_Batch | None] = SimpleQueue()
         self._outcomes: SimpleQueue[Exception | None] = SimpleQueue()
-        self._busy = False
+        self._submitted = 0
         threading.Thread(target=self._serve, name="millstream-publisher", daemon=True).start()
 
     def submit(self, batch: _Batch) -> None:
-        """Send `batch` once the one before it is confirmed. Raises what went wrong with that one."""
-        self.wait()
-        self._busy = True
+        """Have `batch` sent. Raises what went wrong with an earlier one."""
+        self.wait(most_left=1)
+        self._submitted += 1
         self._batches.put(batch)
 
-    def wait(self) -> None:
-        """Wait until nothing is under way. Raises what went wrong."""
-        if self._busy:
-            self._busy = False
+    def wait(self, *, most_left: int = 0) -> None:
+        """Wait until no more batches than that are to be confirmed. Raises what went wrong."""
+        while self._submitted > most_left:
             failure = self._outcomes.get()
+            self._submitted -= 1
             if failure is not None:
                 raise failure
 
@@ -185,13 +186,14 @@ class _Sender:
         self._batches.put(None)
 
     def _serve(self) -> None:
+        failure: Exception | None = None
         while (batch := self._batches.get()) is not None:
-            try:
-                self._send(batch)
-            except Exception as failure:  # noqa: BLE001 - handed to the caller, who waits for one or the other
-                self._outcomes.put(failure)
-            else:
-                self._outcomes.put(None)
+            if failure is None:
+                try:
+                    self._send(batch)
+                except Exception as error:  # noqa: BLE001 - handed to the caller, who waits for one or the other
+                    failure = error
+            self._outcomes.put(failure)
 
 
 def _plain(row: Mapping[str, Value]) -> tuple[Sequence[str | bytes], Sequence[str | bytes]]:

@@ -21,7 +21,8 @@ from millstream.demo.pipeline import Pipeline, descendants
 from millstream.demo.progress import read_standing
 from millstream.demo.publish import FlightPublisher
 from millstream.demo.reference import expected_results
-from millstream.demo.show import DemoSettings, fresh_folder, require_unused
+from millstream.demo.show import DemoSettings
+from millstream.demo.surroundings import fresh_folder, require_unused
 from millstream.errors import ConfigError, PipelineFailed, WrongType
 from millstream.handlers import Handler
 from millstream.lifecycle import Dead, letter, refuse_unkeyed
@@ -122,9 +123,7 @@ def test_what_a_faultless_run_leaves_in_redis_passes_the_audit(processed: Client
     assert verdict.committed == FLIGHTS - verdict.dead_letters
 
 
-def test_the_audit_sees_an_entry_that_was_deleted_and_one_that_was_added(
-    processed: Client, flights: Flights
-) -> None:
+def test_the_audit_sees_an_entry_that_was_deleted_and_one_that_was_added(processed: Client, flights: Flights) -> None:
     expected = expected_results(flights)
     row = next(career[0].row for career in expected.departures.values() if len(career) > 1)
     told = processed.execute("XRANGE", OUTPUT, "-", "+")
@@ -178,19 +177,28 @@ def test_a_redis_that_holds_such_streams_already_is_refused(client: Client) -> N
 def test_a_folder_that_is_not_the_demos_is_refused_and_left_alone(tmp_path: Path) -> None:
     precious = tmp_path / "thesis.txt"
     precious.write_text("years of work")
-    with pytest.raises(ConfigError, match="--data-dir"):
-        fresh_folder(tmp_path)
+    with pytest.raises(ConfigError, match="--data-dir"), fresh_folder(tmp_path):
+        pass
     assert precious.read_text() == "years of work"
 
 
 def test_the_demos_own_folder_is_emptied(tmp_path: Path) -> None:
-    folder = fresh_folder(tmp_path / "new" / "demo")
-    (folder / "redis").mkdir()
-    (folder / "redis" / "data.aof").write_text("old")
-    (folder / "run.log").write_text("old")
-    assert fresh_folder(folder) == folder
-    assert not (folder / "redis").exists()
-    assert not (folder / "run.log").exists()
+    with fresh_folder(tmp_path / "new" / "demo") as folder:
+        (folder / "redis").mkdir()
+        (folder / "redis" / "data.aof").write_text("old")
+        (folder / "run.log").write_text("old")
+    with fresh_folder(folder) as again:
+        assert again == folder
+        assert not (folder / "redis").exists()
+        assert not (folder / "run.log").exists()
+
+
+def test_a_folder_in_which_a_demo_runs_is_refused_and_left_alone(tmp_path: Path) -> None:
+    with fresh_folder(tmp_path / "demo") as folder:
+        (folder / "run.log").write_text("still written")
+        with pytest.raises(ConfigError, match="another demo"), fresh_folder(folder):
+            pass
+        assert (folder / "run.log").read_text() == "still written"
 
 
 def test_a_number_of_flights_that_makes_no_sense_is_refused() -> None:
@@ -225,13 +233,9 @@ def test_all_descendants_of_a_process_are_found_whatever_group_they_are_in() -> 
         parent.wait()
 
 
-def test_a_pipeline_that_ends_by_itself_is_an_error_with_the_end_of_its_log(
-    tmp_path: Path, client: Client
-) -> None:
+def test_a_pipeline_that_ends_by_itself_is_an_error_with_the_end_of_its_log(tmp_path: Path, client: Client) -> None:
     log = tmp_path / "run.log"
-    pipeline = Pipeline(
-        str(tmp_path / "none.py:app"), url=client.url, checkpoint=tmp_path / "checkpoint", log_path=log
-    )
+    pipeline = Pipeline(str(tmp_path / "none.py:app"), url=client.url, checkpoint=tmp_path / "checkpoint", log_path=log)
     pipeline.start()
 
     def ended() -> bool:

@@ -274,7 +274,7 @@ def test_closing_ends_a_command_that_hangs_and_all_that_it_started(tmp_path: Pat
     [
         ("ftp://example.org/", None, "http:// or https://"),
         ("http://", None, "http:// or https://"),
-        ("http://[", None, "URL"),
+        ("http://host:port/", None, "URL"),
         (None, "say 'hello", "cannot be split into words"),
         (None, " ", "is empty"),
     ],

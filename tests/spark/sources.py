@@ -31,7 +31,9 @@ class Bench:
         """Add entries `n=<start>`, `n=<start + 1>` ...; return their ids."""
         return self.add_raw(stream, (["n", str(n)] for n in range(start, start + count)))
 
-    def add_raw(self, stream: str, entries: Iterable[list[Any]], ids: Iterable[str] = itertools.repeat("*")) -> list[str]:
+    def add_raw(
+        self, stream: str, entries: Iterable[list[Any]], ids: Iterable[str] = itertools.repeat("*")
+    ) -> list[str]:
         """Add entries given as flat lists; return their ids."""
         commands = [("XADD", stream, entry_id, *entry) for entry_id, entry in zip(ids, entries, strict=False)]
         found: list[str] = []

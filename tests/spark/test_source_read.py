@@ -74,7 +74,7 @@ TYPED = (
 def test_typed_columns_are_decoded_and_what_does_not_fit_is_null(bench: Bench) -> None:
     good = ["s", "text", "i", "-7", "l", str(2**62), "d", "1.5e3", "b", "true", "raw", b"\xff", "_own", "mine"]
     bad = ["s", b"\xff", "i", str(2**31), "l", "1.5", "d", "ten", "b", "maybe", "t", "yesterday"]
-    entries = [
+    entries: list[list[str | bytes]] = [
         [*good, "t", "2013-01-01 05:17:00"],
         ["s", "", "i", "", "t", "2013-01-01T05:17:00.25+01:00"],
         ["other", "1"],
@@ -127,7 +127,10 @@ def test_reading_begins_after_an_id_or_at_a_time_and_ends_at_either(bench: Bench
     assert ids(startingTimestamp="9") == ["s:9-1", "s:10-1"]
     assert ids(endingTimestamp="2") == ["s:1-1"]
     assert ids(startingTimestamp="1970-01-01T00:00:00.010Z") == ["s:10-1"]
-    assert ids(startingOffsets='{"s": ["9-1", 9], "t": "earliest"}', endingOffsets='{"t": "5-0"}') == ["s:10-1", "t:5-0"]
+    assert ids(startingOffsets='{"s": ["9-1", 9], "t": "earliest"}', endingOffsets='{"t": "5-0"}') == [
+        "s:10-1",
+        "t:5-0",
+    ]
     assert ids(startingOffsets='{"s": "10-1"}') == ["t:5-0", "t:6-0"]
     assert ids(startingOffsets="99-0") == []
 
@@ -141,7 +144,9 @@ def test_a_big_stream_is_split_and_small_ones_packed_with_nothing_lost_or_double
     if trimmed:
         bench.client.execute("XTRIM", "big", "MAXLEN", total - 1000)
     kept = total - 1000 * trimmed
-    frame = bench.spark.read.format("redis-streams").options(url=bench.url, subscribePattern="*", minPartitions="4").load()
+    frame = (
+        bench.spark.read.format("redis-streams").options(url=bench.url, subscribePattern="*", minPartitions="4").load()
+    )
     assert 4 <= frame.rdd.getNumPartitions() <= 6
     found = frame.selectExpr("stream", "cast(fields[0].value as string) as n").collect()
     assert sorted(int(row["n"]) for row in found if row["stream"] == "big") == list(range(total - kept, total))
@@ -188,7 +193,7 @@ def test_wrong_options_are_refused_at_load_with_the_right_name(
 ) -> None:
     for reader in (bench.spark.read, bench.spark.readStream):
         with pytest.raises(AnalysisException, match=complaint):
-            reader.format("redis-streams").options(url=bench.url, **options).load()  # type: ignore[attr-defined]
+            reader.format("redis-streams").options(url=bench.url, **options).load()
 
 
 @pytest.mark.parametrize(

@@ -222,9 +222,7 @@ FAULTS: list[tuple[Callable[[Results], Results], str]] = [
 
 
 @pytest.mark.parametrize(("plant", "count"), FAULTS, ids=[plant.__name__ for plant, _ in FAULTS])
-def test_the_audit_finds_a_planted_fault(
-    few: Expected, plant: Callable[[Results], Results], count: str
-) -> None:
+def test_the_audit_finds_a_planted_fault(few: Expected, plant: Callable[[Results], Results], count: str) -> None:
     verdict: Audit = audit(few, plant(results_of(few)))
     assert not verdict.ok
     assert verdict.figures()[count] >= 1

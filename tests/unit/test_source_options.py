@@ -81,7 +81,9 @@ def test_starts_are_words_ids_or_json_per_stream() -> None:
     assert packed.columns == Columns(packed=True)
 
 
-@pytest.mark.parametrize("text", ["1357000000000", "2013-01-01T00:26:40Z", "2013-01-01T00:26:40", "2013-01-01T01:26:40+01:00"])
+@pytest.mark.parametrize(
+    "text", ["1357000000000", "2013-01-01T00:26:40Z", "2013-01-01T00:26:40", "2013-01-01T01:26:40+01:00"]
+)
 def test_a_time_includes_the_entries_of_its_millisecond_at_the_start_and_not_at_the_end(text: str) -> None:
     before = EntryId(1356999999999, 2**64 - 1)
     found = options(startingTimestamp=text, startingOffsets="latest", endingTimestamp=text)

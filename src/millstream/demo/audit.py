@@ -152,9 +152,7 @@ def _wrong_values(right: Mapping[int, Departure], departures: Iterable[Departure
             yield f"flight {told.row} of {told.tailnum} is told wrong: {', '.join(fields)}"
 
 
-def _wrong_states(
-    expected: Mapping[str, Mapping[str, int]], states: Mapping[str, Mapping[str, Any]]
-) -> Iterator[str]:
+def _wrong_states(expected: Mapping[str, Mapping[str, int]], states: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
     for tailnum in expected.keys() | states.keys():
         wanted, found = expected.get(tailnum, {}), states.get(tailnum, {})
         counted = {name: found.get(name) for name in wanted}

@@ -1,5 +1,6 @@
 """The picture that the demo saves: what the flights say, and how the run went."""
 
+import importlib.util
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,19 +12,16 @@ from millstream.errors import ConfigError
 _INK, _PALE, _ACCENT, _BAD = "#1f2933", "#9aa5b1", "#2f6fab", "#c8553d"
 
 
-def draw_chart(
-    path: Path, departures: Iterable[Departure], samples: Sequence[Sample], kills: Sequence[Kill]
-) -> None:
-    """Save a picture of the delays through the day, and of the run, at `path` (PNG).
+def require_matplotlib() -> None:
+    """Raise ConfigError if the chart cannot be drawn here: better at once than after the run."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ConfigError("the demo's chart needs matplotlib; install it with: pip install millstream[demo]")
 
-    Raises ConfigError if matplotlib is not installed.
-    """
-    try:
-        import matplotlib as mpl
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            "the chart needs matplotlib; install it with: pip install millstream[demo]"
-        ) from error
+
+def draw_chart(path: Path, departures: Iterable[Departure], samples: Sequence[Sample], kills: Sequence[Kill]) -> None:
+    """Save a picture of the delays through the day, and of the run, at `path` (PNG)."""
+    import matplotlib as mpl
+
     mpl.use("Agg")
     from matplotlib import pyplot as plt
 
@@ -48,9 +46,7 @@ def _draw_hours(axes: Any, hours: Sequence[Hour]) -> None:
     for hour in hours:
         if hour.mean_delay == worst:
             label = f"{hour.mean_delay:.0f} min\n{hour.late_share:.0%} late"
-            axes.annotate(
-                label, (hour.hour, worst), (0, 4), textcoords="offset points", ha="center", color=_BAD
-            )
+            axes.annotate(label, (hour.hour, worst), (0, 4), textcoords="offset points", ha="center", color=_BAD)
     axes.set_title("Delays pile up through the day", loc="left", fontweight="bold")
     axes.set_xlabel("scheduled hour of departure, New York")
     axes.set_ylabel("mean delay at departure, minutes")
@@ -61,15 +57,13 @@ def _draw_hours(axes: Any, hours: Sequence[Hour]) -> None:
 def _draw_run(axes: Any, samples: Sequence[Sample], kills: Sequence[Kill]) -> None:
     times = [sample.at_s for sample in samples]
     done = [sample.done / 1000 for sample in samples]
-    axes.plot(
-        times, [sample.published / 1000 for sample in samples], color=_PALE, linewidth=1.5, label="published"
-    )
+    axes.plot(times, [sample.published / 1000 for sample in samples], color=_PALE, linewidth=1.5, label="published")
     axes.plot(times, done, color=_ACCENT, linewidth=2.2, label="committed")
     axes.fill_between(times, done, color=_ACCENT, alpha=0.12)
     for number, kill in enumerate(kills):
         axes.axvline(kill.at_s, color=_BAD, linewidth=1, linestyle=":", label=None if number else "kill -9")
     axes.set_title("Published and committed, second by second", loc="left", fontweight="bold")
-    axes.set_xlabel("seconds since the pipeline was started")
+    axes.set_xlabel("seconds since the first flight was published")
     axes.set_ylabel("flights, thousands")
     axes.set_ylim(bottom=0)
     axes.set_xlim(left=0)

@@ -38,19 +38,23 @@ class Process:
 
 
 class Pipeline:
-    """A `millstream run` process for `target`; its log goes to `log_path`, added to at each start."""
+    """A `millstream run` process for `target`; its log goes to `log_path`, added to at each start.
+
+    `batches` counts those that were finished, over all starts; `consuming` is true once a query has begun.
+    """
 
     def __init__(self, target: str, *, url: str, checkpoint: Path, log_path: Path) -> None:
         command = [sys.executable, "-m", "millstream.commands.cli", "run", target, "--json"]
         self._command = [*command, "--url", url, "--checkpoint", str(checkpoint)]
-        self._log_path = log_path
+        self.log_path = log_path
         self._process: subprocess.Popen[bytes] | None = None
         self._listener: threading.Thread | None = None
         self.batches = 0
+        self.consuming = False
 
     def start(self) -> None:
         """Start it. The one before must have ended."""
-        with self._log_path.open("ab") as log:
+        with self.log_path.open("ab") as log:
             # A session of its own: Ctrl-C in the terminal is for the demo, which stops it in order.
             self._process = subprocess.Popen(
                 self._command,
@@ -68,16 +72,17 @@ class Pipeline:
             for line in lines:
                 # A killed process may leave half a line.
                 with suppress(ValueError):
-                    self.batches += json.loads(line)["event"] == "batch"
+                    event = json.loads(line)["event"]
+                    self.batches += event == "batch"
+                    self.consuming |= event == "started"
 
     def check(self) -> None:
         """Raise PipelineFailed, with the end of its log, if it has ended by itself."""
         if self._process is not None and self._process.poll() is not None:
-            tail = self._log_path.read_text("utf-8", "replace").splitlines()[-_LOG_TAIL_LINES:]
+            tail = self.log_path.read_text("utf-8", "replace").splitlines()[-_LOG_TAIL_LINES:]
             told = "\n  ".join(tail) or "(nothing)"
             raise PipelineFailed(
-                f"millstream run ended with code {self._process.returncode}; "
-                f"the end of {self._log_path}:\n  {told}"
+                f"millstream run ended with code {self._process.returncode}; the end of {self.log_path}:\n  {told}"
             )
 
     def kill_worker(self) -> int | None:
@@ -158,9 +163,7 @@ def _living(family: Sequence[Process]) -> list[Process]:
 
 def _process_table() -> list[Process]:
     if not (_PROC / "self" / "stat").exists():
-        raise ConfigError(
-            "the demo finds Spark's processes in /proc, which this system lacks; run it on Linux"
-        )
+        raise ConfigError("the demo finds Spark's processes in /proc, which this system lacks; run it on Linux")
     found = (_read_process(folder) for folder in _PROC.iterdir() if folder.name.isdigit())
     return [process for process in found if process is not None]
 

@@ -83,8 +83,6 @@ class ProgressView:
             self._console.print(share + told, markup=False, highlight=False, soft_wrap=True)
 
     def _tell(self, standing: Standing, batches: int) -> str:
-        if not standing.done:
-            return f"lag {standing.published:,}  Spark is starting"
         first, last = self._recent[0], self._recent[-1]
         rate = (last.done - first.done) / (last.at_s - first.at_s) if last.at_s > first.at_s else 0.0
         left = f"  {(self._total - standing.done) / rate:,.0f} s left" if rate > 0 else ""

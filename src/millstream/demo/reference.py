@@ -74,13 +74,8 @@ def _career(flights: list[Row]) -> list[Departure]:
     told = [_basics(*each) for each in zip(flights, count(1), cancellations, strict=False)]
     flown = [number for number, flight in enumerate(flights) if "dep_delay" in flight]
     delays = [int(flights[number]["dep_delay"]) for number in flown]
-    arrivals = [
-        int(flights[number]["arr_delay"]) if "arr_delay" in flights[number] else None for number in flown
-    ]
-    left = [
-        _scheduled(flights[number]) + timedelta(minutes=delay)
-        for number, delay in zip(flown, delays, strict=True)
-    ]
+    arrivals = [int(flights[number]["arr_delay"]) if "arr_delay" in flights[number] else None for number in flown]
+    left = [_scheduled(flights[number]) + timedelta(minutes=delay) for number, delay in zip(flown, delays, strict=True)]
     totals = list(accumulate(delays))
     worst = list(accumulate(delays, max))
     for nth, number in enumerate(flown):

@@ -12,20 +12,20 @@ from rich.console import Console
 
 from millstream.client import Client, redact
 from millstream.clock import SYSTEM_CLOCK, Clock
-from millstream.demo.audit import KEYS, OUTPUT, audit, read_results
-from millstream.demo.chart import draw_chart
+from millstream.demo.audit import audit, read_results
+from millstream.demo.chart import draw_chart, require_matplotlib
 from millstream.demo.flights import Flights, load_flights
 from millstream.demo.pipeline import Pipeline
 from millstream.demo.progress import ProgressView, Standing, read_standing
 from millstream.demo.publish import FlightPublisher
 from millstream.demo.reference import expected_results
 from millstream.demo.report import Kill, Outcome, Sample
-from millstream.errors import ConfigError
-from millstream.server import EmbeddedServer
+from millstream.demo.surroundings import clean, embedded_server, find_example, fresh_folder, require_unused
+from millstream.errors import ConfigError, PipelineFailed
 
-_MARKER = ".millstream-demo"
 _LOOK_MS = 20
 _SHOW_MS = 200
+_STALL_MS = 300_000
 _KILL_AT = (1 / 3, 2 / 3)
 _HOLD_AT = 5 / 6
 
@@ -59,16 +59,17 @@ def run_demo(settings: DemoSettings, console: Console, *, clock: Clock = SYSTEM_
     RedisError, ServerError, and KeyboardInterrupt on Ctrl-C and SIGTERM.
     """
     with ExitStack() as stack:
-        stack.enter_context(_interrupted_by_sigterm())
-        target = f"{_example()}:app"
-        data_dir = fresh_folder(settings.data_dir)
+        stack.enter_context(_orderly_interrupts())
+        require_matplotlib()
+        target = f"{find_example()}:app"
+        data_dir = stack.enter_context(fresh_folder(settings.data_dir))
         flights = load_flights(settings.flights)
         console.print(f"{len(flights):,} flights that left New York in 2013")
-        url = settings.url or stack.enter_context(_embedded_server(data_dir, keep=settings.keep))
+        url = settings.url or stack.enter_context(embedded_server(data_dir, keep=settings.keep))
         client = stack.enter_context(Client(url))
         require_unused(client)
         if settings.url and not settings.keep:
-            stack.callback(_clean, client)
+            stack.callback(clean, client)
         console.print(f"Redis: {redact(url)}", markup=False, highlight=False)
         checkpoint = data_dir / "checkpoint"
         if not settings.keep:
@@ -85,7 +86,7 @@ def run_demo(settings: DemoSettings, console: Console, *, clock: Clock = SYSTEM_
             audit=verdict,
             departures=results.departures,
             seconds=finished.at_s,
-            processing_seconds=finished.at_s - run.first_commit_s,
+            startup_seconds=run.startup_s,
             batches=pipeline.batches,
             samples=run.samples,
             kills=run.kills,
@@ -94,7 +95,7 @@ def run_demo(settings: DemoSettings, console: Console, *, clock: Clock = SYSTEM_
 
 
 class _Run:
-    """The part from the start of the pipeline until all is committed."""
+    """The part from the start of the pipeline until all is committed. Times count from the first publication."""
 
     def __init__(
         self,
@@ -115,16 +116,16 @@ class _Run:
         self._publisher = FlightPublisher(url, flights, hold_at=hold_at)
         self._kills_to_come = [int(self._total * share) for share in _KILL_AT] if settings.kill else []
         self._began_ms = clock.monotonic_ms()
-        self.first_commit_s = 0.0
+        self._progress, self._progress_ms = 0, self._began_ms
+        self.startup_s = 0.0
         self.samples: list[Sample] = []
         self.kills: list[Kill] = []
 
     def to_its_end(self) -> Sample:
         """Process all flights; return the moment at which everything was committed."""
-        self._began_ms = self._clock.monotonic_ms()
         try:
-            self._console.print("starting millstream run, and publishing meanwhile")
-            self._pipeline.start()
+            self._start_pipeline()
+            self._began_ms = self._clock.monotonic_ms()
             self._publisher.start()
             with ProgressView(self._console, self._total) as view:
                 return self._watch(view)
@@ -132,15 +133,27 @@ class _Run:
             self._publisher.stop()
             self._pipeline.stop()
 
+    def _start_pipeline(self) -> None:
+        """Start it and wait until it consumes, so that the flights come in while it does."""
+        self._console.print("starting millstream run")
+        self._began_ms = self._clock.monotonic_ms()
+        with self._console.status("Spark is starting"):
+            self._pipeline.start()
+            while not self._pipeline.consuming:
+                self._pipeline.check()
+                self._check_progress(0)
+                self._clock.sleep_ms(_LOOK_MS)
+        self.startup_s = self._elapsed_s()
+        self._console.print(f"it consumes after {self.startup_s:.1f} s; publishing the flights")
+
     def _watch(self, view: ProgressView) -> Sample:
         shown_ms = 0.0
         while True:
             published = self._publisher.check()
             self._pipeline.check()
             standing = read_standing(self._client)
+            self._check_progress(standing.published + standing.done)
             sample = self._sample(standing)
-            if not self.first_commit_s and standing.done:
-                self.first_commit_s = sample.at_s
             over = published and standing.caught_up
             if over or self._clock.monotonic_ms() - shown_ms >= _SHOW_MS:
                 shown_ms = self._clock.monotonic_ms()
@@ -152,9 +165,20 @@ class _Run:
                 self._kill()
             self._clock.sleep_ms(_LOOK_MS)
 
+    def _check_progress(self, progress: int) -> None:
+        now_ms = self._clock.monotonic_ms()
+        if progress != self._progress:
+            self._progress, self._progress_ms = progress, now_ms
+        elif now_ms - self._progress_ms > _STALL_MS:
+            raise PipelineFailed(
+                f"nothing has moved for {_STALL_MS / 60_000:.0f} minutes; see {self._pipeline.log_path}"
+            )
+
     def _sample(self, standing: Standing) -> Sample:
-        at_s = (self._clock.monotonic_ms() - self._began_ms) / 1000
-        return Sample(at_s=at_s, published=standing.published, done=standing.done)
+        return Sample(at_s=self._elapsed_s(), published=standing.published, done=standing.done)
+
+    def _elapsed_s(self) -> float:
+        return (self._clock.monotonic_ms() - self._began_ms) / 1000
 
     def _kill(self) -> None:
         """Kill a Python worker, then the driver, and start the pipeline again from its checkpoint."""
@@ -174,79 +198,27 @@ class _Run:
         for pid in pids:
             self.kills.append(Kill(at_s=sample.at_s, what=what, pid=pid, done=sample.done))
         numbers = " ".join(map(str, pids))
-        self._console.print(
-            f"{sample.at_s:6.1f} s  kill -9 {numbers}: {what}; {sample.done:,} done", style="yellow"
-        )
-
-
-# --- Before and after ---------------------------------------------------------------------------------------
-
-
-def _example() -> Path:
-    """The app: in an installed millstream it lies beside this file, in a clone in the folder of examples."""
-    here = Path(__file__).resolve()
-    places = (here.parent / "airline_example" / "airline.py", here.parents[3] / "examples" / "airline.py")
-    for place in places:
-        if place.is_file():
-            return place
-    raise ConfigError(f"the demo's app is missing; it should be {places[0]}: install millstream again")
-
-
-def fresh_folder(folder: Path) -> Path:
-    """Make `folder` and empty it, unless it is somebody else's. Raises ConfigError."""
-    folder = folder.absolute()
-    try:
-        if folder.exists() and any(folder.iterdir()):
-            if not (folder / _MARKER).exists():
-                raise ConfigError(f"{folder} is not empty and not the demo's; give another --data-dir")
-            for path in folder.iterdir():
-                if path.name == _MARKER:
-                    continue
-                if path.is_dir() and not path.is_symlink():
-                    shutil.rmtree(path)
-                else:
-                    path.unlink()
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / _MARKER).touch()
-    except OSError as error:
-        raise ConfigError(f"the folder {folder} cannot be used ({error}); give another --data-dir") from error
-    return folder
+        self._console.print(f"{sample.at_s:6.1f} s  kill -9 {numbers}: {what}; {sample.done:,} done", style="yellow")
 
 
 @contextmanager
-def _embedded_server(data_dir: Path, *, keep: bool) -> Iterator[str]:
-    try:
-        with EmbeddedServer(data_dir=data_dir / "redis") as server:
-            yield server.url
-    finally:
-        if not keep:
-            shutil.rmtree(data_dir / "redis", ignore_errors=True)
-
-
-def _own_keys() -> list[str]:
-    return [KEYS.stream, OUTPUT, KEYS.meta, KEYS.marks, KEYS.state, KEYS.strikes, KEYS.dead]
-
-
-def require_unused(client: Client) -> None:
-    """Raise ConfigError if the Redis holds anything that the demo would write to."""
-    for key in _own_keys():
-        if client.execute("EXISTS", key):
-            raise ConfigError(f"this Redis has a key {key!r} already; give the --url of an empty database")
-
-
-def _clean(client: Client) -> None:
-    for key in _own_keys():
-        client.execute("UNLINK", key)
-
-
-@contextmanager
-def _interrupted_by_sigterm() -> Iterator[None]:
-    """Within it, SIGTERM ends the program the way Ctrl-C does: in order."""
+def _orderly_interrupts() -> Iterator[None]:
+    """Within it, Ctrl-C and SIGTERM end the program in order, once: what follows is bounded and must not be cut."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    ours = (signal.SIGINT, signal.SIGTERM)
+    before = [signal.getsignal(number) for number in ours]
+
+    def interrupt(*_: object) -> None:
+        for number in ours:
+            signal.signal(number, signal.SIG_IGN)
+        raise KeyboardInterrupt
+
+    for number in ours:
+        signal.signal(number, interrupt)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in zip(ours, before, strict=True):
+            signal.signal(number, handler)

@@ -13,14 +13,18 @@ def divide(backlogs: Mapping[str, int], limit: int, last_served: str = "") -> di
     if len(names) >= limit:
         following = [name for name in names if name > last_served]
         return dict.fromkeys([*following, *names][:limit], 1)
-    rest = limit - len(names)
-    wanted = sum(backlogs.values()) - len(names)
-    if wanted <= rest:
+    total = sum(backlogs.values())
+    if total <= limit:
         return dict(backlogs)
-    shares = {name: 1 + (backlogs[name] - 1) * rest // wanted for name in names}
+    shares = {name: max(1, backlogs[name] * limit // total) for name in names}
     spare = limit - sum(shares.values())
-    # What rounding left over goes to those it took most from.
-    unlucky = sorted(names, key=lambda name: -((backlogs[name] - 1) * rest % wanted))
-    for name in unlucky[:spare]:
-        shares[name] += 1
+    short = [name for name in names if shares[name] * total < backlogs[name] * limit]
+    for name in sorted(short, key=lambda name: shares[name] * total - backlogs[name] * limit)[: max(spare, 0)]:
+        shares[name] += 1  # what rounding left over, for those it took most from
+    for name in sorted(names, key=lambda name: -shares[name]):
+        if spare >= 0:
+            break
+        back = min(-spare, shares[name] - 1)  # the smallest shares were rounded up: the greatest pay for them
+        shares[name] -= back
+        spare += back
     return shares
