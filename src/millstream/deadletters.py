@@ -209,8 +209,9 @@ class DeadLetterBox:
     def redrive(self, slips: Sequence[Slip]) -> Iterator[Redriven]:
         """Send letters back to the tail of their streams, in the order of `slips`.
 
-        Each is moved in one atomic step, with a field that names its handler, so that no other handler of the
-        stream processes it again. Ended at any point, or run twice at once, it neither loses nor doubles one.
+        Each is moved in one atomic step. The entry begins with a field that names its handler, so that no other
+        handler of the stream processes it again. Ended at any point, or run twice at once, this neither loses nor
+        doubles one.
         Raises WrongType if a stream's key holds something else.
         """
         for at in range(0, len(slips), _PAGE):
@@ -282,11 +283,11 @@ def _new_entry(slip: Slip, found: list[tuple[bytes, list[bytes]]]) -> list[bytes
     filed = _filed(slip.keys, *found[0])
     if filed.letter is None:
         return f"it is no dead letter: {filed.problem}"
-    items = [*filed.letter.pairs, REDRIVE_FIELD, f"{slip.keys.app}.{slip.keys.handler}".encode()]
+    items = [REDRIVE_FIELD, f"{slip.keys.app}.{slip.keys.handler}".encode(), *filed.letter.pairs]
     if len(items) <= _MAX_ITEMS:
         return items
     return (
-        f"its {len(filed.letter.pairs) // 2:,} fields are too many for one atomic step: publish by hand what "
+        f"its {len(filed.letter.pairs) // 2:,} fields are too many for one atomic step: add by hand (XADD) what "
         f"`millstream dlq show {slip.letter_id} --json` shows, then purge it"
     )
 

@@ -23,7 +23,7 @@ PUBLISH = Script("publish")
 
 Value = str | bytes | int | float | None
 
-_BATCH_ENTRIES = 250
+_BATCH_ENTRIES = 500
 _BATCH_SIZE = 1_000_000
 _PLAIN = frozenset((str, bytes))
 

@@ -209,6 +209,19 @@ def test_a_key_of_another_type_is_refused_whole(client: Client, tmp_path: Path) 
     assert client.execute("GET", "s") == b"text"
 
 
+def test_after_a_failure_no_batch_overtakes_the_one_that_failed(client: Client) -> None:
+    client.execute("SET", "s", "text")
+    with Publisher(client, "s") as publisher:
+        publisher.add(("n",), ("1",))
+        with pytest.raises(WrongType):
+            publisher.flush()
+        client.execute("DEL", "s")
+        publisher.add(("n",), ("2",))
+        with pytest.raises(WrongType):
+            publisher.flush()
+    assert not client.execute("EXISTS", "s")
+
+
 def test_nothing_but_the_stream_and_a_number_that_expires_is_left_behind(client: Client) -> None:
     with Publisher(client, "s") as publisher:
         publisher.send([{"a": "1"}] * 3)
@@ -264,10 +277,12 @@ def test_connections_that_redis_closes_neither_lose_nor_double_an_entry(
     millstream_fresh_server: EmbeddedServer, tmp_path: Path
 ) -> None:
     path = tmp_path / "some.csv"
-    path.write_text("n,text\n" + "".join(f"{number},{'x' * 30}\n" for number in range(60_000)))
+    path.write_text("n,text\n" + "".join(f"{number},{'x' * 30}\n" for number in range(100_000)))
     process = start("publish", "s", str(path), "--json", url=millstream_fresh_server.url)
     try:
         kills = 0
+        while not millstream_fresh_server.call("XLEN", "s"):
+            time.sleep(0.01)
         while process.poll() is None:
             kills += millstream_fresh_server.call("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")
             time.sleep(0.03)
@@ -276,9 +291,9 @@ def test_connections_that_redis_closes_neither_lose_nor_double_an_entry(
         process.kill()
     assert process.returncode == 0
     assert kills >= 10
-    assert b'"entries":60000' in out
+    assert b'"entries":100000' in out
     with Client(millstream_fresh_server.url) as client:
-        assert [int(pairs[1]) for pairs in entries(client)] == list(range(60_000))
+        assert [int(pairs[1]) for pairs in entries(client)] == list(range(100_000))
 
 
 @pytest.mark.faults

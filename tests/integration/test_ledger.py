@@ -1,14 +1,14 @@
 """The ledger: of two executions of a message at most one commits, in stream order, whole or not at all."""
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from millstream.client import Client
+from millstream.client import Client, Command, Reply
 from millstream.errors import OutOfMemory, StaleOwner, WrongType
 from millstream.ledger import ENTRY_MARK, KEY_MARK, Ledger, Unit
 from millstream.model import EntryId
@@ -295,3 +295,24 @@ def test_an_unkeyed_entry_is_remembered_by_its_id_within_the_batch(client: Clien
     assert ledger.strike(STREAM, "6-0") == 0
     assert ledger.strike(STREAM, "6-0") == 1
     assert ledger.begin([STREAM])[STREAM].struck == 1
+
+
+def test_a_commit_between_the_reads_of_a_load_is_seen_so_that_no_stale_state_is_committed(millstream_url: str) -> None:
+    class Interleaved(Client):
+        """Lets the twin commit after the first command of each pipeline, as another connection may."""
+
+        def pipeline(self, commands: Sequence[Command]) -> list[Reply]:
+            replies: list[Reply] = []
+            for command in commands:
+                replies += super().pipeline([command])
+                twin.commit({STREAM: [unit("5-0", state=b"\x81twin")]})
+            return replies
+
+    with Client(millstream_url) as other, Interleaved(millstream_url) as client:
+        twin = make_ledger(other)
+        found = make_ledger(client).load({STREAM: ([KEY_MARK + b"k"], [b"k"])})[STREAM]
+        mark = found.get(KEY_MARK + b"k", b"").decode()
+        ours = unit("6-0" if mark else "5-0", expected=mark, state=found.get(b"sk", b"") + b"ours")
+        accepted = make_ledger(other).commit({STREAM: [ours]}) == []
+        state = other.execute("HGET", KEYS.state, "k")
+    assert state == (b"\x81twinours" if accepted else b"\x81twin")

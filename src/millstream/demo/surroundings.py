@@ -1,0 +1,90 @@
+"""What the demo finds and what it leaves: the app's file, its folder, its Redis."""
+
+import fcntl
+import shutil
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import IO
+
+from millstream.client import Client
+from millstream.demo.audit import KEYS, OUTPUT
+from millstream.errors import ConfigError
+from millstream.server import EmbeddedServer
+
+_MARKER = ".millstream-demo"
+
+
+def find_example() -> Path:
+    """The app: in an installed millstream it lies beside this file, in a clone in the folder of examples."""
+    here = Path(__file__).resolve()
+    places = (here.parent / "airline_example" / "airline.py", here.parents[3] / "examples" / "airline.py")
+    for place in places:
+        if place.is_file():
+            return place
+    raise ConfigError(f"the demo's app is missing; it should be {places[0]}: install millstream again")
+
+
+@contextmanager
+def fresh_folder(folder: Path) -> Iterator[Path]:
+    """Make `folder`, or empty it if an earlier demo has made it, and hold it against other demos.
+
+    Raises ConfigError if it is somebody else's, in use, or cannot be written.
+    """
+    folder = folder.absolute()
+    with _claim(folder):
+        yield folder
+
+
+def _claim(folder: Path) -> IO[str]:
+    """Lock and empty the folder; closing what this returns frees it."""
+    try:
+        if folder.exists() and any(folder.iterdir()) and not (folder / _MARKER).exists():
+            raise ConfigError(f"{folder} is not empty and not the demo's; give another --data-dir")
+        folder.mkdir(parents=True, exist_ok=True)
+        with ExitStack() as stack:
+            marker = stack.enter_context((folder / _MARKER).open("a"))
+            fcntl.flock(marker, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _empty(folder)
+            stack.pop_all()
+            return marker
+    except BlockingIOError as error:
+        raise ConfigError(f"another demo runs in {folder}; give another --data-dir") from error
+    except OSError as error:
+        raise ConfigError(f"the folder {folder} cannot be used ({error}); give another --data-dir") from error
+
+
+def _empty(folder: Path) -> None:
+    for path in folder.iterdir():
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        elif path.name != _MARKER:
+            path.unlink()
+
+
+@contextmanager
+def embedded_server(data_dir: Path, *, keep: bool) -> Iterator[str]:
+    """Run a redis-server with its data below `data_dir`; give its URL. Removes the data unless told to `keep` it."""
+    try:
+        with EmbeddedServer(data_dir=data_dir / "redis") as server:
+            yield server.url
+    finally:
+        if not keep:
+            shutil.rmtree(data_dir / "redis", ignore_errors=True)
+
+
+def _own_keys() -> list[str]:
+    return [KEYS.stream, OUTPUT, KEYS.meta, KEYS.marks, KEYS.state, KEYS.strikes, KEYS.dead]
+
+
+def require_unused(client: Client) -> None:
+    """Raise ConfigError if the Redis holds anything that the demo would write to."""
+    for key in _own_keys():
+        if client.execute("EXISTS", key):
+            raise ConfigError(f"this Redis has a key {key!r} already; give the --url of an empty database")
+
+
+def clean(client: Client) -> None:
+    """Remove from Redis what the demo wrote."""
+    for key in _own_keys():
+        client.execute("UNLINK", key)

@@ -1,0 +1,251 @@
+"""How the source plans: shares, pieces, cursors and frontiers; on real Redis, without Spark."""
+
+import time
+from collections.abc import Iterator
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from millstream.client import Client
+from millstream.errors import AccessDenied, ConfigError
+from millstream.ledger import Ledger
+from millstream.model import ZERO_ID, EntryId
+from millstream.naming import HandlerKeys
+from millstream.spark.cursor import Walk, walk
+from millstream.spark.offsets import Offsets, Position, dump, load
+from millstream.spark.options import parse
+from millstream.spark.planner import Planner
+from millstream.spark.ranges import Piece, Spread, cut, deal, guess_cuts
+from millstream.spark.shares import divide
+from millstream.testing import topologies
+
+backlogs = st.dictionaries(st.text("abcdef", min_size=1, max_size=3), st.integers(1, 10_000), min_size=1, max_size=30)
+
+
+@pytest.fixture
+def client(millstream_url: str) -> Iterator[Client]:
+    with Client(millstream_url) as client:
+        yield client
+
+
+def fill(client: Client, stream: str, count: int, *, ms: int | None = None) -> None:
+    ids = (f"{ms}-{n + 1}" if ms is not None else f"{n + 1}-0" for n in range(count))
+    commands = [("XADD", stream, entry_id, "a", "1") for entry_id in ids]
+    for at in range(0, count, 5000):
+        client.pipeline(commands[at : at + 5000])
+
+
+def planner(client: Client, **options: str) -> Planner:
+    return Planner(client, parse({"url": client.url, "subscribe": "s", **options}, {}), cores=2)
+
+
+# --- shares of a limited batch ---
+
+
+@given(backlogs, st.integers(1, 20_000))
+def test_shares_never_exceed_the_limit_or_the_backlog_and_leave_nobody_out(waiting: dict[str, int], limit: int) -> None:
+    shares = divide(waiting, limit)
+    assert sum(shares.values()) == min(limit, sum(waiting.values())) or len(waiting) >= limit
+    assert sum(shares.values()) <= limit
+    assert all(1 <= share <= waiting[name] for name, share in shares.items())
+    assert len(shares) == min(limit, len(waiting))
+
+
+def test_shares_are_proportional_and_turns_are_taken_where_there_are_too_many_streams() -> None:
+    assert divide({"a": 100, "b": 10, "c": 1}, 10) == {"a": 8, "b": 1, "c": 1}
+    many = dict.fromkeys("abcde", 5)
+    turns, last = [], ""
+    for _ in range(5):
+        turn = divide(many, 2, last)
+        last = [*turn][-1]
+        turns.append("".join(turn))
+    assert turns == ["ab", "cd", "ea", "bc", "de"]
+
+
+# --- pieces ---
+
+
+@given(st.lists(st.integers(1, 1000), min_size=1, max_size=60), st.integers(1, 8))
+def test_pieces_are_dealt_out_whole_and_evenly(sizes: list[int], tasks: int) -> None:
+    pieces = [Piece(f"s{n:02}", ZERO_ID, EntryId(9, 9), size, size) for n, size in enumerate(sizes)]
+    dealt = deal(pieces, tasks, sum(sizes))
+    assert sorted(piece for some in dealt for piece in some) == pieces
+    loads = [sum(piece.size for piece in some) for some in dealt]
+    assert len(loads) == min(tasks, len(pieces))
+    assert max(loads) <= sum(sizes) / tasks + max(sizes)
+
+
+@given(
+    st.tuples(st.integers(0, 50), st.integers(0, 2**64 - 1)),
+    st.tuples(st.integers(0, 50), st.integers(0, 2**64 - 1)),
+    st.integers(1, 9),
+)
+def test_guessed_cuts_cover_the_range_without_gap_or_overlap(
+    a: tuple[int, int], b: tuple[int, int], parts: int
+) -> None:
+    after, until = sorted((EntryId(*a), EntryId(*b)))
+    pieces = guess_cuts(Piece("s", after, until, 100, 100, untouched=True), parts)
+    assert (pieces[0].after, pieces[-1].until) == (after, until)
+    assert all(one.until == two.after for one, two in pairwise(pieces))
+    assert len(pieces) <= parts
+
+
+def test_a_piece_is_cut_at_marks_with_exact_counts() -> None:
+    piece = Piece("s", EntryId(0, 0), EntryId(100, 0), 25, 25)
+    marks = [EntryId(40, 0), EntryId(80, 0), EntryId(100, 0), EntryId(200, 0)]
+    counts = [(part.after.ms, part.until.ms, part.count) for part in cut(piece, 10, marks)]
+    assert counts == [(0, 40, 10), (40, 80, 10), (80, 100, 5)]
+
+
+def test_small_batches_are_one_task_and_large_ones_as_many_as_cores() -> None:
+    spread = Spread(cores=4)
+    assert [spread.tasks(total) for total in (1, 2000, 5000, 1_000_000)] == [1, 1, 3, 4]
+    assert Spread(cores=4, max_records=1000).tasks(10_000) == 10
+    assert Spread(cores=4, min_partitions=7).tasks(70) == 7
+
+
+# --- cursors ---
+
+
+def test_a_cursor_finds_the_nth_entry_over_chunks_and_leaves_nothing_behind(client: Client) -> None:
+    fill(client, "s", 25_000)
+    fill(client, "t", 10)
+    found = walk(client, {"s": Walk(EntryId(5, 0), 12_000, 3), "t": Walk(ZERO_ID, 4, 2), "gone": Walk(ZERO_ID, 1, 1)})
+    assert found == {"s": [EntryId(12_005, 0), EntryId(24_005, 0)], "t": [EntryId(4, 0), EntryId(8, 0)], "gone": []}
+    assert client.execute("XINFO", "GROUPS", "s") == []
+
+
+def test_a_cursor_removes_what_a_killed_planner_left_but_no_live_one(client: Client) -> None:
+    fill(client, "s", 10)
+    now_ms = time.time_ns() // 1_000_000
+    dead, live = f"millstream:plan:{now_ms - 120_000}:x", f"millstream:plan:{now_ms}:x"
+    for group in (dead, live, "workers"):
+        client.execute("XGROUP", "CREATE", "s", group, "0")
+    assert walk(client, {"s": Walk(ZERO_ID, 3, 1)}) == {"s": [EntryId(3, 0)]}
+    assert {group[1].decode() for group in client.execute("XINFO", "GROUPS", "s")} == {live, "workers"}
+
+
+def test_a_user_without_rights_to_groups_is_told_which_ones_are_needed() -> None:
+    with topologies.acl_server(["reader >secret ~* +@all -xgroup"]) as server, Client(server.urls["reader"]) as client:
+        fill(client, "s", 10)
+        with pytest.raises(AccessDenied, match="needs XGROUP, XREADGROUP and XINFO"):
+            walk(client, {"s": Walk(ZERO_ID, 3, 1)})
+        assert advance(planner(client), {}, None)["s"].added == 10
+
+
+# --- the planner ---
+
+
+def advance(plan: Planner, start: Offsets, limit: int | None) -> Offsets:
+    return plan.advance(start, limit=limit, target=None)[0]
+
+
+def test_counts_stay_exact_batch_after_batch_while_the_stream_is_trimmed_behind_the_query(client: Client) -> None:
+    fill(client, "s", 1000)
+    plan = planner(client, startingOffsets="earliest")
+    at = plan.starts("latest")
+    for taken in range(100, 1001, 100):
+        at = advance(plan, at, 100)
+        assert at == {"s": Position(EntryId(taken, 0), taken)}
+        client.execute("XTRIM", "s", "MAXLEN", 1000 - taken + 50)
+    assert advance(plan, at, 100) == at
+
+
+def test_counts_are_unknown_among_deleted_entries_and_known_again_at_the_end(client: Client) -> None:
+    fill(client, "s", 30)
+    client.execute("XDEL", "s", "15-0")
+    plan = planner(client, startingOffsets="earliest")
+    at = plan.starts("latest")
+    assert at == {"s": Position(ZERO_ID, None)}
+    at = advance(plan, at, 20)
+    assert at == {"s": Position(EntryId(21, 0), None)}
+    at = advance(plan, at, 20)
+    assert at == {"s": Position(EntryId(30, 0), 30)}
+
+
+def test_a_deleted_tail_is_passed_and_not_waited_for(client: Client) -> None:
+    fill(client, "s", 10)
+    client.pipeline([("XDEL", "s", f"{n}-0") for n in range(6, 11)])
+    plan = planner(client, startingOffsets="earliest")
+    at = plan.starts("latest")
+    for _ in range(4):
+        at = advance(plan, at, 3)
+    assert at == {"s": Position(EntryId(10, 0), 10)}
+
+
+def test_offsets_survive_json_sorted(client: Client) -> None:
+    offsets = {"b": Position(EntryId(5, 6), None), "a": Position(EntryId(2**63, 2**64 - 1), 7)}
+    assert list(dump(offsets)) == ["a", "b"]
+    assert load(dump(offsets)) == offsets
+    for wrong in ({"a": "5-0"}, {"a": [5, 0]}, {"a": ["5-0"]}, {"a": ["x", 1]}):
+        with pytest.raises(ConfigError):
+            load(wrong)
+
+
+def test_a_stream_whose_name_is_not_text_is_refused(client: Client) -> None:
+    client.execute("XADD", b"\xff", "*", "a", "1")
+    pattern = Planner(client, parse({"url": client.url, "subscribePattern": "*"}, {}), cores=1)
+    with pytest.raises(ConfigError, match="is not UTF-8 text"):
+        pattern.starts("latest")
+
+
+def test_ten_thousand_streams_are_planned_in_less_than_a_second(client: Client) -> None:
+    names = [f"s{n:05}" for n in range(10_000)]
+    commands = [("XADD", name, f"{n}-0", "a", "1") for name in names for n in (1, 2, 3)]
+    for at in range(0, len(commands), 5000):
+        client.pipeline(commands[at : at + 5000])
+    plan = Planner(
+        client, parse({"url": client.url, "subscribePattern": "s*", "startingOffsets": "earliest"}, {}), cores=2
+    )
+    start = plan.starts("latest")
+    for limit, expected in ((None, 30_000), (20_000, 20_000)):
+        began = time.monotonic()
+        end = advance(plan, start, limit)
+        tasks = plan.pieces(start, end)
+        took = time.monotonic() - began
+        assert sum(piece.size for task in tasks for piece in task) == expected
+        assert len(tasks) == 2
+        assert took < 5, "the benchmark spark_streams has the real figure; this catches a round trip per stream"
+
+
+# --- the handler engine's frontier ---
+
+
+def frontier_planner(client: Client, frontier: str | None) -> Planner:
+    if frontier is not None:
+        client.execute("HSET", HandlerKeys("app", "h", "s").meta, "frontier", frontier)
+        assert Ledger(client, app="app", handler="h").frontiers(["s"]) == {"s": EntryId.parse(frontier)}
+    names = {"frontierApp": "app", "frontierHandler": "h"}
+    return planner(client, layout="packed", startingOffsets="frontier", **names)
+
+
+@pytest.mark.parametrize(("frontier", "begins"), [("6-0", 6), ("4-0", 4), ("2-0", 2), (None, 4)])
+def test_a_batch_begins_at_the_lower_of_checkpoint_and_frontier(
+    client: Client, caplog: pytest.LogCaptureFixture, frontier: str | None, begins: int
+) -> None:
+    fill(client, "s", 8)
+    plan = frontier_planner(client, frontier)
+    checkpoint = Position(EntryId(4, 0), 4)
+    begins = min(begins, 4)
+    ((piece,),) = plan.pieces({"s": checkpoint}, {"s": Position(EntryId(8, 0), 8)})
+    assert (piece.after, piece.until) == (EntryId(begins, 0), EntryId(8, 0))
+    assert ("Redis has forgotten commits" in caplog.text) == (begins < 4)
+
+
+def test_a_lower_frontier_with_nothing_between_is_no_cause_for_alarm(
+    client: Client, caplog: pytest.LogCaptureFixture
+) -> None:
+    fill(client, "s", 8)
+    client.pipeline([("XDEL", "s", "3-0"), ("XDEL", "s", "4-0")])
+    end = {"s": Position(EntryId(8, 0), 8)}
+    ((piece,),) = frontier_planner(client, "2-0").pieces({"s": Position(EntryId(4, 0), 4)}, end)
+    assert piece.after == EntryId(4, 0)
+    assert not caplog.records
+
+
+def test_a_query_may_begin_at_the_frontier_or_where_there_is_none_at_the_earliest_entry(client: Client) -> None:
+    fill(client, "s", 8)
+    assert frontier_planner(client, None).starts("latest") == {"s": Position(ZERO_ID, 0)}
+    assert frontier_planner(client, "6-0").starts("latest")["s"].id == EntryId(6, 0)

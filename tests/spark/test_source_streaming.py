@@ -1,0 +1,223 @@
+"""`spark.readStream` of Redis Streams: batches, restarts, discovery, and progress that any Redis tool can see."""
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pyspark.errors import StreamingQueryException
+from pyspark.sql import SparkSession
+from pyspark.sql.streaming.datasource import ReadMaxRows
+
+from millstream.client import Client
+from millstream.server import EmbeddedServer
+from millstream.spark.options import parse
+from millstream.spark.reading import Reading
+from millstream.spark.rows import batch_maker
+from millstream.spark.source import RedisStreamReader, RedisStreamsSource
+from tests.spark.pipelines import eventually
+from tests.spark.sources import Bench
+
+pytestmark = pytest.mark.spark
+
+
+def test_available_now_ends_at_what_was_there_and_a_restart_reads_each_entry_once(bench: Bench) -> None:
+    bench.add("s", 500)
+    frame = bench.stream("s", startingOffsets="earliest")
+    assert bench.take(frame).numbers == list(range(500))
+    bench.add("s", 250, start=500)
+    assert bench.take(bench.stream("s", startingOffsets="earliest")).numbers == list(range(500, 750))
+    assert bench.take(frame).rows == []
+
+
+def test_a_new_query_begins_with_what_comes_after_its_start_unless_told_otherwise(bench: Bench) -> None:
+    bench.add("s", 5)
+    taken = bench.start(bench.stream("s"))
+    eventually(lambda: bench.groups("s").get("spark-source"), "the query has begun")
+    bench.add("s", 5, start=5)
+    eventually(lambda: len(taken.rows) >= 5, "the new entries were read")
+    assert taken.numbers == [5, 6, 7, 8, 9]
+
+
+def test_no_batch_is_larger_than_asked_and_streams_share_it_by_backlog(bench: Bench) -> None:
+    for stream, count in (("big", 800), ("small", 90), ("tiny", 10)):
+        bench.add(stream, count)
+    frame = bench.stream("big,small,tiny", startingOffsets="earliest", maxOffsetsPerTrigger=100)
+    taken = bench.take(frame)
+    assert taken.numbers == sorted([*range(800), *range(90), *range(10)])
+    assert taken.sizes == [100] * 9
+    first = [row["stream"] for row in taken.batches[0]]
+    assert {stream: first.count(stream) for stream in set(first)} == {"big": 89, "small": 10, "tiny": 1}
+    assert set(bench.groups("big")) == {"spark-source"}, "planning leaves no groups behind"
+
+
+def test_more_streams_than_a_batch_may_hold_take_turns(bench: Bench) -> None:
+    for n in range(7):
+        bench.add(f"s{n}", 3)
+    frame = bench.stream(subscribePattern="s*", startingOffsets="earliest", maxOffsetsPerTrigger=3)
+    taken = bench.take(frame)
+    assert taken.sizes == [3] * 7
+    assert len(taken.rows) == 21
+    assert [sorted({row["stream"] for row in batch}) for batch in taken.batches[:3]] == [
+        ["s0", "s1", "s2"],
+        ["s3", "s4", "s5"],
+        ["s0", "s1", "s6"],
+    ]
+
+
+def test_streams_that_appear_while_the_query_runs_are_read_from_their_beginning(bench: Bench) -> None:
+    bench.add("orders:1", 2)
+    taken = bench.start(bench.stream(subscribePattern="orders:*"))
+    eventually(lambda: bench.groups("orders:1").get("spark-source"), "the query has begun")
+    bench.add("orders:2", 3, start=100)
+    bench.add("other", 3)
+    eventually(lambda: len(taken.rows) >= 3, "the new stream was read")
+    bench.add("orders:1", 1, start=7)
+    eventually(lambda: len(taken.rows) >= 4, "the old stream was read on")
+    assert taken.numbers == [7, 100, 101, 102]
+
+
+def test_a_listed_stream_may_come_later(bench: Bench) -> None:
+    bench.add("here", 1)
+    taken = bench.start(bench.stream("here,later"))
+    eventually(lambda: bench.groups("here").get("spark-source"), "the query has begun")
+    bench.add("later", 4)
+    eventually(lambda: len(taken.rows) >= 4, "the late stream was read")
+    assert {row["stream"] for row in taken.rows} == {"later"}
+
+
+def test_an_idle_query_makes_no_batches_and_leaves_redis_in_peace(bench: Bench) -> None:
+    bench.add("s", 3)
+    taken = bench.start(bench.stream("s", startingOffsets="earliest"))
+    eventually(lambda: len(taken.rows) == 3, "the entries were read")
+    before = calls(bench, "xinfo|stream")
+    threading.Event().wait(2)
+    assert len(taken.batches) == 1
+    assert 5 <= calls(bench, "xinfo|stream") - before <= 45, "asked some 20 times a second, not 90"
+
+
+def calls(bench: Bench, command: str) -> int:
+    stats = bench.client.execute("INFO", "commandstats").decode()
+    return int(stats.partition(f"cmdstat_{command}:calls=")[2].partition(",")[0] or 0)
+
+
+# --- progress in Redis ---
+
+
+def test_the_group_shows_the_lag_and_none_at_the_end(bench: Bench) -> None:
+    bench.add("s", 100)
+    frame = bench.stream("s", startingOffsets="earliest", maxOffsetsPerTrigger=40, group="mine")
+    query = frame.writeStream.foreachBatch(fail_in_the_third_batch)
+    with pytest.raises(StreamingQueryException):
+        query.option("checkpointLocation", str(bench.folder / "c")).start().awaitTermination()
+    group = bench.groups("s")["mine"]
+    assert (group["entries-read"], group["lag"], group["pending"], group["consumers"]) == (80, 20, 0, 0)
+    assert group["last-delivered-id"].decode() == bench.offsets("c")[1]["s"][0]
+    bench.take(frame, "c")
+    assert bench.groups("s")["mine"]["lag"] == 0
+    bench.add("s", 7)
+    assert bench.groups("s")["mine"]["lag"] == 7
+
+
+def fail_in_the_third_batch(frame: object, batch_id: int) -> None:
+    if batch_id == 2:
+        raise RuntimeError("as planned")
+
+
+def test_a_group_that_others_use_is_refused_and_left_alone(bench: Bench) -> None:
+    bench.add("s", 10)
+    bench.client.execute("XGROUP", "CREATE", "s", "workers", "0")
+    bench.client.execute("XREADGROUP", "GROUP", "workers", "w1", "COUNT", 4, "STREAMS", "s", ">")
+    before = bench.groups("s")["workers"]
+    with pytest.raises(
+        StreamingQueryException, match="the group 'workers' of stream 's' has 1 consumers and 4 pending"
+    ):
+        bench.take(bench.stream("s", startingOffsets="earliest", group="workers"))
+    assert bench.groups("s")["workers"] == before
+    taken = bench.take(bench.stream("s", startingOffsets="earliest", group=""), "other")
+    assert len(taken.rows) == 10
+    assert set(bench.groups("s")) == {"workers"}
+
+
+def test_the_progress_of_the_query_names_the_newest_entries(bench: Bench) -> None:
+    ids = bench.add("s", 30)
+    taken = bench.start(bench.stream("s", startingOffsets="earliest", maxOffsetsPerTrigger=10))
+    eventually(lambda: len(taken.rows) == 30, "all was read")
+    progress = [p for p in taken.query.recentProgress if p.numInputRows]
+    assert progress[0].sources[0].latestOffset == f'{{"s": ["{ids[-1]}", 30]}}'
+
+
+# --- what a restart relies on ---
+
+
+def test_fresh_readers_plan_and_read_the_same_rows_from_offsets_alone(bench: Bench) -> None:
+    for n in range(3):
+        bench.add(f"s{n}", 5000, start=n * 5000)
+    given = {"url": bench.url, "subscribePattern": "s*", "startingOffsets": "earliest", "minPartitions": "3"}
+    source = RedisStreamsSource(given)
+    schema = source.schema()
+
+    def reader() -> RedisStreamReader:
+        return RedisStreamReader(parse(given, {}), schema)
+
+    first = reader()
+    start = first.initialOffset()
+    middle = first.latestOffset(start, ReadMaxRows(7000))
+    end = reader().latestOffset(middle, ReadMaxRows(100_000))
+    bench.add("s1", 1000, start=90_000)
+
+    def rows(a: dict[str, Any], b: dict[str, Any]) -> list[tuple[str, int, int]]:
+        maker = batch_maker(parse(given, {}).columns, schema)
+        parts = [part.value for part in reader().partitions(a, b)]
+        with Client(bench.url) as client:
+            batches = [
+                batch
+                for pieces in parts
+                for batch in Reading(client, pieces, limit_ms=1000, fail_on_data_loss=True).batches(maker)
+            ]
+        return sorted((row["stream"], row["id_ms"], row["id_seq"]) for batch in batches for row in batch.to_pylist())
+
+    one, two = rows(start, middle), rows(middle, end)
+    assert (len(one), len(two)) == (7000, 8000)
+    assert len(set(one) | set(two)) == 15_000
+    assert rows(start, middle) == one
+    assert rows(middle, end) == two
+    assert rows(end, end) == []
+
+
+def test_a_query_outlives_a_restart_of_redis(
+    spark: SparkSession, millstream_fresh_server: EmbeddedServer, tmp_path: Path
+) -> None:
+    with Client(millstream_fresh_server.url) as client:
+        bench = Bench(spark, millstream_fresh_server.url, tmp_path, client)
+        bench.add("s", 100)
+        taken = bench.start(bench.stream("s", startingOffsets="earliest", maxOffsetsPerTrigger=60))
+        eventually(lambda: len(taken.rows) == 100, "the first entries were read")
+        millstream_fresh_server.kill()
+        threading.Event().wait(1.5)
+        assert taken.query.isActive
+        millstream_fresh_server.start()
+        client.patiently(lambda: bench.add("s", 100, start=100), what="the test")
+        eventually(lambda: len(taken.rows) >= 200, "the later entries were read")
+        assert taken.numbers == list(range(200))
+        taken.query.stop()
+
+
+def test_what_only_a_batch_read_can_do_is_refused(bench: Bench) -> None:
+    with pytest.raises(StreamingQueryException, match=r"endingOffsets and endingTimestamp are for spark\.read"):
+        bench.take(bench.stream("s", endingOffsets="latest"))
+
+
+def test_a_key_of_another_type_is_a_clear_error(bench: Bench) -> None:
+    bench.client.execute("SET", "text", "1")
+    with pytest.raises(StreamingQueryException, match="the key 'text' holds another type of value than a stream"):
+        bench.take(bench.stream("text"))
+
+
+def test_a_checkpoint_of_another_source_is_recognised(bench: Bench) -> None:
+    rate = bench.spark.readStream.format("rate").load()
+    started = rate.writeStream.format("noop").option("checkpointLocation", str(bench.folder / "checkpoint")).start()
+    eventually(lambda: started.lastProgress is not None, "a batch was made")
+    started.stop()
+    with pytest.raises(StreamingQueryException, match="was it written by another source"):
+        bench.take(bench.stream("s"))
