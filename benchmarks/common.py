@@ -31,7 +31,7 @@ FIELDS: list[tuple[bytes, Callable[[int], bytes]]] = [
 def laboratory(name: str) -> Iterator[tuple[Client, SparkSession]]:
     """An embedded server with nothing written to disk, and a session on all cores."""
     with EmbeddedServer(extra={"appendonly": "no", "save": '""'}) as server, Client(server.url) as client:
-        spark = open_session(name, master="local[*]", conf={})
+        spark = open_session(name, master="local[*]", conf={"spark.sql.streaming.numRecentProgressUpdates": "100"})
         try:
             yield client, spark
         finally:

@@ -14,6 +14,7 @@ from importlib import resources
 from typing import Any, Protocol, TypeVar
 from urllib.parse import urlsplit, urlunsplit
 
+import hiredis
 import redis
 from redis.backoff import NoBackoff
 from redis.cluster import ClusterNode, RedisCluster
@@ -42,6 +43,8 @@ Reply = Any
 T = TypeVar("T")
 
 _REDIRECTS = 8
+_pack: Callable[[tuple[Arg, ...]], bytes] = hiredis.pack_command  # type: ignore[assignment] # stub: 1 word only
+_SKIP = _pack(("CLIENT", "REPLY", "SKIP"))
 _NO_RETRY: dict[str, Any] = {"protocol": 2, "decode_responses": False, "health_check_interval": 0}
 
 
@@ -367,6 +370,11 @@ class Client:
         with self._lock:
             return self._guarded(lambda: self._route.pool(key), None)
 
+    def _only_pool(self) -> ConnectionPool | None:
+        """The pool of everything, if there is only one server: the way of every command need not be looked up."""
+        pools = self._guarded(lambda: list(self._route.pools()), None)
+        return pools[0] if len(pools) == 1 else None
+
     def _connection(self, pool: ConnectionPool) -> Any:  # redis-py annotates only half of a connection
         held = self._open.get(id(pool))
         if held is None:
@@ -383,8 +391,9 @@ class Client:
         """Exchange with each node what concerns it; a command in `silent` precedes its namesake in `commands`."""
         with self._lock:
             by_pool: dict[int, tuple[ConnectionPool, list[int]]] = {}
+            everything = self._only_pool()
             for index, command in enumerate(commands):
-                pool = self._route_pool(_key_of(command))
+                pool = everything or self._route_pool(_key_of(command))
                 by_pool.setdefault(id(pool), (pool, []))[1].append(index)
             replies: list[Reply] = [None] * len(commands)
             for pool, indexes in by_pool.values():
@@ -398,15 +407,14 @@ class Client:
     ) -> list[Reply]:
         """One write, then one read per command. Server errors come back as values, broken connections raise."""
         connection = self._connection(pool)
-        pack = connection.pack_command
 
         def exchange() -> list[Reply]:
             parts: list[bytes] = []
             for index, command in enumerate(commands):
                 if silent:
-                    parts += (*pack("CLIENT", "REPLY", "SKIP"), *pack(*silent[index]))
-                parts += pack(*command)
-            connection.send_packed_command(parts)
+                    parts += (_SKIP, _pack(tuple(silent[index])))
+                parts.append(_pack(tuple(command)))
+            connection.send_packed_command([b"".join(parts)])  # each item would be a write of its own
             return [self._read(connection) for _ in commands]
 
         return self._guarded(exchange, commands[0], connection)

@@ -113,7 +113,7 @@ def test_entries_that_vanish_between_planning_and_reading_are_noticed(
     bench.client.execute("XDEL", "s", str(ids[4]))
     assert read(piece) == [2, 3, 5, 6, 7], "single deletions are no loss"
     bench.client.execute("XTRIM", "s", "MAXLEN", 5)
-    for gone in (piece, piece._replace(count=None, untouched=True)):
+    for gone in (piece, piece._replace(rows=None, untouched=True)):
         with pytest.raises(
             DataLoss, match=r"lost (3|an unknown number of) entries between .* while they were being read"
         ):

@@ -95,7 +95,7 @@ def test_guessed_cuts_cover_the_range_without_gap_or_overlap(
 def test_a_piece_is_cut_at_marks_with_exact_counts() -> None:
     piece = Piece("s", EntryId(0, 0), EntryId(100, 0), 25, 25)
     marks = [EntryId(40, 0), EntryId(80, 0), EntryId(100, 0), EntryId(200, 0)]
-    counts = [(part.after.ms, part.until.ms, part.count) for part in cut(piece, 10, marks)]
+    counts = [(part.after.ms, part.until.ms, part.rows) for part in cut(piece, 10, marks)]
     assert counts == [(0, 40, 10), (40, 80, 10), (80, 100, 5)]
 
 

@@ -72,8 +72,23 @@ TYPED = (
 
 
 def test_typed_columns_are_decoded_and_what_does_not_fit_is_null(bench: Bench) -> None:
-    good = ["s", "text", "i", "-7", "l", str(2**62), "d", "1.5e3", "b", "true", "raw", b"\xff", "_own", "mine"]
-    bad = ["s", b"\xff", "i", str(2**31), "l", "1.5", "d", "ten", "b", "maybe", "t", "yesterday"]
+    good: list[str | bytes] = [
+        "s",
+        "text",
+        "i",
+        "-7",
+        "l",
+        str(2**62),
+        "d",
+        "1.5e3",
+        "b",
+        "true",
+        "raw",
+        b"\xff",
+        "_own",
+        "mine",
+    ]
+    bad: list[str | bytes] = ["s", b"\xff", "i", str(2**31), "l", "1.5", "d", "ten", "b", "maybe", "t", "yesterday"]
     entries: list[list[str | bytes]] = [
         [*good, "t", "2013-01-01 05:17:00"],
         ["s", "", "i", "", "t", "2013-01-01T05:17:00.25+01:00"],

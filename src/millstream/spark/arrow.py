@@ -61,9 +61,9 @@ class BatchMaker:
             columns[meta["id"]] = pa.array(ids, pa.binary()).cast(pa.string())
         if meta.keys() & {"id_ms", "id_seq", "timestamp"}:
             ms, seq = split_ids(ids)
-            for name, make in (("id_ms", lambda: ms), ("id_seq", lambda: seq), ("timestamp", lambda: _timestamps(ms))):
-                if name in meta:
-                    columns[meta[name]] = make()
+            columns |= {meta[name]: numbers for name, numbers in (("id_ms", ms), ("id_seq", seq)) if name in meta}
+            if "timestamp" in meta:
+                columns[meta["timestamp"]] = _timestamps(ms)
         return columns
 
 
@@ -102,7 +102,7 @@ def pair_columns(fields: Fields, *, schema: pa.Schema) -> dict[str, pa.Array]:
     wanted = schema.field("fields").type
     lists = pa.array(fields, pa.list_(pa.binary()))
     flat = lists.values
-    names, values = (flat.take(pa.array(np.arange(first, len(flat), 2, np.int32))) for first in (0, 1))
+    names, values = (flat.take(pa.array(np.arange(first, len(flat), 2, dtype=np.int32))) for first in (0, 1))
     pairs = pa.StructArray.from_arrays([names, values], fields=list(wanted.value_type))
     offsets = pa.array(lists.offsets.to_numpy() // 2)
     return {"fields": pa.ListArray.from_arrays(offsets, pairs, type=wanted)}

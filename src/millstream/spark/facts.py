@@ -82,12 +82,18 @@ def _facts(stream: str, reply: Any) -> StreamFacts | None:
     if b"entries-added" not in found:
         raise ConfigError("this server is too old: the redis-streams source needs Redis 7.0 or Valkey 7.2")
     return StreamFacts(
-        last=EntryId.parse(found[b"last-generated-id"]),
-        first=EntryId.parse(found[b"recorded-first-entry-id"]),
-        deleted=EntryId.parse(found[b"max-deleted-entry-id"]),
+        last=_id(found[b"last-generated-id"]),
+        first=_id(found[b"recorded-first-entry-id"]),
+        deleted=_id(found[b"max-deleted-entry-id"]),
         added=found[b"entries-added"],
         length=found[b"length"],
     )
+
+
+def _id(answered: bytes) -> EntryId:
+    # Redis writes ids in one form only; checking 30,000 of them as if they were input takes a tenth of a second.
+    ms, _, seq = answered.partition(b"-")
+    return EntryId(int(ms), int(seq))
 
 
 def groups_of(reply: Reply) -> list[dict[bytes, Any]]:

@@ -19,7 +19,7 @@ class Piece(NamedTuple):
     """The entries of `stream` after `after`, up to and including `until`.
 
     * `size`: about how many they are
-    * `count`: exactly how many they must be; None where that is not known
+    * `rows`: exactly how many they must be; None where that is not known
     * `untouched`: nothing had ever been removed from the stream, so it is whole if that is still so after reading
     """
 
@@ -27,7 +27,7 @@ class Piece(NamedTuple):
     after: EntryId
     until: EntryId
     size: int
-    count: int | None
+    rows: int | None
     untouched: bool = False
 
 
@@ -57,10 +57,10 @@ def cut(piece: Piece, step: int, marks: Sequence[EntryId]) -> list[Piece]:
     for mark in marks:
         if not after < mark < piece.until:
             break
-        pieces.append(Piece(piece.stream, after, mark, step, None if piece.count is None else step))
+        pieces.append(Piece(piece.stream, after, mark, step, None if piece.rows is None else step))
         after, left = mark, left - step
     done = step * len(pieces)
-    rest = None if piece.count is None else piece.count - done
+    rest = None if piece.rows is None else piece.rows - done
     return [*pieces, Piece(piece.stream, after, piece.until, max(left, 1), rest)]
 
 
@@ -76,7 +76,7 @@ def guess_cuts(piece: Piece, parts: int) -> list[Piece]:
     marks = sorted({EntryId(*divmod(first + span * part // parts, width)) for part in range(1, parts)})
     size = -(-piece.size // parts)
     cuts = [piece.after, *(mark for mark in marks if piece.after < mark < piece.until), piece.until]
-    return [piece._replace(after=a, until=b, size=size, count=None) for a, b in pairwise(cuts)]
+    return [piece._replace(after=a, until=b, size=size, rows=None) for a, b in pairwise(cuts)]
 
 
 def deal(pieces: Iterable[Piece], tasks: int, max_size: int) -> list[list[Piece]]:

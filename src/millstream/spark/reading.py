@@ -38,7 +38,7 @@ class _Reader:
     piece: Piece
     after: bytes
     until: bytes
-    rows: int = 0
+    read: int = 0
 
     @classmethod
     def of(cls, piece: Piece) -> "_Reader":
@@ -47,7 +47,7 @@ class _Reader:
     @property
     def left(self) -> int:
         """About how many entries are still to come, and not too few: each shortfall costs a round trip."""
-        return max(self.piece.size - self.rows, 1 if self.piece.count is not None else _GUESS_MARGIN)
+        return max(self.piece.size - self.read, 1 if self.piece.rows is not None else _GUESS_MARGIN)
 
 
 class Reading:
@@ -108,7 +108,7 @@ class Reading:
     def _take(self, reader: _Reader, count: int, reply: Reply) -> Run:
         entries = raise_if_error(reply)
         if entries:
-            reader.rows += len(entries)
+            reader.read += len(entries)
             reader.after = b"(" + entries[-1][0]
         if len(entries) == count and entries[-1][0] != reader.until:
             self._waiting.appendleft(reader)
@@ -126,8 +126,8 @@ class Reading:
     def _check(self, reader: _Reader) -> None:
         """Report what was removed while it was being read; what was gone before is the planner's business."""
         piece = reader.piece
-        if piece.count is not None:
-            missing = f"{piece.count - reader.rows:,}" if reader.rows < piece.count else ""
+        if piece.rows is not None:
+            missing = f"{piece.rows - reader.read:,}" if reader.read < piece.rows else ""
         else:
             missing = "an unknown number of" if piece.untouched else ""
         if not missing:

@@ -41,7 +41,7 @@ _FIELD_TYPES = (
 def default_schema(columns: Columns) -> StructType:
     """The schema of a source whose user gave none."""
     if columns.packed:
-        names = ("stream", "id_ms", "id_seq")
+        names: tuple[str, ...] = ("stream", "id_ms", "id_seq")
         rest = [StructField("key", BinaryType()), StructField("fields", BinaryType(), False)]
     else:
         names = tuple(META)
