@@ -21,7 +21,7 @@ import redis
 from pyspark.sql import SparkSession
 
 from benchmarks.common import RAW_COUNT, cores, laboratory
-from millstream.app import load_app
+from millstream.app import App, load_app
 from millstream.client import Client
 from millstream.demo.audit import KEYS, OUTPUT
 from millstream.demo.flights import Flights, load_flights
@@ -37,10 +37,11 @@ MESSAGES_PER_KEY = 10
 
 def run(*, flights: int | None = None, few_keys: int = 1_000, rounds: int = 2) -> dict[str, Any]:
     """Measure, over the first `flights` (default: all), and with `few_keys` and ten times as many keys."""
+    app = load_app(f"{EXAMPLE}:app")  # before the session, whose Python workers must find its module
     rows = load_flights(flights)
     small = Flights(rows.columns, rows.rows[: len(rows) // 10])
     with laboratory("spark_keyed") as (client, spark), tempfile.TemporaryDirectory() as folder:
-        bench = _Bench(spark, client, Path(folder))
+        bench = _Bench(app, spark, client, Path(folder))
         bench.cost(small, BACKLOG_PER_BATCH)  # the warm-up
         costs = [_one_round(bench, rows, small, few_keys) for _ in range(rounds)]
     best = {name: min(round_costs[name] for round_costs in costs) for name in costs[0]}
@@ -84,10 +85,10 @@ def _spread(flights: Flights, keys: int, messages: int) -> Iterator[dict[str, st
 class _Bench:
     """Runs the app, or the raw loop, over a stream that was filled before."""
 
-    def __init__(self, spark: SparkSession, client: Client, folder: Path) -> None:
+    def __init__(self, app: App, spark: SparkSession, client: Client, folder: Path) -> None:
+        self._app = app
         self._spark = spark
         self._client = client
-        self._app = load_app(f"{EXAMPLE}:app")
         self._checkpoints = (folder / str(number) for number in itertools.count())
 
     def cost(self, messages: Iterable[Mapping[str, str]], max_per_batch: int) -> float:

@@ -98,7 +98,7 @@ def _import(module_name: str, target: str) -> Any:
                 f"there is no module {module_name!r} here; give module:app from its folder, or path/to/file.py:app"
             ) from error
         raise ConfigError(f"{target!r} needs the module {error.name!r}, which is not installed here") from error
-    except (Exception, SystemExit) as error:  # noqa: BLE001 - the user's module may raise anything at import
+    except (Exception, SystemExit) as error:  # the user's module may raise anything at import
         traceback = error.__traceback__
         line = ""
         while traceback is not None:

@@ -47,12 +47,12 @@ class Handler:
     model: type | None = None
     is_async: bool = False
 
-    @property
+    @functools.cached_property
     def label(self) -> str:
         """`app.handler`, as it stands in messages and in Redis."""
         return f"{self.app}.{self.name}"
 
-    @property
+    @functools.cached_property
     def wants_state(self) -> bool:
         """True if the handler takes the key's state."""
         return any(source == "state" for _, source in self.arguments)
