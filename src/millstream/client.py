@@ -190,7 +190,13 @@ def _translate(error: Exception, url: str, command: Command | None = None) -> Re
     if isinstance(error, (redis.exceptions.ConnectionError, redis.exceptions.TimeoutError, OSError)):
         return Unavailable(f"Redis at {where} cannot be reached: {text}")
     if text.startswith("WRONGTYPE"):
-        return WrongType(f"{name}: the key holds another type of value than this needs")
+        # A script's own message names the key; the server's names nothing.
+        named = (
+            text.removeprefix("WRONGTYPE ")
+            if " holds a " in text
+            else f"{name}: the key holds another type of value than this needs"
+        )
+        return WrongType(named)
     if text.startswith("NOGROUP"):
         return GroupMissing(text)
     if text.startswith(_AWAY):
@@ -338,11 +344,19 @@ class Client:
 
     # Waiting
 
-    def patiently(self, operation: Callable[[], T], *, what: str, limit_ms: float | None = None) -> T:
+    def patiently(
+        self,
+        operation: Callable[[], T],
+        *,
+        what: str,
+        limit_ms: float | None = None,
+        give_up: Callable[[], bool] = lambda: False,
+    ) -> T:
         """Run `operation` until Redis answers; only for what may safely run twice.
 
         Waits with back-off (50 ms to 1 s) while Redis is Unavailable and logs a line when that begins, every
-        five seconds, and when it ends. After `limit_ms` milliseconds the last error is raised.
+        five seconds, and when it ends. After `limit_ms` milliseconds, or once `give_up` says so, the last error is
+        raised.
         """
         began = self._clock.monotonic_ms()
         wait_ms, next_word_ms = 50.0, 0.0
@@ -351,7 +365,7 @@ class Client:
                 result = operation()
             except Unavailable as error:
                 waited_ms = self._clock.monotonic_ms() - began
-                if limit_ms is not None and waited_ms >= limit_ms:
+                if give_up() or (limit_ms is not None and waited_ms >= limit_ms):
                     raise
                 if waited_ms >= next_word_ms:
                     logger.warning("%s is waiting for Redis (%.0f s so far): %s", what, waited_ms / 1000, error)
@@ -398,9 +412,18 @@ class Client:
             replies: list[Reply] = [None] * len(commands)
             for pool, indexes in by_pool.values():
                 batch = self._exchange(pool, [commands[i] for i in indexes], [silent[i] for i in indexes if silent])
+                if silent and any(isinstance(reply, Exception) for reply in batch):
+                    self._refuse_silence(batch)
                 for index, reply in zip(indexes, batch, strict=True):
                     replies[index] = self._settle(reply, commands[index])
             return replies
+
+    def _refuse_silence(self, replies: Sequence[Reply]) -> None:
+        """An error among silent exchanges: what was to be skipped may have been answered, or run elsewhere."""
+        self.close()
+        if any(isinstance(reply, AskError) for reply in replies):
+            self._guarded(self._route.moved, None)
+            raise Unavailable(f"the cluster at {redact(self.url)} has moved slots; try again")
 
     def _exchange(
         self, pool: ConnectionPool, commands: Sequence[Command], silent: Sequence[Command] = ()
@@ -417,7 +440,7 @@ class Client:
             connection.send_packed_command([b"".join(parts)])  # each item would be a write of its own
             return [self._read(connection) for _ in commands]
 
-        return self._guarded(exchange, commands[0], connection)
+        return self._guarded(exchange, commands[0])
 
     @staticmethod
     def _read(connection: Any) -> Reply:
@@ -450,15 +473,14 @@ class Client:
             self.close()  # the primary has moved: the next connection asks Sentinel again
         return _translate(reply, self.url, command)
 
-    def _guarded(self, action: Callable[[], T], command: Command | None, connection: Any = None) -> T:
+    def _guarded(self, action: Callable[[], T], command: Command | None) -> T:
         try:
             return action()
         except (redis.exceptions.RedisError, OSError) as error:
-            if connection is not None:
-                # Whoever is the primary now, only a new connection finds out; in a cluster, only new slots.
-                self.close()
-                if self.is_cluster:
-                    self._known_route = None
+            # Whoever is the primary now, only a new connection finds out; in a cluster, only new slots.
+            self.close()
+            if self.is_cluster:
+                self._known_route = None
             raise _translate(error, self.url, command) from error
 
 

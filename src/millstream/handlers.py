@@ -1,6 +1,7 @@
 """A handler, compiled once: what it reads, how it is keyed, how its messages become its arguments."""
 
 import difflib
+import fnmatch
 import functools
 import inspect
 import typing
@@ -140,6 +141,8 @@ def _check_options(where: str, streams: tuple[str, ...], options: Mapping[str, A
         raise ConfigError(f'{where}: name the streams it reads, or give pattern="orders.*", one of the two')
     if any(not isinstance(stream, str) or not stream for stream in streams):
         raise ConfigError(f'{where}: stream names must be non-empty text; write @app.handler("orders", ...)')
+    if any("," in stream or stream != stream.strip() for stream in streams):
+        raise ConfigError(f"{where}: a stream's name must not contain a comma nor begin or end with a space")
     if len(set(streams)) != len(streams):
         raise ConfigError(f"{where}: a stream is named twice")
     key = options.get("key")
@@ -152,7 +155,7 @@ def _check_options(where: str, streams: tuple[str, ...], options: Mapping[str, A
     into = options.get("into")
     if into is not None and not (isinstance(into, str) and into):
         raise ConfigError(f"{where}: into must be the name of a stream")
-    if into is not None and into in streams:
+    if into is not None and (into in streams or fnmatch.fnmatchcase(into, options.get("pattern") or "")):
         raise ConfigError(f"{where}: it would read what it writes, since into={into!r} is one of its streams")
     if options.get("into_maxlen") is not None and not (
         isinstance(options["into_maxlen"], int) and options["into_maxlen"] > 0

@@ -6,6 +6,7 @@ moved, so of two executions of a message at most one takes effect, in stream ord
 Both engines commit through this one module and its one script.
 """
 
+import copy
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -17,6 +18,7 @@ from millstream.naming import HandlerKeys
 BEGIN = Script("begin")
 COMMIT = Script("commit")
 ADVANCE = Script("advance")
+FORGET = Script("forget")
 
 KEY_MARK, ENTRY_MARK = b"k", b"i"
 _LOAD_CHUNK = 1_000
@@ -103,6 +105,12 @@ class Ledger:
         self._into = (into,) if into else ()
         self._maxlen = into_maxlen or 0
 
+    def renewed(self, token: int) -> "Ledger":
+        """The same ledger in the hands of the run that holds `token`."""
+        fresh = copy.copy(self)
+        fresh._token = token
+        return fresh
+
     def keys(self, stream: str) -> HandlerKeys:
         """The names of the handler's keys on `stream`."""
         return HandlerKeys(*self._owner, stream)
@@ -132,6 +140,11 @@ class Ledger:
         replies = self._client.pipeline([("HGET", self.keys(stream).meta, "frontier") for stream in streams])
         found = zip(streams, replies, strict=True)
         return {stream: EntryId.parse(value) for stream, value in found if raise_if_error(value)}
+
+    def begun(self, streams: Sequence[str]) -> list[str]:
+        """Those of `streams` on which something has been committed. Writes nothing."""
+        replies = self._client.pipeline([("HEXISTS", self.keys(stream).meta, "committed") for stream in streams])
+        return [stream for stream, reply in zip(streams, replies, strict=True) if raise_if_error(reply)]
 
     def load(self, wanted: Mapping[str, tuple[Sequence[bytes], Sequence[bytes]]]) -> dict[str, dict[bytes, bytes]]:
         """Return marks and states: per stream, the values of the mark fields and state fields that exist.
@@ -189,15 +202,11 @@ class Ledger:
     def forget(self, streams: Sequence[str]) -> None:
         """Drop frontier, marks, strikes, counters and all keyed state, to process the streams anew.
 
-        The epoch stays, so that a run that is still alive is refused. Dead letters and outputs stay.
+        This run must have begun on them, so that an older one that is still alive commits nothing afterwards. Dead
+        letters and outputs stay.
         """
-        commands: list[Command] = []
-        for stream in streams:
-            k = self.keys(stream)
-            commands.append(("HDEL", k.meta, "frontier", "committed", "written", "dead", "refused"))
-            commands += [("UNLINK", key) for key in (k.marks, k.state, k.strikes)]
-        for reply in self._client.pipeline(commands):
-            raise_if_error(reply)
+        names = [self.keys(stream) for stream in streams]
+        self._run(FORGET, [((k.meta, k.marks, k.state, k.strikes), (self._token,)) for k in names])
 
     def _run(self, script: Script, calls: Sequence[tuple[Sequence[Arg], Sequence[Arg]]]) -> list[Reply]:
         try:

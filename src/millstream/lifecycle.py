@@ -12,7 +12,6 @@ from typing import Any
 
 import msgspec
 
-from millstream.client import Arg
 from millstream.deadletters import DeadLetter, Reason
 from millstream.decoding import encode_output
 from millstream.errors import DecodeError, MissingKey, OutputError, Reject
@@ -30,7 +29,7 @@ _decode_state = msgspec.msgpack.Decoder(dict[str, Any]).decode
 class Done:
     """The handler succeeded: commit these outputs and this state (b"" = none left)."""
 
-    outputs: Sequence[Sequence[Arg]]
+    outputs: Sequence[Sequence[bytes]]
     state: bytes
 
 
@@ -60,13 +59,13 @@ def load_state(blob: bytes) -> State:
 
 
 async def attempt(handler: Handler, message: Message, blob: bytes) -> Outcome:
-    """Run `handler` once on `message` with the state in `blob` and say what became of it. Never raises."""
+    """Run `handler` once on `message` with the state in `blob` and say what became of it. Never raises, unless cancelled."""
     try:
         state = load_state(blob) if handler.wants_state else State()
         arguments = handler.bind(message, state)
     except DecodeError as error:
         return Dead("undecodable", str(error))
-    except msgspec.DecodeError as error:
+    except ValueError as error:  # msgspec's own errors and invalid UTF-8
         return Dead("undecodable", f"the key's state in Redis is damaged ({error}); see: millstream state show")
     try:
         result = handler.function(**arguments)
@@ -77,17 +76,24 @@ async def attempt(handler: Handler, message: Message, blob: bytes) -> Outcome:
         return Dead("rejected", str(error))
     except OutputError as error:
         return Dead("bad-output", str(error))
-    except (Exception, SystemExit, asyncio.CancelledError) as error:  # noqa: BLE001 - the user's code may raise anything
+    except asyncio.CancelledError as error:
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            raise  # the engine gives up the whole task, not this message
+        return _failed(handler, message, error)
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - the user's code may raise anything
         return _failed(handler, message, error)
     if not handler.wants_state:
         return Done(outputs, b"")
     try:
+        if not all(type(name) is str for name in state):
+            raise TypeError("a name in it is not text")
         return Done(outputs, _encode_state(state) if state else b"")
     except (TypeError, OverflowError, RecursionError, ValueError) as error:
         return Dead("bad-output", f"the state cannot be kept: {error}; use text, bytes, numbers, lists and mappings")
 
 
-def encode_results(handler: Handler, result: object) -> Sequence[Sequence[Arg]]:
+def encode_results(handler: Handler, result: object) -> Sequence[Sequence[bytes]]:
     """Turn what a handler returned into entries for its `into` stream. Raises OutputError."""
     if result is None:
         return ()

@@ -22,7 +22,7 @@ from millstream.demo.progress import read_standing
 from millstream.demo.publish import FlightPublisher
 from millstream.demo.reference import expected_results
 from millstream.demo.show import DemoSettings
-from millstream.demo.surroundings import fresh_folder, require_unused
+from millstream.demo.surroundings import clean, fresh_folder, require_unused
 from millstream.errors import ConfigError, PipelineFailed, WrongType
 from millstream.handlers import Handler
 from millstream.lifecycle import Dead, letter, refuse_unkeyed
@@ -172,6 +172,16 @@ def test_a_redis_that_holds_such_streams_already_is_refused(client: Client) -> N
     client.execute("XADD", "departures", "*", "somebody", "else's")
     with pytest.raises(ConfigError, match="departures"):
         require_unused(client)
+
+
+def test_what_the_demo_wrote_is_removed_from_a_redis_that_it_was_given(processed: Client) -> None:
+    processed.execute("SET", "somebody", "else's")
+    clean(processed)
+    require_unused(processed)
+    assert processed.execute("GET", "somebody") == b"else's"
+    left = set(processed.execute("KEYS", "*")) - {b"somebody"}
+    # What the publisher remembers of itself goes away by itself.
+    assert all(processed.execute("TTL", key) > 0 for key in left)
 
 
 def test_a_folder_that_is_not_the_demos_is_refused_and_left_alone(tmp_path: Path) -> None:

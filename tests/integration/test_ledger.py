@@ -127,6 +127,20 @@ def test_repeating_an_advance_does_not_drop_the_marks_of_the_next_batch(client: 
     assert ledger.load({STREAM: ([KEY_MARK + b"k"], [])}) == {STREAM: {KEY_MARK + b"k": b"6-0"}}
 
 
+def test_marks_that_a_dead_batch_left_beyond_a_smaller_one_are_kept_until_the_frontier_passes_them(
+    client: Client,
+) -> None:
+    ledger = make_ledger(client)
+    ledger.commit({STREAM: [unit("5-0", key=b"a"), unit("9-0", key=b"b")]})
+    ledger.advance({STREAM: EntryId(6, 0)})
+    again = unit("9-0", key=b"b", outputs=[("n", "9")])
+    assert ledger.commit({STREAM: [again]}) == [again]
+    assert ledger.commit({STREAM: [unit("7-0", expected="5-0", key=b"a")]}) == []
+    ledger.advance({STREAM: EntryId(9, 0)})
+    assert client.execute("EXISTS", KEYS.marks) == 0
+    assert outputs(client) == []
+
+
 def test_a_refused_unit_does_not_hold_up_the_others_of_its_call(client: Client) -> None:
     ledger = make_ledger(client)
     ledger.commit({STREAM: [unit("5-0", key=b"a")]})
@@ -180,8 +194,11 @@ def test_forgetting_keeps_the_epoch_so_that_a_run_still_alive_is_refused(client:
     old = make_ledger(client, token=100)
     old.begin([STREAM])
     old.commit({STREAM: [unit("5-0", state=b"\x81")]})
-    make_ledger(client, token=200).begin([STREAM])
-    make_ledger(client).forget([STREAM])
+    new = make_ledger(client, token=200)
+    with pytest.raises(StaleOwner):
+        new.forget([STREAM])
+    new.begin([STREAM])
+    new.forget([STREAM])
     assert client.execute("EXISTS", KEYS.marks, KEYS.state) == 0
     with pytest.raises(StaleOwner):
         old.commit({STREAM: [unit("6-0")]})

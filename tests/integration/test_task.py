@@ -270,6 +270,70 @@ def test_whatever_a_handler_raises_concerns_its_own_message_only(bench: Bench) -
     assert sorted(letter.error.partition(":")[0] for letter in bench.dead()) == sorted(r.__name__ for r in raised)
 
 
+def test_a_sibling_that_fails_the_task_makes_no_dead_letters_of_what_was_running(bench: Bench) -> None:
+    app = App("app")
+
+    async def handle(item: Item) -> None:
+        if item.n == 0:
+            await asyncio.sleep(0.02)
+            raise KeyboardInterrupt
+        await asyncio.sleep(5)
+
+    handler = only(app, handle, key="k", retry=Retry(attempts=1))
+    with pytest.raises((BaseExceptionGroup, KeyboardInterrupt)):
+        bench.process(handler, bench.rows(*((n + 1, b"%d" % n, {"n": n}) for n in range(20))))
+    assert bench.dead() == []
+
+
+def test_a_failing_message_in_a_retried_task_is_retried_as_ever_and_not_taken_for_a_killer(bench: Bench) -> None:
+    report = bench.process(
+        bench.handler(), bench.rows((1, b"a", {"n": 1, "fail": 2}), (2, b"a", {"n": 2, "fail": 9})), retried=True
+    )
+    assert report["retries"] == 4
+    assert bench.outputs() == [1]
+    assert [letter.reason for letter in bench.dead()] == ["failed"]
+
+
+def test_a_twin_that_comes_after_the_batch_has_ended_stops_at_once(bench: Bench) -> None:
+    app = App("app")
+
+    def handle(item: Item) -> dict[str, int]:
+        bench.seen.append((None, item.n, 1))
+        if len(bench.seen) == 1:
+            twin = Bench(bench.client)
+            with ThreadPoolExecutor(1) as pool:
+                pool.submit(twin.process, twin.handler(), batch).result()
+            Ledger(bench.client, app="app", handler="handle", token=1).advance({"in": EntryId(3, 0)})
+        return {"n": item.n}
+
+    batch = bench.rows(*((n, b"a", {"n": n}) for n in range(1, 4)))
+    bench.process(only(app, handle, key="k", into="out"), batch)
+    assert bench.outputs() == [1, 2, 3]
+    assert len(bench.seen) == 3
+
+
+def test_state_with_a_name_that_is_not_text_is_bad_output_and_the_key_lives(bench: Bench) -> None:
+    app = App("app")
+
+    def handle(item: Item, state: State) -> dict[str, int]:
+        if item.n == 1:
+            state[5] = 1  # type: ignore[index]
+        return {"n": item.n}
+
+    bench.process(only(app, handle, key="k", into="out"), bench.rows((1, b"a", {"n": 1}), (2, b"a", {"n": 2})))
+    assert bench.outputs() == [2]
+    assert [letter.reason for letter in bench.dead()] == ["bad-output"]
+
+
+def test_damaged_state_makes_dead_letters_not_a_dead_task(bench: Bench) -> None:
+    for damaged in (b"\xc1", b"\x81\xa1\xff\x01"):
+        bench.client.execute("FLUSHALL")
+        bench.client.execute("HSET", HandlerKeys("app", "handle", "in").state, "a", damaged)
+        bench.process(bench.handler(), bench.rows((1, b"a", {"n": 1}), (2, b"b", {"n": 2})))
+        assert bench.outputs() == [2]
+        assert "damaged" in bench.dead()[0].error
+
+
 def test_async_handlers_of_different_keys_run_together_and_of_one_key_in_order(bench: Bench) -> None:
     app = App("app")
     active: set[int] = set()

@@ -134,6 +134,44 @@ def test_a_new_checkpoint_over_commits_is_refused_until_one_says_what_is_meant(p
         pipelines.once(app, checkpoint="third", start="reprocess")
 
 
+def test_a_start_at_the_latest_entry_is_kept_from_the_first_moment_on(pipelines: Pipelines) -> None:
+    app = counting_app()
+    old = pipelines.add("in", *steps(10))
+    runner = pipelines.runner(app, start_at="latest", once=True)
+    runner.stop()
+    runner.run()  # ends before its first batch
+    assert pipelines.meta("app", "count", "in")["frontier"] == old[-1]
+    pipelines.add("in", *steps(10, start=10))
+    pipelines.once(app, start_at="latest")
+    assert sorted(int(fields["n"]) for _, fields in pipelines.entries("out")) == list(range(10, 20))
+
+
+def test_commits_of_a_first_batch_that_redis_has_forgotten_are_made_again(pipelines: Pipelines) -> None:
+    app = counting_app()
+    pipelines.add("in", *steps(10))
+    pipelines.once(app)
+    keys = HandlerKeys("app", "count", "in")
+    pipelines.client.execute("DEL", keys.meta, keys.state, "out")
+    pipelines.add("in", *steps(10, start=10))
+    pipelines.once(app)
+    assert sorted(int(fields["n"]) for _, fields in pipelines.entries("out")) == list(range(20))
+
+
+def test_a_stream_made_anew_below_what_is_committed_stops_the_run_and_is_never_passed_over(
+    pipelines: Pipelines,
+) -> None:
+    app = counting_app()
+    pipelines.add("in", *steps(10))
+    pipelines.once(app)
+    pipelines.client.execute("DEL", "in")
+    pipelines.client.execute("XADD", "in", "5-1", "key", "a", "n", 1)
+    for settings in ({"fail_on_data_loss": False}, {"checkpoint": "second", "start": "from-frontier"}):
+        with pytest.raises(PipelineFailed, match="made anew with ids below .* --reprocess"):
+            pipelines.once(app, **settings)
+    pipelines.once(app, checkpoint="third", start="reprocess")
+    assert numbers(pipelines, "a") == [1]
+
+
 def test_a_run_that_a_newer_one_has_overtaken_stops_with_a_clear_word(pipelines: Pipelines) -> None:
     app = counting_app()
     pipelines.add("in", *steps(10))

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from millstream.client import Client
-from millstream.errors import AccessDenied, ConfigError
+from millstream.errors import AccessDenied, ConfigError, DataLoss
 from millstream.ledger import Ledger
 from millstream.model import ZERO_ID, EntryId
 from millstream.naming import HandlerKeys
@@ -113,7 +113,8 @@ def test_a_cursor_finds_the_nth_entry_over_chunks_and_leaves_nothing_behind(clie
     fill(client, "s", 25_000)
     fill(client, "t", 10)
     found = walk(client, {"s": Walk(EntryId(5, 0), 12_000, 3), "t": Walk(ZERO_ID, 4, 2), "gone": Walk(ZERO_ID, 1, 1)})
-    assert found == {"s": [EntryId(12_005, 0), EntryId(24_005, 0)], "t": [EntryId(4, 0), EntryId(8, 0)], "gone": []}
+    marks = {stream: walked.marks for stream, walked in found.items()}
+    assert marks == {"s": [EntryId(12_005, 0), EntryId(24_005, 0)], "t": [EntryId(4, 0), EntryId(8, 0)], "gone": []}
     assert client.execute("XINFO", "GROUPS", "s") == []
 
 
@@ -123,7 +124,7 @@ def test_a_cursor_removes_what_a_killed_planner_left_but_no_live_one(client: Cli
     dead, live = f"millstream:plan:{now_ms - 120_000}:x", f"millstream:plan:{now_ms}:x"
     for group in (dead, live, "workers"):
         client.execute("XGROUP", "CREATE", "s", group, "0")
-    assert walk(client, {"s": Walk(ZERO_ID, 3, 1)}) == {"s": [EntryId(3, 0)]}
+    assert walk(client, {"s": Walk(ZERO_ID, 3, 1)})["s"].marks == [EntryId(3, 0)]
     assert {group[1].decode() for group in client.execute("XINFO", "GROUPS", "s")} == {live, "workers"}
 
 
@@ -243,6 +244,35 @@ def test_a_lower_frontier_with_nothing_between_is_no_cause_for_alarm(
     ((piece,),) = frontier_planner(client, "2-0").pieces({"s": Position(EntryId(4, 0), 4)}, end)
     assert piece.after == EntryId(4, 0)
     assert not caplog.records
+
+
+def test_commits_that_redis_forgot_are_made_again_even_if_nothing_new_arrives(client: Client) -> None:
+    fill(client, "s", 8)
+    plan = frontier_planner(client, "6-0")
+    done = {"s": Position(EntryId(8, 0), 8)}
+    again = advance(plan, done, None)
+    assert again == {"s": Position(EntryId(8, 0), None)}, "another offset, so that Spark makes a batch"
+    ((piece,),) = plan.pieces(done, again)
+    assert (piece.after, piece.until) == (EntryId(6, 0), EntryId(8, 0))
+    assert advance(frontier_planner(client, "6-0"), again, None) == again, "once, not for ever"
+    assert advance(frontier_planner(client, "8-0"), done, None) == done
+
+
+def test_a_redis_that_lost_its_last_writes_goes_on_at_the_last_commit_it_knows(
+    client: Client, caplog: pytest.LogCaptureFixture
+) -> None:
+    fill(client, "s", 8)
+    plan = frontier_planner(client, "7-0")
+    checkpoint, planned = {"s": Position(EntryId(10, 0), 10)}, {"s": Position(EntryId(12, 0), 12)}
+    ((piece,),) = plan.pieces(checkpoint, planned)
+    assert (piece.after, piece.until) == (EntryId(7, 0), EntryId(12, 0))
+    back = advance(plan, checkpoint, None)
+    assert back == {"s": Position(EntryId(7, 0), None)}
+    assert plan.pieces(checkpoint, back) == []
+    assert advance(plan, back, None) == {"s": Position(EntryId(8, 0), 8)}
+    assert "Redis has lost its last writes" in caplog.text
+    with pytest.raises(DataLoss):
+        advance(planner(client), checkpoint, None)
 
 
 def test_a_query_may_begin_at_the_frontier_or_where_there_is_none_at_the_earliest_entry(client: Client) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from pyspark.errors import StreamingQueryException
 from pyspark.sql import SparkSession
-from pyspark.sql.streaming.datasource import ReadMaxRows
+from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadMaxRows
 
 from millstream.client import Client
 from millstream.server import EmbeddedServer
@@ -148,6 +148,32 @@ def test_the_progress_of_the_query_names_the_newest_entries(bench: Bench) -> Non
 
 
 # --- what a restart relies on ---
+
+
+def reader_of(bench: Bench, **options: str) -> RedisStreamReader:
+    given = {"url": bench.url, "subscribe": "s", **options}
+    return RedisStreamReader(parse(given, {}), RedisStreamsSource(given).schema())
+
+
+def test_the_latest_entry_is_looked_up_once_however_often_spark_asks(bench: Bench) -> None:
+    bench.add("s", 3)
+    reader = reader_of(bench)
+    first = reader.initialOffset()
+    bench.add("s", 3)
+    assert reader.initialOffset() == first
+    assert reader.latestOffset(first, ReadAllAvailable())["s"][1] == 6
+
+
+def test_available_now_does_not_chase_what_comes_later(bench: Bench) -> None:
+    bench.add("s", 5)
+    reader = reader_of(bench, startingOffsets="earliest")
+    reader.prepareForTriggerAvailableNow()
+    bench.add("s", 5)
+    bench.add("later", 5)
+    end = reader.latestOffset(reader.initialOffset(), ReadAllAvailable())
+    assert end["s"][1] == 5
+    assert reader.latestOffset(end, ReadAllAvailable()) is end
+    assert set(reader.reportLatestOffset() or {}) == {"s"}
 
 
 def test_fresh_readers_plan_and_read_the_same_rows_from_offsets_alone(bench: Bench) -> None:

@@ -68,6 +68,8 @@ MISTAKES: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], str]] 
     (takes_order, ("a",), {"key": async_key}, "must be a plain function, not async"),
     (takes_order, ("a",), {"retry": 3}, "retry must be a Retry"),
     (takes_order, ("a",), {"into": "a"}, "read what it writes"),
+    (takes_order, (), {"pattern": "a*", "into": "abc"}, "one of its streams"),
+    (takes_order, ("a,b",), {}, "must not contain a comma"),
     (takes_order, ("a",), {"into": 5}, "into must be the name of a stream"),
     (takes_order, ("a",), {"into_maxlen": 0, "into": "b"}, "positive number"),
     (takes_order, ("a",), {"missing_key": "ignore"}, "'dead-letter' or 'unordered'"),

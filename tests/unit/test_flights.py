@@ -1,5 +1,8 @@
 """The demo's data, its example against the independent reference, and the audit against planted faults."""
 
+import io
+import json
+import re
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
@@ -7,13 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from millstream.app import load_app
 from millstream.demo import flights as flights_module
 from millstream.demo.audit import Audit, Results, audit
+from millstream.demo.chart import draw_chart
 from millstream.demo.flights import Flights, load_flights
 from millstream.demo.reference import Departure, Expected, expected_results
-from millstream.demo.report import hours_of_day, worst_aircraft
+from millstream.demo.report import Kill, Outcome, Sample, hours_of_day, print_report, worst_aircraft
 from millstream.errors import ConfigError
 from millstream.model import Message, State
 
@@ -246,3 +251,41 @@ def test_the_worst_hours_and_aircraft_are_those_of_the_committed_entries() -> No
         ("N1", 30.0),
         ("N2", 20.0),
     ]
+
+
+def outcome_of(few: Expected, results: Results, chart: Path) -> Outcome:
+    return Outcome(
+        audit=audit(few, results),
+        departures=results.departures,
+        startup_seconds=5.0,
+        seconds=10.0,
+        batches=3,
+        samples=[Sample(at_s=0.0, published=0, done=0), Sample(at_s=10.0, published=3_000, done=3_000)],
+        kills=[Kill(at_s=4.0, what="a Python worker of Spark", pid=4711, done=1_200)],
+        chart=chart,
+    )
+
+
+def test_the_report_shows_the_verdict_the_kills_and_the_faults(few: Expected) -> None:
+    console = Console(record=True, width=100, file=io.StringIO())
+    print_report(console, outcome_of(few, swap(drop(results_of(few))), Path("departures.png")))
+    told = console.export_text()
+    assert re.search(r"messages in\s+3,000", told)
+    assert re.search(r"lost\s+1\b", told)
+    assert re.search(r"order violations\s+1\b", told)
+    assert "out_of_order: " in told
+    assert "kill -9 4711: a Python worker of Spark" in told
+    assert "departures.png" in told
+
+
+def test_the_json_has_every_figure(few: Expected) -> None:
+    report = outcome_of(few, results_of(few), Path("departures.png")).as_json()
+    assert {"messages", "committed", "dead_letters", "lost", "duplicated", "order_violations"} <= report.keys()
+    assert (report["seconds"], report["rate"], report["ok"]) == (10.0, 300, True)
+    assert json.loads(json.dumps(report)) == report
+
+
+def test_the_chart_is_a_picture(few: Expected, tmp_path: Path) -> None:
+    outcome = outcome_of(few, results_of(few), tmp_path / "departures.png")
+    draw_chart(outcome.chart, outcome.departures, outcome.samples, outcome.kills)
+    assert outcome.chart.read_bytes().startswith(b"\x89PNG")

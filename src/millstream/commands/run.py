@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import Console
@@ -89,7 +89,7 @@ Master = Annotated[str, typer.Option(help="Spark master; default: local[*] with 
 MaxPerBatch = Annotated[int, typer.Option(help="Most entries that a micro-batch takes.")]
 IntervalMs = Annotated[int, typer.Option(help="Least time between the starts of two micro-batches.")]
 Once = Annotated[bool, typer.Option("--once", help="Process what is there now, then end.")]
-Start = Annotated[str, typer.Option(help="Where a handler that never ran begins: earliest or latest.")]
+Start = Annotated[Literal["earliest", "latest"], typer.Option(help="Where a handler that never ran begins.")]
 FromFrontier = Annotated[
     bool, typer.Option("--from-frontier", help="With a new checkpoint: go on where the commits end.")
 ]
@@ -124,8 +124,6 @@ def run(
     """Run an app as a Spark pipeline, in order per key, each effect committed exactly once."""
     if from_frontier and reprocess:
         raise ConfigError("--from-frontier and --reprocess exclude each other; give one")
-    if start not in ("earliest", "latest"):
-        raise ConfigError(f"--start {start!r}: use earliest or latest")
     settings = _pairs(conf or [])
     app = load_app(target)
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s", stream=sys.stderr)
@@ -141,7 +139,7 @@ def run(
         interval_ms=interval_ms,
         once=once,
         start="from-frontier" if from_frontier else "reprocess" if reprocess else "resume",
-        starting_offsets=start,
+        start_at=start,
         fail_on_data_loss=not allow_data_loss,
     )
     spark = open_session(

@@ -1,12 +1,13 @@
 #!lua
--- End a batch: everything up to an id is committed. Move the frontier there and drop the marks below it.
+-- End a batch: everything up to an id is committed. Move the frontier there and drop the marks, if none lies beyond it.
 --
 -- KEYS  1 meta (hash)   2 marks (hash)   3 strikes (hash)
 -- ARGV  1 token: the run's epoch   2 id of the last entry of the batch
 -- REPLY 1 if the frontier moved, 0 if it was there already
 -- ERROR STALE when the token is older than the epoch
 --
--- INVARIANT  The frontier never goes back, and marks are dropped only by the call that moves it past them.
+-- INVARIANT  The frontier never goes back, and marks are dropped only by a call that moves it past all of them: a batch
+--   that died half-done may have left marks beyond the end of a smaller batch that is planned in its place.
 
 local function split(id)
   return string.match(id, '^(%d+)-(%d+)$')
@@ -17,16 +18,22 @@ local function less_number(a, b)
   return a < b
 end
 
-local found = redis.call('HMGET', KEYS[1], 'epoch', 'frontier')
+local function less(a, b)
+  local a_ms, a_seq = split(a)
+  local b_ms, b_seq = split(b)
+  if a_ms ~= b_ms then return less_number(a_ms, b_ms) end
+  return less_number(a_seq, b_seq)
+end
+
+local found = redis.call('HMGET', KEYS[1], 'epoch', 'frontier', 'top')
 if found[1] and less_number(ARGV[1], found[1]) then
   return redis.error_reply('STALE token ' .. ARGV[1] .. ' is older than epoch ' .. found[1])
 end
-if found[2] then
-  local old_ms, old_seq = split(found[2])
-  local new_ms, new_seq = split(ARGV[2])
-  local ahead = less_number(old_ms, new_ms) or (old_ms == new_ms and less_number(old_seq, new_seq))
-  if not ahead then return 0 end
+if found[2] and not less(found[2], ARGV[2]) then
+  return 0
 end
 redis.call('HSET', KEYS[1], 'frontier', ARGV[2])
-redis.call('UNLINK', KEYS[2], KEYS[3])
+if not (found[3] and less(ARGV[2], found[3])) then
+  redis.call('UNLINK', KEYS[2], KEYS[3])
+end
 return 1

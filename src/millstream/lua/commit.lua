@@ -1,9 +1,9 @@
 #!lua
 -- Commit the effects of messages: state, output entries, dead letters and the key's mark, in one atomic step.
 --
--- KEYS  1 meta (hash: frontier, epoch, counters)   2 marks (hash)   3 state (hash)   4 strikes (hash)
+-- KEYS  1 meta (hash: frontier, epoch, top, counters)   2 marks (hash)   3 state (hash)   4 strikes (hash)
 --       5 dead letters (stream)                    6.. output streams
--- ARGV  1 token: the run's epoch, or '' to skip that check
+-- ARGV  1 token: the run's epoch
 --       then any number of units, one per run of messages of one key (or one unkeyed message):
 --         mark field, expected mark ('' = none), first id, last id, number of messages
 --         state: '' (untouched), 'S' field value (set) or 'D' field (delete)
@@ -15,7 +15,7 @@
 --       so some of their messages are committed already; nothing of a refused unit is written
 -- ERROR STALE when the token is older than the epoch: a newer run has taken over
 --
--- INVARIANTS  A unit is written only if its key's mark is what the caller loaded with the state, and all its ids
+-- INVARIANTS  `top` is never below any mark.  A unit is written only if its key's mark is what the caller loaded with the state, and all its ids
 --   lie beyond the stream's committed frontier. So of two executions of a message at most one commits, in stream
 --   order, and repeating a commit whose reply was lost is refused without harm. No flag allow-oom: at maxmemory
 --   the whole script is refused before it writes anything.
@@ -49,9 +49,9 @@ for i = 1, #KEYS do
   if problem then return redis.error_reply(problem) end
 end
 
-local meta = redis.call('HMGET', KEYS[1], 'epoch', 'frontier')
-local epoch, frontier = meta[1], meta[2]
-if ARGV[1] ~= '' and epoch and less_number(ARGV[1], epoch) then
+local meta = redis.call('HMGET', KEYS[1], 'epoch', 'frontier', 'top')
+local epoch, frontier, top = meta[1], meta[2], meta[3]
+if epoch and less_number(ARGV[1], epoch) then
   return redis.error_reply('STALE token ' .. ARGV[1] .. ' is older than epoch ' .. epoch)
 end
 
@@ -75,6 +75,7 @@ while at < #ARGV do
     and (not frontier or less(frontier, first))
   if accepted then
     redis.call('HSET', KEYS[2], mark, last)
+    if not top or less(top, last) then top = last end
     committed = committed + messages
   else
     refused[#refused + 1] = unit
@@ -119,7 +120,10 @@ while at < #ARGV do
   end
 end
 
-if committed > 0 then redis.call('HINCRBY', KEYS[1], 'committed', committed) end
+if committed > 0 then
+  redis.call('HSET', KEYS[1], 'top', top)
+  redis.call('HINCRBY', KEYS[1], 'committed', committed)
+end
 if written > 0 then redis.call('HINCRBY', KEYS[1], 'written', written) end
 if dead > 0 then redis.call('HINCRBY', KEYS[1], 'dead', dead) end
 if #refused > 0 then redis.call('HINCRBY', KEYS[1], 'refused', #refused) end

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from millstream.client import Client, Command, Reply, raise_if_error
 from millstream.errors import AccessDenied, CommandFailed, Unavailable
 from millstream.model import EntryId
-from millstream.spark.facts import ask, groups_of
+from millstream.spark.facts import StreamFacts, ask, facts_and_groups
 
 CHUNK = 10_000
 """Entries that one command may skip: Redis serves nobody else for about 3 ms."""
@@ -32,8 +32,15 @@ class Walk(NamedTuple):
     marks: int
 
 
-def walk(client: Client, wishes: Mapping[str, Walk]) -> dict[str, list[EntryId]]:
-    """Return the ids that each stream's wish asks for; fewer where a stream has fewer entries or is gone.
+class Walked(NamedTuple):
+    """The ids that were asked for, fewer where the stream has fewer entries; and its facts after the last of them."""
+
+    marks: list[EntryId]
+    facts: StreamFacts | None
+
+
+def walk(client: Client, wishes: Mapping[str, Walk]) -> dict[str, Walked]:
+    """Fulfil the wish for each stream.
 
     Raises AccessDenied if the Redis user may not use consumer groups, Unavailable if it has to be done again.
     """
@@ -48,7 +55,7 @@ def walk(client: Client, wishes: Mapping[str, Walk]) -> dict[str, list[EntryId]]
         _skip_all(client, group, [w for w, r in zip(walkers, replies, strict=True) if not isinstance(r, CommandFailed)])
     finally:
         ask(client, [("XGROUP", "DESTROY", stream, group) for stream in wishes])
-    return {walker.stream: walker.found for walker in walkers}
+    return {walker.stream: Walked(walker.found, walker.facts) for walker in walkers}
 
 
 def _allowed(reply: Reply) -> Reply:
@@ -63,6 +70,7 @@ class _Walker:
     def __init__(self, stream: str, wish: Walk) -> None:
         self.stream = stream
         self.found: list[EntryId] = []
+        self.facts: StreamFacts | None = None
         self.wish = wish
         self._at = wish.after
         self._skipped = 0
@@ -75,10 +83,10 @@ class _Walker:
 
     def hear(self, own: str, reply: Reply) -> list[Command]:
         """Note where skipping `wanted` entries has led; return what removes groups that others left behind."""
-        groups = {bytes(group[b"name"]).decode("utf-8", "replace"): group for group in groups_of(_allowed(reply))}
+        self.facts, groups = facts_and_groups(self.stream, _allowed(reply))
         if own not in groups:
             raise Unavailable(f"the planning group on stream {self.stream!r} has vanished: it is planned again")
-        self._arrive(EntryId.parse(groups[own][b"last-delivered-id"]))
+        self._arrive(groups[own])
         return [("XGROUP", "DESTROY", self.stream, name) for name in groups if _is_leftover(name)]
 
     def _arrive(self, at: EntryId) -> None:
@@ -107,7 +115,7 @@ def _skip_all(client: Client, group: str, walkers: Iterable[_Walker]) -> None:
 def _pair(group: str, walker: _Walker) -> tuple[Command, Command]:
     stream = walker.stream
     skip = ("XREADGROUP", "GROUP", group, "planner", "COUNT", walker.wanted, "NOACK", "STREAMS", stream, ">")
-    return skip, ("XINFO", "GROUPS", stream)
+    return skip, ("XINFO", "STREAM", stream, "FULL", "COUNT", 1)
 
 
 def _is_leftover(name: str) -> bool:

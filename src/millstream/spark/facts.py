@@ -69,16 +69,31 @@ def survey(client: Client, streams: Iterable[str]) -> dict[str, StreamFacts | No
     """
     names = list(streams)
     replies = ask(client, [("XINFO", "STREAM", name) for name in names])
-    return {name: _facts(name, reply) for name, reply in zip(names, replies, strict=True)}
+    return {name: _facts(_fields(name, reply)) for name, reply in zip(names, replies, strict=True)}
 
 
-def _facts(stream: str, reply: Any) -> StreamFacts | None:
+def facts_and_groups(stream: str, reply: Reply) -> tuple[StreamFacts | None, dict[str, EntryId]]:
+    """Read a reply to XINFO STREAM FULL: the facts of a stream, and where each of its consumer groups stands."""
+    found = _fields(stream, reply)
+    groups = {}
+    for group in found[b"groups"] if found is not None else ():
+        about = dict(zip(group[::2], group[1::2], strict=True))
+        groups[about[b"name"].decode("utf-8", "replace")] = _id(about[b"last-delivered-id"])
+    return _facts(found), groups
+
+
+def _fields(stream: str, reply: Any) -> dict[bytes, Any] | None:
     if isinstance(reply, CommandFailed) and _NO_SUCH_KEY in str(reply):
         return None
     if isinstance(reply, WrongType):
         raise WrongType(f"the key {stream!r} holds another type of value than a stream: subscribe to streams only")
     items = raise_if_error(reply)
-    found = dict(zip(items[::2], items[1::2], strict=True))
+    return dict(zip(items[::2], items[1::2], strict=True))
+
+
+def _facts(found: dict[bytes, Any] | None) -> StreamFacts | None:
+    if found is None:
+        return None
     if b"entries-added" not in found:
         raise ConfigError("this server is too old: the redis-streams source needs Redis 7.0 or Valkey 7.2")
     return StreamFacts(
@@ -94,13 +109,6 @@ def _id(answered: bytes) -> EntryId:
     # Redis writes ids in one form only; checking 30,000 of them as if they were input takes a tenth of a second.
     ms, _, seq = answered.partition(b"-")
     return EntryId(int(ms), int(seq))
-
-
-def groups_of(reply: Reply) -> list[dict[bytes, Any]]:
-    """The consumer groups in a reply to XINFO GROUPS; none of a stream that is gone."""
-    if isinstance(reply, CommandFailed):
-        return []
-    return [dict(zip(group[::2], group[1::2], strict=True)) for group in raise_if_error(reply)]
 
 
 @dataclass(frozen=True, kw_only=True)

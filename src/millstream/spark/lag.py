@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 from millstream.client import Client, Command, Reply, raise_if_error
 from millstream.errors import AccessDenied, CommandFailed, ConfigError, GroupMissing
-from millstream.spark.facts import ask, groups_of
+from millstream.spark.facts import ask
 from millstream.spark.offsets import Offsets, Position
 
 
@@ -35,7 +35,8 @@ class LagGroup:
     def _refuse_foreign(self, streams: Iterable[str]) -> None:
         names = list(streams)
         for stream, reply in zip(names, ask(self._client, [("XINFO", "GROUPS", s) for s in names]), strict=True):
-            for group in groups_of(self._answered(reply)):
+            for items in [] if isinstance(self._answered(reply), CommandFailed) else reply:
+                group = dict(zip(items[::2], items[1::2], strict=True))
                 if group[b"name"] == self._group.encode() and (group[b"consumers"] or group[b"pending"]):
                     raise ConfigError(
                         f"the group {self._group!r} of stream {stream!r} has {group[b'consumers']} consumers and "

@@ -30,3 +30,11 @@ class LossPolicy:
         self._told.add((loss.stream, loss.start.id))
         self._total += loss.count or 0
         logger.warning("%s; going on (%d entries counted as lost so far)", loss, self._total)
+
+
+def made_anew(stream: str, frontier: EntryId) -> DataLoss:
+    """The error of a stream whose ids begin anew below what its handler has committed: it would pass them over."""
+    return DataLoss(
+        f"stream {stream!r} was deleted and made anew with ids below {frontier}, up to which its handler has committed "
+        "the old one; process the new one with --reprocess and a new --checkpoint"
+    )

@@ -6,23 +6,23 @@ or a second planner, plans the same batch again.
 
 import logging
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from millstream.client import Client
 from millstream.clock import SYSTEM_CLOCK, Clock
-from millstream.errors import ConfigError
-from millstream.ledger import Ledger
 from millstream.model import ZERO_ID, EntryId
 from millstream.spark.cursor import Walk, walk
-from millstream.spark.facts import StreamFacts, after_loss, ask, judge, survey
-from millstream.spark.loss import LossPolicy
+from millstream.spark.facts import Loss, StreamFacts, after_loss, judge, survey
+from millstream.spark.frontier import Frontier
+from millstream.spark.loss import LossPolicy, made_anew
 from millstream.spark.offsets import BEGINNING, Offsets, Position
 from millstream.spark.options import Edge, SourceOptions
 from millstream.spark.ranges import Piece, Spread, cut, deal, guess_cuts
 from millstream.spark.shares import divide
+from millstream.spark.subscription import Subscription
 
 logger = logging.getLogger(__name__)
 
-_SCAN_INTERVAL_MS = 1000.0
 _SPLIT_SLACK = 1.2
 _GUESSES_PER_TASK = 4
 
@@ -39,9 +39,8 @@ class Planner:
         limits = options.limits
         self._spread = Spread(min_partitions=limits.min_partitions, max_records=limits.per_partition, cores=cores)
         self._losses = LossPolicy(fail=options.fail_on_data_loss)
-        self._clock = clock
-        self._scanned: list[str] = []
-        self._scan_due_ms = float("-inf")
+        self._subscription = Subscription(client, options.streams, options.pattern, clock=clock)
+        self._frontier = Frontier(client, options.frontier, clock=clock)
         self._last_served = ""
 
     # --- where things stand ---
@@ -49,9 +48,13 @@ class Planner:
     def starts(self, usual: Edge) -> Offsets:
         """Where reading begins; `usual` is the edge of streams that the options say nothing about."""
         edges = self._options.starting
-        names = self._subscribed()
+        names = self._subscription.names()
         facts = survey(self._client, names)
-        frontiers = self._frontiers([name for name in names if edges.of(name, usual) == "frontier"])
+        frontiers = self._frontier.of([name for name in names if edges.of(name, usual) == "frontier"])
+        for name, frontier in frontiers.items():
+            fact = facts[name]
+            if fact is not None and fact.last < frontier:
+                raise made_anew(name, frontier)
         return {name: _start(facts[name], edges.of(name, usual), frontiers.get(name)) for name in names}
 
     def ends(self) -> Offsets:
@@ -66,7 +69,7 @@ class Planner:
 
     def tails(self) -> Offsets:
         """The newest entry of every subscribed stream."""
-        facts = survey(self._client, self._subscribed())
+        facts = survey(self._client, self._subscription.names())
         return {name: fact.tail for name, fact in facts.items() if fact is not None}
 
     # --- the end of a batch ---
@@ -77,68 +80,87 @@ class Planner:
         A batch takes at most `limit` entries and, if `target` is given, nothing beyond it. Streams that are not in
         `start` begin with the earliest entry that they have. Raises DataLoss, if told to, for what is gone.
         """
-        subscribed = set(self._subscribed())
+        subscribed = set(self._subscription.names())
         facts = survey(self._client, sorted(subscribed | start.keys()))
         ends = dict(start)
-        open_: dict[str, tuple[Position, Position]] = {}
+        waiting: dict[str, _Waiting] = {}
         for name, fact in facts.items():
-            if name not in subscribed and (fact is not None or not self._options.pattern):
+            if name not in subscribed and (fact is not None or self._subscription.pattern is None):
                 continue  # it was subscribed to once: its place is kept
             at = start.get(name) or (fact.earliest() if fact is not None else BEGINNING)
             loss = judge(name, at, fact)
-            if loss is not None:
-                self._losses.report(loss)
             if loss is not None and loss.resets:
-                ends[name] = BEGINNING
+                ends[name] = self._reset(loss, fact)  # a batch of nothing records it; the next one reads from there
             elif fact is not None:
+                if loss is not None:
+                    self._losses.report(loss)
                 tail = fact.tail if target is None else min(fact.tail, target.get(name, at), key=lambda to: to.id)
                 if tail.id > at.id:
-                    open_[name] = (after_loss(at, fact), tail)
-        ends |= self._take(open_, facts, limit)
+                    waiting[name] = _Waiting(after_loss(at, fact), tail, fact)
+        ends |= self._take(waiting, limit)
+        if ends == start:
+            ends |= self._frontier.reopened(start)
         return ends, {name: fact.tail for name, fact in facts.items() if fact is not None}
 
-    def _take(
-        self, open_: Mapping[str, tuple[Position, Position]], facts: Mapping[str, StreamFacts | None], limit: int | None
-    ) -> Offsets:
+    def _reset(self, loss: Loss, facts: StreamFacts | None) -> Position:
+        """Where to go on with a stream that is not the one that was read before."""
+        frontier = self._frontier.of([loss.stream]).get(loss.stream)
+        if frontier is not None and frontier < loss.start.id and facts is not None and facts.last >= frontier:
+            logger.warning(
+                "Redis has lost its last writes: %s. Going on after %s, the last commit left", loss, frontier
+            )
+            return Position(frontier, None)
+        self._losses.report(loss)
+        if frontier is not None and facts is not None and facts.first <= frontier:
+            raise made_anew(loss.stream, frontier)
+        return BEGINNING
+
+    def _take(self, waiting: Mapping[str, "_Waiting"], limit: int | None) -> Offsets:
         """Move as far towards the tails as `limit` allows."""
-        backlogs = {name: _backlog(at, tail, facts[name]) for name, (at, tail) in open_.items()}
+        backlogs = {name: stream.backlog for name, stream in waiting.items()}
         if limit is None or sum(backlogs.values()) <= limit:
-            return {name: tail for name, (_, tail) in open_.items()}
+            return {name: stream.tail for name, stream in waiting.items()}
         shares = divide(backlogs, limit, self._last_served)
-        self._last_served = max(shares) if len(shares) < len(backlogs) else ""
-        taken = {name: open_[name][1] for name, share in shares.items() if share >= backlogs[name]}
-        partly = {name: Walk(open_[name][0].id, share, 1) for name, share in shares.items() if name not in taken}
-        found = walk(self._client, partly)
-        now = survey(self._client, partly)
-        for name, wish in partly.items():
-            at, tail = open_[name]
-            # No mark: nothing is left before the tail, the rest was deleted.
-            mark = found.get(name, [])
-            if not mark or mark[0] >= tail.id:
-                taken[name] = tail
+        self._last_served = list(shares)[-1] if len(shares) < len(backlogs) else ""
+        taken = {name: waiting[name].tail for name, share in shares.items() if share >= backlogs[name]}
+        partly = {name: share for name, share in shares.items() if name not in taken}
+        walked = walk(self._client, {name: Walk(waiting[name].at.id, share, 1) for name, share in partly.items()})
+        for name, (marks, facts) in walked.items():
+            stream = waiting[name]
+            if marks and marks[0] < stream.tail.id:
+                taken[name] = Position(marks[0], stream.count_after(partly[name], facts))
             else:
-                taken[name] = Position(mark[0], _count_at(at, wish.step, facts[name], now[name]))
+                taken[name] = stream.tail  # nothing is left before it: the rest was deleted
         return taken
 
     # --- the tasks of a batch ---
 
     def pieces(self, start: Offsets, end: Offsets) -> list[list[Piece]]:
         """Return what each task of the batch between `start` and `end` reads. Raises DataLoss, if told to."""
-        floors = self._floors(start, end)
+        floors = self._frontier.lower({name: start.get(name, Position(ZERO_ID, None)) for name in end})
         ranges = {name: (floors[name], until) for name, until in end.items() if until.id > floors[name].id}
         facts = survey(self._client, ranges)
-        pieces = []
+        pieces: list[Piece] = []
         for name, (at, until) in ranges.items():
             fact = facts[name]
-            loss = judge(name, at, fact)
-            if loss is not None:
-                self._losses.report(loss)
-            if fact is not None and not (loss is not None and loss.resets):
-                pieces += _pieces(name, after_loss(at, fact), until, fact)
+            floor = self._floor(name, at, fact)
+            if fact is not None and floor is not None:
+                pieces += _pieces(name, floor, until, fact)
         total = sum(piece.size for piece in pieces)
         if not total:
             return []
         return deal(self._split(pieces, self._spread.target(total)), self._spread.tasks(total), self._most(total))
+
+    def _floor(self, name: str, at: Position, fact: StreamFacts | None) -> Position | None:
+        """Where a planned range begins after what was lost of it; None if its stream is no more."""
+        loss = judge(name, at, fact)
+        if loss is None:
+            return at
+        if loss.resets:
+            at = self._reset(loss, fact)
+            return at if at != BEGINNING else None
+        self._losses.report(loss)
+        return after_loss(at, fact) if fact is not None else None
 
     def _most(self, total: int) -> int:
         return self._options.limits.per_partition or total
@@ -157,49 +179,32 @@ class Planner:
                 split += guess_cuts(piece, parts * _GUESSES_PER_TASK)
             else:
                 steps[piece] = -(-piece.size // parts)
-        marks = walk(self._client, {p.stream: Walk(p.after, step, (p.size - 1) // step) for p, step in steps.items()})
+        walked = walk(self._client, {p.stream: Walk(p.after, step, (p.size - 1) // step) for p, step in steps.items()})
         for piece, step in steps.items():
-            split += cut(piece, step, marks.get(piece.stream, ()))
+            split += cut(piece, step, walked[piece.stream].marks)
         return split
 
-    # --- the handler engine's frontier ---
 
-    def _frontiers(self, streams: Sequence[str]) -> dict[str, EntryId]:
-        if self._options.frontier is None or not streams:
-            return {}
-        app, handler = self._options.frontier
-        return Ledger(self._client, app=app, handler=handler).frontiers(streams)
+class _Waiting(NamedTuple):
+    """A stream with something to read: where it stands, how far it may go, and its facts when that was decided."""
 
-    def _floors(self, start: Offsets, end: Offsets) -> Offsets:
-        """`start`, lowered to what Redis knows as committed where entries lie between."""
-        floors = {name: start.get(name, Position(ZERO_ID, None)) for name in end}
-        lower = {name: frontier for name, frontier in self._frontiers(list(end)).items() if frontier < floors[name].id}
-        replies = ask(
-            self._client,
-            [("XRANGE", name, f"({at}", str(floors[name].id), "COUNT", 1) for name, at in lower.items()],
-        )
-        for (name, frontier), between in zip(lower.items(), replies, strict=True):
-            if isinstance(between, list) and between:
-                logger.warning(
-                    "Redis has forgotten commits on stream %r: they end at %s, Spark's checkpoint at %s; the entries "
-                    "between are processed again",
-                    name, frontier, floors[name].id,
-                )  # fmt: skip
-                floors[name] = Position(frontier, None)
-        return floors
+    at: Position
+    tail: Position
+    facts: StreamFacts
 
-    # --- which streams ---
+    @property
+    def backlog(self) -> int:
+        """Entries to read: exact, or at least not too few."""
+        if self.at.added is not None and self.tail.added is not None:
+            return max(1, self.tail.added - self.at.added)
+        return max(1, self.facts.length)
 
-    def _subscribed(self) -> list[str]:
-        if self._options.pattern is None:
-            return list(self._options.streams)
-        if self._clock.monotonic_ms() >= self._scan_due_ms:
-            self._scanned = self._client.scan_streams(self._options.pattern)
-            self._scan_due_ms = self._clock.monotonic_ms() + _SCAN_INTERVAL_MS
-            for name in self._scanned:
-                if not name.isprintable() and any("\udc80" <= char <= "\udcff" for char in name):
-                    raise ConfigError(f"the stream name {name!r} is not UTF-8 text: use a pattern that leaves it out")
-        return self._scanned
+    def count_after(self, taken: int, now: StreamFacts | None) -> int | None:
+        """Entries ever added up to the `taken`-th after `at`; None if entries were removed in between."""
+        if self.at.added is None or now is None or now.has_gaps_after(self.at.id):
+            return None
+        whole = now.keeps(self.at.id) or now.removed == self.facts.removed
+        return self.at.added + taken if whole else None
 
 
 def _start(facts: StreamFacts | None, edge: Edge, frontier: EntryId | None) -> Position:
@@ -219,22 +224,6 @@ def _located(entry_id: EntryId, facts: StreamFacts | None) -> Position:
     if facts is not None and entry_id < facts.first and not facts.has_gaps_after(entry_id):
         return Position(entry_id, facts.removed)
     return Position(entry_id, None)
-
-
-def _backlog(at: Position, tail: Position, facts: StreamFacts | None) -> int:
-    """Entries between two positions: exact, or at least not too few."""
-    assert facts is not None
-    if at.added is not None and tail.added is not None:
-        return max(1, tail.added - at.added)
-    return max(1, facts.length)
-
-
-def _count_at(at: Position, taken: int, before: StreamFacts | None, now: StreamFacts | None) -> int | None:
-    """How many entries had been added `taken` entries after `at`; None if entries were removed in between."""
-    if at.added is None or before is None or now is None or now.has_gaps_after(at.id):
-        return None
-    whole = now.keeps(at.id) or now.removed == before.removed
-    return at.added + taken if whole else None
 
 
 def _pieces(name: str, at: Position, until: Position, facts: StreamFacts) -> list[Piece]:

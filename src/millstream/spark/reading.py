@@ -3,12 +3,10 @@
 What is asked for at once is bounded in entries and, by the sizes seen so far, in bytes.
 """
 
-import gc
 import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 import pyarrow as pa
@@ -17,6 +15,7 @@ from millstream.client import Client, Reply, raise_if_error
 from millstream.errors import DataLoss
 from millstream.spark.arrow import Run
 from millstream.spark.facts import ask, survey
+from millstream.spark.garbage import seldom_collected
 from millstream.spark.ranges import Piece
 
 logger = logging.getLogger(__name__)
@@ -28,7 +27,6 @@ _BATCH_ROWS = 10_000
 _BATCH_BYTES = 16 << 20
 _SAMPLES = 32
 _GUESS_MARGIN = 200
-_CONTAINERS_PER_COLLECTION = 200_000
 
 
 @dataclass(slots=True)
@@ -71,7 +69,7 @@ class Reading:
         """Yield everything in record batches of about 10,000 rows, or 16 MB."""
         runs: list[Run] = []
         rows = 0
-        with _seldom_collected(), ThreadPoolExecutor(1, "millstream-read") as ahead:
+        with seldom_collected(), ThreadPoolExecutor(1, "millstream-read") as ahead:
             trip = ahead.submit(self._trip)
             while (fetched := trip.result()) is not None:
                 trip = ahead.submit(self._trip)
@@ -117,7 +115,8 @@ class Reading:
         return reader.piece.stream, entries
 
     def _learn_sizes(self, runs: Sequence[Run]) -> None:
-        entries = [entry for _, some in runs for entry in some[:: max(1, len(some) // _SAMPLES)]]
+        step = sum(len(some) for _, some in runs) // _SAMPLES + 1
+        entries = [entry for _, some in runs for entry in some[::step]]
         if entries:
             self._entry_bytes = sum(sum(map(len, fields)) for _, fields in entries) // len(entries) + 1
         most = min(_MOST_TRIP_ENTRIES, self._trip_entries * 8, _TRIP_BYTES // self._entry_bytes)
@@ -142,14 +141,3 @@ class Reading:
         if self._fail_on_data_loss:
             raise DataLoss(f"{text}. Keep more of the stream, or set failOnDataLoss=false to count losses and go on")
         logger.warning("%s", text)
-
-
-@contextmanager
-def _seldom_collected() -> Iterator[None]:
-    """Let the garbage collector look rarely: replies are a million small lists and no cycles."""
-    before = gc.get_threshold()
-    gc.set_threshold(_CONTAINERS_PER_COLLECTION, *before[1:])
-    try:
-        yield
-    finally:
-        gc.set_threshold(*before)

@@ -11,17 +11,18 @@ import re
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from pyspark.sql import SparkSession
 from pyspark.sql.streaming.query import StreamingQuery
 
 from millstream.app import App
-from millstream.client import Client
+from millstream.client import Client, raise_if_error
 from millstream.clock import SYSTEM_CLOCK, Clock
-from millstream.errors import ConfigError, PipelineFailed
+from millstream.errors import ConfigError, PipelineFailed, Unavailable
 from millstream.handlers import Handler
 from millstream.ledger import Ledger
+from millstream.model import EntryId
 from millstream.naming import HandlerKeys, hash_tag
 from millstream.spark.engine import BatchDone, Engine
 from millstream.spark.session import path_has_files
@@ -34,7 +35,9 @@ Event = Mapping[str, Any]
 
 _FINAL = ("StaleOwner", "DataLoss", "ConfigError", "AccessDenied")
 _OUR_ERROR = re.compile(r"millstream\.errors\.(\w+): (.*)")
+_ANY_ERROR = re.compile(r"^[\s|]*((?:\w+\.)*\w*(?:Error|Exception)): (.*)", re.MULTILINE)
 _WATCH_S = 0.2
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +51,7 @@ class RunSettings:
     * `once`: process what is there now, then end
     * `start`: what to do when the checkpoint is new but a frontier exists: `resume` refuses, `from-frontier`
       goes on where the handler's commits end, `reprocess` forgets frontier and keyed state and begins anew
-    * `starting_offsets`: where a handler that never ran begins: earliest, latest or JSON per stream
+    * `start_at`: where a handler that never ran begins
     * `fail_on_data_loss`: stop if entries were trimmed or deleted before they were processed; else count them
     """
 
@@ -58,7 +61,7 @@ class RunSettings:
     interval_ms: int = 0
     once: bool = False
     start: Start = "resume"
-    starting_offsets: str = "earliest"
+    start_at: Literal["earliest", "latest"] = "earliest"
     fail_on_data_loss: bool = True
 
     def __post_init__(self) -> None:
@@ -112,19 +115,22 @@ class Runner:
 
         Raises ConfigError for what must be changed first, and PipelineFailed when going on needs a person.
         """
-        for pipeline in self._pipelines:
-            prepare = functools.partial(self._prepare, pipeline.handler)
-            self._client.patiently(prepare, what=pipeline.handler.label)
         try:
+            for pipeline in self._pipelines:
+                self._wait_for(functools.partial(self._prepare, pipeline.handler), pipeline.handler)
             while not self._stopping.is_set() and not all(p.done for p in self._pipelines):
                 for pipeline in self._pipelines:
                     self._tend(pipeline)
                 self._on_watch(self.lag())
                 self._stopping.wait(_WATCH_S)
+        except Unavailable:
+            if not self._stopping.is_set():
+                raise
         finally:
             for pipeline in self._pipelines:
                 if pipeline.query is not None:
                     pipeline.query.stop()
+            self._client.close()
             self._on_event({"event": "stopped"})
 
     def lag(self) -> int | None:
@@ -136,6 +142,9 @@ class Runner:
                 waiting = _waiting(source.endOffset, source.latestOffset)
                 total = total if waiting is None else (total or 0) + waiting
         return total
+
+    def _wait_for(self, operation: Callable[[], T], handler: Handler) -> T:
+        return self._client.patiently(operation, what=handler.label, give_up=self._stopping.is_set)
 
     # One handler
 
@@ -155,16 +164,24 @@ class Runner:
                 raise ConfigError(f"reprocessing {handler.label} needs a new --checkpoint: this one says what is done")
             return
         if self._settings.start == "reprocess":
-            ledger.forget(streams)
-        elif self._settings.start == "resume":
+            newer = ledger.renewed(ledger.new_token(streams))
+            newer.begin(streams)
+            newer.forget(streams)
+        if self._settings.start_at == "latest":
             known = ledger.frontiers(streams)
-            if known:
-                stream, frontier = next(iter(known.items()))
-                raise ConfigError(
-                    f"{handler.label} has processed {stream!r} up to {frontier}, but the checkpoint "
-                    f"{self._checkpoint(handler)!r} is new: use --from-frontier to go on there, --reprocess to forget "
-                    "it and begin anew, or give the old --checkpoint"
-                )
+            self._begin_at_latest(ledger, [stream for stream in streams if stream not in known])
+
+    def _begin_at_latest(self, ledger: Ledger, streams: list[str]) -> None:
+        """Write down where each stream ends now: a start that is only looked up would move on if the first batch fails."""
+        tails = self._client.pipeline([("XREVRANGE", stream, "+", "-", "COUNT", 1) for stream in streams])
+        ends = {
+            stream: EntryId.parse(tail[0][0])
+            for stream, tail in zip(streams, tails, strict=True)
+            if raise_if_error(tail)
+        }
+        new = ledger.renewed(ledger.new_token(streams))
+        new.begin(list(ends))
+        new.advance(ends)
 
     def _streams(self, handler: Handler) -> list[str]:
         return list(handler.streams) or self._client.scan_streams(handler.pattern or "*")
@@ -189,14 +206,15 @@ class Runner:
             self._on_event({"event": "started", "handler": pipeline.handler.name})
 
     def _failed(self, pipeline: _Pipeline, text: str) -> None:
-        found = _OUR_ERROR.findall(text)
-        kind, reason = found[-1] if found else ("", text.strip().splitlines()[0][:500])
+        found = _OUR_ERROR.findall(text) or _ANY_ERROR.findall(text)
+        kind, reason = found[-1] if found else ("", text.strip().partition("\n")[0])
+        reason = reason[:500]
         if kind in _FINAL:
             raise PipelineFailed(f"{pipeline.handler.label} stopped: {reason}")
         pipeline.failures += 1
         if self._settings.once and pipeline.failures > 5:
             raise PipelineFailed(f"{pipeline.handler.label} failed {pipeline.failures} times in a row: {reason}")
-        wait_ms = min(500.0 * 2**pipeline.failures, 30_000.0)
+        wait_ms = min(500.0 * 2 ** min(pipeline.failures, 6), 30_000.0)
         pipeline.query = None
         pipeline.retry_at_ms = self._clock.monotonic_ms() + wait_ms
         logger.warning("%s failed and starts again in %.0f s: %s", pipeline.handler.label, wait_ms / 1000, reason)
@@ -205,7 +223,7 @@ class Runner:
     def _start(self, pipeline: _Pipeline) -> StreamingQuery:
         handler, settings = pipeline.handler, self._settings
         ledger = Ledger(self._client, app=handler.app, handler=handler.name)
-        token = self._client.patiently(lambda: ledger.new_token(self._streams(handler)), what=handler.label)
+        token = self._wait_for(lambda: ledger.new_token(self._streams(handler)), handler)
 
         def batch_done(batch: BatchDone) -> None:
             pipeline.failures = 0
@@ -217,7 +235,7 @@ class Runner:
             "frontierApp": handler.app,
             "frontierHandler": handler.name,
             "group": HandlerKeys(handler.app, handler.name, "").group,
-            "startingOffsets": "frontier" if settings.start == "from-frontier" else settings.starting_offsets,
+            "startingOffsets": "frontier",
             "maxOffsetsPerTrigger": settings.max_per_batch,
             "failOnDataLoss": settings.fail_on_data_loss,
             **({"keyField": handler.key_field} if handler.key_field else {}),

@@ -7,9 +7,9 @@ Redis or Arrow is imported there only, so that looking the source up stays cheap
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from pyspark.sql.datasource import DataSource, DataSourceReader, DataSourceStreamReader, InputPartition
 from pyspark.sql.streaming.datasource import (
@@ -20,6 +20,7 @@ from pyspark.sql.streaming.datasource import (
 )
 from pyspark.sql.types import StructType
 
+from millstream.spark.garbage import seldom_collected
 from millstream.spark.offsets import Offsets, dump, load
 from millstream.spark.options import SourceOptions, parse
 from millstream.spark.schema import check_schema, default_schema
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
     from millstream.spark.lag import LagGroup
     from millstream.spark.planner import Planner
     from millstream.spark.ranges import Piece
+
+T = TypeVar("T")
 
 _BATCH_PATIENCE_MS = 60_000.0
 _IDLE_MS = (50.0, 500.0)
@@ -87,6 +90,10 @@ class _Side:
 
         return Planner(self._client, self._options, cores=os.cpu_count() or 1)
 
+    def _patiently(self, plan: Callable[[], T], *, limit_ms: float | None = None) -> T:
+        with seldom_collected():
+            return self._client.patiently(plan, what="the redis-streams source", limit_ms=limit_ms)
+
     def _read(self, partition: InputPartition, *, limit_ms: float | None) -> "Iterator[pa.RecordBatch]":
         from millstream.spark.reading import Reading
         from millstream.spark.rows import batch_maker
@@ -108,7 +115,7 @@ class RedisBatchReader(_Side, DataSourceReader):
             start, end = self._planner.starts("earliest"), self._planner.ends()
             return self._planner.pieces(start, {name: end[name] for name in start if name in end})
 
-        tasks = self._client.patiently(plan, what="spark.read", limit_ms=_BATCH_PATIENCE_MS)
+        tasks = self._patiently(plan, limit_ms=_BATCH_PATIENCE_MS)
         return [InputPartition(pieces) for pieces in tasks]
 
     def read(self, partition: InputPartition) -> "Iterator[pa.RecordBatch]":
@@ -139,7 +146,7 @@ class RedisStreamReader(_Side, DataSourceStreamReader, SupportsTriggerAvailableN
 
     def prepareForTriggerAvailableNow(self) -> None:  # noqa: N802
         """Fix the end of the query at the entries that are there now."""
-        self._target = self._client.patiently(self._planner.tails, what="spark.readStream")
+        self._target = self._patiently(self._planner.tails)
 
     def initialOffset(self) -> dict[str, Any]:  # noqa: N802
         """Where a query without a checkpoint begins."""
@@ -148,7 +155,7 @@ class RedisStreamReader(_Side, DataSourceStreamReader, SupportsTriggerAvailableN
     @cached_property
     def _initial(self) -> dict[str, Any]:
         # Spark asks twice and uses the second answer: "latest" must not move in between.
-        return dump(self._client.patiently(lambda: self._planner.starts("latest"), what="spark.readStream"))
+        return dump(self._patiently(lambda: self._planner.starts("latest")))
 
     def latestOffset(self, start: dict[str, Any], limit: ReadLimit) -> dict[str, Any]:  # noqa: N802
         """Where the batch that begins at `start` ends; `start` itself, after a short wait, if nothing is new.
@@ -157,7 +164,7 @@ class RedisStreamReader(_Side, DataSourceStreamReader, SupportsTriggerAvailableN
         """
         began = time.monotonic()
         most = limit.max_rows if isinstance(limit, ReadMaxRows) else None
-        ends = self._client.patiently(lambda: self._advance(load(start), most), what="spark.readStream")
+        ends = self._patiently(lambda: self._advance(load(start), most))
         if dump(ends) != start:
             return dump(ends)
         if self._target is None:
@@ -178,7 +185,7 @@ class RedisStreamReader(_Side, DataSourceStreamReader, SupportsTriggerAvailableN
 
     def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> list[InputPartition]:
         """What the tasks of one batch read; Spark may ask for any batch again, before anything else."""
-        tasks = self._client.patiently(lambda: self._planner.pieces(load(start), load(end)), what="spark.readStream")
+        tasks = self._patiently(lambda: self._planner.pieces(load(start), load(end)))
         return [InputPartition(pieces) for pieces in tasks]
 
     def read(self, partition: InputPartition) -> "Iterator[pa.RecordBatch]":

@@ -19,7 +19,7 @@ from millstream.errors import DecodeError
 from millstream.handlers import Handler
 from millstream.ledger import ENTRY_MARK, KEY_MARK, Ledger, Standing, Unit
 from millstream.lifecycle import Again, Dead, Done, Outcome, attempt, letter, refuse_unkeyed
-from millstream.model import EntryId, Message
+from millstream.model import ZERO_ID, EntryId, Message
 from millstream.naming import REDRIVE_FIELD
 
 COMMIT_MESSAGES = 500
@@ -90,8 +90,9 @@ class Run:
     def resume(self, mark: bytes, state: bytes, frontier: EntryId | None) -> None:
         """Begin, or begin again, after what is committed by now."""
         self.entries.extendleft(reversed(self.covered))
-        done = EntryId.parse(mark) if mark else frontier
-        while done is not None and self.entries and self.entries[0].id <= done:
+        # A mark that is left over from a batch that died may lie below the frontier by now.
+        done = max(EntryId.parse(mark) if mark else ZERO_ID, frontier or ZERO_ID)
+        while self.entries and self.entries[0].id <= done:
             self.entries.popleft()
             self.attempt = 1
         self.state = self.committed_state = state
@@ -162,10 +163,12 @@ class PartitionTask:
                 await self._drive_all(runs)
                 self._flush()
                 runs, self._refused = self._refused, []
+                self._begin_streams({run.stream for run in runs}, again=True)
 
     async def _drive_all(self, runs: list[Run]) -> None:
         waiting = iter(runs)
-        workers = self._handler.concurrency if self._handler.is_async else 1
+        # In cautious mode one at a time, so that strikes fall on the message that runs and on no other.
+        workers = self._handler.concurrency if self._handler.is_async and not self._cautious_left else 1
         async with asyncio.TaskGroup() as group:
             for _ in range(min(workers, len(runs))):
                 group.create_task(self._work(waiting, group))
@@ -196,7 +199,7 @@ class PartitionTask:
                 run.attempt += 1
                 continue
             self._settle(run, message, outcome)
-            if self._cautious_left > 0 or run.unit.messages >= COMMIT_MESSAGES:
+            if self._cautious_left > 0 or run.unit.messages >= COMMIT_MESSAGES or self._outbox_bytes >= COMMIT_BYTES:
                 self._cautious_left = max(0, self._cautious_left - 1)
                 self._post(run)
                 self._flush()
@@ -230,8 +233,9 @@ class PartitionTask:
                 tally.last_id = entry.id
         return runs
 
-    def _begin_streams(self, streams: set[str]) -> None:
-        new = sorted(streams - self._standings.keys())
+    def _begin_streams(self, streams: set[str], *, again: bool = False) -> None:
+        """Learn where `streams` stand; `again`, since what refused a commit may be that a batch has ended meanwhile."""
+        new = sorted(streams if again else streams - self._standings.keys())
         if new:
             standings = self._client.patiently(lambda: self._ledger.begin(new), what=self._handler.label)
             self._standings |= standings
@@ -264,7 +268,7 @@ class PartitionTask:
             refusal = refuse_unkeyed(handler, message)
             if refusal is not None:
                 return refusal
-        if self._cautious_left > 0:
+        if self._cautious_left > 0 and message.attempt == 1:
             before = self._client.patiently(lambda: self._ledger.strike(message.stream, message.id), what=handler.label)
             if before >= max(1, handler.retry.attempts - 1):
                 message.attempt = before + 1
@@ -283,7 +287,7 @@ class PartitionTask:
             self._outbox_bytes += sum(map(len, message.pairs))
         else:
             unit.outputs.extend(outcome.outputs)
-            self._outbox_bytes += 100 * len(outcome.outputs)
+            self._outbox_bytes += len(outcome.state) + sum(sum(map(len, items)) for items in outcome.outputs)
             run.state = outcome.state
         run.covered.append(run.entries.popleft())
         run.attempt = 1
