@@ -167,6 +167,14 @@ class Runner:
             newer = ledger.renewed(ledger.new_token(streams))
             newer.begin(streams)
             newer.forget(streams)
+        elif self._settings.start == "resume":
+            for stream in ledger.begun(streams):
+                frontier = ledger.frontiers([stream]).get(stream, "the middle of its first batch")
+                raise ConfigError(
+                    f"{handler.label} has processed {stream!r} up to {frontier}, but the checkpoint "
+                    f"{self._checkpoint(handler)!r} is new: use --from-frontier to go on there, --reprocess to forget "
+                    "it and begin anew, or give the old --checkpoint"
+                )
         if self._settings.start_at == "latest":
             known = ledger.frontiers(streams)
             self._begin_at_latest(ledger, [stream for stream in streams if stream not in known])
