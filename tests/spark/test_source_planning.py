@@ -222,7 +222,7 @@ def frontier_planner(client: Client, frontier: str | None) -> Planner:
     return planner(client, layout="packed", startingOffsets="frontier", **names)
 
 
-@pytest.mark.parametrize(("frontier", "begins"), [("6-0", 6), ("4-0", 4), ("2-0", 2), (None, 4)])
+@pytest.mark.parametrize(("frontier", "begins"), [("6-0", 6), ("4-0", 4), ("2-0", 2), (None, 0)])
 def test_a_batch_begins_at_the_lower_of_checkpoint_and_frontier(
     client: Client, caplog: pytest.LogCaptureFixture, frontier: str | None, begins: int
 ) -> None:
