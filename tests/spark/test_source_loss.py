@@ -62,7 +62,7 @@ def test_what_was_trimmed_before_the_query_began_is_no_loss(bench: Bench) -> Non
     assert len(bench.take(frame).rows) == 1
 
 
-def test_single_entries_that_are_deleted_are_no_loss(bench: Bench) -> None:
+def test_single_entries_that_are_deleted_are_no_loss_while_older_ones_are_left(bench: Bench) -> None:
     ids = bench.add("s", 20)
     frame = bench.stream("s", startingOffsets="earliest", maxOffsetsPerTrigger=6)
     bench.client.execute("XDEL", "s", ids[3], ids[8], ids[19])
@@ -144,6 +144,7 @@ def test_losses_are_told_once_and_added_up(caplog: pytest.LogCaptureFixture) -> 
         ([("XTRIM", "s", "MAXLEN", 4)], "lost 1"),
         ([("XDEL", "s", "6-0")], "fine"),
         ([("XDEL", "s", "3-0"), ("XTRIM", "s", "MAXLEN", 3)], "lost 2"),
+        ([("XTRIM", "s", "MAXLEN", 5), ("XDEL", "s", "8-0")], "lost 1"),
         ([("DEL", "s")], "reset"),
         ([("DEL", "s"), ("XADD", "s", "1-0", "a", 1)], "reset"),
         ([("DEL", "s"), *(("XADD", "s", f"{n}-0", "a", 1) for n in range(20, 40))], "reset"),

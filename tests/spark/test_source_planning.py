@@ -14,9 +14,10 @@ from millstream.ledger import Ledger
 from millstream.model import ZERO_ID, EntryId
 from millstream.naming import HandlerKeys
 from millstream.spark.cursor import Walk, walk
+from millstream.spark.facts import survey
 from millstream.spark.offsets import Offsets, Position, dump, load
 from millstream.spark.options import parse
-from millstream.spark.planner import Planner
+from millstream.spark.planner import Planner, Waiting
 from millstream.spark.ranges import Piece, Spread, cut, deal, guess_cuts
 from millstream.spark.shares import divide
 from millstream.testing import topologies
@@ -152,6 +153,26 @@ def test_counts_stay_exact_batch_after_batch_while_the_stream_is_trimmed_behind_
         assert at == {"s": Position(EntryId(taken, 0), taken)}
         client.execute("XTRIM", "s", "MAXLEN", 1000 - taken + 50)
     assert advance(plan, at, 100) == at
+
+
+def test_counts_are_given_up_when_entries_vanish_ahead_of_the_query(client: Client) -> None:
+    fill(client, "s", 30)
+    plan = planner(client, startingOffsets="earliest")
+    at = advance(plan, plan.starts("latest"), 5)
+    client.execute("XDEL", "s", "15-0")
+    assert advance(plan, at, 20) == {"s": Position(EntryId(26, 0), None)}
+
+
+@pytest.mark.parametrize(("trimmed", "known"), [(0, 12), (2, 12), (5, None)])
+def test_counts_are_given_up_when_the_stream_is_trimmed_past_the_query_in_mid_planning(
+    client: Client, trimmed: int, known: int | None
+) -> None:
+    fill(client, "s", 20)
+    before = survey(client, ["s"])["s"]
+    assert before is not None
+    client.execute("XTRIM", "s", "MAXLEN", 20 - trimmed)
+    stream = Waiting(Position(EntryId(4, 0), 4), before.tail, before)
+    assert stream.count_after(8, survey(client, ["s"])["s"]) == known
 
 
 def test_counts_are_unknown_among_deleted_entries_and_known_again_at_the_end(client: Client) -> None:

@@ -83,7 +83,7 @@ class Planner:
         subscribed = set(self._subscription.names())
         facts = survey(self._client, sorted(subscribed | start.keys()))
         ends = dict(start)
-        waiting: dict[str, _Waiting] = {}
+        waiting: dict[str, Waiting] = {}
         for name, fact in facts.items():
             if name not in subscribed and (fact is not None or self._subscription.pattern is None):
                 continue  # it was subscribed to once: its place is kept
@@ -96,7 +96,7 @@ class Planner:
                     self._losses.report(loss)
                 tail = fact.tail if target is None else min(fact.tail, target.get(name, at), key=lambda to: to.id)
                 if tail.id > at.id:
-                    waiting[name] = _Waiting(after_loss(at, fact), tail, fact)
+                    waiting[name] = Waiting(after_loss(at, fact), tail, fact)
         ends |= self._take(waiting, limit)
         if ends == start:
             ends |= self._frontier.reopened(start)
@@ -115,7 +115,7 @@ class Planner:
             raise made_anew(loss.stream, frontier)
         return BEGINNING
 
-    def _take(self, waiting: Mapping[str, "_Waiting"], limit: int | None) -> Offsets:
+    def _take(self, waiting: Mapping[str, "Waiting"], limit: int | None) -> Offsets:
         """Move as far towards the tails as `limit` allows."""
         backlogs = {name: stream.backlog for name, stream in waiting.items()}
         if limit is None or sum(backlogs.values()) <= limit:
@@ -185,7 +185,7 @@ class Planner:
         return split
 
 
-class _Waiting(NamedTuple):
+class Waiting(NamedTuple):
     """A stream with something to read: where it stands, how far it may go, and its facts when that was decided."""
 
     at: Position
