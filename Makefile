@@ -14,8 +14,8 @@ setup: ## install what is missing: .venv, redis-server, Java (done by the other 
 demo: setup ## a year of real flights through a Spark pipeline, and a report (ARGS=--kill, ARGS=--json)
 	@$(BIN)/millstream demo $(ARGS)
 
-test: lint ## lint and every test that is not a soak test
-	$(BIN)/python -m pytest -m "not soak" $(ARGS)
+test: lint ## lint and every test
+	$(BIN)/python -m pytest $(ARGS)
 
 unit: setup ## the tests of tests/unit only
 	$(BIN)/python -m pytest tests/unit $(ARGS)
@@ -25,8 +25,8 @@ lint: setup ## ruff and mypy
 	$(BIN)/python -m ruff format --check
 	$(BIN)/python -m mypy
 
-soak: setup ## fault and load tests with full counts: takes hours
-	MILLSTREAM_SOAK=1 $(BIN)/python -m pytest -m "soak or faults" --timeout=0 $(ARGS)
+soak: setup ## every test, the fault and load tests with full counts: takes hours
+	MILLSTREAM_SOAK=1 $(BIN)/python -m pytest --timeout=0 $(ARGS)
 
 bench: setup ## every benchmark, one line of JSON each
 	$(BIN)/python -m benchmarks all --json $(ARGS)
