@@ -81,7 +81,7 @@ def test_a_server_that_speaks_tls_only(spark: SparkSession, tmp_path: Path) -> N
 
 def test_a_user_with_only_the_rights_that_are_needed(spark: SparkSession, tmp_path: Path) -> None:
     needed = (
-        "+xadd +xrange +xrevrange +xlen +xinfo +xgroup +xreadgroup +scan +type +hget +hmget +hset +hdel +hlen +hgetall "
+        "+xadd +xrange +xrevrange +xlen +xinfo +xgroup +xreadgroup +scan +type +hget +hmget +hset +hdel +hexists +hlen +hgetall "
         "+hincrby +unlink +evalsha +eval +time +ping +client|reply"
     )
     rules = [f"worker >secret ~orders:* ~millstream:* {needed}", "guest >secret ~nothing:* +ping"]
