@@ -8,8 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-
-import pyarrow as pa
+from typing import TypeVar
 
 from millstream.client import Client, Reply, raise_if_error
 from millstream.errors import DataLoss
@@ -19,6 +18,8 @@ from millstream.spark.garbage import seldom_collected
 from millstream.spark.ranges import Piece
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 _FIRST_TRIP_ENTRIES = 32
 _MOST_TRIP_ENTRIES = 2_000
@@ -65,8 +66,8 @@ class Reading:
         self._trip_entries = _FIRST_TRIP_ENTRIES
         self._entry_bytes = 1
 
-    def batches(self, make: Callable[[Sequence[Run]], pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        """Yield everything in record batches of about 10,000 rows, or 16 MB."""
+    def batches(self, make: Callable[[list[Run]], T]) -> Iterator[T]:
+        """Yield what `make` makes of each 10,000 rows or so, or 16 MB: a record batch."""
         runs: list[Run] = []
         rows = 0
         with seldom_collected(), ThreadPoolExecutor(1, "millstream-read") as ahead:
