@@ -1,0 +1,92 @@
+"""What a task of the source asks Redis for, and what it makes of lost replies; on real Redis, without Spark."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from itertools import chain
+
+import pytest
+
+from millstream.client import Client, Command, Reply
+from millstream.errors import Unavailable
+from millstream.model import ZERO_ID, EntryId
+from millstream.spark.arrow import Run
+from millstream.spark.ranges import Piece
+from millstream.spark.reading import Reading
+
+END = EntryId(10**9, 0)
+
+
+class Watched(Client):
+    """A client that notes the bytes of each trip's replies, and loses the replies of every `lose`-th trip."""
+
+    def __init__(self, url: str, *, lose: int = 0) -> None:
+        super().__init__(url)
+        self.trips: list[int] = []
+        self._lose = lose
+
+    def pipeline(self, commands: Sequence[Command]) -> list[Reply]:
+        replies = super().pipeline(commands)
+        self.trips.append(sum(len(item) for entries in replies for _, fields in entries for item in fields))
+        if self._lose and len(self.trips) % self._lose == 0:
+            raise Unavailable("the reply was lost")
+        return replies
+
+
+@pytest.fixture
+def client(millstream_url: str) -> Iterator[Client]:
+    with Client(millstream_url) as client:
+        yield client
+
+
+def fill(client: Client, stream: str, count: int, value: bytes = b"x") -> None:
+    client.pipeline([("XADD", stream, f"{n + 1}-0", "a", value) for n in range(count)])
+
+
+def read(client: Client, pieces: Sequence[Piece]) -> list[list[Run]]:
+    reading = Reading(client, pieces, limit_ms=5000, fail_on_data_loss=True)
+    return list(reading.batches(list))
+
+
+def ids(batches: list[list[Run]], stream: str) -> list[bytes]:
+    return [entry[0] for name, entries in chain.from_iterable(batches) if name == stream for entry in entries]
+
+
+def test_large_entries_are_fetched_a_few_at_a_time_and_small_ones_many(client: Client) -> None:
+    fill(client, "large", 64, b"x" * (1 << 20))
+    fill(client, "small", 9000)
+    with closing(Watched(client.url)) as watched:
+        batches = read(watched, [Piece("large", ZERO_ID, END, 64, 64)])
+        assert len(ids(batches, "large")) == 64
+        assert max(watched.trips[1:]) <= 4 << 20
+        assert max(sum(len(run[1]) for run in batch) for batch in batches) <= 32, "and no batch holds them all"
+    with closing(Watched(client.url)) as watched:
+        assert len(ids(read(watched, [Piece("small", ZERO_ID, END, 9000, 9000)]), "small")) == 9000
+        assert len(watched.trips) <= 10
+
+
+def test_small_streams_share_round_trips(client: Client) -> None:
+    pieces = []
+    for n in range(500):
+        fill(client, f"s{n:03}", 5)
+        pieces.append(Piece(f"s{n:03}", ZERO_ID, EntryId(5, 0), 5, 5))
+    with closing(Watched(client.url)) as watched:
+        batches = read(watched, pieces)
+        assert len(watched.trips) <= 12
+    assert all(ids(batches, piece.stream) == [b"%d-0" % n for n in range(1, 6)] for piece in pieces)
+
+
+@pytest.mark.parametrize("size", [1, 10, 5000, 100_000])
+def test_a_wrong_guess_of_the_size_loses_nothing(client: Client, size: int) -> None:
+    fill(client, "s", 5000)
+    batches = read(client, [Piece("s", EntryId(10, 0), EntryId(4990, 0), size, None)])
+    assert ids(batches, "s") == [b"%d-0" % n for n in range(11, 4991)]
+
+
+def test_lost_replies_are_asked_for_again_and_no_row_comes_twice(
+    client: Client, caplog: pytest.LogCaptureFixture
+) -> None:
+    fill(client, "s", 8000)
+    with closing(Watched(client.url, lose=3)) as flaky:
+        batches = read(flaky, [Piece("s", ZERO_ID, EntryId(8000, 0), 8000, 8000)])
+    assert ids(batches, "s") == [b"%d-0" % n for n in range(1, 8001)]
+    assert "waiting for Redis" in caplog.text
