@@ -47,34 +47,31 @@ class Sample:
 def run(*, entries: int = 1_000_000) -> dict[str, Any]:
     """Drain `entries` entries in batches of 50,000 and watch the processes."""
     samples: list[Sample] = []
-    with laboratory("spark_memory") as (client, spark), tempfile.TemporaryDirectory() as folder:
-        fill(client, ["backlog"], entries)
+    committed = 0
+
+    def on_event(event: Any) -> None:
+        nonlocal committed
+        if event["event"] == "batch":
+            committed += event["committed"]
+
+    def watch() -> None:
+        while not done.wait(0.5):
+            samples.append(Sample(committed=committed, megabytes=_megabytes()))
+
+    with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "memory_app_of_the_benchmark.py"
         path.write_text(APP)
-        app = load_app(f"{path}:app")
-        committed = 0
-
-        def on_event(event: Any) -> None:
-            nonlocal committed
-            if event["event"] == "batch":
-                committed += event["committed"]
-
-        runner = Runner(
-            app, spark, RunSettings(url=client.url, checkpoint=f"{folder}/checkpoint", once=True), on_event=on_event
-        )
-        done = threading.Event()
-
-        def watch() -> None:
-            while not done.wait(0.5):
-                samples.append(Sample(committed=committed, megabytes=_megabytes()))
-
-        watcher = threading.Thread(target=watch)
-        watcher.start()
-        try:
-            runner.run()
-        finally:
-            done.set()
-            watcher.join()
+        app = load_app(f"{path}:app")  # before the session, whose Python workers inherit the import path
+        with laboratory("spark_memory") as (client, spark):
+            fill(client, ["backlog"], entries)
+            settings = RunSettings(url=client.url, checkpoint=f"{folder}/checkpoint", once=True)
+            done, watcher = threading.Event(), threading.Thread(target=watch)
+            watcher.start()
+            try:
+                Runner(app, spark, settings, on_event=on_event).run()
+            finally:
+                done.set()
+                watcher.join()
     if committed != entries:
         raise AssertionError(f"{committed} of {entries} messages are committed; the figure would be worth nothing")
     first = _peak([s for s in samples if s.committed < entries / 3])
