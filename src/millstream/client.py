@@ -34,6 +34,7 @@ from millstream.errors import (
     Unavailable,
     WrongType,
 )
+from millstream.naming import PREFIX
 
 logger = logging.getLogger(__name__)
 
@@ -329,7 +330,11 @@ class Client:
         return replies
 
     def scan_streams(self, pattern: str = "*") -> list[str]:
-        """Names of all streams that match the glob `pattern`, sorted, each once. Walks SCAN ... TYPE stream."""
+        """Names of all streams that match the glob `pattern`, sorted, each once. Walks SCAN ... TYPE stream.
+
+        millstream's own streams, such as dead letters, are left out unless the pattern begins with their prefix: a
+        handler of all streams must not feed on its own dead letters.
+        """
         found: set[bytes] = set()
         with self._lock:
             for pool in list(self._route.pools()):
@@ -340,7 +345,9 @@ class Client:
                     found.update(names)
                     if int(cursor) == 0:
                         break
-        return sorted(name.decode("utf-8", "surrogateescape") for name in found)
+        names = sorted(name.decode("utf-8", "surrogateescape") for name in found)
+        own = f"{PREFIX}:"
+        return names if pattern.startswith(own) else [name for name in names if not name.startswith(own)]
 
     # Waiting
 

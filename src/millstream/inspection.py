@@ -85,7 +85,7 @@ def inspect(
     Lags are counted at the server for `budget_ms` milliseconds in all; what is not counted by then is reported
     as a lower bound. The lag that Redis itself reports is not used: it is wrong after deletions.
     """
-    names = [name for name in client.scan_streams() if not name.startswith(_OWN_PREFIX)]
+    names = client.scan_streams()
     streams = {stream.name: stream for stream in _streams(client, names)}
     found = [keys for keys in _handlers(client, streams.values()) if app in (None, keys.app)]
     handlers = tuple(_handler_reports(client, found, streams, budget_ms, clock))

@@ -189,6 +189,13 @@ def test_streams_are_found_by_pattern_and_nothing_else_is(client: Client) -> Non
     assert found == sorted(set(found))
 
 
+def test_a_pattern_of_all_streams_leaves_dead_letters_out_unless_it_asks_for_them(client: Client) -> None:
+    for name in ("orders", "millstream:{orders}:orders:app.handler:dead"):
+        client.execute("XADD", name, "*", "a", 1)
+    assert client.scan_streams("*") == ["orders"]
+    assert client.scan_streams("millstream:*") == ["millstream:{orders}:orders:app.handler:dead"]
+
+
 def test_scripts_run_after_the_server_lost_them_in_a_pipeline_too(client: Client) -> None:
     begin = Script("begin")
     client.execute("SCRIPT", "FLUSH")
