@@ -178,7 +178,8 @@ def _translate(error: Exception, url: str, command: Command | None = None) -> Re
     where = redact(url)
     if isinstance(error, redis.exceptions.AuthenticationError):
         return AccessDenied(f"{where} refuses the credentials ({text}); check user and password in the URL")
-    if isinstance(error, (redis.exceptions.NoPermissionError, redis.exceptions.AuthorizationError)):
+    denied = (redis.exceptions.NoPermissionError, redis.exceptions.AuthorizationError)
+    if isinstance(error, denied) or "The user executing the script can't" in text:
         return AccessDenied(f"the Redis user may not do {name}: {text}")
     if isinstance(error, redis.exceptions.OutOfMemoryError):
         return OutOfMemory(f"Redis at {where} has reached maxmemory and refuses writes: free memory or raise it")

@@ -297,6 +297,7 @@ def _wire(name: str) -> bytes:
     return name.encode("utf-8", "surrogateescape")
 
 
-def _clip(text: str) -> str:
-    # The end of a traceback says more than its beginning.
-    return text if len(text) <= _MAX_TEXT else "..." + text[-_MAX_TEXT + 3 :]
+def _clip(text: str) -> bytes:
+    # The end of a traceback says more than its beginning. An error may quote what is no valid text.
+    clipped = text if len(text) <= _MAX_TEXT else "..." + text[-_MAX_TEXT + 3 :]
+    return clipped.encode("utf-8", "backslashreplace")

@@ -16,6 +16,7 @@ MillstreamError
 │   ├── OutputError        what the handler returned cannot be written
 │   └── Reject             the handler refuses it, without retries
 ├── StaleOwner             a newer run has taken over; this one must stop
+├── Unfinished             a handler broke off work that is not its own; all of it is done again
 ├── DataLoss               entries that should have been read are gone from the stream
 └── PipelineFailed         the pipeline stopped and cannot go on by itself
 """
@@ -85,9 +86,21 @@ class StaleOwner(MillstreamError):
     """A newer run of the same handler has taken over. This one wrote nothing and must stop."""
 
 
+class Unfinished(MillstreamError):
+    """A handler broke off work that is not its own. Nothing of it was passed over: it is done again."""
+
+
 class DataLoss(MillstreamError):
     """Entries that should have been read are gone from the stream (trimmed, deleted, or Redis lost them)."""
 
 
 class PipelineFailed(MillstreamError):
     """The pipeline stopped and cannot go on by itself. The message says what to do."""
+
+
+def text_of(error: BaseException) -> str:
+    """Return what a foreign error says, even if its class cannot say it."""
+    try:
+        return str(error)
+    except Exception:  # noqa: BLE001 - the class is not ours; losing its text must not lose the message
+        return "(its text cannot be shown)"

@@ -10,14 +10,16 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from millstream.decoding import compile_decoder, wire_names
-from millstream.errors import ConfigError, DecodeError, MissingKey
+from millstream.errors import ConfigError, DecodeError, MissingKey, text_of
 from millstream.model import Message, Retry, State
 from millstream.naming import check_identifier
 
 KeyFunction = Callable[[Message], str | bytes | int | None]
 Source = Literal["message", "model", "state"]
 
-OPTIONS = ("pattern", "key", "into", "into_maxlen", "retry", "missing_key", "concurrency", "name")
+OPTIONS = ("pattern", "key", "into", "into_maxlen", "retry", "missing_key", "concurrency", "time_limit_ms", "name")
+
+_LONGEST_MS = 7 * 86_400_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +33,7 @@ class Handler:
     * `retry`: what happens when it fails
     * `missing_key`: what becomes of a message without its key: a dead letter, or processed without order
     * `concurrency`: how many messages of different keys an async handler works on at once
+    * `time_limit_ms`: an attempt that takes longer has failed, in milliseconds
     """
 
     app: str
@@ -44,6 +47,7 @@ class Handler:
     retry: Retry = field(default_factory=Retry)
     missing_key: Literal["dead-letter", "unordered"] = "dead-letter"
     concurrency: int = 100
+    time_limit_ms: float = 300_000.0
     arguments: tuple[tuple[str, Source], ...] = ()
     model: type | None = None
     is_async: bool = False
@@ -74,11 +78,13 @@ class Handler:
             return message.fields.get(self.key) or None
         try:
             found = self.key(message)
-        except Exception as error:  # the user's code: whatever it raises concerns this message only
-            raise DecodeError(f"the key function raised {type(error).__name__}: {error}") from error
-        if isinstance(found, bool) or not isinstance(found, (str, bytes, int, type(None))):
+            if isinstance(found, str):
+                found = found.encode()
+        except BaseException as error:
+            raise DecodeError(f"the key function raised {type(error).__name__}: {text_of(error)}") from error
+        if isinstance(found, bool) or not isinstance(found, (bytes, int, type(None))):
             raise DecodeError(f"the key function returned a {type(found).__name__}; return text, bytes, int or None")
-        return (found if isinstance(found, bytes) else str(found).encode()) if found not in (None, "", b"") else None
+        return str(found).encode() if isinstance(found, int) else found or None
 
     def bind(self, message: Message, state: State) -> dict[str, Any]:
         """The handler's arguments for `message`. Raises DecodeError if its fields do not fit the model."""
@@ -166,6 +172,9 @@ def _check_options(where: str, streams: tuple[str, ...], options: Mapping[str, A
     concurrency = options.get("concurrency", 1)
     if not isinstance(concurrency, int) or concurrency < 1:
         raise ConfigError(f"{where}: concurrency must be a whole number of at least 1")
+    limit = options.get("time_limit_ms", 1)
+    if isinstance(limit, bool) or not isinstance(limit, (int, float)) or not 0 < limit <= _LONGEST_MS:
+        raise ConfigError(f"{where}: time_limit_ms must be a number of milliseconds above 0 and at most a week")
 
 
 def _arguments(where: str, function: Callable[..., Any]) -> tuple[tuple[tuple[str, Source], ...], type | None]:

@@ -127,9 +127,11 @@ class Ledger:
         return max(int(seconds) * 1_000_000 + int(microseconds), known + 1)
 
     def begin(self, streams: Sequence[str]) -> dict[str, Standing]:
-        """Raise the streams' epochs to this run's token and return where each stream stands."""
-        names = [self.keys(stream) for stream in streams]
-        replies = self._run(BEGIN, [((k.meta, k.strikes), (self._token,)) for k in names])
+        """Raise the streams' epochs to this run's token and return where each stream stands.
+
+        Also raises AccessDenied if the Redis user lacks a right that `commit` will need.
+        """
+        replies = self._run(BEGIN, [(self._written(stream), (self._token,)) for stream in streams])
         return {
             stream: Standing(EntryId.parse(frontier) if frontier else None, int(struck))
             for stream, (frontier, struck) in zip(streams, replies, strict=True)
@@ -180,8 +182,7 @@ class Ledger:
             args: list[Arg] = [self._token]
             for unit in group:
                 args += unit.args(self._maxlen)
-            k = self.keys(stream)
-            calls.append(((k.meta, k.marks, k.state, k.strikes, k.dead, *self._into), args))
+            calls.append((self._written(stream), args))
         refused = []
         for group, numbers in zip(units.values(), self._run(COMMIT, calls), strict=True):
             refused += [group[int(number) - 1] for number in numbers]
@@ -207,6 +208,10 @@ class Ledger:
         """
         names = [self.keys(stream) for stream in streams]
         self._run(FORGET, [((k.meta, k.marks, k.state, k.strikes), (self._token,)) for k in names])
+
+    def _written(self, stream: str) -> tuple[str, ...]:
+        k = self.keys(stream)
+        return (k.meta, k.marks, k.state, k.strikes, k.dead, *self._into)
 
     def _run(self, script: Script, calls: Sequence[tuple[Sequence[Arg], Sequence[Arg]]]) -> list[Reply]:
         try:

@@ -6,7 +6,7 @@ Nothing here does I/O or waits: `attempt` says what became of one run of the han
 import asyncio
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ import msgspec
 
 from millstream.deadletters import DeadLetter, Reason
 from millstream.decoding import encode_output
-from millstream.errors import DecodeError, MissingKey, OutputError, Reject
+from millstream.errors import DecodeError, MissingKey, OutputError, Reject, text_of
 from millstream.handlers import Handler
 from millstream.model import Message, State
 
@@ -29,7 +29,7 @@ _decode_state = msgspec.msgpack.Decoder(dict[str, Any]).decode
 class Done:
     """The handler succeeded: commit these outputs and this state (b"" = none left)."""
 
-    outputs: Sequence[Sequence[bytes]]
+    outputs: "Outputs"
     state: bytes
 
 
@@ -51,6 +51,18 @@ class Again:
 
 
 Outcome = Done | Dead | Again
+Outputs = Sequence[Sequence[bytes]]
+
+Ended = tuple[Outputs, BaseException | None]
+"""What a handler returned, or what it raised."""
+
+RunSync = Callable[[Callable[[], Ended], float], Awaitable[Ended]]
+"""How an engine runs a plain function: in place or in a thread. Told the time limit in milliseconds, which it
+enforces as well as it can by raising TimeLimit in the function."""
+
+
+class TimeLimit(BaseException):
+    """A handler took longer than its time limit. Not an Exception, so that a handler's own `except` lets it pass."""
 
 
 def load_state(blob: bytes) -> State:
@@ -58,8 +70,12 @@ def load_state(blob: bytes) -> State:
     return State(_decode_state(blob)) if blob else State()
 
 
-async def attempt(handler: Handler, message: Message, blob: bytes) -> Outcome:
-    """Run `handler` once on `message` with the state in `blob` and say what became of it. Never raises, unless cancelled."""
+async def attempt(handler: Handler, message: Message, blob: bytes, run_sync: RunSync) -> Outcome:
+    """Run `handler` once on `message` with the state in `blob` and say what became of it.
+
+    A plain function is run by `run_sync`. Whatever the handler raises is an outcome, and what it does to its own
+    task too; only cancelling the caller makes this raise.
+    """
     try:
         state = load_state(blob) if handler.wants_state else State()
         arguments = handler.bind(message, state)
@@ -68,12 +84,14 @@ async def attempt(handler: Handler, message: Message, blob: bytes) -> Outcome:
     except ValueError as error:  # msgspec's own errors and invalid UTF-8
         return Dead("undecodable", f"the key's state in Redis is damaged ({error}); see: millstream state show")
     try:
-        result = handler.function(**arguments)
         if handler.is_async:
-            result = await result
-        outputs = encode_results(handler, result)
+            outputs, raised = await _isolated(handler, arguments)
+        else:
+            outputs, raised = await run_sync(lambda: _called(handler, arguments), handler.time_limit_ms)
+        if raised is not None:
+            raise raised
     except Reject as error:
-        return Dead("rejected", str(error))
+        return Dead("rejected", text_of(error))
     except OutputError as error:
         return Dead("bad-output", str(error))
     except asyncio.CancelledError as error:
@@ -81,7 +99,7 @@ async def attempt(handler: Handler, message: Message, blob: bytes) -> Outcome:
         if task is not None and task.cancelling():
             raise  # the engine gives up the whole task, not this message
         return _failed(handler, message, error)
-    except (Exception, SystemExit) as error:  # noqa: BLE001 - the user's code may raise anything
+    except BaseException as error:  # noqa: BLE001 - the user's code may raise anything
         return _failed(handler, message, error)
     if not handler.wants_state:
         return Done(outputs, b"")
@@ -93,7 +111,35 @@ async def attempt(handler: Handler, message: Message, blob: bytes) -> Outcome:
         return Dead("bad-output", f"the state cannot be kept: {error}; use text, bytes, numbers, lists and mappings")
 
 
-def encode_results(handler: Handler, result: object) -> Sequence[Sequence[bytes]]:
+def _called(handler: Handler, arguments: dict[str, Any]) -> Ended:
+    # Errors are carried, not raised, to here: a StopIteration, for one, cannot pass through a coroutine.
+    try:
+        return encode_results(handler, handler.function(**arguments)), None
+    except BaseException as error:  # noqa: BLE001 - raised again in `attempt`
+        return (), error
+
+
+async def _isolated(handler: Handler, arguments: dict[str, Any]) -> Ended:
+    """Await the handler's coroutine in a task of its own, so that cancelling "the current task" ends only itself."""
+    task = asyncio.create_task(_awaited(handler, arguments))
+    try:
+        async with asyncio.timeout(handler.time_limit_ms / 1000):
+            return await task
+    except TimeoutError as error:
+        raise TimeLimit from error
+
+
+async def _awaited(handler: Handler, arguments: dict[str, Any]) -> Ended:
+    # asyncio lets SystemExit and KeyboardInterrupt of any task end the whole loop, and all the work in it.
+    try:
+        return encode_results(handler, await handler.function(**arguments)), None
+    except asyncio.CancelledError:
+        raise
+    except BaseException as error:  # noqa: BLE001 - raised again in `attempt`
+        return (), error
+
+
+def encode_results(handler: Handler, result: object) -> Outputs:
     """Turn what a handler returned into entries for its `into` stream. Raises OutputError."""
     if result is None:
         return ()
@@ -135,9 +181,16 @@ def refuse_unkeyed(handler: Handler, message: Message) -> Dead | None:
 
 
 def _failed(handler: Handler, message: Message, error: BaseException) -> Outcome:
-    text = f"{type(error).__name__}: {error}"
+    if isinstance(error, TimeLimit):
+        text = f"it took longer than its time limit of {handler.time_limit_ms:,.0f} ms"
+    else:
+        text = f"{type(error).__name__}: {text_of(error)}"
     if message.attempt < handler.retry.attempts:
         return Again(handler.retry.delay_after(message.attempt), text)
-    # The first frame is ours; the user's own are what helps.
-    frames = error.__traceback__.tb_next if error.__traceback__ else None
+    # What lies above the user's own frames is ours and helps nobody.
+    frames = frame = error.__traceback__
+    while frame is not None:
+        if frame.tb_frame.f_globals is globals():
+            frames = frame.tb_next
+        frame = frame.tb_next
     return Dead("failed", text, "".join(traceback.format_exception(type(error), error, frames)))

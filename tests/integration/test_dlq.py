@@ -7,6 +7,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import msgspec
 import pytest
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 
 from millstream.client import Client
 from millstream.deadletters import DeadLetter, DeadLetterBox, LetterFilter, Reason
-from millstream.errors import ConfigError, OutOfMemory, WrongType
+from millstream.errors import AccessDenied, ConfigError, OutOfMemory, WrongType
 from millstream.ledger import Ledger, Unit
 from millstream.naming import REDRIVE_FIELD, HandlerKeys
 from millstream.server import EmbeddedServer
@@ -330,6 +331,24 @@ def test_what_dies_during_a_redrive_is_not_sent_back_by_it(client: Client) -> No
         outcomes += 1
     assert outcomes == 100
     assert client.execute("XLEN", KEYS.dead) == 100
+
+
+@pytest.mark.parametrize("right", ["xdel", "xadd"])
+def test_a_redrive_that_lacks_a_right_neither_doubles_nor_loses_the_letter(client: Client, right: str) -> None:
+    bury(client, letter("1-0"))
+    client.execute("ACL", "SETUSER", "clerk", "reset", "on", ">pw", "~*", "+@all", f"-{right}")
+    with Client(client.url.replace("redis://", "redis://clerk:pw@")) as limited:
+        box = DeadLetterBox(limited)
+        with pytest.raises(AccessDenied):
+            list(box.redrive(box.select(LetterFilter())))
+    assert (client.execute("XLEN", KEYS.dead), entries(client)) == (1, [])
+
+
+def test_an_error_that_quotes_what_is_no_text_is_kept_readable(client: Client) -> None:
+    bury(client, replace(letter("1-0"), error="cannot read '\udc80'", traceback="\ud800"))
+    (filed,) = DeadLetterBox(client).find(LetterFilter())
+    assert filed.letter is not None
+    assert (filed.letter.error, filed.letter.traceback) == (r"cannot read '\udc80'", r"\ud800")
 
 
 def test_an_entry_with_too_many_fields_stays_and_is_said_how_to_help(client: Client) -> None:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from millstream.client import Client, Command, Reply
-from millstream.errors import OutOfMemory, StaleOwner, WrongType
+from millstream.errors import AccessDenied, CommandFailed, OutOfMemory, StaleOwner, WrongType
 from millstream.ledger import ENTRY_MARK, KEY_MARK, Ledger, Unit
 from millstream.model import EntryId
 from millstream.naming import HandlerKeys
@@ -333,3 +333,55 @@ def test_a_commit_between_the_reads_of_a_load_is_seen_so_that_no_stale_state_is_
         accepted = make_ledger(other).commit({STREAM: [ours]}) == []
         state = other.execute("HGET", KEYS.state, "k")
     assert state == (b"\x81twinours" if accepted else b"\x81twin")
+
+
+@pytest.fixture
+def limited(client: Client) -> Iterator[Callable[[str], Client]]:
+    """Makes a client of a user with all rights but those named."""
+    opened: list[Client] = []
+
+    def make(rights: str) -> Client:
+        client.execute("ACL", "SETUSER", "clerk", "reset", "on", ">pw", "~*", "&*", "+@all", *rights.split())
+        opened.append(Client(client.url.replace("redis://", "redis://clerk:pw@")))
+        return opened[-1]
+
+    yield make
+    for one in opened:
+        one.close()
+    client.execute("ACL", "DELUSER", "clerk")
+
+
+@pytest.mark.parametrize("rights", ["-xadd", "-hset", "-hdel", "-hincrby", "resetkeys ~millstream:* ~orders"])
+def test_a_run_without_the_rights_to_commit_is_refused_when_it_begins(
+    client: Client, limited: Callable[[str], Client], rights: str
+) -> None:
+    with pytest.raises(AccessDenied, match="may not"):
+        make_ledger(limited(rights)).begin([STREAM])
+    assert client.execute("EXISTS", KEYS.meta, "out", KEYS.dead, KEYS.marks) == 0
+    make_ledger(limited("")).begin([STREAM])
+
+
+def test_a_write_that_redis_refuses_leaves_no_mark_so_that_the_retry_commits(
+    client: Client, limited: Callable[[str], Client]
+) -> None:
+    mine = make_ledger(limited("-xadd"))
+    letter = unit("5-0", key=b"dies", dead=[("id", "5-0")])
+    for refused in (unit("5-0", state=b"\x81", outputs=[("a", "1")]), letter):
+        with pytest.raises(AccessDenied):
+            mine.commit({STREAM: [refused]})
+    assert client.execute("EXISTS", KEYS.marks, KEYS.state, KEYS.meta) == 0
+    again = unit("5-0", state=b"\x81", outputs=[("a", "1")])
+    assert make_ledger(client).commit({STREAM: [again, letter]}) == []
+    assert outputs(client) == [[b"a", b"1"]]
+
+
+def test_units_committed_before_a_refused_write_keep_their_marks_past_a_smaller_batch(client: Client) -> None:
+    """Their marks lie under `top` although the call as a whole failed."""
+    client.execute("XADD", "out", f"{2**64 - 1}-{2**64 - 2}", "a", "0")
+    ledger = make_ledger(client)
+    first, second = unit("8-0", key=b"x", outputs=[("a", "1")]), unit("9-0", key=b"y", outputs=[("a", "2")])
+    with pytest.raises(CommandFailed, match="exhausted"):
+        ledger.commit({STREAM: [first, second]})
+    ledger.advance({STREAM: EntryId(7, 0)})
+    assert ledger.load({STREAM: ([KEY_MARK + b"x", KEY_MARK + b"y"], [])}) == {STREAM: {KEY_MARK + b"x": b"8-0"}}
+    assert ledger.commit({STREAM: [first]}) == [first]

@@ -1,10 +1,13 @@
 """The engine's task, on real Redis and Arrow batches: what one execution of a partition does."""
 
 import asyncio
+import contextlib
+import os
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
@@ -14,7 +17,7 @@ import pytest
 from millstream import App, Message, Reject, Retry, State
 from millstream.client import Client
 from millstream.deadletters import DeadLetter
-from millstream.errors import StaleOwner
+from millstream.errors import StaleOwner, Unfinished
 from millstream.handlers import Handler
 from millstream.ledger import Ledger
 from millstream.model import EntryId
@@ -270,18 +273,136 @@ def test_whatever_a_handler_raises_concerns_its_own_message_only(bench: Bench) -
     assert sorted(letter.error.partition(":")[0] for letter in bench.dead()) == sorted(r.__name__ for r in raised)
 
 
+class Oddity(BaseException):
+    def __str__(self) -> str:
+        raise ValueError("no text")
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), Oddity(), UnicodeDecodeError("utf-8", b"x", 0, 1, "\ud800")])
+@pytest.mark.parametrize("kind", ["plain", "async"])
+def test_an_error_of_any_kind_is_a_failed_message_with_its_reason(
+    bench: Bench, error: BaseException, kind: str
+) -> None:
+    app = App("app")
+
+    @app.handler("in", key="k", name="handle", retry=Retry(attempts=2, delay_ms=1))
+    def plain(item: Item) -> None:
+        if item.n == 2:
+            raise error
+
+    async def coroutine(item: Item) -> None:
+        plain(item)
+
+    handler = app.handlers["handle"]
+    if kind == "async":
+        handler = replace(handler, function=coroutine, is_async=True)
+    assert bench.process(handler, bench.rows(*((n, b"a", {"n": n}) for n in (1, 2, 3))))["committed"] == 3
+    assert [(letter.id, letter.reason, letter.attempts) for letter in bench.dead()] == [("2-0", "failed", 2)]
+
+
+def test_a_handler_that_cancels_its_own_task_fails_and_the_rest_of_its_key_is_done(bench: Bench) -> None:
+    app = App("app")
+
+    @app.handler("in", key="k", name="handle", into="out", retry=Retry(attempts=1))
+    async def handle(item: Item) -> dict[str, int]:
+        if item.n == 2:
+            task = asyncio.current_task()
+            assert task is not None
+            task.cancel()
+            await asyncio.sleep(1)
+        return {"n": item.n}
+
+    done = bench.process(app.handlers["handle"], bench.rows(*((n, b"a", {"n": n}) for n in (1, 2, 3, 4))))
+    assert (done["committed"], bench.outputs()) == (4, [1, 3, 4])
+    assert [(letter.id, letter.reason) for letter in bench.dead()] == [("2-0", "failed")]
+
+
+def test_a_handler_that_cancels_others_fails_the_task_so_that_nothing_is_passed_over(bench: Bench) -> None:
+    app = App("app")
+
+    @app.handler("in", key="k", name="handle", into="out")
+    async def handle(item: Item) -> dict[str, int]:
+        if item.n == 1:
+            main = min(asyncio.all_tasks(), key=lambda task: int(task.get_name().rpartition("-")[2]))
+            for task in asyncio.all_tasks() - {main, asyncio.current_task()}:
+                task.cancel()
+        await asyncio.sleep(0.01)
+        return {"n": item.n}
+
+    rows = bench.rows(*((n, b"k%d" % n, {"n": n}) for n in range(10)))
+    with pytest.raises(Unfinished, match="left undone"):
+        bench.process(app.handlers["handle"], rows)
+
+
+@pytest.mark.parametrize("kind", ["plain", "async"])
+def test_an_attempt_beyond_its_time_limit_has_failed_and_its_key_goes_on(bench: Bench, kind: str) -> None:
+    app = App("app")
+
+    @app.handler("in", key="k", name="handle", into="out", retry=Retry(attempts=2, delay_ms=1), time_limit_ms=100)
+    def plain(item: Item) -> dict[str, int]:
+        while item.n == 2:
+            with contextlib.suppress(Exception):
+                time.sleep(60)
+        return {"n": item.n}
+
+    async def coroutine(item: Item) -> dict[str, int]:
+        await asyncio.sleep(60 if item.n == 2 else 0)
+        return {"n": item.n}
+
+    handler = app.handlers["handle"]
+    if kind == "async":
+        handler = replace(handler, function=coroutine, is_async=True)
+    began = time.monotonic()
+    done = bench.process(handler, bench.rows(*((n, b"a", {"n": n}) for n in (1, 2, 3))))
+    assert (done["committed"], bench.outputs()) == (3, [1, 3])
+    assert [letter.error for letter in bench.dead()] == ["it took longer than its time limit of 100 ms"]
+    assert time.monotonic() - began < 30
+
+
+def test_a_plain_handler_may_have_an_event_loop_of_its_own(bench: Bench) -> None:
+    app = App("app")
+
+    @app.handler("in", key="k", name="handle", into="out")
+    def handle(item: Item) -> dict[str, int]:
+        return {"n": asyncio.run(asyncio.sleep(0, item.n))}
+
+    bench.process(app.handlers["handle"], bench.rows(*((n, b"a", {"n": n}) for n in (1, 2, 3))))
+    assert bench.outputs() == [1, 2, 3]
+
+
+@pytest.mark.parametrize("mistake", ["\ud800", SystemExit(3), Oddity()])
+def test_a_key_function_that_fails_in_any_way_makes_a_dead_letter(bench: Bench, mistake: object) -> None:
+    app = App("app")
+
+    def key(message: Message) -> str:
+        if isinstance(mistake, BaseException):
+            raise mistake
+        return str(mistake)
+
+    @app.handler("in", key=key, name="handle")
+    def handle(item: Item) -> None: ...
+
+    assert bench.process(app.handlers["handle"], bench.rows((1, None, {"n": 1})))["dead"] == 1
+    assert [letter.reason for letter in bench.dead()] == ["undecodable"]
+
+
 def test_a_sibling_that_fails_the_task_makes_no_dead_letters_of_what_was_running(bench: Bench) -> None:
     app = App("app")
 
     async def handle(item: Item) -> None:
         if item.n == 0:
             await asyncio.sleep(0.02)
-            raise KeyboardInterrupt
-        await asyncio.sleep(5)
+            Ledger(bench.client, app="app", handler="handle", token=2).begin(["in"])
+        elif item.n == 1:
+            raise ValueError("its retry commits what came before, which a newer run refuses")
+        else:
+            await asyncio.sleep(5)
 
-    handler = only(app, handle, key="k", retry=Retry(attempts=1))
-    with pytest.raises((BaseExceptionGroup, KeyboardInterrupt)):
-        bench.process(handler, bench.rows(*((n + 1, b"%d" % n, {"n": n}) for n in range(20))))
+    handler = only(app, handle, key="k", retry=Retry(attempts=2, delay_ms=1))
+    others: list[Row] = [(n, b"%d" % n, {"n": n}) for n in range(3, 20)]
+    with pytest.raises(BaseExceptionGroup, match="unhandled") as raised:
+        bench.process(handler, bench.rows((1, b"0", {"n": 0}), (2, b"0", {"n": 1}), *others))
+    assert raised.group_contains(StaleOwner)
     assert bench.dead() == []
 
 
@@ -387,27 +508,31 @@ def test_a_redriven_entry_is_seen_by_its_own_handler_only_and_without_its_mark(b
     assert report["committed"] == 3
 
 
+def run_in_a_process(bench: Bench, work: Callable[[Bench], object]) -> int:
+    """Run `work` in a process of its own and return how that ended."""
+    child = os.fork()
+    if child == 0:
+        try:
+            work(Bench(Client(bench.client.url)))
+        finally:
+            os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
 def test_a_message_that_killed_its_task_before_is_struck_and_dies_while_its_neighbours_live(
     bench: Bench,
 ) -> None:
     batch = bench.rows(*((n, b"a", {"n": n}) for n in range(1, 6)))
     killer = App("app")
 
-    class Killed(BaseException):
-        """Stands for the end of the process: nothing after it runs."""
-
     def handle(item: Item) -> dict[str, int]:
         if item.n == 3:
-            raise Killed
+            os._exit(9)
         return {"n": item.n}
 
     handler = only(killer, handle, key="k", into="out", retry=Retry(attempts=3))
-    for _ in range(3):
-        with pytest.raises(BaseExceptionGroup) as caught:
-            bench.process(handler, batch, retried=True)
-        assert caught.value.subgroup(Killed) is not None
-        if bench.client.execute("HGET", HandlerKeys("app", "handle", "in").strikes, "3-0") == b"2":
-            break
+    for _ in range(2):
+        assert run_in_a_process(bench, lambda own: own.process(handler, batch, retried=True)) == 9
     assert bench.outputs() == [1, 2]
     bench.process(handler, batch, retried=False)  # the strikes alone are enough to be cautious
     assert bench.outputs() == [1, 2, 4, 5]

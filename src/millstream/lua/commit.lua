@@ -15,10 +15,13 @@
 --       so some of their messages are committed already; nothing of a refused unit is written
 -- ERROR STALE when the token is older than the epoch: a newer run has taken over
 --
--- INVARIANTS  `top` is never below any mark.  A unit is written only if its key's mark is what the caller loaded with the state, and all its ids
+--       NOPERM and others when Redis refuses one of the writes: the unit that it belongs to has no mark then
+--
+-- INVARIANTS  A unit is written only if its key's mark is what the caller loaded with the state, and all its ids
 --   lie beyond the stream's committed frontier. So of two executions of a message at most one commits, in stream
---   order, and repeating a commit whose reply was lost is refused without harm. No flag allow-oom: at maxmemory
---   the whole script is refused before it writes anything.
+--   order, and repeating a commit whose reply was lost is refused without harm. What can be refused comes before
+--   the mark, since a script is not rolled back: a mark without its effects would be a loss. `top` is never below
+--   any mark. No flag allow-oom: at maxmemory the whole script is refused before it writes anything.
 
 local function split(id)
   return string.match(id, '^(%d+)-(%d+)$')
@@ -65,58 +68,59 @@ local function take_count()
   return tonumber(take())
 end
 
+local failure
+local function try(...)
+  if failure then return end
+  local reply = redis.pcall(...)
+  if type(reply) == 'table' and reply.err then failure = reply end
+end
+
+local function add(key, maxlen, items)
+  if maxlen == '0' then
+    try('XADD', key, '*', unpack(ARGV, at + 1, at + items))
+  else
+    try('XADD', key, 'MAXLEN', '~', maxlen, '*', unpack(ARGV, at + 1, at + items))
+  end
+end
+
 local refused, unit = {}, 0
 local committed, written, dead = 0, 0, 0
 
-while at < #ARGV do
+while at < #ARGV and not failure do
   unit = unit + 1
   local mark, expected, first, last, messages = take(), take(), take(), take(), take_count()
   local accepted = (redis.call('HGET', KEYS[2], mark) or '') == expected
     and (not frontier or less(frontier, first))
-  if accepted then
-    redis.call('HSET', KEYS[2], mark, last)
-    if not top or less(top, last) then top = last end
-    committed = committed + messages
-  else
-    refused[#refused + 1] = unit
-  end
+  if not accepted then refused[#refused + 1] = unit end
 
   local change = take()
-  if change ~= '' then
-    local field = take()
-    if change == 'D' then
-      if accepted then redis.call('HDEL', KEYS[3], field) end
-    else
-      local value = take()
-      if accepted then redis.call('HSET', KEYS[3], field, value) end
-    end
-  end
+  local field = change ~= '' and take()
+  local value = change == 'S' and take()
+  local struck = take_count()
+  local struck_at = at
+  at = at + struck
 
-  for _ = 1, take_count() do
-    local id = take()
-    if accepted then redis.call('HDEL', KEYS[4], id) end
-  end
-
-  for _ = 1, take_count() do
+  local outputs = take_count()
+  for _ = 1, outputs do
     local key, maxlen, items = take_count(), take(), take_count()
-    if accepted then
-      if maxlen == '0' then
-        redis.call('XADD', KEYS[key], '*', unpack(ARGV, at + 1, at + items))
-      else
-        redis.call('XADD', KEYS[key], 'MAXLEN', '~', maxlen, '*', unpack(ARGV, at + 1, at + items))
-      end
-      written = written + 1
-    end
+    if accepted then add(KEYS[key], maxlen, items) end
+    at = at + items
+  end
+  local letters = take_count()
+  for _ = 1, letters do
+    local items = take_count()
+    if accepted then add(KEYS[5], '0', items) end
     at = at + items
   end
 
-  for _ = 1, take_count() do
-    local items = take_count()
-    if accepted then
-      redis.call('XADD', KEYS[5], '*', unpack(ARGV, at + 1, at + items))
-      dead = dead + 1
+  if accepted then
+    if value then try('HSET', KEYS[3], field, value) elseif field then try('HDEL', KEYS[3], field) end
+    for i = struck_at + 1, struck_at + struck do try('HDEL', KEYS[4], ARGV[i]) end
+    try('HSET', KEYS[2], mark, last)
+    if not failure then
+      if not top or less(top, last) then top = last end
+      committed, written, dead = committed + messages, written + outputs, dead + letters
     end
-    at = at + items
   end
 end
 
@@ -127,4 +131,4 @@ end
 if written > 0 then redis.call('HINCRBY', KEYS[1], 'written', written) end
 if dead > 0 then redis.call('HINCRBY', KEYS[1], 'dead', dead) end
 if #refused > 0 then redis.call('HINCRBY', KEYS[1], 'refused', #refused) end
-return refused
+return failure or refused

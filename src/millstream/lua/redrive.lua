@@ -12,6 +12,7 @@ local found = redis.call('TYPE', KEYS[2])['ok']
 if found ~= 'none' and found ~= 'stream' then
   return redis.error_reply('WRONGTYPE ' .. KEYS[2] .. ' holds a ' .. found .. ' where a stream is needed')
 end
+redis.call('XDEL', KEYS[1], '0-0') -- removes nothing: whoever may not remove the letter must not add the entry
 if #redis.call('XRANGE', KEYS[1], ARGV[1], ARGV[1]) == 0 then
   return false
 end

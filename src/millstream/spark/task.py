@@ -15,12 +15,13 @@ import pyarrow as pa
 from pyspark import TaskContext
 
 from millstream.client import Client, shared_client
-from millstream.errors import DecodeError
+from millstream.errors import DecodeError, Unfinished
 from millstream.handlers import Handler
 from millstream.ledger import ENTRY_MARK, KEY_MARK, Ledger, Standing, Unit
 from millstream.lifecycle import Again, Dead, Done, Outcome, attempt, letter, refuse_unkeyed
 from millstream.model import ZERO_ID, EntryId, Message
 from millstream.naming import REDRIVE_FIELD
+from millstream.spark.alarm import Alarm
 
 COMMIT_MESSAGES = 500
 COMMIT_BYTES = 1 << 20
@@ -108,6 +109,16 @@ class Run:
         self.unit = Unit(self.mark, mark, self.key or b"")
 
 
+def _check_finished(runs: Iterable[Run]) -> None:
+    """Fail the task, so that Spark repeats it, if work was left undone: the frontier must not pass it."""
+    for run in runs:
+        if run.entries or run.covered:
+            raise Unfinished(
+                f"messages of stream {run.stream!r} were left undone from {(run.covered or run.entries)[0].id} on: a "
+                "handler cancelled tasks that are not its own"
+            )
+
+
 def open_fields(packed: bytes) -> tuple[list[bytes], bytes | None]:
     """Unpack an entry's fields; return them and, if it was redriven, the handler that it is meant for."""
     pairs = _unpack(packed)
@@ -149,6 +160,7 @@ class PartitionTask:
         self._outbox_messages = 0
         self._outbox_bytes = 0
         self._refused: list[Run] = []
+        self._alarm = Alarm()
         self._slots = asyncio.Semaphore(handler.concurrency if handler.is_async else 1)
 
     # The spine
@@ -162,6 +174,7 @@ class PartitionTask:
                 self._load(runs)
                 await self._drive_all(runs)
                 self._flush()
+                _check_finished(run for run in runs if run not in self._refused)
                 runs, self._refused = self._refused, []
                 self._begin_streams({run.stream for run in runs}, again=True)
 
@@ -274,7 +287,7 @@ class PartitionTask:
                 message.attempt = before + 1
                 return Dead("crashed", f"the process ended each of the {before + 1} times that this message was tried")
         async with self._slots:
-            return await attempt(handler, message, run.state)
+            return await attempt(handler, message, run.state, self._alarm.run)
 
     def _settle(self, run: Run, message: Message, outcome: Done | Dead) -> None:
         """Add a finished message's effects to its run's unit."""
