@@ -6,7 +6,7 @@ Nothing here does I/O or waits: `attempt` says what became of one run of the han
 import asyncio
 import time
 import traceback
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,9 +56,9 @@ Outputs = Sequence[Sequence[bytes]]
 Ended = tuple[Outputs, BaseException | None]
 """What a handler returned, or what it raised."""
 
-RunSync = Callable[[Callable[[], Ended], float], Awaitable[Ended]]
-"""How an engine runs a plain function: in place or in a thread. Told the time limit in milliseconds, which it
-enforces as well as it can by raising TimeLimit in the function."""
+Guard = Callable[[Callable[[], Ended], float], Ended]
+"""How an engine calls a plain function: told the time limit in milliseconds, which it enforces as well as it can,
+by raising TimeLimit in the function."""
 
 
 class TimeLimit(BaseException):
@@ -70,37 +70,57 @@ def load_state(blob: bytes) -> State:
     return State(_decode_state(blob)) if blob else State()
 
 
-async def attempt(handler: Handler, message: Message, blob: bytes, run_sync: RunSync) -> Outcome:
-    """Run `handler` once on `message` with the state in `blob` and say what became of it.
+async def attempt(handler: Handler, message: Message, blob: bytes) -> Outcome:
+    """Run an async `handler` once on `message` with the state in `blob` and say what became of it.
 
-    A plain function is run by `run_sync`. Whatever the handler raises is an outcome, and what it does to its own
-    task too; only cancelling the caller makes this raise.
+    Whatever the handler raises is an outcome, and what it does to its own task too; only cancelling the caller makes
+    this raise.
     """
+    prepared = _prepare(handler, message, blob)
+    if isinstance(prepared, Dead):
+        return prepared
+    state, arguments = prepared
     try:
-        state = load_state(blob) if handler.wants_state else State()
-        arguments = handler.bind(message, state)
-    except DecodeError as error:
-        return Dead("undecodable", str(error))
-    except ValueError as error:  # msgspec's own errors and invalid UTF-8
-        return Dead("undecodable", f"the key's state in Redis is damaged ({error}); see: millstream state show")
-    try:
-        if handler.is_async:
-            outputs, raised = await _isolated(handler, arguments)
-        else:
-            outputs, raised = await run_sync(lambda: _called(handler, arguments), handler.time_limit_ms)
-        if raised is not None:
-            raise raised
-    except Reject as error:
-        return Dead("rejected", text_of(error))
-    except OutputError as error:
-        return Dead("bad-output", str(error))
+        ended = await _isolated(handler, arguments)
     except asyncio.CancelledError as error:
         task = asyncio.current_task()
         if task is not None and task.cancelling():
             raise  # the engine gives up the whole task, not this message
-        return _failed(handler, message, error)
-    except BaseException as error:  # noqa: BLE001 - the user's code may raise anything
-        return _failed(handler, message, error)
+        ended = (), error
+    return _judge(handler, message, state, ended)
+
+
+def attempt_plain(handler: Handler, message: Message, blob: bytes, guard: Guard) -> Outcome:
+    """Run a plain `handler` once, under `guard`, and say what became of it. Never raises."""
+    prepared = _prepare(handler, message, blob)
+    if isinstance(prepared, Dead):
+        return prepared
+    state, arguments = prepared
+    try:
+        ended = guard(lambda: _called(handler, arguments), handler.time_limit_ms)
+    except TimeLimit as error:  # it rang when the function had just returned
+        ended = (), error
+    return _judge(handler, message, state, ended)
+
+
+def _prepare(handler: Handler, message: Message, blob: bytes) -> tuple[State, dict[str, Any]] | Dead:
+    try:
+        state = load_state(blob) if handler.wants_state else State()
+        return state, handler.bind(message, state)
+    except DecodeError as error:
+        return Dead("undecodable", str(error))
+    except ValueError as error:  # msgspec's own errors and invalid UTF-8
+        return Dead("undecodable", f"the key's state in Redis is damaged ({error}); see: millstream state show")
+
+
+def _judge(handler: Handler, message: Message, state: State, ended: Ended) -> Outcome:
+    outputs, raised = ended
+    if isinstance(raised, Reject):
+        return Dead("rejected", text_of(raised))
+    if isinstance(raised, OutputError):
+        return Dead("bad-output", str(raised))
+    if raised is not None:
+        return _failed(handler, message, raised)
     if not handler.wants_state:
         return Done(outputs, b"")
     try:
@@ -115,7 +135,7 @@ def _called(handler: Handler, arguments: dict[str, Any]) -> Ended:
     # Errors are carried, not raised, to here: a StopIteration, for one, cannot pass through a coroutine.
     try:
         return encode_results(handler, handler.function(**arguments)), None
-    except BaseException as error:  # noqa: BLE001 - raised again in `attempt`
+    except BaseException as error:  # noqa: BLE001 - it is judged as an outcome
         return (), error
 
 
@@ -125,17 +145,17 @@ async def _isolated(handler: Handler, arguments: dict[str, Any]) -> Ended:
     try:
         async with asyncio.timeout(handler.time_limit_ms / 1000):
             return await task
-    except TimeoutError as error:
-        raise TimeLimit from error
+    except TimeoutError:
+        return (), TimeLimit()
 
 
 async def _awaited(handler: Handler, arguments: dict[str, Any]) -> Ended:
-    # asyncio lets SystemExit and KeyboardInterrupt of any task end the whole loop, and all the work in it.
+    # Caught in here: asyncio lets SystemExit and KeyboardInterrupt of any task end the whole loop, and all the work in it.
     try:
         return encode_results(handler, await handler.function(**arguments)), None
     except asyncio.CancelledError:
         raise
-    except BaseException as error:  # noqa: BLE001 - raised again in `attempt`
+    except BaseException as error:  # noqa: BLE001 - it is judged as an outcome
         return (), error
 
 

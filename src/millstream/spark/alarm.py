@@ -23,9 +23,9 @@ class Alarm:
         if self._usable:
             signal.signal(signal.SIGALRM, self._ring)
 
-    async def run(self, work: Callable[[], Ended], limit_ms: float) -> Ended:
-        """Return what `work` returns; it runs here and now. Raises TimeLimit in it after `limit_ms` milliseconds."""
-        loop = asyncio.get_running_loop()
+    def guard(self, work: Callable[[], Ended], limit_ms: float) -> Ended:
+        """Return what `work` returns; raise TimeLimit in it after `limit_ms` milliseconds."""
+        loop = asyncio._get_running_loop()
         try:
             # A plain handler may have an event loop of its own: asyncio.run refuses to begin inside another.
             asyncio._set_running_loop(None)

@@ -18,7 +18,7 @@ from millstream.client import Client, shared_client
 from millstream.errors import DecodeError, Unfinished
 from millstream.handlers import Handler
 from millstream.ledger import ENTRY_MARK, KEY_MARK, Ledger, Standing, Unit
-from millstream.lifecycle import Again, Dead, Done, Outcome, attempt, letter, refuse_unkeyed
+from millstream.lifecycle import Again, Dead, Done, Outcome, attempt, attempt_plain, letter, refuse_unkeyed
 from millstream.model import ZERO_ID, EntryId, Message
 from millstream.naming import REDRIVE_FIELD
 from millstream.spark.alarm import Alarm
@@ -161,7 +161,7 @@ class PartitionTask:
         self._outbox_bytes = 0
         self._refused: list[Run] = []
         self._alarm = Alarm()
-        self._slots = asyncio.Semaphore(handler.concurrency if handler.is_async else 1)
+        self._slots = asyncio.Semaphore(handler.concurrency)
 
     # The spine
 
@@ -286,8 +286,10 @@ class PartitionTask:
             if before >= max(1, handler.retry.attempts - 1):
                 message.attempt = before + 1
                 return Dead("crashed", f"the process ended each of the {before + 1} times that this message was tried")
+        if not handler.is_async:
+            return attempt_plain(handler, message, run.state, self._alarm.guard)
         async with self._slots:
-            return await attempt(handler, message, run.state, self._alarm.run)
+            return await attempt(handler, message, run.state)
 
     def _settle(self, run: Run, message: Message, outcome: Done | Dead) -> None:
         """Add a finished message's effects to its run's unit."""
