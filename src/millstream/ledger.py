@@ -22,7 +22,7 @@ FORGET = Script("forget")
 
 KEY_MARK, ENTRY_MARK = b"k", b"i"
 _LOAD_CHUNK = 1_000
-_OUTPUT_KEY = 6
+_OUTPUT_KEY = 8
 
 
 @dataclass(slots=True)
@@ -84,7 +84,8 @@ class Standing:
 class Ledger:
     """The ledger of one handler, over all its streams, as written by the run that holds `token`.
 
-    `into` is the handler's output stream, or None; `into_maxlen` trims it to about so many entries. Each method is
+    `into` is the handler's output stream, or None; `into_maxlen` trims it to about so many entries. `consumer` is the
+    name of a worker, which commits only what is pending and its own; "" on Spark. Each method is
     one round trip per Redis node, however many streams it names, and may safely be repeated when its reply is lost.
     Each raises RedisError, and those that write raise StaleOwner if a newer run has begun.
     """
@@ -98,12 +99,14 @@ class Ledger:
         token: int = 0,
         into: str | None = None,
         into_maxlen: int | None = None,
+        consumer: str = "",
     ) -> None:
         self._client = client
         self._owner = (app, handler)
         self._token = token
         self._into = (into,) if into else ()
         self._maxlen = into_maxlen or 0
+        self._worker = (HandlerKeys(app, handler, "").group, consumer) if consumer else ("", "")
 
     def renewed(self, token: int) -> "Ledger":
         """The same ledger in the hands of the run that holds `token`."""
@@ -131,7 +134,8 @@ class Ledger:
 
         Also raises AccessDenied if the Redis user lacks a right that `commit` will need.
         """
-        replies = self._run(BEGIN, [(self._written(stream), (self._token,)) for stream in streams])
+        group = HandlerKeys(*self._owner, "").group
+        replies = self._run(BEGIN, [(self._written(stream), (self._token, group)) for stream in streams])
         return {
             stream: Standing(EntryId.parse(frontier) if frontier else None, int(struck))
             for stream, (frontier, struck) in zip(streams, replies, strict=True)
@@ -179,7 +183,7 @@ class Ledger:
         """
         calls = []
         for stream, group in units.items():
-            args: list[Arg] = [self._token]
+            args: list[Arg] = [self._token, *self._worker]
             for unit in group:
                 args += unit.args(self._maxlen)
             calls.append((self._written(stream), args))
@@ -211,7 +215,7 @@ class Ledger:
 
     def _written(self, stream: str) -> tuple[str, ...]:
         k = self.keys(stream)
-        return (k.meta, k.marks, k.state, k.strikes, k.dead, *self._into)
+        return (k.meta, k.marks, k.state, k.strikes, k.dead, k.open, stream, *self._into)
 
     def _run(self, script: Script, calls: Sequence[tuple[Sequence[Arg], Sequence[Arg]]]) -> list[Reply]:
         try:

@@ -9,26 +9,11 @@
 -- INVARIANT  The frontier never goes back, and marks are dropped only by a call that moves it past all of them: a batch
 --   that died half-done may have left marks beyond the end of a smaller batch that is planned in its place.
 
-local function split(id)
-  return string.match(id, '^(%d+)-(%d+)$')
-end
-
-local function less_number(a, b)
-  if #a ~= #b then return #a < #b end
-  return a < b
-end
-
-local function less(a, b)
-  local a_ms, a_seq = split(a)
-  local b_ms, b_seq = split(b)
-  if a_ms ~= b_ms then return less_number(a_ms, b_ms) end
-  return less_number(a_seq, b_seq)
-end
+-- include ids
 
 local found = redis.call('HMGET', KEYS[1], 'epoch', 'frontier', 'top')
-if found[1] and less_number(ARGV[1], found[1]) then
-  return redis.error_reply('STALE token ' .. ARGV[1] .. ' is older than epoch ' .. found[1])
-end
+local refusal = stale(ARGV[1], found[1])
+if refusal then return refusal end
 if found[2] and not less(found[2], ARGV[2]) then
   return 0
 end

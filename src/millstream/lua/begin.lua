@@ -1,43 +1,71 @@
 #!lua
--- Begin to work on one stream for a run: raise the epoch to the run's token, so that older runs are refused.
+-- Begin to work on one stream for a run on Spark: raise the epoch to the run's token, so that older runs are refused.
 --
--- KEYS  1 meta (hash)   2 marks (hash)   3 state (hash)   4 strikes (hash)   5 dead letters (stream)   6.. output streams
--- ARGV  1 token: the run's epoch
+-- KEYS  as of commit.lua
+-- ARGV  1 token: the run's epoch   2 consumer group of the workers
 -- REPLY frontier ('' = none yet), number of struck entries
 -- ERROR STALE when a newer run has raised the epoch further; NOPERM when a commit would be refused one of its writes
 --
--- INVARIANT  The epoch never goes back. Writes nothing else: each command below is refused by its own rules where the
---   user's rights do not refuse it first, so that a run without the rights stops before it does anything.
+-- INVARIANT  The epoch never goes back. What workers did before is kept: everything up to the frontier is committed,
+--   and what is committed beyond it has a mark.
 
-local function less_number(a, b)
-  if #a ~= #b then return #a < #b end
-  return a < b
-end
+-- include ids
+-- include rights
+-- include group
 
-local function may(...)
-  local reply = redis.pcall(...)
-  local text = type(reply) == 'table' and reply.err
-  -- Redis names neither the command nor the key in the refusal, so we do.
-  if text and string.find(text, 'The user executing the script', 1, true) then
-    return 'NOPERM ' .. select(1, ...) .. ' on ' .. select(2, ...)
+local CHUNK = 1000
+
+-- Workers know what is not committed, by the pending list; Spark reads from the frontier on and leaves out what is
+-- marked. So the frontier moves back to before the first pending entry, and what was acked after it gets marks.
+local function take_over(name, frontier, top)
+  local group = find_group(name)
+  if not group then
+    remake_group(name, frontier)
+    group = find_group(name)
   end
-end
-
-for i = 1, #KEYS do
-  local problem
-  if i <= 4 then
-    problem = may('HSET', KEYS[i], 'f', 'v', 'odd') or may('HDEL', KEYS[i], '') or may('HINCRBY', KEYS[i], 'f', 'nan')
+  local last = group['last-delivered-id']
+  local pending, first = {}, nil
+  local from = '-'
+  repeat
+    local page = redis.call('XPENDING', KEYS[7], name, from, '+', CHUNK)
+    for _, item in ipairs(page) do
+      pending[item[1]] = true
+      if not first then first = item[1] end
+      from = '(' .. item[1]
+    end
+  until #page < CHUNK
+  if first then
+    local before = redis.call('XREVRANGE', KEYS[7], '(' .. first, '-', 'COUNT', 1)[1]
+    frontier = before and before[1] or '0-0'
+    from = first
+    repeat
+      local page = redis.call('XRANGE', KEYS[7], from, last, 'COUNT', CHUNK)
+      for _, entry in ipairs(page) do
+        if not pending[entry[1]] then redis.call('HSET', KEYS[2], 'i' .. entry[1], entry[1]) end
+        from = '(' .. entry[1]
+      end
+    until #page < CHUNK
+    if not top or less(top, last) then redis.call('HSET', KEYS[1], 'top', last) end
   else
-    problem = may('XADD', KEYS[i], '0-0', 'f', 'v')
+    frontier = last
   end
-  if problem then return redis.error_reply(problem) end
+  for _, items in ipairs(redis.call('XINFO', 'CONSUMERS', KEYS[7], name)) do
+    redis.call('XGROUP', 'DELCONSUMER', KEYS[7], name, pairs_of(items)['name']) -- their entries are beyond the frontier
+  end
+  redis.call('HSET', KEYS[1], 'frontier', frontier)
+  redis.call('HDEL', KEYS[1], 'engine')
+  redis.call('DEL', KEYS[6])
+  return frontier
 end
 
-local found = redis.call('HMGET', KEYS[1], 'epoch', 'frontier')
-if found[1] and less_number(ARGV[1], found[1]) then
-  return redis.error_reply('STALE token ' .. ARGV[1] .. ' is older than epoch ' .. found[1])
-end
-if found[1] ~= ARGV[1] then
+local found = redis.call('HMGET', KEYS[1], 'epoch', 'frontier', 'engine', 'top')
+local epoch, frontier = found[1], found[2]
+local refusal = stale(ARGV[1], epoch) or may_commit()
+if refusal then return refusal end
+if epoch ~= ARGV[1] then
   redis.call('HSET', KEYS[1], 'epoch', ARGV[1])
 end
-return {found[2] or '', redis.call('HLEN', KEYS[4])}
+if found[3] == 'workers' then
+  frontier = take_over(ARGV[2], frontier, found[4])
+end
+return {frontier or '', redis.call('HLEN', KEYS[4])}

@@ -1,44 +1,30 @@
 #!lua
--- Commit the effects of messages: state, output entries, dead letters and the key's mark, in one atomic step.
+-- Commit the effects of messages: state, output entries, dead letters and what marks them as done, in one atomic step.
 --
--- KEYS  1 meta (hash: frontier, epoch, top, counters)   2 marks (hash)   3 state (hash)   4 strikes (hash)
---       5 dead letters (stream)                    6.. output streams
--- ARGV  1 token: the run's epoch
+-- KEYS  1 meta (hash: frontier, epoch, top, engine, counters)   2 marks (hash)   3 state (hash)   4 strikes (hash)
+--       5 dead letters (stream)   6 open entries (hash)   7 the input stream   8.. output streams
+-- ARGV  1 token: the run's epoch   2 consumer group of the workers, or '' on Spark   3 consumer
 --       then any number of units, one per run of messages of one key (or one unkeyed message):
 --         mark field, expected mark ('' = none), first id, last id, number of messages
 --         state: '' (untouched), 'S' field value (set) or 'D' field (delete)
---         number of struck ids, the ids
+--         number of struck fields, the fields
 --         number of outputs, each: index into KEYS, length to trim the stream to (0 = no trimming),
 --           number of items, the items (name, value, ...)
 --         number of dead letters, each: number of items, the items
--- REPLY list of the numbers (1 = first) of the units that were refused: their mark or the frontier has moved on,
---       so some of their messages are committed already; nothing of a refused unit is written
+-- REPLY list of the numbers (1 = first) of the units that were refused, nothing of which is written: their mark or the
+--       frontier has moved on, so some of their messages are committed already; or, for a worker, the entry is not in
+--       its hands any more
 -- ERROR STALE when the token is older than the epoch: a newer run has taken over
---
 --       NOPERM and others when Redis refuses one of the writes: the unit that it belongs to has no mark then
 --
 -- INVARIANTS  A unit is written only if its key's mark is what the caller loaded with the state, and all its ids
---   lie beyond the stream's committed frontier. So of two executions of a message at most one commits, in stream
---   order, and repeating a commit whose reply was lost is refused without harm. What can be refused comes before
---   the mark, since a script is not rolled back: a mark without its effects would be a loss. `top` is never below
---   any mark. No flag allow-oom: at maxmemory the whole script is refused before it writes anything.
+--   lie beyond the stream's committed frontier or are open. So of two executions of a message at most one commits, in
+--   stream order, and repeating a commit whose reply was lost is refused without harm. A worker's entry must also be
+--   pending and its own, so that one that was taken over commits nothing (XACK by itself does not ask who acks). What
+--   can be refused comes before the mark, since a script is not rolled back: a mark without its effects would be a
+--   loss. `top` is never below any mark. No flag allow-oom: at maxmemory the whole script is refused before it writes.
 
-local function split(id)
-  return string.match(id, '^(%d+)-(%d+)$')
-end
-
--- Ids are compared as digit strings: sequence numbers go up to 2^64, beyond what a Lua number holds exactly.
-local function less_number(a, b)
-  if #a ~= #b then return #a < #b end
-  return a < b
-end
-
-local function less(a, b)
-  local a_ms, a_seq = split(a)
-  local b_ms, b_seq = split(b)
-  if a_ms ~= b_ms then return less_number(a_ms, b_ms) end
-  return less_number(a_seq, b_seq)
-end
+-- include ids
 
 local function check_type(key, wanted)
   local found = redis.call('TYPE', key)['ok']
@@ -48,17 +34,17 @@ local function check_type(key, wanted)
 end
 
 for i = 1, #KEYS do
-  local problem = check_type(KEYS[i], i >= 5 and 'stream' or 'hash')
+  local problem = check_type(KEYS[i], (i <= 4 or i == 6) and 'hash' or 'stream')
   if problem then return redis.error_reply(problem) end
 end
 
+local token, group, consumer = ARGV[1], ARGV[2], ARGV[3]
 local meta = redis.call('HMGET', KEYS[1], 'epoch', 'frontier', 'top')
-local epoch, frontier, top = meta[1], meta[2], meta[3]
-if epoch and less_number(ARGV[1], epoch) then
-  return redis.error_reply('STALE token ' .. ARGV[1] .. ' is older than epoch ' .. epoch)
-end
+local frontier, top = meta[2], meta[3]
+local refusal = stale(token, meta[1])
+if refusal then return refusal end
 
-local at = 1
+local at = 3
 local function take()
   at = at + 1
   return ARGV[at]
@@ -83,15 +69,26 @@ local function add(key, maxlen, items)
   end
 end
 
+local function is_new(mark, expected, first)
+  if (redis.call('HGET', KEYS[2], mark) or '') ~= expected then return false end
+  if not frontier or less(frontier, first) then return true end
+  return group ~= '' and redis.call('HEXISTS', KEYS[6], first) == 1
+end
+
+local function in_hand(id)
+  return group == '' or #redis.call('XPENDING', KEYS[7], group, id, id, 1, consumer) == 1
+end
+
 local refused, unit = {}, 0
 local committed, written, dead = 0, 0, 0
 
 while at < #ARGV and not failure do
   unit = unit + 1
   local mark, expected, first, last, messages = take(), take(), take(), take(), take_count()
-  local accepted = (redis.call('HGET', KEYS[2], mark) or '') == expected
-    and (not frontier or less(frontier, first))
+  local new = is_new(mark, expected, first)
+  local accepted = new and in_hand(last)
   if not accepted then refused[#refused + 1] = unit end
+  if group ~= '' and not new then redis.call('XACK', KEYS[7], group, last) end -- done before: nobody needs it again
 
   local change = take()
   local field = change ~= '' and take()
@@ -116,7 +113,8 @@ while at < #ARGV and not failure do
   if accepted then
     if value then try('HSET', KEYS[3], field, value) elseif field then try('HDEL', KEYS[3], field) end
     for i = struck_at + 1, struck_at + struck do try('HDEL', KEYS[4], ARGV[i]) end
-    try('HSET', KEYS[2], mark, last)
+    if group ~= '' then try('XACK', KEYS[7], group, last) end
+    if frontier and not less(frontier, last) then try('HDEL', KEYS[6], last) else try('HSET', KEYS[2], mark, last) end
     if not failure then
       if not top or less(top, last) then top = last end
       committed, written, dead = committed + messages, written + outputs, dead + letters

@@ -1,0 +1,39 @@
+#!lua
+-- Note how far the workers of a handler are on one stream: a frontier, and the entries before it that are still open.
+--
+-- KEYS  as of commit.lua
+-- ARGV  1 token: the workers' epoch   2 consumer group   3 most pending entries that are noted in one call
+-- REPLY 1 if it was noted, 0 if too much is pending
+-- ERROR STALE when a newer run has taken over
+--
+-- INVARIANT  An entry at or below the frontier is committed, or in the open entries. So marks, which every commit adds to,
+--   can be dropped, and a group that is lost can be made again without skipping or repeating an effect.
+
+-- include ids
+-- include group
+
+local CHUNK = 1000
+
+local name = ARGV[2]
+local found = redis.call('HMGET', KEYS[1], 'epoch', 'frontier', 'top')
+local refusal = stale(ARGV[1], found[1])
+if refusal then return refusal end
+
+local group = find_group(name)
+if not group then return redis.error_reply('NOGROUP the group ' .. name .. ' of ' .. KEYS[7] .. ' is gone') end
+if group['pending'] > tonumber(ARGV[3]) then return 0 end
+
+local frontier = group['last-delivered-id']
+if found[2] and less(frontier, found[2]) then frontier = found[2] end
+redis.call('DEL', KEYS[6])
+local from = '-'
+repeat
+  local page = redis.call('XPENDING', KEYS[7], name, from, '+', CHUNK)
+  for _, item in ipairs(page) do
+    redis.call('HSET', KEYS[6], item[1], item[2])
+    from = '(' .. item[1]
+  end
+until #page < CHUNK
+redis.call('HSET', KEYS[1], 'frontier', frontier)
+if not (found[3] and less(frontier, found[3])) then redis.call('UNLINK', KEYS[2]) end
+return 1

@@ -1,0 +1,26 @@
+#!lua
+-- Set how long a worker's entries have been idle: 0 to keep them in its hands, long ago to hand them back at once.
+--
+-- KEYS  1 meta (hash)   2 the input stream
+-- ARGV  1 token: the workers' epoch   2 consumer group   3 consumer   4 idle time in milliseconds   5.. entry ids
+-- REPLY the ids that are not in the worker's hands any more
+-- ERROR STALE when a newer run has taken over
+--
+-- INVARIANT  Entries of another consumer are left alone: XCLAIM by itself would take them from whoever adopted them.
+
+-- include ids
+
+local refusal = stale(ARGV[1], redis.call('HGET', KEYS[1], 'epoch'))
+if refusal then return refusal end
+
+local group, consumer, idle_ms = ARGV[2], ARGV[3], ARGV[4]
+local lost = {}
+for i = 5, #ARGV do
+  local id = ARGV[i]
+  if #redis.call('XPENDING', KEYS[2], group, id, id, 1, consumer) == 1 then
+    redis.call('XCLAIM', KEYS[2], group, consumer, 0, id, 'IDLE', idle_ms, 'JUSTID')
+  else
+    lost[#lost + 1] = id
+  end
+end
+return lost
