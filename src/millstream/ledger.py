@@ -7,8 +7,9 @@ Both engines commit through this one module and its one script.
 """
 
 import copy
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 from millstream.client import Arg, Client, Command, Reply, Script, raise_if_error
 from millstream.errors import CommandFailed, StaleOwner
@@ -17,11 +18,20 @@ from millstream.naming import HandlerKeys
 
 BEGIN = Script("begin")
 COMMIT = Script("commit")
+COMMIT_AT_MAXMEMORY = Script("commit", allow_oom=True)
+JOIN = Script("join")
+HOLD = Script("hold")
+CHECKPOINT = Script("checkpoint")
 ADVANCE = Script("advance")
 FORGET = Script("forget")
 
 KEY_MARK, ENTRY_MARK = b"k", b"i"
+FAILED = "f"
+"""Ends the field of the strikes that counts an entry's failed attempts; the one without it counts those of which the
+process may have died."""
+
 _LOAD_CHUNK = 1_000
+_MOST_OPEN = 20_000
 _OUTPUT_KEY = 8
 
 
@@ -103,15 +113,16 @@ class Ledger:
     ) -> None:
         self._client = client
         self._owner = (app, handler)
-        self._token = token
+        self.token = token
         self._into = (into,) if into else ()
         self._maxlen = into_maxlen or 0
-        self._worker = (HandlerKeys(app, handler, "").group, consumer) if consumer else ("", "")
+        self._group = HandlerKeys(app, handler, "").group
+        self._worker = (self._group, consumer) if consumer else ("", "")
 
     def renewed(self, token: int) -> "Ledger":
         """The same ledger in the hands of the run that holds `token`."""
         fresh = copy.copy(self)
-        fresh._token = token
+        fresh.token = token
         return fresh
 
     def keys(self, stream: str) -> HandlerKeys:
@@ -134,8 +145,7 @@ class Ledger:
 
         Also raises AccessDenied if the Redis user lacks a right that `commit` will need.
         """
-        group = HandlerKeys(*self._owner, "").group
-        replies = self._run(BEGIN, [(self._written(stream), (self._token, group)) for stream in streams])
+        replies = self._run(BEGIN, [(self._written(stream), (self.token, self._group)) for stream in streams])
         return {
             stream: Standing(EntryId.parse(frontier) if frontier else None, int(struck))
             for stream, (frontier, struck) in zip(streams, replies, strict=True)
@@ -175,20 +185,22 @@ class Ledger:
                     values[prefix + name] = value
         return found
 
-    def commit(self, units: Mapping[str, Sequence[Unit]]) -> list[Unit]:
+    def commit(self, units: Mapping[str, Sequence[Unit]], *, allow_oom: bool = False) -> list[Unit]:
         """Commit each stream's units in one atomic step per stream; return the units that were refused.
 
-        A refused unit wrote nothing: part of it is committed already. Also raises OutOfMemory if Redis cannot take
-        the effects now; a stream whose step failed has nothing written.
+        A refused unit wrote nothing: part of it is committed already, or the entry is not the worker's any more. Also
+        raises OutOfMemory if Redis cannot take the effects now; a stream whose step failed has nothing written.
+        `allow_oom`: commit at maxmemory too; for units without effects, which free memory in the end.
         """
         calls = []
         for stream, group in units.items():
-            args: list[Arg] = [self._token, *self._worker]
+            args: list[Arg] = [self.token, *self._worker]
             for unit in group:
                 args += unit.args(self._maxlen)
             calls.append((self._written(stream), args))
         refused = []
-        for group, numbers in zip(units.values(), self._run(COMMIT, calls), strict=True):
+        script = COMMIT_AT_MAXMEMORY if allow_oom else COMMIT
+        for group, numbers in zip(units.values(), self._run(script, calls), strict=True):
             refused += [group[int(number) - 1] for number in numbers]
         return refused
 
@@ -197,7 +209,7 @@ class Ledger:
         calls = []
         for stream, end in ends.items():
             k = self.keys(stream)
-            calls.append(((k.meta, k.marks, k.strikes), (self._token, str(end))))
+            calls.append(((k.meta, k.marks, k.strikes), (self.token, str(end))))
         self._run(ADVANCE, calls)
 
     def strike(self, stream: str, entry_id: str) -> int:
@@ -211,7 +223,50 @@ class Ledger:
         letters and outputs stay.
         """
         names = [self.keys(stream) for stream in streams]
-        self._run(FORGET, [((k.meta, k.marks, k.state, k.strikes), (self._token,)) for k in names])
+        self._run(FORGET, [((k.meta, k.marks, k.state, k.strikes), (self.token,)) for k in names])
+
+    # Workers
+
+    def joined(self, stream: str, start: Literal["0", "$"]) -> tuple["Ledger", bool]:
+        """Join the workers of `stream` and return the ledger in their hands, and whether their group was lost.
+
+        The first worker takes the stream over from Spark, and begins at `start` if nothing was done before.
+        """
+        ((token, lost),) = self._run(JOIN, [(self._written(stream), (self._group, start))])
+        return self.renewed(int(token)), bool(lost)
+
+    def marked(self, stream: str) -> Iterator[bytes]:
+        """Ids of single entries with a mark: committed, and above the frontier if Spark was here before."""
+        cursor = b"0"
+        while True:
+            cursor, found = self._client.execute("HSCAN", self.keys(stream).marks, cursor, "COUNT", _LOAD_CHUNK)
+            yield from (name.removeprefix(ENTRY_MARK) for name in found[::2] if name.startswith(ENTRY_MARK))
+            if cursor == b"0":
+                return
+
+    def hold(self, stream: str, ids: Sequence[bytes], idle_ms: int) -> list[bytes]:
+        """Set how long the worker's entries have been idle; return those that it does not hold any more."""
+        lost: list[bytes] = []
+        for at in range(0, len(ids), _LOAD_CHUNK):
+            args: list[Arg] = [self.token, *self._worker, idle_ms, *ids[at : at + _LOAD_CHUNK]]
+            lost += self._run(HOLD, [((self.keys(stream).meta, stream), args)])[0]
+        return lost
+
+    def checkpoint(self, stream: str) -> None:
+        """Move the frontier to where the workers' group stands, and note the entries before it that are open."""
+        self._run(CHECKPOINT, [(self._written(stream), (self.token, self._group, _MOST_OPEN))])
+
+    def failures(self, stream: str, ids: Sequence[bytes]) -> list[int]:
+        """How many attempts on each entry are known to have failed."""
+        if not ids:
+            return []
+        fields = [entry_id + FAILED.encode() for entry_id in ids]
+        return [int(count or 0) for count in self._client.execute("HMGET", self.keys(stream).strikes, *fields)]
+
+    def note_failures(self, stream: str, attempts: Mapping[bytes, int]) -> None:
+        """Note how many attempts on each entry have failed."""
+        items = [part for entry_id, count in attempts.items() for part in (entry_id + FAILED.encode(), count)]
+        self._client.execute("HSET", self.keys(stream).strikes, *items)
 
     def _written(self, stream: str) -> tuple[str, ...]:
         k = self.keys(stream)

@@ -19,8 +19,9 @@ MAX_FUNCTION_LINES = 60
 LEVELS = {
     "clock": 0, "decoding": 0, "errors": 0, "model": 0, "naming": 0,
     "client": 1, "handlers": 1, "lua": 1, "server": 1,
-    "bell": 2, "deadletters": 2, "inspection": 2, "ledger": 2, "lifecycle": 2, "publishing": 2,
-    "app": 3,
+    "bell": 2, "deadletters": 2, "groups": 2, "inspection": 2, "ledger": 2, "lifecycle": 2, "publishing": 2,
+    "reliable": 2,
+    "app": 3, "worker": 3,
     "millstream": 4, "pyspark_millstream": 4, "spark": 4,
     "commands": 5, "demo": 5, "testing": 5,
 }  # fmt: skip

@@ -3,8 +3,7 @@
 --
 -- KEYS  as of commit.lua
 -- ARGV  1 consumer group   2 where a handler begins that has done nothing yet: '0' (earliest) or '$' (latest)
--- REPLY epoch; 1 if the group was lost and has been made again, else 0; number of marks: entries beyond the group's
---       position that are committed already
+-- REPLY epoch; 1 if the group was lost and has been made again, else 0
 -- ERROR NOPERM when a commit would be refused one of its writes
 --
 -- INVARIANT  The epoch is raised when workers take over from Spark, so that a run that is still alive is refused, and by
@@ -45,4 +44,4 @@ elseif not group then
   remake_group(name, frontier)
   lost = 1
 end
-return {epoch, lost, redis.call('HLEN', KEYS[2])}
+return {epoch, lost}

@@ -1,0 +1,194 @@
+"""A reliable stream: one worker's hold on a stream that it reads with others through a consumer group.
+
+An entry that was read is pending until its effects are committed, and pending with one worker at a time. It is
+acknowledged, together with its effects, by the one commit script of all engines, which asks who holds it. What a worker
+that died or hangs has left pending is read by another. (The layers: O. Zakharchenko, "The Redis Streams We Have
+Known and Loved", 2023.)
+"""
+
+import logging
+from collections.abc import Container, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Literal
+
+from millstream.client import Client
+from millstream.deadletters import DeadLetter
+from millstream.groups import Batch, Consumer, Group
+from millstream.ledger import ENTRY_MARK, FAILED, Ledger, Unit
+
+logger = logging.getLogger(__name__)
+
+HANDED_BACK_MS = 86_400_000
+"""Idle time of an entry that was handed back: more than any worker waits before it adopts."""
+
+
+@dataclass(slots=True)
+class Delivery:
+    """One entry in a worker's hands.
+
+    * `id`, `pairs`: the entry, as Redis sent it
+    * `attempt`: 1, or one more than the attempts on it that are known to have failed
+    * `deliveries`: how often Redis has delivered it; above 1, others may have died of it
+    """
+
+    stream: "ReliableStream"
+    id: bytes
+    pairs: Sequence[bytes]
+    attempt: int = 1
+    deliveries: int = 1
+
+
+class ReliableStream:
+    """One worker's hold on one stream for one handler. Not thread-safe; use one per thread.
+
+    * `app`, `handler`: whose progress it is; they name the consumer group and what is kept in Redis
+    * `consumer`: this worker's name, unique among the workers that live at the same time
+    * `into`, `into_maxlen`: the stream that outputs go to, and its length
+    * `start`: where a handler begins that has done nothing on the stream yet
+
+    Every method raises RedisError; those that name a token's owner raise StaleOwner once Spark has taken over.
+    """
+
+    def __init__(
+        self,
+        client: Client,
+        stream: str,
+        *,
+        app: str,
+        handler: str,
+        consumer: str,
+        into: str | None = None,
+        into_maxlen: int | None = None,
+        start: Literal["earliest", "latest"] = "earliest",
+    ) -> None:
+        self.stream = stream
+        self.consumer = consumer
+        self._client = client
+        self._ledger = Ledger(client, app=app, handler=handler, into=into, into_maxlen=into_maxlen, consumer=consumer)
+        self._start: Literal["0", "$"] = "0" if start == "earliest" else "$"
+        self._group = Group(client, stream, self._ledger.keys(stream).group)
+        self._reader = Consumer(client, group=self._group.name, name=consumer, streams=[stream])
+        self._done_before: frozenset[bytes] = frozenset()
+
+    @property
+    def token(self) -> int:
+        """The fencing token of the workers, once this one has joined."""
+        return self._ledger.token
+
+    def join(self) -> None:
+        """Join the workers of the stream. The first takes over from Spark what is not committed there.
+
+        Makes the group, and the stream, if there is none; one that was lost is made again where it stood.
+        Raises AccessDenied if the Redis user lacks a right that is needed later.
+        """
+        self._ledger, lost = self._ledger.joined(self.stream, self._start)
+        if lost:
+            logger.warning("the group %s of stream %s was lost and is made again", self._group.name, self.stream)
+        self._done_before = frozenset(self._ledger.marked(self.stream))
+
+    # Reading
+
+    def read(self, *, count: int, block_ms: int = 0) -> list[Delivery]:
+        """Take up to `count` new entries, waiting for the first up to `block_ms` milliseconds (0: do not wait).
+
+        The client's timeout must be longer than that. Raises GroupMissing if the group is gone: join again.
+        """
+        return self.delivered(self._reader.read_new(count=count, block_ms=block_ms))
+
+    def delivered(self, batches: Iterable[Batch]) -> list[Delivery]:
+        """The entries of a read, without those that Spark had committed beyond its frontier; they are acknowledged."""
+        entries = [entry for batch in batches for entry in batch.raw]
+        done = [entry_id for entry_id, _ in entries if entry_id in self._done_before] if self._done_before else ()
+        if done:
+            self._group.ack(done)
+        return [Delivery(self, entry_id, pairs) for entry_id, pairs in entries if entry_id not in done]
+
+    def read_pending(
+        self, *, excluding: Container[bytes] = (), idle_ms: int = 0, own: bool = False, count: int = 100
+    ) -> list[Delivery]:
+        """Take over up to `count` entries that have been pending for `idle_ms` milliseconds, lowest id first.
+
+        `own`: only those that this worker holds already, such as those of its last life. `excluding`: ids to leave
+        alone. Never waits. Entries that were trimmed while they were pending are logged, as nobody can process them.
+        """
+        pending = self._group.pending
+        found = pending.walk(consumer=self.consumer if own else None, min_idle_ms=idle_ms)
+        times = {one.id: one.deliveries for one in islice((one for one in found if one.id not in excluding), count)}
+        claimed = pending.claim(list(times), consumer=self.consumer, min_idle_ms=idle_ms)
+        self._report_trimmed(times.keys() - set(claimed.ids))
+        failed = self._ledger.failures(self.stream, claimed.ids)
+        return [
+            Delivery(self, entry_id, pairs, before + 1, times[entry_id] + 1)
+            for (entry_id, pairs), before in zip(claimed, failed, strict=True)
+        ]
+
+    def _report_trimmed(self, missing: Iterable[bytes]) -> None:
+        """Say which entries are neither claimed nor pending any more."""
+        gone = [
+            entry_id.decode()
+            for entry_id in sorted(missing)
+            if not self._group.pending.entries(entry_id, entry_id, count=1)
+            and not self._client.execute("XRANGE", self.stream, entry_id, entry_id)
+        ]
+        if gone:
+            logger.warning(
+                "%d pending entries of stream %s were trimmed or deleted before they were processed: %s",
+                len(gone),
+                self.stream,
+                ", ".join(gone[:10]),
+            )
+
+    # Holding
+
+    def extend(self, ids: Sequence[bytes]) -> list[bytes]:
+        """Keep entries from being adopted by others for as long again; return those that are lost already."""
+        return self._hold(ids, 0)
+
+    def hand_back(self, ids: Sequence[bytes]) -> list[bytes]:
+        """Give entries up, so that another worker adopts them at once; return those that were lost already."""
+        return self._hold(ids, HANDED_BACK_MS)
+
+    def _hold(self, ids: Sequence[bytes], idle_ms: int) -> list[bytes]:
+        return self._ledger.hold(self.stream, ids, idle_ms)
+
+    # Committing
+
+    def unit(self, delivery: Delivery) -> Unit:
+        """An empty unit of effects for `delivery`, to fill and to commit."""
+        entry_id = delivery.id.decode()
+        unit = Unit(ENTRY_MARK + delivery.id, b"", first_id=entry_id, last_id=entry_id, messages=1)
+        if delivery.deliveries > 1 or delivery.attempt > 1:
+            unit.struck += (entry_id, entry_id + FAILED)
+        return unit
+
+    def commit(self, units: Sequence[Unit], *, allow_oom: bool = False) -> list[Unit]:
+        """Commit and acknowledge in one atomic step; return the units that were refused, as `Ledger.commit` does.
+
+        `allow_oom`: even at maxmemory; only for units without effects. May safely be repeated.
+        """
+        return self._ledger.commit({self.stream: units}, allow_oom=allow_oom)
+
+    def acknowledge(self, *deliveries: Delivery) -> list[Unit]:
+        """Commit entries that have no effects in Redis; return what was refused."""
+        return self.commit([self.unit(delivery) for delivery in deliveries], allow_oom=True)
+
+    def dead_letter(self, *letters: tuple[Delivery, DeadLetter]) -> list[Unit]:
+        """Move entries to the dead letters; return what was refused."""
+        units = []
+        for delivery, letter in letters:
+            units.append(self.unit(delivery))
+            units[-1].dead.append(letter.items())
+        return self.commit(units)
+
+    def strike(self, delivery: Delivery) -> int:
+        """Note that an attempt is about to begin that the process may not survive; return how often before."""
+        return self._ledger.strike(self.stream, delivery.id.decode())
+
+    def note_failures(self, deliveries: Sequence[Delivery]) -> None:
+        """Remember that the present attempts have failed, so that they count for whoever tries next."""
+        self._ledger.note_failures(self.stream, {delivery.id: delivery.attempt for delivery in deliveries})
+
+    def checkpoint(self) -> None:
+        """Note in Redis how far all workers are, so that marks can be dropped and a lost group be made again."""
+        self._ledger.checkpoint(self.stream)

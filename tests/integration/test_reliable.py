@@ -1,0 +1,271 @@
+"""The reliable stream: who holds an entry, and that of all who try only its holder commits, once."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from millstream.client import Client
+from millstream.deadletters import DeadLetter
+from millstream.errors import AccessDenied, GroupMissing, OutOfMemory, StaleOwner
+from millstream.ledger import ENTRY_MARK, Ledger, Unit
+from millstream.model import EntryId
+from millstream.naming import HandlerKeys
+from millstream.reliable import Delivery, ReliableStream
+
+KEYS = HandlerKeys("app", "handle", "in")
+
+
+@pytest.fixture
+def client(millstream_url: str) -> Iterator[Client]:
+    with Client(millstream_url) as connected:
+        yield connected
+
+
+def worker(client: Client, name: str = "w1", *, join: bool = True) -> ReliableStream:
+    stream = ReliableStream(client, "in", app="app", handler="handle", consumer=name, into="out")
+    if join:
+        stream.join()
+    return stream
+
+
+def fill(client: Client, count: int, first: int = 1) -> None:
+    client.pipeline([("XADD", "in", f"{n}-0", "n", n) for n in range(first, first + count)])
+
+
+def effect(stream: ReliableStream, delivery: Delivery) -> Unit:
+    unit = stream.unit(delivery)
+    unit.outputs.append((b"n", delivery.pairs[1]))
+    return unit
+
+
+def outputs(client: Client) -> list[int]:
+    return [int(pairs[1]) for _, pairs in client.execute("XRANGE", "out", "-", "+")]
+
+
+def ids(deliveries: list[Delivery]) -> list[int]:
+    return [int(delivery.id.partition(b"-")[0]) for delivery in deliveries]
+
+
+def pending(client: Client) -> list[tuple[str, str]]:
+    found = client.execute("XPENDING", "in", KEYS.group, "-", "+", 1000)
+    return [(entry_id.decode(), owner.decode()) for entry_id, owner, _, _ in found]
+
+
+def spark(client: Client, token: int = 0) -> Ledger:
+    ledger = Ledger(client, app="app", handler="handle", into="out")
+    return ledger.renewed(token or ledger.new_token(["in"]))
+
+
+def test_what_is_committed_is_acknowledged_with_its_effects_and_nothing_else_is(client: Client) -> None:
+    fill(client, 3)
+    mine = worker(client)
+    found = mine.read(count=10)
+    assert (ids(found), mine.read(count=10)) == ([1, 2, 3], [])
+    assert mine.commit([effect(mine, found[0]), effect(mine, found[2])]) == []
+    assert (outputs(client), pending(client)) == ([1, 3], [("2-0", "w1")])
+
+
+def test_repeating_a_commit_whose_reply_was_lost_changes_nothing(client: Client) -> None:
+    fill(client, 1)
+    mine = worker(client)
+    unit = effect(mine, mine.read(count=1)[0])
+    assert mine.commit([unit]) == []
+    assert mine.commit([unit]) == [unit]
+    assert outputs(client) == [1]
+
+
+def test_a_worker_whose_entry_was_adopted_commits_nothing_and_its_adopter_does(client: Client) -> None:
+    fill(client, 2)
+    late, other = worker(client, "late"), worker(client, "other")
+    taken = late.read(count=10)
+    adopted = other.read_pending()
+    assert ids(adopted) == [1, 2]
+    assert [d.deliveries for d in adopted] == [2, 2]
+    late_units = [effect(late, one) for one in taken]
+    assert late.commit(late_units) == late_units
+    assert late.acknowledge(*taken) != []
+    assert late.extend([one.id for one in taken]) == [one.id for one in taken]
+    assert pending(client) == [("1-0", "other"), ("2-0", "other")]
+    assert other.commit([effect(other, one) for one in adopted]) == []
+    assert (outputs(client), pending(client)) == ([1, 2], [])
+
+
+def test_entries_that_are_held_are_not_adopted_and_those_handed_back_are_at_once(client: Client) -> None:
+    fill(client, 3)
+    mine, other = worker(client), worker(client, "w2")
+    found = mine.read(count=10)
+    assert other.read_pending(idle_ms=30_000) == []
+    assert mine.hand_back([found[1].id]) == []
+    assert ids(other.read_pending(idle_ms=30_000)) == [2]
+    assert mine.extend([one.id for one in found]) == [b"2-0"]
+    assert ids(mine.read_pending(own=True, excluding={b"1-0"})) == [3]
+
+
+def test_failed_attempts_count_for_whoever_tries_next_until_the_entry_is_committed(client: Client) -> None:
+    fill(client, 1)
+    mine, other = worker(client), worker(client, "w2")
+    (first,) = mine.read(count=1)
+    first.attempt = 2
+    mine.note_failures([first])
+    (adopted,) = other.read_pending()
+    assert (adopted.attempt, other.strike(adopted), other.strike(adopted)) == (3, 0, 1)
+    assert other.acknowledge(adopted) == []
+    assert client.execute("EXISTS", KEYS.strikes) == 0
+
+
+def test_a_dead_letter_takes_the_place_of_its_entry_in_one_step(client: Client) -> None:
+    fill(client, 1)
+    mine = worker(client)
+    (found,) = mine.read(count=1)
+    letter = DeadLetter(
+        stream="in", id="1-0", pairs=found.pairs, key=None, app="app", handler="handle",
+        attempts=1, reason="rejected", error="no", time_ms=1,
+    )  # fmt: skip
+    assert mine.dead_letter((found, letter)) == []
+    assert (client.execute("XLEN", KEYS.dead), pending(client)) == (1, [])
+
+
+def test_a_group_that_was_lost_is_made_again_and_skips_and_repeats_nothing(client: Client) -> None:
+    fill(client, 10)
+    mine = worker(client)
+    found = mine.read(count=6)
+    mine.commit([effect(mine, one) for one in found if one.id not in (b"2-0", b"5-0")])
+    mine.checkpoint()
+    mine.commit([effect(mine, found[1])])
+    later = mine.read(count=2)  # 7 and 8, after the checkpoint
+    mine.commit([effect(mine, later[1])])
+    client.execute("XGROUP", "DESTROY", "in", KEYS.group)
+    with pytest.raises(GroupMissing):
+        mine.read(count=1)
+    mine.join()
+    again = mine.read_pending(idle_ms=30_000) + mine.read(count=10)
+    assert ids(again) == [5, 7, 9, 10]
+    assert mine.commit([effect(mine, one) for one in again]) == []
+    assert sorted(outputs(client)) == list(range(1, 11))
+    assert pending(client) == []
+
+
+def test_a_checkpoint_drops_the_marks_and_keeps_late_repeats_out(client: Client) -> None:
+    fill(client, 3)
+    mine = worker(client)
+    units = [effect(mine, one) for one in mine.read(count=3)]
+    mine.commit(units[:2])
+    assert client.execute("HLEN", KEYS.marks) == 2
+    mine.checkpoint()
+    assert (client.execute("EXISTS", KEYS.marks), client.execute("HKEYS", KEYS.open)) == (0, [b"3-0"])
+    client.execute("XGROUP", "SETID", "in", KEYS.group, "0")  # an operator goes back: all is delivered again
+    repeated = mine.read(count=3)
+    assert len(mine.commit([effect(mine, one) for one in repeated[:2]])) == 2
+    assert mine.commit(units[2:]) == []
+    assert (outputs(client), pending(client)) == ([1, 2, 3], [])
+
+
+def test_spark_takes_over_what_workers_have_not_committed_and_they_commit_nothing_more(client: Client) -> None:
+    fill(client, 10)
+    mine = worker(client)
+    found = mine.read(count=6)
+    mine.commit([effect(mine, one) for one in found if one.id not in (b"2-0", b"5-0")])
+    mine.checkpoint()
+    ledger = spark(client)
+    standing = ledger.begin(["in"])["in"]
+    assert standing.frontier == EntryId(1, 0)
+    marks = [ENTRY_MARK + b"%d-0" % n for n in range(1, 11)]
+    assert set(ledger.load({"in": (marks, [])})["in"]) == {marks[2], marks[3], marks[5]}
+    for late in (lambda: mine.commit([effect(mine, found[1])]), mine.checkpoint, lambda: mine.extend([b"2-0"])):
+        with pytest.raises(StaleOwner):
+            late()
+    assert pending(client) == []
+    assert ledger.begin(["in"])["in"] == standing
+
+
+def test_workers_take_over_from_spark_behind_its_marks(client: Client) -> None:
+    fill(client, 8)
+    ledger = spark(client)
+    ledger.begin(["in"])
+    ledger.commit({"in": [unit_of_spark(n) for n in (1, 2, 3)]})
+    ledger.advance({"in": EntryId(3, 0)})
+    ledger.commit({"in": [unit_of_spark(n) for n in (5, 7)]})  # a batch that died half-way
+    mine = worker(client)
+    with pytest.raises(StaleOwner):
+        ledger.commit({"in": [unit_of_spark(4)]})
+    found = mine.read(count=10)
+    assert ids(found) == [4, 6, 8]
+    mine.commit([effect(mine, one) for one in found])
+    assert sorted(outputs(client)) == list(range(1, 9))
+    assert pending(client) == []
+    assert worker(client, "w2").token == mine.token
+
+
+def unit_of_spark(n: int) -> Unit:
+    mark = ENTRY_MARK + b"%d-0" % n
+    return Unit(mark, b"", first_id=f"{n}-0", last_id=f"{n}-0", messages=1, outputs=[("n", str(n))])
+
+
+def test_from_worker_to_spark_and_back_and_forth_nothing_is_lost_or_doubled(client: Client) -> None:
+    fill(client, 40)
+    done = 0
+    for turn in range(4):
+        mine = worker(client, f"w{turn}")
+        held = mine.read_pending() + mine.read(count=5)
+        mine.commit([effect(mine, one) for one in held[::2]])
+        if turn % 2:
+            mine.checkpoint()
+        ledger = spark(client)
+        frontier = ledger.begin(["in"])["in"].frontier
+        assert frontier is not None
+        end = frontier.ms + 6
+        marks = {n: ENTRY_MARK + b"%d-0" % n for n in range(frontier.ms + 1, end + 1)}
+        marked = ledger.load({"in": (list(marks.values()), [])})["in"]
+        units = [unit_of_spark(n) for n in range(frontier.ms + 1, end + 1) if marks[n] not in marked]
+        assert ledger.commit({"in": units}) == []
+        if turn != 2:
+            ledger.advance({"in": EntryId(end, 0)})
+        done = max(done, end)
+    last = worker(client, "last")
+    rest = last.read_pending() + last.read(count=100)
+    last.commit([effect(last, one) for one in rest])
+    assert sorted(outputs(client)) == list(range(1, 41))
+
+
+def test_a_new_handler_begins_at_the_earliest_or_the_latest_entry_and_keeps_to_it(client: Client) -> None:
+    fill(client, 3)
+    late = ReliableStream(client, "in", app="app", handler="late", consumer="w", start="latest")
+    late.join()
+    fill(client, 1, first=4)
+    assert ids(late.read(count=10)) == [4]
+    client.execute("XGROUP", "DESTROY", "in", HandlerKeys("app", "late", "in").group)
+    late.join()
+    assert ids(late.read(count=10)) == [4]
+
+
+def test_at_maxmemory_plain_acknowledgements_pass_and_effects_wait(client: Client) -> None:
+    fill(client, 2)
+    mine = worker(client)
+    first, second = mine.read(count=2)
+    client.execute("CONFIG", "SET", "maxmemory", "1")
+    try:
+        with pytest.raises(OutOfMemory):
+            mine.commit([effect(mine, first)])
+        assert mine.acknowledge(second) == []
+    finally:
+        client.execute("CONFIG", "SET", "maxmemory", "0")
+    assert mine.commit([effect(mine, first)]) == []
+    assert (outputs(client), pending(client)) == ([1], [])
+
+
+def test_a_worker_without_the_rights_it_will_need_is_refused_when_it_joins(client: Client) -> None:
+    client.execute("ACL", "SETUSER", "clerk", "reset", "on", ">pw", "~*", "+@all", "-xack")
+    with Client(client.url.replace("redis://", "redis://clerk:pw@")) as limited, pytest.raises(AccessDenied):
+        worker(limited)
+    client.execute("ACL", "DELUSER", "clerk")
+
+
+def test_entries_trimmed_while_pending_are_named_and_held_by_nobody(
+    client: Client, caplog: pytest.LogCaptureFixture
+) -> None:
+    fill(client, 3)
+    worker(client).read(count=3)
+    client.execute("XDEL", "in", "2-0")
+    assert ids(worker(client, "w2").read_pending()) == [1, 3]
+    assert "1 pending entries of stream in were trimmed or deleted before they were processed: 2-0" in caplog.text
+    assert pending(client) == [("1-0", "w2"), ("3-0", "w2")]
