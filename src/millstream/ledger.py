@@ -63,6 +63,11 @@ class Unit:
         self.last_id = entry_id
         self.messages += 1
 
+    @property
+    def is_bare(self) -> bool:
+        """True if it has no effects but that its message is done."""
+        return not (self.outputs or self.dead or self.struck) and self.state is None
+
     def args(self, maxlen: int) -> list[Arg]:
         """Its part of the commit script's arguments; output streams are trimmed to about `maxlen` (0 = never)."""
         args: list[Arg] = [self.mark, self.expected, self.first_id, self.last_id, self.messages]
@@ -192,16 +197,19 @@ class Ledger:
         raises OutOfMemory if Redis cannot take the effects now; a stream whose step failed has nothing written.
         `allow_oom`: commit at maxmemory too; for units without effects, which free memory in the end.
         """
-        calls = []
+        calls, ordered = [], []
         for stream, group in units.items():
-            args: list[Arg] = [self.token, *self._worker]
-            for unit in group:
+            bare = [unit for unit in group if unit.is_bare] if self._worker[0] else []
+            full = [unit for unit in group if not unit.is_bare] if bare else group
+            args: list[Arg] = [self.token, *self._worker, len(bare), *(unit.last_id for unit in bare)]
+            for unit in full:
                 args += unit.args(self._maxlen)
             calls.append((self._written(stream), args))
+            ordered.append([*bare, *full])
         refused = []
         script = COMMIT_AT_MAXMEMORY if allow_oom else COMMIT
-        for group, numbers in zip(units.values(), self._run(script, calls), strict=True):
-            refused += [group[int(number) - 1] for number in numbers]
+        for sent, numbers in zip(ordered, self._run(script, calls), strict=True):
+            refused += [sent[int(number) - 1] for number in numbers]
         return refused
 
     def advance(self, ends: Mapping[str, EntryId]) -> None:

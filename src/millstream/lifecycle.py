@@ -103,6 +103,11 @@ def attempt_plain(handler: Handler, message: Message, blob: bytes, guard: Guard)
     return _judge(handler, message, state, ended)
 
 
+def overdue(handler: Handler, message: Message) -> Outcome:
+    """What becomes of an attempt that went beyond its time limit and could not be ended."""
+    return _failed(handler, message, TimeLimit())
+
+
 def _prepare(handler: Handler, message: Message, blob: bytes) -> tuple[State, dict[str, Any]] | Dead:
     try:
         state = load_state(blob) if handler.wants_state else State()

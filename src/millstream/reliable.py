@@ -30,6 +30,8 @@ class Delivery:
     * `id`, `pairs`: the entry, as Redis sent it
     * `attempt`: 1, or one more than the attempts on it that are known to have failed
     * `deliveries`: how often Redis has delivered it; above 1, others may have died of it
+    * `since_ms`: since when it waits, or runs, by the worker's clock; `running` says which
+    * `settling`: it is being committed
     """
 
     stream: "ReliableStream"
@@ -37,10 +39,18 @@ class Delivery:
     pairs: Sequence[bytes]
     attempt: int = 1
     deliveries: int = 1
+    since_ms: float = 0.0
+    running: bool = False
+    settling: bool = False
+
+    @property
+    def place(self) -> tuple[str, bytes]:
+        """Its stream and id."""
+        return self.stream.stream, self.id
 
 
 class ReliableStream:
-    """One worker's hold on one stream for one handler. Not thread-safe; use one per thread.
+    """One worker's hold on one stream for one handler. Threads may share it as they may share its client.
 
     * `app`, `handler`: whose progress it is; they name the consumer group and what is kept in Redis
     * `consumer`: this worker's name, unique among the workers that live at the same time
@@ -75,6 +85,11 @@ class ReliableStream:
     def token(self) -> int:
         """The fencing token of the workers, once this one has joined."""
         return self._ledger.token
+
+    @property
+    def group(self) -> str:
+        """The consumer group's name."""
+        return self._group.name
 
     def join(self) -> None:
         """Join the workers of the stream. The first takes over from Spark what is not committed there.

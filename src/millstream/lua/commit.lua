@@ -4,6 +4,7 @@
 -- KEYS  1 meta (hash: frontier, epoch, top, engine, counters)   2 marks (hash)   3 state (hash)   4 strikes (hash)
 --       5 dead letters (stream)   6 open entries (hash)   7 the input stream   8.. output streams
 -- ARGV  1 token: the run's epoch   2 consumer group of the workers, or '' on Spark   3 consumer
+--       4 number of bare ids, the ids: messages of a worker that have no effects, each a unit by itself
 --       then any number of units, one per run of messages of one key (or one unkeyed message):
 --         mark field, expected mark ('' = none), first id, last id, number of messages
 --         state: '' (untouched), 'S' field value (set) or 'D' field (delete)
@@ -44,7 +45,7 @@ local frontier, top = meta[2], meta[3]
 local refusal = stale(token, meta[1])
 if refusal then return refusal end
 
-local at = 3
+local at = 4
 local function take()
   at = at + 1
   return ARGV[at]
@@ -69,10 +70,17 @@ local function add(key, maxlen, items)
   end
 end
 
-local function is_new(mark, expected, first)
-  if (redis.call('HGET', KEYS[2], mark) or '') ~= expected then return false end
-  if not frontier or less(frontier, first) then return true end
-  return group ~= '' and redis.call('HEXISTS', KEYS[6], first) == 1
+local frontier_ms = frontier and string.match(frontier, '^%d+')
+
+local function is_beyond(id)
+  if not frontier then return true end
+  local ms = string.match(id, '^%d+')
+  if ms ~= frontier_ms then return less_number(frontier_ms, ms) end
+  return less(frontier, id)
+end
+
+local function is_open(id)
+  return group ~= '' and redis.call('HEXISTS', KEYS[6], id) == 1
 end
 
 local function in_hand(id)
@@ -82,10 +90,47 @@ end
 local refused, unit = {}, 0
 local committed, written, dead = 0, 0, 0
 
+-- Bare ids take the same steps as units do below, a thousand with each command: with one command each, asking would
+-- cost the server far more than doing.
+local function commit_bare(from, to)
+  local names, held, accepted, marks = {}, {}, {}, {}
+  for i = from, to do names[i - from + 1] = 'i' .. ARGV[i] end
+  local known = redis.call('HMGET', KEYS[2], unpack(names))
+  local most = 2 * (to - from + 1)
+  for _, item in ipairs(redis.call('XPENDING', KEYS[7], group, ARGV[from], ARGV[to], most, consumer)) do
+    held[item[1]] = true
+  end
+  for i = from, to do
+    local id, beyond = ARGV[i], is_beyond(ARGV[i])
+    local new = not known[i - from + 1] and (beyond or is_open(id))
+    if new and (held[id] or in_hand(id)) then
+      accepted[#accepted + 1] = id
+      if beyond then
+        marks[#marks + 1] = names[i - from + 1]
+        marks[#marks + 1] = id
+        if not top or less(top, id) then top = id end
+      else
+        redis.call('HDEL', KEYS[6], id)
+      end
+    else
+      refused[#refused + 1] = i - 4
+      if not new then redis.call('XACK', KEYS[7], group, id) end
+    end
+  end
+  if #accepted > 0 then try('XACK', KEYS[7], group, unpack(accepted)) end
+  if #marks > 0 then try('HSET', KEYS[2], unpack(marks)) end
+  committed = committed + #accepted
+end
+
+local bare = tonumber(ARGV[4])
+for from = 5, 4 + bare, 1000 do commit_bare(from, math.min(from + 999, 4 + bare)) end
+at, unit = 4 + bare, bare
+
 while at < #ARGV and not failure do
   unit = unit + 1
   local mark, expected, first, last, messages = take(), take(), take(), take(), take_count()
-  local new = is_new(mark, expected, first)
+  local beyond = is_beyond(first)
+  local new = (redis.call('HGET', KEYS[2], mark) or '') == expected and (beyond or is_open(first))
   local accepted = new and in_hand(last)
   if not accepted then refused[#refused + 1] = unit end
   if group ~= '' and not new then redis.call('XACK', KEYS[7], group, last) end -- done before: nobody needs it again
@@ -114,7 +159,7 @@ while at < #ARGV and not failure do
     if value then try('HSET', KEYS[3], field, value) elseif field then try('HDEL', KEYS[3], field) end
     for i = struck_at + 1, struck_at + struck do try('HDEL', KEYS[4], ARGV[i]) end
     if group ~= '' then try('XACK', KEYS[7], group, last) end
-    if frontier and not less(frontier, last) then try('HDEL', KEYS[6], last) else try('HSET', KEYS[2], mark, last) end
+    if beyond then try('HSET', KEYS[2], mark, last) else try('HDEL', KEYS[6], last) end
     if not failure then
       if not top or less(top, last) then top = last end
       committed, written, dead = committed + messages, written + outputs, dead + letters

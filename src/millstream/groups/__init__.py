@@ -1,0 +1,43 @@
+"""Consumer groups: every operation of Redis' groups, typed, and a reader that heals.
+
+* `Group`: one group of one stream: create, set id, destroy, acknowledge, its consumers, its pending entries
+* `Consumer`: reads new entries, and its own pending ones again, from one or several streams
+* `Reader`: the loop around a consumer that outlives lost connections, lost groups and lost streams
+* `DoneFile`: what a consumer has processed, kept on its own disk
+
+After "Redis Streams: consumer groups v2" (S. Sanfilippo, 2018); `docs/consumer-groups.md` goes through it.
+"""
+
+from millstream.groups.consumer import Consumer
+from millstream.groups.donefile import DoneFile
+from millstream.groups.entries import BEGINNING, END, Batch, Delivered
+from millstream.groups.events import EntriesGone, Event, GroupRecreated, Repeated, Resumed
+from millstream.groups.group import ConsumerInfo, Dismissed, Group, GroupInfo, groups_of
+from millstream.groups.pending import ClaimedIds, ClaimOptions, PendingEntry, PendingList, PendingSummary
+from millstream.groups.reader import Reader, ReadPolicy
+
+__all__ = [
+    "BEGINNING",
+    "END",
+    "Batch",
+    "ClaimOptions",
+    "ClaimedIds",
+    "Consumer",
+    "ConsumerInfo",
+    "Delivered",
+    "Dismissed",
+    "DoneFile",
+    "EntriesGone",
+    "Event",
+    "Group",
+    "GroupInfo",
+    "GroupRecreated",
+    "PendingEntry",
+    "PendingList",
+    "PendingSummary",
+    "ReadPolicy",
+    "Reader",
+    "Repeated",
+    "Resumed",
+    "groups_of",
+]

@@ -1,0 +1,67 @@
+"""A consumer of a group: it reads what nobody has yet, and what it was given before."""
+
+from collections.abc import Mapping, Sequence
+
+from millstream.client import Arg, Client
+from millstream.errors import ConfigError
+from millstream.groups.entries import BEGINNING, Batch, Id, ask, history, wire, wire_id
+
+
+class Consumer:
+    """The consumer `name` of `group` on one or several streams.
+
+    A name must be a living consumer's own, and the same after its restart: by it Redis knows what it holds. On
+    Redis Cluster the streams must share a hash slot. Each method raises RedisError, GroupMissing among them. A
+    connection that breaks during `read_new` may have delivered entries all the same: read the pending ones again.
+    """
+
+    def __init__(self, client: Client, *, group: str, name: str, streams: Sequence[str]) -> None:
+        if not streams:
+            raise ConfigError("a consumer needs at least one stream to read")
+        self._client = client
+        self._group = wire(group)
+        self._streams = {wire(stream): stream for stream in streams}
+        self._label = streams[0] if len(streams) == 1 else f"one of {', '.join(streams)}"
+        self._head: tuple[Arg, ...] = ("XREADGROUP", "GROUP", self._group, wire(name))
+        self._new_tail: tuple[Arg, ...] = ("STREAMS", *self._streams, *[">"] * len(self._streams))
+
+    @property
+    def streams(self) -> list[str]:
+        """The names of its streams."""
+        return list(self._streams.values())
+
+    def read_new(self, *, count: int = 100, block_ms: int = 0, noack: bool = False) -> list[Batch]:
+        """Take up to `count` entries of each stream that no consumer of the group was given; [] if there are none.
+
+        `block_ms` > 0 waits that long for the first to come, on the client's one connection, so that other
+        threads with that client wait too. With `noack` they count as acknowledged at once: what is lost on the
+        way stays lost. Raises ConfigError if the client would time out before the wait ends.
+        """
+        options: tuple[Arg, ...] = ("COUNT", count)
+        if block_ms:
+            if block_ms >= self._client.timeout_ms:
+                raise ConfigError(
+                    f"block_ms={block_ms} outlasts the client, which gives up after {self._client.timeout_ms} ms: "
+                    "give it a client with a longer timeout_ms"
+                )
+            options += ("BLOCK", block_ms)
+        if noack:
+            options += ("NOACK",)
+        reply = ask(self._client, self._label, *self._head, *options, *self._new_tail)
+        return [Batch(self._streams[stream], entries) for stream, entries in reply or ()]
+
+    def read_pending(self, *, after: Id | Mapping[str, Id] = BEGINNING, count: int = 100) -> list[Batch]:
+        """Read again up to `count` entries of each stream that this consumer holds unacknowledged, after an id.
+
+        A mapping gives each stream's own id and leaves out the streams that it does not name. Never waits. Redis
+        resets their idle time and adds one to their delivery counts.
+        """
+        places = after if isinstance(after, Mapping) else dict.fromkeys(self._streams.values(), after)
+        streams = [wire(stream) for stream in places]
+        ids = [wire_id(place) for place in places.values()]
+        reply = ask(self._client, self._label, *self._head, "COUNT", count, "STREAMS", *streams, *ids)
+        return [history(self._streams[stream], entries) for stream, entries in reply or ()]
+
+    def ack(self, stream: str, ids: Sequence[bytes | str]) -> int:
+        """Acknowledge entries, whoever holds them; return how many were pending. Safe to repeat."""
+        return int(self._client.execute("XACK", wire(stream), self._group, *ids)) if ids else 0

@@ -1,0 +1,102 @@
+"""What a group hands out, kept as Redis sent it: a thousand entries cost one object, not a thousand."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+from millstream.client import Arg, Client, Reply
+from millstream.errors import CommandFailed, GroupMissing, WrongType
+from millstream.model import EntryId
+
+Id = bytes | str | EntryId
+"""An entry id or a place in a stream, as Redis, text or `EntryId` has it."""
+
+BEGINNING = "0"
+"""Before the first entry of a stream."""
+END = "$"
+"""After the entry that is the last one now; only for creating a group and setting its id."""
+
+
+class Delivered(NamedTuple):
+    """One entry handed to a consumer: its `id` as Redis sent it, and `[name, value, name, value, ...]`."""
+
+    id: bytes
+    pairs: list[bytes]
+
+    @property
+    def entry_id(self) -> EntryId:
+        """The id in a form that can be compared."""
+        return EntryId.parse(self.id)
+
+    @property
+    def fields(self) -> dict[str, bytes]:
+        """The fields as a mapping; of a repeated name the last value stays, undecodable names are escaped."""
+        pairs = self.pairs
+        return {pairs[i].decode("utf-8", "surrogateescape"): pairs[i + 1] for i in range(0, len(pairs), 2)}
+
+
+class Batch:
+    """Entries of one stream in one hand; iterating makes `Delivered` of them.
+
+    * `stream`: where they stand
+    * `raw`: the entries as hiredis parsed them, `[id, pairs]` each, for code that has no time
+    * `gone`: ids that were pending but whose entries are no longer in the stream (trimmed or deleted)
+    * `recovered`: True if they may have been delivered before: read again, or claimed
+    """
+
+    __slots__ = ("gone", "raw", "recovered", "stream")
+
+    def __init__(
+        self, stream: str, raw: list[list[Any]], *, gone: Sequence[bytes] = (), recovered: bool = False
+    ) -> None:
+        self.stream = stream
+        self.raw = raw
+        self.gone = gone
+        self.recovered = recovered
+
+    @property
+    def ids(self) -> list[bytes]:
+        """The ids of the entries, without those that are gone."""
+        return [entry[0] for entry in self.raw]
+
+    def __len__(self) -> int:
+        return len(self.raw)
+
+    def __iter__(self) -> Iterator[Delivered]:
+        return map(Delivered._make, self.raw)
+
+    def __repr__(self) -> str:
+        return f"Batch({self.stream!r}, {len(self.raw)} entries, {len(self.gone)} gone)"
+
+
+def history(stream: str, entries: list[list[Any]]) -> Batch:
+    """A batch of entries that were delivered before; Redis sends nil fields for those that are gone."""
+    gone = [entry[0] for entry in entries if entry[1] is None]
+    raw = [entry for entry in entries if entry[1] is not None] if gone else entries
+    return Batch(stream, raw, gone=gone, recovered=True)
+
+
+def wire(name: str) -> bytes:
+    """A name as it goes to Redis; those that are not UTF-8 are kept as PEP 383 has it."""
+    return name.encode("utf-8", "surrogateescape")
+
+
+def text(name: bytes) -> str:
+    """The opposite of `wire`."""
+    return name.decode("utf-8", "surrogateescape")
+
+
+def wire_id(place: Id) -> bytes | str:
+    """A place in a stream as it goes to Redis."""
+    return str(place) if isinstance(place, EntryId) else place
+
+
+def ask(client: Client, stream: str, *command: Arg) -> Reply:
+    """Run a command on `stream`, whose absence is GroupMissing, and whose wrong type names it."""
+    try:
+        return client.execute(*command)
+    except WrongType as error:
+        raise WrongType(f"{stream} holds something else than a stream: rename or delete that key") from error
+    except CommandFailed as error:
+        if "no such key" in str(error) or "requires the key to exist" in str(error):
+            raise GroupMissing(f"there is no stream {stream!r}: add an entry, or create it with its group") from error
+        raise

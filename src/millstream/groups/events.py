@@ -1,0 +1,45 @@
+"""What happens to a reader besides entries, as values that its caller can count, show or test for."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GroupRecreated:
+    """The group, or its whole stream, was gone; this reader has created it again.
+
+    * `at`: where it now begins: only entries with greater ids are delivered
+    * `cause`: what Redis said
+    """
+
+    stream: str
+    group: str
+    at: str
+    cause: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Resumed:
+    """Redis answers again after `away_ms` milliseconds; `cause` is the last error before."""
+
+    away_ms: float
+    cause: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EntriesGone:
+    """Pending entries can never be processed: they were trimmed or deleted before anyone acknowledged them."""
+
+    stream: str
+    ids: Sequence[bytes]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Repeated:
+    """Redis delivered what this consumer had processed; it was acknowledged again and kept from the caller."""
+
+    stream: str
+    ids: Sequence[bytes]
+
+
+Event = GroupRecreated | Resumed | EntriesGone | Repeated

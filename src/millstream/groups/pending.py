@@ -1,0 +1,164 @@
+"""The pending entries of a group: delivered, not acknowledged. Who holds them, and how others take them over."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from millstream.client import Arg, Client
+from millstream.errors import ConfigError
+from millstream.groups.entries import Batch, Id, ask, text, wire, wire_id
+
+_FIRST = b"0-0"
+
+
+@dataclass(frozen=True, slots=True)
+class PendingSummary:
+    """How many entries are pending, the lowest and the highest id of them, and how many each consumer holds."""
+
+    count: int
+    lowest: bytes | None
+    highest: bytes | None
+    by_consumer: Mapping[str, int]
+
+
+class PendingEntry(NamedTuple):
+    """One pending entry: who holds it, since when (milliseconds), and how often it was delivered."""
+
+    id: bytes
+    consumer: str
+    idle_ms: int
+    deliveries: int
+
+
+class ClaimedIds(NamedTuple):
+    """Entries that have changed hands, by their ids only, and those found to be `gone` from the stream."""
+
+    ids: list[bytes]
+    gone: list[bytes]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ClaimOptions:
+    """What a claim sets besides the owner.
+
+    * `idle_ms`: the idle time; None = 0
+    * `time_ms`: the time of the last delivery instead, in Unix milliseconds
+    * `deliveries`: the delivery count; None = one more
+    * `force`: claim entries too that are pending with nobody
+    """
+
+    idle_ms: int | None = None
+    time_ms: int | None = None
+    deliveries: int | None = None
+    force: bool = False
+
+    def args(self) -> list[Arg]:
+        """The options as XCLAIM takes them. Raises ConfigError for both ways to say when."""
+        if self.idle_ms is not None and self.time_ms is not None:
+            raise ConfigError("give a claim either idle_ms or time_ms, not both")
+        given = (("IDLE", self.idle_ms), ("TIME", self.time_ms), ("RETRYCOUNT", self.deliveries))
+        args: list[Arg] = [part for name, value in given if value is not None for part in (name, value)]
+        return [*args, "FORCE"] if self.force else args
+
+
+DEFAULT_CLAIM = ClaimOptions()
+
+
+class PendingList:
+    """The pending entries of `group` on `stream`. Each method raises RedisError, GroupMissing among them."""
+
+    def __init__(self, client: Client, stream: str, group: str) -> None:
+        self._client = client
+        self._stream = stream
+        self._at = (wire(stream), wire(group))
+
+    # Looking
+
+    def summary(self) -> PendingSummary:
+        """The list in a few figures."""
+        count, lowest, highest, holders = self._ask("XPENDING", *self._at)
+        return PendingSummary(count, lowest, highest, {text(name): int(held) for name, held in holders or ()})
+
+    def entries(
+        self, start: Id = "-", end: Id = "+", *, count: int = 100, consumer: str | None = None, min_idle_ms: int = 0
+    ) -> list[PendingEntry]:
+        """Up to `count` entries from `start` to `end`, in order; of one consumer, or idle for so long, if asked."""
+        idle: tuple[Arg, ...] = ("IDLE", min_idle_ms) if min_idle_ms else ()
+        holder = () if consumer is None else (wire(consumer),)
+        found = self._ask("XPENDING", *self._at, *idle, wire_id(start), wire_id(end), count, *holder)
+        return [PendingEntry(one, text(name), idle_ms, times) for one, name, idle_ms, times in found]
+
+    def walk(self, *, consumer: str | None = None, min_idle_ms: int = 0, page: int = 500) -> Iterator[PendingEntry]:
+        """All entries, however many, in order; `page` at a time are asked for."""
+        start = "-"
+        while found := self.entries(start, count=page, consumer=consumer, min_idle_ms=min_idle_ms):
+            yield from found
+            start = f"({found[-1].id.decode()}"
+
+    # Taking over
+
+    def claim(
+        self, ids: Sequence[bytes | str], *, consumer: str, min_idle_ms: int, options: ClaimOptions = DEFAULT_CLAIM
+    ) -> Batch:
+        """Make `consumer` the holder of those of `ids` that were idle for `min_idle_ms`, and return their entries.
+
+        Of several that claim at once one succeeds, as each claim resets the idle time. Redis takes ids whose
+        entries are gone from the pending list without a word; `auto_claim` names them.
+        """
+        return Batch(self._stream, self._claim(ids, consumer, min_idle_ms, options.args()), recovered=True)
+
+    def claim_ids(
+        self, ids: Sequence[bytes | str], *, consumer: str, min_idle_ms: int, options: ClaimOptions = DEFAULT_CLAIM
+    ) -> list[bytes]:
+        """Like `claim`, for the ids alone: contents are not sent, and the delivery count stays as it is."""
+        return self._claim(ids, consumer, min_idle_ms, [*options.args(), "JUSTID"])
+
+    def auto_claim(self, consumer: str, *, min_idle_ms: int, count: int = 100) -> Iterator[Batch]:
+        """Make `consumer` the holder of everything idle for `min_idle_ms`, from first to last, `count` at a time.
+
+        A batch's entries are claimed when it is asked for. Its `gone` were pending but are no longer in the
+        stream: Redis has taken them off the list, and nobody will ever see them.
+        """
+        cursor = _FIRST
+        while True:
+            cursor, batch = self.auto_claim_from(cursor, consumer, min_idle_ms=min_idle_ms, count=count)
+            if batch.raw or batch.gone:
+                yield batch
+            if cursor == _FIRST:
+                return
+
+    def auto_claim_from(
+        self, cursor: bytes, consumer: str, *, min_idle_ms: int, count: int = 100
+    ) -> tuple[bytes, Batch]:
+        """One step of `auto_claim`: the next cursor, b"0-0" at the end, and what was claimed, perhaps nothing.
+
+        Redis examines ten times `count` entries in a step at most.
+        """
+        following, entries, gone = self._auto_claim(cursor, consumer, min_idle_ms, count)
+        return following, Batch(self._stream, entries, gone=gone, recovered=True)
+
+    def auto_claim_ids(self, consumer: str, *, min_idle_ms: int, count: int = 100) -> Iterator[ClaimedIds]:
+        """Like `auto_claim`, for the ids alone: contents are not sent, and delivery counts stay as they are."""
+        cursor = _FIRST
+        while True:
+            cursor, ids, gone = self._auto_claim(cursor, consumer, min_idle_ms, count, "JUSTID")
+            if ids or gone:
+                yield ClaimedIds(ids, gone)
+            if cursor == _FIRST:
+                return
+
+    def _claim(self, ids: Sequence[bytes | str], consumer: str, min_idle_ms: int, options: Sequence[Arg]) -> list[Any]:
+        if not ids:
+            return []
+        claimed: list[Any] = self._ask("XCLAIM", *self._at, wire(consumer), min_idle_ms, *ids, *options)
+        return claimed
+
+    def _auto_claim(
+        self, cursor: bytes, consumer: str, min_idle_ms: int, count: int, *options: Arg
+    ) -> tuple[bytes, list[Any], list[bytes]]:
+        command = ("XAUTOCLAIM", *self._at, wire(consumer), min_idle_ms, cursor, "COUNT", count, *options)
+        following, claimed, gone = self._ask(*command)
+        return following, claimed, gone
+
+    def _ask(self, *command: Arg) -> Any:
+        return ask(self._client, self._stream, *command)

@@ -1,0 +1,304 @@
+"""The loop around a consumer: it outlives lost connections, lost groups and lost streams, and says what happened.
+
+A read whose reply was lost has delivered its entries all the same: they lie in the consumer's own pending list,
+where a loop that only asks for new ones never sees them. So the reader begins with its own pending entries, and
+returns to them after every connection error.
+"""
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from millstream.client import Client
+from millstream.clock import SYSTEM_CLOCK, Clock
+from millstream.errors import ConfigError, GroupMissing, Unavailable
+from millstream.groups.consumer import Consumer
+from millstream.groups.donefile import DoneFile
+from millstream.groups.entries import BEGINNING, Batch, Id, ask, wire, wire_id
+from millstream.groups.events import EntriesGone, Event, GroupRecreated, Repeated, Resumed
+from millstream.groups.group import Group
+from millstream.model import EntryId
+
+logger = logging.getLogger(__name__)
+
+_FIRST_WAIT_MS, _LAST_WAIT_MS = 50.0, 1000.0
+_WORD_EVERY_MS = 1000.0
+_SWEEP_START = b"0-0"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReadPolicy:
+    """How a `Reader` reads.
+
+    * `count`: entries of each stream in a read at most
+    * `block_ms`: longest wait for new entries, in milliseconds; also how long a stop may take
+    * `start`: where a group begins that this reader is the first to need: BEGINNING, END or an id
+    * `heal`: where a group begins again that was lost together with its place. "beginning" loses nothing and
+      delivers again whatever the stream still has. "last" goes on after the last entry this reader was given: what
+      other consumers held pending is not delivered again, unless they still have it in hand. A callable is asked
+      for the id to go on after, given the stream's name: for callers who know what is committed.
+    * `adopt_after_ms`: entries that any consumer has held unacknowledged for so long are taken over, looked for
+      twice in that time; None = never. Must be longer than the longest honest processing of a batch.
+    * `noack`: entries count as acknowledged when they are delivered; those lost on the way stay lost
+
+    Raises ConfigError for values that make no sense.
+    """
+
+    count: int = 100
+    block_ms: int = 2_000
+    start: Id = BEGINNING
+    heal: Literal["beginning", "last"] | Callable[[str], Id] = "beginning"
+    adopt_after_ms: int | None = None
+    noack: bool = False
+
+    def __post_init__(self) -> None:
+        if self.count < 1 or self.block_ms < 1:
+            raise ConfigError("ReadPolicy: count and block_ms must be 1 or more")
+        if self.adopt_after_ms is not None and self.adopt_after_ms < 1:
+            raise ConfigError("ReadPolicy: adopt_after_ms must be 1 or more, or None")
+        if self.noack and self.adopt_after_ms is not None:
+            raise ConfigError("ReadPolicy: with noack nothing is acknowledged, so nothing can be adopted; choose one")
+
+
+class Reader:
+    """Reads `streams` as the consumer `consumer` of `group`, which it creates where it is missing, streams too.
+
+    Iterating gives batches until `stop`; `read` takes one step. First come the entries this consumer already
+    held, then new ones and, by policy, those it adopts. Acknowledge a batch before taking the next, or say what is
+    still in hand by `excluding(stream, id)`, so that it is not given out twice after a lost connection.
+
+    * `on_event`: told of everything in `Event`, in the thread that reads
+    * `done`: keeps what was acknowledged through this reader on disk; what is in it is not given out again
+
+    While Redis is away the reader waits with back-off, 50 ms to 1 s, and logs a line a second at most. It reads
+    over a connection of its own, acknowledges over that of `client`. One thread may read; any may `ack` and
+    `stop`. Raises WrongType, AccessDenied and CommandFailed, which no waiting heals.
+    """
+
+    def __init__(
+        self,
+        client: Client,
+        *,
+        group: str,
+        consumer: str,
+        streams: Sequence[str],
+        policy: ReadPolicy = ReadPolicy(),
+        on_event: Callable[[Event], None] = lambda event: None,
+        excluding: Callable[[str, bytes], bool] | None = None,
+        done: DoneFile | None = None,
+        clock: Clock = SYSTEM_CLOCK,
+    ) -> None:
+        self._client = client
+        # A long poll must end before its socket does.
+        self._own_client = Client(client.url, timeout_ms=policy.block_ms + client.timeout_ms, clock=clock)
+        self._consumer = Consumer(self._own_client, group=group, name=consumer, streams=streams)
+        self._acks = Consumer(client, group=group, name=consumer, streams=streams)
+        self._groups = {stream: Group(self._own_client, stream, group) for stream in streams}
+        self._name = consumer
+        self._policy = policy
+        self._on_event = on_event
+        self._excluding = excluding
+        self._done = done
+        self._clock = clock
+        self._stopped = threading.Event()
+        self._opened = False
+        self._last: dict[str, Id] = {}
+        self._unread: dict[str, Id] = {}
+        self._sweep: deque[tuple[str, bytes]] = deque()
+        self._sweep_at_ms = clock.monotonic_ms()
+        self._wait_ms = 0.0
+        self._away_since_ms: float | None = None
+        self._trouble = ""
+        self._next_word_ms = 0.0
+
+    # For callers
+
+    def __iter__(self) -> Iterator[Batch]:
+        while not self._stopped.is_set():
+            yield from self.read()
+
+    def read(self) -> list[Batch]:
+        """One step, at most `block_ms` long while Redis answers: batches, or [] if there is nothing to process."""
+        try:
+            try:
+                batches = self._step()
+            except GroupMissing as error:
+                self._heal(error)
+                return []
+        except Unavailable as error:
+            self._endure(error)
+            return []
+        self._end_outage()
+        return batches
+
+    def ack(self, stream: str, ids: Sequence[bytes]) -> int:
+        """Acknowledge entries, as soon as Redis answers; return how many were pending.
+
+        With a `done` file they are on disk before. Raises Unavailable only once the reader is stopped.
+        """
+        if self._done is not None and ids:
+            self._done.add(stream, ids)
+        what = f"consumer {self._name}"
+        return self._client.patiently(lambda: self._acks.ack(stream, ids), what=what, give_up=self._stopped.is_set)
+
+    def recover(self) -> None:
+        """Begin the next step with this consumer's own pending entries again, such as those that failed."""
+        if not self._policy.noack:
+            self._unread = dict.fromkeys(self._groups, BEGINNING)
+
+    def stop(self) -> None:
+        """End the iteration after the step at hand."""
+        self._stopped.set()
+
+    def close(self) -> None:
+        """Stop, and close the reader's own connection."""
+        self.stop()
+        self._own_client.close()
+
+    def __enter__(self) -> "Reader":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # A step
+
+    def _step(self) -> list[Batch]:
+        if not self._opened:
+            self._open()
+        if self._unread and (held := self._read_held()):
+            return held
+        if (adopted := self._adopt()) is not None:
+            return [adopted]
+        # While there is more to look through, nobody waits.
+        block_ms = 0 if self._sweep else self._policy.block_ms
+        batches = self._consumer.read_new(count=self._policy.count, block_ms=block_ms, noack=self._policy.noack)
+        self._wait_ms = 0.0
+        for batch in batches:
+            self._last[batch.stream] = batch.raw[-1][0]
+        return batches if self._done is None else [kept for one in batches if (kept := self._unrepeated(one))]
+
+    def _open(self) -> None:
+        for stream, group in self._groups.items():
+            group.create(self._policy.start, mkstream=True)
+            info = group.info()
+            self._last[stream] = info.last_delivered if info else BEGINNING
+        self._opened = True
+        self.recover()
+
+    def _read_held(self) -> list[Batch]:
+        """The next page of this consumer's own pending entries; [] at their end."""
+        while self._unread:
+            kept = []
+            for batch in self._consumer.read_pending(after=self._unread, count=self._policy.count):
+                ends = [ids[-1] for ids in (batch.gone, batch.ids) if ids]
+                if not ends:
+                    del self._unread[batch.stream]
+                    continue
+                self._unread[batch.stream] = max(ends, key=EntryId.parse)
+                if (wanted := self._wanted(batch)) is not None:
+                    kept.append(wanted)
+            if kept:
+                return kept
+        return []
+
+    def _adopt(self) -> Batch | None:
+        """The next page of what has been pending for too long, when it is time to look for it."""
+        after_ms, now_ms = self._policy.adopt_after_ms, self._clock.monotonic_ms()
+        if after_ms is None:
+            return None
+        if not self._sweep and now_ms >= self._sweep_at_ms:
+            self._sweep.extend((stream, _SWEEP_START) for stream in self._groups)
+            self._sweep_at_ms = now_ms + after_ms / 2
+        if not self._sweep:
+            return None
+        stream, cursor = self._sweep.popleft()
+        pending = self._groups[stream].pending
+        cursor, batch = pending.auto_claim_from(cursor, self._name, min_idle_ms=after_ms, count=self._policy.count)
+        if cursor != _SWEEP_START:
+            self._sweep.appendleft((stream, cursor))
+        return self._wanted(batch) if batch.raw or batch.gone else None
+
+    # What is given out
+
+    def _wanted(self, batch: Batch) -> Batch | None:
+        """What of a batch that was delivered before goes to the caller; None if nothing does."""
+        if self._excluding is not None:
+            is_held = self._excluding
+            batch.raw = [entry for entry in batch.raw if not is_held(batch.stream, entry[0])]
+            batch.gone = [one for one in batch.gone if not is_held(batch.stream, one)]
+        if batch.gone:
+            self._on_event(EntriesGone(stream=batch.stream, ids=batch.gone))
+            self._say("%d pending entries of %s were trimmed or deleted: they are lost", len(batch.gone), batch.stream)
+        return self._unrepeated(batch) or (batch if batch.gone else None)
+
+    def _unrepeated(self, batch: Batch) -> Batch | None:
+        """The batch without what is done already; None if nothing is left of it."""
+        if self._done is not None:
+            done = self._done
+            repeated = [one for one in batch.ids if (batch.stream, one) in done]
+            if repeated:
+                self._consumer.ack(batch.stream, repeated)
+                batch.raw = [entry for entry in batch.raw if (batch.stream, entry[0]) not in done]
+                self._on_event(Repeated(stream=batch.stream, ids=repeated))
+                self._say("Redis delivered %d entries of %s that were processed", len(repeated), batch.stream)
+        return batch if batch.raw else None
+
+    # Trouble
+
+    def _heal(self, cause: GroupMissing) -> None:
+        self._back_off()
+        for stream, group in self._groups.items():
+            at = self._place_of(stream)
+            if group.create(at, mkstream=True):
+                shown = at.decode() if isinstance(at, bytes) else str(at)
+                self._on_event(GroupRecreated(stream=stream, group=group.name, at=shown, cause=str(cause)))
+                self._say("group %s of %s was lost and begins again after %s: %s", group.name, stream, shown, cause)
+
+    def _place_of(self, stream: str) -> Id:
+        """Where the group of `stream` goes on if it is gone."""
+        heal = self._policy.heal
+        if callable(heal):
+            return heal(stream)
+        if heal == "beginning":
+            return BEGINNING
+        # A stream that is shorter than it was is another one: all of it is new.
+        try:
+            info: list[Any] = ask(self._own_client, stream, "XINFO", "STREAM", wire(stream))
+        except GroupMissing:
+            return BEGINNING
+        top = info[info.index(b"last-generated-id") + 1]
+        last = wire_id(self._last.get(stream, BEGINNING))
+        return last if EntryId.parse(top) >= EntryId.parse(last) else BEGINNING
+
+    def _endure(self, error: Unavailable) -> None:
+        now_ms = self._clock.monotonic_ms()
+        if self._away_since_ms is None:
+            self._away_since_ms = now_ms
+        self._trouble = str(error)
+        self.recover()
+        self._say("consumer %s waits for Redis (%.0f s): %s", self._name, (now_ms - self._away_since_ms) / 1000, error)
+        self._wait_ms = self._wait_ms or _FIRST_WAIT_MS
+        self._back_off()
+
+    def _end_outage(self) -> None:
+        if self._away_since_ms is not None:
+            away_ms = self._clock.monotonic_ms() - self._away_since_ms
+            self._away_since_ms = None
+            self._on_event(Resumed(away_ms=away_ms, cause=self._trouble))
+            self._say("consumer %s goes on: Redis answers after %.1f s", self._name, away_ms / 1000)
+
+    def _back_off(self) -> None:
+        """Wait, unless this is the first trouble since new entries could be asked for."""
+        if self._wait_ms:
+            self._clock.sleep_ms(self._wait_ms)
+        self._wait_ms = min(max(self._wait_ms * 2, _FIRST_WAIT_MS), _LAST_WAIT_MS)
+
+    def _say(self, message: str, *args: Any) -> None:
+        now_ms = self._clock.monotonic_ms()
+        if now_ms >= self._next_word_ms:
+            self._next_word_ms = now_ms + _WORD_EVERY_MS
+            logger.warning(message, *args)

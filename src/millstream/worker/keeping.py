@@ -1,0 +1,124 @@
+"""Keeps what is in hand from being adopted by others, and adopts what others have let go of."""
+
+import logging
+import threading
+from collections.abc import Callable, Mapping
+
+from millstream.clock import Clock
+from millstream.errors import GroupMissing, HandlerStuck, Unavailable
+from millstream.ledger import Unit
+from millstream.lifecycle import Dead, overdue
+from millstream.reliable import Delivery, ReliableStream
+from millstream.worker.hand import Hand
+from millstream.worker.pipeline import Pipeline
+from millstream.worker.policy import WorkerPolicy
+from millstream.worker.tally import Tally
+
+logger = logging.getLogger(__name__)
+
+_EXTENSIONS = 3
+_GRACE_MS = 1_000.0
+_MOST_ADOPTED = 100
+_TRUSTED_DELIVERIES = 2
+
+
+class Keeper:
+    """The rounds that a worker makes beside its messages. Used by one thread.
+
+    `discover` joins streams that are new. `on_suspect` takes an entry that was delivered so often that whoever ran it may have died of it.
+    """
+
+    def __init__(
+        self, pipeline: Pipeline, hand: Hand, tally: Tally, clock: Clock, policy: WorkerPolicy, *,
+        streams: Mapping[str, ReliableStream], discover: Callable[[], None], on_suspect: Callable[[Delivery], None],
+    ) -> None:  # fmt: skip
+        self._streams = streams
+        self._discover = discover
+        self._pipeline = pipeline
+        self._hand = hand
+        self._tally = tally
+        self._clock = clock
+        self._policy = policy
+        self._on_suspect = on_suspect
+        self._extend_due_ms = 0.0
+        self._noted = -1
+
+    @property
+    def streams(self) -> list[ReliableStream]:
+        """All that this worker has joined so far."""
+        return list(self._streams.values())
+
+    def run(self, stopping: threading.Event) -> None:
+        """Make rounds until `stopping`. Raises HandlerStuck, StaleOwner, and RedisError but for Unavailable."""
+        while not stopping.wait(self._policy.sweep_ms / 1000):
+            try:
+                self.round()
+            except Unavailable as error:
+                logger.debug("no round while Redis is away: %s", error)
+
+    def round(self) -> None:
+        """Extend, adopt, note how far the work is."""
+        self._look_for_stuck()
+        self._discover()
+        for stream in self.streams:
+            try:
+                self._tend(stream)
+            except GroupMissing:
+                stream.join()
+        if self._clock.monotonic_ms() >= self._extend_due_ms:
+            self._extend_due_ms = self._clock.monotonic_ms() + self._policy.claim_ms / _EXTENSIONS
+        self._noted = self._tally.committed
+
+    def adopt(self, stream: ReliableStream, *, idle_ms: int, own: bool = False) -> int:
+        """Take over what has been idle for so long, or all that this worker held in its last life."""
+        room = min(self._hand.room(), _MOST_ADOPTED)
+        if room <= 0:
+            return 0
+        held = self._hand.ids(stream.stream)
+        found = stream.read_pending(excluding=held, idle_ms=idle_ms, own=own, count=room)
+        trusted = [delivery for delivery in found if delivery.deliveries <= _TRUSTED_DELIVERIES]
+        self._hand.take(trusted, self._clock.monotonic_ms())
+        for delivery in found:
+            if delivery.deliveries > _TRUSTED_DELIVERIES:
+                self._hand.keep(delivery)
+                self._on_suspect(delivery)
+        self._tally.adopted += len(found)
+        return len(found)
+
+    def _tend(self, stream: ReliableStream) -> None:
+        if self._clock.monotonic_ms() >= self._extend_due_ms:
+            self._extend(stream)
+        self.adopt(stream, idle_ms=self._policy.claim_ms)
+        if self._noted != self._tally.committed:
+            stream.checkpoint()
+
+    def _extend(self, stream: ReliableStream) -> None:
+        mine = {one.id: one for one in self._hand.deliveries if one.stream is stream and not one.settling}
+        # Those that are being committed meanwhile are not pending any more either.
+        lost = [mine[entry_id] for entry_id in stream.extend(list(mine)) if not mine[entry_id].settling]
+        if lost:
+            logger.warning("%d messages of %s were taken over by another worker", len(lost), stream.stream)
+            self._hand.drop(lost)
+
+    def _look_for_stuck(self) -> None:
+        limit_ms = self._pipeline.handler.time_limit_ms
+        now_ms = self._clock.monotonic_ms()
+        for delivery in self._hand.deliveries:
+            if delivery.running and now_ms - delivery.since_ms > limit_ms + _GRACE_MS:
+                self._give_up(delivery)
+
+    def _give_up(self, delivery: Delivery) -> None:
+        """Note the failed attempt; what it has in hand the process hands back when it ends."""
+        message = self._pipeline.decode(delivery)
+        if message is not None:
+            outcome = overdue(self._pipeline.handler, message)
+            if isinstance(outcome, Dead):
+                unit: Unit = self._pipeline.dead_letter(delivery, outcome)
+                delivery.stream.commit([unit])
+                self._hand.drop([delivery])
+            else:
+                delivery.stream.note_failures([delivery])
+        raise HandlerStuck(
+            f"{self._pipeline.handler.label} has run on message {delivery.id.decode()} of {delivery.stream.stream} for "
+            f"longer than its time limit of {self._pipeline.handler.time_limit_ms:,.0f} ms, and cannot be ended"
+        )

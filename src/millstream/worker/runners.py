@@ -1,0 +1,177 @@
+"""Runs what waits in the buffer: plain handlers in threads, async ones in an event loop.
+
+Both stop before their next message while the gate is closed: then a message that may have killed a worker before is run,
+alone, so that the blame falls on no other.
+"""
+
+import asyncio
+import threading
+from collections.abc import Callable
+from queue import Empty
+from typing import Protocol
+
+from millstream.clock import Clock
+from millstream.lifecycle import Done, Ended, Outcome
+from millstream.model import Message
+from millstream.reliable import Delivery
+from millstream.worker.hand import Hand
+from millstream.worker.pipeline import Pipeline
+
+NOT_MEANT = Done((), b"")
+"""What becomes of an entry that was redriven for another handler."""
+
+_SLOW_MS = 5.0
+_GATE_S = 0.01
+
+
+class Runner(Protocol):
+    """What a reading loop needs of either kind."""
+
+    def run(self) -> None:
+        """Run messages until the buffer's end; called in a thread of its own."""
+
+    def nudge(self) -> None:
+        """Look at the buffer: something was put into it, or waits there. Called often."""
+
+    def alone(self, delivery: Delivery) -> Outcome:
+        """Run one message while nothing else runs; called from another thread."""
+
+    def cancel(self) -> None:
+        """Break off what still runs, if that is possible."""
+
+
+def _in_place(work: Callable[[], Ended], _limit_ms: float) -> Ended:
+    # What runs too long in a thread cannot be stopped: the loop's watchdog ends the process.
+    return work()
+
+
+class PlainRunner:
+    """Threads, each of which takes a message and runs it: one at first, more when messages take long."""
+
+    def __init__(self, pipeline: Pipeline, hand: Hand, gate: threading.Event, clock: Clock, most: int) -> None:
+        self._pipeline = pipeline
+        self._hand = hand
+        self._gate = gate
+        self._clock = clock
+        self._most = most
+        self._threads: list[threading.Thread] = []
+        self._finished = 0
+        self._seen = (0, 0.0)
+        self._failure: BaseException | None = None
+
+    def run(self) -> None:
+        """See Runner."""
+        self._serve()
+        for thread in self._threads:
+            thread.join()
+        if self._failure is not None:
+            raise self._failure
+
+    def nudge(self) -> None:
+        """See Runner: another thread, if messages wait and none was finished for a while."""
+        now_ms = self._clock.monotonic_ms()
+        finished, since_ms = self._seen
+        if finished != self._finished or self._hand.buffer.empty():
+            self._seen = (self._finished, now_ms)
+        elif now_ms - since_ms > _SLOW_MS and len(self._threads) < self._most - 1:
+            thread = threading.Thread(target=self._serve, name="millstream-handler", daemon=True)
+            self._threads.append(thread)
+            thread.start()
+
+    def alone(self, delivery: Delivery) -> Outcome:
+        """See Runner."""
+        return self._outcome(delivery)
+
+    def cancel(self) -> None:
+        """See Runner. A thread cannot be stopped: what still runs is left to it, and it dies with the process."""
+
+    def _serve(self) -> None:
+        get, put = self._hand.buffer.get, self._hand.outbox.put
+        try:
+            while (delivery := get()) is not None:
+                self._gate.wait()
+                if delivery.place in self._hand:
+                    put((delivery, self._outcome(delivery)))
+                self._finished += 1
+        except BaseException as error:  # noqa: BLE001 - handed to the thread that waits for this one
+            self._failure = error
+        self._hand.buffer.put(None)  # the end is for all of them
+
+    def _outcome(self, delivery: Delivery) -> Outcome:
+        message = begin(self._pipeline, self._hand, delivery, self._clock)
+        return NOT_MEANT if message is None else self._pipeline.run(message, _in_place)
+
+
+class AsyncRunner:
+    """An event loop, in which as many messages as the handler's `concurrency` are run at once."""
+
+    def __init__(self, pipeline: Pipeline, hand: Hand, gate: threading.Event, clock: Clock) -> None:
+        self._pipeline = pipeline
+        self._hand = hand
+        self._gate = gate
+        self._clock = clock
+        self._loop = asyncio.new_event_loop()
+        self._waiting = asyncio.Event()
+        self._main: asyncio.Task[None] | None = None
+
+    def run(self) -> None:
+        """See Runner."""
+        asyncio.set_event_loop(self._loop)
+        self._main = self._loop.create_task(self._serve_all())
+        try:
+            self._loop.run_until_complete(self._main)
+        except asyncio.CancelledError:
+            pass  # by `cancel`
+        finally:
+            self._loop.run_until_complete(self._loop.shutdown_asyncgens())
+            self._loop.close()
+
+    def nudge(self) -> None:
+        """See Runner."""
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._waiting.set)
+
+    def alone(self, delivery: Delivery) -> Outcome:
+        """See Runner."""
+        return asyncio.run_coroutine_threadsafe(self._outcome(delivery), self._loop).result()
+
+    def cancel(self) -> None:
+        """See Runner."""
+        if self._main is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._main.cancel)
+
+    async def _serve_all(self) -> None:
+        async with asyncio.TaskGroup() as group:
+            for _ in range(self._pipeline.handler.concurrency):
+                group.create_task(self._serve())
+
+    async def _serve(self) -> None:
+        buffer, put = self._hand.buffer, self._hand.outbox.put
+        while True:
+            try:
+                delivery = buffer.get_nowait()
+            except Empty:
+                self._waiting.clear()
+                if buffer.empty():
+                    await self._waiting.wait()
+                continue
+            if delivery is None:
+                buffer.put(None)  # the end is for all of them
+                self._waiting.set()
+                return
+            while not self._gate.is_set():  # noqa: ASYNC110 - it is closed by another thread, and hardly ever
+                await asyncio.sleep(_GATE_S)
+            if delivery.place in self._hand:
+                put((delivery, await self._outcome(delivery)))
+
+    async def _outcome(self, delivery: Delivery) -> Outcome:
+        message = begin(self._pipeline, self._hand, delivery, self._clock)
+        return NOT_MEANT if message is None else await self._pipeline.run_async(message)
+
+
+def begin(pipeline: Pipeline, hand: Hand, delivery: Delivery, clock: Clock) -> Message | None:
+    """Note that a message runs from now on, and decode it."""
+    now_ms = clock.monotonic_ms()
+    hand.waited(now_ms - delivery.since_ms)
+    delivery.since_ms, delivery.running = now_ms, True
+    return pipeline.decode(delivery)

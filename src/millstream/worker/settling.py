@@ -1,0 +1,183 @@
+"""Settles what was run: commits it, files it as dead, or has it tried again."""
+
+import heapq
+import logging
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from itertools import count
+from queue import Empty
+from typing import TypeVar
+
+from millstream.client import Client
+from millstream.clock import Clock
+from millstream.errors import GroupMissing, OutOfMemory
+from millstream.ledger import Unit
+from millstream.lifecycle import Again, Dead, Outcome
+from millstream.reliable import Delivery, ReliableStream
+from millstream.worker.hand import Hand
+from millstream.worker.pipeline import Pipeline
+from millstream.worker.tally import Tally
+
+logger = logging.getLogger(__name__)
+
+_MEMORY_RETRY_MS = 500.0
+_WORD_EVERY_MS = 5_000.0
+Settled = tuple[Delivery, Unit]
+T = TypeVar("T")
+
+
+class Settler:
+    """Commits what comes out of the handler, as much at once as has come, and times the retries.
+
+    Used by one thread. `give_up` says that waiting for Redis has no point any more.
+    """
+
+    def __init__(
+        self, pipeline: Pipeline, hand: Hand, client: Client, tally: Tally, clock: Clock, *, batch: int,
+        give_up: Callable[[], bool],
+    ) -> None:  # fmt: skip
+        self._pipeline = pipeline
+        self._hand = hand
+        self._client = client
+        self._tally = tally
+        self._clock = clock
+        self._batch = batch
+        self._give_up = give_up
+        self._retries: list[tuple[float, int, Delivery]] = []
+        self._number = count()
+        self._without_memory: list[Settled] = []
+        self._memory_due_ms = 0.0
+        self._word_due_ms = 0.0
+        self.committed = threading.Event()
+
+    def run(self) -> None:
+        """Settle until the outbox's end."""
+        ended = False
+        while not ended:
+            found, ended = self._collect()
+            if found:
+                self.settle(found)
+            self._wake_retries()
+            if self._without_memory and self._clock.monotonic_ms() >= self._memory_due_ms:
+                waiting, self._without_memory = self._without_memory, []
+                self._commit(waiting)
+
+    def settle(self, found: Sequence[tuple[Delivery, Outcome]]) -> None:
+        """Do what the outcomes ask for."""
+        units: list[Settled] = []
+        failed: dict[ReliableStream, list[Delivery]] = defaultdict(list)
+        now_ms = self._clock.monotonic_ms()
+        for delivery, outcome in found:
+            if isinstance(outcome, Again):
+                failed[delivery.stream].append(delivery)
+                delivery.running, delivery.since_ms = False, now_ms
+                due_ms = now_ms + self._pipeline.retry(delivery, outcome)
+                heapq.heappush(self._retries, (due_ms, next(self._number), delivery))
+            elif isinstance(outcome, Dead):
+                units.append((delivery, self._pipeline.dead_letter(delivery, outcome)))
+            else:
+                units.append((delivery, self._pipeline.commit(delivery, outcome)))
+        for stream, deliveries in failed.items():
+            self._tally.retried += len(deliveries)
+            self._note(stream, deliveries)
+        if units:
+            self._commit(units)
+
+    def _note(self, stream: ReliableStream, deliveries: Sequence[Delivery]) -> None:
+        try:
+            self._patiently(lambda: stream.note_failures(deliveries))
+        except OutOfMemory as error:
+            logger.warning("%d failed attempts are not counted beyond this worker: %s", len(deliveries), error)
+
+    @property
+    def waiting(self) -> list[Delivery]:
+        """Those that wait for their next attempt, or for memory in Redis."""
+        return [delivery for _, _, delivery in self._retries] + [delivery for delivery, _ in self._without_memory]
+
+    def _collect(self) -> tuple[list[tuple[Delivery, Outcome]], bool]:
+        get = self._hand.outbox.get
+        found: list[tuple[Delivery, Outcome]] = []
+        try:
+            item = get(timeout=self._wait_s())
+            while item is not None:
+                found.append(item)
+                if len(found) >= self._batch:
+                    return found, False
+                item = get(block=False)
+        except Empty:
+            return found, False
+        return found, True
+
+    def _wait_s(self) -> float | None:
+        due = [self._retries[0][0]] if self._retries else []
+        if self._without_memory:
+            due.append(self._memory_due_ms)
+        return max(0.0, min(due) - self._clock.monotonic_ms()) / 1000 if due else None
+
+    def _wake_retries(self) -> None:
+        now_ms = self._clock.monotonic_ms()
+        while self._retries and self._retries[0][0] <= now_ms:
+            _, _, delivery = heapq.heappop(self._retries)
+            delivery.attempt += 1
+            if delivery.place in self._hand:
+                self._hand.take((delivery,), now_ms)
+
+    def _commit(self, settled: Sequence[Settled]) -> None:
+        by_stream: dict[ReliableStream, list[Settled]] = defaultdict(list)
+        for delivery, unit in settled:
+            delivery.settling = True
+            by_stream[delivery.stream].append((delivery, unit))
+        for stream, some in by_stream.items():
+            try:
+                self._commit_some(stream, some)
+            except OutOfMemory as error:
+                self._wait_for_memory(stream, some, error)
+
+    def _commit_some(self, stream: ReliableStream, some: Sequence[Settled], *, allow_oom: bool = False) -> None:
+        units = [unit for _, unit in some]
+        refused = self._patiently(lambda: self._commit_or_join(stream, units, allow_oom))
+        self._tally.committed += len(units) - len(refused)
+        self._tally.dead += sum(len(unit.dead) for unit in units)
+        if refused:
+            self._tally.refused += len(refused)
+            logger.warning(
+                "%d messages of %s were not committed: another worker has taken them over, or they were committed "
+                "before (first: %s)", len(refused), stream.stream, refused[0].first_id,
+            )  # fmt: skip
+        self._hand.drop(delivery for delivery, _ in some)
+        self.committed.set()
+
+    def _commit_or_join(self, stream: ReliableStream, units: Sequence[Unit], allow_oom: bool) -> list[Unit]:
+        try:
+            return stream.commit(units, allow_oom=allow_oom)
+        except GroupMissing:
+            stream.join()
+            return stream.commit(units, allow_oom=allow_oom)
+
+    def _patiently(self, operation: Callable[[], T]) -> T:
+        """Wait while Redis is away; being out of memory is for the caller."""
+
+        def attempt() -> T | OutOfMemory:
+            try:
+                return operation()
+            except OutOfMemory as error:
+                return error
+
+        what = self._pipeline.handler.label
+        result = self._client.patiently(attempt, what=what, give_up=self._give_up)
+        if isinstance(result, OutOfMemory):
+            raise result
+        return result
+
+    def _wait_for_memory(self, stream: ReliableStream, some: Sequence[Settled], error: OutOfMemory) -> None:
+        """Acknowledge what writes nothing, which frees memory in the end; the rest waits, pending and counting no attempt."""
+        plain = [(delivery, unit) for delivery, unit in some if not (unit.outputs or unit.dead)]
+        if plain:
+            self._commit_some(stream, plain, allow_oom=True)
+        now_ms = self._clock.monotonic_ms()
+        if now_ms >= self._word_due_ms:
+            logger.warning("%d messages of %s wait to be committed: %s", len(some) - len(plain), stream.stream, error)
+            self._word_due_ms = now_ms + _WORD_EVERY_MS
+        self._without_memory += [(delivery, unit) for delivery, unit in some if unit.outputs or unit.dead]
+        self._memory_due_ms = now_ms + _MEMORY_RETRY_MS
