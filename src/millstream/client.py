@@ -8,6 +8,7 @@ of the caller, who knows whether that is safe (`Client.patiently`).
 import functools
 import hashlib
 import logging
+import re
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from importlib import resources
@@ -18,8 +19,8 @@ import hiredis
 import redis
 from redis.backoff import NoBackoff
 from redis.cluster import ClusterNode, RedisCluster
-from redis.connection import ConnectionPool, parse_url
-from redis.exceptions import AskError, MovedError, NoScriptError
+from redis.connection import Connection, ConnectionPool, parse_url
+from redis.exceptions import AskError, MovedError, NoScriptError, RedisClusterException
 from redis.retry import Retry as RedisRetry
 from redis.sentinel import Sentinel
 
@@ -134,6 +135,21 @@ def _hosts(netloc: str, default_port: int) -> tuple[str, list[tuple[str, int]]]:
     return credentials + at, pairs
 
 
+def _connection_settings(url: str) -> dict[str, Any]:
+    """What the plain `url` says of a connection. Raises ValueError also for what redis-py passes over, or finds late."""
+    settings = dict(parse_url(url))
+    database = "" if url.startswith("unix:") else urlsplit(url).path.strip("/")
+    if (database and not database.isdecimal()) or settings.get("db", 0) < 0:
+        raise ValueError(f"{database or settings['db']!r} is no database; write its number, like /0")
+    try:
+        settings.get("connection_class", Connection)(
+            **{name: value for name, value in settings.items() if name != "connection_class"}
+        )
+    except TypeError as error:
+        raise ValueError(f"an option after the '?' is unknown ({error})") from error
+    return settings
+
+
 def _route(url: str, timeout_ms: int) -> _Route:
     """Understand every kind of URL: redis, rediss, unix, redis+sentinel, redis+cluster (and rediss+...)."""
     settings = dict(_NO_RETRY, retry=RedisRetry(NoBackoff(), 0))
@@ -142,6 +158,7 @@ def _route(url: str, timeout_ms: int) -> _Route:
     scheme, _, kind = parts.scheme.partition("+")
     try:
         if not kind and scheme in ("redis", "rediss", "unix"):
+            _connection_settings(url)
             return _OneServer(ConnectionPool.from_url(url, **settings))
         if kind not in ("sentinel", "cluster") or scheme not in ("redis", "rediss"):
             raise ConfigError(
@@ -150,9 +167,12 @@ def _route(url: str, timeout_ms: int) -> _Route:
             )
         credentials, hosts = _hosts(parts.netloc, 26379 if kind == "sentinel" else 6379)
         service, _, database = parts.path.strip("/").partition("/")
+        if kind == "cluster" and service not in ("", "0"):
+            raise ConfigError(f"{redact(url)!r}: Redis Cluster has database 0 only; leave out {parts.path!r}")
         path = f"/{database}" if kind == "sentinel" else ""
         single = urlunsplit((scheme, f"{credentials}{hosts[0][0]}:{hosts[0][1]}", path, parts.query, ""))
-        settings |= {k: v for k, v in parse_url(single).items() if k not in ("host", "port", "connection_class")}
+        of_one = _connection_settings(single)
+        settings |= {k: v for k, v in of_one.items() if k not in ("host", "port", "connection_class")}
     except ValueError as error:
         raise ConfigError(f"{redact(url)!r} is not a Redis URL: {error}") from error
     tls: dict[str, Any] = {"ssl": True} if scheme == "rediss" else {}
@@ -168,14 +188,44 @@ def _route(url: str, timeout_ms: int) -> _Route:
 
 # --- Errors -----------------------------------------------------------------------------------------------------
 
+_REDIS_ERRORS = (redis.exceptions.RedisError, RedisClusterException, OSError)
 _AWAY = ("BUSY ", "MISCONF", "NOREPLICAS", "UNKILLABLE", "UNBLOCKED")
+_PLACE_IN_SCRIPT = re.compile(r"script: [0-9a-f]{40}, on @user_script:(\d+)\.?")
+_script_names: dict[Arg, str] = {}
+
+
+def _name_of(command: Command | None) -> str:
+    """The command and its first argument, for messages; of a script its name, as its hash tells people nothing."""
+    if not command:
+        return "the command"
+    if command[0] in ("EVAL", "EVALSHA"):
+        return f"the {_script_names.get(command[1], 'unnamed')} script"
+    words = (part.decode("utf-8", "backslashreplace") if isinstance(part, bytes) else str(part) for part in command[:2])
+    return " ".join(words)[:80]
+
+
+def _wrong_address(text: str, where: str) -> str | None:
+    """What is wrong with the URL, if that is what the server's refusal of the connection means."""
+    if "Cluster mode is not enabled" in text or "cluster support disabled" in text:
+        return f"{where} is no Redis Cluster but a single server; connect with redis://HOST:PORT/DB"
+    if "unknown command 'SENTINEL'" in text:
+        return f"{where} is no Sentinel; connect with redis://HOST:PORT/DB, or give the Sentinels' own addresses"
+    if "DB index is out of range" in text:
+        return f"{where} has no database of this number; Redis has 16, 0 to 15, unless it is configured otherwise"
+    return None
 
 
 def _translate(error: Exception, url: str, command: Command | None = None) -> RedisError:
-    """Turn what redis-py raised into our own tree; the only place that does."""
-    text = str(error)
-    name = " ".join(str(part) for part in command[:2])[:80] if command else "the command"
+    """Turn what redis-py raised into our own tree; the only place that does. Raises ConfigError for a wrong URL."""
+    text = _PLACE_IN_SCRIPT.sub(r"(line \1 of the script)", str(error))
+    name = _name_of(command)
     where = redact(url)
+    if command is None and (wrong := _wrong_address(text, where)):
+        raise ConfigError(wrong) from error
+    if isinstance(error, RedisClusterException) and isinstance(error.__cause__, _REDIS_ERRORS):
+        return _translate(error.__cause__, url, command)  # why the last node could not be asked
+    if isinstance(error, redis.exceptions.InvalidResponse):
+        return Unavailable(f"what answers at {where} is not Redis ({text}); check host and port")
     if isinstance(error, redis.exceptions.AuthenticationError):
         return AccessDenied(f"{where} refuses the credentials ({text}); check user and password in the URL")
     denied = (redis.exceptions.NoPermissionError, redis.exceptions.AuthorizationError)
@@ -189,7 +239,8 @@ def _translate(error: Exception, url: str, command: Command | None = None) -> Re
         return Unavailable(f"the cluster at {where} is moving slots: {text}")
     if isinstance(error, redis.exceptions.ClusterCrossSlotError):
         return CommandFailed(f"{name} names keys of several hash slots; give them one {{hash tag}}")
-    if isinstance(error, (redis.exceptions.ConnectionError, redis.exceptions.TimeoutError, OSError)):
+    away = (redis.exceptions.ConnectionError, redis.exceptions.TimeoutError, RedisClusterException, OSError)
+    if isinstance(error, away):
         return Unavailable(f"Redis at {where} cannot be reached: {text}")
     if text.startswith("WRONGTYPE"):
         # A script's own message names the key; the server's names nothing.
@@ -199,7 +250,7 @@ def _translate(error: Exception, url: str, command: Command | None = None) -> Re
             else f"{name}: the key holds another type of value than this needs"
         )
         return WrongType(named)
-    if text.startswith("NOGROUP"):
+    if text.startswith(("NOGROUP", "UNBLOCKED the stream key no longer exists")):
         return GroupMissing(text)
     if text.startswith(_AWAY):
         return Unavailable(f"Redis at {where} cannot serve now: {text}")
@@ -216,16 +267,27 @@ def raise_if_error(reply: Reply) -> Reply:
     return reply
 
 
+_INCLUDE = re.compile(r"^-- include (\w+)$", re.MULTILINE)
+
+
+def _lua(name: str) -> str:
+    return (resources.files("millstream.lua") / f"{name}.lua").read_text("utf-8")
+
+
 class Script:
     """A Lua script in a file of `millstream.lua`; called by its hash, loaded where a server lacks it.
 
-    Content-addressed, so old and new versions run side by side during an upgrade (Redis EVALSHA).
+    Content-addressed, so old and new versions run side by side during an upgrade (Redis EVALSHA). A line
+    `-- include NAME` stands for the text of that file. `allow_oom`: it may run at maxmemory (Redis script flags).
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, *, allow_oom: bool = False) -> None:
         self.name = name
-        self.text = (resources.files("millstream.lua") / f"{name}.lua").read_text("utf-8")
+        self.text = _INCLUDE.sub(lambda found: _lua(found[1]), _lua(name))
+        if allow_oom:
+            self.text = self.text.replace("#!lua", "#!lua flags=allow-oom", 1)
         self.sha = hashlib.sha1(self.text.encode(), usedforsecurity=False).hexdigest()
+        _script_names[self.sha] = _script_names[self.text] = name
 
 
 # --- The client -------------------------------------------------------------------------------------------------
@@ -258,7 +320,7 @@ class Client:
 
     def __init__(self, url: str, *, timeout_ms: int = 15_000, clock: Clock = SYSTEM_CLOCK) -> None:
         self.url = url
-        self._timeout_ms = timeout_ms
+        self.timeout_ms = timeout_ms
         self._clock = clock
         self._lock = threading.RLock()
         self._open: dict[int, tuple[ConnectionPool, Any]] = {}
@@ -268,7 +330,7 @@ class Client:
     def _route(self) -> _Route:
         # A cluster is asked for its slots when the route is built, so building it may fail and be tried again.
         if self._known_route is None:
-            self._known_route = self._guarded(lambda: _route(self.url, self._timeout_ms), None)
+            self._known_route = self._guarded(lambda: _route(self.url, self.timeout_ms), None)
         return self._known_route
 
     @property
@@ -329,6 +391,28 @@ class Client:
                 reply = replies[index] = self.execute("EVAL", script.text, len(keys), *keys, *args)
             raise_if_error(reply)
         return replies
+
+    def replicated_script(
+        self, script: Script, keys: Sequence[Arg], args: Sequence[Arg], *, replicas: int, timeout_ms: int
+    ) -> tuple[Reply, int]:
+        """Run `script` and return its reply, and how many replicas confirmed it within `timeout_ms` (Redis WAIT).
+
+        WAIT speaks of its own connection only, so both go out together. Unavailable is also raised where a cluster
+        has moved the keys: nothing is confirmed then. Raises ConfigError for a time that this client cannot wait.
+        """
+        if not 0 < timeout_ms < self.timeout_ms:
+            raise ConfigError(f"a wait for replicas of {timeout_ms} ms: use 1 to {self.timeout_ms - 1:,}")
+        rest = (len(keys), *keys, *args)
+        with self._lock:
+            for command in (("EVALSHA", script.sha, *rest), ("EVAL", script.text, *rest)):
+                replies = self._exchange(self._route_pool(keys[0]), [command, ("WAIT", replicas, timeout_ms)])
+                if not isinstance(replies[0], NoScriptError):
+                    break
+            if isinstance(replies[0], AskError):
+                self._guarded(self._route.moved, command)
+                raise Unavailable(f"the cluster at {redact(self.url)} has moved slots; try again")
+            reply, confirmed = (raise_if_error(self._settle(each, command)) for each in replies)
+            return reply, confirmed
 
     def scan_streams(self, pattern: str = "*") -> list[str]:
         """Names of all streams that match the glob `pattern`, sorted, each once. Walks SCAN ... TYPE stream.
@@ -484,7 +568,7 @@ class Client:
     def _guarded(self, action: Callable[[], T], command: Command | None) -> T:
         try:
             return action()
-        except (redis.exceptions.RedisError, OSError) as error:
+        except _REDIS_ERRORS as error:
             # Whoever is the primary now, only a new connection finds out; in a cluster, only new slots.
             self.close()
             if self.is_cluster:

@@ -5,7 +5,9 @@ MillstreamError
 ├── ServerError            the embedded redis-server could not be started or stopped
 ├── RedisError             what Redis answered, translated once, in `millstream.client`
 │   ├── Unavailable        away, loading, failing over, out of memory: try again later
-│   │   └── OutOfMemory    `maxmemory` is reached: nothing was written
+│   │   ├── OutOfMemory    `maxmemory` is reached: nothing was written
+│   │   └── StreamFull     the stream has as many entries as its producer allows: nothing was written
+│   ├── NotReplicated      published, but not confirmed by the replicas that were asked for
 │   ├── AccessDenied       authentication or an ACL rule refuses it
 │   ├── WrongType          the key holds something else than the command needs
 │   ├── GroupMissing       the consumer group does not exist (NOGROUP)
@@ -17,9 +19,12 @@ MillstreamError
 │   └── Reject             the handler refuses it, without retries
 ├── StaleOwner             a newer run has taken over; this one must stop
 ├── Unfinished             a handler broke off work that is not its own; all of it is done again
+├── HandlerStuck           a handler went beyond its time limit and cannot be ended but with its process
 ├── DataLoss               entries that should have been read are gone from the stream
 └── PipelineFailed         the pipeline stopped and cannot go on by itself
 """
+
+from collections.abc import Sequence
 
 
 class MillstreamError(Exception):
@@ -44,6 +49,21 @@ class Unavailable(RedisError):
 
 class OutOfMemory(Unavailable):
     """Redis has reached `maxmemory` and refused a write. Nothing was written: try again later."""
+
+
+class StreamFull(Unavailable):
+    """The stream has as many entries as the producer's `max_length` allows. Nothing was written: try again later."""
+
+
+class NotReplicated(RedisError):
+    """Entries are published, on the primary, but not confirmed by as many replicas as were asked for.
+
+    `ids` are the entries. Publishing them again would double them, unless with the same `dedupe_id`: that asks anew.
+    """
+
+    def __init__(self, message: str, ids: Sequence[str] = ()) -> None:
+        super().__init__(message)
+        self.ids = ids
 
 
 class AccessDenied(RedisError):
@@ -88,6 +108,10 @@ class StaleOwner(MillstreamError):
 
 class Unfinished(MillstreamError):
     """A handler broke off work that is not its own. Nothing of it was passed over: it is done again."""
+
+
+class HandlerStuck(MillstreamError):
+    """A handler went beyond its time limit and cannot be ended: end the process. Its failed attempt is noted."""
 
 
 class DataLoss(MillstreamError):

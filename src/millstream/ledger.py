@@ -253,9 +253,12 @@ class Ledger:
                 return
 
     def hold(self, stream: str, ids: Sequence[bytes], idle_ms: int) -> list[bytes]:
-        """Set how long the worker's entries have been idle; return those that it does not hold any more."""
+        """Set how long the worker's entries have been idle; return those that it does not hold any more.
+
+        Without `ids` it only raises StaleOwner if a newer run has begun.
+        """
         lost: list[bytes] = []
-        for at in range(0, len(ids), _LOAD_CHUNK):
+        for at in range(0, len(ids) or 1, _LOAD_CHUNK):
             args: list[Arg] = [self.token, *self._worker, idle_ms, *ids[at : at + _LOAD_CHUNK]]
             lost += self._run(HOLD, [((self.keys(stream).meta, stream), args)])[0]
         return lost

@@ -6,6 +6,7 @@ on Redis Cluster too (Redis Cluster specification, "hash tags").
 
 import re
 from dataclasses import dataclass
+from hashlib import blake2b
 
 from millstream.errors import ConfigError
 
@@ -24,19 +25,40 @@ def check_identifier(kind: str, name: str) -> str:
 
 
 def hash_tag(key: str) -> str:
-    """Return the part of `key` that Redis Cluster hashes: what stands in its first non-empty braces, or all."""
+    """Return the part of `key` that Redis Cluster hashes: from its first `{` to the next `}`, or else all of it."""
     start = key.find("{")
     end = key.find("}", start + 1)
     return key[start + 1 : end] if start >= 0 and end > start + 1 else key
 
 
+def check_stream(name: str) -> str:
+    """Return the stream name `name` if other keys can be put into its hash slot; raise ConfigError if not."""
+    if "}" in hash_tag(name):
+        raise ConfigError(
+            f"the stream name {name!r} cannot be used: no other key can share its slot on Redis Cluster, as it has a "
+            "'}' but no tag in braces before it; rename the stream, or use a pattern that leaves it out"
+        )
+    return name
+
+
+def to_wire(name: str) -> bytes:
+    """The bytes of a name in Redis. Those that are not UTF-8 stand in text as PEP 383 has it."""
+    return name.encode("utf-8", "surrogateescape")
+
+
+def from_wire(name: bytes) -> str:
+    """The reverse of `to_wire`."""
+    return name.decode("utf-8", "surrogateescape")
+
+
 @dataclass(frozen=True, slots=True)
 class HandlerKeys:
-    """The Redis keys of one handler on one stream, all in the stream's hash slot.
+    """The Redis keys of one handler on one stream, all in the stream's hash slot. Raises ConfigError: `check_stream`.
 
     * `meta`: hash with the committed `frontier`, the `epoch` of the newest run and counters
     * `marks`: hash key or entry -> id of the last entry committed in the batch in flight
     * `state`: hash key -> the key's state (msgpack)
+    * `open`: hash entry id -> its worker, of the entries below the frontier that workers have not committed yet
     * `strikes`: hash entry id -> times it was started by a task that did not end
     * `dead`: stream of dead letters
     """
@@ -44,6 +66,9 @@ class HandlerKeys:
     app: str
     handler: str
     stream: str
+
+    def __post_init__(self) -> None:
+        check_stream(self.stream)
 
     @property
     def base(self) -> str:
@@ -59,6 +84,11 @@ class HandlerKeys:
     def marks(self) -> str:
         """Hash: last committed id of each key in the batch in flight."""
         return f"{self.base}:marks"
+
+    @property
+    def open(self) -> str:
+        """Hash: entries below the frontier that are not committed."""
+        return f"{self.base}:open"
 
     @property
     def state(self) -> str:
@@ -86,8 +116,46 @@ class HandlerKeys:
         head, _, kind = key.rpartition(":")
         base, _, owner = head.rpartition(":")
         app, _, handler = owner.partition(".")
-        tag_end = base.find("}:")
+        tag_end = base.find("}:")  # the first: `check_stream` keeps it out of the tag
         found = cls(app, handler, base[tag_end + 2 :])
         if tag_end < 0 or not kind or f"{found.base}:{kind}" != key:
             raise ConfigError(f"{key!r} is not a key of a millstream handler")
         return found
+
+
+@dataclass(frozen=True, slots=True)
+class StreamKeys:
+    """The Redis keys of a stream that belong to no handler, all in the stream's hash slot. Raises ConfigError.
+
+    * `due`: sorted set id of a delayed message -> when it is due, Unix milliseconds
+    * `delayed`: hash id of a delayed message -> its items (msgpack)
+    """
+
+    stream: str
+
+    def __post_init__(self) -> None:
+        check_stream(self.stream)
+
+    @property
+    def base(self) -> str:
+        """The common prefix of the keys."""
+        return f"{PREFIX}:{{{hash_tag(self.stream)}}}:{self.stream}"
+
+    @property
+    def due(self) -> str:
+        """Sorted set: when delayed messages are due."""
+        return f"{self.base}:due"
+
+    @property
+    def delayed(self) -> str:
+        """Hash: what the delayed messages are."""
+        return f"{self.base}:delayed"
+
+    def producer(self, token: str) -> str:
+        """String: sequence number of the last batch of the producer `token`, and the ids of its entries."""
+        return f"{self.base}:producer:{token}"
+
+    def once(self, dedupe_id: bytes) -> str:
+        """String: id of the first entry that was published under the caller's own `dedupe_id`."""
+        # Hashed: it may be long, hold a colon, or be nobody's business.
+        return f"{self.base}:once:{blake2b(dedupe_id, digest_size=16).hexdigest()}"

@@ -15,9 +15,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from millstream.channel import MAX_FIELDS
 from millstream.client import Client
 from millstream.errors import OutOfMemory, OutputError, Unavailable, WrongType
-from millstream.publishing import MAX_FIELDS, Publisher, Value
+from millstream.publishing import Publisher, Value
 from millstream.server import EmbeddedServer
 from tests.integration.commandline import PROGRAM, call, environment, run, start
 

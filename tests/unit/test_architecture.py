@@ -17,17 +17,20 @@ MAX_FUNCTION_LINES = 60
 # Imports go to lower numbers, or stay on their own; the parts on level 3 do not know each other.
 # `docs/architecture.md` says what the levels mean.
 LEVELS = {
-    "clock": 0, "decoding": 0, "errors": 0, "model": 0, "naming": 0,
-    "client": 1, "handlers": 1, "lua": 1, "server": 1,
+    "clock": 0, "decoding": 0, "errors": 0, "metrics": 0, "model": 0, "naming": 0,
+    "client": 1, "handlers": 1, "lua": 1, "server": 1, "telemetry": 1,
     "bell": 2, "deadletters": 2, "groups": 2, "inspection": 2, "ledger": 2, "lifecycle": 2, "publishing": 2,
-    "reliable": 2,
+    "channel": 2, "delayed": 2, "health": 2, "inbox": 2, "producer": 2, "reliable": 2,
     "app": 3, "worker": 3,
     "millstream": 4, "pyspark_millstream": 4, "spark": 4,
     "commands": 5, "demo": 5, "testing": 5,
 }  # fmt: skip
 SIBLINGS_APART = 3
 SPARK = ("spark", "pyspark_millstream")
-HOMES = {"redis": ("client",), "hiredis": ("client", "server"), "pyspark": SPARK, "py4j": SPARK}
+HOMES = {
+    "redis": ("client",), "hiredis": ("client", "server"), "pyspark": SPARK, "py4j": SPARK,
+    "prometheus_client": ("metrics", "health"), "opentelemetry": ("telemetry",),
+}  # fmt: skip
 BANNED = {"pickle", "_pickle", "cloudpickle", "dill", "shelve", "marshal"}
 
 

@@ -48,6 +48,14 @@ def parse_time_ms(text: str) -> int:
     return int(aware.timestamp() * 1000)
 
 
+def parse_duration_ms(text: str) -> int:
+    """Milliseconds of `30s`, `5m`, `2h` or `1d`. Raises ConfigError for anything else."""
+    found = _AGO.fullmatch(text)
+    if not found:
+        raise ConfigError(f"{text!r} is not a duration: write 30s, 5m, 2h or 1d")
+    return int(found[1]) * _UNITS_S[found[2]] * 1000
+
+
 def parse_start(text: str) -> EntryId | None:
     """The first id to read from: of an id, `earliest`, or a time; None for `latest`. Raises ConfigError."""
     if text == "latest":

@@ -12,7 +12,7 @@ from typing import Annotated, Protocol
 import typer
 
 from millstream.client import Client
-from millstream.commands.options import DEFAULT_URL, Json, Url
+from millstream.commands.options import DEFAULT_URL, Json, Url, parse_duration_ms
 from millstream.commands.records import Input, read_csv, read_jsonl
 from millstream.commands.terminal import counted, say, say_json, size, talk
 from millstream.errors import ConfigError, DecodeError, MillstreamError
@@ -41,20 +41,25 @@ def publish(
     ] = None,
     maxlen: Annotated[int | None, typer.Option(min=1, help="Trim the stream to about so many entries.")] = None,
     rate: Annotated[float | None, typer.Option(min=0.001, help="Most entries a second.")] = None,
+    delay: Annotated[
+        str | None, typer.Option("--in", help="Publish them so much later: 30s, 5m, 2h or 1d.", metavar="DURATION")
+    ] = None,
     wait: Annotated[float, typer.Option(min=0, help="Seconds to wait for a Redis that goes away or is full.")] = 30,
     url: Url = DEFAULT_URL,
     as_json: Json = False,
 ) -> None:
     """Publish each record of a CSV file (first line: names) or of JSON lines as an entry of STREAM.
 
-    Entries are added in order, and once each, even if the connection breaks meanwhile.
+    Entries are added in order, and once each, even if the connection breaks meanwhile. With --in they wait in Redis
+    until they are due; a worker or pipeline that reads STREAM then moves them there.
     """
     chosen = format_ or _guess(file)
+    delay_ms = parse_duration_ms(delay) if delay else 0
     began = time.monotonic()
     client = Client(url)
     with _opened(file) as descriptor:
         client.execute("PING")  # a Redis that was never there is not waited for
-        publisher = Publisher(client, stream, maxlen=maxlen, rate=rate, patience_ms=wait * 1000)
+        publisher = Publisher(client, stream, maxlen=maxlen, delay_ms=delay_ms, rate=rate, patience_ms=wait * 1000)
         with publisher, _progress(publisher, descriptor) as bar:
             source = Input(descriptor, on_wait=publisher.flush, on_read=bar.read)
             try:
@@ -69,10 +74,11 @@ def publish(
     rate_reached = publisher.entries / seconds
     if as_json:
         figures = {"entries": publisher.entries, "bytes": source.count, "seconds": round(seconds, 3)}
-        say_json({"stream": stream, **figures, "rate": round(rate_reached, 1)})
+        say_json({"stream": stream, **figures, "rate": round(rate_reached, 1), "delay_ms": delay_ms})
     else:
         what = counted(publisher.entries, "entry", "entries")
-        say(f"{what} ({size(source.count)}) published to {stream} in {seconds:.1f} s: {rate_reached:,.0f} entries/s")
+        where = f"published to {stream}" + (f", due in {delay}," if delay else "")
+        say(f"{what} ({size(source.count)}) {where} in {seconds:.1f} s: {rate_reached:,.0f} entries/s")
 
 
 def _guess(file: str) -> Format:

@@ -68,35 +68,40 @@ end
 
 local now = call('TIME')
 local arrival = now[1] * 1000000 + now[2]
-local due = delay ~= '' and math.ceil(arrival / 1000) + tonumber(delay)
+local due = delay ~= '' and string.format('%.0f', math.ceil(arrival / 1000) + tonumber(delay))
 
-local function add(items)
-  if due then
-    -- The time of arrival in microseconds makes an id; messages that are due together keep the order of arrival.
-    local id
-    repeat
-      id = string.format('%.0f', arrival)
-      arrival = arrival + 1
-    until call('HSETNX', KEYS[4], id, cmsgpack.pack(items)) == 1
-    call('ZADD', KEYS[3], string.format('%.0f', due), id)
-    return id
-  elseif maxlen == '' then
-    return call('XADD', stream, '*', unpack(items))
-  end
-  return call('XADD', stream, 'MAXLEN', '~', maxlen, '*', unpack(items))
+local function append(items, count)
+  return call('XADD', stream, '*', unpack(items, 1, count))
 end
 
-local function add_once(items, key)
-  if not deduplicated then return add(items) end
+local function append_and_trim(items, count)
+  return call('XADD', stream, 'MAXLEN', '~', maxlen, '*', unpack(items, 1, count))
+end
+
+-- The time of arrival in microseconds makes an id; messages that are due together keep the order of arrival.
+local function keep(items)
+  local id
+  repeat
+    id = string.format('%.0f', arrival)
+    arrival = arrival + 1
+  until call('HSETNX', KEYS[4], id, cmsgpack.pack(items)) == 1
+  call('ZADD', KEYS[3], due, id)
+  return id
+end
+
+local add = due and keep or maxlen ~= '' and append_and_trim or append
+
+local function add_once(items, count, key)
   local id = call('GET', key)
   if not id then
-    id = add(items)
+    id = add(items, count)
     call('SET', key, id, 'PX', window)
   end
   return id
 end
 
-local ids = {}
+local put = deduplicated and add_once or add
+local ids, number = {}, 0
 at = OPTIONS + 1
 while at <= #args do
   local fields, count = tonumber(args[at]), tonumber(args[at + 1])
@@ -110,7 +115,8 @@ while at <= #args do
       items[2 * i] = args[at + i]
     end
     at = at + fields
-    ids[#ids + 1] = add_once(items, KEYS[FIXED_KEYS + 1 + #ids])
+    number = number + 1
+    ids[number] = put(items, 2 * fields, KEYS[FIXED_KEYS + number])
   end
   at = at + 1
 end

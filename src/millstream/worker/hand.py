@@ -30,8 +30,8 @@ class Hand:
         self._limit = self._least
         self._backlog = False
 
-    def __contains__(self, place: tuple[str, bytes]) -> bool:
-        return place in self._held
+    def __contains__(self, delivery: Delivery) -> bool:
+        return self._held.get(delivery.place) is delivery
 
     def __len__(self) -> int:
         return len(self._held)

@@ -69,15 +69,15 @@ class Keeper:
             self._extend_due_ms = self._clock.monotonic_ms() + self._policy.claim_ms / _EXTENSIONS
         self._noted = self._tally.committed
 
-    def adopt(self, stream: ReliableStream, *, idle_ms: int, own: bool = False) -> int:
-        """Take over what has been idle for so long, or all that this worker held in its last life."""
-        room = min(self._hand.room(), _MOST_ADOPTED)
-        if room <= 0:
-            return 0
+    def recover(self, stream: ReliableStream) -> None:
+        """Take into the hand all that this worker holds and has not in hand: from its last life, or a lost reply."""
+        while self._take_over(stream, idle_ms=0, own=True, count=_MOST_ADOPTED):
+            pass
+
+    def _take_over(self, stream: ReliableStream, *, idle_ms: int, own: bool, count: int) -> int:
         held = self._hand.ids(stream.stream)
-        found = stream.read_pending(excluding=held, idle_ms=idle_ms, own=own, count=room)
-        trusted = [delivery for delivery in found if delivery.deliveries <= _TRUSTED_DELIVERIES]
-        self._hand.take(trusted, self._clock.monotonic_ms())
+        found = stream.read_pending(excluding=held, idle_ms=idle_ms, own=own, count=count)
+        self._hand.take([one for one in found if one.deliveries <= _TRUSTED_DELIVERIES], self._clock.monotonic_ms())
         for delivery in found:
             if delivery.deliveries > _TRUSTED_DELIVERIES:
                 self._hand.keep(delivery)
@@ -88,7 +88,11 @@ class Keeper:
     def _tend(self, stream: ReliableStream) -> None:
         if self._clock.monotonic_ms() >= self._extend_due_ms:
             self._extend(stream)
-        self.adopt(stream, idle_ms=self._policy.claim_ms)
+        else:
+            stream.extend(())  # are we still in charge?
+        room = min(self._hand.room(), _MOST_ADOPTED)
+        if room > 0:
+            self._take_over(stream, idle_ms=self._policy.claim_ms, own=False, count=room)
         if self._noted != self._tally.committed:
             stream.checkpoint()
 
@@ -99,6 +103,7 @@ class Keeper:
         if lost:
             logger.warning("%d messages of %s were taken over by another worker", len(lost), stream.stream)
             self._hand.drop(lost)
+            self._tally.refused += len(lost)
 
     def _look_for_stuck(self) -> None:
         limit_ms = self._pipeline.handler.time_limit_ms
@@ -115,9 +120,10 @@ class Keeper:
             if isinstance(outcome, Dead):
                 unit: Unit = self._pipeline.dead_letter(delivery, outcome)
                 delivery.stream.commit([unit])
-                self._hand.drop([delivery])
             else:
                 delivery.stream.note_failures([delivery])
+                delivery.stream.hand_back([delivery.id])
+        self._hand.drop([delivery])
         raise HandlerStuck(
             f"{self._pipeline.handler.label} has run on message {delivery.id.decode()} of {delivery.stream.stream} for "
             f"longer than its time limit of {self._pipeline.handler.time_limit_ms:,.0f} ms, and cannot be ended"

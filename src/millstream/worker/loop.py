@@ -135,7 +135,7 @@ class ReadingLoop:
             if name not in self._streams:
                 stream = self._reliable(name)
                 stream.join()
-                self._keeper.adopt(stream, idle_ms=0, own=True)
+                self._keeper.recover(stream)
                 self._streams[name] = stream
 
     def _reliable(self, name: str) -> ReliableStream:
@@ -193,7 +193,7 @@ class ReadingLoop:
 
     def _take_unseen(self) -> None:
         for stream in self._keeper.streams:
-            self._keeper.adopt(stream, idle_ms=0, own=True)
+            self._keeper.recover(stream)
 
     def _run_suspects(self) -> None:
         """Run what may have killed others one by one, and while nothing else runs, so that only it is blamed."""
@@ -212,7 +212,7 @@ class ReadingLoop:
                     self._hand.outbox.put((delivery, Dead("crashed", text)))
                 else:
                     self._hand.outbox.put((delivery, self._runner.alone(delivery)))
-                while delivery.place in self._hand and delivery.running and not self._stopping.is_set():
+                while delivery in self._hand and delivery.running and not self._stopping.is_set():
                     self._stopping.wait(_ALONE_WAIT_S)
             finally:
                 self._gate.set()

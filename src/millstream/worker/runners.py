@@ -75,8 +75,8 @@ class PlainRunner:
             self._seen = (self._finished, now_ms)
         elif now_ms - since_ms > _SLOW_MS and len(self._threads) < self._most - 1:
             thread = threading.Thread(target=self._serve, name="millstream-handler", daemon=True)
-            self._threads.append(thread)
             thread.start()
+            self._threads.append(thread)
 
     def alone(self, delivery: Delivery) -> Outcome:
         """See Runner."""
@@ -90,7 +90,7 @@ class PlainRunner:
         try:
             while (delivery := get()) is not None:
                 self._gate.wait()
-                if delivery.place in self._hand:
+                if delivery in self._hand:
                     put((delivery, self._outcome(delivery)))
                 self._finished += 1
         except BaseException as error:  # noqa: BLE001 - handed to the thread that waits for this one
@@ -161,7 +161,7 @@ class AsyncRunner:
                 return
             while not self._gate.is_set():  # noqa: ASYNC110 - it is closed by another thread, and hardly ever
                 await asyncio.sleep(_GATE_S)
-            if delivery.place in self._hand:
+            if delivery in self._hand:
                 put((delivery, await self._outcome(delivery)))
 
     async def _outcome(self, delivery: Delivery) -> Outcome:

@@ -69,6 +69,8 @@ class Settler:
         failed: dict[ReliableStream, list[Delivery]] = defaultdict(list)
         now_ms = self._clock.monotonic_ms()
         for delivery, outcome in found:
+            if delivery not in self._hand:
+                continue  # it was given up, or lost to another worker, while it ran
             if isinstance(outcome, Again):
                 failed[delivery.stream].append(delivery)
                 delivery.running, delivery.since_ms = False, now_ms
@@ -120,7 +122,7 @@ class Settler:
         while self._retries and self._retries[0][0] <= now_ms:
             _, _, delivery = heapq.heappop(self._retries)
             delivery.attempt += 1
-            if delivery.place in self._hand:
+            if delivery in self._hand:
                 self._hand.take((delivery,), now_ms)
 
     def _commit(self, settled: Sequence[Settled]) -> None:
@@ -175,9 +177,10 @@ class Settler:
         plain = [(delivery, unit) for delivery, unit in some if not (unit.outputs or unit.dead)]
         if plain:
             self._commit_some(stream, plain, allow_oom=True)
+        waiting = [(delivery, unit) for delivery, unit in some if unit.outputs or unit.dead]
         now_ms = self._clock.monotonic_ms()
-        if now_ms >= self._word_due_ms:
-            logger.warning("%d messages of %s wait to be committed: %s", len(some) - len(plain), stream.stream, error)
+        if waiting and now_ms >= self._word_due_ms:
+            logger.warning("%d messages of %s wait to be committed: %s", len(waiting), stream.stream, error)
             self._word_due_ms = now_ms + _WORD_EVERY_MS
-        self._without_memory += [(delivery, unit) for delivery, unit in some if unit.outputs or unit.dead]
+        self._without_memory += waiting
         self._memory_due_ms = now_ms + _MEMORY_RETRY_MS

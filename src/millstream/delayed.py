@@ -1,0 +1,95 @@
+"""Delayed messages: published now, added to their stream when they are due.
+
+They wait in Redis, in the stream's hash slot, and some process has to move them: workers and pipelines do. Moving is
+one atomic step by the server's clock, so it may be done by any number of processes, and each may die at any point.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from millstream.client import Client, Script, raise_if_error
+from millstream.naming import StreamKeys, to_wire
+
+DUE = Script("due")
+CANCEL = Script("cancel")
+
+_MOST_MESSAGES = 500
+_MOST_BYTES = 1_000_000
+_RAW_HEADS = {0xD9: 2, 0xDA: 3, 0xDB: 5}
+
+_read_items = msgspec.msgpack.Decoder(list[msgspec.Raw]).decode
+
+
+@dataclass(frozen=True, kw_only=True)
+class Delayed:
+    """A message that waits to be due: the id that its publisher was given, when, and its names and values."""
+
+    stream: str
+    id: str
+    due_ms: int
+    pairs: Sequence[bytes]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Movement:
+    """What a call of `move_due` has done.
+
+    * `moved`: messages added to their streams
+    * `next_ms`: milliseconds until the next one is due; 0 if some are due already, None if none waits
+    """
+
+    moved: int
+    next_ms: int | None
+
+
+class DelayedMessages:
+    """The delayed messages of any streams. Each method raises RedisError, and ConfigError for an impossible stream."""
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+
+    def move_due(self, streams: Sequence[str]) -> Movement:
+        """Add to each of `streams` what is due on it, in due order; at most 500 messages, or about a million bytes, each.
+
+        One round trip per Redis node. Safe to repeat when its reply is lost, and to run anywhere at once. Raises
+        OutOfMemory at maxmemory, whether something is due or not: nothing is moved on that server then.
+        """
+        names = list(map(StreamKeys, streams))
+        replies = self._client.scripts(
+            [(DUE, tuple(map(to_wire, (k.stream, k.due, k.delayed))), (_MOST_MESSAGES, _MOST_BYTES)) for k in names]
+        )
+        waits = [next_ms for _, next_ms in replies if next_ms >= 0]
+        return Movement(moved=sum(moved for moved, _ in replies), next_ms=min(waits, default=None))
+
+    def count(self, stream: str) -> int:
+        """How many messages wait for `stream`."""
+        waiting: int = self._client.execute("ZCARD", to_wire(StreamKeys(stream).due))
+        return waiting
+
+    def find(self, stream: str, *, limit: int = 100) -> list[Delayed]:
+        """The first `limit` messages that wait for `stream`, in due order. Those that go meanwhile are left out."""
+        k = StreamKeys(stream)
+        found = self._client.execute("ZRANGE", to_wire(k.due), 0, limit - 1, "WITHSCORES")
+        ids, scores = found[::2], found[1::2]
+        values = self._client.pipeline([("HGET", to_wire(k.delayed), one) for one in ids])
+        return [
+            Delayed(stream=stream, id=one.decode(), due_ms=int(float(score)), pairs=_items(packed))
+            for one, score, packed in zip(ids, scores, map(raise_if_error, values), strict=True)
+            if packed is not None
+        ]
+
+    def cancel(self, stream: str, ids: Sequence[str]) -> int:
+        """Cancel messages by the ids that their publishers were given; return how many still waited.
+
+        A `dedupe_id` that such a message had stays taken until its time is over.
+        """
+        k = StreamKeys(stream)
+        cancelled: int = self._client.script(CANCEL, (to_wire(k.due), to_wire(k.delayed)), ids) if ids else 0
+        return cancelled
+
+
+def _items(packed: bytes) -> list[bytes]:
+    # Redis packs every value as msgpack text, also what is no UTF-8: the head is cut off rather than understood.
+    return [raw[_RAW_HEADS.get(raw[0], 1) :] for raw in map(bytes, _read_items(packed))]

@@ -1,0 +1,87 @@
+"""Real SQL databases for tests: a file of SQLite, and a PostgreSQL server of their own where it is installed."""
+
+import os
+import shutil
+import signal
+import sqlite3
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psycopg
+import pytest
+
+
+@dataclass(frozen=True)
+class Database:
+    """Where a database is; plain text, so that other processes can be told."""
+
+    kind: str
+    place: str
+
+    @property
+    def paramstyle(self) -> str:
+        """That of its driver."""
+        return sqlite3.paramstyle if self.kind == "sqlite" else psycopg.paramstyle
+
+    @property
+    def mark(self) -> str:
+        """A parameter's place in the test's own statements."""
+        return "?" if self.kind == "sqlite" else "%s"
+
+    def connect(self) -> Any:
+        """A connection of its driver."""
+        if self.kind == "sqlite":
+            return sqlite3.connect(self.place, timeout=60, check_same_thread=False)
+        return psycopg.connect(self.place)
+
+
+@contextmanager
+def postgres_server() -> Iterator[str]:
+    """The address of a PostgreSQL server that ends with the block, or with the process. Skips the test without one."""
+    found = sorted(Path("/usr/lib/postgresql").glob("*/bin"))
+    search = os.pathsep.join([*map(str, reversed(found)), os.environ.get("PATH", "")])
+    initdb, postgres, setpriv = (shutil.which(name, path=search) for name in ("initdb", "postgres", "setpriv"))
+    if not (initdb and postgres and setpriv):
+        pytest.skip("PostgreSQL's server is not installed here")
+    folder = Path(tempfile.mkdtemp(prefix="ms-sql-"))
+    data = folder / "data"
+    # PostgreSQL refuses to run as root.
+    as_user = [setpriv]
+    if os.geteuid() == 0:
+        shutil.chown(folder, "nobody")
+        as_user += ["--reuid=nobody", "--clear-groups"]
+    try:
+        setup = [*as_user, initdb, "--pgdata", str(data), "--username=test", "--auth=trust", "--no-sync"]
+        subprocess.run(setup, check=True, stdout=subprocess.DEVNULL, cwd=folder, timeout=120)
+        command = [*as_user, "--pdeathsig=QUIT", postgres, "-D", str(data), "-k", str(folder)]
+        command += ["-c", "listen_addresses=", "-c", "fsync=off"]
+        with (folder / "log").open("w") as log:
+            server = subprocess.Popen(command, stdout=log, stderr=log, cwd=folder)
+        try:
+            address = f"host={folder} user=test dbname=postgres connect_timeout=10"
+            _wait_for(address, server, folder / "log")
+            yield address
+        finally:
+            server.send_signal(signal.SIGQUIT)
+            server.wait(30)
+    finally:
+        shutil.rmtree(folder)
+
+
+def _wait_for(address: str, server: "subprocess.Popen[bytes]", log: Path) -> None:
+    until = time.monotonic() + 60
+    while True:
+        try:
+            psycopg.connect(address).close()
+        except psycopg.OperationalError:
+            if server.poll() is not None or time.monotonic() > until:
+                raise AssertionError(log.read_text()) from None
+            time.sleep(0.05)
+        else:
+            return

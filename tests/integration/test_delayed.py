@@ -1,0 +1,281 @@
+"""Delayed messages against a real Redis: when they come, in which order, and that each comes once."""
+
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from millstream.channel import MAX_FIELDS
+from millstream.client import Client
+from millstream.delayed import DelayedMessages, Movement
+from millstream.errors import OutOfMemory, StreamFull, WrongType
+from millstream.naming import StreamKeys
+from millstream.producer import Producer
+from millstream.server import EmbeddedServer
+from millstream.testing.proxy import Proxy
+from millstream.testing.topologies import cluster
+from tests.integration.commandline import call
+
+SIZES = (0, 1, 31, 32, 255, 256, 65_535, 65_536, 1_000_000)
+
+
+@pytest.fixture
+def client(millstream_url: str) -> Iterator[Client]:
+    with Client(millstream_url) as opened:
+        yield opened
+
+
+@pytest.fixture
+def producer(client: Client) -> Iterator[Producer]:
+    with Producer(client) as opened:
+        yield opened
+
+
+@pytest.fixture
+def delayed(client: Client) -> DelayedMessages:
+    return DelayedMessages(client)
+
+
+def numbers(client: Client, stream: str = "s") -> list[int]:
+    return [int(pairs[1]) for _, pairs in client.execute("XRANGE", stream, "-", "+")]
+
+
+def move_all(delayed: DelayedMessages, *streams: str) -> int:
+    """Move until none waits, sleeping as the calls advise; how many were moved."""
+    total = 0
+    deadline = time.monotonic() + 20
+    while (movement := delayed.move_due(streams)).next_ms is not None:
+        assert time.monotonic() < deadline
+        total += movement.moved
+        time.sleep(movement.next_ms / 1000)
+    return total + movement.moved
+
+
+def test_a_message_comes_when_it_is_due_and_not_before(
+    client: Client, producer: Producer, delayed: DelayedMessages
+) -> None:
+    began = time.time()
+    producer.publish("s", {"n": 1}, delay_ms=300)
+    movement = delayed.move_due(["s"])
+    assert movement.moved == 0
+    assert movement.next_ms is not None
+    assert 0 < movement.next_ms <= 301
+    assert not client.execute("EXISTS", "s")
+    assert move_all(delayed, "s") == 1
+    assert time.time() - began >= 0.3
+    assert numbers(client) == [1]
+    assert delayed.move_due(["s"]) == Movement(moved=0, next_ms=None)
+    names = StreamKeys("s")
+    assert client.execute("EXISTS", names.due, names.delayed) == 0
+
+
+def test_messages_come_in_due_order_and_those_due_together_in_order_of_arrival(
+    client: Client, producer: Producer, delayed: DelayedMessages
+) -> None:
+    producer.publish("s", {"n": 3}, delay_ms=90)
+    producer.publish("s", {"n": 1}, delay_ms=30)
+    producer.publish("s", {"n": 2}, delay_ms=60)
+    producer.publish_many("s", [{"n": n} for n in range(4, 1_600)], delay_ms=120)
+    time.sleep(0.2)
+    assert move_all(delayed, "s") == 1_599
+    assert numbers(client) == list(range(1, 1_600))
+
+
+def test_a_message_does_not_take_the_id_of_another_that_waits(client: Client, producer: Producer) -> None:
+    names = StreamKeys("s")
+    # Ids are times of arrival. Here 100 ms of them are taken, as they are after the server's clock was set back.
+    begin = int(time.time() * 1_000_000) + 1_000_000
+    take = "for i = ARGV[1], ARGV[1] + 99999 do redis.call('HSET', KEYS[1], string.format('%.0f', i), '') end"
+    client.execute("EVAL", take, 1, names.delayed, begin)
+    time.sleep(max(0.0, begin / 1_000_000 + 0.02 - time.time()))
+    ids = producer.publish_many("s", [{"n": 1}, {"n": 2}], delay_ms=1)
+    assert len(set(ids)) == 2
+    assert client.execute("HLEN", names.delayed) == 100_002
+    assert client.execute("ZCARD", names.due) == 2
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    message=st.dictionaries(
+        st.binary(min_size=1),
+        st.one_of(st.binary(), st.sampled_from(SIZES).map(lambda size: b"\xff" * size)),
+        min_size=1,
+        max_size=5,
+    )
+)
+def test_messages_arrive_byte_for_byte(client: Client, message: dict[bytes, bytes]) -> None:
+    client.execute("FLUSHALL")
+    delayed = DelayedMessages(client)
+    with Producer(client) as producer:
+        producer.publish("s", message, delay_ms=0.1)
+    pairs = [part for pair in message.items() for part in pair]
+    assert [waiting.pairs for waiting in delayed.find("s")] == [pairs]
+    assert move_all(delayed, "s") == 1
+    assert [found for _, found in client.execute("XRANGE", "s", "-", "+")] == [pairs]
+
+
+def test_an_entry_of_the_most_fields_is_moved(client: Client, producer: Producer, delayed: DelayedMessages) -> None:
+    producer.publish("s", {f"n{i}": i for i in range(MAX_FIELDS)}, delay_ms=1)
+    assert move_all(delayed, "s") == 1
+    [(_, pairs)] = client.execute("XRANGE", "s", "-", "+")
+    assert len(pairs) == 2 * MAX_FIELDS
+
+
+def test_a_call_moves_so_much_and_says_that_there_is_more(
+    client: Client, producer: Producer, delayed: DelayedMessages
+) -> None:
+    producer.publish_many("s", [{"n": n} for n in range(700)], delay_ms=1)
+    producer.publish_many("big", [{"n": n, "text": "x" * 400_000} for n in range(5)], delay_ms=1)
+    time.sleep(0.05)
+    assert delayed.move_due(["s"]) == Movement(moved=500, next_ms=0)
+    assert delayed.move_due(["s", "big", "none"]) == Movement(moved=203, next_ms=0)
+    assert delayed.move_due(["s", "big", "none"]) == Movement(moved=2, next_ms=None)
+    assert delayed.move_due([]) == Movement(moved=0, next_ms=None)
+    assert numbers(client) == list(range(700))
+
+
+def test_people_can_look_at_them_and_cancel_them(client: Client, producer: Producer, delayed: DelayedMessages) -> None:
+    before_ms = time.time() * 1000
+    ids = [producer.publish("s", {"n": n}, delay_ms=60_000 * (n + 1)) for n in range(4)]
+    found = delayed.find("s", limit=3)
+    assert [waiting.id for waiting in found] == ids[:3]
+    assert [waiting.pairs for waiting in found] == [[b"n", b"%d" % n] for n in range(3)]
+    assert 60_000 <= found[0].due_ms - before_ms < 70_000
+    assert delayed.count("s") == 4
+    assert delayed.cancel("s", [ids[1], ids[3], "nonsense"]) == 2
+    assert delayed.cancel("s", [ids[1]]) == 0
+    assert delayed.cancel("s", []) == 0
+    assert [waiting.id for waiting in delayed.find("s")] == [ids[0], ids[2]]
+    assert client.execute("HLEN", StreamKeys("s").delayed) == 2
+    assert delayed.find("none") == []
+
+
+def test_a_repeat_under_the_callers_id_waits_once_and_stays_known_after_it_is_moved(
+    client: Client, producer: Producer, delayed: DelayedMessages
+) -> None:
+    first = producer.publish("s", {"n": 1}, dedupe_id="a", delay_ms=20)
+    assert producer.publish("s", {"n": 2}, dedupe_id="a", delay_ms=1) == first
+    assert move_all(delayed, "s") == 1
+    assert producer.publish("s", {"n": 3}, dedupe_id="a") == first
+    assert numbers(client) == [1]
+
+
+def test_delayed_messages_take_room_in_a_limited_stream(client: Client, delayed: DelayedMessages) -> None:
+    with Producer(client, max_length=2, patience_ms=0) as producer:
+        producer.publish("s", {"n": 1})
+        producer.publish("s", {"n": 2}, delay_ms=1)
+        with pytest.raises(StreamFull):
+            producer.publish("s", {"n": 3}, delay_ms=1)
+        assert move_all(delayed, "s") == 1
+
+
+def test_a_moved_message_whose_reply_is_lost_is_not_moved_twice(
+    millstream_server: EmbeddedServer, client: Client, producer: Producer
+) -> None:
+    producer.publish_many("s", [{"n": n} for n in range(1_200)], delay_ms=1)
+    time.sleep(0.05)
+    with Proxy(millstream_server.port) as proxy, Client(proxy.url) as fragile:
+        proxy.cut_after("EVALSHA", times=1)
+        proxy.cut_before("EVALSHA", times=1)
+        mover = DelayedMessages(fragile)
+        while fragile.patiently(lambda: mover.move_due(["s"]), what="test").next_ms is not None:
+            pass
+        assert proxy.cuts.total() == 2
+    assert numbers(client) == list(range(1_200))
+
+
+def test_any_number_of_movers_move_each_message_once_in_due_order(millstream_url: str, producer: Producer) -> None:
+    for n in range(300):
+        producer.publish_many("s", [{"n": 10 * n + i} for i in range(10)], delay_ms=150)
+    moved: list[int] = []
+
+    def move() -> None:
+        with Client(millstream_url) as own:
+            moved.append(move_all(DelayedMessages(own), "s"))
+
+    movers = [threading.Thread(target=move) for _ in range(5)]
+    for mover in movers:
+        mover.start()
+    for mover in movers:
+        mover.join()
+    with Client(millstream_url) as client:
+        assert numbers(client) == list(range(3_000))
+    assert sum(moved) == 3_000
+
+
+def test_a_key_of_another_type_loses_no_message(client: Client, producer: Producer, delayed: DelayedMessages) -> None:
+    producer.publish("s", {"n": 1}, delay_ms=1)
+    client.execute("SET", "s", "text")
+    time.sleep(0.01)
+    with pytest.raises(WrongType, match="s holds a string"):
+        delayed.move_due(["s"])
+    client.execute("DEL", "s")
+    assert move_all(delayed, "s") == 1
+
+
+def test_a_redis_without_memory_moves_nothing_until_there_is_room(millstream_fresh_server: EmbeddedServer) -> None:
+    with Client(millstream_fresh_server.url) as client, Producer(client) as producer:
+        delayed = DelayedMessages(client)
+        producer.publish_many("s", [{"n": n} for n in range(10)], delay_ms=1)
+        time.sleep(0.05)
+        client.execute("CONFIG", "SET", "maxmemory", "1")
+        with pytest.raises(OutOfMemory):
+            delayed.move_due(["s"])
+        assert (delayed.count("s"), client.execute("EXISTS", "s")) == (10, 0)
+        client.execute("CONFIG", "SET", "maxmemory", "0")
+        assert move_all(delayed, "s") == 10
+
+
+def test_a_payload_that_somebody_deleted_does_not_hold_up_the_others(
+    client: Client, producer: Producer, delayed: DelayedMessages
+) -> None:
+    gone, _ = producer.publish_many("s", [{"n": 1}, {"n": 2}], delay_ms=1)
+    client.execute("HDEL", StreamKeys("s").delayed, gone)
+    assert len(delayed.find("s")) == 1
+    assert move_all(delayed, "s") == 1
+    assert numbers(client) == [2]
+
+
+def test_on_a_cluster_streams_of_all_nodes_are_moved_in_one_call() -> None:
+    with cluster() as deployment, Client(deployment.url) as client, Producer(client) as producer:
+        streams = [f"orders-{n}" for n in range(12)]
+        for stream in streams:
+            producer.publish(stream, {"n": 7}, delay_ms=1)
+        delayed = DelayedMessages(client)
+        later = producer.publish("orders-0", {"n": 8}, delay_ms=60_000)
+        assert delayed.cancel("orders-0", [later]) == 1
+        assert move_all(delayed, *streams) == 12
+        assert all(numbers(client, stream) == [7] for stream in streams)
+
+
+# --- The command line ---
+
+
+def test_a_file_is_published_for_later(client: Client, delayed: DelayedMessages, tmp_path: Path) -> None:
+    path = tmp_path / "some.csv"
+    path.write_text("n\n" + "".join(f"{n}\n" for n in range(1_200)))
+    done = call("publish", "s", str(path), "--in", "1s", url=client.url)
+    assert done.code == 0
+    assert "published to s, due in 1s, in " in done.out
+    assert not client.execute("EXISTS", "s")
+    assert delayed.count("s") == 1_200
+    assert move_all(delayed, "s") == 1_200
+    assert numbers(client) == list(range(1_200))
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"), [(("--in", "soon"), "30s, 5m"), (("--in", "5m", "--maxlen", "9"), "leave out maxlen")]
+)
+def test_a_delay_that_makes_no_sense_is_wrong_usage(
+    client: Client, tmp_path: Path, options: tuple[str, ...], complaint: str
+) -> None:
+    path = tmp_path / "some.csv"
+    path.write_text("n\n1\n")
+    done = call("publish", "s", str(path), *options, url=client.url)
+    assert done.code == 2
+    assert complaint in done.err
+    assert not client.execute("DBSIZE")

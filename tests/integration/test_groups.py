@@ -1,0 +1,469 @@
+"""A consumer group, operation by operation, against a real redis-server."""
+
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from millstream.client import Client
+from millstream.errors import CommandFailed, ConfigError, GroupMissing, Unavailable, WrongType
+from millstream.groups import BEGINNING, END, ClaimOptions, Consumer, Group, PendingSummary, groups_of
+from millstream.model import EntryId
+from millstream.server import EmbeddedServer
+from millstream.testing.topologies import cluster, wait_until
+
+
+@pytest.fixture
+def client(millstream_url: str) -> Iterator[Client]:
+    with Client(millstream_url) as connected:
+        yield connected
+
+
+@pytest.fixture
+def group(client: Client) -> Group:
+    """A group from the beginning of a stream of nine entries, 1-0 to 9-0."""
+    add(client, "s", range(1, 10))
+    group = Group(client, "s", "g")
+    group.create()
+    return group
+
+
+def add(client: Client, stream: str, numbers: range) -> None:
+    for n in numbers:
+        client.execute("XADD", stream, f"{n}-0", "n", n)
+
+
+def consumer(client: Client, name: str = "c", *streams: str) -> Consumer:
+    return Consumer(client, group="g", name=name, streams=streams or ("s",))
+
+
+def take(client: Client, name: str = "c", count: int = 100) -> list[bytes]:
+    return [one for batch in consumer(client, name).read_new(count=count) for one in batch.ids]
+
+
+def ids(*numbers: int) -> list[bytes]:
+    return [b"%d-0" % n for n in numbers]
+
+
+# Creating, moving and destroying
+
+
+@pytest.mark.parametrize(
+    ("at", "expected"), [(BEGINNING, ids(1, 2, 3)), (END, []), ("2", ids(3)), (EntryId(1, 0), ids(2, 3))]
+)
+def test_a_group_begins_after_the_id_it_is_created_at(client: Client, at: str | EntryId, expected: list[bytes]) -> None:
+    add(client, "s", range(1, 4))
+    assert Group(client, "s", "g").create(at)
+    assert take(client) == expected
+
+
+def test_creating_a_group_again_changes_nothing_and_says_so(client: Client, group: Group) -> None:
+    take(client, count=3)
+    assert group.create(END) is False
+    assert take(client, count=1) == ids(4)
+
+
+def test_a_group_needs_a_stream_unless_it_may_make_one(client: Client) -> None:
+    group = Group(client, "s", "g")
+    with pytest.raises(GroupMissing, match="no stream 's'"):
+        group.create()
+    assert group.create(END, mkstream=True)
+    assert take(client) == []
+
+
+def test_an_id_that_is_none_is_refused(client: Client, group: Group) -> None:
+    with pytest.raises(CommandFailed, match="Invalid stream ID"):
+        Group(client, "s", "h").create("nonsense")
+
+
+def test_a_key_of_another_type_is_named(client: Client) -> None:
+    client.execute("SET", "s", "text")
+    with pytest.raises(WrongType, match="s holds something else"):
+        Group(client, "s", "g").create()
+
+
+def test_a_group_moved_back_delivers_again_and_one_moved_on_passes_over(client: Client, group: Group) -> None:
+    assert len(take(client)) == 9
+    group.set_id("7-0", entries_read=7)
+    assert groups_of(client, "s")[0].entries_read == 7
+    assert take(client) == ids(8, 9)
+    group.set_id(END)
+    assert take(client) == []
+    assert group.pending.summary().count == 9
+
+
+def test_a_destroyed_group_is_gone_with_its_pending_entries(client: Client, group: Group) -> None:
+    take(client)
+    assert group.destroy()
+    assert not group.destroy()
+    assert group.info() is None
+    for lost in (group.consumers, group.pending.summary, lambda: group.set_id("0"), lambda: take(client)):
+        with pytest.raises(GroupMissing):
+            lost()
+    client.execute("DEL", "s")
+    for gone in (group.destroy, group.info, group.consumers, lambda: group.set_id("0")):
+        with pytest.raises(GroupMissing):
+            gone()
+
+
+def test_what_redis_knows_of_the_groups_of_a_stream(client: Client, group: Group) -> None:
+    Group(client, "s", "G").create("5-0")
+    take(client, count=4)
+    group.ack(ids(1))
+    by_name = {info.name: info for info in groups_of(client, "s")}
+    assert set(by_name) == {"g", "G"}  # names are case-sensitive
+    mine = by_name["g"]
+    assert (mine.consumers, mine.pending, mine.last_delivered, mine.entries_read, mine.lag) == (1, 3, b"4-0", 4, 5)
+    assert by_name["G"].lag is None  # in mid-stream Redis cannot say
+
+
+# Reading
+
+
+def test_every_entry_goes_to_one_consumer_in_order(client: Client, group: Group) -> None:
+    taken = [take(client, name, count=2) for name in ("a", "b", "a", "b", "a")]
+    assert [one for batch in taken for one in batch] == ids(*range(1, 10))
+
+
+def test_several_streams_are_read_at_once_each_batch_by_its_name(client: Client, group: Group) -> None:
+    add(client, "t", range(1, 3))
+    Group(client, "t", "g").create()
+    batches = consumer(client, "c", "s", "t").read_new(count=2)
+    assert [(batch.stream, batch.ids, batch.recovered) for batch in batches] == [
+        ("s", ids(1, 2), False),
+        ("t", ids(1, 2), False),
+    ]
+    again = consumer(client, "c", "s", "t").read_pending(after={"s": "1-0", "t": "0"})
+    assert [(batch.stream, batch.ids) for batch in again] == [("s", ids(2)), ("t", ids(1, 2))]
+    assert [batch.stream for batch in consumer(client, "c", "s", "t").read_pending(after={"t": "0"})] == ["t"]
+
+
+def test_a_long_poll_returns_with_the_first_entry_and_empty_when_its_time_is_over(client: Client, group: Group) -> None:
+    take(client)
+    reader = consumer(client)
+    began = time.monotonic()
+    assert reader.read_new(block_ms=200) == []
+    assert time.monotonic() - began >= 0.2
+
+    def publish() -> None:
+        with Client(client.url) as other:
+            time.sleep(0.1)
+            other.execute("XADD", "s", "10-0", "n", 10)
+
+    thread = threading.Thread(target=publish)
+    thread.start()
+    began = time.monotonic()
+    (batch,) = reader.read_new(block_ms=10_000)
+    thread.join()
+    assert batch.ids == ids(10)
+    assert time.monotonic() - began < 5
+
+
+def test_with_noack_nothing_becomes_pending(client: Client, group: Group) -> None:
+    (batch,) = consumer(client).read_new(noack=True)
+    assert len(batch) == 9
+    assert group.pending.summary() == PendingSummary(0, None, None, {})
+
+
+def test_a_restarted_consumer_reads_again_from_any_id_what_it_holds_and_only_that(client: Client, group: Group) -> None:
+    take(client, "c", count=4)
+    take(client, "other", count=2)
+    group.ack(ids(3))
+    restarted = consumer(client)
+    (batch,) = restarted.read_pending()
+    assert (batch.ids, batch.recovered) == (ids(1, 2, 4), True)
+    assert [entry.fields["n"] for entry in batch] == [b"1", b"2", b"4"]
+    assert restarted.read_pending(after="1-0", count=1)[0].ids == ids(2)
+    assert restarted.read_pending(after=EntryId(4, 0))[0].ids == []
+
+
+def test_reading_again_counts_a_delivery_and_resets_the_idle_time(client: Client, group: Group) -> None:
+    take(client, count=1)
+    time.sleep(0.05)
+    consumer(client).read_pending()
+    (entry,) = group.pending.entries()
+    assert entry.deliveries == 2
+    assert entry.idle_ms < 50
+
+
+def test_entries_trimmed_while_pending_are_told_apart_when_read_again(client: Client, group: Group) -> None:
+    take(client)
+    client.execute("XDEL", "s", "2-0")
+    client.execute("XTRIM", "s", "MINID", "2-0")
+    (batch,) = consumer(client).read_pending()
+    assert batch.gone == ids(1, 2)
+    assert batch.ids == ids(3, 4, 5, 6, 7, 8, 9)
+
+
+def test_many_entries_are_acknowledged_at_once_and_only_once(client: Client, group: Group) -> None:
+    client.pipeline([("XADD", "s", "*", "n", n) for n in range(20_000)])
+    taken = take(client, count=30_000)
+    assert group.ack(taken) == 20_009
+    assert group.ack(taken) == 0
+    assert group.ack([]) == 0
+    assert consumer(client).ack("s", []) == 0
+    assert consumer(client).read_pending()[0].ids == []
+
+
+# Looking at what is pending
+
+
+def test_the_pending_list_in_figures(client: Client, group: Group) -> None:
+    take(client, "a", count=3)
+    take(client, "b", count=1)
+    summary = group.pending.summary()
+    assert (summary.count, summary.lowest, summary.highest) == (4, b"1-0", b"4-0")
+    assert summary.by_consumer == {"a": 3, "b": 1}
+
+
+def test_pending_entries_by_range_count_consumer_and_idle_time(client: Client, group: Group) -> None:
+    take(client, "a", count=3)
+    time.sleep(0.2)
+    take(client, "b", count=3)
+    pending = group.pending
+    assert [one.id for one in pending.entries("2-0", "5-0")] == ids(2, 3, 4, 5)
+    assert [one.id for one in pending.entries(EntryId(2, 0), count=1)] == ids(2)
+    assert [one.id for one in pending.entries(consumer="b")] == ids(4, 5, 6)
+    assert [one.id for one in pending.entries(min_idle_ms=150)] == ids(1, 2, 3)
+    assert pending.entries(consumer="b", min_idle_ms=150) == []
+    first = pending.entries(count=1)[0]
+    assert (first.consumer, first.deliveries) == ("a", 1)
+    assert 200 <= first.idle_ms < 10_000
+
+
+def test_a_pending_list_of_any_length_is_walked_page_by_page(client: Client, group: Group) -> None:
+    take(client, "a", count=4)
+    take(client, "b", count=5)
+    assert [one.id for one in group.pending.walk(page=2)] == ids(*range(1, 10))
+    assert [one.id for one in group.pending.walk(page=2, consumer="b")] == ids(5, 6, 7, 8, 9)
+
+
+# Claiming
+
+
+def test_of_two_that_claim_the_same_entry_one_gets_it(client: Client, group: Group) -> None:
+    take(client, "dead", count=2)
+    time.sleep(0.06)
+    first = group.pending.claim(ids(1, 2), consumer="a", min_idle_ms=50)
+    second = group.pending.claim(ids(1, 2), consumer="b", min_idle_ms=50)
+    assert (first.ids, first.recovered, second.ids) == (ids(1, 2), True, [])
+    entry = group.pending.entries()[0]
+    assert (entry.consumer, entry.deliveries) == ("a", 2)
+    assert entry.idle_ms < 50
+    assert group.pending.claim([], consumer="a", min_idle_ms=0).ids == []
+
+
+def test_the_former_holder_does_not_see_a_claimed_entry_again(client: Client, group: Group) -> None:
+    take(client, "dead", count=1)
+    group.pending.claim(ids(1), consumer="a", min_idle_ms=0)
+    assert consumer(client, "dead").read_pending()[0].ids == []
+
+
+def test_a_claim_by_id_alone_counts_no_delivery(client: Client, group: Group) -> None:
+    take(client, "dead", count=1)
+    assert group.pending.claim_ids(ids(1), consumer="a", min_idle_ms=0) == ids(1)
+    assert group.pending.entries()[0].deliveries == 1
+
+
+def test_a_claim_sets_idle_time_and_delivery_count_when_asked(client: Client, group: Group) -> None:
+    take(client, "dead", count=2)
+    group.pending.claim(ids(1), consumer="a", min_idle_ms=0, options=ClaimOptions(idle_ms=90_000, deliveries=7))
+    now_s, _ = client.execute("TIME")
+    earlier = ClaimOptions(time_ms=(int(now_s) - 200) * 1000)
+    group.pending.claim(ids(2), consumer="a", min_idle_ms=0, options=earlier)
+    first, second = group.pending.entries()
+    assert first.deliveries == 7
+    assert 90_000 <= first.idle_ms < 100_000
+    assert 199_000 <= second.idle_ms < 210_000
+
+
+def test_only_force_claims_what_nobody_holds(client: Client, group: Group) -> None:
+    group.set_id("9-0")
+    assert group.pending.claim(ids(4), consumer="a", min_idle_ms=0).ids == []
+    assert group.pending.claim(ids(4), consumer="a", min_idle_ms=0, options=ClaimOptions(force=True)).ids == ids(4)
+    assert group.pending.summary().by_consumer == {"a": 1}
+
+
+def test_claiming_by_idle_time_walks_to_the_end_and_names_what_was_trimmed(client: Client, group: Group) -> None:
+    client.pipeline([("XADD", "s", f"{n}-0", "n", n) for n in range(10, 3001)])
+    taken = take(client, "dead", count=3000)
+    client.execute("XDEL", "s", *taken[::100])
+    time.sleep(0.06)
+    batches = list(group.pending.auto_claim("a", min_idle_ms=50, count=7))
+    assert [one for batch in batches for one in batch.gone] == taken[::100]
+    assert [one for batch in batches for one in batch.ids] == [one for n, one in enumerate(taken) if n % 100]
+    assert group.pending.summary().by_consumer == {"a": 2970}
+    assert list(group.pending.auto_claim("b", min_idle_ms=60_000)) == []
+
+
+def test_claiming_by_idle_time_passes_over_a_long_run_of_busy_entries(client: Client, group: Group) -> None:
+    client.pipeline([("XADD", "s", f"{n}-0", "n", n) for n in range(10, 1001)])
+    taken = take(client, "busy", count=1000)
+    group.pending.claim_ids(taken[-1:], consumer="dead", min_idle_ms=0, options=ClaimOptions(idle_ms=90_000))
+    assert [batch.ids for batch in group.pending.auto_claim("a", min_idle_ms=60_000, count=1)] == [taken[-1:]]
+
+
+def test_claiming_by_idle_time_and_id_alone_counts_no_delivery(client: Client, group: Group) -> None:
+    take(client, "dead")
+    client.execute("XDEL", "s", "2-0")
+    pages = list(group.pending.auto_claim_ids("a", min_idle_ms=0, count=4))
+    assert [one for page in pages for one in page.ids] == ids(1, 3, 4, 5, 6, 7, 8, 9)
+    assert [one for page in pages for one in page.gone] == ids(2)
+    assert {entry.deliveries for entry in group.pending.walk()} == {1}
+
+
+# Consumers
+
+
+def test_consumers_are_listed_with_what_they_hold_and_how_long_they_are_silent(client: Client, group: Group) -> None:
+    assert group.create_consumer("z")
+    assert not group.create_consumer("z")
+    take(client, "a", count=2)
+    time.sleep(0.05)
+    first, last = group.consumers()
+    assert (first.name, first.pending, last.name, last.pending) == ("a", 2, "z", 0)
+    assert 50 <= first.idle_ms < 10_000
+
+
+def test_deleting_a_consumer_hands_on_all_it_holds_with_idle_times_and_counts(client: Client, group: Group) -> None:
+    client.pipeline([("XADD", "s", f"{n}-0", "n", n) for n in range(10, 1203)])
+    taken = take(client, "leaver", count=1202)  # more than one step hands on
+    client.execute("XDEL", "s", "7-0", "1100-0")
+    options = ClaimOptions(idle_ms=90_000, deliveries=5)
+    group.pending.claim_ids(ids(3), consumer="leaver", min_idle_ms=0, options=options)
+    group.create_consumer("heir")
+    left = group.delete_consumer("leaver", heir="heir")
+    assert (left.existed, left.handed_on, list(left.gone)) == (True, 1200, ids(7, 1100))
+    assert [one.name for one in group.consumers()] == ["heir"]
+    kept = [one for one in taken if one not in ids(7, 1100)]
+    assert [one.id for one in group.pending.walk(consumer="heir")] == kept
+    third = group.pending.entries("3-0", "3-0")[0]
+    assert third.deliveries == 5
+    assert third.idle_ms >= 90_000
+    assert group.pending.entries("1-0", "1-0")[0].deliveries == 1
+
+
+def test_a_consumer_that_holds_entries_is_not_deleted_without_an_heir(client: Client, group: Group) -> None:
+    take(client, "leaver", count=3)
+    with pytest.raises(ConfigError, match=r"holds 3 pending entries.*name an heir"):
+        group.delete_consumer("leaver")
+    with pytest.raises(ConfigError, match="no consumer 'nobody'"):
+        group.delete_consumer("leaver", heir="nobody")
+    with pytest.raises(ConfigError, match="own heir"):
+        group.delete_consumer("leaver", heir="leaver")
+    assert group.pending.summary().by_consumer == {"leaver": 3}
+    group.ack(ids(1, 2, 3))
+    assert group.delete_consumer("leaver").existed
+    assert not group.delete_consumer("leaver").existed
+
+
+def test_what_a_leaving_consumer_is_given_meanwhile_is_not_dropped(client: Client, group: Group) -> None:
+    group.create_consumer("heir")
+    stop = threading.Event()
+
+    def read() -> None:
+        with Client(client.url) as own:
+            while not stop.is_set():
+                take(own, "leaver", count=3)
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    try:
+        for start in range(10, 4010, 100):
+            client.pipeline([("XADD", "s", f"{n}-0", "n", n) for n in range(start, start + 100)])
+            group.delete_consumer("leaver", heir="heir")
+    finally:
+        wait_until(lambda: groups_of(client, "s")[0].last_delivered == b"4009-0", "all to be read")
+        stop.set()
+        thread.join()
+    held = group.pending.summary()
+    assert held.count == 4009  # every entry that was delivered is still somebody's
+    assert held.by_consumer["heir"] > 0
+
+
+def test_only_consumers_that_are_silent_and_hold_nothing_are_cleaned_up(client: Client, group: Group) -> None:
+    take(client, "holds", count=1)
+    group.create_consumer("silent")
+    time.sleep(0.3)
+    group.create_consumer("fresh")
+    assert group.delete_idle_consumers(min_idle_ms=250) == ["silent"]
+    assert [one.name for one in group.consumers()] == ["fresh", "holds"]
+
+
+def test_a_consumer_that_wakes_up_between_the_look_and_the_clean_up_stays(
+    client: Client, group: Group, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group.create_consumer("c")
+    group.create_consumer("d")
+    time.sleep(0.3)
+    seen = group.consumers()
+    take(client, "c", count=1)
+    consumer(client, "d").read_pending()
+    monkeypatch.setattr(group, "consumers", lambda: seen)
+    assert group.delete_idle_consumers(min_idle_ms=290) == []
+    assert group.pending.summary().count == 1
+
+
+def test_consumers_leave_and_entries_are_acknowledged_when_redis_is_out_of_memory(
+    millstream_fresh_server: EmbeddedServer,
+) -> None:
+    with Client(millstream_fresh_server.url) as client:
+        add(client, "s", range(1, 4))
+        group = Group(client, "s", "g")
+        group.create()
+        take(client, "leaver")
+        group.create_consumer("heir")
+        client.execute("CONFIG", "SET", "maxmemory", "1")
+        assert group.delete_consumer("leaver", heir="heir").handed_on == 3
+        assert len(list(group.pending.auto_claim("other", min_idle_ms=0))) == 1
+        assert group.ack(ids(1, 2, 3)) == 3
+
+
+# Deployments
+
+
+def test_names_that_are_not_utf_8_come_back_as_they_were(client: Client) -> None:
+    name = b"\xff\x00".decode("utf-8", "surrogateescape")
+    group = Group(client, name, name)
+    group.create(mkstream=True)
+    client.execute("XADD", b"\xff\x00", "1-0", "a", 1)
+    reader = Consumer(client, group=name, name=name, streams=[name])
+    assert [batch.stream for batch in reader.read_new()] == [name]
+    assert group.pending.entries()[0].consumer == name
+    assert group.consumers()[0].name == name
+    assert group.delete_consumer(name, heir=None if group.ack([b"1-0"]) else name).existed
+
+
+def test_groups_work_on_a_cluster() -> None:
+    with cluster() as nodes, Client(nodes.url) as client:
+        for stream in ("a", "b", "c", "d"):
+            add(client, stream, range(1, 3))
+            group = Group(client, stream, "g")
+            assert group.create()
+            reader = consumer(client, "c", stream)
+            assert reader.read_new()[0].ids == ids(1, 2)
+            group.create_consumer("heir")
+            assert group.delete_consumer("c", heir="heir").handed_on == 2
+            assert [batch.ids for batch in group.pending.auto_claim("x", min_idle_ms=0)] == [ids(1, 2)]
+            assert group.ack(ids(1, 2)) == 2
+        add(client, "{a}2", range(1, 3))
+        Group(client, "{a}2", "g").create()
+        assert [batch.stream for batch in consumer(client, "c", "a", "{a}2").read_new()] == ["{a}2"]
+        with pytest.raises(CommandFailed, match="hash"):
+            consumer(client, "c", "a", "b").read_new()
+
+
+def test_a_replica_serves_plain_reads_and_refuses_group_commands(millstream_fresh_server: EmbeddedServer) -> None:
+    primary = millstream_fresh_server
+    primary.call("CONFIG", "SET", "repl-diskless-sync-delay", 0)
+    with EmbeddedServer(extra={"replicaof": f"127.0.0.1 {primary.port}"}) as replica:
+        with Client(primary.url) as client:
+            add(client, "s", range(1, 4))
+            Group(client, "s", "g").create()
+        with Client(replica.url) as client:
+            wait_until(lambda: bool(client.execute("EXISTS", "s")), "the replica to follow")
+            wait_until(lambda: bool(groups_of(client, "s")), "the group to arrive")
+            assert [entry[0] for entry in client.execute("XRANGE", "s", "-", "+")] == ids(1, 2, 3)
+            with pytest.raises(Unavailable, match=r"READONLY|read only"):
+                take(client)

@@ -1,0 +1,462 @@
+"""A reader outlives what happens to its stream, its group and its connection under it, and says so."""
+
+import logging
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from millstream.client import Client
+from millstream.clock import SystemClock
+from millstream.errors import WrongType
+from millstream.groups import (
+    END,
+    ClaimOptions,
+    Consumer,
+    DoneFile,
+    EntriesGone,
+    Event,
+    Group,
+    GroupRecreated,
+    Reader,
+    ReadPolicy,
+    Repeated,
+    Resumed,
+)
+from millstream.server import EmbeddedServer
+from millstream.testing.topologies import wait_until
+
+LOGGER = "millstream.groups.reader"
+QUICK = ReadPolicy(block_ms=100)
+
+
+@pytest.fixture
+def client(millstream_url: str) -> Iterator[Client]:
+    with Client(millstream_url) as connected:
+        yield connected
+
+
+class Running:
+    """A reader in a thread of its own, and everything it has handed out and said."""
+
+    def __init__(self, client: Client, *streams: str, policy: ReadPolicy, acks: bool = True, name: str = "c") -> None:
+        self.events: list[Event] = []
+        self.seen: list[tuple[str, bytes]] = []
+        self.reads = 0
+        self.reader = Reader(
+            client, group="g", consumer=name, streams=streams or ("s",), policy=policy, on_event=self.events.append
+        )
+        self._acks = acks
+        self._thread = threading.Thread(target=self._run)
+
+    def _run(self) -> None:
+        while not self.reader._stopped.is_set():
+            for batch in self.reader.read():
+                self.seen += [(batch.stream, one) for one in batch.ids]
+                if self._acks:
+                    self.reader.ack(batch.stream, batch.ids)
+            self.reads += 1
+
+    def __enter__(self) -> "Running":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.reader.stop()
+        self._thread.join()
+        self.reader.close()
+
+    def of(self, kind: type[Event]) -> list[Event]:
+        return [event for event in self.events if isinstance(event, kind)]
+
+    def wait_for(self, *numbers: int, stream: str = "s") -> None:
+        wanted = {(stream, b"%d-0" % n) for n in numbers}
+        wait_until(lambda: wanted <= set(self.seen), f"entries {wanted}", timeout_ms=10_000)
+
+
+def add(client: Client, *numbers: int, stream: str = "s") -> None:
+    for n in numbers:
+        client.execute("XADD", stream, f"{n}-0", "n", n)
+
+
+def wait_blocked(client: Client) -> None:
+    wait_until(lambda: b"blocked_clients:1" in client.execute("INFO", "clients"), "a blocked reader")
+
+
+def test_a_reader_begins_with_what_it_held_then_takes_new_entries(client: Client) -> None:
+    add(client, 1, 2, 3)
+    Group(client, "s", "g").create()
+    Consumer(client, group="g", name="c", streams=["s"]).read_new(count=2)
+    with Reader(client, group="g", consumer="c", streams=["s"], policy=QUICK) as reader:
+        steps = [reader.read() for _ in range(2)]
+    assert [[(batch.recovered, batch.ids) for batch in step] for step in steps] == [
+        [(True, [b"1-0", b"2-0"])],
+        [(False, [b"3-0"])],
+    ]
+
+
+def test_a_long_own_pending_list_is_read_page_by_page_on_every_stream(client: Client) -> None:
+    add(client, *range(1, 8))
+    add(client, 1, 2, stream="t")
+    for stream in ("s", "t"):
+        Group(client, stream, "g").create()
+    Consumer(client, group="g", name="c", streams=["s", "t"]).read_new()
+    policy = ReadPolicy(count=3, block_ms=50)
+    with Reader(client, group="g", consumer="c", streams=["s", "t"], policy=policy) as reader:
+        steps = [reader.read() for _ in range(4)]
+    found = [[(batch.stream, len(batch)) for batch in step] for step in steps]
+    assert found == [[("s", 3), ("t", 2)], [("s", 3)], [("s", 1)], []]
+
+
+def test_iteration_ends_when_the_reader_is_stopped(client: Client) -> None:
+    add(client, 1)
+    with Reader(client, group="g", consumer="c", streams=["s"], policy=QUICK) as reader:
+        for batch in reader:
+            reader.ack(batch.stream, batch.ids)
+            reader.stop()
+    assert Group(client, "s", "g").pending.summary().count == 0
+
+
+# What is done to the stream while the reader waits in a long poll. After each, 7-0 is added; the reader must see it.
+
+
+def destroy(client: Client) -> None:
+    Group(client, "s", "g").destroy()
+
+
+def delete(client: Client) -> None:
+    client.execute("DEL", "s")
+
+
+def rename(client: Client) -> None:
+    client.execute("RENAME", "s", "elsewhere")
+
+
+def replace(client: Client) -> None:
+    add(client, 1, stream="other")
+    client.execute("RENAME", "other", "s")
+
+
+def expire(client: Client) -> None:
+    client.execute("PEXPIRE", "s", 1)
+
+
+def flush(client: Client) -> None:
+    client.execute("FLUSHALL")
+
+
+@pytest.mark.parametrize("fault", [destroy, delete, rename, replace, expire, flush])
+def test_a_group_lost_under_a_waiting_reader_is_made_again_and_nothing_published_later_is_missed(
+    client: Client, fault: Callable[[Client], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING, LOGGER)
+    add(client, 5)
+    with Running(client, policy=ReadPolicy(block_ms=1_500)) as running:
+        running.wait_for(5)
+        wait_blocked(client)
+        fault(client)
+        wait_until(lambda: bool(running.events), "word of it", timeout_ms=2_000)
+        add(client, 7)
+        running.wait_for(7)
+    (event,) = running.events
+    assert isinstance(event, GroupRecreated)
+    assert (event.stream, event.group, event.at) == ("s", "g", "0")
+    assert "NOGROUP" in event.cause or "UNBLOCKED" in event.cause
+    assert "group g of s was lost and begins again after 0" in caplog.text
+
+
+def test_a_stream_emptied_under_a_waiting_reader_disturbs_nobody(client: Client) -> None:
+    add(client, 5)
+    with Running(client, policy=ReadPolicy(block_ms=1_500)) as running:
+        running.wait_for(5)
+        wait_blocked(client)
+        client.execute("XTRIM", "s", "MAXLEN", 0)
+        add(client, 7)
+        running.wait_for(7)
+    assert running.events == []
+    assert running.seen == [("s", b"5-0"), ("s", b"7-0")]
+
+
+def test_the_other_streams_of_a_read_go_on_when_one_is_deleted(client: Client) -> None:
+    add(client, 5)
+    add(client, 5, stream="t")
+    with Running(client, "s", "t", policy=ReadPolicy(block_ms=1_500)) as running:
+        running.wait_for(5, stream="t")
+        wait_blocked(client)
+        client.execute("DEL", "s")
+        wait_until(lambda: bool(running.events), "word of it", timeout_ms=2_000)
+        add(client, 6, stream="t")
+        add(client, 1)
+        running.wait_for(6, stream="t")
+        running.wait_for(1)
+    assert running.seen.count(("t", b"5-0")) == 1
+    assert [event.stream for event in running.of(GroupRecreated) if isinstance(event, GroupRecreated)] == ["s"]
+
+
+def test_healing_at_the_beginning_repeats_and_healing_at_the_last_entry_does_not(client: Client) -> None:
+    for heal, expected in (("beginning", [5, 6, 5, 6, 7]), ("last", [5, 6, 7])):
+        client.execute("FLUSHALL")
+        add(client, 5, 6)
+        with Running(client, policy=ReadPolicy(block_ms=1_500, heal=heal)) as running:  # type: ignore[arg-type]
+            running.wait_for(5, 6)
+            wait_blocked(client)
+            add(client, 4, stream="unrelated")
+            destroy(client)
+            add(client, 7)
+            running.wait_for(7)
+        assert running.seen == [("s", b"%d-0" % n) for n in expected]
+
+
+def test_healing_at_the_last_entry_takes_all_of_a_stream_that_began_anew(client: Client) -> None:
+    add(client, 5, 6)
+    with Running(client, policy=ReadPolicy(block_ms=1_500, heal="last")) as running:
+        running.wait_for(5, 6)
+        wait_blocked(client)
+        client.execute("MULTI")
+        client.execute("DEL", "s")
+        client.execute("XADD", "s", "1-0", "n", 1)
+        client.execute("EXEC")
+        running.wait_for(1)
+    assert [event.at for event in running.events if isinstance(event, GroupRecreated)] == ["0"]
+
+
+def test_a_reader_from_the_end_that_never_got_anything_heals_where_it_began(client: Client) -> None:
+    add(client, 5)
+    with Running(client, policy=ReadPolicy(block_ms=1_500, start=END, heal="last")) as running:
+        wait_blocked(client)
+        destroy(client)
+        add(client, 6)
+        running.wait_for(6)
+    assert running.seen == [("s", b"6-0")]
+
+
+def test_a_caller_who_knows_what_is_committed_says_where_to_go_on(client: Client) -> None:
+    add(client, 5, 6, 7)
+    with Running(client, policy=ReadPolicy(block_ms=1_500, heal=lambda stream: f"6-{len(stream) - 1}")) as running:
+        running.wait_for(5, 6, 7)
+        wait_blocked(client)
+        destroy(client)
+        add(client, 8)
+        running.wait_for(8)
+    assert running.seen == [("s", b"%d-0" % n) for n in (5, 6, 7, 7, 8)]
+
+
+def test_a_key_that_became_something_else_stops_the_reader_with_its_name(client: Client) -> None:
+    with Reader(client, group="g", consumer="c", streams=["s"], policy=QUICK) as reader:
+        assert reader.read() == []
+        client.execute("SET", "s", "text")
+        with pytest.raises(WrongType, match="s holds something else"):
+            reader.read()
+
+
+class CountingClock(SystemClock):
+    """The machine's clock, which notes what it was asked to wait."""
+
+    def __init__(self) -> None:
+        self.waits: list[float] = []
+
+    def sleep_ms(self, duration_ms: float) -> None:
+        self.waits.append(duration_ms)
+        super().sleep_ms(duration_ms / 20)
+
+
+def test_a_group_destroyed_again_and_again_makes_no_hot_loop(client: Client) -> None:
+    clock = CountingClock()
+    policy = ReadPolicy(block_ms=1_000)
+    with Reader(client, group="g", consumer="c", streams=["s"], policy=policy, clock=clock) as reader:
+        reader.read()
+        for _ in range(8):
+            destroy(client)
+            assert reader.read() == []
+        assert clock.waits == [50, 100, 200, 400, 800, 1000, 1000]  # the first heals at once
+        reader.read()
+        destroy(client)
+        reader.read()
+        assert len(clock.waits) == 7
+
+
+def test_while_redis_is_away_the_reader_neither_spins_nor_floods_the_log_and_then_goes_on(
+    millstream_fresh_server: EmbeddedServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING, LOGGER)
+    server = millstream_fresh_server
+    with Client(server.url) as client:
+        add(client, 1)
+        with Running(client, policy=QUICK) as running:
+            running.wait_for(1)
+            server.kill()
+            reads = running.reads
+            threading.Event().wait(3)
+            assert running.reads - reads <= 8
+            assert 2 <= len(caplog.records) <= 4
+            server.start()
+            client.patiently(lambda: add(client, 2), what="test")
+            running.wait_for(2)
+    (event,) = running.events
+    assert isinstance(event, Resumed)
+    assert event.away_ms > 2_500
+    assert running.seen == [("s", b"1-0"), ("s", b"2-0")]
+
+
+# Lost replies
+
+
+class Proxy:
+    """Forwards one server's connections; `cut_after(word)` lets the next such command run and drops its reply."""
+
+    def __init__(self, server: EmbeddedServer) -> None:
+        self._target = ("127.0.0.1", server.port)
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.url = f"redis://127.0.0.1:{self._listener.getsockname()[1]}/0"
+        self._word = b""
+        self.cuts = 0
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def cut_after(self, word: bytes) -> None:
+        self._word = word
+
+    def close(self) -> None:
+        self._listener.close()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                inner, _ = self._listener.accept()
+            except OSError:
+                return
+            threading.Thread(target=self._serve, args=(inner,), daemon=True).start()
+
+    def _serve(self, inner: socket.socket) -> None:
+        with inner, socket.create_connection(self._target) as outer:
+            while request := inner.recv(65_536):
+                outer.sendall(request)
+                reply = outer.recv(1_000_000)
+                if self._word and self._word in request:
+                    self._word = b""
+                    self.cuts += 1
+                    return
+                inner.sendall(reply)
+
+
+@pytest.fixture
+def proxy(millstream_server: EmbeddedServer, client: Client) -> Iterator[Proxy]:
+    proxy = Proxy(millstream_server)
+    yield proxy
+    proxy.close()
+
+
+def test_entries_whose_delivery_was_lost_with_the_connection_are_read_again(client: Client, proxy: Proxy) -> None:
+    with Client(proxy.url) as through, Running(through, policy=QUICK) as running:
+        add(client, 1)
+        running.wait_for(1)
+        proxy.cut_after(b"XREADGROUP")
+        add(client, 2, 3)
+        running.wait_for(2, 3)
+        wait_until(lambda: bool(running.events), "word of it")
+    assert proxy.cuts == 1
+    assert isinstance(running.events[0], Resumed)
+    assert sorted(running.seen) == [("s", b"1-0"), ("s", b"2-0"), ("s", b"3-0")]
+    assert Group(client, "s", "g").pending.summary().count == 0
+
+
+def test_an_acknowledgement_whose_reply_was_lost_is_repeated(client: Client, proxy: Proxy) -> None:
+    add(client, 1)
+    with (
+        Client(proxy.url) as through,
+        Reader(through, group="g", consumer="c", streams=["s"], policy=QUICK) as reader,
+    ):
+        (batch,) = reader.read()
+        proxy.cut_after(b"XACK")
+        assert reader.ack("s", batch.ids) == 0  # the first one took
+    assert proxy.cuts == 1
+    assert Group(client, "s", "g").pending.summary().count == 0
+
+
+def test_what_is_still_in_hand_is_not_given_out_again_after_a_lost_connection(client: Client, proxy: Proxy) -> None:
+    add(client, 1, 2)
+    in_hand: set[bytes] = set()
+    with (
+        Client(proxy.url) as through,
+        Reader(
+            through, group="g", consumer="c", streams=["s"], policy=QUICK, excluding=lambda stream, one: one in in_hand
+        ) as reader,
+    ):
+        in_hand.update(reader.read()[0].ids)
+        add(client, 3)
+        proxy.cut_after(b"XREADGROUP")
+        assert reader.read() == []
+        assert [batch.ids for batch in reader.read()] == [[b"3-0"]]
+        in_hand.clear()
+        reader.recover()
+        assert [batch.ids for batch in reader.read()] == [[b"1-0", b"2-0", b"3-0"]]
+
+
+# Taking over, and what is lost
+
+
+def test_entries_of_a_dead_consumer_are_adopted_while_new_ones_go_on(client: Client) -> None:
+    add(client, *range(1, 31))
+    Group(client, "s", "g").create()
+    (held,) = Consumer(client, group="g", name="dead", streams=["s"]).read_new(count=25)
+    long_ago = ClaimOptions(idle_ms=90_000)
+    Group(client, "s", "g").pending.claim_ids(held.ids[:20], consumer="dead", min_idle_ms=0, options=long_ago)
+    # The next look at the list is half a minute away: the first one must come to its end, page by page.
+    with Running(client, policy=ReadPolicy(count=4, block_ms=50, adopt_after_ms=60_000)) as running:
+        running.wait_for(*range(1, 21), *range(26, 31))
+    assert len(running.seen) == 25
+    assert Group(client, "s", "g").pending.summary().by_consumer == {"dead": 5}  # not idle for so long yet
+
+
+def test_a_failed_entry_that_was_left_pending_comes_again(client: Client) -> None:
+    add(client, 1)
+    with Running(client, policy=ReadPolicy(block_ms=20, adopt_after_ms=100), acks=False) as running:
+        wait_until(lambda: len(running.seen) >= 3, "the entry to come three times", timeout_ms=5_000)
+    assert Group(client, "s", "g").pending.entries()[0].deliveries >= 3
+
+
+@pytest.mark.parametrize("adopt_after_ms", [None, 1])
+def test_entries_trimmed_while_pending_are_reported(
+    client: Client, adopt_after_ms: int | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING, LOGGER)
+    add(client, 1, 2)
+    Group(client, "s", "g").create()
+    holder = "c" if adopt_after_ms is None else "dead"
+    Consumer(client, group="g", name=holder, streams=["s"]).read_new()
+    client.execute("XDEL", "s", "1-0", "2-0")
+    policy = ReadPolicy(block_ms=50, adopt_after_ms=adopt_after_ms)
+    with Running(client, policy=policy) as running:
+        wait_until(lambda: bool(running.events), "word of it", timeout_ms=5_000)
+    assert running.events[0] == EntriesGone(stream="s", ids=[b"1-0", b"2-0"])
+    assert running.seen == []
+    assert "2 pending entries of s were trimmed or deleted" in caplog.text
+
+
+def test_with_noack_a_reader_leaves_nothing_pending(client: Client) -> None:
+    add(client, 1, 2)
+    with Running(client, policy=ReadPolicy(block_ms=50, noack=True), acks=False) as running:
+        running.wait_for(1, 2)
+        wait_blocked(client)
+        assert Group(client, "s", "g").pending.summary().count == 0
+
+
+def test_what_is_done_is_acknowledged_again_and_not_given_out(client: Client, tmp_path: Path) -> None:
+    add(client, 1, 2, 3)
+    events: list[Event] = []
+
+    def reader() -> Reader:
+        done = DoneFile(tmp_path / "done")
+        return Reader(client, group="g", consumer="c", streams=["s"], policy=QUICK, on_event=events.append, done=done)
+
+    with reader() as first:
+        (batch,) = first.read()
+        first.ack("s", batch.ids[:2])
+    group = Group(client, "s", "g")
+    group.set_id("0")  # Redis goes back in time
+    with reader() as second:
+        assert [batch.ids for batch in second.read()] == [[b"3-0"]]
+        assert [batch.ids for batch in second.read()] == [[b"3-0"]]
+    assert events == [Repeated(stream="s", ids=[b"1-0", b"2-0"])]
+    assert group.pending.summary().count == 1

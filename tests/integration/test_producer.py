@@ -1,0 +1,415 @@
+"""The producer against a real Redis: what is published, once, in order, and what is refused."""
+
+import asyncio
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TypedDict
+
+import msgspec
+import pydantic
+import pytest
+
+from millstream.channel import PUBLISH
+from millstream.client import Client
+from millstream.errors import (
+    ConfigError,
+    NotReplicated,
+    OutOfMemory,
+    OutputError,
+    StreamFull,
+    Unavailable,
+    WrongType,
+)
+from millstream.naming import StreamKeys
+from millstream.producer import Producer
+from millstream.publishing import Publisher
+from millstream.server import EmbeddedServer
+from millstream.testing.proxy import Proxy
+from millstream.testing.topologies import cluster, wait_until
+
+
+@dataclass
+class Plain:
+    account: str
+    amount: int
+
+
+class Packed(msgspec.Struct):
+    account: str
+    amount: int
+
+
+class Typed(TypedDict):
+    account: str
+    amount: int
+
+
+class Checked(pydantic.BaseModel):
+    account: str
+    amount: int
+
+
+@pytest.fixture
+def client(millstream_url: str) -> Iterator[Client]:
+    with Client(millstream_url) as opened:
+        yield opened
+
+
+@pytest.fixture
+def producer(client: Client) -> Iterator[Producer]:
+    with Producer(client) as opened:
+        yield opened
+
+
+def entries(client: Client, stream: str = "s") -> list[tuple[str, list[bytes]]]:
+    return [(entry_id.decode(), pairs) for entry_id, pairs in client.execute("XRANGE", stream, "-", "+")]
+
+
+def numbers(client: Client, stream: str = "s") -> list[int]:
+    return [int(pairs[1]) for _, pairs in entries(client, stream)]
+
+
+# --- What is published ---
+
+
+@pytest.mark.parametrize("kind", [Plain, Packed, Typed, Checked, dict])
+def test_a_message_of_any_model_becomes_an_entry_and_its_id_is_returned(
+    client: Client, producer: Producer, kind: type
+) -> None:
+    entry_id = producer.publish("s", kind(account="é", amount=5))
+    assert entries(client) == [(entry_id, [b"account", "é".encode(), b"amount", b"5"])]
+
+
+def test_many_messages_are_published_in_order_and_their_ids_returned(client: Client, producer: Producer) -> None:
+    messages = [{"n": n, **({"odd": "yes"} if n % 3 else {})} for n in range(1_234)]
+    ids = producer.publish_many("s", iter(messages))
+    assert [entry_id for entry_id, _ in entries(client)] == ids
+    assert numbers(client) == list(range(1_234))
+    assert producer.publish_many("s", []) == []
+
+
+def test_a_message_that_cannot_be_written_is_refused_and_nothing_of_its_batch_published(
+    client: Client, producer: Producer
+) -> None:
+    with pytest.raises(OutputError):
+        producer.publish("s", {"a": object()})
+    with pytest.raises(OutputError):
+        producer.publish_many("s", [{"n": 1}, {"n": None}])
+    assert not client.execute("EXISTS", "s")
+
+
+def test_a_key_of_another_type_is_refused(client: Client, producer: Producer) -> None:
+    client.execute("SET", "s", "text")
+    with pytest.raises(WrongType, match="s holds a string"):
+        producer.publish("s", {"n": 1})
+    client.execute("DEL", "s")
+    producer.publish("s", {"n": 2})
+    assert numbers(client) == [2]
+
+
+def test_what_is_left_behind_expires(client: Client, producer: Producer) -> None:
+    producer.publish("s", {"n": 1}, dedupe_id="a")
+    left = [key for key in client.execute("KEYS", "*") if key != b"s"]
+    assert len(left) == 2
+    assert all(0 < client.execute("TTL", key) <= 86_400 for key in left)
+
+
+def test_a_client_that_is_shared_stays_open_and_the_producers_own_is_closed(millstream_url: str) -> None:
+    with Client(millstream_url) as client:
+        with Producer(client) as producer:
+            producer.publish("s", {"n": 1})
+        before = connections(client)
+        with Producer(millstream_url) as producer:
+            producer.publish("s", {"n": 2})
+            assert connections(client) == before + 1
+        wait_until(lambda: connections(client) == before, "the connection to be closed")
+        assert numbers(client) == [1, 2]
+
+
+def connections(client: Client) -> int:
+    return len(client.execute("CLIENT", "LIST", "TYPE", "normal").splitlines())
+
+
+# --- Once ---
+
+
+@pytest.mark.parametrize("delay_ms", [0, 50])
+def test_a_lost_reply_makes_no_duplicate_and_the_first_id_is_returned(
+    millstream_server: EmbeddedServer, client: Client, delay_ms: float
+) -> None:
+    where = StreamKeys("s").delayed if delay_ms else "s"
+    size = "HLEN" if delay_ms else "XLEN"
+    with Proxy(millstream_server.port) as proxy, Producer(proxy.url) as producer:
+        producer.publish("s", {"n": 0}, delay_ms=delay_ms)
+        proxy.cut_after("EVALSHA", times=2)
+        first = producer.publish("s", {"n": 1}, delay_ms=delay_ms)
+        proxy.cut_before("EVALSHA")
+        second = producer.publish("s", {"n": 2}, delay_ms=delay_ms)
+        proxy.cut_after("EVALSHA")
+        many = producer.publish_many("s", [{"n": n} for n in range(3, 1_300)], delay_ms=delay_ms)
+        assert proxy.cuts == {("after", "EVALSHA"): 3, ("before", "EVALSHA"): 1}
+        assert client.execute(size, where) == 1_300
+        if not delay_ms:
+            assert [entry_id for entry_id, _ in entries(client)][1:] == [first, second, *many]
+            assert numbers(client) == list(range(1_300))
+
+
+def test_a_copy_of_a_batch_that_comes_late_is_skipped(client: Client) -> None:
+    names = StreamKeys("s")
+    keys = ("s", names.producer("p"), names.due, names.delayed)
+
+    def send(sequence: int) -> bytes:
+        reply: bytes = client.script(PUBLISH, keys, (sequence, "", "", "", 0, 1, 1, "n", str(sequence)))
+        return reply
+
+    first, second = send(1), send(2)
+    assert send(2) == second != first
+    assert send(1) == b""
+    assert numbers(client) == [1, 2]
+
+
+def test_a_publish_whose_end_is_not_known_is_not_overtaken_by_its_own_late_copy(
+    millstream_server: EmbeddedServer, client: Client
+) -> None:
+    with Proxy(millstream_server.port) as proxy, Producer(proxy.url, patience_ms=0) as producer:
+        producer.publish("s", {"n": 0})
+        proxy.cut_after("EVALSHA")
+        with pytest.raises(Unavailable):
+            producer.publish("s", {"n": 1})
+        producer.publish("s", {"n": 2})
+    assert numbers(client) == [0, 1, 2]
+
+
+# --- The caller's own ids ---
+
+
+def test_a_repeat_under_the_same_id_returns_the_first_id_in_another_producer_too(
+    client: Client, producer: Producer, millstream_url: str
+) -> None:
+    first = producer.publish("s", {"n": 1}, dedupe_id="order-17")
+    with Producer(millstream_url) as other:
+        assert other.publish("s", {"n": 2}, dedupe_id=b"order-17") == first
+        assert other.publish("t", {"n": 3}, dedupe_id="order-17") != first
+        assert other.publish("s", {"n": 4}, dedupe_id="order-18") != first
+    assert producer.publish("s", {"n": 5}, dedupe_id="order-17") == first
+    assert numbers(client) == [1, 4]
+
+
+def test_in_a_batch_only_what_is_new_is_published(client: Client, producer: Producer) -> None:
+    one = producer.publish("s", {"n": 1}, dedupe_id="a")
+    ids = producer.publish_many("s", [{"n": n} for n in range(2, 7)], dedupe_ids=["b", "a", "c", "b", "d"])
+    assert numbers(client) == [1, 2, 4, 6]
+    b, c, d = (entry_id for entry_id, _ in entries(client)[1:])
+    assert ids == [b, one, c, b, d]
+    assert producer.publish_many("s", [{"n": 9}] * 5, dedupe_ids=["b", "a", "c", "b", "d"]) == ids
+
+
+def test_an_id_is_forgotten_when_its_time_is_over(client: Client) -> None:
+    with Producer(client, dedupe_window_ms=80) as producer:
+        first = producer.publish("s", {"n": 1}, dedupe_id="a")
+        assert producer.publish("s", {"n": 2}, dedupe_id="a") == first
+        time.sleep(0.1)
+        assert producer.publish("s", {"n": 3}, dedupe_id="a") != first
+    assert numbers(client) == [1, 3]
+
+
+# --- Room ---
+
+
+def test_a_full_stream_refuses_what_is_too_much_and_nothing_is_written(client: Client) -> None:
+    with Producer(client, max_length=3, patience_ms=0) as producer:
+        producer.publish_many("s", [{"n": 1}, {"n": 2}])
+        with pytest.raises(StreamFull, match="s holds 2 entries and may hold 3"):
+            producer.publish_many("s", [{"n": 3}, {"n": 4}])
+        assert numbers(client) == [1, 2]
+        first = producer.publish("s", {"n": 3}, dedupe_id="a")
+        with pytest.raises(StreamFull):
+            producer.publish("s", {"n": 4})
+        assert producer.publish("s", {"n": 5}, dedupe_id="a") == first
+        assert numbers(client) == [1, 2, 3]
+
+
+def test_a_full_stream_is_waited_for_and_the_order_is_kept(client: Client) -> None:
+    stop = threading.Event()
+    seen: list[int] = []
+
+    def consume() -> None:
+        with Client(client.url) as other:
+            while not stop.is_set():
+                for entry_id, pairs in other.execute("XRANGE", "s", "-", "+", "COUNT", 20):
+                    assert other.execute("XLEN", "s") <= 50
+                    seen.append(int(pairs[1]))
+                    other.execute("XDEL", "s", entry_id)
+
+    consumer = threading.Thread(target=consume)
+    consumer.start()
+    try:
+        with Producer(client, max_length=50) as producer:
+            producer.publish_many("s", [{"n": n} for n in range(500)])
+            for n in range(500, 600):
+                producer.publish("s", {"n": n})
+        wait_until(lambda: len(seen) == 600, "all to be consumed")
+    finally:
+        stop.set()
+        consumer.join()
+    assert seen == list(range(600))
+
+
+def test_a_redis_without_memory_is_said_so_or_waited_for(millstream_fresh_server: EmbeddedServer) -> None:
+    with Client(millstream_fresh_server.url) as client:
+        client.execute("CONFIG", "SET", "maxmemory", "1")
+        with Producer(client, patience_ms=0) as producer, pytest.raises(OutOfMemory):
+            producer.publish("s", {"n": 0})
+        assert not client.execute("DBSIZE")
+        with Producer(client) as producer:
+            threading.Timer(0.3, millstream_fresh_server.call, ("CONFIG", "SET", "maxmemory", "0")).start()
+            producer.publish("s", {"n": 1})
+        assert numbers(client) == [1]
+
+
+def test_a_redis_without_memory_does_not_make_a_lost_reply_a_refusal(millstream_fresh_server: EmbeddedServer) -> None:
+    class FillsUp:
+        """A clock: while somebody waits by it, the memory runs out."""
+
+        def monotonic_ms(self) -> float:
+            return time.monotonic() * 1000.0
+
+        def sleep_ms(self, duration_ms: float) -> None:
+            millstream_fresh_server.call("CONFIG", "SET", "maxmemory", "1")
+            time.sleep(duration_ms / 1000.0)
+
+    with (
+        Proxy(millstream_fresh_server.port) as proxy,
+        Client(proxy.url, clock=FillsUp()) as client,
+        Producer(client, patience_ms=60) as producer,
+    ):
+        client.execute("PING")
+        proxy.cut_after("EVAL")
+        with pytest.raises(Unavailable, match="it may be published") as caught:
+            producer.publish("s", {"n": 1})
+        assert not isinstance(caught.value, OutOfMemory)
+        assert numbers(client) == [1]
+
+
+# --- Replicas ---
+
+
+@pytest.fixture
+def replica(millstream_fresh_server: EmbeddedServer) -> Iterator[EmbeddedServer]:
+    millstream_fresh_server.call("CONFIG", "SET", "repl-diskless-sync-delay", "0")
+    with EmbeddedServer(extra={"replicaof": f"127.0.0.1 {millstream_fresh_server.port}", "appendonly": "no"}) as server:
+        wait_until(lambda: b"master_link_status:up" in server.call("INFO", "replication"), "replication")
+        yield server
+        server.resume()
+
+
+def test_a_replicated_publish_is_on_the_replica_when_it_returns(
+    millstream_fresh_server: EmbeddedServer, replica: EmbeddedServer
+) -> None:
+    with Producer(millstream_fresh_server.url) as producer:
+        for n in range(20):
+            producer.publish("s", {"n": n}, replicas=1, timeout_ms=10_000)
+            assert replica.call("XLEN", "s") == n + 1
+        producer.publish_many("s", [{"n": n} for n in range(20, 1_100)], replicas=1, timeout_ms=10_000)
+        assert replica.call("XLEN", "s") == 1_100
+
+
+def test_what_no_replica_confirms_is_said_to_be_published_but_not_replicated(
+    millstream_fresh_server: EmbeddedServer, replica: EmbeddedServer
+) -> None:
+    with Client(millstream_fresh_server.url) as client, Producer(client) as producer:
+        producer.publish("s", {"n": 0})
+        replica.pause()
+        with pytest.raises(NotReplicated, match="only 0 of 1 replicas") as caught:
+            producer.publish("s", {"n": 1}, dedupe_id="a", replicas=1, timeout_ms=200)
+        assert caught.value.ids == [entries(client)[1][0]]
+        with pytest.raises(NotReplicated) as caught:
+            producer.publish_many("s", [{"n": n} for n in range(2, 10)], replicas=1, timeout_ms=200)
+        assert caught.value.ids == [entry_id for entry_id, _ in entries(client)[2:]]
+        replica.resume()
+        again = producer.publish("s", {"n": 9}, dedupe_id="a", replicas=1, timeout_ms=10_000)
+        assert again == entries(client)[1][0]
+        assert replica.call("XLEN", "s") == 10
+
+
+def test_a_repeat_over_a_new_connection_is_not_taken_for_confirmed(
+    millstream_fresh_server: EmbeddedServer, replica: EmbeddedServer
+) -> None:
+    with Proxy(millstream_fresh_server.port) as proxy, Producer(proxy.url) as producer:
+        producer.publish("s", {"n": 0}, replicas=1, timeout_ms=10_000)
+        replica.pause()
+        proxy.cut_after("EVALSHA")
+        with pytest.raises(NotReplicated):
+            producer.publish("s", {"n": 1}, replicas=1, timeout_ms=200)
+        assert proxy.cuts["after", "EVALSHA"] == 1
+        assert millstream_fresh_server.call("XLEN", "s") == 2
+
+
+def test_a_wait_longer_than_the_connection_allows_is_refused(client: Client, producer: Producer) -> None:
+    for timeout_ms in (0, 15_000):
+        with pytest.raises(ConfigError, match="wait for replicas"):
+            producer.publish("s", {"n": 1}, replicas=1, timeout_ms=timeout_ms)
+    assert not client.execute("EXISTS", "s")
+
+
+def test_on_a_cluster_each_stream_keeps_all_in_its_own_slot() -> None:
+    with cluster() as deployment, Client(deployment.url) as client, Producer(client) as producer:
+        for n in range(12):
+            stream = f"orders-{n}"
+            first = producer.publish(stream, {"n": n}, dedupe_id="a")
+            assert producer.publish(stream, {"n": 99}, dedupe_id="a") == first
+            with pytest.raises(NotReplicated) as caught:
+                producer.publish(stream, {"n": n + 1}, replicas=1, timeout_ms=1)
+            assert [entry_id for entry_id, _ in entries(client, stream)] == [first, *caught.value.ids]
+        assert all(node.call("DBSIZE") > 0 for node in deployment.nodes)
+
+
+# --- Threads and coroutines ---
+
+
+def test_threads_share_a_producer_and_each_keeps_its_order(client: Client, producer: Producer) -> None:
+    def publish(key: int) -> None:
+        for n in range(150):
+            producer.publish("s", {"n": n, "key": key})
+
+    threads = [threading.Thread(target=publish, args=(key,)) for key in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    by_key: dict[int, list[int]] = {}
+    for _, pairs in entries(client):
+        by_key.setdefault(int(pairs[3]), []).append(int(pairs[1]))
+    assert by_key == {key: list(range(150)) for key in range(6)}
+
+
+def test_coroutines_publish_in_the_order_of_their_calls(client: Client, producer: Producer) -> None:
+    async def publish() -> list[str]:
+        single = await asyncio.gather(*(producer.publish_async("s", {"n": n}) for n in range(200)))
+        return [*single, *await producer.publish_many_async("s", [{"n": n} for n in range(200, 300)])]
+
+    ids = asyncio.run(publish())
+    assert [entry_id for entry_id, _ in entries(client)] == ids
+    assert numbers(client) == list(range(300))
+
+
+# --- The publisher in bulk ---
+
+
+def test_leaving_a_publisher_sends_what_it_took_unless_an_exception_is_under_way(client: Client) -> None:
+    with Publisher(client, "s") as publisher:
+        publisher.add(("n",), ("1",))
+    assert numbers(client) == [1]
+    with suppress(ZeroDivisionError), Publisher(client, "s") as publisher:
+        publisher.add(("n",), ("2",))
+        raise ZeroDivisionError
+    assert numbers(client) == [1]
+
+
+def test_leaving_a_publisher_says_what_went_wrong(client: Client) -> None:
+    client.execute("SET", "s", "text")
+    with pytest.raises(WrongType), Publisher(client, "s") as publisher:
+        publisher.add(("n",), ("1",))

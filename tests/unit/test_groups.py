@@ -1,0 +1,104 @@
+"""What of the consumer groups needs no Redis: batches, options, and the file of processed ids."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from millstream.client import Client
+from millstream.errors import ConfigError
+from millstream.groups import Batch, ClaimOptions, Consumer, Delivered, DoneFile, Reader, ReadPolicy
+from millstream.model import EntryId
+
+NOWHERE = "redis://127.0.0.1:1/0"
+
+
+def test_a_batch_makes_entries_only_when_it_is_iterated() -> None:
+    raw = [[b"1-2", [b"a", b"1", b"\xff", b"2"]]]
+    batch = Batch("s", raw)
+    assert batch.raw is raw
+    assert batch.ids == [b"1-2"]
+    (entry,) = batch
+    assert entry == Delivered(b"1-2", [b"a", b"1", b"\xff", b"2"])
+    assert entry.entry_id == EntryId(1, 2)
+    assert entry.fields == {"a": b"1", "\udcff": b"2"}
+
+
+def test_a_claim_cannot_set_the_delivery_time_in_two_ways() -> None:
+    with pytest.raises(ConfigError, match="either"):
+        ClaimOptions(idle_ms=1, time_ms=1).args()
+
+
+def test_a_poll_longer_than_its_client_waits_is_refused_before_it_is_sent() -> None:
+    with Client(NOWHERE, timeout_ms=1000) as client, pytest.raises(ConfigError, match="timeout_ms"):
+        Consumer(client, group="g", name="c", streams=["s"]).read_new(block_ms=1000)
+
+
+@pytest.mark.parametrize(
+    "options", [{"count": 0}, {"block_ms": 0}, {"adopt_after_ms": 0}, {"noack": True, "adopt_after_ms": 5}]
+)
+def test_a_policy_that_makes_no_sense_is_refused(options: dict[str, int]) -> None:
+    with pytest.raises(ConfigError, match="ReadPolicy"):
+        ReadPolicy(**options)  # type: ignore[arg-type]
+
+
+def test_a_reader_without_streams_is_refused() -> None:
+    with Client(NOWHERE) as client, pytest.raises(ConfigError, match="stream"):
+        Reader(client, group="g", consumer="c", streams=[])
+
+
+def test_what_was_done_is_known_again_after_a_restart(tmp_path: Path) -> None:
+    done = DoneFile(tmp_path / "done")
+    assert done.last("s") is None
+    done.add("s", [b"1-0", b"3-0"])
+    done.add("\udcff", [b"9-9"])
+    again = DoneFile(tmp_path / "done")
+    assert ("s", b"3-0") in again
+    assert ("s", b"2-0") not in again
+    assert ("other", b"3-0") not in again
+    assert ("\udcff", b"9-9") in again
+    assert again.last("s") == b"3-0"
+
+
+def test_only_the_latest_ids_are_kept(tmp_path: Path) -> None:
+    done = DoneFile(tmp_path / "done", keep=2)
+    done.add("s", [b"1-0", b"2-0", b"2-0", b"3-0"])
+    for file in (done, DoneFile(tmp_path / "done", keep=2)):
+        assert [("s", b"%d-0" % n) in file for n in (1, 2, 3)] == [False, True, True]
+
+
+@pytest.mark.parametrize("at", [0, 20, 90, -1])
+def test_a_file_of_processed_ids_with_a_flipped_bit_is_refused_by_name(tmp_path: Path, at: int) -> None:
+    path = tmp_path / "done"
+    DoneFile(path).add("s", [b"1-0"])
+    damaged = bytearray(path.read_bytes())
+    damaged[at] ^= 1
+    path.write_bytes(damaged)
+    with pytest.raises(ConfigError, match=r"done is damaged.*delete it"):
+        DoneFile(path)
+
+
+def test_a_truncated_file_of_processed_ids_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "done"
+    DoneFile(path).add("s", [b"1-0"])
+    for size in range(path.stat().st_size):
+        path.write_bytes(path.read_bytes()[:size] if size else b"")
+        with pytest.raises(ConfigError, match="damaged"):
+            DoneFile(path)
+        path.unlink()
+        DoneFile(path).add("s", [b"1-0"])
+
+
+def test_a_crash_before_the_file_is_renamed_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    done = DoneFile(tmp_path / "done")
+    done.add("s", [b"1-0"])
+
+    def crash(descriptor: int) -> None:
+        raise OSError("no power")
+
+    monkeypatch.setattr(os, "fsync", crash)
+    with pytest.raises(OSError, match="no power"):
+        done.add("s", [b"2-0"])
+    again = DoneFile(tmp_path / "done")
+    assert ("s", b"1-0") in again
+    assert ("s", b"2-0") not in again

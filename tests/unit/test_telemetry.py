@@ -1,0 +1,200 @@
+"""Traces, with the real OpenTelemetry SDK: from the producer to each run of the handler, and nothing without it."""
+
+import subprocess
+import sys
+import timeit
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+from opentelemetry import trace
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.trace import SpanKind, StatusCode
+
+from millstream.decoding import compile_decoder
+from millstream.model import Message
+from millstream.telemetry import UNTRACED, Tracing, tracing
+
+TRACEPARENT = b"00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+
+
+@dataclass
+class Order:
+    """A model."""
+
+    amount: int
+
+
+@pytest.fixture
+def spans(monkeypatch: pytest.MonkeyPatch) -> Iterator[InMemorySpanExporter]:
+    """What the program's SDK exports; the SDK is set up for this test alone."""
+    exporter = InMemorySpanExporter()
+    provider = TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    monkeypatch.setattr(trace, "get_tracer_provider", lambda: provider)
+    yield exporter
+    provider.shutdown()
+
+
+def message(*pairs: bytes, attempt: int = 1) -> Message:
+    return Message(stream="orders", id="5-1", pairs=(b"a", b"1", *pairs), attempt=attempt)
+
+
+def only(spans: InMemorySpanExporter) -> ReadableSpan:
+    (span,) = spans.get_finished_spans()
+    return span
+
+
+def test_a_run_of_the_handler_continues_the_trace_of_the_publish(spans: InMemorySpanExporter) -> None:
+    traced = tracing()
+    with traced.publishing("orders", 3):
+        fields = traced.fields()
+    with traced.processing("shop.total", message(*fields)):
+        pass
+    publish, run = spans.get_finished_spans()
+    assert (publish.kind, run.kind) == (SpanKind.PRODUCER, SpanKind.CONSUMER)
+    assert run.parent is not None
+    assert run.context.trace_id == publish.context.trace_id
+    assert run.parent.span_id == publish.context.span_id
+    assert (publish.name, run.name) == ("publish", "process shop.total")
+    assert dict(publish.attributes or {}) == {
+        "messaging.system": "redis",
+        "messaging.operation.type": "send",
+        "messaging.operation.name": "publish",
+        "messaging.destination.name": "orders",
+        "messaging.batch.message_count": 3,
+    }
+    assert dict(run.attributes or {}) == {
+        "messaging.system": "redis",
+        "messaging.operation.type": "process",
+        "messaging.operation.name": "process",
+        "messaging.destination.name": "orders",
+        "messaging.consumer.group.name": "millstream:shop.total",
+        "messaging.message.id": "5-1",
+        "millstream.attempt": 1,
+    }
+
+
+def test_each_attempt_is_a_span_of_the_same_trace_and_a_failed_one_says_why(spans: InMemorySpanExporter) -> None:
+    traced = tracing()
+    pairs = (b"millstream.traceparent", TRACEPARENT)
+    with traced.processing("shop.total", message(*pairs)) as run:
+        run.failed("failed", "ValueError: no")
+    with traced.processing("shop.total", message(*pairs, attempt=2)):
+        pass
+    first, second = spans.get_finished_spans()
+    assert {f"{span.context.trace_id:x}" for span in (first, second)} == {"af7651916cd43dd8448eb211c80319c"}
+    assert (first.status.status_code, first.status.description) == (StatusCode.ERROR, "ValueError: no")
+    assert (first.attributes or {})["error.type"] == "failed"
+    assert second.status.status_code is StatusCode.UNSET
+    assert (second.attributes or {})["millstream.attempt"] == 2
+
+
+def test_the_handlers_own_spans_and_its_outputs_belong_to_the_run(spans: InMemorySpanExporter) -> None:
+    traced = tracing()
+    with traced.processing("shop.total", message()):
+        with trace.get_tracer("user").start_as_current_span("own"):
+            pass
+        output = traced.fields()
+    with traced.processing("shop.next", message(*output)):
+        pass
+    own, run, following = spans.get_finished_spans()
+    assert own.parent is not None
+    assert following.parent is not None
+    assert own.parent.span_id == following.parent.span_id == run.context.span_id
+
+
+def test_a_run_of_several_messages_is_linked_to_their_traces(spans: InMemorySpanExporter) -> None:
+    other = TRACEPARENT.replace(b"0af7", b"0bf7")
+    messages = [message(b"millstream.traceparent", each) for each in (TRACEPARENT, other)]
+    with tracing().processing("shop.total", *messages, message()):
+        pass
+    run = only(spans)
+    assert run.parent is None
+    assert [f"{link.context.trace_id:032x}".encode() for link in run.links] == [TRACEPARENT[3:35], other[3:35]]
+    assert (run.attributes or {})["messaging.batch.message_count"] == 3
+
+
+@pytest.mark.parametrize("value", [b"", b"rubbish", b"\xff\x00", b"00-" + b"0" * 32 + b"-" + b"0" * 16 + b"-01"])
+def test_a_field_that_is_no_trace_starts_a_new_one(spans: InMemorySpanExporter, value: bytes) -> None:
+    with tracing().processing("shop.total", message(b"millstream.traceparent", value)):
+        pass
+    assert only(spans).parent is None
+
+
+@pytest.mark.parametrize("messages", [1, 2])
+def test_messages_without_a_trace_are_no_part_of_what_the_engine_does(
+    spans: InMemorySpanExporter, messages: int
+) -> None:
+    given = [message()] * messages
+    with trace.get_tracer("engine").start_as_current_span("loop"), tracing().processing("shop.total", *given):
+        pass
+    run, loop = spans.get_finished_spans()
+    assert run.parent is None
+    assert run.context.trace_id != loop.context.trace_id
+
+
+def test_the_state_of_a_trace_travels_too(spans: InMemorySpanExporter) -> None:
+    traced = tracing()
+    pairs = (b"millstream.traceparent", TRACEPARENT, b"millstream.tracestate", b"vendor=1")
+    with traced.processing("shop.total", message(*pairs)):
+        fields = traced.fields()
+    assert fields[::2] == pairs[::2]
+    assert fields[3] == b"vendor=1"
+    assert fields[1][:35] == TRACEPARENT[:35]
+
+
+def test_a_raising_block_is_recorded_and_raises(spans: InMemorySpanExporter) -> None:
+    traced = tracing()
+    with pytest.raises(LookupError), traced.publishing("orders", 1):
+        raise LookupError("no")
+    assert only(spans).status.status_code is StatusCode.ERROR
+
+
+def test_a_typed_model_does_not_see_the_trace() -> None:
+    pairs = (b"millstream.traceparent", TRACEPARENT, b"amount", b"7", b"millstream.tracestate", b"vendor=1")
+    assert compile_decoder(Order)(pairs) == Order(amount=7)
+
+
+def test_a_trace_that_a_handler_copied_into_its_output_gives_way_to_its_own(spans: InMemorySpanExporter) -> None:
+    traced = tracing()
+    with traced.publishing("orders", 1):
+        fields = traced.fields()
+    with traced.processing("shop.next", message(b"millstream.traceparent", TRACEPARENT, *fields)):
+        pass
+    publish, run = spans.get_finished_spans()
+    assert run.context.trace_id == publish.context.trace_id
+
+
+def use(traced: Tracing) -> object:
+    """What an engine does for one message."""
+    with traced.processing("shop.total", MESSAGE) as run:
+        run.failed("failed", "no")
+        return traced.fields()
+
+
+MESSAGE = message(b"millstream.traceparent", TRACEPARENT)
+
+
+def test_without_an_sdk_nothing_is_traced_and_next_to_nothing_is_paid() -> None:
+    assert tracing() is UNTRACED
+    assert use(UNTRACED) == ()
+    with UNTRACED.publishing("orders", 1):
+        assert UNTRACED.fields() == ()
+    assert min(timeit.repeat(lambda: use(UNTRACED), number=1_000, repeat=50)) / 1_000 < 2e-6
+
+
+def test_without_the_library_nothing_is_traced() -> None:
+    program = (
+        "import sys; sys.modules['opentelemetry'] = None\n"
+        "from millstream.telemetry import UNTRACED, tracing\n"
+        "assert tracing() is UNTRACED\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
+def test_the_library_is_not_loaded_before_it_is_asked_for() -> None:
+    program = "import sys, millstream.telemetry; assert 'opentelemetry' not in sys.modules"
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
