@@ -1,0 +1,26 @@
+"""The example consumer of the consumer-groups specification: group_consumer.py URL MYNAME [LOST_AFTER_MS]."""
+
+import sys
+
+from millstream.client import Client
+from millstream.groups import Delivered, Reader, ReadPolicy
+
+
+def process(message: Delivered) -> None:
+    """Do the work; whatever ends it before the message is acknowledged leaves the message pending."""
+    sys.stdout.write(f"{message.id.decode()} {message.fields}\n")
+    sys.stdout.flush()
+
+
+def main(url: str, myname: str, lost_after_ms: str = "60000") -> None:
+    """Process what was held before, then new messages, and those of consumers that never acknowledged."""
+    client, policy = Client(url), ReadPolicy(adopt_after_ms=int(lost_after_ms))
+    with Reader(client, group="mygroup", consumer=myname, streams=["mystream"], policy=policy) as reader:
+        for batch in reader:
+            for message in batch:
+                process(message)
+                reader.ack(batch.stream, [message.id])
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

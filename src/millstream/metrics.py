@@ -1,0 +1,226 @@
+"""What millstream measures: one typed catalogue, and the recorder that keeps the figures.
+
+An engine reports to a `Metrics`, which does nothing; where somebody listens, it is a `Recorder`, which a Prometheus
+registry takes as a collector. Names and units follow Prometheus' own rules ("Metric and label naming"): base units,
+`_total` for counters. No label is a key or a stream, since there may be 100,000 of either, and a figure for each
+combination of labels stays in memory for good.
+"""
+
+import threading
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import TYPE_CHECKING, Literal
+
+from millstream.errors import ConfigError
+
+if TYPE_CHECKING:
+    from prometheus_client import Metric as Family
+
+Kind = Literal["counter", "gauge", "histogram"]
+Unit = Literal["messages", "seconds", "times", "yes or no", "unix time"]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Metric:
+    """One measured thing.
+
+    * `name`: as it is exported, `millstream_` and unit included
+    * `kind`: what it is to Prometheus
+    * `unit`: what its numbers count
+    * `help`: one sentence for whoever reads the figure
+    * `labels`: what it is told apart by; all of them are given with each figure
+    * `buckets`: upper bounds of a histogram, without the last, infinite one
+    """
+
+    name: str
+    kind: Kind
+    unit: Unit
+    help: str
+    labels: tuple[str, ...] = ()
+    buckets: tuple[float, ...] = ()
+
+
+CATALOGUE: list[Metric] = []
+"""Every metric of millstream."""
+
+
+def _counter(name: str, unit: Unit, text: str, *labels: str) -> Metric:
+    return _listed(Metric(name=f"millstream_{name}_total", kind="counter", unit=unit, help=text, labels=labels))
+
+
+def _gauge(name: str, unit: Unit, text: str, *labels: str) -> Metric:
+    return _listed(Metric(name=f"millstream_{name}", kind="gauge", unit=unit, help=text, labels=labels))
+
+
+def _seconds(name: str, text: str, buckets: tuple[float, ...], *labels: str) -> Metric:
+    name = f"millstream_{name}_seconds"
+    return _listed(Metric(name=name, kind="histogram", unit="seconds", help=text, labels=labels, buckets=buckets))
+
+
+def _listed(metric: Metric) -> Metric:
+    CATALOGUE.append(metric)
+    return metric
+
+
+_SHORT = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+_LONG = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 5.0, 15.0, 60.0, 300.0, 1800.0, 7200.0)
+
+READ = _counter("messages_read", "messages", "Taken from their stream, or from the group's pending entries.", "handler")
+COMMITTED = _counter("messages_committed", "messages", "Done: their effects are in Redis.", "handler")
+RETRIED = _counter("messages_retried", "messages", "Runs that failed with attempts left.", "handler")
+DEAD = _counter("messages_dead", "messages", "Became a dead letter, by its reason.", "handler", "reason")
+HANDED_BACK = _counter("messages_handed_back", "messages", "Given back before they were started.", "handler")
+ADOPTED = _counter("messages_adopted", "messages", "Taken over from a consumer that was dead or stuck.", "handler")
+TRIMMED = _counter("messages_trimmed", "messages", "Gone from their stream while they were pending: lost.", "handler")
+DELAYED_MOVED = _counter("messages_delayed_moved", "messages", "Delayed ones that came due and went to their stream.")
+REFUSED = _counter("commits_refused", "messages", "Refused in a commit: another consumer had them by then.", "handler")
+
+HANDLER_SECONDS = _seconds("handler", "One run of the handler, failed ones included.", _SHORT, "handler")
+COMMIT_SECONDS = _seconds("commit", "One commit of a batch, from the call to Redis' answer.", _SHORT, "handler")
+AGE_SECONDS = _seconds("age", "From a message's entry id to its commit.", _LONG, "handler")
+
+IN_FLIGHT = _gauge("messages_in_flight", "messages", "Being run or committed.", "handler")
+BUFFERED = _gauge("messages_buffered", "messages", "Read and not yet started.", "handler")
+LAG = _gauge("lag_messages", "messages", "In the streams and not yet read by the group.", "handler")
+OLDEST_PENDING = _gauge("oldest_pending_seconds", "seconds", "Age of the oldest uncommitted entry.", "handler")
+PAUSED = _gauge("paused", "yes or no", "1 while the handler is paused.", "handler")
+LAST_POLL = _gauge("last_poll_timestamp_seconds", "unix time", "When Redis last answered a read.", "handler")
+
+RECONNECTS = _counter("redis_reconnects", "times", "Consumption resumed after Redis had been away.")
+REDIS_ERRORS = _counter("redis_errors", "times", "Calls refused or unanswered, by class of error.", "error")
+
+PUBLISHED = _counter("messages_published", "messages", "Published and confirmed by Redis.")
+PUBLISH_ERRORS = _counter("publish_errors", "times", "Batches given up, by class of error.", "error")
+PUBLISH_SECONDS = _seconds("publish", "One batch, from the call to Redis' answer, waits included.", _SHORT)
+
+
+class Metrics:
+    """Where figures are reported to. This one forgets them, at the cost of a call; see `Recorder`.
+
+    The labels are those of the metric, by name, with values as text.
+    """
+
+    def count(self, metric: Metric, n: float = 1, /, **labels: str) -> None:
+        """Add `n` to a counter."""
+
+    def set(self, metric: Metric, value: float, /, **labels: str) -> None:
+        """Say what a gauge stands at."""
+
+    def observe(self, metric: Metric, value: float, /, **labels: str) -> None:
+        """Put one value into a histogram, in its unit."""
+
+    def observe_all(self, metric: Metric, values: Iterable[float], /, **labels: str) -> None:
+        """Put many values into a histogram: cheaper than one by one."""
+
+
+NOBODY = Metrics()
+"""Nobody listens."""
+
+
+@dataclass(slots=True)
+class _Histogram:
+    """How many values fell into each bucket, the infinite one last, and what they sum to."""
+
+    counts: list[int]
+    sum: float = 0.0
+
+
+@dataclass(slots=True)
+class _Series:
+    """The figures of one metric, by the values of its labels."""
+
+    numbers: dict[tuple[str, ...], float] = field(default_factory=dict)
+    histograms: dict[tuple[str, ...], _Histogram] = field(default_factory=dict)
+
+
+class Recorder(Metrics):
+    """Keeps the figures of this process. Any thread may report and read.
+
+    It is a collector: `prometheus_client.REGISTRY.register(Recorder())` adds it to what a program exports already,
+    and `millstream.health.HealthServer` serves it. Raises ConfigError for a metric of another kind or labels that
+    are not exactly the metric's own.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._series: dict[Metric, _Series] = {}
+
+    def count(self, metric: Metric, n: float = 1, /, **labels: str) -> None:
+        """Add `n` to a counter."""
+        key = _key(metric, "counter", labels)
+        with self._lock:
+            numbers = self._of(metric).numbers
+            numbers[key] = numbers.get(key, 0) + n
+
+    def set(self, metric: Metric, value: float, /, **labels: str) -> None:
+        """Say what a gauge stands at."""
+        key = _key(metric, "gauge", labels)
+        with self._lock:
+            self._of(metric).numbers[key] = value
+
+    def observe(self, metric: Metric, value: float, /, **labels: str) -> None:
+        """Put one value into a histogram, in its unit."""
+        self.observe_all(metric, (value,), **labels)
+
+    def observe_all(self, metric: Metric, values: Iterable[float], /, **labels: str) -> None:
+        """Put many values into a histogram: cheaper than one by one."""
+        key = _key(metric, "histogram", labels)
+        buckets = metric.buckets
+        with self._lock:
+            histograms = self._of(metric).histograms
+            if (histogram := histograms.get(key)) is None:
+                histogram = histograms[key] = _Histogram([0] * (len(buckets) + 1))
+            counts = histogram.counts
+            for value in values:
+                counts[bisect_left(buckets, value)] += 1
+                histogram.sum += value
+
+    def value(self, metric: Metric, /, **labels: str) -> float:
+        """What a counter or gauge stands at, or how many values a histogram holds; 0 if nothing was reported."""
+        key = _key(metric, metric.kind, labels)
+        with self._lock:
+            series = self._of(metric)
+            histogram = series.histograms.get(key)
+            return series.numbers.get(key, 0) if histogram is None else sum(histogram.counts)
+
+    def collect(self) -> "Iterator[Family]":
+        """The figures as prometheus_client wants them."""
+        with self._lock:
+            families = [_family(metric, series) for metric, series in self._series.items()]
+        return iter(families)
+
+    def _of(self, metric: Metric) -> _Series:
+        if (series := self._series.get(metric)) is None:
+            series = self._series[metric] = _Series()
+        return series
+
+
+def _key(metric: Metric, kind: Kind, labels: dict[str, str]) -> tuple[str, ...]:
+    if metric.kind != kind:
+        raise ConfigError(f"{metric.name} is a {metric.kind}, not a {kind}")
+    names = metric.labels
+    if len(labels) == len(names):
+        try:
+            return tuple([labels[name] for name in names])
+        except KeyError:
+            pass
+    raise ConfigError(f"{metric.name} has the labels ({', '.join(names)}), not ({', '.join(labels)})")
+
+
+def _family(metric: Metric, series: _Series) -> "Family":
+    # Imported here: it costs more to load than all the rest of this module, and most commands export nothing.
+    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+
+    if metric.kind == "histogram":
+        histograms = HistogramMetricFamily(metric.name, metric.help, labels=metric.labels)
+        bounds = [*map(str, metric.buckets), "+Inf"]
+        for key, found in series.histograms.items():
+            histograms.add_metric(key, list(zip(bounds, accumulate(found.counts), strict=True)), found.sum)
+        return histograms
+    family = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily
+    numbers = family(metric.name, metric.help, labels=metric.labels)
+    for key, number in series.numbers.items():
+        numbers.add_metric(key, number)
+    return numbers

@@ -1,0 +1,61 @@
+"""The example consumer, in processes of its own that are killed."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from millstream.client import Client
+from millstream.groups import Consumer, Group
+from millstream.testing.topologies import wait_until
+
+pytestmark = [pytest.mark.faults, pytest.mark.timeout(120)]
+EXAMPLE = Path(__file__).parents[2] / "examples" / "group_consumer.py"
+
+
+@contextmanager
+def running(url: str, name: str, folder: Path) -> Iterator[subprocess.Popen[bytes]]:
+    with (folder / f"{len(list(folder.iterdir()))}.log").open("wb") as out:
+        process = subprocess.Popen([sys.executable, str(EXAMPLE), url, name, "500"], stdout=out)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def processed(folder: Path) -> list[bytes]:
+    """Ids of the messages that were processed, half-written last lines left out."""
+    lines = [line for log in folder.iterdir() for line in log.read_bytes().splitlines(keepends=True)]
+    return [line.split()[0] for line in lines if line.endswith(b"}\n")]
+
+
+def test_the_specifications_example_consumer_has_fewer_than_thirty_lines() -> None:
+    assert len(EXAMPLE.read_text().splitlines()) < 30
+
+
+def test_example_consumers_that_are_killed_and_restarted_lose_nothing(millstream_url: str, tmp_path: Path) -> None:
+    with Client(millstream_url) as client:
+        client.pipeline([("XADD", "mystream", f"{n}-0", "n", n) for n in range(1, 5001)])
+        group = Group(client, "mystream", "mygroup")
+        group.create()
+        # A consumer that died for good, and what c1 itself held when it was last stopped.
+        Consumer(client, group="mygroup", name="dead", streams=["mystream"]).read_new(count=10)
+        Consumer(client, group="mygroup", name="c1", streams=["mystream"]).read_new(count=10)
+        for goal in (300, 1500, 3000):
+            with running(millstream_url, "c1", tmp_path) as first, running(millstream_url, "c2", tmp_path) as second:
+                wait_until(lambda goal=goal: len(processed(tmp_path)) >= goal, f"{goal} messages")  # type: ignore[misc]
+                os.kill(first.pid, signal.SIGKILL)
+                os.kill(second.pid, signal.SIGSTOP)
+        with running(millstream_url, "c1", tmp_path):
+            wait_until(
+                lambda: group.pending.summary().count == 0 and len(set(processed(tmp_path))) == 5000, "the drain"
+            )
+    ids = processed(tmp_path)
+    assert set(ids) == {b"%d-0" % n for n in range(1, 5001)}
+    assert len(ids) - len(set(ids)) <= 6  # one message in hand of each consumer that was killed

@@ -1,0 +1,184 @@
+"""What a group remembers survives restarts and a failover; what Redis forgets a consumer may remember itself."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from millstream.client import Client
+from millstream.groups import ClaimOptions, Consumer, DoneFile, Group, GroupInfo, PendingEntry, Reader, ReadPolicy
+from millstream.server import EmbeddedServer
+from millstream.testing.topologies import sentinel_trio, wait_until
+
+pytestmark = [pytest.mark.faults, pytest.mark.timeout(120)]
+QUICK = ReadPolicy(block_ms=50)
+Memory = tuple[GroupInfo | None, list[str], list[PendingEntry]]
+
+
+def add(client: Client, numbers: range) -> None:
+    client.pipeline([("XADD", "s", f"{n}-0", "n", n) for n in numbers])
+
+
+def fill(client: Client) -> None:
+    """Put a group through everything that changes what it remembers."""
+    add(client, range(1, 41))
+    group = Group(client, "s", "g")
+    group.create()
+    consumers = {name: Consumer(client, group="g", name=name, streams=["s"]) for name in ("a", "b", "c")}
+    for name in ("a", "b", "c"):
+        consumers[name].read_new(count=8)
+    consumers["a"].read_new(count=4, noack=True)
+    group.ack([b"1-0", b"9-0"])
+    group.pending.claim([b"2-0"], consumer="b", min_idle_ms=0)
+    group.pending.claim([b"3-0"], consumer="b", min_idle_ms=0, options=ClaimOptions(deliveries=7, idle_ms=90_000))
+    group.pending.claim_ids([b"4-0"], consumer="b", min_idle_ms=0)
+    list(group.pending.auto_claim("a", min_idle_ms=60_000))  # 3-0 again
+    group.create_consumer("idle")
+    group.delete_consumer("c", heir="b")
+    group.set_id("33-0", entries_read=33)
+
+
+def memory(client: Client) -> Memory:
+    """All that a group remembers, but idle times and the figures that Redis estimates."""
+    group = Group(client, "s", "g")
+    entries = [entry._replace(idle_ms=entry.idle_ms // 60_000) for entry in group.pending.walk()]
+    return group.info(), [one.name for one in group.consumers()], entries
+
+
+@contextmanager
+def rdb_restart() -> Iterator[tuple[Client, Callable[[], None]]]:
+    with EmbeddedServer(extra={"appendonly": "no"}) as server, Client(server.url) as client:
+
+        def restart() -> None:
+            client.execute("SAVE")
+            server.kill()
+            server.start()
+
+        yield client, restart
+
+
+@contextmanager
+def aof_restart() -> Iterator[tuple[Client, Callable[[], None]]]:
+    with EmbeddedServer(extra={"appendfsync": "no"}) as server, Client(server.url) as client:
+
+        def restart() -> None:
+            server.kill()
+            server.start()
+
+        yield client, restart
+
+
+@contextmanager
+def rewritten_aof_restart() -> Iterator[tuple[Client, Callable[[], None]]]:
+    directives = {"appendfsync": "no", "aof-use-rdb-preamble": "no"}
+    with EmbeddedServer(extra=directives) as server, Client(server.url) as client:
+
+        def restart() -> None:
+            client.execute("BGREWRITEAOF")
+            done = b"aof_rewrite_in_progress:0"
+            wait_until(lambda: done in client.execute("INFO", "persistence"), "the rewrite")
+            server.kill()
+            server.start()
+
+        yield client, restart
+
+
+@contextmanager
+def promotion() -> Iterator[tuple[Client, Callable[[], None]]]:
+    with sentinel_trio() as trio, Client(trio.url) as client:
+
+        def fail_over() -> None:
+            assert client.execute("WAIT", 1, 5000) == 1
+            trio.primary.kill()
+            wait_until(lambda: b"role:master" in trio.replica.call("INFO", "replication"), "the promotion")
+
+        yield client, fail_over
+
+
+@pytest.mark.parametrize("fault", [rdb_restart, aof_restart, rewritten_aof_restart, promotion])
+def test_pending_entries_owners_delivery_counts_and_set_ids_survive(fault: Callable[[], object]) -> None:
+    with fault() as (client, strike):  # type: ignore[attr-defined]
+        fill(client)
+        before = memory(client)
+        assert len(before[2]) == 22
+        assert {entry.deliveries for entry in before[2]} == {1, 2, 8}
+        strike()
+        after = client.patiently(lambda: memory(client), what="test", limit_ms=30_000)
+        assert after == before
+        (batch,) = Consumer(client, group="g", name="new", streams=["s"]).read_new()
+        assert batch.ids == [b"%d-0" % n for n in range(34, 41)]
+
+
+def test_a_waiting_reader_follows_a_failover_and_gets_every_entry(tmp_path: Path) -> None:
+    with promotion() as (client, fail_over):
+        add(client, range(1, 11))
+        with Reader(client, group="g", consumer="c", streams=["s"], policy=QUICK) as reader:
+            seen = [one for batch in reader.read() for one in batch.ids[:5] if reader.ack("s", [one])]
+            fail_over()
+            client.patiently(lambda: add(client, range(11, 21)), what="test", limit_ms=30_000)
+            wait_until(lambda: bool(take(reader, seen)) and len(set(seen)) == 20, "every entry")
+        assert sorted(seen, key=lambda one: int(one[:-2])) == [b"%d-0" % n for n in range(1, 21)]
+        assert Group(client, "s", "g").pending.summary().count == 0
+
+
+def kill_and_start(server: EmbeddedServer, client: Client) -> None:
+    """Take back all that Redis did since its last snapshot."""
+    server.kill()
+    server.start()
+    client.close()  # its connection died too
+
+
+def take(reader: Reader, seen: list[bytes]) -> list[bytes]:
+    """One step of a reader that processes and acknowledges."""
+    for batch in reader.read():
+        seen += batch.ids
+        reader.ack(batch.stream, batch.ids)
+    return seen
+
+
+@pytest.mark.parametrize("remembers", [True, False])
+def test_a_redis_that_lost_its_last_second_makes_only_a_forgetful_consumer_process_twice(
+    remembers: bool, tmp_path: Path
+) -> None:
+    processed: list[bytes] = []
+
+    def start(client: Client) -> Reader:
+        done = DoneFile(tmp_path / "done") if remembers else None
+        return Reader(
+            client, group="g", consumer="c", streams=["s"], policy=ReadPolicy(count=5, block_ms=50), done=done
+        )
+
+    # No append-only file: a kill takes back everything since the last snapshot.
+    with EmbeddedServer(extra={"appendonly": "no"}) as server, Client(server.url) as client:
+        add(client, range(1, 21))
+        with start(client) as reader:
+            take(reader, processed)
+            held = Consumer(client, group="g", name="c", streams=["s"]).read_new(count=2)[0].ids
+            client.execute("SAVE")
+            reader.ack("s", held)
+            processed += held
+            take(reader, processed)
+            take(reader, processed)
+        assert len(processed) == 17
+        kill_and_start(server, client)
+        assert Group(client, "s", "g").pending.summary().count == 2  # Redis has forgotten 12 acknowledgements
+        with start(client) as reader:
+            wait_until(lambda: take(reader, processed)[-1] == b"20-0", "the end of the stream")
+            reader.read()
+        assert Group(client, "s", "g").pending.summary().count == 0
+    assert set(processed) == {b"%d-0" % n for n in range(1, 21)}
+    assert len(processed) == (20 if remembers else 32)
+
+
+def test_a_redis_that_came_back_empty_is_filled_and_read_again(tmp_path: Path) -> None:
+    events: list[object] = []
+    with EmbeddedServer(extra={"appendonly": "no"}) as server, Client(server.url) as client:
+        add(client, range(1, 4))
+        with Reader(client, group="g", consumer="c", streams=["s"], policy=QUICK, on_event=events.append) as reader:
+            seen = take(reader, [])
+            kill_and_start(server, client)
+            wait_until(lambda: not take(reader, []) and len(events) == 2, "the group to be made again")
+            add(client, range(1, 3))
+            wait_until(lambda: len(take(reader, seen)) == 5, "the new entries")
+    assert [type(event).__name__ for event in events] == ["GroupRecreated", "Resumed"]
