@@ -87,6 +87,11 @@ class DeadLetter:
         )
 
 
+def reason_of(items: Sequence[Arg]) -> str:
+    """The reason in the items of a dead letter that was made here."""
+    return str(items[items.index("reason") + 1])
+
+
 UNREADABLE = "unreadable"
 """The reason shown for an entry of a dead-letter stream that is no dead letter."""
 

@@ -243,6 +243,19 @@ class Ledger:
         ((token, lost),) = self._run(JOIN, [(self._written(stream), (self._group, start))])
         return self.renewed(int(token)), bool(lost)
 
+    def look(self, stream: str) -> bool:
+        """Return whether the handler is paused on `stream`. Raises StaleOwner if a newer run has begun."""
+        epoch, paused = self._client.execute("HMGET", self.keys(stream).meta, "epoch", "paused")
+        if epoch is not None and int(epoch) > self.token:
+            raise self._taken_over()
+        return paused is not None
+
+    def pause(self, streams: Sequence[str], *, paused: bool) -> None:
+        """Have workers read nothing new of `streams`, or go on. What they have in hand they finish."""
+        for stream in streams:
+            meta = self.keys(stream).meta
+            self._client.execute(*(("HSET", meta, "paused", 1) if paused else ("HDEL", meta, "paused")))
+
     def marked(self, stream: str) -> Iterator[bytes]:
         """Ids of single entries with a mark: committed, and above the frontier if Spark was here before."""
         cursor = b"0"
@@ -253,12 +266,9 @@ class Ledger:
                 return
 
     def hold(self, stream: str, ids: Sequence[bytes], idle_ms: int) -> list[bytes]:
-        """Set how long the worker's entries have been idle; return those that it does not hold any more.
-
-        Without `ids` it only raises StaleOwner if a newer run has begun.
-        """
+        """Set how long the worker's entries have been idle; return those that it does not hold any more."""
         lost: list[bytes] = []
-        for at in range(0, len(ids) or 1, _LOAD_CHUNK):
+        for at in range(0, len(ids), _LOAD_CHUNK):
             args: list[Arg] = [self.token, *self._worker, idle_ms, *ids[at : at + _LOAD_CHUNK]]
             lost += self._run(HOLD, [((self.keys(stream).meta, stream), args)])[0]
         return lost
@@ -288,7 +298,8 @@ class Ledger:
             return self._client.scripts([(script, keys, args) for keys, args in calls])
         except CommandFailed as error:
             if "STALE" in str(error):
-                raise StaleOwner(
-                    f"a newer run of {'.'.join(self._owner)} has taken over; this one stops, nothing is lost"
-                ) from error
+                raise self._taken_over() from error
             raise
+
+    def _taken_over(self) -> StaleOwner:
+        return StaleOwner(f"a newer run of {'.'.join(self._owner)} has taken over; this one stops, nothing is lost")

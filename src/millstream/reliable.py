@@ -32,6 +32,7 @@ class Delivery:
     * `deliveries`: how often Redis has delivered it; above 1, others may have died of it
     * `since_ms`: since when it waits, or runs, by the worker's clock; `running` says which
     * `settling`: it is being committed
+    * `took_ms`: how long the last attempt took
     """
 
     stream: "ReliableStream"
@@ -42,6 +43,7 @@ class Delivery:
     since_ms: float = 0.0
     running: bool = False
     settling: bool = False
+    took_ms: float = 0.0
 
     @property
     def place(self) -> tuple[str, bytes]:
@@ -80,6 +82,8 @@ class ReliableStream:
         self._group = Group(client, stream, self._ledger.keys(stream).group)
         self._reader = Consumer(client, group=self._group.name, name=consumer, streams=[stream])
         self._done_before: frozenset[bytes] = frozenset()
+        self.paused = False
+        """Somebody wants no more entries of this stream to be read for now; as of the last `look`."""
 
     @property
     def token(self) -> int:
@@ -101,6 +105,10 @@ class ReliableStream:
         if lost:
             logger.warning("the group %s of stream %s was lost and is made again", self._group.name, self.stream)
         self._done_before = frozenset(self._ledger.marked(self.stream))
+
+    def look(self) -> None:
+        """See whether the stream is paused, and whether workers are still in charge of it."""
+        self.paused = self._ledger.look(self.stream)
 
     # Reading
 

@@ -217,3 +217,11 @@ def test_threads_share_a_client_without_mixing_up_replies(client: Client) -> Non
     for thread in threads:
         thread.join()
     assert wrong == []
+
+
+def test_the_error_of_a_script_names_it_and_the_line_but_neither_its_hash_nor_its_text(client: Client) -> None:
+    script = Script("forget")
+    for _ in range(2):  # sent as text, then called by its hash
+        with pytest.raises(CommandFailed, match=r"^the forget script: .*\(line \d+ of the script\)$") as caught:
+            client.script(script, ["a", "b", "c", "d"], [])
+        assert script.sha not in str(caught.value)

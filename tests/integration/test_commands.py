@@ -4,8 +4,10 @@ import os
 import pty
 import re
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 from importlib import import_module
 from pathlib import Path
@@ -93,11 +95,51 @@ def test_without_a_server_every_command_ends_with_code_3_and_one_line(args: tupl
     assert re.fullmatch(r"error: Redis at redis://127.0.0.1:1/0 cannot be reached: .*\n", refused.err)
 
 
-@pytest.mark.parametrize("url", ["http://example.org", "nonsense", "redis://h:port/0", "redis+sentinel://h:1"])
+NO_URLS = [
+    *("http://example.org", "nonsense", "redis://h:port/0", "redis+sentinel://h:1", "redis://h/abc", "redis://h/-1"),
+    *("redis://h/0/1", "redis://h/?db=-1", "redis://h/?nonsense=1", "redis+cluster://h/3", "redis+sentinel://h/name/x"),
+]
+
+
+@pytest.mark.parametrize("url", NO_URLS)
 def test_a_url_that_is_none_ends_with_code_2_and_one_line(url: str) -> None:
     refused = call("info", url=url)
     assert (refused.code, refused.err.count("\n")) == (2, 1)
     assert refused.err.startswith("error: ")
+
+
+def test_a_server_of_another_kind_than_the_url_says_is_named(millstream_server: EmbeddedServer) -> None:
+    place = f"127.0.0.1:{millstream_server.port}"
+    for url, says in (
+        (f"redis+cluster://{place}", "is no Redis Cluster but a single server; connect with redis://"),
+        (f"redis+sentinel://{place}/name", "is no Sentinel"),
+        (f"redis://{place}/99", "has no database of this number"),
+    ):
+        refused = call("info", url=url)
+        assert (refused.code, refused.err.count("\n")) == (2, 1)
+        assert says in refused.err
+
+
+def test_a_cluster_that_is_away_is_unavailable() -> None:
+    refused = call("info", url="redis+cluster://127.0.0.1:1")
+    assert (refused.code, refused.err.count("\n")) == (3, 1)
+    assert "cannot be reached" in refused.err
+
+
+def test_a_server_that_is_no_redis_is_told_from_one_that_is_away() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def answer() -> None:
+            near, _ = listener.accept()
+            with near:
+                near.recv(65_536)
+                near.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+
+        threading.Thread(target=answer, daemon=True).start()
+        refused = call("info", url=f"redis://127.0.0.1:{listener.getsockname()[1]}/0")
+    assert (refused.code, refused.err.count("\n")) == (3, 1)
+    assert "is not Redis" in refused.err
+    assert "check host and port" in refused.err
 
 
 def test_a_password_is_never_shown() -> None:

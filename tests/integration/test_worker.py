@@ -99,10 +99,10 @@ def test_every_message_is_committed_once_with_its_output(client: Client, functio
     fill(client, 3_000)
     with working(client, make(function)) as loop:
         fill(client, 500, first=3_000)
-        eventually(lambda: loop.tally.committed >= 3_500)
+        eventually(lambda: loop.report.committed >= 3_500)
     assert sorted(outputs(client)) == list(range(3_500))
     assert pending(client) == 0
-    assert loop.tally.refused == 0
+    assert loop.report.refused == 0
 
 
 @pytest.mark.parametrize("kind", ["plain", "async"])
@@ -123,7 +123,7 @@ def test_failures_are_retried_then_dead_and_rejects_and_garbage_are_dead_at_once
     fill(client, 100)
     client.execute("XADD", "in", "*", "n", "x")
     with working(client, make(handle if kind == "plain" else coroutine)) as loop:
-        eventually(lambda: loop.tally.committed >= 101)
+        eventually(lambda: loop.report.committed >= 101)
     assert sorted(outputs(client)) == [n for n in range(100) if n % 10 not in (2, 3)]
     letters = Counter((letter.reason, letter.attempts) for letter in dead(client))
     assert letters == {("failed", 3): 11, ("rejected", 1): 10}
@@ -138,7 +138,7 @@ def test_a_message_that_backs_off_holds_up_no_other(client: Client) -> None:
 
     fill(client, 50)
     with working(client, make(handle, retry=Retry(attempts=2, delay_ms=500))) as loop:
-        eventually(lambda: loop.tally.committed >= 50)
+        eventually(lambda: loop.report.committed >= 50)
     assert outputs(client)[-1] == 0
 
 
@@ -156,12 +156,12 @@ def test_what_a_dead_worker_held_is_adopted_and_what_a_living_one_holds_is_not(c
     before = len(outputs(client))
     fill(client, 2, first=100)
     with working(client, make(slow), "slow") as holder:
-        eventually(lambda: holder.tally.read >= 2)
+        eventually(lambda: holder.report.read >= 2)
         with working(client, make(double), "other") as other:
             time.sleep(2.5)  # more than twice the claim time
-            assert other.tally.refused == 0
+            assert other.report.refused == 0
             held = client.execute("XPENDING", "in", KEYS.group, "-", "+", 100, "slow")
-            assert len(held) >= 2 or before + other.tally.committed >= 22
+            assert len(held) >= 2 or before + other.report.committed >= 22
         released.set()
         eventually(lambda: pending(client) == 0)
     assert sorted(outputs(client)) == [*range(20), 100, 101]
@@ -194,7 +194,7 @@ def test_a_stop_hands_back_what_waits_and_counts_no_attempt(client: Client) -> N
         began = time.monotonic()
     assert time.monotonic() - began < 3
     assert leaving.leftovers == []  # type: ignore[attr-defined]
-    assert leaving.tally.handed_back > 0
+    assert leaving.report.handed_back > 0
     with working(client, make(double), "next", policy=long):
         eventually(lambda: len(outputs(client)) == 50, within_s=5)
     attempts = {pairs[3] for _, pairs in client.execute("XRANGE", "out", "-", "+")}
@@ -210,7 +210,7 @@ def test_a_message_that_outlasts_the_stop_is_named_and_done_by_another(client: C
 
     fill(client, 1)
     with working(client, make(handle), "leaving") as leaving:
-        eventually(lambda: leaving.tally.read == 1)
+        eventually(lambda: leaving.report.read == 1)
         time.sleep(0.2)
         leaving.stop(deadline_ms=0)
     assert [one.id for one in leaving.leftovers] == [client.execute("XRANGE", "in", "-", "+")[0][0]]  # type: ignore[attr-defined]
@@ -232,7 +232,7 @@ def test_a_plain_handler_beyond_its_time_limit_ends_the_loop_and_counts_its_atte
     with working(client, handler) as loop:
         eventually(lambda: pending(client) == 0 and len(outputs(client)) == 9)
     assert [(letter.reason, letter.attempts) for letter in dead(client)] == [("failed", 2)]
-    assert loop.tally.refused == 0
+    assert loop.report.refused == 0
 
 
 def test_an_async_handler_beyond_its_time_limit_has_failed_and_the_loop_goes_on(client: Client) -> None:
@@ -242,7 +242,7 @@ def test_an_async_handler_beyond_its_time_limit_has_failed_and_the_loop_goes_on(
 
     fill(client, 10)
     with working(client, make(handle, time_limit_ms=100, retry=Retry(attempts=2, delay_ms=1))) as loop:
-        eventually(lambda: loop.tally.committed >= 10)
+        eventually(lambda: loop.report.committed >= 10)
     assert [(letter.reason, letter.attempts) for letter in dead(client)] == [("failed", 2)]
 
 
@@ -280,14 +280,14 @@ def test_redis_out_of_memory_delays_effects_counts_no_attempt_and_loses_nothing(
 
     fill(client, 100)
     with working(client, make(handle)) as loop:
-        eventually(lambda: loop.tally.committed >= 100)
+        eventually(lambda: loop.report.committed >= 100)
         fill(client, 100, first=100)
         client.execute("CONFIG", "SET", "maxmemory", "1")
         try:
             time.sleep(1.0)
         finally:
             client.execute("CONFIG", "SET", "maxmemory", "0")
-        eventually(lambda: loop.tally.committed >= 200)
+        eventually(lambda: loop.report.committed >= 200)
     assert sorted(outputs(client)) == list(range(1, 200, 2))
     assert dead(client) == []
 
@@ -296,7 +296,7 @@ def test_redis_out_of_memory_delays_effects_counts_no_attempt_and_loses_nothing(
 def test_a_group_or_stream_that_is_lost_is_made_again_and_work_goes_on(client: Client, harm: tuple[str, ...]) -> None:
     fill(client, 100)
     with working(client, make(double)) as loop:
-        eventually(lambda: loop.tally.committed >= 100)
+        eventually(lambda: loop.report.committed >= 100)
         client.execute(*harm)
         fill(client, 100, first=100)
         eventually(lambda: {*range(100, 200)} <= {*outputs(client)})
@@ -310,9 +310,9 @@ def test_streams_of_a_pattern_are_found_while_it_runs(client: Client) -> None:
     handler = make(double, pattern="in.*")
     with working(client, handler) as loop:
         fill(client, 10, stream="in.a")
-        eventually(lambda: loop.tally.committed >= 10)
+        eventually(lambda: loop.report.committed >= 10)
         fill(client, 10, stream="in.b", first=10)
-        eventually(lambda: loop.tally.committed >= 20)
+        eventually(lambda: loop.report.committed >= 20)
     assert sorted(outputs(client)) == list(range(20))
 
 
@@ -320,7 +320,7 @@ def test_a_redriven_entry_is_run_by_the_handler_it_is_meant_for_only(client: Cli
     client.execute("XADD", "in", "*", REDRIVE_FIELD, "app.handle", "n", "1")
     client.execute("XADD", "in", "*", REDRIVE_FIELD, "app.other", "n", "2")
     with working(client, make(double)) as loop:
-        eventually(lambda: loop.tally.committed >= 2)
+        eventually(lambda: loop.report.committed >= 2)
     assert outputs(client) == [1]
 
 
@@ -370,5 +370,5 @@ def test_the_steps_of_a_message_can_be_extended(client: Client) -> None:
 
     fill(client, 1)
     with working(client, make(handle, retry=Retry(attempts=2, delay_ms=1)), pipeline=Traced) as loop:
-        eventually(lambda: loop.tally.committed >= 1)
+        eventually(lambda: loop.report.committed >= 1)
     assert steps == ["decode", "run", "retry", "decode", "run", "dead_letter"]

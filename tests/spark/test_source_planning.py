@@ -19,7 +19,7 @@ from millstream.spark.offsets import Offsets, Position, dump, load
 from millstream.spark.options import parse
 from millstream.spark.planner import Planner, Waiting
 from millstream.spark.ranges import Piece, Spread, cut, deal, guess_cuts
-from millstream.spark.shares import divide
+from millstream.spark.shares import MOST_CUT, divide
 from millstream.testing import topologies
 
 backlogs = st.dictionaries(st.text("abcdef", min_size=1, max_size=3), st.integers(1, 10_000), min_size=1, max_size=30)
@@ -63,6 +63,34 @@ def test_shares_are_proportional_and_turns_are_taken_where_there_are_too_many_st
         last = [*turn][-1]
         turns.append("".join(turn))
     assert turns == ["ab", "cd", "ea", "bc", "de"]
+
+
+crowds = st.lists(st.integers(1, 3000), min_size=MOST_CUT + 1, max_size=400).map(
+    lambda sizes: {f"s{n:03}": size for n, size in enumerate(sizes)}
+)
+
+
+@given(crowds, st.integers(1, 20_000))
+def test_many_streams_fill_a_batch_with_few_that_are_cut(waiting: dict[str, int], limit: int) -> None:
+    shares = divide(waiting, limit)
+    assert sum(shares.values()) == min(limit, sum(waiting.values()))
+    assert all(1 <= share <= waiting[name] for name, share in shares.items())
+    assert sum(share < waiting[name] for name, share in shares.items()) <= 2 * MOST_CUT
+
+
+@given(crowds, st.integers(400, 20_000))
+def test_of_many_streams_each_has_its_turn_before_one_comes_again(waiting: dict[str, int], limit: int) -> None:
+    served: list[str] = []
+    while not served or len(served) < len(waiting):
+        turn = list(divide(waiting, limit, served[-1] if served else ""))
+        served += turn[: len(waiting) - len(served)]
+    assert served == sorted(waiting)
+
+
+def test_a_giant_among_many_streams_takes_what_they_leave() -> None:
+    shares = divide({"giant": 10**6, **{f"s{n:03}": 5 for n in range(300)}}, 10_000)
+    assert shares["giant"] == 10_000 - 300 * 5
+    assert len(shares) == 301
 
 
 # --- pieces ---
@@ -122,7 +150,8 @@ def test_a_cursor_finds_the_nth_entry_over_chunks_and_leaves_nothing_behind(clie
 def test_a_cursor_removes_what_a_killed_planner_left_but_no_live_one(client: Client) -> None:
     fill(client, "s", 10)
     now_ms = time.time_ns() // 1_000_000
-    dead, live = f"millstream:plan:{now_ms - 120_000}:x", f"millstream:plan:{now_ms}:x"
+    # The clock of the driver that lives is ten minutes behind.
+    dead, live = f"millstream:plan:{now_ms - 2 * 3_600_000}:x", f"millstream:plan:{now_ms - 600_000}:x"
     for group in (dead, live, "workers"):
         client.execute("XGROUP", "CREATE", "s", group, "0")
     assert walk(client, {"s": Walk(ZERO_ID, 3, 1)})["s"].marks == [EntryId(3, 0)]
@@ -134,7 +163,8 @@ def test_a_user_without_rights_to_groups_is_told_which_ones_are_needed() -> None
         fill(client, "s", 10)
         with pytest.raises(AccessDenied, match="needs XGROUP, XREADGROUP and XINFO"):
             walk(client, {"s": Walk(ZERO_ID, 3, 1)})
-        assert advance(planner(client), {}, None)["s"].added == 10
+        plan = planner(client, startingOffsets="earliest")
+        assert advance(plan, plan.starts("latest"), None)["s"].added == 10
 
 
 # --- the planner ---
@@ -300,3 +330,115 @@ def test_a_query_may_begin_at_the_frontier_or_where_there_is_none_at_the_earlies
     fill(client, "s", 8)
     assert frontier_planner(client, None).starts("latest") == {"s": Position(ZERO_ID, 0)}
     assert frontier_planner(client, "6-0").starts("latest")["s"].id == EntryId(6, 0)
+
+
+def commits(client: Client, *, frontier: int, group: Position | None) -> None:
+    """Say that the handler has committed up to `frontier`, and stands in its group at `group`."""
+    client.execute("HSET", HandlerKeys("app", "h", "s").meta, "frontier", f"{frontier}-0")
+    if group is not None:
+        known = () if group.added is None else ("ENTRIESREAD", group.added)
+        client.execute("XGROUP", "CREATE", "s", GROUP, str(group.id), *known)
+
+
+GROUP = HandlerKeys("app", "h", "s").group
+
+
+@pytest.mark.parametrize(
+    ("frontier", "group", "kept", "verdict"),
+    [
+        (6, 6, 14, None),
+        (6, 6, 11, "lost 3 entries after 6-0"),
+        (6, 6, 0, "lost 14 entries after 6-0"),
+        (6, 4, 14, "lost up to 2 entries after 6-0"),
+        (6, 4, 16, None),
+        (6, 4, 15, None),
+        (5, 6, 13, "lost 1 entries after 5-0"),
+        (20, 18, 0, None),
+    ],
+)
+def test_a_start_at_the_frontier_proves_by_the_group_what_was_trimmed_past_it(
+    client: Client, frontier: int, group: int, kept: int, verdict: str | None
+) -> None:
+    fill(client, "s", 20)
+    commits(client, frontier=frontier, group=Position(EntryId(group, 0), group))
+    client.execute("XTRIM", "s", "MAXLEN", kept)
+    options = {"frontierApp": "app", "frontierHandler": "h", "group": GROUP}
+    strict = planner(client, layout="packed", startingOffsets="frontier", **options)
+    if verdict is None:
+        assert strict.starts("latest")["s"].id == EntryId(frontier, 0)
+        return
+    with pytest.raises(DataLoss, match=verdict):
+        strict.starts("latest")
+    lenient = planner(client, layout="packed", startingOffsets="frontier", failOnDataLoss="false", **options)
+    assert lenient.starts("latest") == {"s": Position(EntryId(frontier, 0), 20 - kept)}
+
+
+def test_a_start_at_the_frontier_says_so_where_nothing_can_be_proven(
+    client: Client, caplog: pytest.LogCaptureFixture
+) -> None:
+    fill(client, "s", 20)
+    commits(client, frontier=6, group=None)
+    client.execute("XTRIM", "s", "MAXLEN", 5)
+    assert frontier_planner(client, None).starts("latest") == {"s": Position(EntryId(6, 0), 15)}
+    assert "whether unread entries were among those cannot be told" in caplog.text
+
+
+def test_a_stream_that_is_gone_or_made_anew_below_the_frontier_is_not_passed_over(client: Client) -> None:
+    fill(client, "s", 20)
+    commits(client, frontier=6, group=None)
+    client.execute("DEL", "s")
+    plan = frontier_planner(client, None)
+    at = plan.starts("latest")
+    with pytest.raises(DataLoss, match="was deleted or re-created"):
+        advance(plan, at, None)
+    client.pipeline([("XADD", "s", f"{n}-0", "a", "1") for n in range(1, 6)])
+    for stale in (at, {"s": Position(ZERO_ID, 0)}):
+        with pytest.raises(DataLoss):
+            advance(plan, stale, None)
+    with pytest.raises(DataLoss, match="made anew with ids below 6-0"):
+        plan.starts("latest")
+    client.execute("XADD", "s", "9-0", "a", "1")
+    with pytest.raises(DataLoss, match="made anew with ids below 6-0"):
+        advance(plan, {"s": Position(ZERO_ID, 0)}, None)
+
+
+def test_a_position_without_count_beyond_the_end_of_its_stream_is_a_loss_unless_it_was_asked_for(
+    client: Client,
+) -> None:
+    fill(client, "s", 8)
+    beyond = {"s": Position(EntryId(100, 0), None)}
+    with pytest.raises(DataLoss, match="was deleted or re-created"):
+        advance(planner(client), beyond, None)
+    assert advance(planner(client, startingOffsets="100-0"), beyond, None) == beyond
+
+
+def test_what_is_trimmed_after_a_stream_was_discovered_is_lost(client: Client) -> None:
+    pattern = Planner(client, parse({"url": client.url, "subscribePattern": "s*"}, {}), cores=1)
+    fill(client, "s1", 10)
+    found = advance(pattern, {}, None)
+    assert found == {"s1": Position(ZERO_ID, 0)}
+    assert pattern.pieces({}, found) == []
+    client.execute("XTRIM", "s1", "MAXLEN", 7)
+    with pytest.raises(DataLoss, match="lost 3 entries"):
+        advance(pattern, found, None)
+
+
+def test_a_discovered_stream_goes_on_after_what_its_handler_has_committed(client: Client) -> None:
+    plan = frontier_planner(client, "6-0")
+    assert plan.starts("latest") == {"s": Position(EntryId(6, 0), None)}
+    fill(client, "s", 8)
+    assert advance(plan, {}, None) == {"s": Position(EntryId(6, 0), None)}
+
+
+def test_a_trim_that_an_earlier_deletion_hides_is_told(client: Client, caplog: pytest.LogCaptureFixture) -> None:
+    fill(client, "s", 30)
+    client.execute("XDEL", "s", "15-0")
+    plan = planner(client, startingOffsets="earliest")
+    at = advance(plan, plan.starts("latest"), 5)
+    assert at == {"s": Position(EntryId(5, 0), None)}
+    assert advance(plan, at, 5) == {"s": Position(EntryId(10, 0), None)}
+    assert not caplog.records, "nothing was trimmed past the query"
+    client.execute("XTRIM", "s", "MAXLEN", 20)
+    for _ in range(2):
+        advance(plan, at, 5)
+    assert caplog.text.count("whether unread entries were among those cannot be told") == 1

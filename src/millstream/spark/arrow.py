@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from millstream.errors import DecodeError
+from millstream.errors import ConfigError, DecodeError
 
 Entry = Sequence[Any]
 """As hiredis parses it: [id, [name, value, name, value, ...]]."""
@@ -75,13 +75,13 @@ def _streams(runs: Sequence[Run]) -> pa.Array:
 
 
 def split_ids(ids: Ids) -> tuple[pa.Array, pa.Array]:
-    """Return the two numbers of each id as int64. Raises DecodeError if one does not fit in there."""
+    """Return the two numbers of each id as int64. Raises ConfigError if one does not fit in there."""
     parts = pc.split_pattern(pa.array(ids, pa.binary()).cast(pa.string()), "-").flatten().cast(pa.uint64())
     if len(ids) and pc.max(parts).as_py() > _GREATEST_LONG:
         culprit = next(entry_id for entry_id in ids if max(map(int, entry_id.split(b"-"))) > _GREATEST_LONG)
-        raise DecodeError(
+        raise ConfigError(
             f"the entry id {culprit.decode()} has a number beyond {_GREATEST_LONG}, the greatest that Spark's long "
-            "holds: such a stream cannot be read here"
+            "holds: leave its stream out, or begin after it"
         )
     numbers = parts.view(pa.int64()).to_numpy()
     return pa.array(numbers[0::2]), pa.array(numbers[1::2])

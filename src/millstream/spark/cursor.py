@@ -3,7 +3,8 @@
 Redis has no command for it. A temporary consumer group is read past n entries with the reply switched off, and then
 asked where it stands: a third of what fetching the entries would cost the server, and nothing on the wire (Redis
 documentation, XREADGROUP and CLIENT REPLY). The group has a name of its own, so that two planners of one stream do
-not move each other's; one that a killed planner left behind is removed by the next planner of that stream.
+not move each other's; one that a killed planner left behind is removed by the next planner of that stream, an hour
+later.
 """
 
 import secrets
@@ -20,7 +21,7 @@ CHUNK = 10_000
 """Entries that one command may skip: Redis serves nobody else for about 3 ms."""
 
 _PREFIX = "millstream:plan:"
-_LEFTOVER_AGE_MS = 60_000
+_LEFTOVER_AGE_MS = 3_600_000  # far more than the clocks of two drivers may differ
 _PAIRS_PER_TRIP = 1000
 
 

@@ -115,13 +115,14 @@ def _id(answered: bytes) -> EntryId:
 class Loss:
     """Entries of `stream` after `start` that can no longer be read.
 
-    `count` is exact, or None for a stream that was deleted or re-created: then what it held is not known, and
-    reading goes on at the beginning of whatever stands, or will stand, there (`resets`).
+    `count` is exact, or the most that it can be (`at_most`), or None for a stream that was deleted or re-created: then
+    what it held is not known, and reading goes on at the beginning of whatever stands, or will stand, there (`resets`).
     """
 
     stream: str
     start: Position
     count: int | None
+    at_most: bool = False
 
     @property
     def resets(self) -> bool:
@@ -135,7 +136,7 @@ class Loss:
                 f"{self.start.id} that the query had reached is not part of its history any more"
             )
         return (
-            f"stream {self.stream!r} lost {self.count:,} entries after {self.start.id} before they were read: "
+            f"stream {self.stream!r} lost {'up to ' if self.at_most else ''}{self.count:,} entries after {self.start.id} before they were read: "
             "they were trimmed or deleted"
         )
 
@@ -144,15 +145,14 @@ def judge(stream: str, start: Position, facts: StreamFacts | None) -> Loss | Non
     """Say what is lost for a query that stands at `start`; None if nothing is, or nothing can be proven.
 
     Rests on entries-added: of a stream whose entries up to `start` are all gone, as many must have been removed as
-    had been added by then. Fewer: it is another stream. More: the difference was removed before it was read.
+    had been added by then. Fewer: it is another stream. More: the difference was removed before it was read. Without a
+    count no more is known than that a stream's last id never goes back.
     """
-    if start.added is None:
-        return None
     if facts is None:
         return None if start.added == 0 else Loss(stream=stream, start=start, count=None)
-    if facts.last < start.id or facts.added < start.added:
+    if facts.last < start.id or facts.added < (start.added or 0):
         return Loss(stream=stream, start=start, count=None)
-    if facts.keeps(start.id) or facts.removed == start.added:
+    if start.added is None or facts.keeps(start.id) or facts.removed == start.added:
         return None
     lost = facts.removed - start.added
     return Loss(stream=stream, start=start, count=lost if lost > 0 else None)

@@ -5,11 +5,42 @@ comes one batch late and never for the last one.
 """
 
 from collections.abc import Iterable
+from typing import Any
 
 from millstream.client import Client, Command, Reply, raise_if_error
 from millstream.errors import AccessDenied, CommandFailed, ConfigError, GroupMissing
+from millstream.model import EntryId
 from millstream.spark.facts import ask
 from millstream.spark.offsets import Offsets, Position
+
+
+def shown(client: Client, group: str, streams: Iterable[str]) -> Offsets:
+    """Where `group` stands on those of `streams` that have it: what was committed there at least. "" is no group."""
+    positions: Offsets = {}
+    if not group:
+        return positions
+    for stream, groups in _groups(client, streams).items():
+        about = next((about for about in groups if about[b"name"] == group.encode()), None)
+        if about is not None:
+            positions[stream] = Position(EntryId.parse(about[b"last-delivered-id"]), about[b"entries-read"])
+    return positions
+
+
+def _groups(client: Client, streams: Iterable[str]) -> dict[str, list[dict[bytes, Any]]]:
+    """The consumer groups of each stream; none of one that does not exist."""
+    names = list(streams)
+    replies = [_answered(reply) for reply in ask(client, [("XINFO", "GROUPS", name) for name in names])]
+    return {
+        name: [dict(zip(items[::2], items[1::2], strict=True)) for items in reply] if isinstance(reply, list) else []
+        for name, reply in zip(names, replies, strict=True)
+    }
+
+
+def _answered(reply: Reply) -> Reply:
+    """Let pass what the planner has its own word on: a stream that is gone, or does not exist yet."""
+    if isinstance(reply, AccessDenied):
+        raise AccessDenied(f'{reply}; grant XGROUP and XINFO on it, or show no progress: option("group", "")')
+    return reply if isinstance(reply, GroupMissing | CommandFailed) else raise_if_error(reply)
 
 
 class LagGroup:
@@ -33,10 +64,8 @@ class LagGroup:
         self._shown.update(moved)
 
     def _refuse_foreign(self, streams: Iterable[str]) -> None:
-        names = list(streams)
-        for stream, reply in zip(names, ask(self._client, [("XINFO", "GROUPS", s) for s in names]), strict=True):
-            for items in [] if isinstance(self._answered(reply), CommandFailed) else reply:
-                group = dict(zip(items[::2], items[1::2], strict=True))
+        for stream, groups in _groups(self._client, streams).items():
+            for group in groups:
                 if group[b"name"] == self._group.encode() and (group[b"consumers"] or group[b"pending"]):
                     raise ConfigError(
                         f"the group {self._group!r} of stream {stream!r} has {group[b'consumers']} consumers and "
@@ -53,14 +82,8 @@ class LagGroup:
         }
         made = ask(self._client, [self._command("CREATE", *item) for item in missing.items()])
         for reply in (*replies, *made):
-            self._answered(reply)
+            _answered(reply)
 
     def _command(self, verb: str, stream: str, at: Position) -> Command:
         known: Command = () if at.added is None else ("ENTRIESREAD", at.added)
         return ("XGROUP", verb, stream, self._group, str(at.id), *known)
-
-    def _answered(self, reply: Reply) -> Reply:
-        """Let pass what the planner has its own word on: a stream that is gone, or does not exist yet."""
-        if isinstance(reply, AccessDenied):
-            raise AccessDenied(f'{reply}; grant XGROUP and XINFO on it, or show no progress: option("group", "")')
-        return reply if isinstance(reply, GroupMissing | CommandFailed) else raise_if_error(reply)

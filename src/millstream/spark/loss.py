@@ -5,16 +5,18 @@ import logging
 from millstream.errors import DataLoss
 from millstream.model import EntryId
 from millstream.spark.facts import Loss
+from millstream.spark.offsets import Position
 
 logger = logging.getLogger(__name__)
 
 
 class LossPolicy:
-    """Raises DataLoss, or counts: each loss is told once in this process, with the total so far."""
+    """Raises DataLoss, or counts: each loss is told once in this process, again if it grows, with the total so far."""
 
     def __init__(self, *, fail: bool) -> None:
         self._fail = fail
-        self._told: set[tuple[str, EntryId]] = set()
+        self._told: dict[str, tuple[Position, int]] = {}
+        self._doubted: set[tuple[str, EntryId]] = set()
         self._total = 0
 
     def report(self, loss: Loss) -> None:
@@ -25,11 +27,24 @@ class LossPolicy:
                 "on at the next entry that is left (a re-created stream from its beginning); to avoid it keep more "
                 "of the stream (MAXLEN, XTRIM) or run the query more often"
             )
-        if (loss.stream, loss.start.id) in self._told:
+        start, told = self._told.get(loss.stream, (None, 0))
+        count = loss.count or 0
+        if start == loss.start and count <= told:
             return
-        self._told.add((loss.stream, loss.start.id))
-        self._total += loss.count or 0
+        self._told[loss.stream] = (loss.start, count)
+        self._total += count - told if start == loss.start else count
         logger.warning("%s; going on (%d entries counted as lost so far)", loss, self._total)
+
+    def doubt(self, stream: str, start: EntryId) -> None:
+        """Say once that entries after `start` may be lost, where the count that would prove it is missing."""
+        if (stream, start) not in self._doubted:
+            self._doubted.add((stream, start))
+            logger.warning(
+                "stream %r was trimmed or deleted past %s, where reading goes on; whether unread entries were among "
+                "those cannot be told",
+                stream,
+                start,
+            )
 
 
 def made_anew(stream: str, frontier: EntryId) -> DataLoss:

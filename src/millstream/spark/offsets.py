@@ -40,5 +40,5 @@ def load(raw: Mapping[str, Any]) -> Offsets:
     except (TypeError, ValueError, AttributeError) as error:
         raise ConfigError(
             'the offsets in the checkpoint are not of the form {"stream": ["ms-seq", number]}: was it written by '
-            "another source? Use a new checkpoint folder"
+            "another source? Use a new checkpoint folder (for `millstream run`, with --from-frontier)"
         ) from error

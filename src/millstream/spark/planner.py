@@ -6,6 +6,7 @@ or a second planner, plans the same batch again.
 
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from millstream.client import Client
@@ -14,6 +15,7 @@ from millstream.model import ZERO_ID, EntryId
 from millstream.spark.cursor import Walk, walk
 from millstream.spark.facts import Loss, StreamFacts, after_loss, judge, survey
 from millstream.spark.frontier import Frontier
+from millstream.spark.lag import shown
 from millstream.spark.loss import LossPolicy, made_anew
 from millstream.spark.offsets import BEGINNING, Offsets, Position
 from millstream.spark.options import Edge, SourceOptions
@@ -47,15 +49,37 @@ class Planner:
 
     def starts(self, usual: Edge) -> Offsets:
         """Where reading begins; `usual` is the edge of streams that the options say nothing about."""
-        edges = self._options.starting
-        names = self._subscription.names()
-        facts = survey(self._client, names)
-        frontiers = self._frontier.of([name for name in names if edges.of(name, usual) == "frontier"])
-        for name, frontier in frontiers.items():
-            fact = facts[name]
-            if fact is not None and fact.last < frontier:
-                raise made_anew(name, frontier)
-        return {name: _start(facts[name], edges.of(name, usual), frontiers.get(name)) for name in names}
+        edges = {name: self._options.starting.of(name, usual) for name in self._subscription.names()}
+        facts = survey(self._client, edges)
+        resumed = self._resume([name for name, edge in edges.items() if edge == "frontier"], facts)
+        return {name: resumed.get(name) or _start(facts[name], edge) for name, edge in edges.items()}
+
+    def _resume(self, names: Sequence[str], facts: Mapping[str, StreamFacts | None]) -> Offsets:
+        """Where to go on with those streams that the handler has commits on. Raises DataLoss, if told to."""
+        frontiers = self._frontier.of(names)
+        committed = shown(self._client, self._options.group, frontiers)
+        return {
+            name: self._after_commits(name, frontier, committed.get(name), facts[name])
+            for name, frontier in frontiers.items()
+        }
+
+    def _after_commits(
+        self, name: str, frontier: EntryId, committed: Position | None, facts: StreamFacts | None
+    ) -> Position:
+        """The position at `frontier`. What was removed after it follows from where the lag group stands."""
+        if facts is not None and facts.last < frontier:
+            raise made_anew(name, frontier)
+        if facts is None or facts.last == frontier:
+            return _located(frontier, facts)
+        if facts.keeps(frontier):
+            return committed if committed is not None and committed.id == frontier else Position(frontier, None)
+        if committed is None or committed.added is None:
+            self._losses.doubt(name, frontier)
+        elif (loss := judge(name, committed, facts)) is not None:
+            # The group is moved after the frontier, so of a run that was killed it may be one batch behind.
+            at_most = committed.id < frontier
+            self._losses.report(replace(loss, start=Position(frontier, committed.added), at_most=at_most))
+        return _located(frontier, facts)
 
     def ends(self) -> Offsets:
         """Where a batch read ends: at `endingOffsets`, else at the newest entry."""
@@ -78,29 +102,47 @@ class Planner:
         """Return the end of the batch that begins at `start`, and where all streams end now.
 
         A batch takes at most `limit` entries and, if `target` is given, nothing beyond it. Streams that are not in
-        `start` begin with the earliest entry that they have. Raises DataLoss, if told to, for what is gone.
+        `start` get a place before the earliest entry that they have, and are read from the next batch on: what is
+        gone by then is lost. Raises DataLoss, if told to, for what is gone.
         """
         subscribed = set(self._subscription.names())
         facts = survey(self._client, sorted(subscribed | start.keys()))
-        ends = dict(start)
+        # A batch of nothing records where the new ones begin.
+        ends = start | self._discovered(sorted(subscribed - start.keys()), facts)
         waiting: dict[str, Waiting] = {}
-        for name, fact in facts.items():
+        for name, at in start.items():
+            fact = facts[name]
             if name not in subscribed and (fact is not None or self._subscription.pattern is None):
                 continue  # it was subscribed to once: its place is kept
-            at = start.get(name) or (fact.earliest() if fact is not None else BEGINNING)
             loss = judge(name, at, fact)
             if loss is not None and loss.resets:
-                ends[name] = self._reset(loss, fact)  # a batch of nothing records it; the next one reads from there
+                if at.added is not None or at.id != self._options.starting.of(name, "latest"):  # an id yet to come
+                    ends[name] = self._reset(loss, fact)  # recorded in the same way; the next batch reads from there
             elif fact is not None:
                 if loss is not None:
                     self._losses.report(loss)
                 tail = fact.tail if target is None else min(fact.tail, target.get(name, at), key=lambda to: to.id)
                 if tail.id > at.id:
+                    if at.added is None and at.id != ZERO_ID and not fact.keeps(at.id):
+                        self._losses.doubt(name, at.id)
                     waiting[name] = Waiting(after_loss(at, fact), tail, fact)
-        ends |= self._take(waiting, limit)
+        taken = self._take(waiting, limit)
+        self._refuse_made_anew({name: waiting[name] for name in taken})
+        ends |= taken
         if ends == start:
             ends |= self._frontier.reopened(start)
         return ends, {name: fact.tail for name, fact in facts.items() if fact is not None}
+
+    def _discovered(self, names: Sequence[str], facts: Mapping[str, StreamFacts | None]) -> Offsets:
+        found = {name: fact.earliest() for name in names if (fact := facts[name]) is not None}
+        return found | self._resume(list(found), facts)
+
+    def _refuse_made_anew(self, taken: Mapping[str, "Waiting"]) -> None:
+        """Raise DataLoss for a stream that begins below what its handler has committed of one that had its name."""
+        fresh = [name for name, stream in taken.items() if stream.at.id == ZERO_ID]
+        for name, frontier in self._frontier.of(fresh).items():
+            if taken[name].facts.first <= frontier:
+                raise made_anew(name, frontier)
 
     def _reset(self, loss: Loss, facts: StreamFacts | None) -> Position:
         """Where to go on with a stream that is not the one that was read before."""
@@ -137,8 +179,8 @@ class Planner:
 
     def pieces(self, start: Offsets, end: Offsets) -> list[list[Piece]]:
         """Return what each task of the batch between `start` and `end` reads. Raises DataLoss, if told to."""
-        floors = self._frontier.lower({name: start.get(name, Position(ZERO_ID, None)) for name in end})
-        ranges = {name: (floors[name], until) for name, until in end.items() if until.id > floors[name].id}
+        floors = self._frontier.lower({name: at for name, at in start.items() if name in end})
+        ranges = {name: (at, end[name]) for name, at in floors.items() if end[name].id > at.id}
         facts = survey(self._client, ranges)
         pieces: list[Piece] = []
         for name, (at, until) in ranges.items():
@@ -207,11 +249,9 @@ class Waiting(NamedTuple):
         return self.at.added + taken if whole else None
 
 
-def _start(facts: StreamFacts | None, edge: Edge, frontier: EntryId | None) -> Position:
+def _start(facts: StreamFacts | None, edge: Edge) -> Position:
     if isinstance(edge, EntryId):
         return _located(edge, facts)
-    if frontier is not None:
-        return _located(frontier, facts)
     if facts is None:
         return BEGINNING
     return facts.tail if edge == "latest" else facts.earliest()
@@ -221,7 +261,7 @@ def _located(entry_id: EntryId, facts: StreamFacts | None) -> Position:
     """The position at an id that somebody named; its count is known at the ends of the stream only."""
     if facts is not None and facts.last == entry_id:
         return facts.tail
-    if facts is not None and entry_id < facts.first and not facts.has_gaps_after(entry_id):
+    if facts is not None and entry_id < facts.last and not (facts.keeps(entry_id) or facts.has_gaps_after(entry_id)):
         return Position(entry_id, facts.removed)
     return Position(entry_id, None)
 

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from millstream.client import Client, Reply, raise_if_error
 from millstream.errors import DataLoss
@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_FIRST_TRIP_ENTRIES = 32
+_GROWTH = 8
 _MOST_TRIP_ENTRIES = 2_000
 _TRIP_BYTES = 4 << 20
 _BATCH_ROWS = 10_000
@@ -49,6 +49,14 @@ class _Reader:
         return max(self.piece.size - self.read, 1 if self.piece.rows is not None else _GUESS_MARGIN)
 
 
+class _Fetched(NamedTuple):
+    """What one round trip brought; `size` in bytes, about."""
+
+    runs: list[Run]
+    rows: int
+    size: int
+
+
 class Reading:
     """Reads all entries of `pieces`: in stream order within one piece.
 
@@ -63,26 +71,27 @@ class Reading:
         self._limit_ms = limit_ms
         self._fail_on_data_loss = fail_on_data_loss
         self._waiting = deque(_Reader.of(piece) for piece in pieces)
-        self._trip_entries = _FIRST_TRIP_ENTRIES
+        self._trip_entries = 1  # nothing is known of the entries' size yet
         self._entry_bytes = 1
 
     def batches(self, make: Callable[[list[Run]], T]) -> Iterator[T]:
         """Yield what `make` makes of each 10,000 rows or so, or 16 MB: a record batch."""
         runs: list[Run] = []
-        rows = 0
+        rows = size = 0
         with seldom_collected(), ThreadPoolExecutor(1, "millstream-read") as ahead:
             trip = ahead.submit(self._trip)
             while (fetched := trip.result()) is not None:
                 trip = ahead.submit(self._trip)
-                runs += fetched
-                rows += sum(len(entries) for _, entries in fetched)
-                if rows >= _BATCH_ROWS or rows * self._entry_bytes >= _BATCH_BYTES:
+                runs += fetched.runs
+                rows += fetched.rows
+                size += fetched.size
+                if rows >= _BATCH_ROWS or size >= _BATCH_BYTES:
                     yield make(runs)
-                    runs, rows = [], 0
+                    runs, rows, size = [], 0, 0
             if rows:
                 yield make(runs)
 
-    def _trip(self) -> list[Run] | None:
+    def _trip(self) -> _Fetched | None:
         """Fetch some more entries in one round trip; None when there are none left."""
         if not self._waiting:
             return None
@@ -93,16 +102,16 @@ class Reading:
             asked.append((reader, min(reader.left, self._trip_entries)))
             budget -= asked[-1][1]
         commands = [("XRANGE", r.piece.stream, r.after, r.until, "COUNT", count) for r, count in asked]
-        replies = self._client.patiently(
-            lambda: ask(self._client, commands), what="reading streams", limit_ms=self._limit_ms
-        )
+        replies = self._patiently(lambda: ask(self._client, commands))
         runs = [
             run
             for (reader, count), reply in zip(asked, replies, strict=True)
             if (run := self._take(reader, count, reply))[1]
         ]
-        self._learn_sizes(runs)
-        return runs
+        return self._weighed(runs)
+
+    def _patiently(self, ask_for: Callable[[], T]) -> T:
+        return self._client.patiently(ask_for, what="reading streams", limit_ms=self._limit_ms)
 
     def _take(self, reader: _Reader, count: int, reply: Reply) -> Run:
         entries = raise_if_error(reply)
@@ -115,13 +124,16 @@ class Reading:
             self._check(reader)
         return reader.piece.stream, entries
 
-    def _learn_sizes(self, runs: Sequence[Run]) -> None:
-        step = sum(len(some) for _, some in runs) // _SAMPLES + 1
+    def _weighed(self, runs: list[Run]) -> _Fetched:
+        """Learn from a trip how many entries the next one may ask for."""
+        rows = sum(len(some) for _, some in runs)
+        step = rows // _SAMPLES + 1
         entries = [entry for _, some in runs for entry in some[::step]]
         if entries:
             self._entry_bytes = sum(sum(map(len, fields)) for _, fields in entries) // len(entries) + 1
-        most = min(_MOST_TRIP_ENTRIES, self._trip_entries * 8, _TRIP_BYTES // self._entry_bytes)
+        most = min(_MOST_TRIP_ENTRIES, self._trip_entries * _GROWTH, _TRIP_BYTES // self._entry_bytes)
         self._trip_entries = max(most, 1)
+        return _Fetched(runs, rows, rows * self._entry_bytes)
 
     def _check(self, reader: _Reader) -> None:
         """Report what was removed while it was being read; what was gone before is the planner's business."""
@@ -132,7 +144,8 @@ class Reading:
             missing = "an unknown number of" if piece.untouched else ""
         if not missing:
             return
-        facts = survey(self._client, [piece.stream])[piece.stream]
+        found = self._patiently(lambda: survey(self._client, [piece.stream]))
+        facts = found[piece.stream]
         if facts is not None and (facts.keeps(piece.after) or not facts.removed):
             return  # nothing was trimmed; single entries that are deleted (XDEL) are no loss
         text = (

@@ -2,20 +2,37 @@
 
 from collections.abc import Mapping
 
+MOST_CUT = 200
+"""About how many streams give a part of what waits there: finding where such a part ends costs Redis commands."""
+
 
 def divide(backlogs: Mapping[str, int], limit: int, last_served: str = "") -> dict[str, int]:
-    """Return how many entries each stream may give to a batch of at most `limit`.
+    """Return how many entries each stream may give to a batch of at most `limit`; backlogs are at least 1.
 
-    Proportional to the backlogs, all of them at least 1; every stream gets at least one while the limit allows. If
-    there are more streams than that, those that follow `last_served` in alphabetical order have their turn.
+    Up to 200 streams give in proportion to their backlogs, and at least one entry each while the limit allows. More
+    than that take turns, in alphabetical order after `last_served`: each gives all that it has, at most a 200th of the
+    batch. If that leaves room when all have had their turn, those with more to give share it.
     """
-    names = sorted(backlogs)
-    if len(names) >= limit:
-        following = [name for name in names if name > last_served]
-        return dict.fromkeys([*following, *names][:limit], 1)
-    total = sum(backlogs.values())
-    if total <= limit:
+    if sum(backlogs.values()) <= limit:
         return dict(backlogs)
+    if len(backlogs) < min(limit, MOST_CUT + 1):
+        return _in_proportion(backlogs, limit)
+    names = sorted(backlogs)
+    following = [name for name in names if name > last_served]
+    most = max(1, limit // MOST_CUT)
+    shares: dict[str, int] = {}
+    for name in [*following, *names[: len(names) - len(following)]]:
+        if not limit:
+            return shares
+        shares[name] = min(backlogs[name], most, limit)
+        limit -= shares[name]
+    rest = {name: backlogs[name] - share for name, share in shares.items() if backlogs[name] > share}
+    return shares | {name: shares[name] + more for name, more in divide(rest, limit).items()}
+
+
+def _in_proportion(backlogs: Mapping[str, int], limit: int) -> dict[str, int]:
+    total = sum(backlogs.values())
+    names = sorted(backlogs)
     shares = {name: max(1, backlogs[name] * limit // total) for name in names}
     spare = limit - sum(shares.values())
     short = [name for name in names if shares[name] * total < backlogs[name] * limit]

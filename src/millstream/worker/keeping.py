@@ -12,7 +12,7 @@ from millstream.reliable import Delivery, ReliableStream
 from millstream.worker.hand import Hand
 from millstream.worker.pipeline import Pipeline
 from millstream.worker.policy import WorkerPolicy
-from millstream.worker.tally import Tally
+from millstream.worker.report import Report
 
 logger = logging.getLogger(__name__)
 
@@ -29,14 +29,14 @@ class Keeper:
     """
 
     def __init__(
-        self, pipeline: Pipeline, hand: Hand, tally: Tally, clock: Clock, policy: WorkerPolicy, *,
+        self, pipeline: Pipeline, hand: Hand, report: Report, clock: Clock, policy: WorkerPolicy, *,
         streams: Mapping[str, ReliableStream], discover: Callable[[], None], on_suspect: Callable[[Delivery], None],
     ) -> None:  # fmt: skip
         self._streams = streams
         self._discover = discover
         self._pipeline = pipeline
         self._hand = hand
-        self._tally = tally
+        self._report = report
         self._clock = clock
         self._policy = policy
         self._on_suspect = on_suspect
@@ -67,7 +67,9 @@ class Keeper:
                 stream.join()
         if self._clock.monotonic_ms() >= self._extend_due_ms:
             self._extend_due_ms = self._clock.monotonic_ms() + self._policy.claim_ms / _EXTENSIONS
-        self._noted = self._tally.committed
+        self._noted = self._report.committed
+        self._report.stands(in_flight=len(self._hand), buffered=self._hand.buffer.qsize())
+        self._report.paused(bool(self._streams) and all(stream.paused for stream in self.streams))
 
     def recover(self, stream: ReliableStream) -> None:
         """Take into the hand all that this worker holds and has not in hand: from its last life, or a lost reply."""
@@ -82,18 +84,17 @@ class Keeper:
             if delivery.deliveries > _TRUSTED_DELIVERIES:
                 self._hand.keep(delivery)
                 self._on_suspect(delivery)
-        self._tally.adopted += len(found)
+        self._report.adopted_some(len(found))
         return len(found)
 
     def _tend(self, stream: ReliableStream) -> None:
+        stream.look()
         if self._clock.monotonic_ms() >= self._extend_due_ms:
             self._extend(stream)
-        else:
-            stream.extend(())  # are we still in charge?
         room = min(self._hand.room(), _MOST_ADOPTED)
         if room > 0:
             self._take_over(stream, idle_ms=self._policy.claim_ms, own=False, count=room)
-        if self._noted != self._tally.committed:
+        if self._noted != self._report.committed:
             stream.checkpoint()
 
     def _extend(self, stream: ReliableStream) -> None:
@@ -103,7 +104,7 @@ class Keeper:
         if lost:
             logger.warning("%d messages of %s were taken over by another worker", len(lost), stream.stream)
             self._hand.drop(lost)
-            self._tally.refused += len(lost)
+            self._report.refused_some(len(lost))
 
     def _look_for_stuck(self) -> None:
         limit_ms = self._pipeline.handler.time_limit_ms

@@ -12,18 +12,21 @@ from typing import Literal
 
 from millstream.client import Client
 from millstream.clock import SYSTEM_CLOCK, Clock
+from millstream.delayed import DelayedMessages
 from millstream.errors import GroupMissing, MillstreamError, Unavailable
 from millstream.groups import Consumer
 from millstream.handlers import Handler
+from millstream.health import Health
 from millstream.lifecycle import Dead
+from millstream.metrics import NOBODY, Metrics
 from millstream.reliable import Delivery, ReliableStream
 from millstream.worker.hand import Hand
 from millstream.worker.keeping import Keeper
 from millstream.worker.pipeline import MakePipeline, Pipeline
 from millstream.worker.policy import WorkerPolicy
+from millstream.worker.report import Report
 from millstream.worker.runners import AsyncRunner, PlainRunner, Runner
 from millstream.worker.settling import Settler
-from millstream.worker.tally import Tally
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +43,7 @@ class ReadingLoop:
       name it goes on with what it held
     * `start`: where a handler begins on a stream that it has done nothing on
     * `pipeline`: makes the steps that a message goes through, `Pipeline` or a subclass
+    * `metrics`, `health`: who is told how it is doing
     """
 
     def __init__(
@@ -51,10 +55,12 @@ class ReadingLoop:
         policy: WorkerPolicy | None = None,
         start: Literal["earliest", "latest"] = "earliest",
         pipeline: MakePipeline = Pipeline,
+        metrics: Metrics = NOBODY,
+        health: Health | None = None,
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         self.handler = handler
-        self.tally = Tally()
+        self.report = Report(handler.label, time_limit_ms=handler.time_limit_ms, metrics=metrics, health=health)
         self._policy = policy = policy or WorkerPolicy()
         self._clock = clock
         self._consumer = consumer
@@ -73,17 +79,17 @@ class ReadingLoop:
         self._deadline_ms = float("inf")
         self._runner = self._make_runner()
         self._settler = Settler(
-            self._pipeline, self._hand, self._client, self.tally, clock, batch=policy.batch, give_up=self._is_over
+            self._pipeline, self._hand, self._client, self.report, clock, batch=policy.batch, give_up=self._is_over
         )
         self._keeper = Keeper(
-            self._pipeline, self._hand, self.tally, clock, policy,
+            self._pipeline, self._hand, self.report, clock, policy,
             streams=self._streams, discover=self._discover, on_suspect=self._suspects.put,
         )  # fmt: skip
 
     def _make_runner(self) -> Runner:
         if self.handler.is_async:
-            return AsyncRunner(self._pipeline, self._hand, self._gate, self._clock)
-        return PlainRunner(self._pipeline, self._hand, self._gate, self._clock, self._policy.threads)
+            return AsyncRunner(self._pipeline, self._hand, self.report, self._gate, self._clock)
+        return PlainRunner(self._pipeline, self._hand, self.report, self._gate, self._clock, self._policy.threads)
 
     # The spine
 
@@ -100,6 +106,7 @@ class ReadingLoop:
             self._thread("reader", self._read),
             self._thread("keeper", lambda: self._keeper.run(self._stopping)),
             self._thread("guard", self._run_suspects),
+            self._thread("mover", self._move_delayed),
         ]
         self._stopping.wait()
         self._suspects.put(None)
@@ -148,6 +155,7 @@ class ReadingLoop:
     def _read(self) -> None:
         """Take new entries as long as there is room for them."""
         consumers: list[Consumer] = []
+        away = False
         while not self._stopping.is_set():
             self._runner.nudge()
             room = min(self._hand.room(), self._policy.batch)
@@ -159,17 +167,22 @@ class ReadingLoop:
                 consumers = self._consumers(consumers)
                 if not self._take_new(consumers, room):
                     self._stopping.wait(_IDLE_WAIT_S if consumers else self._policy.sweep_ms / 1000)
+                if away:
+                    away = False
+                    self.report.redis_is_back()
             except GroupMissing:
                 self._again(self._rejoin)
-            except Unavailable:
+            except Unavailable as error:
+                away = True
+                self.report.redis_failed(error)
                 # What was delivered when the connection broke is pending, and nobody has seen it.
                 self._again(self._take_unseen)
 
     def _consumers(self, known: list[Consumer]) -> list[Consumer]:
         """One that reads all streams at once; on Redis Cluster, where that takes one hash slot, one for each."""
-        names = list(self._streams)
-        if len(names) == sum(len(consumer.streams) for consumer in known):
-            return known
+        names = [name for name, stream in self._streams.items() if not stream.paused]
+        if not names or names == [name for consumer in known for name in consumer.streams]:
+            return known if names else []
         together = [[name] for name in names] if self._reading.is_cluster else [names]
         group = self._streams[names[0]].group
         return [Consumer(self._reading, group=group, name=self._consumer, streams=some) for some in together]
@@ -184,7 +197,7 @@ class ReadingLoop:
                 self._hand.take(deliveries, self._clock.monotonic_ms())
                 found += len(batch)
         self._hand.found(found, room)
-        self.tally.read += found
+        self.report.polled(found)
         return bool(found or block_ms)
 
     def _rejoin(self) -> None:
@@ -217,6 +230,21 @@ class ReadingLoop:
             finally:
                 self._gate.set()
 
+    def _move_delayed(self) -> None:
+        """Add to the streams the delayed messages that are due."""
+        delayed = DelayedMessages(self._client)
+        wait_ms = 0.0
+        while not self._stopping.wait(wait_ms / 1000):
+            wait_ms = self._policy.sweep_ms
+            try:
+                movement = delayed.move_due(list(self._streams))
+            except Unavailable as error:
+                logger.debug("no delayed message is moved while Redis is away: %s", error)
+            else:
+                self.report.moved(movement.moved)
+                if movement.next_ms is not None:
+                    wait_ms = min(wait_ms, movement.next_ms)
+
     def _hand_back(self) -> list[Delivery]:
         """Give up all that is in hand, and return those of them that still run."""
         rest = self._hand.deliveries
@@ -227,7 +255,7 @@ class ReadingLoop:
             except MillstreamError as error:
                 logger.warning("%d messages could not be handed back, others adopt them later: %s", len(ids), error)
             else:
-                self.tally.handed_back += len(ids) - len(lost)
+                self.report.handed_back_some(len(ids) - len(lost))
         return [one for one in rest if one.running]
 
     def _again(self, operation: Callable[[], object]) -> None:

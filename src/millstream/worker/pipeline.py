@@ -9,6 +9,7 @@ from millstream.lifecycle import Again, Dead, Done, Guard, Outcome, attempt, att
 from millstream.model import Message
 from millstream.naming import REDRIVE_FIELD
 from millstream.reliable import Delivery
+from millstream.telemetry import Run, tracing
 
 
 class Pipeline:
@@ -25,6 +26,7 @@ class Pipeline:
             )
         self.handler = handler
         self._label = handler.label.encode()
+        self._tracing = tracing()
 
     def decode(self, delivery: Delivery) -> Message | None:
         """Make a message of an entry; None if it was redriven for another handler of the stream."""
@@ -38,11 +40,13 @@ class Pipeline:
 
     def run(self, message: Message, guard: Guard) -> Outcome:
         """Run a plain handler once."""
-        return attempt_plain(self.handler, message, b"", guard)
+        with self._tracing.processing(self.handler.label, message) as span:
+            return _traced(span, attempt_plain(self.handler, message, b"", guard))
 
     async def run_async(self, message: Message) -> Outcome:
         """Run an async handler once."""
-        return await attempt(self.handler, message, b"")
+        with self._tracing.processing(self.handler.label, message) as span:
+            return _traced(span, await attempt(self.handler, message, b""))
 
     def commit(self, delivery: Delivery, done: Done) -> Unit:
         """The effects of a message that the handler has done, to be committed with its acknowledgement."""
@@ -62,6 +66,14 @@ class Pipeline:
     def retry(self, delivery: Delivery, again: Again) -> float:
         """How long a message waits before its next attempt, in milliseconds."""
         return again.delay_ms
+
+
+def _traced(span: Run, outcome: Outcome) -> Outcome:
+    if isinstance(outcome, Dead):
+        span.failed(outcome.reason, outcome.error)
+    elif isinstance(outcome, Again):
+        span.failed("retry", outcome.error)
+    return outcome
 
 
 MakePipeline = Callable[[Handler], Pipeline]

@@ -16,6 +16,7 @@ from millstream.model import Message
 from millstream.reliable import Delivery
 from millstream.worker.hand import Hand
 from millstream.worker.pipeline import Pipeline
+from millstream.worker.report import Report
 
 NOT_MEANT = Done((), b"")
 """What becomes of an entry that was redriven for another handler."""
@@ -40,19 +41,36 @@ class Runner(Protocol):
         """Break off what still runs, if that is possible."""
 
 
+class _Beginning:
+    """What both runners do when a message's turn has come."""
+
+    def __init__(self, pipeline: Pipeline, hand: Hand, report: Report, gate: threading.Event, clock: Clock) -> None:
+        self._pipeline = pipeline
+        self._hand = hand
+        self._report = report
+        self._gate = gate
+        self._clock = clock
+
+    def _begin(self, delivery: Delivery) -> Message | None:
+        now_ms = self._clock.monotonic_ms()
+        self._hand.waited(now_ms - delivery.since_ms)
+        delivery.since_ms, delivery.running = now_ms, True
+        self._report.began()
+        return self._pipeline.decode(delivery)
+
+
 def _in_place(work: Callable[[], Ended], _limit_ms: float) -> Ended:
     # What runs too long in a thread cannot be stopped: the loop's watchdog ends the process.
     return work()
 
 
-class PlainRunner:
+class PlainRunner(_Beginning):
     """Threads, each of which takes a message and runs it: one at first, more when messages take long."""
 
-    def __init__(self, pipeline: Pipeline, hand: Hand, gate: threading.Event, clock: Clock, most: int) -> None:
-        self._pipeline = pipeline
-        self._hand = hand
-        self._gate = gate
-        self._clock = clock
+    def __init__(
+        self, pipeline: Pipeline, hand: Hand, report: Report, gate: threading.Event, clock: Clock, most: int
+    ) -> None:
+        super().__init__(pipeline, hand, report, gate, clock)
         self._most = most
         self._threads: list[threading.Thread] = []
         self._finished = 0
@@ -98,18 +116,17 @@ class PlainRunner:
         self._hand.buffer.put(None)  # the end is for all of them
 
     def _outcome(self, delivery: Delivery) -> Outcome:
-        message = begin(self._pipeline, self._hand, delivery, self._clock)
-        return NOT_MEANT if message is None else self._pipeline.run(message, _in_place)
+        message = self._begin(delivery)
+        outcome = NOT_MEANT if message is None else self._pipeline.run(message, _in_place)
+        delivery.took_ms = self._clock.monotonic_ms() - delivery.since_ms
+        return outcome
 
 
-class AsyncRunner:
+class AsyncRunner(_Beginning):
     """An event loop, in which as many messages as the handler's `concurrency` are run at once."""
 
-    def __init__(self, pipeline: Pipeline, hand: Hand, gate: threading.Event, clock: Clock) -> None:
-        self._pipeline = pipeline
-        self._hand = hand
-        self._gate = gate
-        self._clock = clock
+    def __init__(self, pipeline: Pipeline, hand: Hand, report: Report, gate: threading.Event, clock: Clock) -> None:
+        super().__init__(pipeline, hand, report, gate, clock)
         self._loop = asyncio.new_event_loop()
         self._waiting = asyncio.Event()
         self._main: asyncio.Task[None] | None = None
@@ -165,13 +182,7 @@ class AsyncRunner:
                 put((delivery, await self._outcome(delivery)))
 
     async def _outcome(self, delivery: Delivery) -> Outcome:
-        message = begin(self._pipeline, self._hand, delivery, self._clock)
-        return NOT_MEANT if message is None else await self._pipeline.run_async(message)
-
-
-def begin(pipeline: Pipeline, hand: Hand, delivery: Delivery, clock: Clock) -> Message | None:
-    """Note that a message runs from now on, and decode it."""
-    now_ms = clock.monotonic_ms()
-    hand.waited(now_ms - delivery.since_ms)
-    delivery.since_ms, delivery.running = now_ms, True
-    return pipeline.decode(delivery)
+        message = self._begin(delivery)
+        outcome = NOT_MEANT if message is None else await self._pipeline.run_async(message)
+        delivery.took_ms = self._clock.monotonic_ms() - delivery.since_ms
+        return outcome

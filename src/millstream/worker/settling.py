@@ -2,7 +2,6 @@
 
 import heapq
 import logging
-import threading
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from itertools import count
@@ -11,13 +10,14 @@ from typing import TypeVar
 
 from millstream.client import Client
 from millstream.clock import Clock
+from millstream.deadletters import reason_of
 from millstream.errors import GroupMissing, OutOfMemory
 from millstream.ledger import Unit
 from millstream.lifecycle import Again, Dead, Outcome
 from millstream.reliable import Delivery, ReliableStream
 from millstream.worker.hand import Hand
 from millstream.worker.pipeline import Pipeline
-from millstream.worker.tally import Tally
+from millstream.worker.report import Report
 
 logger = logging.getLogger(__name__)
 
@@ -34,13 +34,13 @@ class Settler:
     """
 
     def __init__(
-        self, pipeline: Pipeline, hand: Hand, client: Client, tally: Tally, clock: Clock, *, batch: int,
+        self, pipeline: Pipeline, hand: Hand, client: Client, report: Report, clock: Clock, *, batch: int,
         give_up: Callable[[], bool],
     ) -> None:  # fmt: skip
         self._pipeline = pipeline
         self._hand = hand
         self._client = client
-        self._tally = tally
+        self._report = report
         self._clock = clock
         self._batch = batch
         self._give_up = give_up
@@ -49,7 +49,6 @@ class Settler:
         self._without_memory: list[Settled] = []
         self._memory_due_ms = 0.0
         self._word_due_ms = 0.0
-        self.committed = threading.Event()
 
     def run(self) -> None:
         """Settle until the outbox's end."""
@@ -68,6 +67,7 @@ class Settler:
         units: list[Settled] = []
         failed: dict[ReliableStream, list[Delivery]] = defaultdict(list)
         now_ms = self._clock.monotonic_ms()
+        self._report.ran([delivery.took_ms for delivery, _ in found])
         for delivery, outcome in found:
             if delivery not in self._hand:
                 continue  # it was given up, or lost to another worker, while it ran
@@ -81,10 +81,11 @@ class Settler:
             else:
                 units.append((delivery, self._pipeline.commit(delivery, outcome)))
         for stream, deliveries in failed.items():
-            self._tally.retried += len(deliveries)
+            self._report.retried_some(len(deliveries))
             self._note(stream, deliveries)
         if units:
             self._commit(units)
+        self._report.ended(len(found))
 
     def _note(self, stream: ReliableStream, deliveries: Sequence[Delivery]) -> None:
         try:
@@ -138,17 +139,20 @@ class Settler:
 
     def _commit_some(self, stream: ReliableStream, some: Sequence[Settled], *, allow_oom: bool = False) -> None:
         units = [unit for _, unit in some]
+        began_ms = self._clock.monotonic_ms()
         refused = self._patiently(lambda: self._commit_or_join(stream, units, allow_oom))
-        self._tally.committed += len(units) - len(refused)
-        self._tally.dead += sum(len(unit.dead) for unit in units)
+        took_s = (self._clock.monotonic_ms() - began_ms) / 1000
+        missing = {id(unit) for unit in refused}
+        written = [(delivery, unit) for delivery, unit in some if id(unit) not in missing]
+        dead = [reason for _, unit in written for reason in map(reason_of, unit.dead)]
+        self._report.committed_some([delivery for delivery, _ in written], dead, took_s)
         if refused:
-            self._tally.refused += len(refused)
+            self._report.refused_some(len(refused))
             logger.warning(
                 "%d messages of %s were not committed: another worker has taken them over, or they were committed "
                 "before (first: %s)", len(refused), stream.stream, refused[0].first_id,
             )  # fmt: skip
         self._hand.drop(delivery for delivery, _ in some)
-        self.committed.set()
 
     def _commit_or_join(self, stream: ReliableStream, units: Sequence[Unit], allow_oom: bool) -> list[Unit]:
         try:

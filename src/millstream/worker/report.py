@@ -1,0 +1,112 @@
+"""What a reading loop tells of itself: counts for people, figures for monitoring, progress for health checks."""
+
+import time
+from collections import Counter
+from collections.abc import Sequence
+
+from millstream import metrics as m
+from millstream.health import Health, Progress
+from millstream.metrics import NOBODY, Metrics
+from millstream.reliable import Delivery
+
+
+class Report:
+    """Counts of messages since the loop began, also reported to `metrics` and, if given, to `health`.
+
+    `refused` are commits that came too late: another worker, or a run on Spark, has those messages.
+    """
+
+    def __init__(self, handler: str, *, time_limit_ms: float, metrics: Metrics = NOBODY, health: Health | None = None):
+        self.read = self.adopted = self.committed = self.dead = 0
+        self.retried = self.refused = self.handed_back = 0
+        self._handler = handler
+        self._metrics = metrics
+        self._progress: Progress | None = health.progress(handler, run_within_ms=time_limit_ms) if health else None
+
+    def figures(self) -> dict[str, int]:
+        """All counts by name."""
+        names = ("read", "adopted", "committed", "dead", "retried", "refused", "handed_back")
+        return {name: getattr(self, name) for name in names}
+
+    def polled(self, found: int) -> None:
+        """Redis has answered a read with so many entries; a paused loop says so too."""
+        self.read += found
+        if self._progress is not None:
+            self._progress.read()
+            self._metrics.set(m.LAST_POLL, time.time(), handler=self._handler)
+        if found:
+            self._metrics.count(m.READ, found, handler=self._handler)
+
+    def began(self) -> None:
+        """A run of the handler has begun."""
+        if self._progress is not None:
+            self._progress.started()
+
+    def ended(self, count: int) -> None:
+        """So many runs are settled, well or badly."""
+        if self._progress is not None:
+            self._progress.ended(count)
+
+    def adopted_some(self, count: int) -> None:
+        """Entries were taken over, from other workers or from this one's last life."""
+        self.adopted += count
+        if count:
+            self._metrics.count(m.ADOPTED, count, handler=self._handler)
+
+    def ran(self, took_ms: Sequence[float]) -> None:
+        """The handler has run so long on each of some messages."""
+        if self._metrics is not NOBODY:
+            self._metrics.observe_all(m.HANDLER_SECONDS, [ms / 1000 for ms in took_ms], handler=self._handler)
+
+    def retried_some(self, count: int) -> None:
+        """Runs have failed and are repeated."""
+        self.retried += count
+        if count:
+            self._metrics.count(m.RETRIED, count, handler=self._handler)
+
+    def committed_some(self, deliveries: Sequence[Delivery], dead: Sequence[str], took_s: float) -> None:
+        """Messages were committed, those that died for one of the reasons in `dead` among them."""
+        self.committed += len(deliveries)
+        self.dead += len(dead)
+        if self._metrics is NOBODY:
+            return
+        self._metrics.count(m.COMMITTED, len(deliveries), handler=self._handler)
+        for reason, count in Counter(dead).items():
+            self._metrics.count(m.DEAD, count, handler=self._handler, reason=reason)
+        self._metrics.observe(m.COMMIT_SECONDS, took_s, handler=self._handler)
+        now = time.time()
+        ages = [max(0.0, now - int(one.id.partition(b"-")[0]) / 1000) for one in deliveries]
+        self._metrics.observe_all(m.AGE_SECONDS, ages, handler=self._handler)
+
+    def refused_some(self, count: int) -> None:
+        """Commits were refused."""
+        self.refused += count
+        self._metrics.count(m.REFUSED, count, handler=self._handler)
+
+    def handed_back_some(self, count: int) -> None:
+        """Messages were given back when the loop stopped."""
+        self.handed_back += count
+        if count:
+            self._metrics.count(m.HANDED_BACK, count, handler=self._handler)
+
+    def stands(self, *, in_flight: int, buffered: int) -> None:
+        """What the loop has in hand now."""
+        self._metrics.set(m.IN_FLIGHT, in_flight, handler=self._handler)
+        self._metrics.set(m.BUFFERED, buffered, handler=self._handler)
+
+    def paused(self, paused: bool) -> None:
+        """Whether all its streams are paused."""
+        self._metrics.set(m.PAUSED, float(paused), handler=self._handler)
+
+    def moved(self, count: int) -> None:
+        """Delayed messages have come due and were moved to their streams."""
+        if count:
+            self._metrics.count(m.DELAYED_MOVED, count)
+
+    def redis_failed(self, error: Exception) -> None:
+        """Redis could not be reached, or refused."""
+        self._metrics.count(m.REDIS_ERRORS, error=type(error).__name__)
+
+    def redis_is_back(self) -> None:
+        """Work goes on after Redis had been away."""
+        self._metrics.count(m.RECONNECTS)

@@ -1,0 +1,42 @@
+"""Entries that are together greater than the memory of Spark's Java process pass a few at a time."""
+
+from pathlib import Path
+
+import pytest
+from pyspark.sql import SparkSession
+from pyspark.sql import functions as F
+
+from millstream import App, Message
+from millstream.client import Client
+from tests.spark.pipelines import Pipelines
+from tests.spark.sources import Bench
+
+pytestmark = pytest.mark.spark
+COUNT = 34
+BYTES = 50 << 20
+
+
+def fill(client: Client) -> None:
+    for n in range(COUNT):
+        client.execute("XADD", "big", "*", "n", str(n), "blob", b"x" * BYTES)
+
+
+def test_entries_of_fifty_megabytes_are_read(bench: Bench) -> None:
+    fill(bench.client)
+    sizes = bench.read("big").select(F.length(F.col("fields")[1]["value"]).alias("size"))
+    assert [row["size"] for row in sizes.collect()] == [BYTES] * COUNT
+
+
+def test_entries_of_fifty_megabytes_are_processed(spark: SparkSession, millstream_url: str, tmp_path: Path) -> None:
+    app = App("app")
+
+    @app.handler("big", key="n", into="out")
+    def weigh(message: Message) -> dict[str, object]:
+        return {"n": message.text("n"), "size": len(message.fields["blob"])}
+
+    with Client(millstream_url, timeout_ms=60_000) as client:
+        fill(client)
+        pipelines = Pipelines(spark, millstream_url, tmp_path, client)
+        pipelines.once(app)
+        found = sorted((int(fields["n"]), int(fields["size"])) for _, fields in pipelines.entries("out"))
+    assert found == [(n, BYTES) for n in range(COUNT)]

@@ -1,0 +1,75 @@
+"""`millstream run` as a process: however it ends, one line says why and the exit code fits."""
+
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from millstream.client import Client
+from tests.faults.driver import Driver, wait_until
+from tests.integration.commandline import run
+
+pytestmark = [pytest.mark.spark, pytest.mark.timeout(300)]
+
+SLEEPER = """
+import time
+from millstream import App, Message
+
+app = App("app")
+
+@app.handler("in", key="k")
+def nap(message: Message) -> None:
+    time.sleep(0.2)
+"""
+
+
+@pytest.fixture
+def asleep(millstream_url: str, tmp_path: Path) -> Iterator[Driver]:
+    """A run in the middle of a batch that takes minutes."""
+    (tmp_path / "sleeper.py").write_text(SLEEPER)
+    driver = Driver(str(tmp_path / "sleeper.py"), url=millstream_url, folder=tmp_path)
+    with Client(millstream_url) as client:
+        client.pipeline([("XADD", "in", "*", "k", n) for n in range(5_000)])
+        driver.start()
+        try:
+            wait_until(driver.workers, "a worker", driver=driver)
+            wait_until(lambda: client.execute("HEXISTS", "millstream:{in}:in:app.nap:meta", "epoch"), "a batch")
+            yield driver
+        finally:
+            if driver.alive:
+                driver.kill()
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
+def test_a_stop_in_the_middle_of_a_batch_is_quick_and_quiet(asleep: Driver, number: int, code: int) -> None:
+    asleep.process.send_signal(number)
+    assert asleep.process.wait(20) == code
+    assert asleep.errors() == ""
+    wait_until(lambda: asleep.events[-1] == {"event": "stopped"}, "the last event")
+
+
+def test_a_java_process_that_is_killed_ends_the_run_with_one_line(asleep: Driver) -> None:
+    java = next(process for process in asleep.family() if "java" in process.name())
+    java.kill()
+    assert asleep.process.wait(20) == 1
+    assert asleep.errors().startswith("error: Spark's Java process has ended")
+    assert asleep.errors().count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "environment", "says"),
+    [
+        (("--master", "bogus"), {}, "Master must either be yarn or start with spark, k8s, or local; check --master"),
+        (("--conf", "spark.driver.memory=abc"), {}, "Invalid maximum heap size: -Xmxabc"),
+        (("--conf", "spark.scheduler.mode=abc"), {}, "Spark refuses its settings"),
+        ((), {"JAVA_HOME": "/nonexistent"}, "install Java 17 or later, or set JAVA_HOME"),
+    ],
+)
+def test_settings_that_spark_cannot_start_with_are_named(
+    options: tuple[str, ...], environment: dict[str, str], says: str, tmp_path: Path
+) -> None:
+    (tmp_path / "sleeper.py").write_text(SLEEPER)
+    refused = run("run", str(tmp_path / "sleeper.py"), *options, env=environment)
+    assert (refused.code, refused.err.count("\n")) == (2, 1)
+    assert says in refused.err

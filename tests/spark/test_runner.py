@@ -1,0 +1,124 @@
+"""The supervisor: what it gives up, what it tries again, and what it says meanwhile."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from pyspark.sql import SparkSession
+
+from millstream import App, Message
+from millstream.client import Client
+from millstream.errors import AccessDenied, ConfigError, DataLoss, PipelineFailed, StaleOwner, Unavailable, WrongType
+from millstream.spark import runner
+from millstream.spark.failures import failure_of
+from tests.spark.pipelines import Pipelines, eventually
+
+pytestmark = pytest.mark.spark
+
+
+@pytest.fixture
+def pipelines(spark: SparkSession, millstream_url: str, tmp_path: Path) -> Iterator[Pipelines]:
+    with Client(millstream_url) as client:
+        yield Pipelines(spark, millstream_url, tmp_path, client)
+
+
+def app_of(handle: Callable[[Message], None]) -> App:
+    app = App("app")
+    app.handler("in", name="handle")(handle)
+    return app
+
+
+def nothing(message: Message) -> None:
+    """A handler."""
+
+
+@pytest.mark.parametrize("kind", [StaleOwner, DataLoss, ConfigError, AccessDenied, WrongType])
+def test_what_trying_again_cannot_mend_is_final_whichever_process_it_comes_from(kind: type[Exception]) -> None:
+    told = f"Traceback ...\n  File x\nmillstream.errors.{kind.__name__}: the reason\n\tat org.apache.spark\n"
+    for error in (kind("the reason"), RuntimeError(told)):
+        failure = failure_of(error)
+        assert (failure.kind, failure.reason, failure.final) == (kind, "the reason", True)
+
+
+def test_any_other_failure_is_tried_again_and_told_in_one_line() -> None:
+    assert not failure_of(Unavailable("away")).final
+    told = failure_of(RuntimeError("job failed\njava.io.IOException: disk full\n\tat x\n"))
+    assert (told.kind, told.reason, told.final) == (None, "IOException: disk full", False)
+    assert failure_of(ValueError("")).reason == "ValueError:"
+
+
+def test_a_batch_that_takes_long_is_told_of_at_ever_longer_intervals(
+    pipelines: Pipelines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runner, "_FIRST_WORD_MS", 500.0)
+
+    def slow(message: Message) -> None:
+        time.sleep(6)
+
+    pipelines.add("in", {"n": 1})
+    pipelines.once(app_of(slow))
+    words = [event for event in pipelines.events if event["event"] == "running"]
+    assert 3 <= len(words) <= 6
+    assert {(word["handler"], word["batch"]) for word in words} == {("handle", 0)}
+    assert [word["seconds"] for word in words] == sorted(word["seconds"] for word in words)
+
+
+def test_a_damaged_checkpoint_is_named_with_its_remedy(pipelines: Pipelines) -> None:
+    pipelines.add("in", {"n": 1})
+    pipelines.once(app_of(nothing))
+    offsets = pipelines.folder / "checkpoint" / "app" / "handle" / "offsets"
+    (offsets / ".0.crc").unlink()
+    (offsets / "0").write_text("")
+    with pytest.raises(
+        PipelineFailed, match=r"cannot go on from its checkpoint.*Incomplete log.*--from-frontier"
+    ) as end:
+        pipelines.once(app_of(nothing))
+    assert "\n" not in str(end.value)
+    pipelines.add("in", {"n": 2})
+    pipelines.once(app_of(nothing), checkpoint="new", start="from-frontier")
+    assert pipelines.meta("app", "handle", "in")["committed"] == "2"
+
+
+@pytest.mark.parametrize("place", ["file", "/proc/nowhere", "nosuch://host/folder"])
+def test_a_checkpoint_that_cannot_be_one_is_refused(pipelines: Pipelines, place: str) -> None:
+    (pipelines.folder / "file").write_text("")
+    pipelines.add("in", {"n": 1})
+    checkpoint = place if "://" in place else str(pipelines.folder / place)
+    settings = runner.RunSettings(url=pipelines.url, checkpoint=checkpoint, once=True)
+    with pytest.raises(ConfigError, match=r"the checkpoint folder .* give another --checkpoint") as refused:
+        runner.Runner(app_of(nothing), pipelines.spark, settings, on_event=pipelines.events.append).run()
+    assert "\n" not in str(refused.value)
+    assert not pipelines.events
+
+
+def test_what_fails_each_time_is_given_up_and_named(pipelines: Pipelines, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "_MOST_FAILURES_ONCE", 1)
+    lock = threading.Lock()  # cannot be sent to a worker
+
+    def unsendable(message: Message) -> None:
+        with lock:
+            pass
+
+    pipelines.add("in", {"n": 1})
+    with pytest.raises(PipelineFailed, match=r"failed 2 times in a row.*cannot pickle '_thread\.lock'"):
+        pipelines.once(app_of(unsendable))
+
+
+def test_handlers_stop_together(pipelines: Pipelines) -> None:
+    app = App("app")
+    for name in ("one", "two", "three"):
+
+        def slow(message: Message) -> None:
+            time.sleep(60)
+
+        app.handler("in", name=name)(slow)
+    pipelines.add("in", {"n": 1})
+    with pipelines.running(app) as background:
+        eventually(lambda: all(p.batch for p in background.runner._pipelines), "three batches at work")
+        began = time.monotonic()
+        background.runner.stop()
+        background.join(30)
+        assert time.monotonic() - began < 15
+    assert background.error is None
