@@ -23,6 +23,7 @@ from millstream.errors import AccessDenied, ConfigError, MillstreamError, Unavai
 
 FAMILIES: Mapping[str, tuple[str, str]] = {
     "run": ("millstream.commands.run:run", "Run an app as a Spark pipeline."),
+    "worker": ("millstream.commands.worker:worker", "Run an app on low-latency workers."),
     "dev": ("millstream.commands.dev:dev", "Run a redis-server here, for development."),
     "demo": ("millstream.commands.demo:demo", "Run a pipeline over real flights and check it."),
     "publish": ("millstream.commands.publish:publish", "Publish a CSV or JSON lines file to a stream."),

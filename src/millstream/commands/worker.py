@@ -1,0 +1,214 @@
+"""`millstream worker`: an app's handlers on low-latency workers."""
+
+import logging
+import os
+import signal
+import sys
+import threading
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Annotated, Any, Literal
+
+import typer
+
+from millstream.app import load_app
+from millstream.client import Client
+from millstream.commands.options import DEFAULT_URL, Json, Url
+from millstream.commands.terminal import say_json, talk
+from millstream.errors import HandlerStuck, MillstreamError
+from millstream.health import Health, HealthServer
+from millstream.metrics import NOBODY, Recorder
+from millstream.worker.names import Names
+from millstream.worker.policy import WorkerPolicy
+from millstream.worker.process import WorkerProcess, WorkerSettings
+from millstream.worker.supervisor import STUCK_CODE, Supervisor, exit_with_parent
+
+Target = Annotated[str, typer.Argument(help="The app: module:app or path/to/file.py:app", metavar="APP")]
+Processes = Annotated[int, typer.Option(help="How many processes work, each with all handlers.", min=1)]
+Name = Annotated[str, typer.Option(help="Name of this worker in the groups; default: the host's name.")]
+Only = Annotated[list[str] | None, typer.Option("--handler", help="Run only this handler; may be repeated.")]
+Start = Annotated[Literal["earliest", "latest"], typer.Option(help="Where a handler that never ran begins.")]
+Threads = Annotated[int, typer.Option(help="Messages that a plain handler works on at once.", min=1)]
+Prefetch = Annotated[int, typer.Option(help="Most messages in the hands of a process.", min=1)]
+ClaimS = Annotated[float, typer.Option(help="Seconds until a silent worker's messages are adopted.", min=1)]
+StopS = Annotated[float, typer.Option(help="Seconds that a stop waits for what runs.", min=0)]
+HealthPort = Annotated[
+    int, typer.Option(help="Serve /healthz, /readyz and /metrics on 127.0.0.1 from this port on, one a process.")
+]
+Child = Annotated[str, typer.Option("--as", hidden=True)]
+
+_LINE_EVERY_S = 5.0
+_MISTAKE_CODE = 70
+
+
+def worker(
+    target: Target,
+    url: Url = DEFAULT_URL,
+    processes: Processes = 1,
+    name: Name = "",
+    only: Only = None,
+    start: Start = "earliest",
+    threads: Threads = 16,
+    prefetch: Prefetch = 4_000,
+    claim_s: ClaimS = 30.0,
+    stop_s: StopS = 25.0,
+    health_port: HealthPort = 0,
+    as_json: Json = False,
+    child: Child = "",
+) -> None:
+    """Run an app's handlers on workers, in milliseconds; what a worker leaves behind another takes up."""
+    app = load_app(target)
+    policy = WorkerPolicy(
+        threads=threads, prefetch=prefetch, claim_ms=round(claim_s * 1000), stop_ms=round(stop_s * 1000)
+    )
+    settings = WorkerSettings(url=url, consumer=child or "check", only=tuple(only or ()), start=start, policy=policy)
+    if child:
+        _work(WorkerProcess, app, settings, health_port)
+        return
+    WorkerProcess(app, settings)  # what is wrong with the app is said here, once
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s", stream=sys.stderr)
+    own = [argument for argument in sys.argv[1:] if argument]
+
+    def command(worker_name: str) -> list[str]:
+        port = health_port + int(worker_name.rpartition("-")[2]) if health_port else 0
+        return [sys.executable, "-m", "millstream.commands.cli", *own, "--as", worker_name, "--health-port", str(port)]
+
+    lines = _Lines(as_json=as_json)
+    with Client(url) as client, _stopping() as stopping:
+        names = Names(client, app.name, name or None)
+        supervisor = Supervisor(names, command, count=processes, stop_ms=policy.stop_ms, on_line=lines.take)
+        stopping.at_second_signal = supervisor.kill
+        lines.started(app.name, processes)
+        supervisor.run(stopping.event)
+        lines.finished()
+
+
+def _work(make: type[WorkerProcess], app: Any, settings: WorkerSettings, health_port: int) -> None:
+    """What a worker process does: it obeys the end of its standard input, and no signal of the terminal."""
+    stopping = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stopping.set())
+    exit_with_parent(stopping, sys.stdin.buffer)
+    with ExitStack() as stack:
+        recorder, health = (Recorder(), Health()) if health_port else (NOBODY, None)
+        if health is not None and isinstance(recorder, Recorder):
+            stack.enter_context(HealthServer(health, recorder, port=health_port))
+        process = make(app, settings, metrics=recorder, health=health, on_figures=_print_figures)
+        try:
+            leftovers = process.run(stopping)
+        except HandlerStuck as error:
+            talk(f"error: {error}; its process is ended")
+            _end(STUCK_CODE)
+        except MillstreamError:
+            raise
+        except Exception:  # noqa: BLE001 - a mistake of ours: the supervisor begins anew
+            traceback.print_exc()
+            _end(_MISTAKE_CODE)
+    for delivery in leftovers:
+        talk(
+            f"message {delivery.id.decode()} of {delivery.stream.stream} was still running; another worker does it again"
+        )
+    if leftovers:
+        _end(0)
+
+
+def _end(code: int) -> None:
+    # Threads in which a handler still runs would keep the process alive.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _print_figures(figures: Mapping[str, Mapping[str, int]]) -> None:
+    say_json({"event": "figures", "handlers": figures}, flush=True)
+
+
+class _Lines:
+    """What the supervisor tells: lines of JSON, or a line for people every few seconds in which something happened."""
+
+    def __init__(self, *, as_json: bool) -> None:
+        self._as_json = as_json
+        self._lock = threading.Lock()
+        self._figures: dict[str, Counter[str]] = {}
+        self._before: Counter[str] = Counter()
+        self._shown = ""
+        self._clock = threading.Timer(_LINE_EVERY_S, self._tick)
+        self._clock.daemon = True
+
+    def started(self, app: str, processes: int) -> None:
+        """The supervisor begins."""
+        if self._as_json:
+            say_json({"event": "started", "app": app, "processes": processes}, flush=True)
+        else:
+            talk(f"{app} runs on {processes} worker{'s' if processes > 1 else ''}; Ctrl-C stops")
+            self._clock.start()
+
+    def take(self, name: str, line: Any) -> None:
+        """A line from a worker process."""
+        if not isinstance(line, dict) or line.get("event") != "figures":
+            return
+        with self._lock:
+            known, now = self._figures.get(name, Counter()), _summed(line["handlers"])
+            if now["read"] + now["adopted"] < known["read"] + known["adopted"]:
+                self._before += known  # the process has begun anew
+            self._figures[name] = now
+        if self._as_json:
+            say_json({**line, "worker": name}, flush=True)
+
+    def finished(self) -> None:
+        """All processes have ended."""
+        self._clock.cancel()
+        if self._as_json:
+            say_json({"event": "stopped"}, flush=True)
+        else:
+            self._show()
+            talk("stopped")
+
+    def _tick(self) -> None:
+        self._show()
+        self._clock = threading.Timer(_LINE_EVERY_S, self._tick)
+        self._clock.daemon = True
+        self._clock.start()
+
+    def _show(self) -> None:
+        with self._lock:
+            totals = sum(self._figures.values(), self._before)
+        line = "  ".join(f"{count:,} {name.replace('_', ' ')}" for name, count in totals.items() if count)
+        if line and line != self._shown:
+            self._shown = line
+            talk(line)
+
+
+def _summed(handlers: Mapping[str, Mapping[str, int]]) -> Counter[str]:
+    return sum(map(Counter, handlers.values()), Counter())
+
+
+class _Stopping:
+    """The wish to stop: set by the first signal; the second one has no patience."""
+
+    def __init__(self) -> None:
+        self.event = threading.Event()
+        self.interrupted = False
+        self.at_second_signal: Callable[[], None] = lambda: None
+
+    def on_signal(self, number: int, _frame: object) -> None:
+        """Take a signal."""
+        self.interrupted = self.interrupted or number == signal.SIGINT
+        if self.event.is_set():
+            self.at_second_signal()
+        self.event.set()
+
+
+@contextmanager
+def _stopping() -> Iterator[_Stopping]:
+    stopping = _Stopping()
+    before = {number: signal.signal(number, stopping.on_signal) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield stopping
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    if stopping.interrupted:
+        raise KeyboardInterrupt

@@ -1,0 +1,17 @@
+#!lua flags=allow-oom
+-- Take, keep or let go of a worker's name.
+--
+-- KEYS  1 the name (string: who holds it, with a time to live)
+-- ARGV  1 token of the holder   2 for how long, in milliseconds; 0 lets go of it
+-- REPLY 1 if the holder has it (or had, and let go of it), 0 if another has
+--
+-- INVARIANT  At most one holder at a time has a name, as long as Redis' clock does not jump.
+
+local holder = redis.call('GET', KEYS[1])
+if holder and holder ~= ARGV[1] then return 0 end
+if ARGV[2] == '0' then
+  redis.call('DEL', KEYS[1])
+else
+  redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[2])
+end
+return 1

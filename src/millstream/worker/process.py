@@ -1,0 +1,112 @@
+"""One worker process: a reading loop for each handler of an app, until it is told to stop."""
+
+import logging
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from millstream.app import App
+from millstream.clock import SYSTEM_CLOCK, Clock
+from millstream.errors import ConfigError
+from millstream.health import Health
+from millstream.metrics import NOBODY, Metrics
+from millstream.reliable import Delivery
+from millstream.worker.loop import ReadingLoop
+from millstream.worker.policy import WorkerPolicy
+
+logger = logging.getLogger(__name__)
+
+_TICK_S = 0.2
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerSettings:
+    """What a worker process is told.
+
+    * `url`: where Redis is
+    * `consumer`: its name in the consumer groups
+    * `only`: names of the handlers to run; () for all
+    * `start`: where a handler begins that has done nothing yet
+    """
+
+    url: str
+    consumer: str
+    only: tuple[str, ...] = ()
+    start: Literal["earliest", "latest"] = "earliest"
+    policy: WorkerPolicy = field(default_factory=WorkerPolicy)
+
+
+class WorkerProcess:
+    """Runs the handlers of `app`, each in its own reading loop; if one loop ends, all do.
+
+    `on_figures` is told the counts of each handler, by name, about every `every_ms` milliseconds and at the end.
+    Raises ConfigError for handlers that a worker cannot run, before anything is read.
+    """
+
+    def __init__(
+        self,
+        app: App,
+        settings: WorkerSettings,
+        *,
+        metrics: Metrics = NOBODY,
+        health: Health | None = None,
+        on_figures: Callable[[Mapping[str, Mapping[str, int]]], Any] = lambda figures: None,
+        every_ms: float = 1_000.0,
+        clock: Clock = SYSTEM_CLOCK,
+    ) -> None:
+        unknown = set(settings.only) - app.handlers.keys()
+        if unknown:
+            raise ConfigError(
+                f"app {app.name!r} has no handler {sorted(unknown)[0]!r}; it has {', '.join(app.handlers)}"
+            )
+        self._loops = {
+            name: ReadingLoop(
+                handler,
+                settings.url,
+                consumer=settings.consumer,
+                policy=settings.policy,
+                start=settings.start,
+                metrics=metrics,
+                health=health,
+                clock=clock,
+            )
+            for name, handler in app.handlers.items()
+            if not settings.only or name in settings.only
+        }
+        self._health = health
+        self._on_figures = on_figures
+        self._every_ms = every_ms
+        self._clock = clock
+        self._failures: list[BaseException] = []
+        self._leftovers: list[Delivery] = []
+
+    def run(self, stopping: threading.Event) -> Sequence[Delivery]:
+        """Work until `stopping`; return what was still running then. Raises what made a loop end before."""
+        threads = [threading.Thread(target=self._run, args=(loop,), daemon=True) for loop in self._loops.values()]
+        for thread in threads:
+            thread.start()
+        told_ms = self._clock.monotonic_ms()
+        while not stopping.wait(_TICK_S) and not self._failures:
+            if self._clock.monotonic_ms() - told_ms >= self._every_ms:
+                told_ms = self._clock.monotonic_ms()
+                self._tell()
+        if self._health is not None:
+            self._health.stopping()
+        for loop in self._loops.values():
+            loop.stop()
+        for thread in threads:
+            thread.join()
+        self._tell()
+        if self._failures:
+            raise self._failures[0]
+        return self._leftovers
+
+    def _run(self, loop: ReadingLoop) -> None:
+        try:
+            self._leftovers += loop.run()
+        except BaseException as error:  # noqa: BLE001 - `run` raises it
+            self._failures.append(error)
+
+    def _tell(self) -> None:
+        self._on_figures({name: loop.report.figures() for name, loop in self._loops.items()})
