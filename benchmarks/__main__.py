@@ -5,7 +5,9 @@ import importlib
 import json
 from pathlib import Path
 
-NAMES = sorted(path.stem for path in Path(__file__).parent.glob("*.py") if path.stem not in ("__main__", "common"))
+NAMES = sorted(
+    path.stem for path in Path(__file__).parent.glob("*.py") if path.stem not in ("__main__", "common", "workers")
+)
 
 
 def main() -> None:

@@ -52,8 +52,9 @@ class App:
 def load_app(target: str) -> App:
     """Load `module:attribute` or `path/to/file.py:attribute` (the attribute defaults to `app`).
 
-    The current folder, or the file's own, is put on the import path, of child processes too. Raises ConfigError
-    with one line on what to change; an error inside the app's own code is named with its file and line.
+    The current folder, or the file's own, is put on the import path, of child processes too: they import the app as
+    a module, so a file must not be named like another module. Raises ConfigError with one line on what to change; an
+    error inside the app's own code is named with its file and line.
     """
     place, _, attribute = target.rpartition(":") if ":" in target else (target, "", "app")
     attribute = attribute or "app"
@@ -63,6 +64,7 @@ def load_app(target: str) -> App:
             raise ConfigError(
                 f"there is no file {place!r}; give the path of the app's file, like examples/airline.py:app"
             )
+        _check_module_name(path)
         folder, module_name = path.parent, path.stem
     else:
         folder, module_name = Path.cwd(), place
@@ -76,6 +78,23 @@ def load_app(target: str) -> App:
     apps = [name for name, value in vars(module).items() if isinstance(value, App)]
     hint = f"it has {', '.join(apps)}: use {place}:{apps[0]}" if apps else 'define one with app = App("name")'
     raise ConfigError(f"{place!r} has no App named {attribute!r}; {hint}")
+
+
+def _check_module_name(path: Path) -> None:
+    """Raise ConfigError if the file's own name does not lead every process to this file."""
+    name = path.stem
+    if "." in name or name.startswith("__"):
+        raise ConfigError(f"{path.name!r} cannot be imported by its name, which Spark's workers do; rename it")
+    if name in sys.stdlib_module_names:
+        raise ConfigError(
+            f"{path.name!r} would stand in for Python's own module {name!r} in Spark's workers; rename it"
+        )
+    try:
+        found = importlib.util.find_spec(name)
+    except ValueError:  # a module that was made by hand
+        return
+    if found is not None and found.origin is not None and Path(found.origin).resolve() != path:
+        raise ConfigError(f"{path.name!r} is named like the module {name!r} in {found.origin!r}; rename it")
 
 
 def _put_on_path(folder: Path) -> None:

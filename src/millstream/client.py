@@ -190,8 +190,19 @@ def _route(url: str, timeout_ms: int) -> _Route:
 
 _REDIS_ERRORS = (redis.exceptions.RedisError, RedisClusterException, OSError)
 _AWAY = ("BUSY ", "MISCONF", "NOREPLICAS", "UNKILLABLE", "UNBLOCKED")
-_PLACE_IN_SCRIPT = re.compile(r"script: [0-9a-f]{40}, on @user_script:(\d+)\.?")
+_PLACE_IN_SCRIPT = re.compile(r"script: ([0-9a-f]{40}), on @user_script:(\d+)\.?")
+_COMMAND_IN_LUA = re.compile(r"\('([A-Z]+)'(?:, '([A-Z]+)')?")
 _script_names: dict[Arg, str] = {}
+_script_lines: dict[str, list[str]] = {}
+
+
+def _place(found: re.Match[str]) -> str:
+    """A line of a script, and the command on it: of what it has refused, Redis says no more than where."""
+    number = int(found[2])
+    lines = _script_lines.get(found[1], [])
+    command = _COMMAND_IN_LUA.search(lines[number - 1]) if number <= len(lines) else None
+    words = " ".join(filter(None, command.groups())) if command else ""
+    return f"({words and f'{words}, '}line {number} of the script)"
 
 
 def _name_of(command: Command | None) -> str:
@@ -217,7 +228,7 @@ def _wrong_address(text: str, where: str) -> str | None:
 
 def _translate(error: Exception, url: str, command: Command | None = None) -> RedisError:
     """Turn what redis-py raised into our own tree; the only place that does. Raises ConfigError for a wrong URL."""
-    text = _PLACE_IN_SCRIPT.sub(r"(line \1 of the script)", str(error))
+    text = _PLACE_IN_SCRIPT.sub(_place, str(error))
     name = _name_of(command)
     where = redact(url)
     if command is None and (wrong := _wrong_address(text, where)):
@@ -288,6 +299,7 @@ class Script:
             self.text = self.text.replace("#!lua", "#!lua flags=allow-oom", 1)
         self.sha = hashlib.sha1(self.text.encode(), usedforsecurity=False).hexdigest()
         _script_names[self.sha] = _script_names[self.text] = name
+        _script_lines[self.sha] = self.text.splitlines()
 
 
 # --- The client -------------------------------------------------------------------------------------------------

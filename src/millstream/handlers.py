@@ -12,7 +12,7 @@ from typing import Any, Literal
 from millstream.decoding import compile_decoder, wire_names
 from millstream.errors import ConfigError, DecodeError, MissingKey, text_of
 from millstream.model import Message, Retry, State
-from millstream.naming import check_identifier
+from millstream.naming import check_identifier, check_stream
 
 KeyFunction = Callable[[Message], str | bytes | int | None]
 Source = Literal["message", "model", "state"]
@@ -149,6 +149,8 @@ def _check_options(where: str, streams: tuple[str, ...], options: Mapping[str, A
         raise ConfigError(f'{where}: stream names must be non-empty text; write @app.handler("orders", ...)')
     if any("," in stream or stream != stream.strip() for stream in streams):
         raise ConfigError(f"{where}: a stream's name must not contain a comma nor begin or end with a space")
+    for stream in streams:
+        check_stream(stream)
     if len(set(streams)) != len(streams):
         raise ConfigError(f"{where}: a stream is named twice")
     key = options.get("key")

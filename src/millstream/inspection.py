@@ -4,13 +4,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import msgspec
-
 from millstream.client import Arg, Client, Command, Reply, Script, raise_if_error
 from millstream.clock import SYSTEM_CLOCK, Clock
 from millstream.errors import ConfigError, DecodeError, RedisError
+from millstream.lifecycle import load_state
 from millstream.model import EntryId
-from millstream.naming import PREFIX, HandlerKeys
+from millstream.naming import PREFIX, HandlerKeys, from_wire, to_wire
 
 _COUNT = Script("count")
 _COUNT_CHUNK = 1_000
@@ -96,7 +95,7 @@ def inspect(
 
 def read_state(client: Client, keys: HandlerKeys, key: bytes) -> dict[str, Any] | None:
     """The state of `key`, or None if it has none. Raises DecodeError if it is damaged, and RedisError."""
-    blob = client.execute("HGET", _wire(keys.state), key)
+    blob = client.execute("HGET", to_wire(keys.state), key)
     return None if blob is None else decode_state(key, blob)
 
 
@@ -107,7 +106,7 @@ def list_states(client: Client, keys: HandlerKeys, match: str = "*") -> Iterator
     """
     cursor: Arg = 0
     while True:
-        cursor, items = client.execute("HSCAN", _wire(keys.state), cursor, "MATCH", match, "COUNT", _SCAN_PAGE)
+        cursor, items = client.execute("HSCAN", to_wire(keys.state), cursor, "MATCH", match, "COUNT", _SCAN_PAGE)
         yield from zip(items[::2], items[1::2], strict=True)
         if int(cursor) == 0:
             return
@@ -116,8 +115,8 @@ def list_states(client: Client, keys: HandlerKeys, match: str = "*") -> Iterator
 def decode_state(key: bytes, blob: bytes) -> dict[str, Any]:
     """Read a state as it stands in Redis. Raises DecodeError if it is damaged."""
     try:
-        return msgspec.msgpack.decode(blob, type=dict[str, Any])
-    except msgspec.DecodeError as error:
+        return load_state(blob)
+    except ValueError as error:  # msgspec's own errors and invalid UTF-8
         raise DecodeError(f"the state of {key!r} is damaged ({error}); reset it to begin anew") from error
 
 
@@ -126,7 +125,7 @@ def reset_states(client: Client, keys: HandlerKeys, wanted: Sequence[bytes]) -> 
 
     A run that is at work on one of them now may write its state back.
     """
-    removed: int = client.execute("HDEL", _wire(keys.state), *wanted)
+    removed: int = client.execute("HDEL", to_wire(keys.state), *wanted)
     return removed
 
 
@@ -135,10 +134,10 @@ def reset_states(client: Client, keys: HandlerKeys, wanted: Sequence[bytes]) -> 
 
 def _streams(client: Client, names: Sequence[str]) -> Iterator[StreamReport]:
     now_ms = _server_time_ms(client)
-    reports = dict(zip(names, _ask(client, [("XINFO", "STREAM", _wire(name)) for name in names]), strict=True))
+    reports = dict(zip(names, _ask(client, [("XINFO", "STREAM", to_wire(name)) for name in names]), strict=True))
     known = {name: _mapping(reply) for name, reply in reports.items() if not isinstance(reply, RedisError)}
     grouped = [name for name, values in known.items() if values[b"groups"]]
-    replies = _ask(client, [("XINFO", "GROUPS", _wire(name)) for name in grouped])
+    replies = _ask(client, [("XINFO", "GROUPS", to_wire(name)) for name in grouped])
     groups = {
         name: tuple(_group(_mapping(group)) for group in reply)
         for name, reply in zip(grouped, replies, strict=True)
@@ -159,7 +158,7 @@ def _streams(client: Client, names: Sequence[str]) -> Iterator[StreamReport]:
 
 def _group(values: dict[bytes, Any]) -> GroupReport:
     return GroupReport(
-        name=values[b"name"].decode("utf-8", "surrogateescape"),
+        name=from_wire(values[b"name"]),
         consumers=values[b"consumers"],
         pending=values[b"pending"],
         position=values[b"last-delivered-id"].decode(),
@@ -176,7 +175,10 @@ def _handlers(client: Client, streams: Iterable[StreamReport]) -> list[HandlerKe
     for stream in streams:
         for group in stream.groups:
             app, _, handler = group.name.removeprefix(_OWN_PREFIX).partition(".")
-            keys = HandlerKeys(app, handler, stream.name)
+            try:
+                keys = HandlerKeys(app, handler, stream.name)
+            except ConfigError:
+                break  # no handler can read this stream
             if keys.group == group.name:
                 found.add(keys)
     for name in _scan(client, f"{PREFIX}:*:meta"):
@@ -191,7 +193,7 @@ def _scan(client: Client, pattern: str) -> Iterator[str]:
     cursor: Arg = 0
     while True:
         cursor, names = client.execute("SCAN", cursor, "MATCH", pattern, "COUNT", _SCAN_PAGE, "TYPE", "hash")
-        yield from (name.decode("utf-8", "surrogateescape") for name in names)
+        yield from (from_wire(name) for name in names)
         if int(cursor) == 0:
             return
 
@@ -236,7 +238,7 @@ def _count(client: Client, lags: Iterable[_Lag], budget_ms: float, clock: Clock)
     while unfinished:
         for start in range(0, len(unfinished), _PIPELINE):
             some = unfinished[start : start + _PIPELINE]
-            replies = client.scripts([(_COUNT, (_wire(lag.stream),), (at[id(lag)], _COUNT_CHUNK)) for lag in some])
+            replies = client.scripts([(_COUNT, (to_wire(lag.stream),), (at[id(lag)], _COUNT_CHUNK)) for lag in some])
             for lag, (counted, first, last, more) in zip(some, replies, strict=True):
                 lag.count = (lag.count or 0) + counted
                 lag.first_id = lag.first_id or first.decode() or None
@@ -250,8 +252,8 @@ def _count(client: Client, lags: Iterable[_Lag], budget_ms: float, clock: Clock)
 def _handler_reports(
     client: Client, found: Sequence[HandlerKeys], streams: Mapping[str, StreamReport], budget_ms: float, clock: Clock
 ) -> Iterator[HandlerReport]:
-    metas = _ask(client, [("HMGET", _wire(keys.meta), "frontier", *_COUNTERS) for keys in found])
-    letters = _ask(client, [("XLEN", _wire(keys.dead)) for keys in found])
+    metas = _ask(client, [("HMGET", to_wire(keys.meta), "frontier", *_COUNTERS) for keys in found])
+    letters = _ask(client, [("XLEN", to_wire(keys.dead)) for keys in found])
     frontiers = [raise_if_error(meta)[0] for meta in metas]
     lags = [
         _lag(keys, frontier.decode() if frontier else None, streams.get(keys.stream))
@@ -296,8 +298,3 @@ def _age_ms(entry_id: str, now_ms: int) -> int:
 
 def _mapping(reply: Reply) -> dict[bytes, Any]:
     return dict(zip(reply[::2], reply[1::2], strict=True))
-
-
-def _wire(name: str) -> bytes:
-    # Names that are not UTF-8 are kept as PEP 383 has it.
-    return name.encode("utf-8", "surrogateescape")

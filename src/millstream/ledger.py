@@ -8,8 +8,8 @@ Both engines commit through this one module and its one script.
 
 import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass
+from typing import Literal, TypeVar
 
 from millstream.client import Arg, Client, Command, Reply, Script, raise_if_error
 from millstream.errors import CommandFailed, StaleOwner
@@ -24,6 +24,8 @@ HOLD = Script("hold")
 CHECKPOINT = Script("checkpoint")
 ADVANCE = Script("advance")
 FORGET = Script("forget")
+
+T = TypeVar("T")
 
 KEY_MARK, ENTRY_MARK = b"k", b"i"
 FAILED = "f"
@@ -53,15 +55,27 @@ class Unit:
     first_id: str = ""
     last_id: str = ""
     messages: int = 0
-    struck: list[str] = field(default_factory=list)
-    outputs: list[Sequence[Arg]] = field(default_factory=list)
-    dead: list[Sequence[Arg]] = field(default_factory=list)
+    struck: Sequence[str] = ()
+    outputs: Sequence[Sequence[Arg]] = ()
+    dead: Sequence[Sequence[Arg]] = ()
 
     def cover(self, entry_id: str) -> None:
         """Extend it to one more message."""
         self.first_id = self.first_id or entry_id
         self.last_id = entry_id
         self.messages += 1
+
+    def add_outputs(self, outputs: Sequence[Sequence[Arg]]) -> None:
+        """Add entries for the output stream."""
+        self.outputs = _extended(self.outputs, outputs)
+
+    def add_dead(self, items: Sequence[Arg]) -> None:
+        """Add a dead letter."""
+        self.dead = _extended(self.dead, (items,))
+
+    def end_strikes(self, *fields: str) -> None:
+        """Have strikes forgotten."""
+        self.struck = _extended(self.struck, fields)
 
     @property
     def is_bare(self) -> bool:
@@ -86,6 +100,20 @@ class Unit:
             args.append(len(items))
             args += items
         return args
+
+
+def _extended(some: Sequence[T], more: Sequence[T]) -> Sequence[T]:
+    # Most units have nothing of a kind: a list for each would cost more than all else about them.
+    if not some:
+        return list(more)
+    assert isinstance(some, list)
+    some += more
+    return some
+
+
+def _order(unit: Unit) -> int:
+    ms, _, seq = unit.last_id.partition("-")
+    return (int(ms) << 64) | int(seq)
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,6 +229,7 @@ class Ledger:
         for stream, group in units.items():
             bare = [unit for unit in group if unit.is_bare] if self._worker[0] else []
             full = [unit for unit in group if not unit.is_bare] if bare else group
+            bare.sort(key=_order)
             args: list[Arg] = [self.token, *self._worker, len(bare), *(unit.last_id for unit in bare)]
             for unit in full:
                 args += unit.args(self._maxlen)

@@ -182,7 +182,7 @@ class ReliableStream:
         entry_id = delivery.id.decode()
         unit = Unit(ENTRY_MARK + delivery.id, b"", first_id=entry_id, last_id=entry_id, messages=1)
         if delivery.deliveries > 1 or delivery.attempt > 1:
-            unit.struck += (entry_id, entry_id + FAILED)
+            unit.end_strikes(entry_id, entry_id + FAILED)
         return unit
 
     def commit(self, units: Sequence[Unit], *, allow_oom: bool = False) -> list[Unit]:
@@ -201,7 +201,7 @@ class ReliableStream:
         units = []
         for delivery, letter in letters:
             units.append(self.unit(delivery))
-            units[-1].dead.append(letter.items())
+            units[-1].add_dead(letter.items())
         return self.commit(units)
 
     def strike(self, delivery: Delivery) -> int:

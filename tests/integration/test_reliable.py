@@ -34,7 +34,7 @@ def fill(client: Client, count: int, first: int = 1) -> None:
 
 def effect(stream: ReliableStream, delivery: Delivery) -> Unit:
     unit = stream.unit(delivery)
-    unit.outputs.append((b"n", delivery.pairs[1]))
+    unit.add_outputs([(b"n", delivery.pairs[1])])
     return unit
 
 

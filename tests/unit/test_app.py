@@ -200,13 +200,61 @@ def test_entry_ids_are_ordered_as_numbers() -> None:
             EntryId.parse(wrong)
 
 
-@pytest.mark.parametrize("stream", ["plain", "a:b.c", "orders:{1}", "{x}y", "odd{}name", "sp ace"])
+STREAMS = ["plain", "a:b.c", "orders:{1}", "{x}y", "a{b", "a{b}:c}:d", "{x}:y:h.z:meta", "sp ace", "n\udcff"]
+
+
+@pytest.mark.parametrize("stream", STREAMS)
 def test_all_keys_of_a_handler_share_the_streams_slot_and_can_be_read_back(stream: str) -> None:
     keys = HandlerKeys("app", "handler", stream)
     for key in (keys.meta, keys.marks, keys.state, keys.strikes, keys.dead):
-        if "{}" not in stream:
-            assert hash_tag(key) == hash_tag(stream)
+        assert hash_tag(key) == hash_tag(stream)
         assert HandlerKeys.parse(key) == keys
     for foreign in ("other:key", "millstream:{a}:a:x", "", "millstream:{a}:b:x.y:meta"):
         with pytest.raises(ConfigError):
             HandlerKeys.parse(foreign)
+
+
+def test_the_hash_tag_is_what_redis_takes_it_for() -> None:
+    # Redis Cluster specification, "Hash tags", with its own examples.
+    tags = {
+        "{user1000}.following": "user1000",
+        "foo{}{bar}": "foo{}{bar}",
+        "foo{{bar}}zap": "{bar",
+        "foo{bar}{zap}": "bar",
+    }
+    assert {key: hash_tag(key) for key in tags} == tags
+    assert [hash_tag(key) for key in ("plain", "a}b", "}{a}", "{a")] == ["plain", "a}b", "a", "{a"]
+
+
+@pytest.mark.parametrize("stream", ["a}b", "a}:b", "x{}:y", "odd{}name", "}"])
+def test_a_stream_whose_slot_no_other_key_can_share_is_refused(stream: str) -> None:
+    with pytest.raises(ConfigError, match=r"stream name .* cannot be used"):
+        HandlerKeys("app", "handler", stream)
+    with pytest.raises(ConfigError, match=r"stream name .* cannot be used"):
+        App("app").handler(stream)(takes_order)
+    assert "}" not in hash_tag("{x}" + stream)
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("queue.py", "stand in for Python's own module 'queue'"),
+        ("json.py", "stand in for Python's own module 'json'"),
+        ("my.app.py", "cannot be imported by its name"),
+        ("__main__.py", "cannot be imported by its name"),
+        ("msgspec.py", r"named like the module 'msgspec' in .*__init__\.py"),
+    ],
+)
+def test_a_file_that_workers_could_not_import_by_its_name_must_be_renamed(tmp_path: Path, name: str, says: str) -> None:
+    (tmp_path / name).write_text("from millstream import App\napp = App('a')\n")
+    with pytest.raises(ConfigError, match=rf"{says}.*; rename it"):
+        load_app(f"{tmp_path / name}:app")
+    assert str(tmp_path) not in os.environ.get("PYTHONPATH", "")
+
+
+def test_a_file_with_a_dash_in_its_name_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", "")
+    (tmp_path / "my-app-of-this-test.py").write_text(
+        "from millstream import App, Message\napp = App('good')\n@app.handler('a')\ndef handle(message: Message): ...\n"
+    )
+    assert list(load_app(str(tmp_path / "my-app-of-this-test.py")).handlers) == ["handle"]

@@ -2,7 +2,7 @@
 
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from itertools import islice
@@ -97,68 +97,67 @@ def show(
             _show(filed)
 
 
-@dlq.command()
-def redrive(
-    letter_ids: Ids = None,
-    app: App = None,
-    handler: Handler = None,
-    stream: Stream = None,
-    reason: Reason = None,
-    key: Key = None,
-    since: Since = None,
-    limit: Limit = None,
-    every: All = False,
-    dry_run: DryRun = False,
-    yes: Yes = False,
-    url: Url = DEFAULT_URL,
-    as_json: Json = False,
-) -> None:
+# --- What changes something ---
+
+
+def _redrive(box: DeadLetterBox, slips: Sequence[Slip]) -> tuple[int, int]:
     """Send dead letters back to the tail of their streams, in the order in which they were published.
 
     Only the handler that gave up on a letter processes it again. Killed at any point, this neither loses nor
     doubles one: run it again.
     """
-    wanted = _filter(app, handler, stream, reason, key, since, letter_ids)
-    with _box(url) as box:
-        slips = _selected(box, wanted, limit, every=every)
-        moved, failed = 0, 0
-        if slips and not dry_run:
-            confirm(f"Redrive {counted(len(slips), 'dead letter')}?", yes=yes)
-            for outcome in box.redrive(slips):
-                moved += outcome.new_id is not None
-                if outcome.new_id is None:
-                    failed += 1
-                    talk(f"letter {outcome.slip.letter_id} stays: {outcome.problem}")
-    _summary("redriven", moved, slips, dry_run=dry_run, as_json=as_json)
-    if failed:
-        raise typer.Exit(1)
+    moved, failed = 0, 0
+    for outcome in box.redrive(slips):
+        if outcome.new_id is not None:
+            moved += 1
+        else:
+            failed += 1
+            talk(f"letter {outcome.slip.letter_id} stays: {outcome.problem}")
+    return moved, failed
 
 
-@dlq.command()
-def purge(
-    letter_ids: Ids = None,
-    app: App = None,
-    handler: Handler = None,
-    stream: Stream = None,
-    reason: Reason = None,
-    key: Key = None,
-    since: Since = None,
-    limit: Limit = None,
-    every: All = False,
-    dry_run: DryRun = False,
-    yes: Yes = False,
-    url: Url = DEFAULT_URL,
-    as_json: Json = False,
-) -> None:
+def _purge(box: DeadLetterBox, slips: Sequence[Slip]) -> tuple[int, int]:
     """Delete dead letters for good."""
-    wanted = _filter(app, handler, stream, reason, key, since, letter_ids)
-    with _box(url) as box:
-        slips = _selected(box, wanted, limit, every=every)
-        purged = 0
-        if slips and not dry_run:
-            confirm(f"Delete {counted(len(slips), 'dead letter')} for good?", yes=yes)
-            purged = box.purge(slips)
-    _summary("purged", purged, slips, dry_run=dry_run, as_json=as_json)
+    return box.purge(slips), 0
+
+
+def _on_selected(
+    act: Callable[[DeadLetterBox, Sequence[Slip]], tuple[int, int]], *, question: str, done: str
+) -> Callable[..., None]:
+    """The command that asks `question` and then does `act`, which counts what succeeds and fails, to selected letters."""
+
+    def command(
+        letter_ids: Ids = None,
+        app: App = None,
+        handler: Handler = None,
+        stream: Stream = None,
+        reason: Reason = None,
+        key: Key = None,
+        since: Since = None,
+        limit: Limit = None,
+        every: All = False,
+        dry_run: DryRun = False,
+        yes: Yes = False,
+        url: Url = DEFAULT_URL,
+        as_json: Json = False,
+    ) -> None:
+        wanted = _filter(app, handler, stream, reason, key, since, letter_ids)
+        with _box(url) as box:
+            slips = _selected(box, wanted, limit, every=every)
+            number, failed = 0, 0
+            if slips and not dry_run:
+                confirm(question.format(counted(len(slips), "dead letter")), yes=yes)
+                number, failed = act(box, slips)
+        _summary(done, number, slips, dry_run=dry_run, as_json=as_json)
+        if failed:
+            raise typer.Exit(1)
+
+    command.__doc__ = act.__doc__
+    return command
+
+
+dlq.command("redrive")(_on_selected(_redrive, question="Redrive {}?", done="redriven"))
+dlq.command("purge")(_on_selected(_purge, question="Delete {} for good?", done="purged"))
 
 
 # --- What is meant ---

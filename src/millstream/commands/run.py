@@ -6,7 +6,9 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -56,9 +58,8 @@ class Progress:
                     self._total[name] += event[name]
             if self._as_json:
                 print(json.dumps(event), flush=True)
-            elif event["event"] != "batch":
-                rest = " ".join(str(value) for name, value in event.items() if name != "event")
-                self._console.print(f"{event['event']} {rest}".rstrip(), markup=False, highlight=False)
+            elif words := _words(event):
+                self._console.print(words, markup=False, highlight=False, soft_wrap=True)
 
     def show(self, lag: int | None) -> None:
         """Show a line of progress if it is time for one and something has changed."""
@@ -71,7 +72,7 @@ class Progress:
                 if self._live:
                     self._live.update(line, refresh=True)
                 else:
-                    self._console.print(line, markup=False, highlight=False)
+                    self._console.print(line, markup=False, highlight=False, soft_wrap=True)
             self._shown, self._shown_at = dict(self._total), now
 
     def _line(self, rate: float, lag: int | None) -> str:
@@ -81,6 +82,18 @@ class Progress:
             f"{rate:,.0f} entries/s  lag {'?' if lag is None else format(lag, ',')}  {total['batches']:,} batches  "
             f"{total['committed']:,} committed  {total['dead']:,} dead letters  {total['retries']:,} retries{left}"
         )
+
+
+def _words(event: Mapping[str, Any]) -> str:
+    """An event for people; "" for what they are told in another way."""
+    match event["event"]:
+        case "started":
+            return f"{event['handler']} has started"
+        case "running":
+            return f"{event['handler']}: batch {event['batch']} running for {event['seconds']:,} s"
+        case "stopped":
+            return "stopped"
+    return ""
 
 
 Target = Annotated[str, typer.Argument(help="The app: module:app or path/to/file.py:app", metavar="APP")]
@@ -129,7 +142,7 @@ def run(
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s", stream=sys.stderr)
     try:
         from millstream.spark.runner import Runner, RunSettings
-        from millstream.spark.session import local_master, open_session
+        from millstream.spark.session import local_master
     except ModuleNotFoundError as error:
         raise ConfigError(f"running on Spark needs {error.name!r}: pip install 'millstream[spark]'") from error
     run_settings = RunSettings(
@@ -142,23 +155,61 @@ def run(
         start_at=start,
         fail_on_data_loss=not allow_data_loss,
     )
-    spark = open_session(
-        app.name, master=master or local_master(app.handlers.values()), conf=settings, verbose=spark_log
-    )
-    with Progress(as_json=as_json) as progress, Bell(bell_url or None, bell_command or None) as bell:
+    where = master or local_master(app.handlers.values())
+    with (
+        _orderly_stop() as stopping,
+        _session(stopping, app.name, master=where, conf=settings, verbose=spark_log) as spark,
+        Progress(as_json=as_json) as progress,
+        Bell(bell_url or None, bell_command or None) as bell,
+    ):
 
         def on_event(event: Mapping[str, Any]) -> None:
             progress.event(event)
             if event["event"] == "batch" and event["dead"]:
                 bell.ring({"app": app.name, "handler": event["handler"], "dead": event["dead"]})
 
-        runner = Runner(app, spark, run_settings, on_event=on_event, on_watch=progress.show)
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda *_: runner.stop())
-        try:
-            runner.run()
-        finally:
-            spark.stop()
+        if spark is not None:
+            Runner(app, spark, run_settings, on_event=on_event, on_watch=progress.show, stopping=stopping).run()
+
+
+@contextmanager
+def _orderly_stop() -> Iterator[threading.Event]:
+    """An event that SIGTERM and Ctrl-C set instead of what else they do. Ctrl-C raises KeyboardInterrupt at the end."""
+    stopping = threading.Event()
+    received: set[int] = set()
+
+    def stop(number: int, _: object) -> None:
+        received.add(number)
+        stopping.set()
+
+    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield stopping
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    if signal.SIGINT in received:
+        raise KeyboardInterrupt
+
+
+@contextmanager
+def _session(stopping: threading.Event, name: str, **options: Any) -> Iterator[Any]:
+    """A Spark session for the time of the block; None if Spark could not start since all is to stop."""
+    from millstream.spark.session import close_session, open_session
+
+    spark = None
+    try:
+        # In the main thread PySpark would take over Ctrl-C, and break off in the middle of whatever it does.
+        with ThreadPoolExecutor(max_workers=1) as starter:
+            spark = starter.submit(open_session, name, **options).result()
+    except ConfigError:
+        if not stopping.is_set():  # else the signal has reached the Java process too
+            raise
+    try:
+        yield spark
+    finally:
+        if spark is not None:
+            close_session(spark)
 
 
 def _pairs(conf: list[str]) -> dict[str, str]:

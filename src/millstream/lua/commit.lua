@@ -4,7 +4,7 @@
 -- KEYS  1 meta (hash: frontier, epoch, top, engine, counters)   2 marks (hash)   3 state (hash)   4 strikes (hash)
 --       5 dead letters (stream)   6 open entries (hash)   7 the input stream   8.. output streams
 -- ARGV  1 token: the run's epoch   2 consumer group of the workers, or '' on Spark   3 consumer
---       4 number of bare ids, the ids: messages of a worker that have no effects, each a unit by itself
+--       4 number of bare ids, the ids in ascending order: messages of a worker without effects, each a unit by itself
 --       then any number of units, one per run of messages of one key (or one unkeyed message):
 --         mark field, expected mark ('' = none), first id, last id, number of messages
 --         state: '' (untouched), 'S' field value (set) or 'D' field (delete)
@@ -93,12 +93,16 @@ local committed, written, dead = 0, 0, 0
 -- Bare ids take the same steps as units do below, a thousand with each command: with one command each, asking would
 -- cost the server far more than doing.
 local function commit_bare(from, to)
-  local names, held, accepted, marks = {}, {}, {}, {}
-  for i = from, to do names[i - from + 1] = 'i' .. ARGV[i] end
-  local known = redis.call('HMGET', KEYS[2], unpack(names))
+  local held, accepted, marks, known = {}, {}, {}, {}
   local most = 2 * (to - from + 1)
   for _, item in ipairs(redis.call('XPENDING', KEYS[7], group, ARGV[from], ARGV[to], most, consumer)) do
     held[item[1]] = true
+  end
+  -- No mark is above `top`: the usual entry is, and need not be looked up.
+  if top and not less(top, ARGV[from]) then
+    local names = {}
+    for i = from, to do names[i - from + 1] = 'i' .. ARGV[i] end
+    known = redis.call('HMGET', KEYS[2], unpack(names))
   end
   for i = from, to do
     local id, beyond = ARGV[i], is_beyond(ARGV[i])
@@ -106,9 +110,8 @@ local function commit_bare(from, to)
     if new and (held[id] or in_hand(id)) then
       accepted[#accepted + 1] = id
       if beyond then
-        marks[#marks + 1] = names[i - from + 1]
+        marks[#marks + 1] = 'i' .. id
         marks[#marks + 1] = id
-        if not top or less(top, id) then top = id end
       else
         redis.call('HDEL', KEYS[6], id)
       end
@@ -118,7 +121,10 @@ local function commit_bare(from, to)
     end
   end
   if #accepted > 0 then try('XACK', KEYS[7], group, unpack(accepted)) end
-  if #marks > 0 then try('HSET', KEYS[2], unpack(marks)) end
+  if #marks > 0 then
+    try('HSET', KEYS[2], unpack(marks))
+    if not top or less(top, marks[#marks]) then top = marks[#marks] end
+  end
   committed = committed + #accepted
 end
 

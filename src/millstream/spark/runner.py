@@ -7,36 +7,38 @@ all of them when asked to, or when something failed that trying again cannot men
 import functools
 import json
 import logging
-import re
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
-from pyspark.sql import SparkSession
+from py4j.protocol import Py4JError, Py4JJavaError
+from pyspark.errors import PySparkException
+from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql.streaming.query import StreamingQuery
 
 from millstream.app import App
 from millstream.client import Client, raise_if_error
 from millstream.clock import SYSTEM_CLOCK, Clock
-from millstream.errors import ConfigError, PipelineFailed, Unavailable
+from millstream.errors import AccessDenied, ConfigError, PipelineFailed, Unavailable
 from millstream.handlers import Handler
 from millstream.ledger import Ledger
-from millstream.model import EntryId
-from millstream.naming import HandlerKeys, hash_tag
+from millstream.naming import HandlerKeys
 from millstream.spark.engine import BatchDone, Engine
-from millstream.spark.session import path_has_files
+from millstream.spark.failures import Failure, failure_of
+from millstream.spark.preparing import Start, StartAt, check_slots, prepare_new
+from millstream.spark.session import checkpoint_begun, java_has_ended
 from millstream.spark.task import Job
 
 logger = logging.getLogger(__name__)
 
-Start = Literal["resume", "from-frontier", "reprocess"]
 Event = Mapping[str, Any]
 
-_FINAL = ("StaleOwner", "DataLoss", "ConfigError", "AccessDenied")
-_OUR_ERROR = re.compile(r"millstream\.errors\.(\w+): (.*)")
-_ANY_ERROR = re.compile(r"^[\s|]*((?:\w+\.)*\w*(?:Error|Exception)): (.*)", re.MULTILINE)
 _WATCH_S = 0.2
+_FIRST_WORD_MS, _MOST_WORDS_APART_MS = 10_000.0, 300_000.0
+_STOP_MS = 25_000.0
+_MOST_FAILURES, _MOST_FAILURES_ONCE, _MOST_FAILURES_AT_FIRST = 10, 5, 2
+_JAVA_GONE_S = 1.0
 T = TypeVar("T")
 
 
@@ -61,12 +63,25 @@ class RunSettings:
     interval_ms: int = 0
     once: bool = False
     start: Start = "resume"
-    start_at: Literal["earliest", "latest"] = "earliest"
+    start_at: StartAt = "earliest"
     fail_on_data_loss: bool = True
 
     def __post_init__(self) -> None:
         if self.max_per_batch < 1 or self.interval_ms < 0:
             raise ConfigError("max_per_batch must be at least 1 and interval_ms at least 0")
+
+
+class _BatchFailed(Exception):
+    """Ends a batch for Spark, which searches the texts of errors, and chokes on long ones."""
+
+
+@dataclass(slots=True)
+class _Batch:
+    """The batch that is running now, and when to say so next."""
+
+    number: int
+    began_ms: float
+    next_word_ms: float
 
 
 @dataclass(slots=True)
@@ -75,7 +90,12 @@ class _Pipeline:
 
     handler: Handler
     query: StreamingQuery | None = None
+    batch: _Batch | None = None
+    error: Exception | None = None
+    resumed: bool = False
+    began: bool = False
     failures: int = 0
+    committed: int = 0
     retry_at_ms: float = 0.0
     done: bool = False
 
@@ -83,8 +103,10 @@ class _Pipeline:
 class Runner:
     """Runs every handler of `app` on `spark` until stopped.
 
-    `on_event` is told, as mappings with an `event` name, of what happens: started, batch, restarting, stopped.
+    `on_event` is told, as mappings with an `event` name, of what happens: started, batch (finished), running (a
+    batch that takes long), restarting, stopped.
     `on_watch` is called a few times a second with the number of entries that wait, or None while it is unknown.
+    Setting `stopping` has the effect of `stop`.
     """
 
     def __init__(
@@ -95,6 +117,7 @@ class Runner:
         *,
         on_event: Callable[[Event], None],
         on_watch: Callable[[int | None], None] = lambda lag: None,
+        stopping: threading.Event | None = None,
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         self._spark = spark
@@ -103,7 +126,7 @@ class Runner:
         self._on_watch = on_watch
         self._clock = clock
         self._client = Client(settings.url)
-        self._stopping = threading.Event()
+        self._stopping = stopping or threading.Event()
         self._pipelines = [_Pipeline(handler) for handler in app.handlers.values()]
 
     def stop(self) -> None:
@@ -113,24 +136,44 @@ class Runner:
     def run(self) -> None:
         """Process until stopped, or, with `once`, until all that was there is processed.
 
-        Raises ConfigError for what must be changed first, and PipelineFailed when going on needs a person.
+        Raises ConfigError for what must be changed first, AccessDenied, and PipelineFailed when going on needs a
+        person.
         """
         try:
             for pipeline in self._pipelines:
-                self._wait_for(functools.partial(self._prepare, pipeline.handler), pipeline.handler)
+                self._wait_for(functools.partial(self._prepare, pipeline), pipeline.handler)
             while not self._stopping.is_set() and not all(p.done for p in self._pipelines):
                 for pipeline in self._pipelines:
                     self._tend(pipeline)
+                    self._watch(pipeline)
                 self._on_watch(self.lag())
                 self._stopping.wait(_WATCH_S)
         except Unavailable:
             if not self._stopping.is_set():
                 raise
+        except (Py4JError, PySparkException, ConnectionError) as error:
+            if not java_has_ended(self._spark, within_s=_JAVA_GONE_S):
+                raise
+            # A signal that is meant to stop all may reach the Java process first.
+            if not self._stopping.wait(_JAVA_GONE_S):
+                raise PipelineFailed(
+                    "Spark's Java process has ended: killed, or out of memory. Run the same again: what is committed "
+                    "is not done twice"
+                ) from error
         finally:
-            for pipeline in self._pipelines:
-                if pipeline.query is not None:
-                    pipeline.query.stop()
+            self._stop_queries()
             self._client.close()
+
+    def _stop_queries(self) -> None:
+        """Stop all at once, since each waits for its batch; what does not stop in time ends with the session."""
+        queries = [pipeline.query for pipeline in self._pipelines if pipeline.query is not None]
+        stops = [threading.Thread(target=_stop, args=(query,), daemon=True) for query in queries]
+        deadline_ms = self._clock.monotonic_ms() + _STOP_MS
+        for stop in stops:
+            stop.start()
+        for stop in stops:
+            stop.join(max(0.0, deadline_ms - self._clock.monotonic_ms()) / 1000)
+        if queries:
             self._on_event({"event": "stopped"})
 
     def lag(self) -> int | None:
@@ -148,48 +191,17 @@ class Runner:
 
     # One handler
 
-    def _prepare(self, handler: Handler) -> None:
-        """Check what can be checked before the first batch, and forget what is to be processed anew."""
-        ledger = Ledger(self._client, app=handler.app, handler=handler.name)
+    def _prepare(self, pipeline: _Pipeline) -> None:
+        handler, path = pipeline.handler, self._checkpoint(pipeline.handler)
         streams = self._streams(handler)
-        if self._client.is_cluster and handler.into:
-            for stream in streams:
-                if hash_tag(stream) != hash_tag(handler.into):
-                    raise ConfigError(
-                        f"{handler.label}: on Redis Cluster into={handler.into!r} must share the hash slot of "
-                        f"{stream!r}; name it like '{{{hash_tag(stream)}}}{handler.into}'"
-                    )
-        if path_has_files(self._spark, f"{self._checkpoint(handler)}/offsets"):
-            if self._settings.start == "reprocess":
-                raise ConfigError(f"reprocessing {handler.label} needs a new --checkpoint: this one says what is done")
-            return
-        if self._settings.start == "reprocess":
-            newer = ledger.renewed(ledger.new_token(streams))
-            newer.begin(streams)
-            newer.forget(streams)
-        elif self._settings.start == "resume":
-            for stream in ledger.begun(streams):
-                frontier = ledger.frontiers([stream]).get(stream, "the middle of its first batch")
-                raise ConfigError(
-                    f"{handler.label} has processed {stream!r} up to {frontier}, but the checkpoint "
-                    f"{self._checkpoint(handler)!r} is new: use --from-frontier to go on there, --reprocess to forget "
-                    "it and begin anew, or give the old --checkpoint"
-                )
-        if self._settings.start_at == "latest":
-            known = ledger.frontiers(streams)
-            self._begin_at_latest(ledger, [stream for stream in streams if stream not in known])
-
-    def _begin_at_latest(self, ledger: Ledger, streams: list[str]) -> None:
-        """Write down where each stream ends now: a start that is only looked up would move on if the first batch fails."""
-        tails = self._client.pipeline([("XREVRANGE", stream, "+", "-", "COUNT", 1) for stream in streams])
-        ends = {
-            stream: EntryId.parse(tail[0][0])
-            for stream, tail in zip(streams, tails, strict=True)
-            if raise_if_error(tail)
-        }
-        new = ledger.renewed(ledger.new_token(streams))
-        new.begin(list(ends))
-        new.advance(ends)
+        if self._client.is_cluster:
+            check_slots(handler, streams)
+        pipeline.resumed = checkpoint_begun(self._spark, path)
+        settings = self._settings
+        if not pipeline.resumed:
+            prepare_new(self._client, handler, streams, path, start=settings.start, start_at=settings.start_at)
+        elif settings.start == "reprocess":
+            raise ConfigError(f"reprocessing {handler.label} needs a new --checkpoint: this one says what is done")
 
     def _streams(self, handler: Handler) -> list[str]:
         return list(handler.streams) or self._client.scan_streams(handler.pattern or "*")
@@ -202,34 +214,92 @@ class Runner:
         query = pipeline.query
         if pipeline.done or (query is not None and query.isActive):
             return
-        failure = query.exception() if query is not None else None
-        if failure is not None:
-            self._failed(pipeline, str(failure))
+        error = query.exception() if query is not None else None
+        if error is not None:
+            self._failed(pipeline, failure_of(pipeline.error or error))
         elif query is not None:
             pipeline.done = self._settings.once
             if not pipeline.done:
                 self._stopping.set()  # stopped from outside, by the session
         elif self._clock.monotonic_ms() >= pipeline.retry_at_ms:
-            pipeline.query = self._start(pipeline)
-            self._on_event({"event": "started", "handler": pipeline.handler.name})
+            try:
+                pipeline.query = self._start(pipeline)
+            except (PySparkException, Py4JJavaError) as refusal:
+                self._failed(pipeline, failure_of(refusal))
+            else:
+                self._on_event({"event": "started", "handler": pipeline.handler.name})
 
-    def _failed(self, pipeline: _Pipeline, text: str) -> None:
-        found = _OUR_ERROR.findall(text) or _ANY_ERROR.findall(text)
-        kind, reason = found[-1] if found else ("", text.strip().partition("\n")[0])
-        reason = reason[:500]
-        if kind in _FINAL:
-            raise PipelineFailed(f"{pipeline.handler.label} stopped: {reason}")
-        pipeline.failures += 1
-        if self._settings.once and pipeline.failures > 5:
-            raise PipelineFailed(f"{pipeline.handler.label} failed {pipeline.failures} times in a row: {reason}")
+    def _failed(self, pipeline: _Pipeline, failure: Failure) -> None:
+        handler = pipeline.handler
+        if failure.final:
+            kind = AccessDenied if failure.kind is AccessDenied else PipelineFailed
+            raise kind(f"{handler.label} stopped: {failure.reason}")
+        committed = self._wait_for(functools.partial(self._committed, handler), handler)
+        pipeline.failures = pipeline.failures + 1 if committed == pipeline.committed else 1
+        pipeline.committed = committed
+        self._give_up(pipeline, failure)
         wait_ms = min(500.0 * 2 ** min(pipeline.failures, 6), 30_000.0)
         pipeline.query = None
         pipeline.retry_at_ms = self._clock.monotonic_ms() + wait_ms
-        logger.warning("%s failed and starts again in %.0f s: %s", pipeline.handler.label, wait_ms / 1000, reason)
-        self._on_event({"event": "restarting", "handler": pipeline.handler.name, "reason": reason})
+        logger.warning("%s failed and starts again in %.0f s: %s", handler.label, wait_ms / 1000, failure.reason)
+        self._on_event({"event": "restarting", "handler": handler.name, "reason": failure.reason})
+
+    def _give_up(self, pipeline: _Pipeline, failure: Failure) -> None:
+        """Raise PipelineFailed once it has failed too often for the next time to be different."""
+        most = _MOST_FAILURES_ONCE if self._settings.once else _MOST_FAILURES
+        label, checkpoint = pipeline.handler.label, self._checkpoint(pipeline.handler)
+        if pipeline.resumed and not pipeline.began and pipeline.failures > _MOST_FAILURES_AT_FIRST:
+            raise PipelineFailed(
+                f"{label} cannot go on from its checkpoint: {failure.reason}. If {checkpoint!r} is damaged, use a new "
+                "--checkpoint and --from-frontier"
+            )
+        if pipeline.failures > most:
+            raise PipelineFailed(
+                f"{label} failed {pipeline.failures} times in a row with nothing committed in between: {failure.reason}"
+            )
+
+    def _committed(self, handler: Handler) -> int:
+        """How many messages the handler has ever committed."""
+        keys = [HandlerKeys(handler.app, handler.name, stream).meta for stream in self._streams(handler)]
+        replies = self._client.pipeline([("HGET", key, "committed") for key in keys])
+        return sum(int(raise_if_error(reply) or 0) for reply in replies)
+
+    def _watch(self, pipeline: _Pipeline) -> None:
+        """Say that a batch is running, at ever longer intervals."""
+        batch = pipeline.batch
+        if batch is None:
+            return
+        taken_ms = self._clock.monotonic_ms() - batch.began_ms
+        if taken_ms >= batch.next_word_ms:
+            batch.next_word_ms += min(batch.next_word_ms, _MOST_WORDS_APART_MS)
+            self._on_event(
+                {
+                    "event": "running",
+                    "handler": pipeline.handler.name,
+                    "batch": batch.number,
+                    "seconds": round(taken_ms / 1000),
+                }
+            )
+
+    def _processing(self, pipeline: _Pipeline, engine: Engine) -> Callable[[DataFrame, int], None]:
+        """What Spark calls for each batch: `engine`, under the eyes of the supervisor."""
+
+        def process(frame: DataFrame, number: int) -> None:
+            pipeline.began = True
+            pipeline.batch = _Batch(number, self._clock.monotonic_ms(), _FIRST_WORD_MS)
+            try:
+                engine(frame, number)
+            except Exception as error:  # noqa: BLE001 - whatever it is ends the query; the supervisor judges it
+                pipeline.error = error
+                raise _BatchFailed(failure_of(error).reason) from None
+            finally:
+                pipeline.batch = None
+
+        return process
 
     def _start(self, pipeline: _Pipeline) -> StreamingQuery:
         handler, settings = pipeline.handler, self._settings
+        pipeline.error = None
         ledger = Ledger(self._client, app=handler.app, handler=handler.name)
         token = self._wait_for(lambda: ledger.new_token(self._streams(handler)), handler)
 
@@ -260,11 +330,18 @@ class Runner:
             .load()
             .writeStream.queryName(handler.label)
             .option("checkpointLocation", self._checkpoint(handler))
-            .foreachBatch(engine)
+            .foreachBatch(self._processing(pipeline, engine))
         )
         if settings.once:
             return writer.trigger(availableNow=True).start()
         return writer.trigger(processingTime=f"{settings.interval_ms} milliseconds").start()
+
+
+def _stop(query: StreamingQuery) -> None:
+    try:
+        query.stop()
+    except (PySparkException, Py4JError, OSError) as error:
+        logger.debug("a query did not stop: %s", error)
 
 
 def _waiting(end_json: str | None, latest_json: str | None) -> int | None:

@@ -1,14 +1,31 @@
-"""The Spark session that `millstream run` works on."""
+"""The Spark session that `millstream run` works on, and the Java process behind it."""
 
+import logging
 import os
+import shutil
+import subprocess
 import sys
+import threading
+from collections import deque
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from importlib import resources
+from pathlib import Path
 
+from py4j.protocol import Py4JError, Py4JJavaError
+from pyspark import SparkConf, SparkContext
+from pyspark.errors import PySparkException, PySparkRuntimeError
+from pyspark.java_gateway import launch_gateway
 from pyspark.sql import SparkSession
 
-from millstream.errors import PipelineFailed
+from millstream.errors import ConfigError
 from millstream.handlers import Handler
+from millstream.spark.failures import java_reason
+
+_JAVA_OPTIONS = "spark.driver.extraJavaOptions"
+_KEPT_LINES = 20
+_USELESS = (b"WARNING: Using incubator modules", b"Picked up JAVA_TOOL_OPTIONS")
+_END_S = 2.0
 
 
 def local_master(handlers: Iterable[Handler]) -> str:
@@ -18,10 +35,17 @@ def local_master(handlers: Iterable[Handler]) -> str:
 
 
 def open_session(name: str, *, master: str, conf: Mapping[str, str], verbose: bool = False) -> SparkSession:
-    """Return a session for `master`, with `conf` over our defaults. Raises PipelineFailed if Spark cannot start."""
+    """Return a session for `master`, with `conf` over our defaults. Raises ConfigError if Spark cannot start so.
+
+    Spark's and its Java bridge's own logs are shown only if `verbose`: every error reaches its caller anyway.
+    """
     os.environ["PYSPARK_PYTHON"] = os.environ["PYSPARK_DRIVER_PYTHON"] = sys.executable
     log_file = resources.files("millstream.spark") / "log4j2.properties"
     level = "warn" if verbose else "off"
+    if not verbose:
+        logging.getLogger("py4j").setLevel(logging.CRITICAL)
+        logging.getLogger().addFilter(_is_not_py4j)
+    java_options = f"-Dlog4j2.configurationFile=file:{log_file} -Dmillstream.spark.log={level}"
     settings = {
         "spark.ui.enabled": "false",
         "spark.ui.showConsoleProgress": "false",
@@ -30,25 +54,123 @@ def open_session(name: str, *, master: str, conf: Mapping[str, str], verbose: bo
         "spark.sql.streaming.minBatchesToRetain": "10",
         "spark.sql.streaming.numRecentProgressUpdates": "5",
         "spark.sql.streaming.stopTimeout": "20s",
-        "spark.driver.extraJavaOptions": f"-Dlog4j2.configurationFile=file:{log_file} -Dmillstream.spark.log={level}",
     }
     if master.startswith("local"):
         settings |= {"spark.driver.host": "127.0.0.1", "spark.driver.bindAddress": "127.0.0.1"}
-    builder = SparkSession.builder.appName(name).master(master)
-    for key, value in (settings | dict(conf)).items():
-        builder = builder.config(key, value)
+    settings |= conf
+    settings[_JAVA_OPTIONS] = f"{java_options} {settings.get(_JAVA_OPTIONS, '')}".strip()
+    whole = SparkConf().setAppName(name).setMaster(master).setAll(list(settings.items()))
+    if SparkContext._gateway is None:
+        _start_java(whole)
     try:
-        return builder.getOrCreate()
-    except (RuntimeError, OSError) as error:  # what pyspark raises when its Java process does not come up
-        raise PipelineFailed(
-            f"Spark could not start ({error}); is a Java 17+ runtime installed? try: java -version"
+        return SparkSession.builder.config(conf=whole).getOrCreate()
+    except (PySparkException, Py4JError, ValueError, OSError) as error:
+        raise ConfigError(f"Spark refuses its settings (--master, --conf): {java_reason(error)}") from error
+
+
+def close_session(spark: SparkSession) -> None:
+    """Stop `spark`, unless its Java process has ended already."""
+    if not java_has_ended(spark):
+        spark.stop()
+
+
+def java_has_ended(spark: SparkSession, *, within_s: float = 0.0) -> bool:
+    """Whether the Java process behind `spark` is gone, or goes within so many seconds: no call succeeds then."""
+    process: subprocess.Popen[bytes] | None = getattr(spark.sparkContext._gateway, "proc", None)
+    if process is None:
+        return False  # somebody else has started it
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(within_s)
+    return process.returncode is not None
+
+
+def checkpoint_begun(spark: SparkSession, path: str) -> bool:
+    """Make the folder `path`, on whatever file system it names, if it is not there; True if a query has begun in it.
+
+    Raises ConfigError if it cannot be used.
+    """
+    jvm = spark.sparkContext._jvm
+    assert jvm is not None
+    try:
+        folder = jvm.org.apache.hadoop.fs.Path(path)
+        files = folder.getFileSystem(spark.sparkContext._jsc.hadoopConfiguration())
+        if not files.mkdirs(folder):
+            raise ConfigError(
+                f"the checkpoint folder {path!r} cannot be made; is it writable? give another --checkpoint"
+            )
+        begun = jvm.org.apache.hadoop.fs.Path(folder, "offsets")
+        return bool(files.exists(begun) and len(files.listStatus(begun)))
+    except (Py4JJavaError, PySparkException) as error:
+        raise ConfigError(
+            f"the checkpoint folder {path!r} cannot be used ({java_reason(error)}); give another --checkpoint"
         ) from error
 
 
-def path_has_files(spark: SparkSession, path: str) -> bool:
-    """True if the folder `path`, on whatever file system it names, exists and holds something."""
-    jvm = spark.sparkContext._jvm
-    assert jvm is not None
-    folder = jvm.org.apache.hadoop.fs.Path(path)
-    files = folder.getFileSystem(spark.sparkContext._jsc.hadoopConfiguration())
-    return bool(files.exists(folder) and len(files.listStatus(folder)))
+def _is_not_py4j(record: logging.LogRecord) -> bool:
+    # It logs some of what it raises to the root logger.
+    return "py4j" not in Path(record.pathname).parts
+
+
+# --- The Java process ---
+
+
+def _start_java(conf: SparkConf) -> None:
+    """Start Spark's Java process, for this process's whole life. Raises ConfigError with what it says if it ends."""
+    reader, writer = os.pipe()
+    log = _JavaLog(reader)
+    log.start()
+    try:
+        gateway = launch_gateway(conf, popen_kwargs={"stderr": writer})
+    except (PySparkRuntimeError, Py4JError, OSError) as error:
+        os.close(writer)
+        log.join(_END_S)
+        said = log.reason() or str(error)
+        home = os.environ.get("JAVA_HOME")
+        java = shutil.which("java", path=str(Path(home) / "bin") if home else None)
+        hint = "check --master and --conf" if java else "install Java 17 or later, or set JAVA_HOME"
+        raise ConfigError(f"Spark's Java process cannot start: {said}; {hint}") from error
+    os.close(writer)
+    SparkContext._ensure_initialized(gateway=gateway)
+    log.release()
+
+
+class _JavaLog(threading.Thread):
+    """Passes on what the Java process writes to stderr; holds it back until it is known that it runs."""
+
+    def __init__(self, reader: int) -> None:
+        super().__init__(daemon=True, name="java-log")
+        self._reader = reader
+        self._lock = threading.Lock()
+        self._released = False
+        self.held: deque[str] = deque(maxlen=_KEPT_LINES)
+
+    def run(self) -> None:
+        """Read to the end."""
+        with os.fdopen(self._reader, "rb") as lines:
+            for line in lines:
+                if line.startswith(_USELESS):
+                    continue
+                with self._lock:
+                    if not self._released:
+                        self.held.append(line.decode("utf-8", "replace").strip())
+                        continue
+                _write_on(line)
+
+    def reason(self) -> str:
+        """What was held back, without the frames of tracebacks."""
+        with self._lock:
+            lines = [line for line in self.held if line and not line.startswith(("at ", "..."))]
+        return "; ".join(line.removeprefix('Exception in thread "main" ') for line in lines)
+
+    def release(self) -> None:
+        """Pass on what was held back, and from now on all."""
+        with self._lock:
+            for held in self.held:
+                _write_on(f"{held}\n".encode())
+            self.held.clear()
+            self._released = True
+
+
+def _write_on(line: bytes) -> None:
+    with suppress(OSError):  # stderr may be closed
+        os.write(2, line)

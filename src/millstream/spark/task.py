@@ -296,12 +296,12 @@ class PartitionTask:
         unit = run.unit
         unit.cover(message.id)
         if self._cautious_left > 0:
-            unit.struck.append(message.id)
+            unit.end_strikes(message.id)
         if isinstance(outcome, Dead):
-            unit.dead.append(letter(self._handler, message, outcome).items())
+            unit.add_dead(letter(self._handler, message, outcome).items())
             self._outbox_bytes += sum(map(len, message.pairs))
         else:
-            unit.outputs.extend(outcome.outputs)
+            unit.add_outputs(outcome.outputs)
             self._outbox_bytes += len(outcome.state) + sum(sum(map(len, items)) for items in outcome.outputs)
             run.state = outcome.state
         run.covered.append(run.entries.popleft())

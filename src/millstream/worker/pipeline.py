@@ -51,7 +51,8 @@ class Pipeline:
     def commit(self, delivery: Delivery, done: Done) -> Unit:
         """The effects of a message that the handler has done, to be committed with its acknowledgement."""
         unit = delivery.stream.unit(delivery)
-        unit.outputs.extend(done.outputs)
+        if done.outputs:
+            unit.add_outputs(done.outputs)
         return unit
 
     def dead_letter(self, delivery: Delivery, dead: Dead) -> Unit:
@@ -60,7 +61,7 @@ class Pipeline:
         pairs = delivery.pairs[2:] if delivery.pairs[0] == REDRIVE_FIELD else delivery.pairs
         stream = delivery.stream
         message = Message(stream.stream, delivery.id.decode(), pairs, None, delivery.attempt, stream.token)
-        unit.dead.append(letter(self.handler, message, dead).items())
+        unit.add_dead(letter(self.handler, message, dead).items())
         return unit
 
     def retry(self, delivery: Delivery, again: Again) -> float:

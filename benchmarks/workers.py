@@ -1,0 +1,76 @@
+"""What the benchmarks of the worker share: a server, a stream that is filled, and a loop that works in this process."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import redis
+
+from millstream import App
+from millstream.client import Client
+from millstream.handlers import Handler
+from millstream.server import EmbeddedServer
+from millstream.worker import ReadingLoop
+
+STREAM = "benchmark"
+RAW_COUNT = 1000
+PAYLOAD = b"x" * 100
+
+
+@contextmanager
+def server() -> Iterator[Client]:
+    """An embedded server with nothing written to disk."""
+    with EmbeddedServer(extra={"appendonly": "no", "save": '""'}) as embedded, Client(embedded.url) as client:
+        yield client
+
+
+def handler_of(function: Callable[..., Any], **options: Any) -> Handler:
+    """`function` as the handler of the stream."""
+    app = App("bench")
+    app.handler(STREAM, name="handle", **options)(function)
+    return app.handlers["handle"]
+
+
+def fill(client: Client, messages: int) -> None:
+    """Empty the server and publish `messages` entries of one number and 100 bytes."""
+    client.execute("FLUSHALL")
+    for at in range(0, messages, RAW_COUNT):
+        client.pipeline([("XADD", STREAM, "*", "n", n, "payload", PAYLOAD) for n in range(at, at + RAW_COUNT)])
+
+
+@contextmanager
+def working(client: Client, handler: Handler) -> Iterator[ReadingLoop]:
+    """A reading loop that works meanwhile."""
+    loop = ReadingLoop(handler, client.url, consumer="worker")
+    thread = threading.Thread(target=loop.run)
+    thread.start()
+    try:
+        yield loop
+    finally:
+        loop.stop()
+        thread.join()
+
+
+def wait_for(loop: ReadingLoop, messages: int) -> None:
+    """Wait until so many messages are committed."""
+    while loop.report.committed < messages:
+        time.sleep(0.002)
+
+
+def raw_loop(client: Client, messages: int) -> float:
+    """Messages a second of redis-py's XREADGROUP and XACK, 1,000 at a time, in a group of its own."""
+    connection: Any = redis.Redis.from_url(client.url)  # its annotations know no raw reply
+    connection.xgroup_create(STREAM, "raw", id="0")
+    count = 0
+    began = time.perf_counter()
+    while found := connection.xreadgroup("raw", "raw", {STREAM: ">"}, count=RAW_COUNT):
+        ids = [entry_id for entry_id, _ in found[0][1]]
+        connection.xack(STREAM, "raw", *ids)
+        count += len(ids)
+    took = time.perf_counter() - began
+    connection.close()
+    if count != messages:
+        raise AssertionError(f"the raw loop read {count} of {messages} messages")
+    return messages / took

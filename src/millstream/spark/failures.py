@@ -1,0 +1,56 @@
+"""Why a query has ended, in one line, and whether trying again can mend it."""
+
+import re
+from contextlib import suppress
+from dataclasses import dataclass
+
+from py4j.protocol import Py4JError, Py4JJavaError
+
+from millstream import errors
+from millstream.errors import AccessDenied, ConfigError, DataLoss, MillstreamError, StaleOwner, WrongType
+
+_FINAL = (StaleOwner, DataLoss, ConfigError, AccessDenied, WrongType)
+_OUR_ERROR = re.compile(r"millstream\.errors\.(\w+): (.*)")
+_ANY_ERROR = re.compile(r"^[\s|]*(?:Caused by: )?((?:\w+\.)*\w*(?:Error|Exception)): (.*)", re.MULTILINE)
+_REASON_CHARS = 500
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failure:
+    """What ended a query: one of our own errors, or None for any other; the `reason` is one line."""
+
+    kind: type[MillstreamError] | None
+    reason: str
+
+    @property
+    def final(self) -> bool:
+        """Whether a person has to change something first."""
+        return self.kind is not None and issubclass(self.kind, _FINAL)
+
+
+def failure_of(error: BaseException) -> Failure:
+    """Find out what `error` is: raised on the driver, or told by Spark as text about an executor or a planner."""
+    if isinstance(error, MillstreamError):
+        return _failure(type(error), str(error))
+    if isinstance(error, Py4JJavaError):
+        return _failure(None, java_reason(error))
+    text = str(error)
+    for name, reason in reversed(_OUR_ERROR.findall(text)):
+        kind = getattr(errors, name, None)
+        if isinstance(kind, type) and issubclass(kind, MillstreamError):
+            return _failure(kind, reason)
+    others = [f"{name.rpartition('.')[2]}: {reason}" for name, reason in _ANY_ERROR.findall(text) if reason]
+    return _failure(None, others[-1] if others else f"{type(error).__name__}: {text.strip()}")
+
+
+def java_reason(error: Exception) -> str:
+    """The first line of what Java says in `error`."""
+    text = str(error)
+    if isinstance(error, Py4JJavaError):
+        with suppress(Py4JError, OSError):
+            text = error.java_exception.toString()
+    return text.strip().partition("\n")[0]
+
+
+def _failure(kind: type[MillstreamError] | None, reason: str) -> Failure:
+    return Failure(kind=kind, reason=reason.strip().partition("\n")[0][:_REASON_CHARS])
