@@ -35,7 +35,7 @@ from millstream.errors import (
     Unavailable,
     WrongType,
 )
-from millstream.naming import PREFIX
+from millstream.naming import PREFIX, from_wire
 
 logger = logging.getLogger(__name__)
 
@@ -231,10 +231,12 @@ def _translate(error: Exception, url: str, command: Command | None = None) -> Re
     text = _PLACE_IN_SCRIPT.sub(_place, str(error))
     name = _name_of(command)
     where = redact(url)
+    if isinstance(error, RedisClusterException) and isinstance(
+        why := error.__cause__ or error.__context__, _REDIS_ERRORS
+    ):
+        return _translate(why, url, command)  # why the last node could not be asked, or would not answer
     if command is None and (wrong := _wrong_address(text, where)):
         raise ConfigError(wrong) from error
-    if isinstance(error, RedisClusterException) and isinstance(error.__cause__, _REDIS_ERRORS):
-        return _translate(error.__cause__, url, command)  # why the last node could not be asked
     if isinstance(error, redis.exceptions.InvalidResponse):
         return Unavailable(f"what answers at {where} is not Redis ({text}); check host and port")
     if isinstance(error, redis.exceptions.AuthenticationError):
@@ -442,7 +444,7 @@ class Client:
                     found.update(names)
                     if int(cursor) == 0:
                         break
-        names = sorted(name.decode("utf-8", "surrogateescape") for name in found)
+        names = sorted(map(from_wire, found))
         own = f"{PREFIX}:"
         return names if pattern.startswith(own) else [name for name in names if not name.startswith(own)]
 

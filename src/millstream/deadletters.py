@@ -14,7 +14,7 @@ import msgspec
 from millstream.client import Arg, Client, Command, Script, raise_if_error
 from millstream.errors import ConfigError, WrongType
 from millstream.model import ZERO_ID, EntryId
-from millstream.naming import PREFIX, REDRIVE_FIELD, HandlerKeys
+from millstream.naming import PREFIX, REDRIVE_FIELD, HandlerKeys, to_wire
 
 Reason = Literal["missing-key", "undecodable", "rejected", "failed", "bad-output", "crashed"]
 """Why a message died.
@@ -229,15 +229,15 @@ class DeadLetterBox:
             by_box: dict[str, list[str]] = {}
             for slip in slips[at : at + _DELETE_PAGE]:
                 by_box.setdefault(slip.keys.dead, []).append(slip.letter_id)
-            commands: list[Command] = [("XDEL", _wire(dead), *ids) for dead, ids in by_box.items()]
+            commands: list[Command] = [("XDEL", to_wire(dead), *ids) for dead, ids in by_box.items()]
             removed += sum(raise_if_error(reply) for reply in self._client.pipeline(commands))
         return removed
 
     def _redrive_page(self, slips: Sequence[Slip]) -> Iterator[Redriven]:
-        found = self._client.pipeline([("XRANGE", _wire(s.keys.dead), *([s.letter_id] * 2)) for s in slips])
+        found = self._client.pipeline([("XRANGE", to_wire(s.keys.dead), *([s.letter_id] * 2)) for s in slips])
         entries = [_new_entry(slip, raise_if_error(reply)) for slip, reply in zip(slips, found, strict=True)]
         calls: list[tuple[Script, Sequence[Arg], Sequence[Arg]]] = [
-            (_REDRIVE, (_wire(slip.keys.dead), _wire(slip.stream)), (slip.letter_id, *entry))
+            (_REDRIVE, (to_wire(slip.keys.dead), to_wire(slip.stream)), (slip.letter_id, *entry))
             for slip, entry in zip(slips, entries, strict=True)
             if not isinstance(entry, str)
         ]
@@ -256,7 +256,7 @@ class DeadLetterBox:
     def _since(self, keys: HandlerKeys, since_ms: int) -> Iterator[tuple[bytes, list[bytes]]]:
         start = str(since_ms)
         while True:
-            page = self._client.execute("XRANGE", _wire(keys.dead), start, "+", "COUNT", _PAGE)
+            page = self._client.execute("XRANGE", to_wire(keys.dead), start, "+", "COUNT", _PAGE)
             yield from page
             if len(page) < _PAGE:
                 return
@@ -264,7 +264,7 @@ class DeadLetterBox:
 
     def _by_id(self, keys: HandlerKeys, ids: Sequence[str]) -> Iterator[tuple[bytes, list[bytes]]]:
         exact = [str(EntryId.parse(letter_id)) for letter_id in ids]
-        for reply in self._client.pipeline([("XRANGE", _wire(keys.dead), one, one) for one in exact]):
+        for reply in self._client.pipeline([("XRANGE", to_wire(keys.dead), one, one) for one in exact]):
             yield from raise_if_error(reply)
 
 
@@ -295,11 +295,6 @@ def _new_entry(slip: Slip, found: list[tuple[bytes, list[bytes]]]) -> list[bytes
         f"its {len(filed.letter.pairs) // 2:,} fields are too many for one atomic step: add by hand (XADD) what "
         f"`millstream dlq show {slip.letter_id} --json` shows, then purge it"
     )
-
-
-def _wire(name: str) -> bytes:
-    # Names that are not UTF-8 are kept as PEP 383 has it.
-    return name.encode("utf-8", "surrogateescape")
 
 
 def _clip(text: str) -> bytes:

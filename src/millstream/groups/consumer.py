@@ -4,7 +4,8 @@ from collections.abc import Mapping, Sequence
 
 from millstream.client import Arg, Client
 from millstream.errors import ConfigError
-from millstream.groups.entries import BEGINNING, Batch, Id, ask, history, wire, wire_id
+from millstream.groups.entries import BEGINNING, Batch, Id, ask, history, wire_id
+from millstream.naming import to_wire
 
 
 class Consumer:
@@ -19,10 +20,10 @@ class Consumer:
         if not streams:
             raise ConfigError("a consumer needs at least one stream to read")
         self._client = client
-        self._group = wire(group)
-        self._streams = {wire(stream): stream for stream in streams}
+        self._group = to_wire(group)
+        self._streams = {to_wire(stream): stream for stream in streams}
         self._label = streams[0] if len(streams) == 1 else f"one of {', '.join(streams)}"
-        self._head: tuple[Arg, ...] = ("XREADGROUP", "GROUP", self._group, wire(name))
+        self._head: tuple[Arg, ...] = ("XREADGROUP", "GROUP", self._group, to_wire(name))
         self._new_tail: tuple[Arg, ...] = ("STREAMS", *self._streams, *[">"] * len(self._streams))
 
     @property
@@ -57,11 +58,11 @@ class Consumer:
         resets their idle time and adds one to their delivery counts.
         """
         places = after if isinstance(after, Mapping) else dict.fromkeys(self._streams.values(), after)
-        streams = [wire(stream) for stream in places]
+        streams = [to_wire(stream) for stream in places]
         ids = [wire_id(place) for place in places.values()]
         reply = ask(self._client, self._label, *self._head, "COUNT", count, "STREAMS", *streams, *ids)
         return [history(self._streams[stream], entries) for stream, entries in reply or ()]
 
     def ack(self, stream: str, ids: Sequence[bytes | str]) -> int:
         """Acknowledge entries, whoever holds them; return how many were pending. Safe to repeat."""
-        return int(self._client.execute("XACK", wire(stream), self._group, *ids)) if ids else 0
+        return int(self._client.execute("XACK", to_wire(stream), self._group, *ids)) if ids else 0

@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 
 from millstream.errors import ConfigError
-from millstream.groups.entries import text, wire
+from millstream.naming import from_wire, to_wire
 
 _MAGIC = b"millstream-done-1"
 
@@ -52,7 +52,7 @@ class DoneFile:
         """Keep `ids` as processed; they are on disk when this returns."""
         with self._lock:
             self._remember(stream, ids)
-            self._write(msgspec.msgpack.encode({wire(name): list(order) for name, order in self._order.items()}))
+            self._write(msgspec.msgpack.encode({to_wire(name): list(order) for name, order in self._order.items()}))
 
     def _write(self, body: bytes) -> None:
         temporary = self._path.with_name(f"{self._path.name}.new")
@@ -90,7 +90,7 @@ def _load(path: Path) -> dict[str, list[bytes]]:
             "forgotten may be processed again"
         )
     kept = msgspec.msgpack.decode(body, type=dict[bytes, list[bytes]])
-    return {text(stream): ids for stream, ids in kept.items()}
+    return {from_wire(stream): ids for stream, ids in kept.items()}
 
 
 def _digest(body: bytes) -> bytes:

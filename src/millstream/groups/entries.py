@@ -75,16 +75,6 @@ def history(stream: str, entries: list[list[Any]]) -> Batch:
     return Batch(stream, raw, gone=gone, recovered=True)
 
 
-def wire(name: str) -> bytes:
-    """A name as it goes to Redis; those that are not UTF-8 are kept as PEP 383 has it."""
-    return name.encode("utf-8", "surrogateescape")
-
-
-def text(name: bytes) -> str:
-    """The opposite of `wire`."""
-    return name.decode("utf-8", "surrogateescape")
-
-
 def wire_id(place: Id) -> bytes | str:
     """A place in a stream as it goes to Redis."""
     return str(place) if isinstance(place, EntryId) else place

@@ -6,8 +6,9 @@ from functools import cached_property
 
 from millstream.client import Arg, Client, Reply, Script
 from millstream.errors import CommandFailed, ConfigError
-from millstream.groups.entries import BEGINNING, Id, ask, text, wire, wire_id
+from millstream.groups.entries import BEGINNING, Id, ask, wire_id
 from millstream.groups.pending import PendingList
+from millstream.naming import from_wire, to_wire
 
 _DISMISS = Script("dismiss")
 _HAND_ON = 500
@@ -56,11 +57,11 @@ class Dismissed:
 def groups_of(client: Client, stream: str) -> list[GroupInfo]:
     """The groups of `stream`. Raises GroupMissing if there is no such stream, and RedisError."""
     found = []
-    for item in ask(client, stream, "XINFO", "GROUPS", wire(stream)):
+    for item in ask(client, stream, "XINFO", "GROUPS", to_wire(stream)):
         info = _mapping(item)
         found.append(
             GroupInfo(
-                name=text(info[b"name"]),
+                name=from_wire(info[b"name"]),
                 consumers=info[b"consumers"],
                 pending=info[b"pending"],
                 last_delivered=info[b"last-delivered-id"],
@@ -78,7 +79,7 @@ class Group:
         self._client = client
         self.stream = stream
         self.name = name
-        self._at = (wire(stream), wire(name))
+        self._at = (to_wire(stream), to_wire(name))
 
     # Its life
 
@@ -130,7 +131,7 @@ class Group:
             info = _mapping(item)
             found.append(
                 ConsumerInfo(
-                    name=text(info[b"name"]),
+                    name=from_wire(info[b"name"]),
                     pending=info[b"pending"],
                     idle_ms=info[b"idle"],
                     inactive_ms=info.get(b"inactive"),
@@ -140,7 +141,7 @@ class Group:
 
     def create_consumer(self, consumer: str) -> bool:
         """Create a consumer before its first read; False if it exists."""
-        return bool(self._ask("XGROUP", "CREATECONSUMER", *self._at, wire(consumer)))
+        return bool(self._ask("XGROUP", "CREATECONSUMER", *self._at, to_wire(consumer)))
 
     def delete_consumer(self, consumer: str, *, heir: str | None = None) -> Dismissed:
         """Delete a consumer, after all it holds has passed to the consumer `heir`, idle times and counts unchanged.
@@ -177,7 +178,7 @@ class Group:
 
     def _dismiss(self, consumer: str, heir: str, *, min_idle_ms: int) -> Reply:
         stream, group = self._at
-        args = (group, wire(consumer), wire(heir), _HAND_ON, min_idle_ms)
+        args = (group, to_wire(consumer), to_wire(heir), _HAND_ON, min_idle_ms)
         outcome, *rest = self._client.script(_DISMISS, (stream,), args)
         return outcome.decode(), *rest
 

@@ -6,7 +6,8 @@ from typing import Any, NamedTuple
 
 from millstream.client import Arg, Client
 from millstream.errors import ConfigError
-from millstream.groups.entries import Batch, Id, ask, text, wire, wire_id
+from millstream.groups.entries import Batch, Id, ask, wire_id
+from millstream.naming import from_wire, to_wire
 
 _FIRST = b"0-0"
 
@@ -70,23 +71,23 @@ class PendingList:
     def __init__(self, client: Client, stream: str, group: str) -> None:
         self._client = client
         self._stream = stream
-        self._at = (wire(stream), wire(group))
+        self._at = (to_wire(stream), to_wire(group))
 
     # Looking
 
     def summary(self) -> PendingSummary:
         """The list in a few figures."""
         count, lowest, highest, holders = self._ask("XPENDING", *self._at)
-        return PendingSummary(count, lowest, highest, {text(name): int(held) for name, held in holders or ()})
+        return PendingSummary(count, lowest, highest, {from_wire(name): int(held) for name, held in holders or ()})
 
     def entries(
         self, start: Id = "-", end: Id = "+", *, count: int = 100, consumer: str | None = None, min_idle_ms: int = 0
     ) -> list[PendingEntry]:
         """Up to `count` entries from `start` to `end`, in order; of one consumer, or idle for so long, if asked."""
         idle: tuple[Arg, ...] = ("IDLE", min_idle_ms) if min_idle_ms else ()
-        holder = () if consumer is None else (wire(consumer),)
+        holder = () if consumer is None else (to_wire(consumer),)
         found = self._ask("XPENDING", *self._at, *idle, wire_id(start), wire_id(end), count, *holder)
-        return [PendingEntry(one, text(name), idle_ms, times) for one, name, idle_ms, times in found]
+        return [PendingEntry(one, from_wire(name), idle_ms, times) for one, name, idle_ms, times in found]
 
     def walk(self, *, consumer: str | None = None, min_idle_ms: int = 0, page: int = 500) -> Iterator[PendingEntry]:
         """All entries, however many, in order; `page` at a time are asked for."""
@@ -150,13 +151,13 @@ class PendingList:
     def _claim(self, ids: Sequence[bytes | str], consumer: str, min_idle_ms: int, options: Sequence[Arg]) -> list[Any]:
         if not ids:
             return []
-        claimed: list[Any] = self._ask("XCLAIM", *self._at, wire(consumer), min_idle_ms, *ids, *options)
+        claimed: list[Any] = self._ask("XCLAIM", *self._at, to_wire(consumer), min_idle_ms, *ids, *options)
         return claimed
 
     def _auto_claim(
         self, cursor: bytes, consumer: str, min_idle_ms: int, count: int, *options: Arg
     ) -> tuple[bytes, list[Any], list[bytes]]:
-        command = ("XAUTOCLAIM", *self._at, wire(consumer), min_idle_ms, cursor, "COUNT", count, *options)
+        command = ("XAUTOCLAIM", *self._at, to_wire(consumer), min_idle_ms, cursor, "COUNT", count, *options)
         following, claimed, gone = self._ask(*command)
         return following, claimed, gone
 

@@ -17,10 +17,11 @@ from millstream.clock import SYSTEM_CLOCK, Clock
 from millstream.errors import ConfigError, GroupMissing, Unavailable
 from millstream.groups.consumer import Consumer
 from millstream.groups.donefile import DoneFile
-from millstream.groups.entries import BEGINNING, Batch, Id, ask, wire, wire_id
+from millstream.groups.entries import BEGINNING, Batch, Id, ask, wire_id
 from millstream.groups.events import EntriesGone, Event, GroupRecreated, Repeated, Resumed
 from millstream.groups.group import Group
 from millstream.model import EntryId
+from millstream.naming import to_wire
 
 logger = logging.getLogger(__name__)
 
@@ -267,7 +268,7 @@ class Reader:
             return BEGINNING
         # A stream that is shorter than it was is another one: all of it is new.
         try:
-            info: list[Any] = ask(self._own_client, stream, "XINFO", "STREAM", wire(stream))
+            info: list[Any] = ask(self._own_client, stream, "XINFO", "STREAM", to_wire(stream))
         except GroupMissing:
             return BEGINNING
         top = info[info.index(b"last-generated-id") + 1]

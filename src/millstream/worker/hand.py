@@ -2,7 +2,7 @@
 
 import contextlib
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from queue import Empty, SimpleQueue
 
 from millstream.lifecycle import Outcome
@@ -11,19 +11,24 @@ from millstream.worker.policy import WorkerPolicy
 
 _PATIENCE_MS = 1_000.0
 
+Ran = tuple[Sequence[Delivery], Outcome]
+"""Entries that were run, and what became of them; several only if they have outputs in common."""
+
 
 class Hand:
     """Entries between being read and being settled. Shared by the threads of one reading loop.
 
-    `buffer` are those that wait to be run, in order; `outbox` those that were run. How many are taken ahead follows
+    `buffer` are those that wait to be run, in order; `outbox` those that were run; `nudge` is called when some are put
+    into the buffer. How many are taken ahead follows
     the handler: more when it runs out of them, fewer when they wait for longer than a second, so that a slow worker does
     not hoard what others could do (as TCP finds its window).
     """
 
     def __init__(self, policy: WorkerPolicy, at_once: int) -> None:
         self.buffer: SimpleQueue[Delivery | None] = SimpleQueue()
-        self.outbox: SimpleQueue[tuple[Delivery, Outcome] | None] = SimpleQueue()
+        self.outbox: SimpleQueue[Ran | None] = SimpleQueue()
         self.freed = threading.Event()
+        self.nudge: Callable[[], None] = lambda: None
         self._held: dict[tuple[str, bytes], Delivery] = {}
         self._most = policy.prefetch
         self._least = min(2 * at_once, policy.prefetch)
@@ -68,6 +73,7 @@ class Hand:
             delivery.since_ms = now_ms
             self._held[delivery.place] = delivery
             self.buffer.put(delivery)
+        self.nudge()
 
     def keep(self, delivery: Delivery) -> None:
         """Hold an entry that does not go through the buffer."""

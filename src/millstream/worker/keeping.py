@@ -5,7 +5,7 @@ import threading
 from collections.abc import Callable, Mapping
 
 from millstream.clock import Clock
-from millstream.errors import GroupMissing, HandlerStuck, Unavailable
+from millstream.errors import HandlerStuck, Unavailable
 from millstream.ledger import Unit
 from millstream.lifecycle import Dead, overdue
 from millstream.reliable import Delivery, ReliableStream
@@ -61,19 +61,20 @@ class Keeper:
         self._look_for_stuck()
         self._discover()
         for stream in self.streams:
-            try:
-                self._tend(stream)
-            except GroupMissing:
-                stream.join()
+            self._tend(stream)
         if self._clock.monotonic_ms() >= self._extend_due_ms:
             self._extend_due_ms = self._clock.monotonic_ms() + self._policy.claim_ms / _EXTENSIONS
         self._noted = self._report.committed
         self._report.stands(in_flight=len(self._hand), buffered=self._hand.buffer.qsize())
+        self._report.answered()
         self._report.paused(bool(self._streams) and all(stream.paused for stream in self.streams))
 
     def recover(self, stream: ReliableStream) -> None:
-        """Take into the hand all that this worker holds and has not in hand: from its last life, or a lost reply."""
-        while self._take_over(stream, idle_ms=0, own=True, count=_MOST_ADOPTED):
+        """Take into the hand all that this worker holds and has not in hand: from its last life, or a lost reply.
+
+        Not while the stream is paused; then it is done afterwards.
+        """
+        while not stream.paused and self._take_over(stream, idle_ms=0, own=True, count=_MOST_ADOPTED):
             pass
 
     def _take_over(self, stream: ReliableStream, *, idle_ms: int, own: bool, count: int) -> int:
@@ -88,11 +89,14 @@ class Keeper:
         return len(found)
 
     def _tend(self, stream: ReliableStream) -> None:
+        was_paused = stream.paused
         stream.look()
+        if was_paused and not stream.paused:
+            self.recover(stream)
         if self._clock.monotonic_ms() >= self._extend_due_ms:
             self._extend(stream)
         room = min(self._hand.room(), _MOST_ADOPTED)
-        if room > 0:
+        if room > 0 and not stream.paused:
             self._take_over(stream, idle_ms=self._policy.claim_ms, own=False, count=room)
         if self._noted != self._report.committed:
             stream.checkpoint()
@@ -109,15 +113,24 @@ class Keeper:
     def _look_for_stuck(self) -> None:
         limit_ms = self._pipeline.handler.time_limit_ms
         now_ms = self._clock.monotonic_ms()
-        for delivery in self._hand.deliveries:
-            if delivery.running and now_ms - delivery.since_ms > limit_ms + _GRACE_MS:
-                self._give_up(delivery)
+        stuck = [
+            one
+            for one in self._hand.deliveries
+            if one.running and not one.settling and now_ms - one.since_ms > limit_ms + _GRACE_MS
+        ]
+        for delivery in stuck:
+            self._give_up(delivery)
+        if stuck:
+            raise HandlerStuck(
+                f"{self._pipeline.handler.label} has run on message {stuck[0].id.decode()} of {stuck[0].stream.stream} "
+                f"for longer than its time limit of {limit_ms:,.0f} ms, and cannot be ended"
+            )
 
     def _give_up(self, delivery: Delivery) -> None:
-        """Note the failed attempt; what it has in hand the process hands back when it ends."""
+        """Note the failed attempt; what else it has in hand the process hands back when it ends."""
         message = self._pipeline.decode(delivery)
         if message is not None:
-            outcome = overdue(self._pipeline.handler, message)
+            outcome = overdue(self._pipeline.handler, message, alone=not delivery.in_batch)
             if isinstance(outcome, Dead):
                 unit: Unit = self._pipeline.dead_letter(delivery, outcome)
                 delivery.stream.commit([unit])
@@ -125,7 +138,3 @@ class Keeper:
                 delivery.stream.note_failures([delivery])
                 delivery.stream.hand_back([delivery.id])
         self._hand.drop([delivery])
-        raise HandlerStuck(
-            f"{self._pipeline.handler.label} has run on message {delivery.id.decode()} of {delivery.stream.stream} for "
-            f"longer than its time limit of {self._pipeline.handler.time_limit_ms:,.0f} ms, and cannot be ended"
-        )

@@ -5,6 +5,7 @@ settler commits what came of them, the keeper makes its rounds, and the guard ru
 """
 
 import logging
+import math
 import threading
 from collections.abc import Callable, Sequence
 from queue import SimpleQueue
@@ -20,6 +21,8 @@ from millstream.health import Health
 from millstream.lifecycle import Dead
 from millstream.metrics import NOBODY, Metrics
 from millstream.reliable import Delivery, ReliableStream
+from millstream.worker.allowance import Allowance
+from millstream.worker.batches import AsyncBatchRunner, PlainBatchRunner
 from millstream.worker.hand import Hand
 from millstream.worker.keeping import Keeper
 from millstream.worker.pipeline import MakePipeline, Pipeline
@@ -32,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 _TIMEOUT_SLACK_MS = 10_000
 _FULL_WAIT_S = 0.02
-_IDLE_WAIT_S = 0.02
+_IDLE_WAIT_MS = 20.0
 _ALONE_WAIT_S = 0.005
 
 
@@ -69,7 +72,7 @@ class ReadingLoop:
         # A read that waits keeps its connection busy: it has one of its own.
         self._client = Client(url, clock=clock)
         self._reading = Client(url, timeout_ms=policy.block_ms + _TIMEOUT_SLACK_MS, clock=clock)
-        self._hand = Hand(policy, handler.concurrency if handler.is_async else 1)
+        self._hand = Hand(policy, _at_once(handler))
         self._gate = threading.Event()
         self._gate.set()
         self._stopping = threading.Event()
@@ -77,7 +80,9 @@ class ReadingLoop:
         self._failures: list[BaseException] = []
         self._streams: dict[str, ReliableStream] = {}
         self._deadline_ms = float("inf")
+        self._allowance = Allowance(handler.rate, clock)
         self._runner = self._make_runner()
+        self._hand.nudge = self._runner.nudge
         self._settler = Settler(
             self._pipeline, self._hand, self._client, self.report, clock, batch=policy.batch, give_up=self._is_over
         )
@@ -87,9 +92,11 @@ class ReadingLoop:
         )  # fmt: skip
 
     def _make_runner(self) -> Runner:
+        means = self._pipeline, self._hand, self.report, self._gate, self._clock
         if self.handler.is_async:
-            return AsyncRunner(self._pipeline, self._hand, self.report, self._gate, self._clock)
-        return PlainRunner(self._pipeline, self._hand, self.report, self._gate, self._clock, self._policy.threads)
+            return AsyncBatchRunner(*means) if self.handler.in_batches else AsyncRunner(*means)
+        threads = self._policy.threads
+        return PlainBatchRunner(*means, threads) if self.handler.in_batches else PlainRunner(*means, threads)
 
     # The spine
 
@@ -142,6 +149,7 @@ class ReadingLoop:
             if name not in self._streams:
                 stream = self._reliable(name)
                 stream.join()
+                stream.look()
                 self._keeper.recover(stream)
                 self._streams[name] = stream
 
@@ -164,9 +172,11 @@ class ReadingLoop:
                 self._hand.freed.clear()
                 continue
             try:
-                consumers = self._consumers(consumers)
-                if not self._take_new(consumers, room):
-                    self._stopping.wait(_IDLE_WAIT_S if consumers else self._policy.sweep_ms / 1000)
+                allowed = self._allowance.ask([one for one in self._keeper.streams if not one.paused])
+                consumers = self._consumers(consumers, allowed.streams)
+                if not self._take_new(consumers, min(room, allowed.count), allowed.until_ms):
+                    wait_ms = _IDLE_WAIT_MS if consumers else self._policy.sweep_ms
+                    self._stopping.wait(min(wait_ms, allowed.until_ms) / 1000)
                 if away:
                     away = False
                     self.report.redis_is_back()
@@ -178,21 +188,24 @@ class ReadingLoop:
                 # What was delivered when the connection broke is pending, and nobody has seen it.
                 self._again(self._take_unseen)
 
-    def _consumers(self, known: list[Consumer]) -> list[Consumer]:
-        """One that reads all streams at once; on Redis Cluster, where that takes one hash slot, one for each."""
-        names = [name for name, stream in self._streams.items() if not stream.paused]
+    def _consumers(self, known: list[Consumer], names: list[str]) -> list[Consumer]:
+        """One that reads all these streams at once; on Redis Cluster, where that takes one hash slot, one for each."""
         if not names or names == [name for consumer in known for name in consumer.streams]:
             return known if names else []
         together = [[name] for name in names] if self._reading.is_cluster else [names]
         group = self._streams[names[0]].group
         return [Consumer(self._reading, group=group, name=self._consumer, streams=some) for some in together]
 
-    def _take_new(self, consumers: Sequence[Consumer], room: int) -> bool:
+    def _take_new(self, consumers: Sequence[Consumer], room: int, until_ms: float) -> bool:
         """Read once through each consumer; False if there was nothing and nothing was waited for."""
-        block_ms = self._policy.block_ms if len(consumers) == 1 else 0
+        if not consumers:
+            return False
+        block_ms = math.ceil(min(self._policy.block_ms, until_ms)) if len(consumers) == 1 else 0
         found = 0
+        self.report.polling()
         for consumer in consumers:
             for batch in consumer.read_new(count=room, block_ms=block_ms):
+                self._allowance.spend(batch.stream, len(batch))
                 deliveries = self._streams[batch.stream].delivered([batch])
                 self._hand.take(deliveries, self._clock.monotonic_ms())
                 found += len(batch)
@@ -222,9 +235,9 @@ class ReadingLoop:
                 if before >= max(1, handler.retry.attempts - 2):
                     delivery.attempt = before + 2
                     text = f"the process ended each of the {before + 2} times that this message was tried"
-                    self._hand.outbox.put((delivery, Dead("crashed", text)))
+                    self._hand.outbox.put(((delivery,), Dead("crashed", text)))
                 else:
-                    self._hand.outbox.put((delivery, self._runner.alone(delivery)))
+                    self._hand.outbox.put(((delivery,), self._runner.alone(delivery)))
                 while delivery in self._hand and delivery.running and not self._stopping.is_set():
                     self._stopping.wait(_ALONE_WAIT_S)
             finally:
@@ -285,3 +298,9 @@ class ReadingLoop:
     def _wait_for(self, threads: Sequence[threading.Thread]) -> None:
         for thread in threads:
             thread.join(max(0.0, self._deadline_ms - self._clock.monotonic_ms()) / 1000)
+
+
+def _at_once(handler: Handler) -> int:
+    if handler.in_batches:
+        return handler.batch_size
+    return handler.concurrency if handler.is_async else 1

@@ -1,15 +1,26 @@
 """What a message goes through on a worker, step by step, for users to extend."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from millstream.errors import ConfigError
 from millstream.handlers import Handler
 from millstream.ledger import Unit
-from millstream.lifecycle import Again, Dead, Done, Guard, Outcome, attempt, attempt_plain, letter
+from millstream.lifecycle import (
+    Again,
+    BatchOutcome,
+    Dead,
+    Done,
+    Outcome,
+    attempt,
+    attempt_batch,
+    attempt_batch_plain,
+    attempt_plain,
+    letter,
+)
 from millstream.model import Message
 from millstream.naming import REDRIVE_FIELD
 from millstream.reliable import Delivery
-from millstream.telemetry import Run, tracing
+from millstream.telemetry import UNTRACED, Run, tracing
 
 
 class Pipeline:
@@ -38,21 +49,43 @@ class Pipeline:
         stream = delivery.stream
         return Message(stream.stream, delivery.id.decode(), pairs, None, delivery.attempt, stream.token)
 
-    def run(self, message: Message, guard: Guard) -> Outcome:
-        """Run a plain handler once."""
+    def run(self, message: Message) -> Outcome:
+        """Run a plain handler once. It cannot be stopped in its thread: the loop's watchdog ends the process."""
+        if self._tracing is UNTRACED:
+            return attempt_plain(self.handler, message, b"")
         with self._tracing.processing(self.handler.label, message) as span:
-            return _traced(span, attempt_plain(self.handler, message, b"", guard))
+            return _traced(span, attempt_plain(self.handler, message, b""))
 
     async def run_async(self, message: Message) -> Outcome:
         """Run an async handler once."""
+        if self._tracing is UNTRACED:
+            return await attempt(self.handler, message, b"")
         with self._tracing.processing(self.handler.label, message) as span:
             return _traced(span, await attempt(self.handler, message, b""))
+
+    def run_batch(self, messages: Sequence[Message]) -> BatchOutcome:
+        """Run a plain handler once on a batch."""
+        with self._tracing.processing(self.handler.label, *messages) as span:
+            dead, outcome = attempt_batch_plain(self.handler, messages)
+            return dead, _traced(span, outcome)
+
+    async def run_batch_async(self, messages: Sequence[Message]) -> BatchOutcome:
+        """Run an async handler once on a batch."""
+        with self._tracing.processing(self.handler.label, *messages) as span:
+            dead, outcome = await attempt_batch(self.handler, messages)
+            return dead, _traced(span, outcome)
 
     def commit(self, delivery: Delivery, done: Done) -> Unit:
         """The effects of a message that the handler has done, to be committed with its acknowledgement."""
         unit = delivery.stream.unit(delivery)
         if done.outputs:
             unit.add_outputs(done.outputs)
+        return unit
+
+    def commit_batch(self, deliveries: Sequence[Delivery], done: Done) -> Unit:
+        """The outputs of a batch of several, to be committed with the acknowledgement of all of them, or not at all."""
+        unit = deliveries[0].stream.unit(*deliveries)
+        unit.add_outputs(done.outputs)
         return unit
 
     def dead_letter(self, delivery: Delivery, dead: Dead) -> Unit:

@@ -19,6 +19,7 @@ class Report:
     def __init__(self, handler: str, *, time_limit_ms: float, metrics: Metrics = NOBODY, health: Health | None = None):
         self.read = self.adopted = self.committed = self.dead = 0
         self.retried = self.refused = self.handed_back = 0
+        self._reading = False
         self._handler = handler
         self._metrics = metrics
         self._progress: Progress | None = health.progress(handler, run_within_ms=time_limit_ms) if health else None
@@ -28,8 +29,18 @@ class Report:
         names = ("read", "adopted", "committed", "dead", "retried", "refused", "handed_back")
         return {name: getattr(self, name) for name in names}
 
+    def polling(self) -> None:
+        """A read begins."""
+        self._reading = True
+
+    def answered(self) -> None:
+        """Redis has answered something else. While nothing is to be read, that shows that the loop is well."""
+        if self._progress is not None and not self._reading:
+            self._progress.read()
+
     def polled(self, found: int) -> None:
-        """Redis has answered a read with so many entries; a paused loop says so too."""
+        """Redis has answered a read with so many entries."""
+        self._reading = False
         self.read += found
         if self._progress is not None:
             self._progress.read()

@@ -5,24 +5,23 @@ alone, so that the blame falls on no other.
 """
 
 import asyncio
+import select
+import selectors
 import threading
-from collections.abc import Callable
 from queue import Empty
 from typing import Protocol
 
 from millstream.clock import Clock
-from millstream.lifecycle import Done, Ended, Outcome
+from millstream.lifecycle import NOTHING, Outcome
 from millstream.model import Message
 from millstream.reliable import Delivery
 from millstream.worker.hand import Hand
 from millstream.worker.pipeline import Pipeline
 from millstream.worker.report import Report
 
-NOT_MEANT = Done((), b"")
-"""What becomes of an entry that was redriven for another handler."""
-
 _SLOW_MS = 5.0
-_GATE_S = 0.01
+GATE_S = 0.01
+_FD_SETSIZE = 1024
 
 
 class Runner(Protocol):
@@ -57,11 +56,6 @@ class _Beginning:
         delivery.since_ms, delivery.running = now_ms, True
         self._report.began()
         return self._pipeline.decode(delivery)
-
-
-def _in_place(work: Callable[[], Ended], _limit_ms: float) -> Ended:
-    # What runs too long in a thread cannot be stopped: the loop's watchdog ends the process.
-    return work()
 
 
 class PlainRunner(_Beginning):
@@ -104,37 +98,53 @@ class PlainRunner(_Beginning):
         """See Runner. A thread cannot be stopped: what still runs is left to it, and it dies with the process."""
 
     def _serve(self) -> None:
-        get, put = self._hand.buffer.get, self._hand.outbox.put
         try:
-            while (delivery := get()) is not None:
-                self._gate.wait()
-                if delivery in self._hand:
-                    put((delivery, self._outcome(delivery)))
-                self._finished += 1
+            self._work()
         except BaseException as error:  # noqa: BLE001 - handed to the thread that waits for this one
             self._failure = error
         self._hand.buffer.put(None)  # the end is for all of them
 
+    def _work(self) -> None:
+        get, put = self._hand.buffer.get, self._hand.outbox.put
+        while (delivery := get()) is not None:
+            self._gate.wait()
+            if delivery in self._hand:
+                put(((delivery,), self._outcome(delivery)))
+            self._finished += 1
+
     def _outcome(self, delivery: Delivery) -> Outcome:
         message = self._begin(delivery)
-        outcome = NOT_MEANT if message is None else self._pipeline.run(message, _in_place)
+        outcome = NOTHING if message is None else self._pipeline.run(message)
         delivery.took_ms = self._clock.monotonic_ms() - delivery.since_ms
         return outcome
 
 
+class _FineSelector(selectors.EpollSelector):
+    """Waits to the microsecond. epoll rounds up to milliseconds, which is felt by handlers that wait for a few."""
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        """See selectors.BaseSelector."""
+        if timeout is not None and timeout > 0 and self.fileno() < _FD_SETSIZE:
+            select.select((self.fileno(),), (), (), timeout)
+            timeout = 0
+        return super().select(timeout)
+
+
 class AsyncRunner(_Beginning):
-    """An event loop, in which as many messages as the handler's `concurrency` are run at once."""
+    """An event loop, in which as many messages as the handler's `concurrency` are run at once, each in its own task."""
 
     def __init__(self, pipeline: Pipeline, hand: Hand, report: Report, gate: threading.Event, clock: Clock) -> None:
         super().__init__(pipeline, hand, report, gate, clock)
-        self._loop = asyncio.new_event_loop()
-        self._waiting = asyncio.Event()
+        self._loop = asyncio.SelectorEventLoop(_FineSelector())
+        self._nudged = asyncio.Event()
+        self._free = pipeline.handler.concurrency
+        self._ended = self._cancelled = False
         self._main: asyncio.Task[None] | None = None
 
     def run(self) -> None:
         """See Runner."""
         asyncio.set_event_loop(self._loop)
-        self._main = self._loop.create_task(self._serve_all())
+        self._main = self._loop.create_task(self._serve())
         try:
             self._loop.run_until_complete(self._main)
         except asyncio.CancelledError:
@@ -146,7 +156,7 @@ class AsyncRunner(_Beginning):
     def nudge(self) -> None:
         """See Runner."""
         if not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._waiting.set)
+            self._loop.call_soon_threadsafe(self._nudged.set)
 
     def alone(self, delivery: Delivery) -> Outcome:
         """See Runner."""
@@ -154,35 +164,43 @@ class AsyncRunner(_Beginning):
 
     def cancel(self) -> None:
         """See Runner."""
+        self._cancelled = True
         if self._main is not None and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._main.cancel)
 
-    async def _serve_all(self) -> None:
-        async with asyncio.TaskGroup() as group:
-            for _ in range(self._pipeline.handler.concurrency):
-                group.create_task(self._serve())
-
     async def _serve(self) -> None:
-        buffer, put = self._hand.buffer, self._hand.outbox.put
-        while True:
-            try:
-                delivery = buffer.get_nowait()
-            except Empty:
-                self._waiting.clear()
-                if buffer.empty():
-                    await self._waiting.wait()
-                continue
-            if delivery is None:
-                buffer.put(None)  # the end is for all of them
-                self._waiting.set()
+        async with asyncio.TaskGroup() as group:
+            while not self._ended:
+                self._fill(group)
+                await self._nudged.wait()
+                self._nudged.clear()
+
+    def _fill(self, group: asyncio.TaskGroup) -> None:
+        """Begin as many messages as may run; each that ends begins the next."""
+        while self._free and not self._ended:
+            if not self._gate.is_set():
+                self._loop.call_later(GATE_S, self._nudged.set)
                 return
-            while not self._gate.is_set():  # noqa: ASYNC110 - it is closed by another thread, and hardly ever
-                await asyncio.sleep(_GATE_S)
-            if delivery in self._hand:
-                put((delivery, await self._outcome(delivery)))
+            try:
+                delivery = self._hand.buffer.get_nowait()
+            except Empty:
+                return
+            if delivery is None:
+                self._ended = True
+                self._nudged.set()
+            elif delivery in self._hand:
+                self._free -= 1
+                group.create_task(self._run_one(delivery, group))
+
+    async def _run_one(self, delivery: Delivery, group: asyncio.TaskGroup) -> None:
+        outcome = await self._outcome(delivery)
+        if not self._cancelled:
+            self._hand.outbox.put(((delivery,), outcome))
+            self._free += 1
+            self._fill(group)
 
     async def _outcome(self, delivery: Delivery) -> Outcome:
         message = self._begin(delivery)
-        outcome = NOT_MEANT if message is None else await self._pipeline.run_async(message)
+        outcome = NOTHING if message is None else await self._pipeline.run_async(message)
         delivery.took_ms = self._clock.monotonic_ms() - delivery.since_ms
         return outcome

@@ -11,11 +11,11 @@ from typing import TypeVar
 from millstream.client import Client
 from millstream.clock import Clock
 from millstream.deadletters import reason_of
-from millstream.errors import GroupMissing, OutOfMemory
+from millstream.errors import OutOfMemory
 from millstream.ledger import Unit
-from millstream.lifecycle import Again, Dead, Outcome
+from millstream.lifecycle import Again, Dead
 from millstream.reliable import Delivery, ReliableStream
-from millstream.worker.hand import Hand
+from millstream.worker.hand import Hand, Ran
 from millstream.worker.pipeline import Pipeline
 from millstream.worker.report import Report
 
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 _MEMORY_RETRY_MS = 500.0
 _WORD_EVERY_MS = 5_000.0
-Settled = tuple[Delivery, Unit]
+Settled = tuple[Sequence[Delivery], Unit]
 T = TypeVar("T")
 
 
@@ -62,30 +62,34 @@ class Settler:
                 waiting, self._without_memory = self._without_memory, []
                 self._commit(waiting)
 
-    def settle(self, found: Sequence[tuple[Delivery, Outcome]]) -> None:
+    def settle(self, found: Sequence[Ran]) -> None:
         """Do what the outcomes ask for."""
         units: list[Settled] = []
         failed: dict[ReliableStream, list[Delivery]] = defaultdict(list)
         now_ms = self._clock.monotonic_ms()
-        self._report.ran([delivery.took_ms for delivery, _ in found])
-        for delivery, outcome in found:
-            if delivery not in self._hand:
-                continue  # it was given up, or lost to another worker, while it ran
-            if isinstance(outcome, Again):
+        self._report.ran([one.took_ms for deliveries, _ in found for one in deliveries])
+        for deliveries, outcome in found:
+            delivery = deliveries[0]
+            if not all(one in self._hand for one in deliveries):
+                # It was given up, or lost to another worker, while it ran; the rest of its batch is run again.
+                self._run_again([one for one in deliveries if one in self._hand], now_ms)
+            elif isinstance(outcome, Again):
                 failed[delivery.stream].append(delivery)
                 delivery.running, delivery.since_ms = False, now_ms
                 due_ms = now_ms + self._pipeline.retry(delivery, outcome)
                 heapq.heappush(self._retries, (due_ms, next(self._number), delivery))
             elif isinstance(outcome, Dead):
-                units.append((delivery, self._pipeline.dead_letter(delivery, outcome)))
+                units.append((deliveries, self._pipeline.dead_letter(delivery, outcome)))
+            elif len(deliveries) == 1:
+                units.append((deliveries, self._pipeline.commit(delivery, outcome)))
             else:
-                units.append((delivery, self._pipeline.commit(delivery, outcome)))
+                units.append((deliveries, self._pipeline.commit_batch(deliveries, outcome)))
         for stream, deliveries in failed.items():
             self._report.retried_some(len(deliveries))
             self._note(stream, deliveries)
         if units:
             self._commit(units)
-        self._report.ended(len(found))
+        self._report.ended(sum(len(deliveries) for deliveries, _ in found))
 
     def _note(self, stream: ReliableStream, deliveries: Sequence[Delivery]) -> None:
         try:
@@ -96,11 +100,11 @@ class Settler:
     @property
     def waiting(self) -> list[Delivery]:
         """Those that wait for their next attempt, or for memory in Redis."""
-        return [delivery for _, _, delivery in self._retries] + [delivery for delivery, _ in self._without_memory]
+        return [one for _, _, one in self._retries] + _deliveries(self._without_memory)
 
-    def _collect(self) -> tuple[list[tuple[Delivery, Outcome]], bool]:
+    def _collect(self) -> tuple[list[Ran], bool]:
         get = self._hand.outbox.get
-        found: list[tuple[Delivery, Outcome]] = []
+        found: list[Ran] = []
         try:
             item = get(timeout=self._wait_s())
             while item is not None:
@@ -128,9 +132,10 @@ class Settler:
 
     def _commit(self, settled: Sequence[Settled]) -> None:
         by_stream: dict[ReliableStream, list[Settled]] = defaultdict(list)
-        for delivery, unit in settled:
-            delivery.settling = True
-            by_stream[delivery.stream].append((delivery, unit))
+        for deliveries, unit in settled:
+            for one in deliveries:
+                one.settling = True
+            by_stream[deliveries[0].stream].append((deliveries, unit))
         for stream, some in by_stream.items():
             try:
                 self._commit_some(stream, some)
@@ -140,26 +145,35 @@ class Settler:
     def _commit_some(self, stream: ReliableStream, some: Sequence[Settled], *, allow_oom: bool = False) -> None:
         units = [unit for _, unit in some]
         began_ms = self._clock.monotonic_ms()
-        refused = self._patiently(lambda: self._commit_or_join(stream, units, allow_oom))
+        refused = self._patiently(lambda: stream.commit(units, allow_oom=allow_oom))
         took_s = (self._clock.monotonic_ms() - began_ms) / 1000
         missing = {id(unit) for unit in refused}
-        written = [(delivery, unit) for delivery, unit in some if id(unit) not in missing]
+        written = [one for one in some if id(one[1]) not in missing]
         dead = [reason for _, unit in written for reason in map(reason_of, unit.dead)]
-        self._report.committed_some([delivery for delivery, _ in written], dead, took_s)
+        self._report.committed_some(_deliveries(written), dead, took_s)
         if refused:
             self._report.refused_some(len(refused))
             logger.warning(
                 "%d messages of %s were not committed: another worker has taken them over, or they were committed "
                 "before (first: %s)", len(refused), stream.stream, refused[0].first_id,
             )  # fmt: skip
-        self._hand.drop(delivery for delivery, _ in some)
+        self._hand.drop(_deliveries(some))
+        for deliveries, unit in some:
+            if len(deliveries) > 1 and id(unit) in missing:
+                self._rescue(stream, deliveries)
 
-    def _commit_or_join(self, stream: ReliableStream, units: Sequence[Unit], allow_oom: bool) -> list[Unit]:
+    def _rescue(self, stream: ReliableStream, deliveries: Sequence[Delivery]) -> None:
+        """Run again what this worker still has of a batch that was refused, since some of it is another's by now."""
         try:
-            return stream.commit(units, allow_oom=allow_oom)
-        except GroupMissing:
-            stream.join()
-            return stream.commit(units, allow_oom=allow_oom)
+            lost = self._patiently(lambda: stream.extend([one.id for one in deliveries]))
+        except OutOfMemory:
+            return  # they are pending: somebody adopts them later
+        self._run_again([one for one in deliveries if one.id not in lost], self._clock.monotonic_ms())
+
+    def _run_again(self, deliveries: Sequence[Delivery], now_ms: float) -> None:
+        for one in deliveries:
+            one.running = one.settling = False
+        self._hand.take(deliveries, now_ms)
 
     def _patiently(self, operation: Callable[[], T]) -> T:
         """Wait while Redis is away; being out of memory is for the caller."""
@@ -178,13 +192,17 @@ class Settler:
 
     def _wait_for_memory(self, stream: ReliableStream, some: Sequence[Settled], error: OutOfMemory) -> None:
         """Acknowledge what writes nothing, which frees memory in the end; the rest waits, pending and counting no attempt."""
-        plain = [(delivery, unit) for delivery, unit in some if not (unit.outputs or unit.dead)]
+        plain = [one for one in some if not (one[1].outputs or one[1].dead)]
         if plain:
             self._commit_some(stream, plain, allow_oom=True)
-        waiting = [(delivery, unit) for delivery, unit in some if unit.outputs or unit.dead]
+        waiting = [one for one in some if one[1].outputs or one[1].dead]
         now_ms = self._clock.monotonic_ms()
         if waiting and now_ms >= self._word_due_ms:
             logger.warning("%d messages of %s wait to be committed: %s", len(waiting), stream.stream, error)
             self._word_due_ms = now_ms + _WORD_EVERY_MS
         self._without_memory += waiting
         self._memory_due_ms = now_ms + _MEMORY_RETRY_MS
+
+
+def _deliveries(settled: Sequence[Settled]) -> list[Delivery]:
+    return [one for deliveries, _ in settled for one in deliveries]
