@@ -78,7 +78,8 @@ def worker(
     lines = _Lines(as_json=as_json)
     with Client(url) as client, _stopping() as stopping:
         names = Names(client, app.name, name or None)
-        supervisor = Supervisor(names, command, count=processes, stop_ms=policy.stop_ms, on_line=lines.take)
+        client.patiently(lambda: names.take(processes), what=app.name, give_up=stopping.event.is_set)
+        supervisor = Supervisor(names, command, stop_ms=policy.stop_ms, on_line=lines.take)
         stopping.at_second_signal = supervisor.kill
         lines.started(app.name, processes)
         supervisor.run(stopping.event)

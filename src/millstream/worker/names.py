@@ -32,7 +32,7 @@ class Names:
     def take(self, count: int) -> list[str]:
         """Take `count` names. With a base of one's own they are `base-0` to `base-<count - 1>`, and must be free.
 
-        Raises ConfigError if another supervisor keeps one of them.
+        May be repeated. Raises ConfigError if another supervisor keeps one of them.
         """
         if self._base is None:
             host = "".join(c if c.isalnum() else "-" for c in socket.gethostname())[:80] or "worker"
@@ -65,6 +65,8 @@ class Names:
             self._clock.sleep_ms(500)
 
     def _try(self, name: str) -> bool:
+        if name in self.held:
+            return True
         if self._set(name, _HELD_MS):
             self.held.append(name)
             return True

@@ -42,7 +42,7 @@ class _Child:
 
 
 class Supervisor:
-    """Runs `command(name)` for each of `names`, again and again, until it is stopped.
+    """Runs `command(name)` for each name that `names` holds, again and again, until it is stopped.
 
     `on_line` is given each line of JSON that a process writes to its standard output, and its name. A process that ends
     by a signal or with STUCK_CODE is started again, at once at first, then with back-off; one that says that it cannot
@@ -54,14 +54,12 @@ class Supervisor:
         names: Names,
         command: Callable[[str], Sequence[str]],
         *,
-        count: int,
         stop_ms: float,
         on_line: Callable[[str, Any], None],
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         self._names = names
         self._command = command
-        self._count = count
         self._stop_ms = stop_ms
         self._on_line = on_line
         self._clock = clock
@@ -70,7 +68,7 @@ class Supervisor:
 
     def run(self, stopping: threading.Event) -> None:
         """Keep the processes alive until `stopping`. Raises PipelineFailed if one cannot go on, and StaleOwner."""
-        self._children = [_Child(name) for name in self._names.take(self._count)]
+        self._children = [_Child(name) for name in self._names.held]
         try:
             while not stopping.wait(_TICK_S):
                 self._renew()
