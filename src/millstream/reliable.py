@@ -7,20 +7,28 @@ Known and Loved", 2023.)
 """
 
 import logging
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Literal
+from typing import Literal, TypeVar
 
-from millstream.client import Client
+from millstream.client import Client, Script
 from millstream.deadletters import DeadLetter
+from millstream.errors import GroupMissing, StaleOwner
 from millstream.groups import Batch, Consumer, Group
 from millstream.ledger import ENTRY_MARK, FAILED, Ledger, Unit
 
 logger = logging.getLogger(__name__)
 
+TRIM = Script("trim")
+
 HANDED_BACK_MS = 86_400_000
 """Idle time of an entry that was handed back: more than any worker waits before it adopts."""
+
+_REJOINS = 3
+T = TypeVar("T")
+
+_MOST_TRIMMED = 10_000
 
 
 @dataclass(slots=True)
@@ -31,6 +39,7 @@ class Delivery:
     * `attempt`: 1, or one more than the attempts on it that are known to have failed
     * `deliveries`: how often Redis has delivered it; above 1, others may have died of it
     * `since_ms`: since when it waits, or runs, by the worker's clock; `running` says which
+    * `in_batch`: it runs in a batch of several
     * `settling`: it is being committed
     * `took_ms`: how long the last attempt took
     """
@@ -42,6 +51,7 @@ class Delivery:
     deliveries: int = 1
     since_ms: float = 0.0
     running: bool = False
+    in_batch: bool = False
     settling: bool = False
     took_ms: float = 0.0
 
@@ -59,7 +69,8 @@ class ReliableStream:
     * `into`, `into_maxlen`: the stream that outputs go to, and its length
     * `start`: where a handler begins that has done nothing on the stream yet
 
-    Every method raises RedisError; those that name a token's owner raise StaleOwner once Spark has taken over.
+    Every method raises RedisError; those that name a token's owner raise StaleOwner once Spark has taken over. But for
+    `read` they join again by themselves where the group is gone.
     """
 
     def __init__(
@@ -101,14 +112,22 @@ class ReliableStream:
         Makes the group, and the stream, if there is none; one that was lost is made again where it stood.
         Raises AccessDenied if the Redis user lacks a right that is needed later.
         """
+        before = self.token
         self._ledger, lost = self._ledger.joined(self.stream, self._start)
+        # Where nothing is known of us any more, "latest" would skip what came since.
+        self._start = "0"
         if lost:
             logger.warning("the group %s of stream %s was lost and is made again", self._group.name, self.stream)
+        elif before and before != self.token:
+            logger.warning(
+                "Redis has lost the progress of the group %s on stream %s (or a run on Spark had it meanwhile): workers "
+                "begin anew with what the stream holds", self._group.name, self.stream,
+            )  # fmt: skip
         self._done_before = frozenset(self._ledger.marked(self.stream))
 
     def look(self) -> None:
         """See whether the stream is paused, and whether workers are still in charge of it."""
-        self.paused = self._ledger.look(self.stream)
+        self.paused = self._as_member(lambda: self._ledger.look(self.stream))
 
     # Reading
 
@@ -135,6 +154,9 @@ class ReliableStream:
         `own`: only those that this worker holds already, such as those of its last life. `excluding`: ids to leave
         alone. Never waits. Entries that were trimmed while they were pending are logged, as nobody can process them.
         """
+        return self._as_member(lambda: self._take_over(excluding, idle_ms, own, count))
+
+    def _take_over(self, excluding: Container[bytes], idle_ms: int, own: bool, count: int) -> list[Delivery]:
         pending = self._group.pending
         found = pending.walk(consumer=self.consumer if own else None, min_idle_ms=idle_ms)
         times = {one.id: one.deliveries for one in islice((one for one in found if one.id not in excluding), count)}
@@ -173,16 +195,26 @@ class ReliableStream:
         return self._hold(ids, HANDED_BACK_MS)
 
     def _hold(self, ids: Sequence[bytes], idle_ms: int) -> list[bytes]:
-        return self._ledger.hold(self.stream, ids, idle_ms)
+        return self._as_member(lambda: self._ledger.hold(self.stream, ids, idle_ms))
+
+    def reserve(self, rate: float, count: int) -> float:
+        """Reserve `count` messages of `rate` a second, which all workers share; return the wait until then, in ms."""
+        return self._ledger.reserve(self.stream, rate, count)
 
     # Committing
 
-    def unit(self, delivery: Delivery) -> Unit:
-        """An empty unit of effects for `delivery`, to fill and to commit."""
+    def unit(self, delivery: Delivery, *rest: Delivery) -> Unit:
+        """An empty unit of effects for `delivery`, or for all of a batch together, to fill and to commit."""
         entry_id = delivery.id.decode()
         unit = Unit(ENTRY_MARK + delivery.id, b"", first_id=entry_id, last_id=entry_id, messages=1)
         if delivery.deliveries > 1 or delivery.attempt > 1:
             unit.end_strikes(entry_id, entry_id + FAILED)
+        if rest:
+            unit.others = [one.id.decode() for one in rest]
+            unit.messages += len(rest)
+            for one, other_id in zip(rest, unit.others, strict=True):
+                if one.deliveries > 1:
+                    unit.end_strikes(other_id, other_id + FAILED)
         return unit
 
     def commit(self, units: Sequence[Unit], *, allow_oom: bool = False) -> list[Unit]:
@@ -190,7 +222,7 @@ class ReliableStream:
 
         `allow_oom`: even at maxmemory; only for units without effects. May safely be repeated.
         """
-        return self._ledger.commit({self.stream: units}, allow_oom=allow_oom)
+        return self._as_member(lambda: self._ledger.commit({self.stream: units}, allow_oom=allow_oom))
 
     def acknowledge(self, *deliveries: Delivery) -> list[Unit]:
         """Commit entries that have no effects in Redis; return what was refused."""
@@ -212,6 +244,32 @@ class ReliableStream:
         """Remember that the present attempts have failed, so that they count for whoever tries next."""
         self._ledger.note_failures(self.stream, {delivery.id: delivery.attempt for delivery in deliveries})
 
+    def waiting(self) -> tuple[int | None, int | None]:
+        """How many entries the group was not given yet, where Redis can say, and when the lowest pending one was added.
+
+        The latter in Unix milliseconds, by its id; None if nothing is pending.
+        """
+        info = self._group.info()
+        lowest = self._group.pending.summary().lowest
+        return None if info is None else info.lag, None if lowest is None else int(lowest.partition(b"-")[0])
+
+    def trim(self) -> int:
+        """Remove, about, the entries before the lowest that any group of the stream still needs; return how many."""
+        return int(self._client.script(TRIM, (self.stream,), (_MOST_TRIMMED,)))
+
     def checkpoint(self) -> None:
         """Note in Redis how far all workers are, so that marks can be dropped and a lost group be made again."""
-        self._ledger.checkpoint(self.stream)
+        self._as_member(lambda: self._ledger.checkpoint(self.stream))
+
+    def _as_member(self, step: Callable[[], T]) -> T:
+        """Take a step; join again and repeat it where the group is gone, or where others had to begin anew."""
+        for _ in range(_REJOINS):
+            try:
+                return step()
+            except GroupMissing:
+                pass
+            except StaleOwner:
+                if not self._ledger.is_with_workers(self.stream):
+                    raise
+            self.join()
+        return step()

@@ -269,3 +269,18 @@ def test_entries_trimmed_while_pending_are_named_and_held_by_nobody(
     assert ids(worker(client, "w2").read_pending()) == [1, 3]
     assert "1 pending entries of stream in were trimmed or deleted before they were processed: 2-0" in caplog.text
     assert pending(client) == [("1-0", "w2"), ("3-0", "w2")]
+
+
+def test_trimming_removes_nothing_that_any_group_still_needs(client: Client) -> None:
+    client.execute("CONFIG", "SET", "stream-node-max-entries", "1")  # whole nodes are removed, so let one be one entry
+    fill(client, 20)
+    assert worker(client, join=False).trim() == 0
+    mine = worker(client)
+    found = mine.read(count=15)
+    mine.acknowledge(*found[:5], *found[6:])
+    client.execute("XGROUP", "CREATE", "in", "other", "9-0")
+    assert (mine.trim(), client.execute("XRANGE", "in", "-", "+", "COUNT", 1)[0][0]) == (5, b"6-0")
+    mine.acknowledge(found[5])
+    mine.trim()
+    assert client.execute("XRANGE", "in", "-", "+", "COUNT", 1)[0][0] == b"9-0"
+    assert ids(mine.read(count=20)) == [16, 17, 18, 19, 20]

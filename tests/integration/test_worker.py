@@ -11,12 +11,15 @@ from typing import Any
 import pytest
 
 from millstream import App, Message, Reject, Retry
+from millstream import metrics as m
 from millstream.client import Client
 from millstream.deadletters import DeadLetter
 from millstream.errors import ConfigError, HandlerStuck, StaleOwner
 from millstream.handlers import Handler
 from millstream.ledger import Ledger
+from millstream.metrics import Recorder
 from millstream.naming import REDRIVE_FIELD, HandlerKeys
+from millstream.producer import Producer
 from millstream.worker import Pipeline, ReadingLoop, WorkerPolicy
 
 KEYS = HandlerKeys("app", "handle", "in")
@@ -349,9 +352,9 @@ def test_the_steps_of_a_message_can_be_extended(client: Client) -> None:
             steps.append("decode")
             return super().decode(delivery)
 
-        def run(self, message: Message, guard: Any) -> Any:
+        def run(self, message: Message) -> Any:
             steps.append("run")
-            return super().run(message, guard)
+            return super().run(message)
 
         def commit(self, delivery: Any, done: Any) -> Any:
             steps.append("commit")
@@ -372,3 +375,33 @@ def test_the_steps_of_a_message_can_be_extended(client: Client) -> None:
     with working(client, make(handle, retry=Retry(attempts=2, delay_ms=1)), pipeline=Traced) as loop:
         eventually(lambda: loop.report.committed >= 1)
     assert steps == ["decode", "run", "retry", "decode", "run", "dead_letter"]
+
+
+def test_what_it_does_shows_in_the_metrics(client: Client) -> None:
+    def handle(message: Message) -> dict[str, Any]:
+        if message.text("n") == "1":
+            raise Reject("no")
+        if message.text("n") == "2" and message.attempt == 1:
+            raise ValueError
+        return double(message)
+
+    recorder = Recorder()
+    fill(client, 10)
+    with working(client, make(handle), metrics=recorder) as loop:
+        eventually(lambda: loop.report.committed >= 10)
+    label = {"handler": "app.handle"}
+    counted = [recorder.value(metric, **label) for metric in (m.READ, m.COMMITTED, m.RETRIED, m.REFUSED)]
+    assert counted == [10, 10, 1, 0]
+    assert recorder.value(m.DEAD, reason="rejected", **label) == 1
+    assert recorder.value(m.HANDLER_SECONDS, **label) == 11
+    assert recorder.value(m.AGE_SECONDS, **label) == 10
+
+
+def test_delayed_messages_are_moved_to_the_stream_when_they_are_due(client: Client) -> None:
+    with Producer(client.url) as producer, working(client, make(double)) as loop:
+        eventually(lambda: client.execute("EXISTS", KEYS.meta) == 1)
+        began = time.monotonic()
+        producer.publish("in", {"n": 7}, delay_ms=700)
+        eventually(lambda: loop.report.committed >= 1)
+    assert 0.6 < time.monotonic() - began < 5
+    assert outputs(client) == [7]

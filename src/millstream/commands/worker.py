@@ -34,6 +34,7 @@ Threads = Annotated[int, typer.Option(help="Messages that a plain handler works 
 Prefetch = Annotated[int, typer.Option(help="Most messages in the hands of a process.", min=1)]
 ClaimS = Annotated[float, typer.Option(help="Seconds until a silent worker's messages are adopted.", min=1)]
 StopS = Annotated[float, typer.Option(help="Seconds that a stop waits for what runs.", min=0)]
+Trim = Annotated[bool, typer.Option("--trim", help="Remove entries that no consumer group needs any more.")]
 HealthPort = Annotated[
     int, typer.Option(help="Serve /healthz, /readyz and /metrics on 127.0.0.1 from this port on, one a process.")
 ]
@@ -54,6 +55,7 @@ def worker(
     prefetch: Prefetch = 4_000,
     claim_s: ClaimS = 30.0,
     stop_s: StopS = 25.0,
+    trim: Trim = False,
     health_port: HealthPort = 0,
     as_json: Json = False,
     child: Child = "",
@@ -61,7 +63,7 @@ def worker(
     """Run an app's handlers on workers, in milliseconds; what a worker leaves behind another takes up."""
     app = load_app(target)
     policy = WorkerPolicy(
-        threads=threads, prefetch=prefetch, claim_ms=round(claim_s * 1000), stop_ms=round(stop_s * 1000)
+        threads=threads, prefetch=prefetch, trim=trim, claim_ms=round(claim_s * 1000), stop_ms=round(stop_s * 1000)
     )
     settings = WorkerSettings(url=url, consumer=child or "check", only=tuple(only or ()), start=start, policy=policy)
     if child:

@@ -18,6 +18,7 @@ logger = logging.getLogger(__name__)
 
 _EXTENSIONS = 3
 _GRACE_MS = 1_000.0
+_MEASURE_MS = 5_000.0
 _MOST_ADOPTED = 100
 _TRUSTED_DELIVERIES = 2
 
@@ -41,6 +42,7 @@ class Keeper:
         self._policy = policy
         self._on_suspect = on_suspect
         self._extend_due_ms = 0.0
+        self._measure_due_ms = 0.0
         self._noted = -1
 
     @property
@@ -65,6 +67,9 @@ class Keeper:
         if self._clock.monotonic_ms() >= self._extend_due_ms:
             self._extend_due_ms = self._clock.monotonic_ms() + self._policy.claim_ms / _EXTENSIONS
         self._noted = self._report.committed
+        if self._report.is_heard and self._clock.monotonic_ms() >= self._measure_due_ms:
+            self._measure_due_ms = self._clock.monotonic_ms() + _MEASURE_MS
+            self._report.waiting([stream.waiting() for stream in self.streams])
         self._report.stands(in_flight=len(self._hand), buffered=self._hand.buffer.qsize())
         self._report.answered()
         self._report.paused(bool(self._streams) and all(stream.paused for stream in self.streams))
@@ -100,6 +105,8 @@ class Keeper:
             self._take_over(stream, idle_ms=self._policy.claim_ms, own=False, count=room)
         if self._noted != self._report.committed:
             stream.checkpoint()
+            if self._policy.trim:
+                stream.trim()
 
     def _extend(self, stream: ReliableStream) -> None:
         mine = {one.id: one for one in self._hand.deliveries if one.stream is stream and not one.settling}

@@ -16,6 +16,7 @@ class WorkerPolicy:
     * `claim_ms`: an entry whose worker has not been heard of for so long is adopted by another
     * `sweep_ms`: how often a worker looks for such entries, for new streams, and whether it is paused
     * `stop_ms`: how long a stop waits for the messages that run
+    * `trim`: remove from the stream what no consumer group needs any more
 
     Raises ConfigError for values that make no sense.
     """
@@ -27,6 +28,7 @@ class WorkerPolicy:
     claim_ms: int = 30_000
     sweep_ms: int = 1_000
     stop_ms: int = 25_000
+    trim: bool = False
 
     def __post_init__(self) -> None:
         for name in ("prefetch", "batch", "threads", "block_ms", "claim_ms", "sweep_ms"):

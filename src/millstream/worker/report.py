@@ -105,6 +105,18 @@ class Report:
         self._metrics.set(m.IN_FLIGHT, in_flight, handler=self._handler)
         self._metrics.set(m.BUFFERED, buffered, handler=self._handler)
 
+    @property
+    def is_heard(self) -> bool:
+        """True if somebody listens to the figures."""
+        return self._metrics is not NOBODY
+
+    def waiting(self, standings: Sequence[tuple[int | None, int | None]]) -> None:
+        """How much waits on each stream, as `ReliableStream.waiting` says."""
+        self._metrics.set(m.LAG, sum(lag or 0 for lag, _ in standings), handler=self._handler)
+        oldest = min((added_ms for _, added_ms in standings if added_ms is not None), default=None)
+        age_s = 0.0 if oldest is None else max(0.0, time.time() - oldest / 1000)
+        self._metrics.set(m.OLDEST_PENDING, age_s, handler=self._handler)
+
     def paused(self, paused: bool) -> None:
         """Whether all its streams are paused."""
         self._metrics.set(m.PAUSED, float(paused), handler=self._handler)
