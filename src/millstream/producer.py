@@ -4,17 +4,22 @@ Every call returns when Redis has confirmed it, so nothing waits in the producer
 """
 
 import asyncio
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
 from functools import partial
 from itertools import repeat
 from threading import Lock
 from typing import TypeVar
 
+from millstream import metrics as m
 from millstream.channel import BATCH_ENTRIES, BATCH_SIZE, Batch, Channel, Terms, new_token
 from millstream.client import Client
 from millstream.decoding import encode_output
-from millstream.errors import ConfigError, NotReplicated
+from millstream.errors import ConfigError, NotReplicated, RedisError
+from millstream.metrics import NOBODY, Metrics
+from millstream.telemetry import tracing
 
 DedupeId = str | bytes
 T = TypeVar("T")
@@ -28,6 +33,7 @@ class Producer:
       number. It counts all entries, so something must remove those that are processed
     * `dedupe_window_ms`: how long a `dedupe_id` is remembered, in milliseconds
     * `patience_ms`: how long a publish waits for a Redis that is away or out of memory, or for a full stream
+    * `metrics`: who is told how many, how long and what failed
 
     Messages are a mapping, or an instance of a dataclass, msgspec.Struct or pydantic model (`encode_output`). Those
     that one thread publishes to a stream stand there in this order. Several threads may share a producer; processes
@@ -42,6 +48,7 @@ class Producer:
         max_length: int | None = None,
         dedupe_window_ms: int = 3_600_000,
         patience_ms: float = 30_000.0,
+        metrics: Metrics = NOBODY,
     ) -> None:
         if max_length is not None and max_length < 1:
             raise ConfigError(f"max_length={max_length}: a stream must have room for 1 entry or more")
@@ -58,6 +65,8 @@ class Producer:
             patience_ms=patience_ms,
         )
         self._channels: dict[str, Channel] = {}
+        self._metrics = metrics
+        self._tracing = tracing()
         # A batch beyond the limit would wait for ever.
         self._most_entries = min(BATCH_ENTRIES, max_length or BATCH_ENTRIES)
         self._lock = Lock()
@@ -99,8 +108,9 @@ class Producer:
         """
         terms = Terms(delay_ms=delay_ms, replicas=replicas, timeout_ms=timeout_ms)
         batch = Batch()
-        _take(batch, message, dedupe_id)
-        return self._to(stream).send(batch, terms).decode()
+        with self._tracing.publishing(stream, 1):
+            _take(batch, message, dedupe_id, self._tracing.fields())
+            return self._send(self._to(stream), batch, terms).decode()
 
     def publish_many(
         self,
@@ -119,17 +129,17 @@ class Producer:
         """
         terms = Terms(delay_ms=delay_ms, replicas=replicas, timeout_ms=timeout_ms)
         channel = self._to(stream)
-        if dedupe_ids is not None:
-            messages = list(messages)
-            if len(messages) != len(dedupe_ids):
-                raise ConfigError(f"{len(messages)} messages have {len(dedupe_ids)} dedupe_ids: give each its own")
+        messages = list(messages)
+        if dedupe_ids is not None and len(messages) != len(dedupe_ids):
+            raise ConfigError(f"{len(messages)} messages have {len(dedupe_ids)} dedupe_ids: give each its own")
         ids: list[str] = []
-        for batch in self._batches(messages, dedupe_ids):
-            try:
-                ids += channel.send(batch, terms).decode().split()
-            except NotReplicated as error:
-                error.ids = [*ids, *error.ids]
-                raise
+        with self._tracing.publishing(stream, len(messages)):
+            for batch in self._batches(messages, dedupe_ids, self._tracing.fields()):
+                try:
+                    ids += self._send(channel, batch, terms).decode().split()
+                except NotReplicated as error:
+                    error.ids = [*ids, *error.ids]
+                    raise
         return ids
 
     async def publish_async(
@@ -170,7 +180,20 @@ class Producer:
         )
 
     async def _in_thread(self, call: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, call)
+        # With the context of the caller: a trace that is under way there goes on here.
+        run = copy_context().run
+        return await asyncio.get_running_loop().run_in_executor(self._thread, lambda: run(call))
+
+    def _send(self, channel: Channel, batch: Batch, terms: Terms) -> bytes:
+        began = time.perf_counter()
+        try:
+            reply = channel.send(batch, terms)
+        except RedisError as error:
+            self._metrics.count(m.PUBLISH_ERRORS, error=type(error).__name__)
+            raise
+        self._metrics.count(m.PUBLISHED, batch.entries)
+        self._metrics.observe(m.PUBLISH_SECONDS, time.perf_counter() - began)
+        return reply
 
     def _to(self, stream: str) -> Channel:
         with self._lock:
@@ -178,11 +201,13 @@ class Producer:
                 self._channels[stream] = self._channel(stream)
             return self._channels[stream]
 
-    def _batches(self, messages: Iterable[object], dedupe_ids: Sequence[DedupeId] | None) -> Iterator[Batch]:
+    def _batches(
+        self, messages: Iterable[object], dedupe_ids: Sequence[DedupeId] | None, trace: Sequence[bytes]
+    ) -> Iterator[Batch]:
         batch = Batch()
         own_ids: Iterable[DedupeId | None] = repeat(None) if dedupe_ids is None else dedupe_ids
         for message, own_id in zip(messages, own_ids, strict=False):
-            _take(batch, message, own_id)
+            _take(batch, message, own_id, trace)
             if batch.entries >= self._most_entries or batch.size >= BATCH_SIZE:
                 yield batch
                 batch = Batch()
@@ -190,8 +215,8 @@ class Producer:
             yield batch
 
 
-def _take(batch: Batch, message: object, dedupe_id: DedupeId | None) -> None:
-    pairs = encode_output(message)
+def _take(batch: Batch, message: object, dedupe_id: DedupeId | None, trace: Sequence[bytes]) -> None:
+    pairs = [*encode_output(message), *trace]
     batch.add(tuple(pairs[::2]), pairs[1::2])
     if dedupe_id is not None:
         batch.dedupe_ids.append(dedupe_id.encode() if isinstance(dedupe_id, str) else dedupe_id)

@@ -37,7 +37,7 @@ def test_terms_that_make_no_sense_are_refused(values: dict[str, float]) -> None:
 @pytest.mark.parametrize("values", [{"max_length": 0}, {"dedupe_window_ms": 0}])
 def test_a_producer_that_makes_no_sense_is_refused(values: dict[str, int]) -> None:
     with pytest.raises(ConfigError):
-        Producer(NOWHERE, **values)
+        Producer(NOWHERE, **values)  # type: ignore[arg-type]
 
 
 def test_a_stream_whose_slot_no_other_key_can_share_is_refused() -> None:

@@ -1,0 +1,60 @@
+"""A trace goes from the publish to each run of the handler, through a real stream."""
+
+import asyncio
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+from opentelemetry import trace
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+from millstream import App, Message, Retry
+from millstream import metrics as m
+from millstream.metrics import Recorder
+from millstream.producer import Producer
+from millstream.worker import ReadingLoop, WorkerPolicy
+
+
+@pytest.fixture
+def spans(monkeypatch: pytest.MonkeyPatch) -> Iterator[InMemorySpanExporter]:
+    exporter = InMemorySpanExporter()
+    provider = TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    monkeypatch.setattr(trace, "get_tracer_provider", lambda: provider)
+    yield exporter
+    provider.shutdown()
+
+
+def test_publish_and_every_attempt_are_one_trace(spans: InMemorySpanExporter, millstream_url: str) -> None:
+    app = App("shop")
+
+    @app.handler("orders", retry=Retry(attempts=2, delay_ms=1))
+    def total(message: Message) -> None:
+        if message.attempt == 1:
+            raise ValueError("not yet")
+
+    recorder = Recorder()
+    with Producer(millstream_url, metrics=recorder) as producer:
+        producer.publish("orders", {"n": 1})
+        with trace.get_tracer_provider().get_tracer("user").start_as_current_span("request"):
+            asyncio.run(producer.publish_async("orders", {"n": 2}))
+    assert recorder.value(m.PUBLISHED) == 2
+    loop = ReadingLoop(app.handlers["total"], millstream_url, consumer="w", policy=WorkerPolicy(block_ms=50))
+    thread = threading.Thread(target=loop.run)
+    thread.start()
+    end = time.monotonic() + 20
+    while loop.report.committed < 2 and time.monotonic() < end:
+        time.sleep(0.01)
+    loop.stop()
+    thread.join()
+    by_trace: dict[int, list[str]] = {}
+    for span in spans.get_finished_spans():
+        by_trace.setdefault(span.context.trace_id, []).append(span.name)
+    one = ["process shop.total", "process shop.total", "publish"]
+    assert sorted(map(sorted, by_trace.values())) == [one, [*one, "request"]]
+        runs[:0] + sorted([*runs, "publish"]),
+        sorted([*runs, "publish", "request"]),
+    ]
