@@ -2,11 +2,11 @@
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, TypeVar
 
 from millstream.client import Arg, Client, Command, Reply, Script, raise_if_error
 from millstream.clock import SYSTEM_CLOCK, Clock
-from millstream.errors import ConfigError, DecodeError, RedisError
+from millstream.errors import AccessDenied, ConfigError, DecodeError, GroupMissing, RedisError
 from millstream.lifecycle import load_state
 from millstream.model import EntryId
 from millstream.naming import PREFIX, HandlerKeys, from_wire, to_wire
@@ -17,6 +17,9 @@ _PIPELINE = 1_000
 _SCAN_PAGE = 1_000
 _COUNTERS = ("committed", "written", "dead", "refused")
 _OWN_PREFIX = f"{PREFIX}:"
+
+Engine = Literal["workers", "spark"]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,26 +49,35 @@ class StreamReport:
 class HandlerReport:
     """How far a handler is on one stream.
 
-    * `frontier`: all up to this id is committed; None before the first commit
-    * `lag`: entries after it; None if that is unknown. A lower bound unless `lag_exact`
+    * `engine`: who runs it, or ran it last
+    * `frontier`: all up to this id is committed, on workers but for what is pending; None before the first commit
+    * `lag`: entries that are not committed; None if that is unknown. A lower bound unless `lag_exact`
     * `oldest_age_ms`: age of the first of them
+    * `consumers`, `pending`: the workers' consumers, and what they have in hand
+    * `oldest_pending_age_ms`: age of the first entry that is pending
     * `committed`, `written`, `dead`, `refused`: messages committed, outputs written, dead letters ever given,
       commits refused because another run had made them
     * `waiting`: dead letters in its box now
+    * `paused`: its workers read nothing new for now
     """
 
     app: str
     handler: str
     stream: str
+    engine: Engine
     frontier: str | None
     lag: int | None
     lag_exact: bool
     oldest_age_ms: int | None
+    consumers: int
+    pending: int
+    oldest_pending_age_ms: int | None
     committed: int
     written: int
     dead: int
     refused: int
     waiting: int
+    paused: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,6 +103,26 @@ def inspect(
     read = {keys.stream for keys in found}
     shown = tuple(stream for name, stream in streams.items() if app is None or name in read)
     return Inspection(streams=shown, handlers=handlers)
+
+
+def find_handlers(client: Client) -> list[HandlerKeys]:
+    """Every handler that has left something in Redis, on each of its streams, sorted. Raises RedisError."""
+    return _handlers(client, _streams(client, client.scan_streams()))
+
+
+def handler_of(stream: str, group: str) -> HandlerKeys | None:
+    """The handler whose group on `stream` this is; None if it is nobody's."""
+    app, _, handler = group.removeprefix(_OWN_PREFIX).partition(".")
+    try:
+        keys = HandlerKeys(app, handler, stream)
+    except ConfigError:
+        return None  # no handler can read this stream
+    return keys if keys.group == group else None
+
+
+def engine_of(client: Client, keys: HandlerKeys | None) -> Engine | None:
+    """Who runs a handler, or ran it last. Raises RedisError."""
+    return None if keys is None else _engine(client.execute("HGET", to_wire(keys.meta), "engine"))
 
 
 def read_state(client: Client, keys: HandlerKeys, key: bytes) -> dict[str, Any] | None:
@@ -134,15 +166,11 @@ def reset_states(client: Client, keys: HandlerKeys, wanted: Sequence[bytes]) -> 
 
 def _streams(client: Client, names: Sequence[str]) -> Iterator[StreamReport]:
     now_ms = _server_time_ms(client)
-    reports = dict(zip(names, _ask(client, [("XINFO", "STREAM", to_wire(name)) for name in names]), strict=True))
-    known = {name: _mapping(reply) for name, reply in reports.items() if not isinstance(reply, RedisError)}
+    reports = _known(names, _ask(client, [("XINFO", "STREAM", to_wire(name)) for name in names]))
+    known = {name: _mapping(reply) for name, reply in reports.items()}
     grouped = [name for name, values in known.items() if values[b"groups"]]
-    replies = _ask(client, [("XINFO", "GROUPS", to_wire(name)) for name in grouped])
-    groups = {
-        name: tuple(_group(_mapping(group)) for group in reply)
-        for name, reply in zip(grouped, replies, strict=True)
-        if not isinstance(reply, RedisError)
-    }
+    replies = _known(grouped, _ask(client, [("XINFO", "GROUPS", to_wire(name)) for name in grouped]))
+    groups = {name: tuple(_group(_mapping(group)) for group in reply) for name, reply in replies.items()}
     for name, values in known.items():
         first, last = values[b"first-entry"], values[b"last-entry"]
         yield StreamReport(
@@ -171,16 +199,9 @@ def _group(values: dict[bytes, Any]) -> GroupReport:
 def _handlers(client: Client, streams: Iterable[StreamReport]) -> list[HandlerKeys]:
     """Handlers that have left something in Redis: their groups on the streams, and their own keys."""
     # On Redis Cluster the scan below sees one node only; the groups are known from all.
-    found = set()
+    found: set[HandlerKeys] = set()
     for stream in streams:
-        for group in stream.groups:
-            app, _, handler = group.name.removeprefix(_OWN_PREFIX).partition(".")
-            try:
-                keys = HandlerKeys(app, handler, stream.name)
-            except ConfigError:
-                break  # no handler can read this stream
-            if keys.group == group.name:
-                found.add(keys)
+        found.update(keys for group in stream.groups if (keys := handler_of(stream.name, group.name)))
     for name in _scan(client, f"{PREFIX}:*:meta"):
         try:
             found.add(HandlerKeys.parse(name))
@@ -212,12 +233,15 @@ class _Lag:
     more: bool = False
 
 
-def _lag(keys: HandlerKeys, frontier: str | None, stream: StreamReport | None) -> _Lag:
-    """What is known of a handler's lag without counting; `more` if it must be counted."""
+def _lag(keys: HandlerKeys, frontier: str | None, workers: "_Workers | None", stream: StreamReport | None) -> _Lag:
+    """What is known, without counting, of the entries that a handler has not begun; `more` if they must be counted.
+
+    What a workers' group was given is committed or pending. On Spark the frontier says how far the handler is.
+    """
     if stream is None:
         return _Lag(keys.stream, frontier, count=0)
-    group = next((group.position for group in stream.groups if group.name == keys.group), None)
-    lag = _Lag(keys.stream, frontier or group)
+    shown = next((group.position for group in stream.groups if group.name == keys.group), None)
+    lag = _Lag(keys.stream, workers.group.position if workers else frontier or shown)
     if lag.position is None:
         return lag
     position = EntryId.parse(lag.position)
@@ -249,30 +273,72 @@ def _count(client: Client, lags: Iterable[_Lag], budget_ms: float, clock: Clock)
         unfinished = [lag for lag in unfinished if lag.more]
 
 
+@dataclass(frozen=True, slots=True)
+class _Workers:
+    """The workers' group of a handler, and the first entry that it has in hand."""
+
+    group: GroupReport
+    first_pending: str | None
+
+
+def _workers(
+    client: Client, metas: Mapping[HandlerKeys, list[bytes | None]], streams: Mapping[str, StreamReport]
+) -> dict[HandlerKeys, _Workers]:
+    groups = {
+        keys: group
+        for keys, (engine, *_) in metas.items()
+        if _engine(engine) == "workers" and keys.stream in streams
+        for group in streams[keys.stream].groups
+        if group.name == keys.group
+    }
+    replies = _ask(client, [("XPENDING", to_wire(keys.stream), keys.group) for keys in groups])
+    lowest = [None if isinstance(reply, GroupMissing) else raise_if_error(reply)[1] for reply in replies]
+    return {
+        keys: _Workers(group, first.decode() if first else None)
+        for (keys, group), first in zip(groups.items(), lowest, strict=True)
+    }
+
+
 def _handler_reports(
     client: Client, found: Sequence[HandlerKeys], streams: Mapping[str, StreamReport], budget_ms: float, clock: Clock
 ) -> Iterator[HandlerReport]:
-    metas = _ask(client, [("HMGET", to_wire(keys.meta), "frontier", *_COUNTERS) for keys in found])
-    letters = _ask(client, [("XLEN", to_wire(keys.dead)) for keys in found])
-    frontiers = [raise_if_error(meta)[0] for meta in metas]
+    metas: dict[HandlerKeys, list[bytes | None]] = _known(
+        found,
+        _ask(client, [("HMGET", to_wire(keys.meta), "engine", "frontier", "paused", *_COUNTERS) for keys in found]),
+    )
+    letters = _ask(client, [("XLEN", to_wire(keys.dead)) for keys in metas])
+    workers = _workers(client, metas, streams)
     lags = [
-        _lag(keys, frontier.decode() if frontier else None, streams.get(keys.stream))
-        for keys, frontier in zip(found, frontiers, strict=True)
+        _lag(keys, frontier.decode() if frontier else None, workers.get(keys), streams.get(keys.stream))
+        for keys, (_, frontier, *_) in metas.items()
     ]
     _count(client, lags, budget_ms, clock)
     now_ms = _server_time_ms(client)
-    for keys, (frontier, *counters), waiting, lag in zip(found, metas, letters, lags, strict=True):
+    for (keys, (engine, frontier, paused, *counters)), waiting, lag in zip(metas.items(), letters, lags, strict=True):
+        at_work = workers.get(keys)
+        pending = at_work.group.pending if at_work else 0
+        first_pending = at_work.first_pending if at_work else None
+        first = first_pending or lag.first_id
         yield HandlerReport(
             app=keys.app,
             handler=keys.handler,
             stream=keys.stream,
+            engine=_engine(engine),
             frontier=frontier.decode() if frontier else None,
-            lag=lag.count,
+            lag=None if lag.count is None else lag.count + pending,
             lag_exact=not lag.more,
-            oldest_age_ms=_age_ms(lag.first_id, now_ms) if lag.first_id else None,
+            oldest_age_ms=_age_ms(first, now_ms) if first else None,
+            consumers=at_work.group.consumers if at_work else 0,
+            pending=pending,
+            oldest_pending_age_ms=_age_ms(first_pending, now_ms) if first_pending else None,
             waiting=raise_if_error(waiting),
+            paused=paused is not None,
             **{name: int(counter or 0) for name, counter in zip(_COUNTERS, counters, strict=True)},
         )
+
+
+def _engine(found: bytes | None) -> Engine:
+    return "workers" if found == b"workers" else "spark"
 
 
 # --- Replies ---
@@ -285,6 +351,18 @@ def _ask(client: Client, commands: Sequence[Command]) -> list[Reply]:
         for start in range(0, len(commands), _PIPELINE)
         for reply in client.pipeline(commands[start : start + _PIPELINE])
     ]
+
+
+def _known(names: Sequence[T], replies: Sequence[Reply]) -> dict[T, Reply]:
+    """The replies by name, without those that are gone, or that this user may not see: names are seen by everybody.
+
+    Raises AccessDenied if it may see none.
+    """
+    found = {name: reply for name, reply in zip(names, replies, strict=True) if not isinstance(reply, RedisError)}
+    denials = [reply for reply in replies if isinstance(reply, AccessDenied)]
+    if denials and not found:
+        raise denials[0]
+    return found
 
 
 def _server_time_ms(client: Client) -> int:

@@ -13,6 +13,7 @@ from millstream.errors import AccessDenied, CommandFailed, OutOfMemory, StaleOwn
 from millstream.ledger import ENTRY_MARK, KEY_MARK, Ledger, Unit
 from millstream.model import EntryId
 from millstream.naming import HandlerKeys
+from millstream.server import EmbeddedServer
 
 STREAM = "orders"
 KEYS = HandlerKeys("app", "handler", STREAM)
@@ -336,13 +337,13 @@ def test_a_commit_between_the_reads_of_a_load_is_seen_so_that_no_stale_state_is_
 
 
 @pytest.fixture
-def limited(client: Client) -> Iterator[Callable[[str], Client]]:
+def limited(client: Client, millstream_server: EmbeddedServer) -> Iterator[Callable[[str], Client]]:
     """Makes a client of a user with all rights but those named."""
     opened: list[Client] = []
 
     def make(rights: str) -> Client:
         client.execute("ACL", "SETUSER", "clerk", "reset", "on", ">pw", "~*", "&*", "+@all", *rights.split())
-        opened.append(Client(client.url.replace("redis://", "redis://clerk:pw@")))
+        opened.append(Client(millstream_server.url.replace("redis://", "redis://clerk:pw@")))
         return opened[-1]
 
     yield make

@@ -9,6 +9,7 @@ from pyspark.sql import SparkSession
 from millstream import App, Reject, State
 from millstream.client import Client
 from millstream.errors import AccessDenied, ConfigError
+from millstream.rights import RoleName, rule
 from millstream.testing import topologies
 from tests.spark.pipelines import Pipelines, eventually
 
@@ -36,9 +37,9 @@ def sums_app(*streams: str) -> App:
     return app
 
 
-def check(spark: SparkSession, url: str, folder: Path) -> None:
-    """Fill three streams, process them in two runs, and look at state, dead letters and lag."""
-    with Client(url) as client:
+def check(spark: SparkSession, url: str, folder: Path, *, admin: str = "") -> None:
+    """Fill three streams, process them in two runs, and look at state, dead letters and lag, as `admin` if given."""
+    with Client(admin or url) as client:
         pipelines = Pipelines(spark, url, folder, client)
         app = sums_app(*STREAMS)
         for part in range(2):
@@ -80,16 +81,13 @@ def test_a_server_that_speaks_tls_only(spark: SparkSession, tmp_path: Path) -> N
 
 
 def test_a_user_with_only_the_rights_that_are_needed(spark: SparkSession, tmp_path: Path) -> None:
-    needed = (
-        "+xadd +xrange +xrevrange +xlen +xinfo +xgroup +xreadgroup +scan +type +hget +hmget +hset +hdel +hexists +hlen +hgetall "
-        "+hincrby +unlink +evalsha +eval +time +ping +client|reply"
-    )
-    rules = [f"worker >secret ~orders:* ~millstream:* {needed}", "guest >secret ~nothing:* +ping"]
+    printed = rule("spark", [RoleName.SPARK], streams=STREAMS, app="app").line.removeprefix("ACL SETUSER spark on")
+    rules = [f"spark >secret{printed}", "guest >secret ~nothing:* +ping", "admin >secret ~* +@all"]
     with topologies.acl_server(rules) as deployed:
-        check(spark, deployed.urls["worker"], tmp_path)
+        check(spark, deployed.urls["spark"], tmp_path, admin=deployed.urls["admin"])
         with Client(deployed.urls["guest"]) as guest, pytest.raises(AccessDenied, match="may not do"):
             guest.execute("XLEN", "orders:{1}")
-        wrong = deployed.urls["worker"].replace("secret", "guess")
+        wrong = deployed.urls["spark"].replace("secret", "guess")
         with Client(wrong) as stranger, pytest.raises(AccessDenied, match="check user and password") as caught:
             stranger.execute("PING")
         assert "guess" not in str(caught.value)

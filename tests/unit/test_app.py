@@ -50,6 +50,22 @@ def takes_rest(*orders: Order) -> None:
     """Takes what nobody can fill."""
 
 
+def takes_orders(orders: list[Order]) -> None:
+    """A well-formed handler of batches."""
+
+
+def takes_orders_and_state(orders: list[Order], state: State) -> None:
+    """State belongs to one key."""
+
+
+def takes_orders_and_message(orders: list[Order], message: Message) -> None:
+    """Mixes lists and single things."""
+
+
+def takes_list_of_anything(orders: list[Any]) -> None:
+    """Does not say what it takes."""
+
+
 async def async_key(message: Message) -> str:
     """A key function that cannot be used."""
     return ""
@@ -81,6 +97,15 @@ MISTAKES: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], str]] 
     (takes_only_state, ("a",), {"key": "customer"}, "must take the message"),
     (takes_unknown, ("a",), {}, "annotations cannot be read: name 'Missing'"),
     (takes_rest, ("a",), {}, "must be a plain parameter"),
+    (takes_orders, ("a",), {"key": "customer"}, "takes lists and has a key"),
+    (takes_orders_and_state, ("a",), {"key": "customer"}, "without a State"),
+    (takes_orders_and_message, ("a",), {}, "takes lists and single things"),
+    (takes_list_of_anything, ("a",), {}, "Any is no model"),
+    (takes_order, ("a",), {"batch_size": 5}, "batch_size is for handlers that take a list"),
+    (takes_orders, ("a",), {"batch_size": 0}, "batch_size must be a whole number from 1"),
+    (takes_orders, ("a",), {"batch_wait_ms": -1}, "batch_wait_ms must be a number"),
+    (takes_order, ("a",), {"rate": 0}, "rate must be a number of messages a second above 0"),
+    (takes_order, ("a",), {"rate": True}, "rate must be a number of messages"),
 ]
 
 

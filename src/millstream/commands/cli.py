@@ -30,6 +30,12 @@ FAMILIES: Mapping[str, tuple[str, str]] = {
     "tail": ("millstream.commands.tail:tail", "Show the entries of streams as they come."),
     "info": ("millstream.commands.info:info", "Show streams, handlers, their lag and their dead letters."),
     "state": ("millstream.commands.state:state", "Show, list and reset what handlers keep for a key."),
+    "groups": ("millstream.commands.groups:groups", "List and change consumer groups."),
+    "pending": ("millstream.commands.pending:pending", "Show what a group has handed out and nobody has acknowledged."),
+    "claim": ("millstream.commands.claim:claim", "Have a consumer hold pending entries of others."),
+    "acl": ("millstream.commands.acl:acl", "Print the rights that Redis users need."),
+    "pause": ("millstream.commands.pause:pause", "Have a handler's workers read nothing new."),
+    "resume": ("millstream.commands.pause:resume", "Have a paused handler's workers go on."),
     "dlq": ("millstream.commands.dlq:dlq", "List, show, redrive and purge dead letters."),
 }
 

@@ -45,6 +45,8 @@ def _show_handlers(handlers: tuple[HandlerReport, ...], limit: int) -> None:
             "stream",
             ">lag",
             ">oldest waits",
+            "runs on",
+            ">in hand",
             ">committed",
             ">written",
             ">refused",
@@ -57,6 +59,8 @@ def _show_handlers(handlers: tuple[HandlerReport, ...], limit: int) -> None:
                 visible(handler.stream),
                 _lag(handler),
                 age(handler.oldest_age_ms),
+                _engine(handler),
+                f"{handler.pending:,}" if handler.engine == "workers" else "-",
                 f"{handler.committed:,}",
                 f"{handler.written:,}",
                 f"{handler.refused:,}",
@@ -74,6 +78,11 @@ def _lag(handler: HandlerReport) -> str:
     if handler.lag is None:
         return "?"
     return f"{'' if handler.lag_exact else '>'}{handler.lag:,}"
+
+
+def _engine(handler: HandlerReport) -> str:
+    name = f"workers ({handler.consumers:,})" if handler.engine == "workers" else handler.engine
+    return f"{name}, paused" if handler.paused else name
 
 
 def _show_streams(found: Inspection, limit: int) -> None:
@@ -99,7 +108,7 @@ def _show_streams(found: Inspection, limit: int) -> None:
 
 
 def _groups(stream: StreamReport) -> str:
-    # Our own groups only mark progress, which the table of handlers shows.
+    # The table of handlers shows our own.
     foreign = [group for group in stream.groups if not group.name.startswith(f"{PREFIX}:")]
     return ", ".join(f"{visible(group.name)} ({group.consumers:,}, {group.pending:,})" for group in foreign) or "-"
 

@@ -7,6 +7,7 @@ from datetime import UTC, datetime
 from typing import Annotated, Literal
 
 import typer
+from typer.core import TyperGroup
 
 from millstream.errors import ConfigError
 from millstream.model import ZERO_ID, EntryId
@@ -25,9 +26,9 @@ _ID = re.compile(r"(?!\d{8}$)\d+(-\d+)?")  # eight digits alone are a date, like
 _AGO = re.compile(r"(\d+)([smhd])")
 
 
-def family(help_text: str) -> typer.Typer:
-    """A group of commands, such as `millstream dlq`."""
-    return typer.Typer(help=help_text, no_args_is_help=True, add_completion=False, rich_markup_mode=MARKUP)
+def family(help_text: str, *, cls: type[TyperGroup] | None = None) -> typer.Typer:
+    """A group of commands, such as `millstream dlq`. `cls` decides how its arguments are read."""
+    return typer.Typer(help=help_text, no_args_is_help=True, add_completion=False, rich_markup_mode=MARKUP, cls=cls)
 
 
 def parse_time_ms(text: str) -> int:

@@ -141,6 +141,7 @@ def run(
     app = load_app(target)
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s", stream=sys.stderr)
     try:
+        from millstream.spark.preparing import check_runnable
         from millstream.spark.runner import Runner, RunSettings
         from millstream.spark.session import local_master
     except ModuleNotFoundError as error:
@@ -155,6 +156,7 @@ def run(
         start_at=start,
         fail_on_data_loss=not allow_data_loss,
     )
+    check_runnable(app.handlers.values())  # before Java starts, which takes its time
     where = master or local_master(app.handlers.values())
     with (
         _orderly_stop() as stopping,

@@ -7,9 +7,9 @@ import sys
 import threading
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NoReturn
 
 import typer
 
@@ -20,10 +20,11 @@ from millstream.commands.terminal import say_json, talk
 from millstream.errors import HandlerStuck, MillstreamError
 from millstream.health import Health, HealthServer
 from millstream.metrics import NOBODY, Recorder
+from millstream.reliable import Delivery
 from millstream.worker.names import Names
 from millstream.worker.policy import WorkerPolicy
 from millstream.worker.process import WorkerProcess, WorkerSettings
-from millstream.worker.supervisor import STUCK_CODE, Supervisor, exit_with_parent
+from millstream.worker.supervisor import FINAL_CODE, STUCK_CODE, Supervisor, exit_with_parent
 
 Target = Annotated[str, typer.Argument(help="The app: module:app or path/to/file.py:app", metavar="APP")]
 Processes = Annotated[int, typer.Option(help="How many processes work, each with all handlers.", min=1)]
@@ -42,6 +43,7 @@ Child = Annotated[str, typer.Option("--as", hidden=True)]
 
 _LINE_EVERY_S = 5.0
 _MISTAKE_CODE = 70
+_PATIENCE_MS = 3_000
 
 
 def worker(
@@ -61,14 +63,14 @@ def worker(
     child: Child = "",
 ) -> None:
     """Run an app's handlers on workers, in milliseconds; what a worker leaves behind another takes up."""
-    app = load_app(target)
     policy = WorkerPolicy(
         threads=threads, prefetch=prefetch, trim=trim, claim_ms=round(claim_s * 1000), stop_ms=round(stop_s * 1000)
     )
     settings = WorkerSettings(url=url, consumer=child or "check", only=tuple(only or ()), start=start, policy=policy)
     if child:
-        _work(WorkerProcess, app, settings, health_port)
+        _work(target, settings, health_port)
         return
+    app = load_app(target)
     WorkerProcess(app, settings)  # what is wrong with the app is said here, once
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s", stream=sys.stderr)
     own = [argument for argument in sys.argv[1:] if argument]
@@ -78,7 +80,7 @@ def worker(
         return [sys.executable, "-m", "millstream.commands.cli", *own, "--as", worker_name, "--health-port", str(port)]
 
     lines = _Lines(as_json=as_json)
-    with Client(url) as client, _stopping() as stopping:
+    with Client(url, timeout_ms=_PATIENCE_MS) as client, _stopping() as stopping:
         names = Names(client, app.name, name or None)
         client.patiently(lambda: names.take(processes), what=app.name, give_up=stopping.event.is_set)
         supervisor = Supervisor(names, command, stop_ms=policy.stop_ms, on_line=lines.take)
@@ -88,8 +90,28 @@ def worker(
         lines.finished()
 
 
-def _work(make: type[WorkerProcess], app: Any, settings: WorkerSettings, health_port: int) -> None:
-    """What a worker process does: it obeys the end of its standard input, and no signal of the terminal."""
+def _work(target: str, settings: WorkerSettings, health_port: int) -> None:
+    """What a worker process does; its exit code says whether the supervisor shall begin anew."""
+    try:
+        leftovers = _run(target, settings, health_port)
+    except HandlerStuck as error:
+        talk(f"error: {error}; its process is ended")
+        _end(STUCK_CODE)
+    except MillstreamError as error:
+        talk(f"error: {error}")
+        _end(FINAL_CODE)
+    except Exception:  # noqa: BLE001 - a mistake of ours: the supervisor begins anew
+        traceback.print_exc()
+        _end(_MISTAKE_CODE)
+    for delivery in leftovers:
+        talk(
+            f"message {delivery.id.decode()} of {delivery.stream.stream} was still running; another worker does it again"
+        )
+    _end(0)
+
+
+def _run(target: str, settings: WorkerSettings, health_port: int) -> Sequence[Delivery]:
+    """Obey the end of standard input, and no signal of the terminal."""
     stopping = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stopping.set())
@@ -98,26 +120,12 @@ def _work(make: type[WorkerProcess], app: Any, settings: WorkerSettings, health_
         recorder, health = (Recorder(), Health()) if health_port else (NOBODY, None)
         if health is not None and isinstance(recorder, Recorder):
             stack.enter_context(HealthServer(health, recorder, port=health_port))
-        process = make(app, settings, metrics=recorder, health=health, on_figures=_print_figures)
-        try:
-            leftovers = process.run(stopping)
-        except HandlerStuck as error:
-            talk(f"error: {error}; its process is ended")
-            _end(STUCK_CODE)
-        except MillstreamError:
-            raise
-        except Exception:  # noqa: BLE001 - a mistake of ours: the supervisor begins anew
-            traceback.print_exc()
-            _end(_MISTAKE_CODE)
-    for delivery in leftovers:
-        talk(
-            f"message {delivery.id.decode()} of {delivery.stream.stream} was still running; another worker does it again"
-        )
-    if leftovers:
-        _end(0)
+        app = load_app(target)
+        process = WorkerProcess(app, settings, metrics=recorder, health=health, on_figures=_print_figures)
+        return process.run(stopping)
 
 
-def _end(code: int) -> None:
+def _end(code: int) -> NoReturn:
     # Threads in which a handler still runs would keep the process alive.
     sys.stdout.flush()
     sys.stderr.flush()

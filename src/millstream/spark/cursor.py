@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from millstream.client import Client, Command, Reply, raise_if_error
-from millstream.errors import AccessDenied, CommandFailed, Unavailable
+from millstream.errors import AccessDenied, CommandFailed, GroupMissing, Unavailable
 from millstream.model import EntryId
 from millstream.spark.facts import StreamFacts, ask, facts_and_groups
 
@@ -50,19 +50,23 @@ def walk(client: Client, wishes: Mapping[str, Walk]) -> dict[str, Walked]:
     group = f"{_PREFIX}{time.time_ns() // 1_000_000}:{secrets.token_hex(4)}"
     walkers = [_Walker(stream, wish) for stream, wish in wishes.items()]
     made = [("XGROUP", "CREATE", walker.stream, group, str(walker.wish.after)) for walker in walkers]
+    # Refused for want of a group or of the right: reading is done without an answer, which would not tell.
+    probe = ("XREADGROUP", "GROUP", f"{group}:none", "planner", "STREAMS", walkers[0].stream, ">")
     try:
-        replies = [_allowed(reply) for reply in ask(client, made)]
+        *replies, _ = [_allowed(reply) for reply in ask(client, [*made, probe])]
         # CommandFailed: the stream is gone.
         _skip_all(client, group, [w for w, r in zip(walkers, replies, strict=True) if not isinstance(r, CommandFailed)])
     finally:
-        ask(client, [("XGROUP", "DESTROY", stream, group) for stream in wishes])
+        removed = ask(client, [("XGROUP", "DESTROY", stream, group) for stream in wishes])
+    for reply in removed:
+        _allowed(reply)
     return {walker.stream: Walked(walker.found, walker.facts) for walker in walkers}
 
 
 def _allowed(reply: Reply) -> Reply:
     if isinstance(reply, AccessDenied):
         raise AccessDenied(f"{reply}; limiting or splitting a batch needs XGROUP, XREADGROUP and XINFO on the stream")
-    return reply if isinstance(reply, CommandFailed) else raise_if_error(reply)
+    return reply if isinstance(reply, CommandFailed | GroupMissing) else raise_if_error(reply)
 
 
 class _Walker:

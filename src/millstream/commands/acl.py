@@ -1,0 +1,49 @@
+"""`millstream acl`: the rights that workers, pipelines, producers and operators need in Redis."""
+
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+
+from millstream.commands.options import Json
+from millstream.commands.terminal import say, say_json, talk
+from millstream.naming import PREFIX
+from millstream.rights import ANY, ROLES, RoleName, rule
+
+
+def acl(
+    roles: Annotated[
+        list[RoleName] | None, typer.Argument(help="Which; without any, each.", metavar="[ROLE]...")
+    ] = None,
+    user: Annotated[
+        str | None, typer.Option(help="The name of one user who is all of them; by default each role has its own.")
+    ] = None,
+    stream: Annotated[
+        list[str] | None, typer.Option(help="A stream that is read or published to, or a pattern; may be repeated.")
+    ] = None,
+    into: Annotated[list[str] | None, typer.Option(help="A stream that handlers write to; may be repeated.")] = None,
+    app: Annotated[str | None, typer.Option(help="Only this app's handlers.")] = None,
+    cluster: Annotated[
+        bool, typer.Option("--cluster", help="For a Redis Cluster: run the lines on every node.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Print ACL SETUSER lines with the rights that are needed, and no more. Nothing is changed.
+
+    Roles: worker (millstream worker), spark (millstream run), producer (Producer, millstream publish) and operator
+    (all commands that look or mend). Run the lines with redis-cli, then give each user a password.
+    """
+    chosen = tuple(dict.fromkeys(roles or ROLES))
+    users = {user: chosen} if user else {f"{PREFIX}-{role}": (role,) for role in chosen}
+    found = [
+        rule(name, some, streams=stream or (ANY,), outputs=into or (), app=app, cluster=cluster)
+        for name, some in users.items()
+    ]
+    if as_json:
+        say_json([{**asdict(one), "line": one.line} for one in found])
+        return
+    for one in found:
+        say(one.line)
+    if not stream:
+        talk("these users may use every key: --stream, --into and --app narrow it down")
+    talk("a user without a password cannot log in; give each one, as in: ACL SETUSER NAME '>PASSWORD'")

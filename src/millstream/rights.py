@@ -1,0 +1,185 @@
+"""What each kind of process does in Redis, as data: the commands and keys that its ACL user needs, and no more.
+
+Redis checks every command that a script runs as if the user had sent it (Redis documentation, "ACL" and "Scripting with
+Lua"), so what a script does is listed beside what is sent. Tests hold the lists against the scripts, and run every
+role without each of its rights.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Literal
+
+from millstream.errors import ConfigError
+from millstream.naming import PREFIX, check_identifier, check_stream, hash_tag, to_wire
+
+ANY = "*"
+"""The pattern of all streams."""
+
+
+class RoleName(StrEnum):
+    """The kinds of processes."""
+
+    WORKER = "worker"
+    SPARK = "spark"
+    PRODUCER = "producer"
+    OPERATOR = "operator"
+
+
+SCRIPTS: Mapping[str, str] = {
+    "advance": "hmget hset unlink",
+    "begin": "del exists hdel hexists hincrby hkeys hlen hmget hset xadd xclaim xgroup|create "
+    "xgroup|delconsumer xinfo|consumers xinfo|groups xpending xrange xrevrange",
+    "cancel": "hdel zrem",
+    "checkpoint": "del exists hexists hkeys hmget hset unlink xack xclaim xgroup|create xgroup|delconsumer "
+    "xinfo|consumers xinfo|groups xpending",
+    "commit": "hdel hexists hget hincrby hmget hset type xack xadd xpending",
+    "count": "xrange",
+    "dismiss": "xclaim xgroup|delconsumer xinfo|consumers xpending",
+    "due": "hdel hget time type xadd zrange zrangebyscore zrem",
+    "forget": "hdel hget unlink",
+    "hold": "hget xclaim xpending",
+    "join": "exists hdel hexists hincrby hkeys hmget hset time xack xadd xclaim xgroup|create "
+    "xgroup|delconsumer xgroup|setid xinfo|consumers xinfo|groups",
+    "name": "del get set",
+    "publish": "expire get hsetnx set time type xadd xlen zadd zcard",
+    "rate": "hget hset time",
+    "redrive": "type xadd xdel xrange",
+    "trim": "xinfo|groups xpending xtrim",
+}
+"""The commands that each script in `millstream.lua` runs."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Role:
+    """What one kind of process does.
+
+    * `scripts`, `direct`: the scripts that it runs, and the commands that it sends itself
+    * `unreached`: commands of these scripts that it never gets to
+    * `writes`: it writes outputs, or looks at them
+    * `looks`: when it looks for streams
+    * `own_keys`: which of the keys that millstream keeps for a stream, with `{app}` for the app's name
+    * `app_keys`: keys that belong to no stream
+    """
+
+    scripts: Sequence[str]
+    direct: str
+    unreached: str = ""
+    writes: bool = True
+    looks: Literal["never", "by pattern", "always"] = "by pattern"
+    own_keys: Sequence[str]
+    app_keys: Sequence[str] = ()
+
+    def commands(self, *, looking: bool) -> frozenset[str]:
+        """Everything that it runs; `looking`: its streams are given by a pattern."""
+        found = {"eval", "evalsha", *self.direct.split()}
+        for script in self.scripts:
+            found.update(SCRIPTS[script].split())
+        if self.looks == "always" or (looking and self.looks == "by pattern"):
+            found.add("scan")
+        return frozenset(found - set(self.unreached.split()))
+
+
+_HANDLERS = "{app}.*"
+_DELAYED = ("due", "delayed")
+
+ROLES: Mapping[RoleName, Role] = {
+    RoleName.WORKER: Role(
+        scripts=("join", "commit", "hold", "checkpoint", "due", "name", "rate", "trim"),
+        direct="hincrby hmget hscan hset xack xclaim xpending xrange xreadgroup",
+        own_keys=(_HANDLERS, *_DELAYED),
+        app_keys=(f"{PREFIX}:worker:{{app}}:*",),
+    ),
+    RoleName.SPARK: Role(
+        scripts=("begin", "commit", "advance", "forget"),
+        direct="client|reply hexists hget hincrby hmget time xgroup|create xgroup|destroy xgroup|setid xinfo|groups "
+        "xinfo|stream xrange xreadgroup xrevrange",
+        unreached="xack",
+        own_keys=(_HANDLERS,),
+    ),
+    RoleName.PRODUCER: Role(
+        scripts=("publish", "cancel"),
+        direct="hget ping wait zcard zrange",
+        writes=False,
+        looks="never",
+        own_keys=(*_DELAYED, "producer:*", "once:*"),
+    ),
+    RoleName.OPERATOR: Role(
+        scripts=("count", "dismiss", "redrive"),
+        direct="hdel hget hmget hscan hset time xautoclaim xclaim xdel xgroup|create xgroup|delconsumer xgroup|destroy "
+        "xgroup|setid xinfo|consumers xinfo|groups xinfo|stream xlen xpending xrange xread xrevrange",
+        looks="always",
+        own_keys=("*",),
+    ),
+}
+
+_CLUSTER = ("asking", "cluster|slots", "command")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rule:
+    """The rights of one user: subcommands stand as `xgroup|create`, keys are glob patterns."""
+
+    user: str
+    roles: tuple[RoleName, ...]
+    commands: tuple[str, ...]
+    keys: tuple[str, ...]
+
+    @property
+    def line(self) -> str:
+        """The Redis command that gives these rights and no others, whatever the user had, and keeps the passwords."""
+        rights = " ".join(f"+{command}" for command in self.commands)
+        keys = " ".join(f"~{key}" for key in self.keys)
+        return f"ACL SETUSER {self.user} on clearselectors resetkeys resetchannels -@all {rights} {keys}"
+
+
+def rule(
+    user: str,
+    roles: Sequence[RoleName],
+    *,
+    streams: Sequence[str] = (ANY,),
+    outputs: Sequence[str] = (),
+    app: str | None = None,
+    cluster: bool = False,
+) -> Rule:
+    """The rights that `user` needs to be all of `roles`.
+
+    * `streams`: names or glob patterns of the streams that are read, or published to
+    * `outputs`: those that handlers write to
+    * `app`: whose handlers; None for all apps
+    * `cluster`: with what a client of Redis Cluster asks
+
+    Raises ConfigError for names that cannot be used.
+    """
+    check_identifier("user name", user)
+    named = check_identifier("app name", app) if app else ANY
+    looking = any(map(_is_pattern, streams))
+    commands = set(_CLUSTER if cluster else ())
+    keys = dict.fromkeys(map(_literal, streams))
+    for role in map(ROLES.__getitem__, roles):
+        commands |= role.commands(looking=looking)
+        keys |= dict.fromkeys(map(_literal, outputs if role.writes else ()))
+        keys |= dict.fromkeys(
+            f"{_base(stream)}:{kind.format(app=named)}" for stream in streams for kind in role.own_keys
+        )
+        keys |= dict.fromkeys(kind.format(app=named) for kind in role.app_keys)
+    return Rule(
+        user=user, roles=tuple(roles), commands=tuple(sorted(commands)), keys=(ANY,) if ANY in keys else tuple(keys)
+    )
+
+
+def _is_pattern(stream: str) -> bool:
+    return any(char in stream for char in "*?[")
+
+
+def _base(stream: str) -> str:
+    """What millstream's keys of these streams begin with, as `naming` makes it. A pattern may stand for any tag."""
+    tag = ANY if _is_pattern(stream) else _literal(hash_tag(check_stream(stream)))
+    return f"{PREFIX}:{{{tag}}}:{_literal(stream)}"
+
+
+def _literal(stream: str) -> str:
+    """A name as an ACL pattern: what cannot stand in a rule, such as a space, is any one byte."""
+    if not stream:
+        raise ConfigError("a stream's name is empty: leave it out, or write '*' for all streams")
+    return "".join(chr(byte) if 0x20 < byte < 0x7F and byte not in b"\"'" else "?" for byte in to_wire(stream))

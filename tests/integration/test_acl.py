@@ -1,0 +1,387 @@
+"""`millstream acl`: the printed rights are enough for each role, and each of them is needed."""
+
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from millstream import App, Message, Reject
+from millstream.channel import PUBLISH
+from millstream.client import Client
+from millstream.clock import SYSTEM_CLOCK
+from millstream.deadletters import DeadLetter
+from millstream.delayed import DelayedMessages
+from millstream.errors import AccessDenied, NotReplicated
+from millstream.handlers import Handler
+from millstream.ledger import Ledger, Unit
+from millstream.model import EntryId
+from millstream.naming import HandlerKeys, StreamKeys
+from millstream.producer import Producer
+from millstream.reliable import ReliableStream
+from millstream.rights import ROLES, RoleName, rule
+from millstream.server import EmbeddedServer
+from millstream.testing.topologies import cluster
+from millstream.worker import ReadingLoop, WorkerPolicy
+from millstream.worker.names import Names
+from tests.integration.commandline import call
+
+NARROW = ("--stream", "orders*", "--into", "out", "--app", "shop")
+KEYS = HandlerKeys("shop", "bill", "orders")
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[EmbeddedServer]:
+    """A server of the module's own, as its users would outlive the tests."""
+    with EmbeddedServer() as started:
+        yield started
+
+
+@pytest.fixture
+def admin(server: EmbeddedServer) -> Iterator[Client]:
+    """May do everything, on a Redis that is empty and has no script."""
+    with Client(server.url) as client:
+        client.execute("FLUSHALL")
+        client.execute("SCRIPT", "FLUSH")
+        client.execute("ACL", "LOG", "RESET")
+        yield client
+
+
+def login(admin: Client, line: str, *, without: str = "") -> str:
+    """Make the user of a printed line, but for one right; return the URL to connect with."""
+    words = [word for word in line.split() if not (without and word == f"+{without}")]
+    assert len(words) == len(line.split()) - bool(without)
+    admin.execute(*words)
+    admin.execute("ACL", "SETUSER", words[2], ">secret")
+    return admin.url.replace("redis://", f"redis://{words[2]}:secret@", 1)
+
+
+def printed(role: str, *options: str) -> str:
+    """The one line that the command prints."""
+    return call("acl", role, *(options or NARROW)).out.strip()
+
+
+def command(url: str, *words: str) -> None:
+    """Run a command of millstream, and raise what it says if it may not."""
+    outcome = call(*words, url=url)
+    if outcome.code == 3:
+        raise AccessDenied(outcome.err)
+    assert outcome.code == 0, outcome.err
+
+
+def add(admin: Client, count: int, stream: str = "orders") -> list[bytes]:
+    return [admin.execute("XADD", stream, "*", "n", n) for n in range(count)]
+
+
+def letter() -> DeadLetter:
+    return DeadLetter(
+        stream="orders", id="1-1", pairs=[b"n", b"1"], key=None, app="shop", handler="bill", attempts=1, reason="failed",
+        error="no", time_ms=0,
+    )  # fmt: skip
+
+
+# --- What each role does, all of it ---
+
+
+def reliable(client: Client, name: str = "w-0") -> ReliableStream:
+    return ReliableStream(client, "orders", app="shop", handler="bill", consumer=name, into="out")
+
+
+def work(url: str, admin: Client) -> None:
+    """Everything that a worker ever does, one thing after the other."""
+    add(admin, 8)
+    with Client(url) as client:
+        names = Names(client, "shop", "w")
+        names.take(1)
+        names.release()
+        assert client.scan_streams("orders*") == ["orders"]
+        stream = reliable(client)
+        stream.join()
+        stream.look()
+        stream.reserve(1_000.0, 7)
+        found = stream.read(count=7)
+        effects = stream.unit(found[0])
+        effects.outputs = [("n", "1")]
+        assert stream.commit([effects]) == []
+        assert stream.acknowledge(found[1]) == []
+        assert stream.dead_letter((found[2], letter())) == []
+        stream.strike(found[3])
+        stream.note_failures(found[3:4])
+        assert stream.extend([found[3].id]) == []
+        stream.checkpoint()
+        found[3].attempt = 2
+        assert stream.acknowledge(found[3]) == []  # it is open, and has strikes
+        admin.execute("XGROUP", "DESTROY", "orders", KEYS.group)
+        stream.join()  # makes the group again, with what is open
+        admin.execute("XDEL", "orders", found[4].id)
+        assert [one.id for one in stream.read_pending()] == [found[5].id, found[6].id]
+        admin.execute("HDEL", KEYS.meta, "engine")
+        taken_over = reliable(client)
+        taken_over.join()  # from Spark, which has committed one entry beyond its frontier
+        beyond = add(admin, 1)[0]
+        admin.execute("HSET", KEYS.marks, b"i" + beyond, beyond)
+        taken_over.join()
+        assert beyond not in [one.id for one in taken_over.read(count=100)]
+        taken_over.trim()
+        with Producer(admin) as producer:
+            producer.publish("orders", {"n": 1}, delay_ms=1)
+        time.sleep(0.01)
+        assert DelayedMessages(client).move_due(["orders"]).moved == 1
+
+
+def handler_for(streams: tuple[str, ...] = ("orders",)) -> Handler:
+    app = App("shop")
+
+    @app.handler(*streams, into="out", name="bill")
+    def bill(message: Message) -> dict[str, str]:
+        if message.text("n") == "3":
+            raise Reject("no threes")
+        return {"n": message.text("n") or ""}
+
+    return app.handlers["bill"]
+
+
+def run_on_spark(url: str, admin: Client) -> None:
+    """Everything that a pipeline does in Redis, in the driver and in the tasks, without Spark itself."""
+    from millstream.spark.lag import LagGroup
+    from millstream.spark.options import parse
+    from millstream.spark.planner import Planner
+    from millstream.spark.preparing import prepare_new
+
+    ids = add(admin, 30)
+    with Client(url) as client:
+        handler = handler_for()
+        prepare_new(client, handler, ["orders"], "cp", start="resume", start_at="latest")
+        prepare_new(client, handler, ["orders"], "cp", start="reprocess", start_at="earliest")
+        options = parse({"url": url, "subscribePattern": "orders*", "frontierApp": "shop", "frontierHandler": "bill",
+                         "group": KEYS.group, "startingOffsets": "frontier"}, {})  # fmt: skip
+        planner = Planner(client, options, cores=2)
+        start = planner.starts("earliest")
+        ends = planner.advance(start, limit=10, target=None)[0]
+        assert ids[9] == str(ends["orders"].id).encode()
+        LagGroup(client, KEYS.group).show(ends)
+        ledger = Ledger(client, app="shop", handler="bill", into="out")
+        ledger = ledger.renewed(ledger.new_token(["orders"]))
+        ledger.begin(["orders"])
+        assert ledger.load({"orders": ([b"kA"], [b"A"])}) == {"orders": {}}
+        ledger.strike("orders", ids[0].decode())
+        unit = Unit(b"kA", b"", b"A", b"\x80", struck=[ids[0].decode()], outputs=[("n", 1)], dead=[letter().items()])
+        unit.cover(ids[0].decode())
+        assert ledger.commit({"orders": [unit]}) == []
+        ledger.advance({"orders": EntryId.parse(ids[9])})
+        LagGroup(client, KEYS.group).show(ends)
+        stream = reliable(admin)
+        stream.join()  # workers take over, commit one of three entries, and lose their group
+        found = stream.read(count=3)
+        stream.acknowledge(found[1])
+        stream.checkpoint()
+        admin.execute("XGROUP", "DESTROY", "orders", KEYS.group)
+        frontier = ledger.renewed(ledger.new_token(["orders"])).begin(["orders"])["orders"].frontier
+        assert str(frontier).encode() == ids[9]
+
+
+def produce(url: str, admin: Client) -> None:
+    """Everything that a program or `millstream publish` does that publishes."""
+    with Client(url) as client, Producer(client, max_length=100) as producer:
+        first = producer.publish("orders", {"n": 1}, dedupe_id="1")
+        assert producer.publish("orders", {"n": 1}, dedupe_id="1") == first
+        with pytest.raises(NotReplicated):
+            producer.publish("orders", {"n": 2}, replicas=1, timeout_ms=1)
+        delayed = DelayedMessages(client)
+        later = producer.publish("orders", {"n": 3}, delay_ms=60_000)
+        assert delayed.count("orders") == 1
+        assert delayed.find("orders")[0].id == later
+        assert delayed.cancel("orders", [later]) == 1
+        names = StreamKeys("orders")
+        batch = (PUBLISH, ("orders", names.producer("p"), names.due, names.delayed), (1, "", "", "", 0, 1, 1, "n", "4"))
+        assert client.script(*batch) == client.script(*batch)  # whose first reply was lost
+
+
+def publish(url: str, folder: Path) -> None:
+    file = folder / "rows.csv"
+    file.write_text("n\n1\n2\n")
+    command(url, "publish", "orders", str(file), "--wait", "0")
+
+
+def operate(url: str, admin: Client) -> None:
+    """Every command that looks at Redis, or mends something there."""
+    add(admin, 5)
+    stream = reliable(admin)
+    stream.join()
+    found = stream.read(count=3)
+    stream.dead_letter((found[0], letter()), (found[1], letter()))
+    stream.checkpoint()
+    admin.execute("HSET", KEYS.state, "A", b"\x80")
+    for words in ("info", "dlq list", "dlq redrive --limit 1 --app shop --yes", "dlq purge --all --yes"):
+        command(url, *words.split())
+    for words in ("list", "show", "reset --yes"):
+        keys = [] if words == "list" else ["A"]
+        command(url, "state", *words.split(), "shop", "bill", "orders", *keys)
+    command(url, "pause", "bill")
+    command(url, "resume", "bill")
+    command(url, "groups", "--pattern", "orders*")
+    command(url, "groups", "create", "orders", "g", "--at", "earliest")
+    command(url, "groups", "set-id", "orders", "g", "--at", "earliest", "--yes")
+    for name, number in (("a", 2), ("b", 1)):
+        admin.execute("XREADGROUP", "GROUP", "g", name, "COUNT", number, "STREAMS", "orders", ">")
+    command(url, "groups", "consumers", "orders", "g")
+    command(url, "pending", "orders", "g")
+    command(url, "claim", "orders", "g", "b", found[0].id.decode())
+    command(url, "claim", "orders", "g", "b", "--min-idle", "0s")
+    admin.execute("XCLAIM", "orders", "g", "a", 0, found[0].id)
+    command(url, "groups", "delete-consumer", "orders", "g", "a", "--heir", "b", "--yes")
+    command(url, "groups", "clean", "orders", "--idle", "1h", "--yes")
+    command(url, "groups", "destroy", "orders", "g", "--yes")
+    command(url, "tail", "orders", "--no-follow")
+    command(url, "tail", "orders", "--from", "earliest", "--count", "1")
+
+
+DUTIES: dict[RoleName, Callable[[str, Client], None]] = {
+    RoleName.WORKER: work,
+    RoleName.SPARK: run_on_spark,
+    RoleName.PRODUCER: produce,
+    RoleName.OPERATOR: operate,
+}
+
+
+def perform(role: RoleName, url: str, admin: Client, folder: Path) -> None:
+    DUTIES[role](url, admin)
+    if role is RoleName.PRODUCER:
+        publish(url, folder)
+
+
+@pytest.mark.parametrize("role", RoleName)
+def test_the_printed_rights_are_enough(role: RoleName, admin: Client, tmp_path: Path) -> None:
+    perform(role, login(admin, printed(role)), admin, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("role", "right"), [(role, right) for role in RoleName for right in sorted(ROLES[role].commands(looking=True))]
+)
+def test_without_any_one_of_them_it_is_refused_and_told_which(
+    role: RoleName, right: str, admin: Client, tmp_path: Path
+) -> None:
+    url = login(admin, printed(role), without=right)
+    with pytest.raises(AccessDenied) as caught:
+        perform(role, url, admin, tmp_path)
+    assert right.replace("|", " ") in re.sub(r"\W+", " ", str(caught.value)).lower()
+
+
+# --- Under these rights for real ---
+
+
+def test_a_worker_runs_under_the_rights_for_named_streams(admin: Client) -> None:
+    options = ("--stream", "orders", "--into", "out", "--app", "shop")
+    add(admin, 500)
+    with Producer(login(admin, printed("producer", *options))) as producer:
+        producer.publish_many("orders", ({"n": n} for n in range(500, 1_000)))
+        producer.publish("orders", {"n": 1_000}, delay_ms=300)
+    policy = WorkerPolicy(block_ms=100, claim_ms=1_000, sweep_ms=50, stop_ms=5_000)
+    loop = ReadingLoop(handler_for(), login(admin, printed("worker", *options)), consumer="w-0", policy=policy)
+    thread = threading.Thread(target=loop.run)
+    thread.start()
+    end_ms = SYSTEM_CLOCK.monotonic_ms() + 20_000
+    while admin.execute("XLEN", "out") < 1_000 and SYSTEM_CLOCK.monotonic_ms() < end_ms:
+        SYSTEM_CLOCK.sleep_ms(20)
+    loop.stop()
+    thread.join(20)
+    written = sorted(int(pairs[1]) for _, pairs in admin.execute("XRANGE", "out", "-", "+"))
+    assert written == [n for n in range(1_001) if n != 3]
+    assert admin.execute("XLEN", KEYS.dead) == 1
+    assert admin.execute("ACL", "LOG") == []
+
+
+def test_the_rights_end_at_the_streams_and_the_app_that_were_named(admin: Client) -> None:
+    url = login(admin, printed("worker", "--stream", "orders", "--into", "out", "--app", "shop"))
+    with Client(url) as client:
+        for stream, app, into in (("payments", "shop", "out"), ("orders", "bank", "out"), ("orders", "shop", "other")):
+            with pytest.raises(AccessDenied):
+                ReliableStream(client, stream, app=app, handler="bill", consumer="w", into=into).join()
+        reliable(client).join()
+    url = login(admin, printed("producer", "--stream", "orders"))
+    with Client(url) as client, pytest.raises(AccessDenied):
+        client.execute("XADD", KEYS.dead, "*", "a", "b")
+
+
+def test_an_operator_of_some_streams_is_shown_those_alone(admin: Client) -> None:
+    for stream in ("orders", "payments"):
+        add(admin, 3, stream)
+        ReliableStream(admin, stream, app="shop", handler="bill", consumer="w", into="out").join()
+    url = login(admin, printed("operator", "--stream", "orders"))
+    found = call("info", "--json", url=url).json()
+    assert [one["name"] for one in found["streams"]] == ["orders"]
+    assert [one["stream"] for one in found["handlers"]] == ["orders"]
+    assert call("dlq", "list", "--stream", "orders", url=url).code == 0
+
+
+def test_the_line_can_be_run_again_and_keeps_the_password_but_no_other_right(admin: Client) -> None:
+    line = printed("producer")
+    url = login(admin, line)
+    admin.execute("ACL", "SETUSER", "millstream-producer", "+@all", "~*", "&*")
+    admin.execute(*line.split())
+    with Client(url) as client:
+        client.execute("PING")
+        with pytest.raises(AccessDenied):
+            client.execute("XRANGE", "orders", "-", "+")
+
+
+def test_a_new_user_without_a_password_cannot_log_in(admin: Client) -> None:
+    admin.execute(*printed("producer", "--user", "new").split())
+    for password in ("", ":", ":x"):
+        url = admin.url.replace("redis://", f"redis://new{password}@")
+        with Client(url) as client, pytest.raises(AccessDenied):
+            client.execute("PING")
+
+
+def test_one_user_may_be_several_roles(admin: Client, tmp_path: Path) -> None:
+    outcome = call("acl", "producer", "worker", "--user", "both", *NARROW, "--json").json()
+    (found,) = outcome
+    assert (found["user"], found["roles"]) == ("both", ["producer", "worker"])
+    assert (
+        found["line"]
+        == rule("both", [RoleName.PRODUCER, RoleName.WORKER], streams=["orders*"], outputs=["out"], app="shop").line
+    )
+    url = login(admin, found["line"])
+    work(url, admin)
+    admin.execute("FLUSHALL")
+    perform(RoleName.PRODUCER, url, admin, tmp_path)
+
+
+def test_each_role_has_a_user_of_its_own_by_default() -> None:
+    outcome = call("acl")
+    users = [line.split()[2] for line in outcome.out.splitlines()]
+    assert users == [f"millstream-{role}" for role in RoleName]
+    assert all(line.endswith(" ~*") for line in outcome.out.splitlines())
+    assert "narrow" in outcome.err
+    assert call("acl", "nobody").code == 2
+    assert call("acl", "--app", "a.b").code == 2
+
+
+def test_on_a_cluster_the_roles_need_a_few_rights_more() -> None:
+    with cluster() as deployed, Client(deployed.url) as client:
+        for right in ("cluster|slots", "command"):  # `asking` is for slots that are on the move
+            line = printed("producer", "--cluster", "--user", "lacks").replace(f" +{right}", "")
+            for node in client._route.pools():
+                client._single([*line.split(), ">secret"], node)
+            url = deployed.url.replace("redis+cluster://", "redis+cluster://lacks:secret@")
+            with Client(url) as limited, pytest.raises(AccessDenied, match=right.replace("|", r"\|")):
+                limited.execute("ZCARD", "orders")
+        for role in RoleName:
+            line = printed(role, "--cluster", *NARROW)
+            for node in client._route.pools():
+                client._single([*line.split(), ">secret"], node)
+            url = deployed.url.replace("redis+cluster://", f"redis+cluster://millstream-{role}:secret@")
+            with Client(url) as limited:
+                client.everywhere("FLUSHALL")
+                if role is RoleName.WORKER:
+                    client.execute("XADD", "orders", "*", "n", 1)
+                    stream = ReliableStream(limited, "orders", app="shop", handler="bill", consumer="w")
+                    stream.join()
+                    assert stream.acknowledge(*stream.read(count=1)) == []
+                elif role is RoleName.PRODUCER:
+                    with Producer(limited) as producer:
+                        producer.publish("orders", {"n": 1})
+                else:
+                    limited.scan_streams()

@@ -1,0 +1,384 @@
+"""`millstream groups`, `pending`, `claim`; and what `info` and `dlq` know of groups."""
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from millstream import App, Message, Reject
+from millstream.client import Client
+from millstream.clock import SYSTEM_CLOCK
+from millstream.groups import Consumer, Group
+from millstream.inspection import inspect
+from millstream.ledger import Ledger
+from millstream.naming import HandlerKeys
+from millstream.reliable import ReliableStream
+from millstream.worker import ReadingLoop, WorkerPolicy
+from tests.integration.commandline import call
+
+KEYS = HandlerKeys("shop", "bill", "s")
+
+
+@pytest.fixture
+def client(millstream_url: str) -> Iterator[Client]:
+    with Client(millstream_url) as opened:
+        yield opened
+
+
+def add(client: Client, count: int, stream: str = "s") -> None:
+    """Add entries 1-0, 2-0, 3-0, ..."""
+    client.pipeline([("XADD", stream, f"{number}-0", "n", number) for number in range(1, count + 1)])
+
+
+def take(client: Client, name: str, count: int, group: str = "g") -> None:
+    Consumer(client, group=group, name=name, streams=["s"]).read_new(count=count)
+
+
+def idle(client: Client, idle_ms: int, *ids: str) -> None:
+    """Have pending entries been left alone for so long."""
+    for one in Group(client, "s", "g").pending.walk():
+        if not ids or one.id.decode() in ids:
+            client.execute("XCLAIM", "s", "g", one.consumer, 0, one.id, "IDLE", idle_ms, "JUSTID")
+
+
+@pytest.fixture
+def group(client: Client) -> Group:
+    """Ten entries; `a` holds 1-0 to 4-0, `b` holds 5-0 and 6-0."""
+    add(client, 10)
+    group = Group(client, "s", "g")
+    group.create()
+    take(client, "a", 4)
+    take(client, "b", 2)
+    return group
+
+
+def holders(client: Client, group: str = "g") -> dict[str, str]:
+    return {one.id.decode(): one.consumer for one in Group(client, "s", group).pending.walk()}
+
+
+# --- groups: looking ---
+
+
+def test_groups_of_a_stream_are_listed(client: Client, group: Group) -> None:
+    expected = {
+        "stream": "s", "name": "g", "consumers": 2, "pending": 6, "last_delivered": "6-0", "entries_read": 6, "lag": 4,
+        "engine": None,
+    }  # fmt: skip
+    assert call("groups", "s", "--json", url=client.url).json() == [expected]
+    assert call("groups", "list", "s", "--json", url=client.url).json() == [expected]
+    heading, line = call("groups", "s", url=client.url).out.splitlines()
+    assert line.split() == ["s", "g", "2", "6", "4", "6-0", "-"]
+    assert heading.split()[:4] == ["stream", "group", "consumers", "pending"]
+
+
+def test_groups_are_listed_by_pattern_and_say_which_are_handlers(client: Client, group: Group) -> None:
+    ReliableStream(client, "s", app="shop", handler="bill", consumer="w").join()
+    Group(client, "other", "h").create(mkstream=True)
+    found = call("groups", "--pattern", "*", "--json", url=client.url).json()
+    assert [(one["stream"], one["name"], one["engine"]) for one in found] == [
+        ("other", "h", None),
+        ("s", "g", None),
+        ("s", KEYS.group, "workers"),
+    ]
+    assert call("groups", "--pattern", "none*", url=client.url).err == "there are no groups\n"
+
+
+def test_what_is_listed_must_be_named_in_one_way(client: Client, group: Group) -> None:
+    assert call("groups", "list", url=client.url).code == 2
+    assert call("groups", "s", "--pattern", "*", url=client.url).code == 2
+    assert call("groups", "absent", url=client.url).code == 1
+    assert "Commands" in call("groups").out + call("groups").err
+
+
+def test_consumers_are_listed_with_what_they_hold(client: Client, group: Group) -> None:
+    found = call("groups", "consumers", "s", "g", "--json", url=client.url).json()
+    assert [(one["name"], one["pending"]) for one in found] == [("a", 4), ("b", 2)]
+    assert call("groups", "consumers", "s", "g", url=client.url).out.splitlines()[1].split()[:2] == ["a", "4"]
+    assert call("groups", "consumers", "s", "absent", url=client.url).code == 1
+
+
+# --- groups: changing ---
+
+
+@pytest.mark.parametrize(("at", "given"), [("earliest", 10), ("latest", 0), ("7-0", 3)])
+def test_a_group_is_created_where_it_is_told_and_once(client: Client, at: str, given: int) -> None:
+    add(client, 10)
+    assert call("groups", "create", "s", "g", "--at", at, "--json", url=client.url).json()["created"]
+    assert not call("groups", "create", "s", "g", "--json", url=client.url).json()["created"]
+    take(client, "a", 100)
+    assert len(holders(client)) == given
+
+
+def test_a_group_is_created_with_its_stream_only_if_told(client: Client) -> None:
+    assert call("groups", "create", "absent", "g", url=client.url).code == 1
+    assert call("groups", "create", "absent", "g", "--mkstream", url=client.url).code == 0
+    assert client.execute("EXISTS", "absent") == 1
+
+
+def test_a_group_moves_and_says_from_where_but_not_in_a_dry_run(client: Client, group: Group) -> None:
+    words = ("groups", "set-id", "s", "g", "--at", "2-0", "--json")
+    assert call(*words, "--dry-run", url=client.url).json()["now"] == "6-0"
+    refusal = call(*words, url=client.url)
+    assert (refusal.code, "--yes" in refusal.err) == (2, True)
+    done = call(*words, "--yes", url=client.url).json()
+    assert (done["before"], done["now"]) == ("6-0", "2-0")
+    assert len(holders(client)) == 6
+    assert call("groups", "set-id", "s", "g", "--at", "soon", url=client.url).code == 2
+
+
+def test_a_group_is_destroyed_after_a_question_that_tells_what_is_pending(client: Client, group: Group) -> None:
+    refusal = call("groups", "destroy", "s", "g", url=client.url)
+    assert (refusal.code, "6 pending entries" in refusal.err) == (2, True)
+    assert "would be" in call("groups", "destroy", "s", "g", "--dry-run", url=client.url).out
+    assert group.info() is not None
+    assert call("groups", "destroy", "s", "g", "--yes", "--json", url=client.url).json() == {
+        "stream": "s", "group": "g", "pending": 6, "destroyed": True, "dry_run": False,
+    }  # fmt: skip
+    assert group.info() is None
+    assert call("groups", "destroy", "s", "g", "--yes", url=client.url).code == 1
+
+
+def test_a_consumer_is_deleted_only_with_an_heir_of_what_it_holds(client: Client, group: Group) -> None:
+    words = ("groups", "delete-consumer", "s", "g", "a", "--yes")
+    refusal = call(*words, url=client.url)
+    assert (refusal.code, "name an heir" in refusal.err) == (2, True)
+    assert call(*words, "--heir", "absent", url=client.url).code == 2
+    assert call(*words, "--heir", "b", "--dry-run", url=client.url).code == 0
+    assert len(holders(client)) == 6
+    client.execute("XDEL", "s", "2-0")
+    done = call(*words, "--heir", "b", "--json", url=client.url).json()
+    assert (done["held"], done["handed_on"], done["gone"]) == (4, 3, ["2-0"])
+    assert holders(client) == dict.fromkeys(("1-0", "3-0", "4-0", "5-0", "6-0"), "b")
+    assert call(*words, url=client.url).code == 2
+
+
+def test_silent_consumers_that_hold_nothing_are_cleaned_up(client: Client, group: Group) -> None:
+    group.create_consumer("c")
+    group.create_consumer("d")
+    words = ("groups", "clean", "s", "--idle", "0s", "--json")
+    assert call(*words, "--dry-run", url=client.url).json()["consumers"] == {"g": ["c", "d"]}
+    assert call(*words, url=client.url).code == 2
+    assert call("groups", "clean", "s", "--json", url=client.url).json()["consumers"] == {"g": []}
+    assert call(*words, "--yes", url=client.url).json()["consumers"] == {"g": ["c", "d"]}
+    assert [one.name for one in group.consumers()] == ["a", "b"]
+
+
+# --- pending ---
+
+
+def test_pending_entries_are_shown_in_sum_and_one_by_one(client: Client, group: Group) -> None:
+    found = call("pending", "s", "g", "--json", url=client.url).json()
+    assert {name: found[name] for name in ("count", "lowest", "highest", "by_consumer")} == {
+        "count": 6, "lowest": "1-0", "highest": "6-0", "by_consumer": {"a": 4, "b": 2},
+    }  # fmt: skip
+    assert [one["id"] for one in found["entries"]] == [f"{n}-0" for n in range(1, 7)]
+    assert set(found["entries"][0]) == {"id", "consumer", "idle_ms", "deliveries"}
+    lines = call("pending", "s", "g", url=client.url).out.splitlines()
+    assert lines[0] == "6 pending entries, from 1-0 to 6-0"
+    assert lines[-1].split()[:2] == ["6-0", "b"]
+
+
+def test_pending_entries_are_picked_by_consumer_idle_time_range_and_count(client: Client, group: Group) -> None:
+    idle(client, 90_000, "2-0", "6-0")
+
+    def ids(*options: str) -> list[str]:
+        return [one["id"] for one in call("pending", "s", "g", "--json", *options, url=client.url).json()["entries"]]
+
+    assert ids("--consumer", "b") == ["5-0", "6-0"]
+    assert ids("--min-idle", "1m") == ["2-0", "6-0"]
+    assert ids("--start", "(2-0", "--end", "4-0") == ["3-0", "4-0"]
+    assert ids("--count", "2") == ["1-0", "2-0"]
+    assert "there are more" in call("pending", "s", "g", "--count", "5", url=client.url).err
+    assert "there are more" not in call("pending", "s", "g", "--count", "6", url=client.url).err
+    group.ack([f"{n}-0" for n in range(1, 7)])
+    assert call("pending", "s", "g", url=client.url).err == "nothing is pending\n"
+    assert call("pending", "s", "absent", url=client.url).code == 1
+
+
+# --- claim ---
+
+
+def test_all_that_was_left_alone_is_claimed_however_much_it_is_and_what_is_gone_is_named(client: Client) -> None:
+    add(client, 1_600)
+    Group(client, "s", "g").create()
+    take(client, "a", 1_500)
+    take(client, "b", 100)
+    idle(client, 90_000)
+    client.execute("XCLAIM", "s", "g", "a", 0, "7-0")
+    client.execute("XDEL", "s", "3-0", "1400-0")
+    words = ("claim", "s", "g", "b", "--min-idle", "60s", "--json")
+    would = call(*words, "--dry-run", url=client.url).json()
+    assert set(holders(client).values()) == {"a", "b"}
+    done = call(*words, url=client.url).json()
+    assert (len(done["claimed"]), done["gone"]) == (1_597, ["3-0", "1400-0"])
+    assert (would["claimed"], would["gone"]) == (done["claimed"], done["gone"])
+    assert [one for one, holder in holders(client).items() if holder == "a"] == ["7-0"]
+    assert {one.deliveries for one in Group(client, "s", "g").pending.walk(consumer="b")} == {1}
+    assert call(*words, url=client.url).json()["claimed"] == []
+
+
+def test_entries_are_claimed_by_id_and_each_that_is_not_is_told_apart(client: Client, group: Group) -> None:
+    idle(client, 90_000, "1-0", "2-0")
+    client.execute("XDEL", "s", "2-0")
+    words = ("claim", "s", "g", "b", "1-0", "2-0", "3-0", "9-0", "--min-idle", "1m", "--json")
+    expected = {"claimed": ["1-0"], "gone": ["2-0"], "busy": ["3-0"], "not_pending": ["9-0"]}
+    would = call(*words, "--dry-run", url=client.url)
+    assert holders(client)["1-0"] == "a"
+    outcome = call(*words, url=client.url)
+    assert outcome.code == would.code == 1
+    assert outcome.json() == {"consumer": "b", **expected, "dry_run": False}
+    assert would.json() == {"consumer": "b", **expected, "dry_run": True}
+    assert holders(client) == {"1-0": "b", "3-0": "a", "4-0": "a", "5-0": "b", "6-0": "b"}
+    spoken = call("claim", "s", "g", "b", "3-0", "9-0", url=client.url)
+    assert (spoken.out, spoken.err) == ("1 entry passed to b\n", "9-0 is not pending\n")
+
+
+def test_a_claim_for_nobody_or_of_nothing_is_refused(client: Client, group: Group) -> None:
+    refusal = call("claim", "s", "g", "c", "1-0", url=client.url)
+    assert (refusal.code, "--create" in refusal.err) == (2, True)
+    assert call("claim", "s", "g", "b", url=client.url).code == 2
+    assert call("claim", "s", "g", "b", "nonsense", url=client.url).code == 2
+    assert set(holders(client).values()) == {"a", "b"}
+    assert call("claim", "s", "g", "c", "1-0", "--create", url=client.url).code == 0
+    assert holders(client)["1-0"] == "c"
+
+
+# --- The groups of handlers ---
+
+
+@contextmanager
+def working(client: Client, *, pause_ms: float = 0.0) -> Iterator[list[str]]:
+    """A worker of shop.bill works meanwhile; yields the ids that its handler was run on."""
+    app, seen = App("shop"), list[str]()
+
+    @app.handler("s", into="out", name="bill")
+    def bill(message: Message) -> dict[str, str]:
+        seen.append(message.id)
+        SYSTEM_CLOCK.sleep_ms(pause_ms)
+        if message.text("n") == "13" and len(seen) < 100:
+            raise Reject("unlucky")
+        return {"n": message.text("n") or ""}
+
+    policy = WorkerPolicy(block_ms=100, claim_ms=300, sweep_ms=50, stop_ms=5_000, threads=1)
+    loop = ReadingLoop(app.handlers["bill"], client.url, consumer="w", policy=policy)
+    failures: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            loop.run()
+        except Exception as error:  # noqa: BLE001 - raised below
+            failures.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        yield seen
+    finally:
+        loop.stop()
+        thread.join(20)
+    if failures:
+        raise failures[0]
+
+
+def outputs(client: Client) -> list[int]:
+    return sorted(int(pairs[1]) for _, pairs in client.execute("XRANGE", "out", "-", "+"))
+
+
+def wait_for_outputs(client: Client, count: int) -> None:
+    end_ms = SYSTEM_CLOCK.monotonic_ms() + 20_000
+    while client.execute("XLEN", "out") < count:
+        assert SYSTEM_CLOCK.monotonic_ms() < end_ms
+        SYSTEM_CLOCK.sleep_ms(5)
+
+
+@pytest.mark.parametrize("words", [("create",), ("set-id", "--at", "earliest", "--yes"), ("set-id", "--at", "latest")])
+def test_the_place_of_a_handler_is_not_changed_by_its_group_and_it_is_said_how(
+    client: Client, words: tuple[str, ...]
+) -> None:
+    add(client, 5)
+    ReliableStream(client, "s", app="shop", handler="bill", consumer="w").join()
+    refusal = call("groups", words[0], "s", KEYS.group, *words[1:], url=client.url)
+    assert refusal.code == 2
+    assert "shop.bill" in refusal.err
+    assert ("--start" if words[0] == "create" else "--reprocess") in refusal.err
+    assert call("groups", "s", "--json", url=client.url).json()[0]["last_delivered"] == "0-0"
+
+
+def test_destroying_the_group_of_a_handler_at_work_loses_and_doubles_nothing(client: Client) -> None:
+    add(client, 400)
+    with working(client, pause_ms=1):
+        for wanted in (50, 200):
+            wait_for_outputs(client, wanted)
+            outcome = call("groups", "destroy", "s", KEYS.group, "--yes", url=client.url)
+            assert outcome.code == 0, outcome.err
+            assert "goes on where it stands" in outcome.err
+        wait_for_outputs(client, 399)
+    assert outputs(client) == [n for n in range(1, 401) if n != 13]
+
+
+def test_a_handlers_group_without_a_ledger_is_not_destroyed_as_it_would_begin_anew(client: Client) -> None:
+    add(client, 5)
+    Group(client, "s", KEYS.group).create("3-0")
+    refusal = call("groups", "destroy", "s", KEYS.group, "--yes", url=client.url)
+    assert (refusal.code, "begin anew" in refusal.err) == (2, True)
+    assert Group(client, "s", KEYS.group).info() is not None
+
+
+def test_entries_that_are_taken_from_a_worker_by_hand_are_committed_once(client: Client) -> None:
+    add(client, 200)
+    with working(client, pause_ms=1) as seen:
+        wait_for_outputs(client, 20)
+        outcome = call("claim", "s", KEYS.group, "x", "--min-idle", "0s", "--create", "--json", url=client.url)
+        assert len(outcome.json()["claimed"]) > 0
+        assert "adopt by themselves" in outcome.err
+        wait_for_outputs(client, 199)
+        call("groups", "delete-consumer", "s", KEYS.group, "x", "--heir", "w", "--yes", url=client.url)
+    assert outputs(client) == [n for n in range(1, 201) if n != 13]
+    assert len(seen) >= 200
+
+
+def test_info_shows_what_workers_have_in_hand(client: Client) -> None:
+    server_s, _ = client.execute("TIME")
+    now_ms = int(server_s) * 1_000
+    stream = ReliableStream(client, "s", app="shop", handler="bill", consumer="w")
+    stream.join()
+    for age_s in (90, 80, 70, 60, 50, 40):
+        client.execute("XADD", "s", f"{now_ms - age_s * 1_000}-0", "n", age_s)
+    found = stream.read(count=4)
+    stream.acknowledge(found[0])
+    stream.checkpoint()
+    (handler,) = inspect(client).handlers
+    assert (handler.engine, handler.consumers, handler.pending) == ("workers", 1, 3)
+    assert (handler.lag, handler.lag_exact) == (5, True)  # three in hand, two waiting
+    assert handler.frontier == f"{now_ms - 60_000}-0"
+    assert handler.oldest_age_ms == handler.oldest_pending_age_ms
+    assert 80_000 <= (handler.oldest_pending_age_ms or 0) < 90_000
+    assert call("info", "--json", url=client.url).json()["handlers"][0]["pending"] == 3
+    assert "workers (1)" in call("info", url=client.url).out
+    stream.acknowledge(*found[1:])
+    (handler,) = inspect(client).handlers
+    assert (handler.pending, handler.lag, handler.oldest_pending_age_ms) == (0, 2, None)
+
+
+def test_info_tells_when_a_handler_has_moved_to_spark(client: Client) -> None:
+    add(client, 5)
+    stream = ReliableStream(client, "s", app="shop", handler="bill", consumer="w")
+    stream.join()
+    stream.acknowledge(*stream.read(count=2))
+    ledger = Ledger(client, app="shop", handler="bill")
+    ledger.renewed(ledger.new_token(["s"])).begin(["s"])
+    (handler,) = inspect(client).handlers
+    assert (handler.engine, handler.consumers, handler.pending, handler.lag) == ("spark", 0, 0, 3)
+
+
+def test_a_dead_letter_of_a_worker_is_listed_and_redriven_once(client: Client) -> None:
+    add(client, 150)
+    with working(client):
+        wait_for_outputs(client, 149)
+        (letter,) = call("dlq", "list", "--json", url=client.url).json_lines()
+        assert (letter["handler"], letter["id"], letter["reason"]) == ("bill", "13-0", "rejected")
+        assert call("dlq", "redrive", "--all", "--yes", "--json", url=client.url).json()["redriven"] == 1
+        wait_for_outputs(client, 150)
+    assert outputs(client) == list(range(1, 151))
+    assert call("dlq", "list", "--json", url=client.url).json_lines() == []

@@ -1,0 +1,79 @@
+"""The rights as data: that they say what the scripts do, and which keys they cover."""
+
+import fnmatch
+import re
+from importlib import resources
+
+import pytest
+
+from millstream.client import Script
+from millstream.errors import ConfigError
+from millstream.naming import HandlerKeys, StreamKeys
+from millstream.rights import ROLES, SCRIPTS, RoleName, rule
+
+CALL = re.compile(r"(?:redis\.p?call|\bcall|\btry|\bmay)\(\s*'([A-Z]+)'(?:,\s*'([A-Z]+)')?")
+CONTAINERS = ("XGROUP", "XINFO")
+PARTS = {"ids", "rights", "group"}
+
+
+def commands_in(lua: str) -> set[str]:
+    found = CALL.findall(lua)
+    return {f"{name}|{sub}".lower() if name in CONTAINERS else name.lower() for name, sub in found}
+
+
+def test_what_is_listed_for_a_script_is_what_it_runs() -> None:
+    files = {path.name.removesuffix(".lua") for path in resources.files("millstream.lua").iterdir()}
+    scripts = {name for name in files if not name.startswith("__")} - PARTS
+    assert {name: commands_in(Script(name).text) for name in scripts} == {
+        name: set(commands.split()) for name, commands in SCRIPTS.items()
+    }
+
+
+@pytest.mark.parametrize("role", RoleName)
+def test_no_role_lists_a_command_twice(role: RoleName) -> None:
+    listed = ROLES[role].direct.split()
+    assert len(listed) == len(set(listed))
+    assert set(ROLES[role].unreached.split()).isdisjoint(listed)
+
+
+def covers(found: tuple[str, ...], key: str) -> bool:
+    """Whether a glob pattern of an ACL rule covers a key. Braces mean nothing in both."""
+    return any(fnmatch.fnmatchcase(key, pattern) for pattern in found)
+
+
+@pytest.mark.parametrize(("given", "stream"), [("orders", "orders"), ("orders*", "orders:{7}"), ("a{b}c", "a{b}c")])
+def test_a_worker_may_touch_its_streams_and_its_apps_keys_and_nothing_else(given: str, stream: str) -> None:
+    found = rule("u", [RoleName.WORKER], streams=[given], outputs=["out"], app="shop").keys
+    own, other = HandlerKeys("shop", "bill", stream), HandlerKeys("bank", "bill", stream)
+    delayed = StreamKeys(stream)
+    for key in (stream, "out", own.meta, own.state, own.dead, own.open, own.marks, own.strikes, delayed.due):
+        assert covers(found, key), key
+    foreign = HandlerKeys("shop", "bill", "payments")
+    for key in ("payments", other.state, foreign.state, delayed.producer("x"), "millstream:worker:bank:w-0"):
+        assert not covers(found, key), key
+
+
+def test_a_producer_may_not_touch_what_handlers_keep() -> None:
+    found = rule("u", [RoleName.PRODUCER], streams=["orders"], outputs=["out"]).keys
+    names = StreamKeys("orders")
+    assert all(covers(found, key) for key in ("orders", names.due, names.producer("x"), names.once(b"x")))
+    assert not covers(found, HandlerKeys("shop", "bill", "orders").state)
+    assert not covers(found, "out")
+
+
+def test_what_cannot_stand_in_a_rule_stands_for_any_byte() -> None:
+    assert rule("u", [RoleName.PRODUCER], streams=["a \"b'é\n"]).keys[0] == "a??b????"
+
+
+def test_only_who_looks_for_streams_may_scan() -> None:
+    for role in RoleName:
+        named = rule("u", [role], streams=["orders"]).commands
+        assert ("scan" in named) == (role is RoleName.OPERATOR)
+        by_pattern = rule("u", [role], streams=["orders*"]).commands
+        assert ("scan" in by_pattern) == (role is not RoleName.PRODUCER)
+
+
+@pytest.mark.parametrize("options", [{"user": "a b"}, {"app": "a.b"}, {"streams": [""]}, {"streams": ["a}b"]}])
+def test_names_that_make_no_rule_are_refused(options: dict[str, object]) -> None:
+    with pytest.raises(ConfigError):
+        rule(**{"user": "u", "roles": [RoleName.WORKER], **options})  # type: ignore[arg-type]
