@@ -4,13 +4,18 @@ They wait in Redis, in the stream's hash slot, and some process has to move them
 one atomic step by the server's clock, so it may be done by any number of processes, and each may die at any point.
 """
 
-from collections.abc import Sequence
+import logging
+import threading
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import msgspec
 
 from millstream.client import Client, Script, raise_if_error
+from millstream.errors import Unavailable
 from millstream.naming import StreamKeys, to_wire
+
+logger = logging.getLogger(__name__)
 
 DUE = Script("due")
 CANCEL = Script("cancel")
@@ -62,6 +67,27 @@ class DelayedMessages:
         )
         waits = [next_ms for _, next_ms in replies if next_ms >= 0]
         return Movement(moved=sum(moved for moved, _ in replies), next_ms=min(waits, default=None))
+
+    def keep_moving(
+        self,
+        streams: Callable[[], Sequence[str]],
+        stopping: threading.Event,
+        *,
+        every_ms: float = 1_000.0,
+        on_moved: Callable[[int], None] = lambda moved: None,
+    ) -> None:
+        """Move what is due, when it is due, until `stopping`; look for what is new every `every_ms` milliseconds."""
+        wait_ms = 0.0
+        while not stopping.wait(wait_ms / 1000):
+            wait_ms = every_ms
+            try:
+                movement = self.move_due(streams())
+            except Unavailable as error:
+                logger.debug("no delayed message is moved for now: %s", error)
+            else:
+                on_moved(movement.moved)
+                if movement.next_ms is not None:
+                    wait_ms = min(wait_ms, movement.next_ms)
 
     def count(self, stream: str) -> int:
         """How many messages wait for `stream`."""

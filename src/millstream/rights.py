@@ -91,11 +91,11 @@ ROLES: Mapping[RoleName, Role] = {
         app_keys=(f"{PREFIX}:worker:{{app}}:*",),
     ),
     RoleName.SPARK: Role(
-        scripts=("begin", "commit", "advance", "forget"),
+        scripts=("begin", "commit", "advance", "forget", "due"),
         direct="client|reply hexists hget hincrby hmget time xgroup|create xgroup|destroy xgroup|setid xinfo|groups "
         "xinfo|stream xrange xreadgroup xrevrange",
         unreached="xack",
-        own_keys=(_HANDLERS,),
+        own_keys=(_HANDLERS, *_DELAYED),
     ),
     RoleName.PRODUCER: Role(
         scripts=("publish", "cancel"),

@@ -125,10 +125,14 @@ def work(url: str, admin: Client) -> None:
         taken_over.join()
         assert beyond not in [one.id for one in taken_over.read(count=100)]
         taken_over.trim()
-        with Producer(admin) as producer:
-            producer.publish("orders", {"n": 1}, delay_ms=1)
-        time.sleep(0.01)
-        assert DelayedMessages(client).move_due(["orders"]).moved == 1
+        move_a_delayed_message(client, admin)
+
+
+def move_a_delayed_message(client: Client, admin: Client) -> None:
+    with Producer(admin) as producer:
+        producer.publish("orders", {"n": 1}, delay_ms=1)
+    time.sleep(0.01)
+    assert DelayedMessages(client).move_due(["orders"]).moved == 1
 
 
 def handler_for(streams: tuple[str, ...] = ("orders",)) -> Handler:
@@ -180,6 +184,7 @@ def run_on_spark(url: str, admin: Client) -> None:
         admin.execute("XGROUP", "DESTROY", "orders", KEYS.group)
         frontier = ledger.renewed(ledger.new_token(["orders"])).begin(["orders"])["orders"].frontier
         assert str(frontier).encode() == ids[9]
+        move_a_delayed_message(client, admin)
 
 
 def produce(url: str, admin: Client) -> None:

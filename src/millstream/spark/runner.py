@@ -20,13 +20,14 @@ from pyspark.sql.streaming.query import StreamingQuery
 from millstream.app import App
 from millstream.client import Client, raise_if_error
 from millstream.clock import SYSTEM_CLOCK, Clock
-from millstream.errors import AccessDenied, ConfigError, PipelineFailed, Unavailable
+from millstream.delayed import DelayedMessages
+from millstream.errors import AccessDenied, ConfigError, PipelineFailed, StaleOwner, Unavailable
 from millstream.handlers import Handler
 from millstream.ledger import Ledger
 from millstream.naming import HandlerKeys
 from millstream.spark.engine import BatchDone, Engine
 from millstream.spark.failures import Failure, failure_of
-from millstream.spark.preparing import Start, StartAt, check_slots, prepare_new
+from millstream.spark.preparing import Start, StartAt, check_runnable, check_slots, prepare_new
 from millstream.spark.session import checkpoint_begun, java_has_ended
 from millstream.spark.task import Job
 
@@ -106,7 +107,7 @@ class Runner:
     `on_event` is told, as mappings with an `event` name, of what happens: started, batch (finished), running (a
     batch that takes long), restarting, stopped.
     `on_watch` is called a few times a second with the number of entries that wait, or None while it is unknown.
-    Setting `stopping` has the effect of `stop`.
+    Setting `stopping` has the effect of `stop`. Raises ConfigError for a handler that only workers can run.
     """
 
     def __init__(
@@ -120,6 +121,7 @@ class Runner:
         stopping: threading.Event | None = None,
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
+        check_runnable(app.handlers.values())
         self._spark = spark
         self._settings = settings
         self._on_event = on_event
@@ -127,6 +129,7 @@ class Runner:
         self._clock = clock
         self._client = Client(settings.url)
         self._stopping = stopping or threading.Event()
+        self._over = threading.Event()
         self._pipelines = [_Pipeline(handler) for handler in app.handlers.values()]
 
     def stop(self) -> None:
@@ -142,6 +145,7 @@ class Runner:
         try:
             for pipeline in self._pipelines:
                 self._wait_for(functools.partial(self._prepare, pipeline), pipeline.handler)
+            threading.Thread(target=self._move_delayed, name="millstream-mover", daemon=True).start()
             while not self._stopping.is_set() and not all(p.done for p in self._pipelines):
                 for pipeline in self._pipelines:
                     self._tend(pipeline)
@@ -161,8 +165,19 @@ class Runner:
                     "is not done twice"
                 ) from error
         finally:
+            self._over.set()
             self._stop_queries()
             self._client.close()
+
+    def _move_delayed(self) -> None:
+        """Add to the streams the delayed messages that are due."""
+        with Client(self._settings.url) as client:
+            try:
+                DelayedMessages(client).keep_moving(
+                    lambda: sorted({name for p in self._pipelines for name in self._streams(p.handler)}), self._over
+                )
+            except AccessDenied as error:
+                logger.warning("delayed messages are not moved by this pipeline: %s", error)
 
     def _stop_queries(self) -> None:
         """Stop all at once, since each waits for its batch; what does not stop in time ends with the session."""
@@ -224,7 +239,7 @@ class Runner:
         elif self._clock.monotonic_ms() >= pipeline.retry_at_ms:
             try:
                 pipeline.query = self._start(pipeline)
-            except (PySparkException, Py4JJavaError) as refusal:
+            except (PySparkException, Py4JJavaError, StaleOwner, AccessDenied) as refusal:
                 self._failed(pipeline, failure_of(refusal))
             else:
                 self._on_event({"event": "started", "handler": pipeline.handler.name})
@@ -297,11 +312,18 @@ class Runner:
 
         return process
 
+    def _take_over(self, handler: Handler) -> int:
+        """Begin a run of `handler`, and return its token. Where workers were before, it goes on after them."""
+        ledger, streams = Ledger(self._client, app=handler.app, handler=handler.name), self._streams(handler)
+        token = ledger.new_token(streams)
+        # Before the query plans: of what workers have done it knows only the frontier that this leaves behind.
+        ledger.renewed(token).begin(streams)
+        return token
+
     def _start(self, pipeline: _Pipeline) -> StreamingQuery:
         handler, settings = pipeline.handler, self._settings
         pipeline.error = None
-        ledger = Ledger(self._client, app=handler.app, handler=handler.name)
-        token = self._wait_for(lambda: ledger.new_token(self._streams(handler)), handler)
+        token = self._wait_for(functools.partial(self._take_over, handler), handler)
 
         def batch_done(batch: BatchDone) -> None:
             pipeline.failures = 0

@@ -7,6 +7,7 @@ settler commits what came of them, the keeper makes its rounds, and the guard ru
 import logging
 import math
 import threading
+import time
 from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 from typing import Literal
@@ -109,28 +110,30 @@ class ReadingLoop:
         self._again(self._discover)
         settler = self._thread("settler", self._settler.run)
         runner = self._thread("runner", self._runner.run)
+        guard = self._thread("guard", self._run_suspects)
         rounds = [
             self._thread("reader", self._read),
             self._thread("keeper", lambda: self._keeper.run(self._stopping)),
-            self._thread("guard", self._run_suspects),
             self._thread("mover", self._move_delayed),
         ]
         self._stopping.wait()
         self._suspects.put(None)
+        self._hand_back_waiting()
         self._wait_for(rounds)
-        self._hand.empty_buffer()
+        self._hand_back_waiting()
         self._hand.buffer.put(None)
         self._runner.nudge()
-        self._wait_for([runner])
+        self._wait_for_runs(runner, guard)
         self._runner.cancel()
         self._hand.outbox.put(None)
         self._wait_for([settler])
-        leftovers = self._hand_back()
+        leftovers = self._hand.deliveries
+        self._hand_back(leftovers)
         self._client.close()
         self._reading.close()
         if self._failures:
             raise self._failures[0]
-        return leftovers
+        return [one for one in leftovers if one.running]
 
     def stop(self, deadline_ms: float | None = None) -> None:
         """Have `run` end: what runs may go on until `deadline_ms` of the clock, by default for `stop_ms` from now."""
@@ -166,6 +169,9 @@ class ReadingLoop:
         away = False
         while not self._stopping.is_set():
             self._runner.nudge()
+            if self._keeper.missed.is_set():
+                self._keeper.missed.clear()
+                self._again(self._take_unseen)
             room = min(self._hand.room(), self._policy.batch)
             if room <= 0:
                 self._hand.freed.wait(_FULL_WAIT_S)
@@ -229,6 +235,8 @@ class ReadingLoop:
             try:
                 while any(one.running for one in self._hand.deliveries) and not self._stopping.is_set():
                     self._stopping.wait(_ALONE_WAIT_S)
+                if self._stopping.is_set():
+                    return
                 before = self._client.patiently(
                     lambda: delivery.stream.strike(delivery), what=handler.label, give_up=self._stopping.is_set
                 )
@@ -245,31 +253,26 @@ class ReadingLoop:
 
     def _move_delayed(self) -> None:
         """Add to the streams the delayed messages that are due."""
-        delayed = DelayedMessages(self._client)
-        wait_ms = 0.0
-        while not self._stopping.wait(wait_ms / 1000):
-            wait_ms = self._policy.sweep_ms
-            try:
-                movement = delayed.move_due(list(self._streams))
-            except Unavailable as error:
-                logger.debug("no delayed message is moved while Redis is away: %s", error)
-            else:
-                self.report.moved(movement.moved)
-                if movement.next_ms is not None:
-                    wait_ms = min(wait_ms, movement.next_ms)
+        DelayedMessages(self._client).keep_moving(
+            lambda: list(self._streams), self._stopping, every_ms=self._policy.sweep_ms, on_moved=self.report.moved
+        )
 
-    def _hand_back(self) -> list[Delivery]:
-        """Give up all that is in hand, and return those of them that still run."""
-        rest = self._hand.deliveries
-        for stream in {one.stream for one in rest}:
-            ids = [one.id for one in rest if one.stream is stream]
+    def _hand_back_waiting(self) -> None:
+        """Give up what has not begun, so that others need not wait for what has."""
+        self._hand.empty_buffer()
+        waiting = [one for one in self._hand.deliveries if not one.running]
+        self._hand.drop(waiting)
+        self._hand_back(waiting)
+
+    def _hand_back(self, deliveries: Sequence[Delivery]) -> None:
+        for stream in {one.stream for one in deliveries}:
+            ids = [one.id for one in deliveries if one.stream is stream]
             try:
                 lost = stream.hand_back(ids)
             except MillstreamError as error:
                 logger.warning("%d messages could not be handed back, others adopt them later: %s", len(ids), error)
             else:
                 self.report.handed_back_some(len(ids) - len(lost))
-        return [one for one in rest if one.running]
 
     def _again(self, operation: Callable[[], object]) -> None:
         try:
@@ -294,6 +297,13 @@ class ReadingLoop:
         thread = threading.Thread(target=guarded, name=f"millstream-{name}", daemon=True)
         thread.start()
         return thread
+
+    def _wait_for_runs(self, *threads: threading.Thread) -> None:
+        """Wait for what still runs; but a run that hangs, and was given up for it, keeps its thread for ever."""
+        while any(one.running for one in self._hand.deliveries) and not self._is_over():
+            if not any(thread.is_alive() for thread in threads):
+                return
+            time.sleep(_ALONE_WAIT_S)
 
     def _wait_for(self, threads: Sequence[threading.Thread]) -> None:
         for thread in threads:
