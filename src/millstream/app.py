@@ -33,7 +33,8 @@ class App:
     def handler(self, *streams: str, **options: Any) -> Callable[[F], F]:
         """Register a function as the handler of `streams`. Options as in `millstream.handlers.Handler`.
 
-        Its parameters are filled by their annotations: a typed model or Message, and State if it has a key.
+        Its parameters are filled by their annotations: a typed model or Message (or lists of
+        them, for batches), and State if it has a key.
         What it returns, one mapping or an iterable of them, goes to the stream `into`. Raises ConfigError.
         """
         if len(streams) == 1 and callable(streams[0]):

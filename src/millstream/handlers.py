@@ -4,10 +4,11 @@ import difflib
 import fnmatch
 import functools
 import inspect
+import math
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, TypeGuard
 
 from millstream.decoding import compile_decoder, wire_names
 from millstream.errors import ConfigError, DecodeError, MissingKey, text_of
@@ -17,9 +18,14 @@ from millstream.naming import check_identifier, check_stream
 KeyFunction = Callable[[Message], str | bytes | int | None]
 Source = Literal["message", "model", "state"]
 
-OPTIONS = ("pattern", "key", "into", "into_maxlen", "retry", "missing_key", "concurrency", "time_limit_ms", "name")
+OPTIONS = (
+    "pattern", "key", "into", "into_maxlen", "retry", "missing_key", "concurrency", "time_limit_ms", "rate",
+    "batch_size", "batch_wait_ms", "name",
+)  # fmt: skip
 
+_LARGEST_BATCH = 1_000
 _LONGEST_MS = 7 * 86_400_000
+_LONGEST_WAIT_MS = 60_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,8 +38,11 @@ class Handler:
     * `into`: the stream that its results go to; `into_maxlen` trims that stream to about so many entries
     * `retry`: what happens when it fails
     * `missing_key`: what becomes of a message without its key: a dead letter, or processed without order
-    * `concurrency`: how many messages of different keys an async handler works on at once
+    * `concurrency`: how many messages of different keys, or how many batches, an async handler works on at once
     * `time_limit_ms`: an attempt that takes longer has failed, in milliseconds
+    * `rate`: most messages a second of each stream, over all workers together; None for no limit
+    * `in_batches`: it is called with lists, of up to `batch_size` messages; `batch_wait_ms` is how long the first
+      of them waits for more, in milliseconds
     """
 
     app: str
@@ -48,6 +57,10 @@ class Handler:
     missing_key: Literal["dead-letter", "unordered"] = "dead-letter"
     concurrency: int = 100
     time_limit_ms: float = 300_000.0
+    rate: float | None = None
+    in_batches: bool = False
+    batch_size: int = 100
+    batch_wait_ms: float = 0.0
     arguments: tuple[tuple[str, Source], ...] = ()
     model: type | None = None
     is_async: bool = False
@@ -61,6 +74,10 @@ class Handler:
     def wants_state(self) -> bool:
         """True if the handler takes the key's state."""
         return any(source == "state" for _, source in self.arguments)
+
+    @functools.cached_property
+    def _message_only(self) -> str | None:
+        return self.arguments[0][0] if [source for _, source in self.arguments] == ["message"] else None
 
     @property
     def key_field(self) -> str | None:
@@ -88,6 +105,8 @@ class Handler:
 
     def bind(self, message: Message, state: State) -> dict[str, Any]:
         """The handler's arguments for `message`. Raises DecodeError if its fields do not fit the model."""
+        if self._message_only is not None:
+            return {self._message_only: message}
         bound: dict[str, Any] = {}
         for name, source in self.arguments:
             if source == "model" and self.model is not None:
@@ -120,7 +139,8 @@ def compile_handler(
         hint = f"did you mean {near[0]!r}?" if near else f"known options: {', '.join(OPTIONS)}"
         raise ConfigError(f"{where}: unknown option {unknown!r}; {hint}")
     _check_options(where, streams, options)
-    arguments, model = _arguments(where, function)
+    arguments, model, in_batches = _arguments(where, function)
+    _check_batches(where, in_batches, options)
     if model is not None:
         _decoder(model)
     key = options.get("key")
@@ -137,6 +157,7 @@ def compile_handler(
         streams=streams,
         arguments=arguments,
         model=model,
+        in_batches=in_batches,
         is_async=inspect.iscoroutinefunction(function),
         **{**options, "name": name},
     )
@@ -175,12 +196,34 @@ def _check_options(where: str, streams: tuple[str, ...], options: Mapping[str, A
     if not isinstance(concurrency, int) or concurrency < 1:
         raise ConfigError(f"{where}: concurrency must be a whole number of at least 1")
     limit = options.get("time_limit_ms", 1)
-    if isinstance(limit, bool) or not isinstance(limit, (int, float)) or not 0 < limit <= _LONGEST_MS:
+    if not _is_number(limit) or not 0 < limit <= _LONGEST_MS:
         raise ConfigError(f"{where}: time_limit_ms must be a number of milliseconds above 0 and at most a week")
+    rate = options.get("rate")
+    if rate is not None and not (_is_number(rate) and 0 < rate < math.inf):
+        raise ConfigError(f"{where}: rate must be a number of messages a second above 0")
 
 
-def _arguments(where: str, function: Callable[..., Any]) -> tuple[tuple[tuple[str, Source], ...], type | None]:
-    """How each parameter is filled, and the model among them. Decided by the annotations."""
+def _check_batches(where: str, in_batches: bool, options: Mapping[str, Any]) -> None:
+    given = [name for name in ("batch_size", "batch_wait_ms") if name in options]
+    if given and not in_batches:
+        raise ConfigError(f"{where}: {given[0]} is for handlers that take a list[Message] or a list of their model")
+    if in_batches and options.get("key") is not None:
+        raise ConfigError(
+            f"{where} takes lists and has a key: messages of a batch are in no order; drop one of the two"
+        )
+    size, wait_ms = options.get("batch_size", 1), options.get("batch_wait_ms", 0)
+    if isinstance(size, bool) or not isinstance(size, int) or not 1 <= size <= _LARGEST_BATCH:
+        raise ConfigError(f"{where}: batch_size must be a whole number from 1 to {_LARGEST_BATCH:,}")
+    if not _is_number(wait_ms) or not 0 <= wait_ms <= _LONGEST_WAIT_MS:
+        raise ConfigError(f"{where}: batch_wait_ms must be a number of milliseconds from 0 to {_LONGEST_WAIT_MS:,}")
+
+
+def _is_number(value: object) -> TypeGuard[float]:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _arguments(where: str, function: Callable[..., Any]) -> tuple[tuple[tuple[str, Source], ...], type | None, bool]:
+    """How each parameter is filled, the model among them, and whether with lists. Decided by the annotations."""
     try:
         hints = typing.get_type_hints(function)
         parameters = inspect.signature(function).parameters
@@ -188,10 +231,14 @@ def _arguments(where: str, function: Callable[..., Any]) -> tuple[tuple[tuple[st
         raise ConfigError(f"{where}: its annotations cannot be read: {error}") from error
     found: list[tuple[str, Source]] = []
     model: type | None = None
+    lists = 0
     for name, parameter in parameters.items():
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY):
             raise ConfigError(f"{where}: parameter {name!r} must be a plain parameter, not *args or positional-only")
         hint = hints.get(name, Message if not found else None)
+        if typing.get_origin(hint) is list and hint != list[State]:
+            (hint,) = typing.get_args(hint)
+            lists += 1
         if hint is Message:
             found.append((name, "message"))
         elif hint is State:
@@ -202,8 +249,10 @@ def _arguments(where: str, function: Callable[..., Any]) -> tuple[tuple[tuple[st
         else:
             raise ConfigError(
                 f"{where}: parameter {name!r} must be annotated: a model (dataclass, msgspec.Struct, TypedDict or "
-                "pydantic model; one at the most), Message or State"
+                "pydantic model; one at the most), Message or State, or a list of models or of Message"
             )
     if not any(source in ("message", "model") for _, source in found):
         raise ConfigError(f"{where} must take the message: def {function.__name__}(message: Message) or a typed model")
-    return tuple(found), model
+    if 0 < lists < len(found):
+        raise ConfigError(f"{where} takes lists and single things: let all of its parameters be lists, without a State")
+    return tuple(found), model, lists > 0

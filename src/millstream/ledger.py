@@ -24,6 +24,7 @@ HOLD = Script("hold")
 CHECKPOINT = Script("checkpoint")
 ADVANCE = Script("advance")
 FORGET = Script("forget")
+RATE = Script("rate")
 
 T = TypeVar("T")
 
@@ -39,11 +40,12 @@ _OUTPUT_KEY = 8
 
 @dataclass(slots=True)
 class Unit:
-    """The effects of one run of messages of one key, or of one unkeyed message: committed whole or not at all.
+    """The effects of a run of messages of one key, of an unkeyed message or a batch: committed whole or not at all.
 
     * `mark`, `expected`: the mark's field and the value it was loaded with (b"" = none)
     * `first_id`, `last_id`, `messages`: which messages it covers
     * `state_field`, `state`: None leaves the state alone; b"" removes it
+    * `others`: of a worker's batch, the ids of all but the last
     * `struck`: ids whose strikes end with this commit
     * `outputs`, `dead`: items of the entries to add
     """
@@ -55,6 +57,7 @@ class Unit:
     first_id: str = ""
     last_id: str = ""
     messages: int = 0
+    others: Sequence[str] = ()
     struck: Sequence[str] = ()
     outputs: Sequence[Sequence[Arg]] = ()
     dead: Sequence[Sequence[Arg]] = ()
@@ -80,11 +83,12 @@ class Unit:
     @property
     def is_bare(self) -> bool:
         """True if it has no effects but that its message is done."""
-        return not (self.outputs or self.dead or self.struck) and self.state is None
+        return not (self.outputs or self.dead or self.struck or self.others) and self.state is None
 
     def args(self, maxlen: int) -> list[Arg]:
         """Its part of the commit script's arguments; output streams are trimmed to about `maxlen` (0 = never)."""
         args: list[Arg] = [self.mark, self.expected, self.first_id, self.last_id, self.messages]
+        args += (len(self.others), *self.others)
         if self.state is None:
             args.append("")
         elif self.state:
@@ -279,11 +283,19 @@ class Ledger:
             raise self._taken_over()
         return paused is not None
 
+    def is_with_workers(self, stream: str) -> bool:
+        """Return whether workers are in charge of `stream`, under whichever token."""
+        return bool(self._client.execute("HGET", self.keys(stream).meta, "engine") == b"workers")
+
     def pause(self, streams: Sequence[str], *, paused: bool) -> None:
         """Have workers read nothing new of `streams`, or go on. What they have in hand they finish."""
         for stream in streams:
             meta = self.keys(stream).meta
             self._client.execute(*(("HSET", meta, "paused", 1) if paused else ("HDEL", meta, "paused")))
+
+    def reserve(self, stream: str, rate: float, count: int) -> float:
+        """Reserve `count` messages of the handler's `rate` a second on `stream`; return the wait until then, in ms."""
+        return float(self._client.script(RATE, (self.keys(stream).meta,), (rate, count))) / 1000
 
     def marked(self, stream: str) -> Iterator[bytes]:
         """Ids of single entries with a mark: committed, and above the frontier if Spark was here before."""

@@ -4,6 +4,7 @@ Nothing here does I/O or waits: `attempt` says what became of one run of the han
 """
 
 import asyncio
+import contextlib
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -53,6 +54,12 @@ class Again:
 Outcome = Done | Dead | Again
 Outputs = Sequence[Sequence[bytes]]
 
+NOTHING = Done((), b"")
+"""What becomes of a message that the handler need not see."""
+
+BatchOutcome = tuple[list[Dead | None], Outcome]
+"""What became of each message by itself, None where it was run; and of all that were run, together."""
+
 Ended = tuple[Outputs, BaseException | None]
 """What a handler returned, or what it raised."""
 
@@ -65,52 +72,78 @@ class TimeLimit(BaseException):
     """A handler took longer than its time limit. Not an Exception, so that a handler's own `except` lets it pass."""
 
 
+_NO_STATE = State()
+
+
 def load_state(blob: bytes) -> State:
     """Read a key's state as it stands in Redis; b"" is an empty one."""
     return State(_decode_state(blob)) if blob else State()
 
 
 async def attempt(handler: Handler, message: Message, blob: bytes) -> Outcome:
-    """Run an async `handler` once on `message` with the state in `blob` and say what became of it.
+    """Run an async `handler` once on `message` with the state in `blob` and say what became of it. Never raises.
 
-    Whatever the handler raises is an outcome, and what it does to its own task too; only cancelling the caller makes
-    this raise.
+    Call it in a task of its own: what the handler does to "the current task" then ends with it. If it is the caller
+    who cancels the task, the outcome must be ignored.
     """
     prepared = _prepare(handler, message, blob)
     if isinstance(prepared, Dead):
         return prepared
     state, arguments = prepared
-    try:
-        ended = await _isolated(handler, arguments)
-    except asyncio.CancelledError as error:
-        task = asyncio.current_task()
-        if task is not None and task.cancelling():
-            raise  # the engine gives up the whole task, not this message
-        ended = (), error
-    return _judge(handler, message, state, ended)
+    return _judge(handler, message, state, await _run(handler, arguments))
 
 
-def attempt_plain(handler: Handler, message: Message, blob: bytes, guard: Guard) -> Outcome:
-    """Run a plain `handler` once, under `guard`, and say what became of it. Never raises."""
+def attempt_plain(handler: Handler, message: Message, blob: bytes, guard: Guard | None = None) -> Outcome:
+    """Run a plain `handler` once, under `guard` if given, and say what became of it. Never raises."""
     prepared = _prepare(handler, message, blob)
     if isinstance(prepared, Dead):
         return prepared
     state, arguments = prepared
-    try:
-        ended = guard(lambda: _called(handler, arguments), handler.time_limit_ms)
-    except TimeLimit as error:  # it rang when the function had just returned
-        ended = (), error
-    return _judge(handler, message, state, ended)
+    return _judge(handler, message, state, _run_plain(handler, arguments, guard))
 
 
-def overdue(handler: Handler, message: Message) -> Outcome:
-    """What becomes of an attempt that went beyond its time limit and could not be ended."""
-    return _failed(handler, message, TimeLimit())
+def overdue(handler: Handler, message: Message, *, alone: bool = True) -> Outcome:
+    """What becomes of an attempt, `alone` or in a batch, that went beyond its time limit and could not be ended."""
+    return _failed(handler, message, TimeLimit()) if alone else _split(handler, TimeLimit())
+
+
+async def attempt_batch(handler: Handler, messages: Sequence[Message]) -> BatchOutcome:
+    """Run an async `handler` once on all of `messages` that can be decoded. Call it as `attempt` is called."""
+    run, dead, arguments = _prepare_batch(handler, messages)
+    return dead, _judge_batch(handler, run, await _run(handler, arguments)) if run else NOTHING
+
+
+def attempt_batch_plain(handler: Handler, messages: Sequence[Message]) -> BatchOutcome:
+    """Run a plain `handler` once on all of `messages` that can be decoded. Never raises."""
+    run, dead, arguments = _prepare_batch(handler, messages)
+    return dead, _judge_batch(handler, run, _called(handler, arguments)) if run else NOTHING
+
+
+def _prepare_batch(
+    handler: Handler, messages: Sequence[Message]
+) -> tuple[list[Message], list[Dead | None], dict[str, list[Any]]]:
+    prepared = [_prepare(handler, message, b"") for message in messages]
+    dead = [one if isinstance(one, Dead) else None for one in prepared]
+    run = [message for message, one in zip(messages, dead, strict=True) if one is None]
+    bound = [one[1] for one in prepared if not isinstance(one, Dead)]
+    return run, dead, {name: [arguments[name] for arguments in bound] for name, _ in handler.arguments}
+
+
+def _judge_batch(handler: Handler, messages: Sequence[Message], ended: Ended) -> Outcome:
+    _, raised = ended
+    if len(messages) > 1 and raised is not None:
+        return _split(handler, raised)
+    return _judge(handler, messages[0], _NO_STATE, ended)
+
+
+def _split(handler: Handler, error: BaseException) -> Again:
+    # Nobody knows which of the batch is to blame, so none dies of it: each gets at least one attempt of its own.
+    return Again(handler.retry.delay_after(1), _words(handler, error))
 
 
 def _prepare(handler: Handler, message: Message, blob: bytes) -> tuple[State, dict[str, Any]] | Dead:
     try:
-        state = load_state(blob) if handler.wants_state else State()
+        state = load_state(blob) if handler.wants_state else _NO_STATE
         return state, handler.bind(message, state)
     except DecodeError as error:
         return Dead("undecodable", str(error))
@@ -120,14 +153,10 @@ def _prepare(handler: Handler, message: Message, blob: bytes) -> tuple[State, di
 
 def _judge(handler: Handler, message: Message, state: State, ended: Ended) -> Outcome:
     outputs, raised = ended
-    if isinstance(raised, Reject):
-        return Dead("rejected", text_of(raised))
-    if isinstance(raised, OutputError):
-        return Dead("bad-output", str(raised))
     if raised is not None:
-        return _failed(handler, message, raised)
+        return _judge_error(handler, message, raised)
     if not handler.wants_state:
-        return Done(outputs, b"")
+        return Done(outputs, b"") if outputs else NOTHING
     try:
         if not all(type(name) is str for name in state):
             raise TypeError("a name in it is not text")
@@ -136,30 +165,52 @@ def _judge(handler: Handler, message: Message, state: State, ended: Ended) -> Ou
         return Dead("bad-output", f"the state cannot be kept: {error}; use text, bytes, numbers, lists and mappings")
 
 
+def _judge_error(handler: Handler, message: Message, raised: BaseException) -> Outcome:
+    if isinstance(raised, Reject):
+        return Dead("rejected", text_of(raised))
+    if isinstance(raised, OutputError):
+        return Dead("bad-output", str(raised))
+    return _failed(handler, message, raised)
+
+
+async def _run(handler: Handler, arguments: dict[str, Any]) -> Ended:
+    """Await the handler's coroutine, for as long as its time limit, in the current task."""
+    task = asyncio.current_task()
+    assert task is not None
+    expired: list[bool] = []
+
+    def expire() -> None:
+        expired.append(True)
+        task.cancel()
+
+    # asyncio.timeout does the same, at three times the price.
+    timer = asyncio.get_running_loop().call_later(handler.time_limit_ms / 1000, expire)
+    try:
+        ended: Ended = encode_results(handler, await handler.function(**arguments)), None
+    except GeneratorExit:
+        raise  # the loop is gone
+    except BaseException as error:  # noqa: BLE001 - it is judged as an outcome
+        ended = (), TimeLimit() if expired else error
+    timer.cancel()
+    if task.cancelling():
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.sleep(0)  # a cancellation that has not come yet comes here, and not to the engine
+    return ended
+
+
+def _run_plain(handler: Handler, arguments: dict[str, Any], guard: Guard | None) -> Ended:
+    if guard is None:
+        return _called(handler, arguments)
+    try:
+        return guard(lambda: _called(handler, arguments), handler.time_limit_ms)
+    except TimeLimit as error:  # it rang when the function had just returned
+        return (), error
+
+
 def _called(handler: Handler, arguments: dict[str, Any]) -> Ended:
     # Errors are carried, not raised, to here: a StopIteration, for one, cannot pass through a coroutine.
     try:
         return encode_results(handler, handler.function(**arguments)), None
-    except BaseException as error:  # noqa: BLE001 - it is judged as an outcome
-        return (), error
-
-
-async def _isolated(handler: Handler, arguments: dict[str, Any]) -> Ended:
-    """Await the handler's coroutine in a task of its own, so that cancelling "the current task" ends only itself."""
-    task = asyncio.create_task(_awaited(handler, arguments))
-    try:
-        async with asyncio.timeout(handler.time_limit_ms / 1000):
-            return await task
-    except TimeoutError:
-        return (), TimeLimit()
-
-
-async def _awaited(handler: Handler, arguments: dict[str, Any]) -> Ended:
-    # Caught in here: asyncio lets SystemExit and KeyboardInterrupt of any task end the whole loop, and all the work in it.
-    try:
-        return encode_results(handler, await handler.function(**arguments)), None
-    except asyncio.CancelledError:
-        raise
     except BaseException as error:  # noqa: BLE001 - it is judged as an outcome
         return (), error
 
@@ -206,10 +257,7 @@ def refuse_unkeyed(handler: Handler, message: Message) -> Dead | None:
 
 
 def _failed(handler: Handler, message: Message, error: BaseException) -> Outcome:
-    if isinstance(error, TimeLimit):
-        text = f"it took longer than its time limit of {handler.time_limit_ms:,.0f} ms"
-    else:
-        text = f"{type(error).__name__}: {text_of(error)}"
+    text = _words(handler, error)
     if message.attempt < handler.retry.attempts:
         return Again(handler.retry.delay_after(message.attempt), text)
     # What lies above the user's own frames is ours and helps nobody.
@@ -219,3 +267,9 @@ def _failed(handler: Handler, message: Message, error: BaseException) -> Outcome
             frames = frame.tb_next
         frame = frame.tb_next
     return Dead("failed", text, "".join(traceback.format_exception(type(error), error, frames)))
+
+
+def _words(handler: Handler, error: BaseException) -> str:
+    if isinstance(error, TimeLimit):
+        return f"it took longer than its time limit of {handler.time_limit_ms:,.0f} ms"
+    return f"{type(error).__name__}: {text_of(error)}"

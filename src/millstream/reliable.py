@@ -161,15 +161,15 @@ class ReliableStream:
         found = pending.walk(consumer=self.consumer if own else None, min_idle_ms=idle_ms)
         times = {one.id: one.deliveries for one in islice((one for one in found if one.id not in excluding), count)}
         claimed = pending.claim(list(times), consumer=self.consumer, min_idle_ms=idle_ms)
-        self._report_trimmed(times.keys() - set(claimed.ids))
+        self.report_trimmed(times.keys() - set(claimed.ids))
         failed = self._ledger.failures(self.stream, claimed.ids)
         return [
             Delivery(self, entry_id, pairs, before + 1, times[entry_id] + 1)
             for (entry_id, pairs), before in zip(claimed, failed, strict=True)
         ]
 
-    def _report_trimmed(self, missing: Iterable[bytes]) -> None:
-        """Say which entries are neither claimed nor pending any more."""
+    def report_trimmed(self, missing: Iterable[bytes]) -> None:
+        """Say in the log which of the entries that could not be claimed or kept are gone from the stream."""
         gone = [
             entry_id.decode()
             for entry_id in sorted(missing)

@@ -24,13 +24,18 @@ local function take_over(name, frontier, top)
     group = find_group(name)
   end
   local last = group['last-delivered-id']
+  -- An earlier run on Spark that was late may have set the group back.
+  if frontier and less(last, frontier) then last = frontier end
   local pending, first = {}, nil
   local from = '-'
   repeat
     local page = redis.call('XPENDING', KEYS[7], name, from, '+', CHUNK)
+    local done = find_done(page, frontier)
     for _, item in ipairs(page) do
-      pending[item[1]] = true
-      if not first then first = item[1] end
+      if not done[item[1]] then
+        pending[item[1]] = true
+        if not first then first = item[1] end
+      end
       from = '(' .. item[1]
     end
   until #page < CHUNK
@@ -49,9 +54,7 @@ local function take_over(name, frontier, top)
   else
     frontier = last
   end
-  for _, items in ipairs(redis.call('XINFO', 'CONSUMERS', KEYS[7], name)) do
-    redis.call('XGROUP', 'DELCONSUMER', KEYS[7], name, pairs_of(items)['name']) -- their entries are beyond the frontier
-  end
+  delete_consumers(name) -- their entries are beyond the frontier
   redis.call('HSET', KEYS[1], 'frontier', frontier)
   redis.call('HDEL', KEYS[1], 'engine')
   redis.call('DEL', KEYS[6])

@@ -25,15 +25,22 @@ if group['pending'] > tonumber(ARGV[3]) then return 0 end
 
 local frontier = group['last-delivered-id']
 if found[2] and less(frontier, found[2]) then frontier = found[2] end
-redis.call('DEL', KEYS[6])
-local from = '-'
+local open, from = {}, '-'
 repeat
   local page = redis.call('XPENDING', KEYS[7], name, from, '+', CHUNK)
+  local done = find_done(page, found[2])
   for _, item in ipairs(page) do
-    redis.call('HSET', KEYS[6], item[1], item[2])
+    if done[item[1]] then
+      redis.call('XACK', KEYS[7], name, item[1])
+    else
+      open[#open + 1] = item[1]
+      open[#open + 1] = item[2]
+    end
     from = '(' .. item[1]
   end
 until #page < CHUNK
+redis.call('DEL', KEYS[6])
+for i = 1, #open, CHUNK do redis.call('HSET', KEYS[6], unpack(open, i, math.min(i + CHUNK - 1, #open))) end
 redis.call('HSET', KEYS[1], 'frontier', frontier)
 if not (found[3] and less(frontier, found[3])) then redis.call('UNLINK', KEYS[2]) end
 return 1

@@ -5,8 +5,9 @@
 --       5 dead letters (stream)   6 open entries (hash)   7 the input stream   8.. output streams
 -- ARGV  1 token: the run's epoch   2 consumer group of the workers, or '' on Spark   3 consumer
 --       4 number of bare ids, the ids in ascending order: messages of a worker without effects, each a unit by itself
---       then any number of units, one per run of messages of one key (or one unkeyed message):
+--       then any number of units, one per run of messages of one key (or one unkeyed message, or a batch of them):
 --         mark field, expected mark ('' = none), first id, last id, number of messages
+--         number of other ids, the ids: the rest of a worker's batch, all of which must be new and in hand as well
 --         state: '' (untouched), 'S' field value (set) or 'D' field (delete)
 --         number of struck fields, the fields
 --         number of outputs, each: index into KEYS, length to trim the stream to (0 = no trimming),
@@ -21,7 +22,8 @@
 -- INVARIANTS  A unit is written only if its key's mark is what the caller loaded with the state, and all its ids
 --   lie beyond the stream's committed frontier or are open. So of two executions of a message at most one commits, in
 --   stream order, and repeating a commit whose reply was lost is refused without harm. A worker's entry must also be
---   pending and its own, so that one that was taken over commits nothing (XACK by itself does not ask who acks). What
+--   pending and its own, so that one that was taken over commits nothing (XACK by itself does not ask who acks); of a
+--   batch, whose outputs belong to all of it, each one must be, and each gets its own mark. What
 --   can be refused comes before the mark, since a script is not rolled back: a mark without its effects would be a
 --   loss. `top` is never below any mark. No flag allow-oom: at maxmemory the whole script is refused before it writes.
 
@@ -87,6 +89,19 @@ local function in_hand(id)
   return group == '' or #redis.call('XPENDING', KEYS[7], group, id, id, 1, consumer) == 1
 end
 
+-- One more message of a batch.
+local function joins(id)
+  local new = redis.call('HEXISTS', KEYS[2], 'i' .. id) == 0 and (is_beyond(id) or is_open(id))
+  if not new then redis.call('XACK', KEYS[7], group, id) end
+  return new and in_hand(id)
+end
+
+local function finish(id, mark, beyond)
+  if group ~= '' then try('XACK', KEYS[7], group, id) end
+  if beyond then try('HSET', KEYS[2], mark, id) else try('HDEL', KEYS[6], id) end
+  if not failure and (not top or less(top, id)) then top = id end
+end
+
 local refused, unit = {}, 0
 local committed, written, dead = 0, 0, 0
 
@@ -138,6 +153,10 @@ while at < #ARGV and not failure do
   local beyond = is_beyond(first)
   local new = (redis.call('HGET', KEYS[2], mark) or '') == expected and (beyond or is_open(first))
   local accepted = new and in_hand(last)
+  local others = take_count()
+  local others_at = at
+  at = at + others
+  for i = others_at + 1, at do accepted = joins(ARGV[i]) and accepted end
   if not accepted then refused[#refused + 1] = unit end
   if group ~= '' and not new then redis.call('XACK', KEYS[7], group, last) end -- done before: nobody needs it again
 
@@ -164,10 +183,9 @@ while at < #ARGV and not failure do
   if accepted then
     if value then try('HSET', KEYS[3], field, value) elseif field then try('HDEL', KEYS[3], field) end
     for i = struck_at + 1, struck_at + struck do try('HDEL', KEYS[4], ARGV[i]) end
-    if group ~= '' then try('XACK', KEYS[7], group, last) end
-    if beyond then try('HSET', KEYS[2], mark, last) else try('HDEL', KEYS[6], last) end
+    for i = others_at + 1, others_at + others do finish(ARGV[i], 'i' .. ARGV[i], is_beyond(ARGV[i])) end
+    finish(last, mark, beyond)
     if not failure then
-      if not top or less(top, last) then top = last end
       committed, written, dead = committed + messages, written + outputs, dead + letters
     end
   end

@@ -13,6 +13,26 @@ local function find_group(name)
   end
 end
 
+-- Which entries of a page of the pending list are done, by the rule of commit.lua. Such an entry was read once more: by a
+-- worker that died before it saw the mark, or because a late run on Spark had set the group back.
+local function find_done(page, frontier)
+  local names, done = {}, {}
+  for i, item in ipairs(page) do names[i] = 'i' .. item[1] end
+  local marks = #page > 0 and redis.call('HMGET', KEYS[2], unpack(names))
+  for i, item in ipairs(page) do
+    local below = frontier and not less(frontier, item[1])
+    done[item[1]] = marks[i] or (below and redis.call('HEXISTS', KEYS[6], item[1]) == 0)
+  end
+  return done
+end
+
+-- Delete the consumers, and with them what is pending.
+local function delete_consumers(name)
+  for _, items in ipairs(redis.call('XINFO', 'CONSUMERS', KEYS[7], name)) do
+    redis.call('XGROUP', 'DELCONSUMER', KEYS[7], name, pairs_of(items)['name'])
+  end
+end
+
 -- Make the group again where it was lost: at the frontier, with the entries before it that are still open.
 local function remake_group(name, frontier)
   redis.call('XGROUP', 'CREATE', KEYS[7], name, frontier or '0', 'MKSTREAM')

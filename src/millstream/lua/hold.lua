@@ -1,4 +1,4 @@
-#!lua
+#!lua flags=allow-oom
 -- Set how long a worker's entries have been idle: 0 to keep them in its hands, long ago to hand them back at once.
 --
 -- KEYS  1 meta (hash)   2 the input stream
@@ -17,9 +17,9 @@ local group, consumer, idle_ms = ARGV[2], ARGV[3], ARGV[4]
 local lost = {}
 for i = 5, #ARGV do
   local id = ARGV[i]
-  if #redis.call('XPENDING', KEYS[2], group, id, id, 1, consumer) == 1 then
-    redis.call('XCLAIM', KEYS[2], group, consumer, 0, id, 'IDLE', idle_ms, 'JUSTID')
-  else
+  local held = #redis.call('XPENDING', KEYS[2], group, id, id, 1, consumer) == 1
+  -- An entry that was trimmed is not pending any more after this.
+  if not held or #redis.call('XCLAIM', KEYS[2], group, consumer, 0, id, 'IDLE', idle_ms, 'JUSTID') == 0 then
     lost[#lost + 1] = id
   end
 end

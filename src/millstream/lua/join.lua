@@ -30,6 +30,10 @@ if found[3] ~= 'workers' then
     fresh = string.format('%.0f', tonumber(epoch) + 1)
   end
   epoch = fresh
+  if group then
+    -- What workers read after Spark had taken over, Spark has done, or it lies beyond the frontier.
+    delete_consumers(name)
+  end
   if frontier and group then
     redis.call('XGROUP', 'SETID', KEYS[7], name, frontier)
   elseif not group then

@@ -44,11 +44,15 @@ def _answered(reply: Reply) -> Reply:
 
 
 class LagGroup:
-    """Keeps the consumer group `group` of every stream at the query's position; "" keeps none."""
+    """Keeps the consumer group `group` of every stream at the query's position; "" keeps none.
 
-    def __init__(self, client: Client, group: str) -> None:
+    `ours`: only a handler's own workers read through it, from whom this run has taken over.
+    """
+
+    def __init__(self, client: Client, group: str, *, ours: bool = False) -> None:
         self._client = client
         self._group = group
+        self._ours = ours
         self._shown: Offsets = {}
 
     def show(self, offsets: Offsets) -> None:
@@ -59,7 +63,8 @@ class LagGroup:
         if not self._group:
             return
         moved = {stream: at for stream, at in offsets.items() if self._shown.get(stream) != at}
-        self._refuse_foreign(stream for stream in moved if stream not in self._shown)
+        if not self._ours:  # a worker may read once more before it sees that it is not in charge any more
+            self._refuse_foreign(stream for stream in moved if stream not in self._shown)
         self._move(moved)
         self._shown.update(moved)
 

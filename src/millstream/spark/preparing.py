@@ -1,6 +1,6 @@
 """What is checked, and written down in Redis, before a handler's first batch with a new checkpoint."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Literal
 
 from millstream.client import Client, raise_if_error
@@ -12,6 +12,14 @@ from millstream.naming import hash_tag
 
 Start = Literal["resume", "from-frontier", "reprocess"]
 StartAt = Literal["earliest", "latest"]
+
+
+def check_runnable(handlers: Iterable[Handler]) -> None:
+    """Raise ConfigError for a handler that only workers can run."""
+    for handler in handlers:
+        what = "takes lists" if handler.in_batches else "has a rate" if handler.rate is not None else ""
+        if what:
+            raise ConfigError(f"{handler.label} {what}, which Spark does not do yet: use millstream worker")
 
 
 def check_slots(handler: Handler, streams: Sequence[str]) -> None:

@@ -135,7 +135,7 @@ class RedisStreamReader(_Side, DataSourceStreamReader, SupportsTriggerAvailableN
     def _lag(self) -> "LagGroup":
         from millstream.spark.lag import LagGroup
 
-        return LagGroup(self._client, self._options.group)
+        return LagGroup(self._client, self._options.group, ours=self._options.frontier is not None)
 
     def getDefaultReadLimit(self) -> ReadLimit:  # noqa: N802
         """`maxOffsetsPerTrigger`. Spark's first call: what is wrong with this use of the options is said here."""

@@ -289,7 +289,10 @@ class PartitionTask:
         if not handler.is_async:
             return attempt_plain(handler, message, run.state, self._alarm.guard)
         async with self._slots:
-            return await attempt(handler, message, run.state)
+            outcome = await asyncio.create_task(attempt(handler, message, run.state))
+        if (task := asyncio.current_task()) is not None and task.cancelling():
+            raise asyncio.CancelledError  # a sibling has failed: the whole task is given up, not this message
+        return outcome
 
     def _settle(self, run: Run, message: Message, outcome: Done | Dead) -> None:
         """Add a finished message's effects to its run's unit."""

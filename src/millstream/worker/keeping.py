@@ -20,6 +20,7 @@ _EXTENSIONS = 3
 _GRACE_MS = 1_000.0
 _MEASURE_MS = 5_000.0
 _MOST_ADOPTED = 100
+_SOON_S = 0.02
 _TRUSTED_DELIVERIES = 2
 
 
@@ -44,6 +45,9 @@ class Keeper:
         self._extend_due_ms = 0.0
         self._measure_due_ms = 0.0
         self._noted = -1
+        self._behind = False
+        self.missed = threading.Event()
+        """A reply was lost that may have been about entries: what this worker holds is to be read again."""
 
     @property
     def streams(self) -> list[ReliableStream]:
@@ -52,14 +56,19 @@ class Keeper:
 
     def run(self, stopping: threading.Event) -> None:
         """Make rounds until `stopping`. Raises HandlerStuck, StaleOwner, and RedisError but for Unavailable."""
-        while not stopping.wait(self._policy.sweep_ms / 1000):
+        pause_ms = min(self._policy.sweep_ms, self._policy.claim_ms / _EXTENSIONS)
+        while not stopping.wait(pause_ms / 1000):
             try:
                 self.round()
+                due_ms = self._clock.monotonic_ms() + pause_ms
+                while self._adopt() and self._clock.monotonic_ms() < due_ms and not stopping.wait(_SOON_S):
+                    pass
             except Unavailable as error:
+                self.missed.set()
                 logger.debug("no round while Redis is away: %s", error)
 
     def round(self) -> None:
-        """Extend, adopt, note how far the work is."""
+        """Extend, and note how far the work is."""
         self._look_for_stuck()
         self._discover()
         for stream in self.streams:
@@ -100,20 +109,32 @@ class Keeper:
             self.recover(stream)
         if self._clock.monotonic_ms() >= self._extend_due_ms:
             self._extend(stream)
-        room = min(self._hand.room(), _MOST_ADOPTED)
-        if room > 0 and not stream.paused:
-            self._take_over(stream, idle_ms=self._policy.claim_ms, own=False, count=room)
         if self._noted != self._report.committed:
             stream.checkpoint()
             if self._policy.trim:
                 stream.trim()
+
+    def _adopt(self) -> bool:
+        """Adopt what there is room for; True if there may be more."""
+        for stream in self.streams:
+            room = min(self._hand.room(), _MOST_ADOPTED)
+            if room <= 0:
+                return self._behind
+            if not stream.paused:
+                found = self._take_over(stream, idle_ms=self._policy.claim_ms, own=False, count=room)
+                self._behind = found >= room
+                if self._behind:
+                    self._hand.found(found, room)
+                    return True
+        return False
 
     def _extend(self, stream: ReliableStream) -> None:
         mine = {one.id: one for one in self._hand.deliveries if one.stream is stream and not one.settling}
         # Those that are being committed meanwhile are not pending any more either.
         lost = [mine[entry_id] for entry_id in stream.extend(list(mine)) if not mine[entry_id].settling]
         if lost:
-            logger.warning("%d messages of %s were taken over by another worker", len(lost), stream.stream)
+            logger.warning("%d messages of %s are not this worker's any more", len(lost), stream.stream)
+            stream.report_trimmed([one.id for one in lost])
             self._hand.drop(lost)
             self._report.refused_some(len(lost))
 

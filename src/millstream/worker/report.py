@@ -35,18 +35,21 @@ class Report:
 
     def answered(self) -> None:
         """Redis has answered something else. While nothing is to be read, that shows that the loop is well."""
-        if self._progress is not None and not self._reading:
-            self._progress.read()
+        if not self._reading:
+            self._live()
 
     def polled(self, found: int) -> None:
         """Redis has answered a read with so many entries."""
         self._reading = False
         self.read += found
+        self._live()
+        if found:
+            self._metrics.count(m.READ, found, handler=self._handler)
+
+    def _live(self) -> None:
         if self._progress is not None:
             self._progress.read()
             self._metrics.set(m.LAST_POLL, time.time(), handler=self._handler)
-        if found:
-            self._metrics.count(m.READ, found, handler=self._handler)
 
     def began(self) -> None:
         """A run of the handler has begun."""

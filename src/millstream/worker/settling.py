@@ -196,6 +196,8 @@ class Settler:
         if plain:
             self._commit_some(stream, plain, allow_oom=True)
         waiting = [one for one in some if one[1].outputs or one[1].dead]
+        for one in _deliveries(waiting):
+            one.settling = False  # it may take longer than a claim lasts
         now_ms = self._clock.monotonic_ms()
         if waiting and now_ms >= self._word_due_ms:
             logger.warning("%d messages of %s wait to be committed: %s", len(waiting), stream.stream, error)

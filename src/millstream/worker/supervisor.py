@@ -4,6 +4,7 @@ A handler may crash its process, or have to be ended with it; so the one that wa
 nothing of the app's. The processes end when their standard input does, that is, with their supervisor.
 """
 
+import contextlib
 import logging
 import signal
 import subprocess
@@ -16,7 +17,7 @@ from typing import IO, Any
 import msgspec
 
 from millstream.clock import SYSTEM_CLOCK, Clock
-from millstream.errors import MillstreamError, PipelineFailed, Unavailable
+from millstream.errors import MillstreamError, PipelineFailed, StaleOwner, Unavailable
 from millstream.worker.names import Names
 
 logger = logging.getLogger(__name__)
@@ -24,12 +25,14 @@ logger = logging.getLogger(__name__)
 STUCK_CODE = 75
 """Exit code of a process that must be ended because a handler hangs: try again (sysexits, EX_TEMPFAIL)."""
 
-_FINAL_CODES = (1, 2, 3)  # of the command: failed, misused, Redis refuses
+FINAL_CODE = 78
+"""Exit code of a process that cannot go on (sysexits, EX_CONFIG). Not 1: any library may end the process with that."""
+
 _TICK_S = 0.1
 _RENEW_MS = 5_000.0
 _SLACK_MS = 5_000.0
-_WAITS_MS = (100.0, 30_000.0)
-_STEADY_MS = 60_000.0
+_WAITS_MS = (100.0, 5_000.0)
+_STEADY_MS = 10_000.0
 
 
 @dataclass(slots=True)
@@ -45,8 +48,7 @@ class Supervisor:
     """Runs `command(name)` for each name that `names` holds, again and again, until it is stopped.
 
     `on_line` is given each line of JSON that a process writes to its standard output, and its name. A process that ends
-    by a signal or with STUCK_CODE is started again, at once at first, then with back-off; one that says that it cannot
-    go on ends all.
+    by a signal or with any code is started again, at once at first, then with back-off; but FINAL_CODE ends all.
     """
 
     def __init__(
@@ -106,7 +108,7 @@ class Supervisor:
         if code is None:
             return
         child.process = None
-        if code in _FINAL_CODES:
+        if code == FINAL_CODE:
             raise PipelineFailed(f"worker {child.name} cannot go on; the reason is above")
         if now_ms - child.started_ms > _STEADY_MS:
             child.wait_ms = 0.0
@@ -139,10 +141,12 @@ class Supervisor:
             if process.stdin is not None:
                 process.stdin.close()
         deadline_ms = self._clock.monotonic_ms() + self._stop_ms + _SLACK_MS
+        while any(process.poll() is None for process in running) and self._clock.monotonic_ms() < deadline_ms:
+            with contextlib.suppress(StaleOwner):
+                self._renew()  # what still runs must not meet another of its name
+            self._clock.sleep_ms(1000 * _TICK_S)
         for process in running:
-            try:
-                process.wait(max(0.0, deadline_ms - self._clock.monotonic_ms()) / 1000)
-            except subprocess.TimeoutExpired:
+            if process.poll() is None:
                 logger.warning("worker process %d does not end and is killed", process.pid)
                 process.kill()
                 process.wait()

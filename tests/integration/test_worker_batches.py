@@ -1,0 +1,312 @@
+"""Handlers that take lists, on a worker: their outputs are written once, and only the guilty one of a batch dies."""
+
+import asyncio
+import inspect
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from millstream import Message, Reject, Retry
+from millstream.client import Client
+from millstream.errors import HandlerStuck
+from millstream.naming import REDRIVE_FIELD
+from millstream.reliable import Delivery, ReliableStream
+from millstream.worker import WorkerPolicy
+from tests.integration.commandline import run
+from tests.integration.test_worker import KEYS, dead, eventually, fill, make, outputs, pending, working
+
+
+@dataclass
+class Number:
+    """A model."""
+
+    n: int
+
+
+@pytest.fixture
+def client(millstream_url: str) -> Iterator[Client]:
+    with Client(millstream_url) as connected:
+        yield connected
+
+
+def doubled(numbers: list[Number]) -> list[dict[str, int]]:
+    return [{"n": number.n} for number in numbers]
+
+
+def either(function: Callable[..., Any], kind: str) -> Callable[..., Any]:
+    """The function, or a coroutine function that does the same."""
+    if kind == "plain":
+        return function
+
+    async def coroutine(*args: Any, **kwargs: Any) -> Any:
+        await asyncio.sleep(0)
+        return function(*args, **kwargs)
+
+    coroutine.__annotations__ = function.__annotations__
+    coroutine.__signature__ = inspect.signature(function)  # type: ignore[attr-defined]
+    return coroutine
+
+
+KINDS = pytest.mark.parametrize("kind", ["plain", "async"])
+
+
+@KINDS
+def test_a_handler_that_takes_a_list_gets_many_at_once_and_each_message_is_done_once(client: Client, kind: str) -> None:
+    sizes: list[int] = []
+
+    def handle(numbers: list[Number], messages: list[Message]) -> list[dict[str, int]]:
+        sizes.append(len(numbers))
+        assert [message.text("n") for message in messages] == [str(number.n) for number in numbers]
+        return doubled(numbers)
+
+    fill(client, 3_000)
+    with working(client, make(either(handle, kind), batch_size=50)) as loop:
+        eventually(lambda: loop.report.committed >= 3_000)
+    assert sorted(outputs(client)) == list(range(3_000))
+    assert (pending(client), loop.report.refused) == (0, 0)
+    assert max(sizes) == 50
+    assert len(sizes) < 200
+
+
+@KINDS
+def test_a_batch_without_outputs_is_acknowledged(client: Client, kind: str) -> None:
+    seen: list[int] = []
+
+    def handle(numbers: list[Number]) -> None:
+        seen.extend(number.n for number in numbers)
+
+    fill(client, 300)
+    with working(client, make(either(handle, kind))) as loop:
+        eventually(lambda: loop.report.committed >= 300)
+    assert (sorted(seen), pending(client)) == (list(range(300)), 0)
+
+
+@KINDS
+def test_only_the_guilty_ones_of_a_batch_die_and_the_others_are_written_once(client: Client, kind: str) -> None:
+    attempts: Counter[int] = Counter()
+
+    def handle(messages: list[Message]) -> list[dict[str, str | None]]:
+        numbers = [int(message.text("n") or "") for message in messages]
+        attempts.update(numbers)
+        if 13 in numbers:
+            raise ValueError("thirteen")
+        if 77 in numbers:
+            raise Reject("no seventy-seven")
+        return [{"n": message.text("n")} for message in messages]
+
+    fill(client, 100)
+    handler = make(either(handle, kind), batch_size=100, batch_wait_ms=200, retry=Retry(attempts=3, delay_ms=10))
+    with working(client, handler) as loop:
+        eventually(lambda: loop.report.committed >= 100)
+    assert sorted(outputs(client)) == [n for n in range(100) if n not in (13, 77)]
+    assert sorted((one.reason, one.attempts) for one in dead(client)) == [("failed", 3), ("rejected", 2)]
+    assert attempts[13] == 3
+    assert client.execute("EXISTS", KEYS.strikes) == 0
+
+
+def test_with_a_single_attempt_the_innocent_of_a_failed_batch_live_all_the_same(client: Client) -> None:
+    def handle(numbers: list[Number]) -> list[dict[str, int]]:
+        if any(number.n == 5 for number in numbers):
+            raise ValueError
+        return doubled(numbers)
+
+    fill(client, 20)
+    with working(client, make(handle, batch_wait_ms=200, retry=Retry(attempts=1))) as loop:
+        eventually(lambda: loop.report.committed >= 20)
+    assert sorted(outputs(client)) == [n for n in range(20) if n != 5]
+    assert [one.reason for one in dead(client)] == ["failed"]
+
+
+@KINDS
+def test_what_cannot_be_decoded_or_is_meant_for_another_is_not_in_the_list(client: Client, kind: str) -> None:
+    fill(client, 5)
+    client.execute("XADD", "in", "*", "n", "five")
+    client.execute("XADD", "in", "*", REDRIVE_FIELD, "app.other", "n", "6")
+    client.execute("XADD", "in", "*", REDRIVE_FIELD, "app.handle", "n", "7")
+    with working(client, make(either(doubled, kind), batch_wait_ms=200)) as loop:
+        eventually(lambda: loop.report.committed >= 8)
+    assert sorted(outputs(client)) == [0, 1, 2, 3, 4, 7]
+    assert [(one.reason, one.attempts) for one in dead(client)] == [("undecodable", 1)]
+    assert pending(client) == 0
+
+
+@KINDS
+def test_a_batch_waits_for_more_as_long_as_it_is_told(client: Client, kind: str) -> None:
+    sizes: list[int] = []
+
+    def handle(numbers: list[Number]) -> None:
+        sizes.append(len(numbers))
+
+    with working(client, make(either(handle, kind), batch_size=20, batch_wait_ms=700)) as loop:
+        for n in range(30):
+            fill(client, 1, first=n)
+            time.sleep(0.01)
+        eventually(lambda: loop.report.committed >= 30)
+    assert sizes == [20, 10]
+
+
+@KINDS
+def test_batches_are_of_one_stream_each(client: Client, kind: str) -> None:
+    mixed: list[int] = []
+
+    def handle(messages: list[Message]) -> list[dict[str, str | None]]:
+        mixed.append(len({message.stream for message in messages}))
+        return [{"n": message.text("n")} for message in messages]
+
+    fill(client, 230, stream="in.a")
+    fill(client, 170, stream="in.b", first=230)
+    with working(client, make(either(handle, kind), pattern="in.*", batch_size=30)) as loop:
+        eventually(lambda: loop.report.committed >= 400)
+    assert sorted(outputs(client)) == list(range(400))
+    assert set(mixed) == {1}
+
+
+def test_outputs_of_a_batch_are_not_written_if_one_of_it_was_taken_over_and_the_rest_is_run_again(
+    client: Client,
+) -> None:
+    gathered, taken = threading.Event(), threading.Event()
+
+    def handle(numbers: list[Number]) -> list[dict[str, int]]:
+        if not gathered.is_set():
+            gathered.set()
+            taken.wait(20)
+        return [{"sum": sum(number.n for number in numbers), "count": len(numbers)}]
+
+    fill(client, 10)
+    patient = WorkerPolicy(block_ms=100, claim_ms=600_000, sweep_ms=50)
+    with working(client, make(handle, batch_wait_ms=200), policy=patient) as loop:
+        assert gathered.wait(10)
+        third = client.execute("XRANGE", "in", "-", "+")[3][0]
+        client.execute("XCLAIM", "in", KEYS.group, "thief", 0, third)
+        taken.set()
+        eventually(lambda: loop.report.committed >= 9)
+    assert outputs(client) == [sum(range(10)) - 3]
+    assert client.execute("XPENDING", "in", KEYS.group, "-", "+", 10)[0][:2] == [third, b"thief"]
+
+
+@pytest.mark.parametrize("attempts", [1, 2])
+def test_a_plain_batch_beyond_its_time_limit_counts_for_all_and_ends_the_guilty_one(
+    client: Client, attempts: int
+) -> None:
+    def handle(numbers: list[Number]) -> list[dict[str, int]]:
+        time.sleep(3 if any(number.n == 4 for number in numbers) else 0)
+        return doubled(numbers)
+
+    fill(client, 10)
+    handler = make(handle, time_limit_ms=200, batch_wait_ms=100, retry=Retry(attempts=attempts, delay_ms=1))
+    for _ in range(2):  # in the batch, and alone
+        with pytest.raises(HandlerStuck, match="longer than its time limit of 200 ms"), working(client, handler):
+            time.sleep(3)
+    with working(client, handler):
+        eventually(lambda: pending(client) == 0)
+    assert sorted(outputs(client)) == [n for n in range(10) if n != 4]
+    assert [(one.reason, one.attempts) for one in dead(client)] == [("failed", 2)]
+
+
+def test_an_async_batch_beyond_its_time_limit_is_split_and_the_guilty_one_dies(client: Client) -> None:
+    async def handle(numbers: list[Number]) -> list[dict[str, int]]:
+        await asyncio.sleep(30 if any(number.n == 4 for number in numbers) else 0)
+        return doubled(numbers)
+
+    fill(client, 10)
+    handler = make(handle, time_limit_ms=100, batch_wait_ms=100, retry=Retry(attempts=2, delay_ms=1))
+    with working(client, handler) as loop:
+        eventually(lambda: loop.report.committed >= 10)
+    assert sorted(outputs(client)) == [n for n in range(10) if n != 4]
+
+
+@KINDS
+def test_a_stop_hands_back_a_batch_that_is_still_waiting_for_more(client: Client, kind: str) -> None:
+    fill(client, 5)
+    began = time.monotonic()
+    with working(client, make(either(doubled, kind), batch_wait_ms=20_000)) as loop:
+        eventually(lambda: loop.report.read == 5)
+    assert time.monotonic() - began < 10
+    assert (outputs(client), loop.report.handed_back) == ([], 5)
+    assert pending(client) == 5
+
+
+@pytest.mark.parametrize(
+    ("options", "argument", "says"),
+    [("", "list[Message]", "app.handle takes lists"), (", rate=5", "Message", "app.handle has a rate")],
+)
+def test_spark_refuses_what_only_workers_do_in_one_line(tmp_path: Path, options: str, argument: str, says: str) -> None:
+    text = f"""
+from millstream import App, Message
+app = App("app")
+@app.handler("in"{options})
+def handle(message: {argument}) -> None: ...
+"""
+    (tmp_path / "refused_app.py").write_text(text)
+    done = run("run", str(tmp_path / "refused_app.py"), "--checkpoint", str(tmp_path / "checkpoint"))
+    assert (done.code, done.err) == (2, f"error: {says}, which Spark does not do yet: use millstream worker\n")
+
+
+# The step in Redis
+
+
+def stream_of(client: Client, name: str = "w1") -> ReliableStream:
+    stream = ReliableStream(client, "in", app="app", handler="handle", consumer=name, into="out")
+    stream.join()
+    return stream
+
+
+def commit(stream: ReliableStream, batch: list[Delivery]) -> bool:
+    """Whether a batch is accepted, with one output."""
+    unit = stream.unit(*batch)
+    unit.add_outputs([(b"n", len(batch))])
+    return stream.commit([unit]) == []
+
+
+@pytest.mark.parametrize("which", [0, 1, 2])
+def test_a_batch_is_refused_as_a_whole_if_any_of_it_is_anothers(client: Client, which: int) -> None:
+    mine = stream_of(client)
+    fill(client, 3)
+    batch = mine.read(count=3)
+    client.execute("XCLAIM", "in", KEYS.group, "thief", 0, batch[which].id)
+    assert not commit(mine, batch)
+    assert (outputs(client), pending(client)) == ([], 3)
+    assert commit(mine, [one for one in batch if one is not batch[which]])
+    assert (outputs(client), pending(client)) == ([2], 1)
+
+
+@pytest.mark.parametrize("which", [0, 1, 2])
+def test_a_batch_is_refused_as_a_whole_if_any_of_it_is_committed_already(client: Client, which: int) -> None:
+    mine = stream_of(client)
+    fill(client, 3)
+    batch = mine.read(count=3)
+    assert commit(mine, [batch[which]])
+    client.execute("XCLAIM", "in", KEYS.group, "w1", 0, batch[which].id, "FORCE")  # as if it had come back
+    assert not commit(mine, batch)
+    assert outputs(client) == [1]
+    assert pending(client) == 2
+
+
+def test_repeating_the_commit_of_a_batch_whose_reply_was_lost_writes_nothing(client: Client) -> None:
+    mine = stream_of(client)
+    fill(client, 5)
+    batch = mine.read(count=5)[::-1]
+    assert commit(mine, batch)
+    assert not commit(mine, batch)
+    assert (outputs(client), pending(client)) == ([5], 0)
+    assert client.execute("HGET", KEYS.meta, "committed") == b"5"
+    assert client.execute("HGET", KEYS.meta, "top") == batch[0].id
+
+
+def test_a_batch_with_entries_below_the_frontier_is_committed_and_they_are_open_no_more(client: Client) -> None:
+    mine = stream_of(client)
+    fill(client, 4)
+    batch = mine.read(count=3)
+    mine.checkpoint()
+    assert client.execute("HLEN", KEYS.open) == 3
+    batch += mine.read(count=1)
+    assert commit(mine, batch)
+    assert client.execute("EXISTS", KEYS.open) == 0
+    assert not commit(mine, batch)
+    assert outputs(client) == [4]
