@@ -8,7 +8,7 @@ Known and Loved", 2023.)
 
 import logging
 from collections.abc import Callable, Container, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Literal, TypeVar
 
@@ -55,10 +55,11 @@ class Delivery:
     settling: bool = False
     took_ms: float = 0.0
 
-    @property
-    def place(self) -> tuple[str, bytes]:
-        """Its stream and id."""
-        return self.stream.stream, self.id
+    place: tuple[str, bytes] = field(init=False)
+    """Its stream and id."""
+
+    def __post_init__(self) -> None:
+        self.place = (self.stream.stream, self.id)
 
 
 class ReliableStream:

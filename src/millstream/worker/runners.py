@@ -106,8 +106,10 @@ class PlainRunner(_Beginning):
 
     def _work(self) -> None:
         get, put = self._hand.buffer.get, self._hand.outbox.put
+        gate = self._gate
         while (delivery := get()) is not None:
-            self._gate.wait()
+            if not gate.is_set():
+                gate.wait()
             if delivery in self._hand:
                 put(((delivery,), self._outcome(delivery)))
             self._finished += 1

@@ -67,10 +67,11 @@ class Settler:
         units: list[Settled] = []
         failed: dict[ReliableStream, list[Delivery]] = defaultdict(list)
         now_ms = self._clock.monotonic_ms()
-        self._report.ran([one.took_ms for deliveries, _ in found for one in deliveries])
+        if self._report.is_heard:
+            self._report.ran([one.took_ms for deliveries, _ in found for one in deliveries])
         for deliveries, outcome in found:
             delivery = deliveries[0]
-            if not all(one in self._hand for one in deliveries):
+            if delivery not in self._hand or (len(deliveries) > 1 and not all(one in self._hand for one in deliveries)):
                 # It was given up, or lost to another worker, while it ran; the rest of its batch is run again.
                 self._run_again([one for one in deliveries if one in self._hand], now_ms)
             elif isinstance(outcome, Again):
@@ -148,8 +149,8 @@ class Settler:
         refused = self._patiently(lambda: stream.commit(units, allow_oom=allow_oom))
         took_s = (self._clock.monotonic_ms() - began_ms) / 1000
         missing = {id(unit) for unit in refused}
-        written = [one for one in some if id(one[1]) not in missing]
-        dead = [reason for _, unit in written for reason in map(reason_of, unit.dead)]
+        written = [one for one in some if id(one[1]) not in missing] if missing else some
+        dead = [reason for _, unit in written if unit.dead for reason in map(reason_of, unit.dead)]
         self._report.committed_some(_deliveries(written), dead, took_s)
         if refused:
             self._report.refused_some(len(refused))
@@ -158,7 +159,7 @@ class Settler:
                 "before (first: %s)", len(refused), stream.stream, refused[0].first_id,
             )  # fmt: skip
         self._hand.drop(_deliveries(some))
-        for deliveries, unit in some:
+        for deliveries, unit in some if missing else ():
             if len(deliveries) > 1 and id(unit) in missing:
                 self._rescue(stream, deliveries)
 
