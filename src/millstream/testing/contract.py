@@ -1,0 +1,278 @@
+"""The handler contract: what a handler may rely on whichever engine runs it, and how an engine is put through it.
+
+A `Case` is a handler, the entries it is given, and what must come of them: which outputs, which dead letters, and
+nothing left over. `put_through` has an engine run any number of cases at once; `judge` says whether one has held. The cases
+that millstream's own engines keep are `millstream.testing.contract_cases.CASES`.
+
+The idea: one suite inherited by every implementation, as the `StreamsTestMixin` of Arroyo (getsentry).
+"""
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from millstream.app import App
+from millstream.client import Client, Command, raise_if_error
+from millstream.deadletters import DeadLetter, Reason
+from millstream.errors import MillstreamError
+from millstream.naming import REDRIVE_FIELD, HandlerKeys
+
+APP = "contract"
+"""Name of the app that `app_of` makes."""
+
+Pairs = Sequence[bytes]
+
+
+class ContractBroken(MillstreamError, AssertionError):
+    """An engine does not do what a case asks for. The message lists what is wrong."""
+
+
+class Engine(Protocol):
+    """What runs handlers: a worker, a Spark pipeline, or yours."""
+
+    def __call__(self, app: App, url: str, until: Callable[[], bool]) -> None:
+        """Run every handler of `app` on the Redis at `url` until `until()` is true, then stop as it does in service.
+
+        `until` is to be asked several times a second, by one thread; let what it raises through, after stopping. If the
+        engine dies of a message, start it again, as whatever supervises it in service would.
+        """
+
+
+@dataclass(frozen=True, kw_only=True)
+class Letter:
+    """A dead letter that must come of entry number `entry`, with its fields byte for byte.
+
+    * `reason`, `attempts`: as the dead letter has them; `says`: part of its error text
+    * `pairs`: the fields, if not those of the entry
+    """
+
+    entry: int
+    reason: Reason
+    attempts: int = 1
+    says: str = ""
+    pairs: Pairs | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One promise of the contract.
+
+    * `name`: of the case and of its handler; its stream and its output stream are named after it
+    * `promise`: the promise, in a sentence
+    * `function`, `options`: the handler, as for `App.handler`; "into" is given unless `options` say otherwise
+    * `entries`: what is published, names and values; entry n gets the id `entry_id(n)`
+    * `outputs`: the fields of every entry that must stand in the output stream afterwards, in any order...
+    * `order_by`: ...but those with the same value of this field in the order given here
+    * `at_most`: with `into_maxlen`: the output stream holds no more entries than that, all of them from `outputs`
+    * `letters`: the dead letters that must come of it
+    * `stop_after`: the engine is stopped once so many outputs are there, and started again
+    * `kills`: the handler kills its process: run it where that harms nobody else
+    """
+
+    name: str
+    promise: str
+    function: Callable[..., Any]
+    entries: Sequence[Pairs]
+    options: Mapping[str, Any] = field(default_factory=dict)
+    outputs: Sequence[Mapping[str, object]] = ()
+    order_by: str | None = None
+    at_most: int | None = None
+    letters: Sequence[Letter] = ()
+    stop_after: int | None = None
+    kills: bool = False
+
+    @property
+    def stream(self) -> str:
+        """The stream that its handler reads."""
+        return f"{{{self.name}}}.in"
+
+    @property
+    def into(self) -> str:
+        """The stream that its handler's outputs go to."""
+        return f"{{{self.name}}}.out"
+
+    @property
+    def keyed(self) -> bool:
+        """True if its handler has a key, which not every engine can keep."""
+        return "key" in self.options
+
+    @property
+    def keys(self) -> HandlerKeys:
+        """The names of its handler's keys in Redis."""
+        return HandlerKeys(APP, self.name, self.stream)
+
+
+def entry_id(number: int) -> str:
+    """The id of a case's entry `number`, counted from 0; longer ids are not always the greater ones as text."""
+    return f"{995 + number // 3}-{number % 3 * 9}"
+
+
+def entry(**fields: str | int | bytes) -> Pairs:
+    """An entry with these fields."""
+    return [part for item in fields.items() for part in map(_bytes, item)]
+
+
+def app_of(cases: Iterable[Case]) -> App:
+    """An app with the handlers of `cases`."""
+    app = App(APP)
+    for case in cases:
+        options = {"into": case.into, **case.options, "name": case.name}
+        app.handler(case.stream, **options)(case.function)
+    return app
+
+
+def put_through(engine: Engine, url: str, cases: Sequence[Case], *, within_s: float = 120.0) -> None:
+    """Publish the entries of `cases` to an empty Redis and have `engine` run their handlers until all are settled.
+
+    Judge each case afterwards. Raises ContractBroken if they are not settled after `within_s` seconds, or if one that is
+    to be stopped half-way was through before.
+    """
+    stopped = [case for case in cases if case.stop_after is not None]
+    with Client(url) as client:
+        for case in cases:
+            publish(client, case)
+        if stopped:
+            far = _Deadline(lambda: all(_outputs(client, case) >= (case.stop_after or 0) for case in stopped), within_s)
+            engine(app_of(cases), url, far)
+            through = [case.name for case in stopped if _committed(client, case) >= len(case.entries)]
+            if through:
+                raise ContractBroken(f"stopped too late to show anything: {', '.join(through)}")
+        done = _Deadline(lambda: all(_committed(client, case) >= len(case.entries) for case in cases), within_s)
+        try:
+            engine(app_of(cases), url, done)
+        except TimeoutError:
+            left = [f"{case.name} {_committed(client, case)}/{len(case.entries)}" for case in cases]
+            raise ContractBroken(f"not settled after {within_s:.0f} s: {', '.join(left)}") from None
+
+
+def publish(client: Client, case: Case) -> None:
+    """Publish the entries of `case`."""
+    commands: list[Command] = [("XADD", case.stream, entry_id(n), *pairs) for n, pairs in enumerate(case.entries)]
+    for reply in client.pipeline(commands):
+        raise_if_error(reply)
+
+
+def judge(client: Client, case: Case) -> None:
+    """Raise ContractBroken unless `case` has held: its outputs, its dead letters, and nothing left over."""
+    problems = [*_outputs_wrong(client, case), *_letters_wrong(client, case), *_left_over(client, case)]
+    if problems:
+        raise ContractBroken(f"{case.name}: {case.promise}. But " + "; ".join(problems))
+
+
+# --- How far the engine is ---
+
+
+@dataclass(frozen=True)
+class _Deadline:
+    """Holds once `holds` does; raises TimeoutError if that takes too long, counted from its making."""
+
+    holds: Callable[[], bool]
+    within_s: float
+    began_s: float = field(default_factory=time.monotonic)
+
+    def __call__(self) -> bool:
+        if self.holds():
+            return True
+        if time.monotonic() - self.began_s > self.within_s:
+            raise TimeoutError
+        return False
+
+
+def _outputs(client: Client, case: Case) -> int:
+    return int(client.execute("XLEN", case.into))
+
+
+def _committed(client: Client, case: Case) -> int:
+    return int(client.execute("HGET", case.keys.meta, "committed") or 0)
+
+
+# --- What came of it ---
+
+
+def _outputs_wrong(client: Client, case: Case) -> Iterator[str]:
+    found = [_pairs_of(pairs) for _, pairs in client.execute("XRANGE", case.into, "-", "+")]
+    wanted = [_pairs_of(part for item in output.items() for part in map(_bytes, item)) for output in case.outputs]
+    extra = Counter(found) - Counter(wanted)
+    missing = Counter(wanted) - Counter(found) if case.at_most is None else None
+    if extra:
+        yield f"it has outputs that it should not have, or twice: {_some(extra)}"
+    if missing:
+        yield f"it lacks outputs: {_some(missing)}"
+    if case.at_most is not None and not 0 < len(found) <= case.at_most:
+        yield f"it has {len(found)} outputs, not 1 to {case.at_most}"
+    if case.order_by is not None and not extra and not missing:
+        groups = _grouped(found, case.order_by), _grouped(wanted, case.order_by)
+        wrong = [value for value, outputs in groups[0].items() if outputs != groups[1][value]]
+        if wrong:
+            yield f"its outputs of {case.order_by}={wrong[0]!r} are out of order: {groups[0][wrong[0]]}"
+
+
+def _grouped(outputs: Iterable[tuple[bytes, ...]], name: str) -> dict[bytes, list[tuple[bytes, ...]]]:
+    groups: dict[bytes, list[tuple[bytes, ...]]] = {}
+    for output in outputs:
+        groups.setdefault(output[output.index(name.encode()) + 1], []).append(output)
+    return groups
+
+
+def _letters_wrong(client: Client, case: Case) -> Iterator[str]:
+    entries = client.execute("XRANGE", case.keys.dead, "-", "+")
+    found = {letter.id: letter for letter in (DeadLetter.parse(*items) for items in entries)}
+    if len(found) < len(entries):
+        yield f"it has {len(entries)} dead letters of {len(found)} entries"
+    wanted = {entry_id(letter.entry): letter for letter in case.letters}
+    for strange in found.keys() - wanted.keys():
+        yield f"entry {strange} is a dead letter: {found[strange].reason}, {found[strange].error}"
+    for one_id, letter in wanted.items():
+        if one_id not in found:
+            yield f"entry {one_id} is no dead letter ({letter.reason})"
+        else:
+            yield from _letter_wrong(case, letter, found[one_id])
+
+
+def _letter_wrong(case: Case, wanted: Letter, found: DeadLetter) -> Iterator[str]:
+    pairs = case.entries[wanted.entry] if wanted.pairs is None else wanted.pairs
+    owner = APP, case.name, case.stream
+    for what, is_, should in (
+        ("reason", found.reason, wanted.reason),
+        ("attempts", found.attempts, wanted.attempts),
+        ("fields", list(found.pairs), list(pairs)),
+        ("owner", (found.app, found.handler, found.stream), owner),
+    ):
+        if is_ != should:
+            yield f"the {what} of dead letter {found.id} is {is_!r}, not {should!r} (error: {found.error})"
+    if wanted.says not in found.error:
+        yield f"the error of dead letter {found.id} is {found.error!r}, without {wanted.says!r}"
+    if wanted.reason == "failed" and "limit" not in wanted.says and case.function.__name__ not in found.traceback:
+        yield f"the traceback of dead letter {found.id} does not name the handler: {found.traceback!r}"
+
+
+def _left_over(client: Client, case: Case) -> Iterator[str]:
+    committed = _committed(client, case)
+    if committed != len(case.entries):
+        yield f"{committed} of {len(case.entries)} entries are committed"
+    for items in client.execute("XINFO", "GROUPS", case.stream):
+        group = dict(zip(items[::2], items[1::2], strict=True))
+        if group[b"name"] == case.keys.group.encode() and group[b"pending"]:
+            yield f"{group[b'pending']} entries are pending"
+    left = client.execute("HGETALL", case.keys.strikes)
+    if left:
+        yield f"strikes are left: {left}"
+
+
+def _pairs_of(items: Iterable[bytes]) -> tuple[bytes, ...]:
+    return tuple(items)
+
+
+def _some(found: Mapping[tuple[bytes, ...], int]) -> str:
+    return f"{list(found)[:5]}{f' and {len(found) - 5} more' if len(found) > 5 else ''}"
+
+
+def _bytes(value: object) -> bytes:
+    return value if isinstance(value, bytes) else str(value).encode()
+
+
+def redriven(handler: str, pairs: Pairs) -> Pairs:
+    """An entry as `millstream dlq redrive` puts it back, meant for the handler `app.name` only."""
+    return [REDRIVE_FIELD, handler.encode(), *pairs]

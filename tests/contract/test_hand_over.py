@@ -1,0 +1,270 @@
+"""An app moves from workers to Spark and back in mid-stream: nothing is lost and nothing takes effect twice."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pyspark.sql import SparkSession
+
+from millstream import App, Message, Reject, Retry
+from millstream.client import Client
+from millstream.errors import ConfigError, PipelineFailed, StaleOwner
+from millstream.ledger import ENTRY_MARK, Ledger, Unit
+from millstream.model import EntryId
+from millstream.naming import HandlerKeys
+from millstream.reliable import ReliableStream
+from millstream.spark.runner import Runner, RunSettings
+from millstream.testing.history import check_outputs
+from millstream.worker import ReadingLoop, WorkerPolicy
+
+KEYS = HandlerKeys("app", "handle", "in")
+POLICY = WorkerPolicy(block_ms=100, claim_ms=1_000, sweep_ms=100)
+PART = 300
+
+
+def handle(message: Message) -> dict[str, Any]:
+    """Takes a moment; every seventh message fails at first, every fiftieth is rejected."""
+    time.sleep(0.004)
+    n = int(message.fields["n"])
+    if n % 7 == 0 and message.attempt == 1:
+        raise RuntimeError("not yet")
+    if n % 50 == 49:
+        raise Reject("not this one")
+    return {"id": message.id, "fence": message.fence}
+
+
+def app_of_one() -> App:
+    app = App("app")
+    app.handler("in", into="out", retry=Retry(attempts=3, delay_ms=150))(handle)
+    return app
+
+
+class Bench:
+    """One stream, its handler, and both engines; `ids` are the entries published."""
+
+    def __init__(self, client: Client, spark: SparkSession, folder: Path) -> None:
+        self.client = client
+        self.spark = spark
+        self.folder = folder
+        self.ids: list[str] = []
+
+    def publish(self, count: int) -> None:
+        first = len(self.ids)
+        commands = [("XADD", "in", "*", "n", n) for n in range(first, first + count)]
+        self.ids += [entry_id.decode() for entry_id in self.client.pipeline(commands)]
+
+    def done(self) -> int:
+        return int(self.client.execute("XLEN", "out")) + int(self.client.execute("XLEN", KEYS.dead))
+
+    def goes_on(self, count: int) -> None:
+        """Wait until `count` more messages are done."""
+        aim, deadline = self.done() + count, time.monotonic() + 60
+        while self.done() < aim:
+            assert time.monotonic() < deadline, f"{self.done()} of {aim} after a minute"
+            time.sleep(0.005)
+
+    @contextmanager
+    def worker(self) -> Iterator["Running"]:
+        loop = ReadingLoop(app_of_one().handlers["handle"], self.client.url, consumer="w1", policy=POLICY)
+        with running(loop.run, lambda: loop.stop(deadline_ms=0)) as thread:
+            yield thread
+
+    @contextmanager
+    def pipeline(self, checkpoint: str) -> Iterator["Running"]:
+        settings = RunSettings(
+            url=self.client.url, checkpoint=str(self.folder / checkpoint), max_per_batch=120, start="from-frontier"
+        )
+        runner = Runner(app_of_one(), self.spark, settings, on_event=lambda event: None)
+        with running(runner.run, runner.stop) as thread:
+            yield thread
+
+    def pending(self) -> int:
+        return int(self.client.execute("XPENDING", "in", KEYS.group)[0])
+
+    def check(self) -> None:
+        """Every entry has had its effect, once."""
+        outputs = [(None, pairs[1].decode()) for _, pairs in self.client.execute("XRANGE", "out", "-", "+")]
+        letters = self.client.execute("XRANGE", KEYS.dead, "-", "+")
+        dead = [pairs[pairs.index(b"id") + 1].decode() for _, pairs in letters]
+        check_outputs({None: self.ids}, outputs, dead).raise_if_bad()
+        assert len(dead) == len(self.ids) // 50
+        assert self.pending() == 0
+
+
+class Running(threading.Thread):
+    """An engine in the background; `error` is what ended it."""
+
+    def __init__(self, work: Callable[[], object]) -> None:
+        super().__init__(daemon=True)
+        self._work = work
+        self.error: BaseException | None = None
+
+    def run(self) -> None:
+        try:
+            self._work()
+        except BaseException as error:  # noqa: BLE001 - handed to the test
+            self.error = error
+
+
+@contextmanager
+def running(work: Callable[[], object], stop: Callable[[], None]) -> Iterator[Running]:
+    thread = Running(work)
+    thread.start()
+    try:
+        yield thread
+    finally:
+        stop()
+        thread.join(60)
+    assert not thread.is_alive()
+
+
+@pytest.fixture
+def bench(millstream_url: str, spark: SparkSession, tmp_path: Path) -> Iterator[Bench]:
+    with Client(millstream_url) as client:
+        yield Bench(client, spark, tmp_path)
+
+
+@pytest.mark.spark
+@pytest.mark.parametrize("checkpoints", [("one", "two", "three"), ("same", "same", "same")], ids=["new", "same"])
+def test_an_app_moves_from_workers_to_spark_and_back_in_mid_stream(bench: Bench, checkpoints: tuple[str, ...]) -> None:
+    for checkpoint in checkpoints:
+        bench.publish(PART)
+        with bench.worker() as worker:
+            bench.goes_on(60)
+        assert worker.error is None
+        assert bench.pending() > 0
+        with bench.pipeline(checkpoint) as pipeline:
+            bench.goes_on(80)
+        assert pipeline.error is None
+    assert bench.done() < len(bench.ids)
+    with bench.worker():
+        bench.goes_on(len(bench.ids) - bench.done())
+        bench.publish(10)
+        bench.goes_on(10)
+    bench.check()
+
+
+@pytest.mark.spark
+def test_whoever_is_taken_over_without_being_stopped_ends_with_a_clear_word_and_commits_nothing_late(
+    bench: Bench,
+) -> None:
+    bench.publish(2 * PART)
+    held = ReliableStream(bench.client, "in", app="app", handler="handle", consumer="frozen", into="out")
+    held.join()
+    (late,) = held.read(count=1)
+    with bench.worker() as worker:
+        bench.goes_on(50)
+        with bench.pipeline("one") as pipeline:
+            worker.join(60)
+            assert isinstance(worker.error, StaleOwner)
+            unit = held.unit(late)
+            unit.outputs = [["id", late.id, "fence", held.token]]
+            with pytest.raises(StaleOwner, match="taken over"):
+                held.commit([unit])
+            held.read(count=5)  # as a worker that has not noticed yet
+            bench.goes_on(120)
+            with bench.worker():
+                pipeline.join(60)
+                assert isinstance(pipeline.error, PipelineFailed)
+                assert "a newer run of app.handle has taken over" in str(pipeline.error)
+                with pytest.raises(StaleOwner, match="taken over"):
+                    Ledger(bench.client, app="app", handler="handle", token=held.token).begin(["in"])
+                bench.goes_on(len(bench.ids) - bench.done())
+    bench.check()
+
+
+@pytest.mark.spark
+def test_a_pipeline_asks_before_it_goes_on_where_only_workers_have_been(bench: Bench) -> None:
+    bench.publish(20)
+    with bench.worker():
+        bench.goes_on(20)
+    settings = RunSettings(url=bench.client.url, checkpoint=str(bench.folder / "new"), once=True)
+    with pytest.raises(ConfigError, match=f"has processed 'in' up to {bench.ids[-1]}.*--from-frontier to go on there"):
+        Runner(app_of_one(), bench.spark, settings, on_event=lambda event: None).run()
+
+
+# What happens at the seams, step by step, with the ledger in place of a run on Spark
+
+
+@pytest.fixture
+def client(millstream_url: str) -> Iterator[Client]:
+    with Client(millstream_url) as connected:
+        connected.pipeline([("XADD", "in", f"{n}-0", "n", n) for n in range(1, 6)])
+        yield connected
+
+
+def worker_on(client: Client, consumer: str) -> ReliableStream:
+    stream = ReliableStream(client, "in", app="app", handler="handle", consumer=consumer, into="out")
+    stream.join()
+    return stream
+
+
+def spark_on(client: Client) -> tuple[Ledger, EntryId | None]:
+    ledger = Ledger(client, app="app", handler="handle", into="out")
+    ledger = ledger.renewed(ledger.new_token(["in"]))
+    return ledger, ledger.begin(["in"])["in"].frontier
+
+
+def unit_of(entry_id: str) -> Unit:
+    unit = Unit(ENTRY_MARK + entry_id.encode(), b"", first_id=entry_id, last_id=entry_id, messages=1)
+    unit.outputs = [["id", entry_id]]
+    return unit
+
+
+def commit_what_is_left(worker: ReliableStream) -> None:
+    for delivery in [*worker.read_pending(), *worker.read(count=10)]:
+        unit = worker.unit(delivery)
+        unit.outputs = [["id", delivery.id]]
+        worker.commit([unit])
+
+
+def effects(client: Client) -> list[str]:
+    return [pairs[1].decode() for _, pairs in client.execute("XRANGE", "out", "-", "+")]
+
+
+def read_and_die(client: Client) -> None:
+    client.execute("XREADGROUP", "GROUP", KEYS.group, "dead", "STREAMS", "in", ">")
+
+
+def test_what_spark_had_done_is_not_opened_again_by_a_worker_that_read_it_and_died(client: Client) -> None:
+    spark, _ = spark_on(client)
+    spark.commit({"in": [unit_of("2-0"), unit_of("4-0")]})  # and ends in mid-batch
+    worker_on(client, "dead")
+    read_and_die(client)
+    worker = worker_on(client, "w2")
+    worker.checkpoint()
+    worker.checkpoint()
+    commit_what_is_left(worker)
+    assert sorted(effects(client)) == ["1-0", "2-0", "3-0", "4-0", "5-0"]
+
+
+@pytest.mark.parametrize("noted", [False, True])
+def test_a_group_that_a_late_run_on_spark_sets_back_doubles_nothing(client: Client, noted: bool) -> None:
+    worker = worker_on(client, "w1")
+    commit_what_is_left(worker)
+    worker.checkpoint()
+    client.execute("XGROUP", "SETID", "in", KEYS.group, "1-0")
+    if noted:
+        read_and_die(client)
+        worker.checkpoint()
+    spark, frontier = spark_on(client)
+    assert frontier == EntryId(5, 0)
+    spark.advance({"in": EntryId(5, 0)})
+    commit_what_is_left(worker_on(client, "w2"))
+    assert effects(client) == ["1-0", "2-0", "3-0", "4-0", "5-0"]
+
+
+def test_what_a_worker_reads_after_spark_has_taken_over_is_done_by_spark_alone(client: Client) -> None:
+    worker_on(client, "w1")
+    spark, _ = spark_on(client)
+    read_and_die(client)
+    spark.commit({"in": [unit_of(f"{n}-0") for n in range(1, 6)]})
+    spark.advance({"in": EntryId(5, 0)})
+    worker = worker_on(client, "w1")
+    assert worker.read_pending() == []
+    _, frontier = spark_on(client)
+    assert frontier == EntryId(5, 0)

@@ -1,0 +1,103 @@
+"""The judge of the contract sees what is wrong: each test does one thing that an engine must not do."""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+
+from millstream import App, Message
+from millstream.client import Arg, Client
+from millstream.deadletters import DeadLetter
+from millstream.ledger import ENTRY_MARK, Ledger, Unit
+from millstream.testing.contract import APP, Case, ContractBroken, Letter, entry, entry_id, judge, publish, put_through
+
+
+def handle(message: Message) -> None:
+    """Is never run here."""
+
+
+CASE = Case(
+    name="case",
+    promise="a promise",
+    function=handle,
+    entries=[entry(n=0), entry(n=1), entry(n=2)],
+    outputs=[{"k": "a", "n": 0}, {"k": "a", "n": 1}],
+    order_by="k",
+    letters=[Letter(entry=2, reason="rejected", says="no")],
+)
+
+
+@pytest.fixture
+def client(millstream_url: str) -> Iterator[Client]:
+    with Client(millstream_url) as connected:
+        publish(connected, CASE)
+        yield connected
+
+
+def unit(number: int, **effects: list[Sequence[Arg]]) -> Unit:
+    one_id = entry_id(number)
+    found = Unit(ENTRY_MARK + one_id.encode(), b"", first_id=one_id, last_id=one_id, messages=1)
+    found.outputs, found.dead = effects.get("outputs", []), effects.get("dead", [])
+    return found
+
+
+def letter(**changes: Any) -> list[Sequence[Arg]]:
+    values: dict[str, Any] = {"pairs": [b"n", b"2"], "attempts": 1, "reason": "rejected", "error": "no", **changes}
+    found = DeadLetter(stream=CASE.stream, id=entry_id(2), key=None, app=APP, handler=CASE.name, time_ms=0, **values)
+    return [found.items()]
+
+
+FIRST: Sequence[Arg] = ["k", "a", "n", 0]
+SECOND: Sequence[Arg] = ["k", "a", "n", 1]
+
+
+def commit(client: Client, *units: Unit) -> None:
+    Ledger(client, app=APP, handler=CASE.name, into=CASE.into).commit({CASE.stream: units})
+
+
+def test_what_is_right_passes(client: Client) -> None:
+    commit(client, unit(0, outputs=[FIRST]), unit(1, outputs=[SECOND]), unit(2, dead=letter()))
+    judge(client, CASE)
+
+
+@pytest.mark.parametrize(
+    ("units", "complaint"),
+    [
+        ([unit(0, outputs=[FIRST, FIRST]), unit(1, outputs=[SECOND]), unit(2, dead=letter())], "or twice"),
+        ([unit(0, outputs=[FIRST]), unit(1), unit(2, dead=letter())], "it lacks outputs"),
+        ([unit(1, outputs=[SECOND]), unit(0, outputs=[FIRST]), unit(2, dead=letter())], "out of order"),
+        ([unit(0, outputs=[FIRST]), unit(1, outputs=[SECOND]), unit(2)], "is no dead letter"),
+        ([unit(0, outputs=[FIRST]), unit(1, outputs=[SECOND])], "2 of 3 entries are committed"),
+        *(
+            ([unit(0, outputs=[FIRST]), unit(1, outputs=[SECOND]), unit(2, dead=letter(**change))], complaint)
+            for change, complaint in (
+                ({"attempts": 2}, "the attempts of dead letter .* is 2, not 1"),
+                ({"pairs": [b"n", b"x"]}, "the fields of dead letter"),
+                ({"reason": "failed"}, "the reason of dead letter"),
+                ({"error": "why"}, "without 'no'"),
+            )
+        ),
+    ],
+)
+def test_what_is_wrong_is_named(client: Client, units: list[Unit], complaint: str) -> None:
+    commit(client, *units)
+    with pytest.raises(ContractBroken, match=f"case: a promise. But .*{complaint}"):
+        judge(client, CASE)
+
+
+def test_what_is_left_over_is_named(client: Client) -> None:
+    commit(client, unit(0, outputs=[FIRST]), unit(1, outputs=[SECOND]), unit(2, dead=letter()))
+    client.execute("HSET", CASE.keys.strikes, entry_id(1), 1)
+    client.execute("XGROUP", "CREATE", CASE.stream, CASE.keys.group, 0)
+    client.execute("XREADGROUP", "GROUP", CASE.keys.group, "w", "STREAMS", CASE.stream, ">")
+    with pytest.raises(ContractBroken, match="3 entries are pending; strikes are left"):
+        judge(client, CASE)
+
+
+def test_an_engine_that_does_nothing_is_told_how_far_it_is(millstream_url: str) -> None:
+    def idle(app: App, url: str, until: Callable[[], bool]) -> None:
+        while not until():
+            pass
+
+    with pytest.raises(ContractBroken, match=r"not settled after 0 s: case 0/3"):
+        put_through(idle, millstream_url, [CASE], within_s=0.1)

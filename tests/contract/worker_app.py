@@ -1,0 +1,11 @@
+"""The contract's handlers as an app, for worker processes to import."""
+
+from millstream.testing.contract import app_of
+from millstream.testing.contract_cases import CASES
+from tests.contract.pydantic_case import PYDANTIC
+
+ALL = (*CASES, PYDANTIC)
+UNKEYED = [case for case in ALL if not case.keyed]
+KEYED = [case for case in ALL if case.keyed]
+
+app = app_of(UNKEYED)
