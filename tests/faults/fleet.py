@@ -1,0 +1,283 @@
+"""`millstream worker` in processes of its own that a test may kill, and what comes of its messages."""
+
+import json
+import os
+import random
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, Self
+
+import psutil
+
+from millstream.client import Client
+from millstream.deadletters import DeadLetter
+from millstream.errors import RedisError
+from millstream.naming import HandlerKeys
+from millstream.testing.history import Event, Report, check, read_events
+from tests.faults.driver import HERE
+
+_PUBLISHED_AT_ONCE = 500
+
+Tell = Callable[..., None]
+
+
+class Fleet:
+    """One supervisor and its worker processes, on `url`. A context manager, at whose end all of them are gone.
+
+    Logs, and the events that the handlers write, are in `folder`.
+    """
+
+    def __init__(self, url: str, folder: Path, *options: str, app: str = "app", processes: int = 2) -> None:
+        self.lines: list[dict[str, Any]] = []
+        self._log = folder / f"log.{time.monotonic_ns()}"
+        self._folder = folder
+        self._command = [sys.executable, "-m", "millstream.commands.cli", "worker", f"{HERE}/worker_app.py:{app}"]
+        self._command += ["--url", url, "--json", "--processes", str(processes), "--claim-s", "1", *options]
+        self._processes = processes
+        self._started: list[psutil.Process] = []
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> Self:
+        """Start the supervisor, which starts the workers."""
+        with self._log.open("ab") as log:
+            self._process = subprocess.Popen(
+                self._command,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                env={**os.environ, "MILLSTREAM_TEST_FOLDER": str(self._folder)},
+            )
+        self._started.append(psutil.Process(self._process.pid))
+        threading.Thread(target=self._listen, args=(self._process,), daemon=True).start()
+        return self
+
+    def _listen(self, process: subprocess.Popen[bytes]) -> None:
+        assert process.stdout is not None
+        with process.stdout as out:
+            for line in out:
+                if line.endswith(b"}\n"):  # a killed supervisor leaves half a line
+                    self.lines.append(json.loads(line))
+
+    def __enter__(self) -> Self:
+        return self.start()
+
+    def __exit__(self, *_: object) -> None:
+        self.children()  # so that they are known
+        for process in self._started:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+        psutil.wait_procs(self._started, timeout=10)
+        self.supervisor.wait(10)
+
+    @property
+    def supervisor(self) -> subprocess.Popen[bytes]:
+        """The process that was started last."""
+        assert self._process is not None
+        return self._process
+
+    def children(self) -> list[psutil.Process]:
+        """The worker processes that are alive."""
+        try:
+            found = [one for one in psutil.Process(self.supervisor.pid).children() if _lives(one)]
+        except psutil.NoSuchProcess:
+            return []
+        self._started += [one for one in found if one not in self._started]
+        return found
+
+    def ready(self, within_s: float = 60.0) -> Self:
+        """Wait until every worker has said how it is doing."""
+
+        def have_told() -> bool:
+            told = {line["worker"] for line in list(self.lines) if line["event"] == "figures"}
+            return len(told) >= self._processes
+
+        eventually(have_told, "all workers at work", within_s=within_s, log=self.log)
+        return self
+
+    def victim(self) -> psutil.Process:
+        """A worker process that has run messages."""
+        found: list[psutil.Process] = []
+
+        def have_run() -> bool:
+            found[:] = [one for one in self.children() if (self._folder / f"events.{one.pid}").exists()]
+            return bool(found)
+
+        eventually(have_run, "a worker at work", log=self.log)
+        return random.choice(found)
+
+    def log(self) -> str:
+        """All that the supervisor and its workers said to people."""
+        return self._log.read_text(errors="replace")
+
+    def figures(self) -> Counter[str]:
+        """The counts that the workers have told, summed over all processes there were."""
+        total: Counter[str] = Counter()
+        last: dict[str, Counter[str]] = {}
+        for line in list(self.lines):
+            if line["event"] == "figures":
+                now = Counter(line["handlers"]["work"])
+                known = last.get(line["worker"], Counter())
+                if now["read"] + now["adopted"] < known["read"] + known["adopted"]:
+                    total += known
+                last[line["worker"]] = now
+        return sum(last.values(), total)
+
+    def stop(self, within_s: float = 60.0) -> int:
+        """SIGTERM; the exit code."""
+        self.supervisor.terminate()
+        return self.supervisor.wait(within_s)
+
+
+def _lives(process: psutil.Process) -> bool:
+    with suppress(psutil.NoSuchProcess):
+        return bool(process.status() != psutil.STATUS_ZOMBIE)
+    return False
+
+
+class Books:
+    """What was published to the handler `work` of one app, and what must have come of it in the end."""
+
+    def __init__(self, client: Client, folder: Path, *, app: str = "steady") -> None:
+        self.client = client
+        self.keys = HandlerKeys(app, "work", "in")
+        self.enqueued: list[str] = []
+        self._folder = folder
+
+    def publish(self, count: int, **fields: str | int) -> list[str]:
+        """Add messages to the stream; their ids."""
+        ids: list[str] = []
+        while len(ids) < count:
+            some = range(len(ids), min(count, len(ids) + _PUBLISHED_AT_ONCE))
+            items = [part for pair in fields.items() for part in pair]
+            replies = self.client.pipeline([("XADD", "in", "*", "n", n, *items) for n in some])
+            for reply in replies:
+                assert isinstance(reply, bytes), reply
+                ids.append(reply.decode())
+        self.enqueued += ids
+        return ids
+
+    def runs(self) -> list[Event]:
+        """What the handlers have written down, from all processes."""
+        return list(read_events(*self._folder.glob("events.*")))
+
+    def outputs(self) -> list[dict[str, str]]:
+        """The entries of the output stream."""
+        found, after = [], "-"
+        while entries := self._ask("XRANGE", "out", after, "+", "COUNT", 5_000):
+            for _, pairs in entries:
+                found.append({pairs[i].decode(): pairs[i + 1].decode() for i in range(0, len(pairs), 2)})
+            after = "(" + entries[-1][0].decode()
+        return found
+
+    def letters(self) -> list[DeadLetter]:
+        """The dead letters."""
+        return [DeadLetter.parse(*entry) for entry in self._ask("XRANGE", self.keys.dead, "-", "+")]
+
+    def done(self) -> int:
+        """How many effects there are."""
+        return int(self._ask("XLEN", "out")) + int(self._ask("XLEN", self.keys.dead))
+
+    def pending(self) -> int:
+        """How many messages are in the hands of workers."""
+        return int(self._ask("XPENDING", "in", self.keys.group)[0])
+
+    def drained(self) -> bool:
+        """Nothing is pending and nothing is left to read."""
+        try:
+            groups = self._ask("XINFO", "GROUPS", "in")
+            last = self._ask("XINFO", "STREAM", "in")
+        except RedisError:
+            return False
+        told = dict(zip(last[::2], last[1::2], strict=True))
+        for group in groups:
+            found = dict(zip(group[::2], group[1::2], strict=True))
+            if found[b"name"].decode() == self.keys.group:
+                return not found[b"pending"] and bool(found[b"last-delivered-id"] == told[b"last-generated-id"])
+        return False
+
+    def check(
+        self, *, dead: Mapping[str, str] | None = None, gone: Sequence[str] = (), log: Callable[[], str] = str,
+        within_s: float = 60.0,
+    ) -> Report:  # fmt: skip
+        """Wait for the drain, then judge the history: each message, but for those `gone`, has one effect.
+
+        `dead`: the messages that end as dead letters, and why; no other may.
+        """
+        eventually(self.drained, "the drain", within_s=within_s, log=lambda: self._standing() + log())
+        enqueued = [Event(kind="enqueued", stream="in", id=one) for one in self.enqueued if one not in set(gone)]
+        effects = [
+            Event(kind="committed", stream="in", id=row["id"], handler="work", position=at)
+            for at, row in enumerate(self.outputs())
+            if row["id"] not in set(gone)
+        ]
+        effects += [Event(kind="dead", stream="in", id=one.id, handler="work") for one in self.letters()]
+        runs = [event for event in self.runs() if event.id not in set(gone)]
+        report = check([*enqueued, *runs, *effects], handlers={"in": ["work"]})
+        report.raise_if_bad()
+        assert {letter.id: letter.reason for letter in self.letters()} == (dead or {})
+        assert {event.id for event in effects if event.kind == "committed"} <= {event.id for event in runs}
+        assert not self._ask("EXISTS", self.keys.strikes), self._ask("HGETALL", self.keys.strikes)
+        return report
+
+    def _standing(self) -> str:
+        return f"{self.done()} of {len(self.enqueued)} done, {self.pending()} pending\n"
+
+    def _ask(self, *command: str | int) -> Any:
+        return self.client.patiently(lambda: self.client.execute(*command), what="test", limit_ms=30_000)
+
+
+class Standstill:
+    """Watches how effects come in; `longest_s` is the longest time in which none came though some were due."""
+
+    def __init__(self, books: Books) -> None:
+        self._books = books
+        self._over = threading.Event()
+        self._client = Client(books.client.url)
+        self.longest_s = 0.0
+
+    def watch(self) -> None:
+        """Look every 20 ms, until told to end."""
+        seen, since = -1, time.monotonic()
+        while not self._over.wait(0.02):
+            with suppress(RedisError):
+                commands = [("XLEN", "out"), ("XLEN", self._books.keys.dead)]
+                done = sum(int(reply) for reply in self._client.pipeline(commands))
+                now = time.monotonic()
+                if seen >= 0 and seen < len(self._books.enqueued):
+                    self.longest_s = max(self.longest_s, now - since)
+                if done != seen or done >= len(self._books.enqueued):
+                    seen, since = done, now
+        self._client.close()
+
+    def end(self) -> None:
+        """Look no more."""
+        self._over.set()
+
+
+@contextmanager
+def watched(books: Books) -> Iterator[Standstill]:
+    """A watch over the time until effects come in again."""
+    watch = Standstill(books)
+    thread = threading.Thread(target=watch.watch)
+    thread.start()
+    try:
+        yield watch
+    finally:
+        watch.end()
+        thread.join()
+
+
+def eventually(
+    holds: Callable[[], object], what: str, *, within_s: float = 30.0, log: Callable[[], str] = str
+) -> float:
+    """Wait until it holds; how many seconds that took. Fails with `what`, and the end of `log`, after `within_s`."""
+    began = time.monotonic()
+    while not holds():
+        assert time.monotonic() - began < within_s, f"not within {within_s} s: {what}\n{log()[-3000:]}"
+        time.sleep(0.02)
+    return time.monotonic() - began

@@ -1,0 +1,192 @@
+"""Redis dies, forgets, fills up, fails over and loses connections under workers: they go on by themselves."""
+
+import os
+import time
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import psutil
+import pytest
+
+from millstream.client import Client, Script
+from millstream.naming import HandlerKeys
+from millstream.server import EmbeddedServer
+from millstream.testing.proxy import Proxy
+from millstream.testing.topologies import sentinel_trio
+from tests.faults.fleet import Books, Fleet, Tell, eventually, watched
+
+SOAK = bool(os.environ.get("MILLSTREAM_SOAK"))
+pytestmark = [pytest.mark.faults, pytest.mark.timeout(3600 if SOAK else 120)]
+
+REDIS_KILLS = 20 if SOAK else 2
+CUTS = 50 if SOAK else 5
+KEYS = HandlerKeys("steady", "work", "in")
+AWAY_S = 4.0
+COMMANDS = ("XREADGROUP", "XPENDING", "XCLAIM", "HMGET", "HSCAN", "HSET")
+SCRIPTS = {**dict.fromkeys(("commit", "hold", "checkpoint", "join", "due"), CUTS), "name": 2}
+
+
+@pytest.fixture
+def client(millstream_fresh_server: EmbeddedServer) -> Iterator[Client]:
+    with Client(millstream_fresh_server.url) as opened:
+        yield opened
+
+
+def test_a_redis_that_is_killed_costs_seconds_and_its_absence_costs_neither_processor_nor_log(
+    millstream_fresh_server: EmbeddedServer, client: Client, tmp_path: Path, tell: Tell
+) -> None:
+    books = Books(client, tmp_path)
+    resumed_s, used_s, lines = [], [], []
+    with Fleet(client.url, tmp_path) as fleet:
+        fleet.ready()
+        for _ in range(REDIS_KILLS):
+            books.publish(1_000, ms=5)
+            eventually(lambda: books.pending() > 0, "work in hand", log=fleet.log)
+            millstream_fresh_server.kill()
+            used, said = busy_s(fleet), fleet.log().count("\n")
+            time.sleep(AWAY_S)
+            used_s.append(busy_s(fleet) - used)
+            lines.append(fleet.log().count("\n") - said)
+            millstream_fresh_server.start()
+            done = books.done()
+            resumed_s.append(eventually(partial(more_done, books, done), "new effects", log=fleet.log))
+            books.check(log=fleet.log)
+        report = books.check(log=fleet.log)
+        assert fleet.supervisor.poll() is None
+    tell(
+        report, kills=REDIS_KILLS, resumed_within_s=round(max(resumed_s), 2), cpu_s=round(max(used_s), 2),
+        log_lines=max(lines), away_s=AWAY_S,
+    )  # fmt: skip
+    assert max(resumed_s) < 5.0
+    assert max(used_s) < 0.25 * AWAY_S
+    assert max(lines) <= 12
+
+
+def more_done(books: Books, than: int) -> bool:
+    return books.done() > than
+
+
+def busy_s(fleet: Fleet) -> float:
+    """Processor time that the fleet has used so far."""
+    processes = [psutil.Process(fleet.supervisor.pid), *fleet.children()]
+    return sum(sum(process.cpu_times()[:2]) for process in processes)
+
+
+@pytest.mark.parametrize("side", ["before", "after"])
+def test_connections_cut_on_either_side_of_every_kind_of_command_lose_and_double_nothing(
+    millstream_fresh_server: EmbeddedServer, client: Client, tmp_path: Path, tell: Tell, side: str
+) -> None:
+    books = Books(client, tmp_path)
+    with Proxy(millstream_fresh_server.port) as proxy, Fleet(proxy.url, tmp_path) as fleet, watched(books) as watch:
+        fleet.ready()
+        cut = proxy.cut_before if side == "before" else proxy.cut_after
+        for name in COMMANDS:
+            cut(name, times=CUTS)
+        for name, times in SCRIPTS.items():
+            cut("EVALSHA", containing=Script(name).sha, times=times)
+        goals = {**dict.fromkeys(COMMANDS, CUTS), "EVALSHA": sum(SCRIPTS.values())}
+        rounds = 0
+        while any(proxy.cuts[side, name] < goal for name, goal in goals.items()):  # type: ignore[index]
+            rounds += 1
+            assert rounds < 10 * CUTS, f"{proxy.cuts} of {goals}"
+            books.publish(200, ms=1)
+            books.publish(5, do="stumble")
+            if rounds % 3 == 0:
+                fleet.victim().kill()  # so that there is something to recover and to adopt
+            time.sleep(0.5)
+        books.publish(200)
+        report = books.check(log=fleet.log)
+        assert fleet.supervisor.poll() is None
+    assert max(int(row["attempt"]) for row in books.outputs()) <= 2 + rounds
+    tell(report, watch, cuts=proxy.cuts.total())
+
+
+def test_entries_of_a_read_whose_reply_was_lost_are_processed_at_once(
+    millstream_fresh_server: EmbeddedServer, client: Client, tmp_path: Path, tell: Tell
+) -> None:
+    books = Books(client, tmp_path)
+    with (
+        Proxy(millstream_fresh_server.port) as proxy,
+        Fleet(proxy.url, tmp_path, "--claim-s", "600", processes=1) as fleet,
+        watched(books) as watch,
+    ):
+        fleet.ready()
+        books.publish(4_000)
+        eventually(lambda: books.done() > 100, "work", log=fleet.log)
+        proxy.cut_after("XREADGROUP", times=CUTS)
+        books.publish(4_000)
+        report = books.check(log=fleet.log)
+        assert proxy.cuts["after", "XREADGROUP"] == CUTS
+        assert fleet.figures()["adopted"] > 0
+    tell(report, watch, cuts=CUTS)
+    assert watch.longest_s < 3.0
+
+
+def test_maxmemory_delays_effects_and_counts_no_attempt(client: Client, tmp_path: Path, tell: Tell) -> None:
+    books = Books(client, tmp_path)
+    with Fleet(client.url, tmp_path) as fleet:
+        fleet.ready()
+        books.publish(2_000, ms=2)
+        eventually(lambda: books.done() > 100, "work", log=fleet.log)
+        client.execute("CONFIG", "SET", "maxmemory", "1")
+        time.sleep(0.3)
+        done, used = books.done(), busy_s(fleet)
+        time.sleep(AWAY_S)  # longer than a claim lasts
+        used = busy_s(fleet) - used
+        assert books.done() == done
+        client.execute("CONFIG", "SET", "maxmemory", "0")
+        resumed_s = eventually(lambda: books.done() > done, "new effects", log=fleet.log)
+        report = books.check(log=fleet.log)
+        refused = fleet.figures()["refused"]
+    tell(report, resumed_within_s=round(resumed_s, 2), cpu_s=round(used, 2), away_s=AWAY_S, refused=refused)
+    assert "maxmemory" in fleet.log()
+    assert {row["attempt"] for row in books.outputs()} == {"1"}
+    assert report.retries == 0
+    assert resumed_s < 3.0
+
+
+@pytest.mark.parametrize(
+    ("start", "harm"),
+    [
+        ("earliest", ("FLUSHALL",)),
+        ("latest", ("FLUSHALL",)),
+        ("earliest", ("SCRIPT", "FLUSH")),
+        ("earliest", ("XGROUP", "DESTROY", "in", KEYS.group)),
+        ("earliest", ("DEL", "in")),
+    ],
+    ids=["flushall", "flushall-latest", "script-flush", "group-destroyed", "stream-deleted"],
+)
+def test_what_redis_forgets_under_load_is_said_and_what_is_published_after_it_is_processed(
+    client: Client, tmp_path: Path, tell: Tell, harm: tuple[str, ...], start: str
+) -> None:
+    books = Books(client, tmp_path)
+    with Fleet(client.url, tmp_path, "--start", start) as fleet, watched(books) as watch:
+        fleet.ready()
+        before = books.publish(2_000, ms=1)
+        eventually(lambda: books.done() > 200, "work", log=fleet.log)
+        client.execute(*harm)
+        books.publish(1_000, ms=1)
+        loses = harm[0] in ("FLUSHALL", "DEL")
+        report = books.check(gone=before if loses else (), log=fleet.log)
+        assert fleet.supervisor.poll() is None
+        said = fleet.log()
+    tell(report, watch, harm=" ".join(harm), start=start)
+    if harm[0] == "FLUSHALL":
+        assert "has lost the progress" in said
+    elif harm[0] != "SCRIPT":
+        assert "was lost and is made again" in said
+
+
+def test_a_failover_by_sentinel_costs_seconds(tmp_path: Path, tell: Tell) -> None:
+    with sentinel_trio() as trio, Client(trio.url) as client:
+        books = Books(client, tmp_path)
+        with Fleet(trio.url, tmp_path) as fleet, watched(books) as watch:
+            fleet.ready()
+            books.publish(3_000, ms=5)
+            assert client.execute("WAIT", 1, 5_000) == 1
+            eventually(lambda: books.done() > 200, "work", log=fleet.log)
+            trio.primary.kill()
+            report = books.check(log=fleet.log)
+            assert fleet.supervisor.poll() is None
+    tell(report, watch)

@@ -1,0 +1,75 @@
+"""The apps of the workers' fault tests: each run is written down, and each message says what it does to its worker.
+
+Fields of a message: `n`, its number; `ms`, how long it takes; `do`, what it does then (see `misbehave`).
+"""
+
+import asyncio
+import ctypes
+import functools
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from millstream import App, Message, Retry
+from millstream.testing.history import Event, Kind, Recorder
+
+app = App("steady")
+strict = App("strict")
+coroutine = App("coroutine")
+
+
+@functools.cache
+def recorder(pid: int) -> Recorder:
+    """The log of one process."""
+    return Recorder(Path(os.environ["MILLSTREAM_TEST_FOLDER"]) / f"events.{pid}")
+
+
+def note(kind: Kind, message: Message) -> None:
+    """Write one event of a run down."""
+    pid = os.getpid()
+    worker, attempt = str(pid), str(message.attempt)
+    recorder(pid).record(
+        Event(kind=kind, stream=message.stream, id=message.id, handler="work", worker=worker, note=attempt)
+    )
+
+
+def misbehave(message: Message) -> None:
+    """Do what the message asks for."""
+    deed = message.fields.get("do", b"").decode()
+    if deed.startswith("exit-"):
+        os._exit(int(deed.removeprefix("exit-")))
+    if deed == "segfault":
+        ctypes.string_at(0)
+    if deed == "hang":
+        time.sleep(3600)
+    if deed == "stumble" and message.attempt == 1:
+        raise RuntimeError("as it was told")
+
+
+def ended(message: Message) -> dict[str, Any]:
+    """The output of a run."""
+    note("ended", message)
+    return {"id": message.id, "attempt": message.attempt, "pid": os.getpid()}
+
+
+def work(message: Message) -> dict[str, Any]:
+    """Take as long as the message says, and do what it asks for."""
+    note("started", message)
+    time.sleep(int(message.fields.get("ms", 0)) / 1000)
+    misbehave(message)
+    return ended(message)
+
+
+async def work_async(message: Message) -> dict[str, Any]:
+    """The same for an async handler, which a crash or a hang hits with all that it runs at once."""
+    note("started", message)
+    await asyncio.sleep(int(message.fields.get("ms", 0)) / 1000)
+    misbehave(message)
+    return ended(message)
+
+
+SHORT = Retry(attempts=3, delay_ms=20)
+app.handler("in", name="work", into="out", retry=Retry(attempts=10, delay_ms=20))(work)
+strict.handler("in", name="work", into="out", retry=SHORT, time_limit_ms=500)(work)
+coroutine.handler("in", name="work", into="out", retry=SHORT)(work_async)
