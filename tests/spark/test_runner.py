@@ -11,6 +11,7 @@ from pyspark.sql import SparkSession
 from millstream import App, Message
 from millstream.client import Client
 from millstream.errors import AccessDenied, ConfigError, DataLoss, PipelineFailed, StaleOwner, Unavailable, WrongType
+from millstream.producer import Producer
 from millstream.spark import runner
 from millstream.spark.failures import failure_of
 from tests.spark.pipelines import Pipelines, eventually
@@ -122,3 +123,16 @@ def test_handlers_stop_together(pipelines: Pipelines) -> None:
         background.join(30)
         assert time.monotonic() - began < 15
     assert background.error is None
+
+
+def test_delayed_messages_are_moved_while_it_runs(pipelines: Pipelines) -> None:
+    app = App("app")
+
+    @app.handler("in", into="out", name="handle")
+    def handle(message: Message) -> dict[str, str | None]:
+        return {"n": message.text("n")}
+
+    with Producer(pipelines.url) as producer, pipelines.running(app):
+        producer.publish("in", {"n": 7}, delay_ms=500)
+        assert pipelines.entries("in") == []
+        eventually(lambda: [fields for _, fields in pipelines.entries("out")] == [{"n": "7"}], "its output")

@@ -26,7 +26,7 @@ class WorkerPolicy:
     threads: int = 16
     block_ms: int = 1_000
     claim_ms: int = 30_000
-    sweep_ms: int = 1_000
+    sweep_ms: int = 500
     stop_ms: int = 25_000
     trim: bool = False
 
