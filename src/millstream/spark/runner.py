@@ -21,7 +21,7 @@ from millstream.app import App
 from millstream.client import Client, raise_if_error
 from millstream.clock import SYSTEM_CLOCK, Clock
 from millstream.delayed import DelayedMessages
-from millstream.errors import AccessDenied, ConfigError, PipelineFailed, StaleOwner, Unavailable
+from millstream.errors import AccessDenied, ConfigError, PipelineFailed, RedisError, StaleOwner, Unavailable
 from millstream.handlers import Handler
 from millstream.ledger import Ledger
 from millstream.naming import HandlerKeys
@@ -176,7 +176,7 @@ class Runner:
                 DelayedMessages(client).keep_moving(
                     lambda: sorted({name for p in self._pipelines for name in self._streams(p.handler)}), self._over
                 )
-            except AccessDenied as error:
+            except (RedisError, ConfigError) as error:
                 logger.warning("delayed messages are not moved by this pipeline: %s", error)
 
     def _stop_queries(self) -> None:
