@@ -103,6 +103,12 @@ class Retry:
 
     def delay_after(self, attempt: int) -> float:
         """Milliseconds to wait after the failed `attempt` (1 = the first)."""
+        return self._delay(attempt) * (1.0 + self.jitter * random.random())
+
+    def longest_delay_after(self, attempt: int) -> float:
+        """The most milliseconds that `delay_after` may return."""
+        return self._delay(attempt) * (1.0 + self.jitter)
+
+    def _delay(self, attempt: int) -> float:
         exponent = min(attempt - 1, 64)
-        delay: float = min(self.delay_ms * self.factor**exponent, self.max_delay_ms)
-        return delay * (1.0 + self.jitter * random.random())
+        return min(self.delay_ms * self.factor**exponent, self.max_delay_ms)

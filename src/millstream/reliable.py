@@ -15,7 +15,7 @@ from typing import Literal, TypeVar
 from millstream.client import Client, Script
 from millstream.deadletters import DeadLetter
 from millstream.errors import GroupMissing, StaleOwner
-from millstream.groups import Batch, Consumer, Group
+from millstream.groups import Batch, Consumer, Group, PendingEntry
 from millstream.ledger import ENTRY_MARK, FAILED, Ledger, Unit
 
 logger = logging.getLogger(__name__)
@@ -29,6 +29,7 @@ _REJOINS = 3
 T = TypeVar("T")
 
 _MOST_TRIMMED = 10_000
+_WATCHED = 100
 
 
 @dataclass(slots=True)
@@ -94,6 +95,7 @@ class ReliableStream:
         self._group = Group(client, stream, self._ledger.keys(stream).group)
         self._reader = Consumer(client, group=self._group.name, name=consumer, streams=[stream])
         self._done_before: frozenset[bytes] = frozenset()
+        self._watched: dict[tuple[bytes, str], float] = {}
         self.paused = False
         """Somebody wants no more entries of this stream to be read for now; as of the last `look`."""
 
@@ -160,8 +162,25 @@ class ReliableStream:
     def _take_over(self, excluding: Container[bytes], idle_ms: int, own: bool, count: int) -> list[Delivery]:
         pending = self._group.pending
         found = pending.walk(consumer=self.consumer if own else None, min_idle_ms=idle_ms)
-        times = {one.id: one.deliveries for one in islice((one for one in found if one.id not in excluding), count)}
-        claimed = pending.claim(list(times), consumer=self.consumer, min_idle_ms=idle_ms)
+        return self._claim(islice((one for one in found if one.id not in excluding), count), idle_ms)
+
+    def read_stuck(self, *, longest_ms: float, now_ms: float) -> list[Delivery]:
+        """Take over entries that another consumer has held for `longest_ms`, though it keeps asking for them.
+
+        Reading one's pending entries again resets their idle time, so a consumer that does nothing else would hold
+        them for ever. Since when it holds them is what this worker has seen: call it now and then, with the time of a
+        monotonic clock. It watches the lowest hundred.
+        """
+        return self._as_member(lambda: self._take_stuck(longest_ms, now_ms))
+
+    def _take_stuck(self, longest_ms: float, now_ms: float) -> list[Delivery]:
+        others = [one for one in self._group.pending.entries(count=_WATCHED) if one.consumer != self.consumer]
+        self._watched = {(one.id, one.consumer): self._watched.get((one.id, one.consumer), now_ms) for one in others}
+        return self._claim((one for one in others if now_ms - self._watched[one.id, one.consumer] > longest_ms), 0)
+
+    def _claim(self, wanted: Iterable[PendingEntry], idle_ms: int) -> list[Delivery]:
+        times = {one.id: one.deliveries for one in wanted}
+        claimed = self._group.pending.claim(list(times), consumer=self.consumer, min_idle_ms=idle_ms)
         self.report_trimmed(times.keys() - set(claimed.ids))
         failed = self._ledger.failures(self.stream, claimed.ids)
         return [

@@ -405,3 +405,18 @@ def test_delayed_messages_are_moved_to_the_stream_when_they_are_due(client: Clie
         eventually(lambda: loop.report.committed >= 1)
     assert 0.6 < time.monotonic() - began < 5
     assert outputs(client) == [7]
+
+
+def test_entries_of_a_consumer_that_polls_but_makes_no_progress_are_adopted(client: Client) -> None:
+    handler = make(double, retry=Retry(attempts=1), time_limit_ms=100)
+    with working(client, handler, "first"):
+        eventually(lambda: client.execute("EXISTS", KEYS.meta) == 1)
+    fill(client, 3)
+    client.execute("XREADGROUP", "GROUP", KEYS.group, "poller", "STREAMS", "in", ">")
+    with working(client, handler):
+        began = time.monotonic()
+        while pending(client) and time.monotonic() - began < 20:
+            client.execute("XREADGROUP", "GROUP", KEYS.group, "poller", "STREAMS", "in", "0")
+            time.sleep(0.02)
+    assert sorted(outputs(client)) == [0, 1, 2]
+    assert time.monotonic() - began > 2  # all attempts, the grace and the claim time

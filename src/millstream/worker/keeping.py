@@ -2,7 +2,7 @@
 
 import logging
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from millstream.clock import Clock
 from millstream.errors import HandlerStuck, Unavailable
@@ -43,6 +43,10 @@ class Keeper:
         self._policy = policy
         self._on_suspect = on_suspect
         self._extend_due_ms = 0.0
+        handler = pipeline.handler
+        waits_ms = sum(map(handler.retry.longest_delay_after, range(1, handler.retry.attempts)))
+        # No worker that goes by the rules has an entry in hand for longer than all its attempts may take.
+        self._longest_ms = handler.retry.attempts * (handler.time_limit_ms + _GRACE_MS) + waits_ms + policy.claim_ms
         self._measure_due_ms = 0.0
         self._noted = -1
         self._behind = False
@@ -93,7 +97,9 @@ class Keeper:
 
     def _take_over(self, stream: ReliableStream, *, idle_ms: int, own: bool, count: int) -> int:
         held = self._hand.ids(stream.stream)
-        found = stream.read_pending(excluding=held, idle_ms=idle_ms, own=own, count=count)
+        return self._put_in_hand(stream.read_pending(excluding=held, idle_ms=idle_ms, own=own, count=count))
+
+    def _put_in_hand(self, found: Sequence[Delivery]) -> int:
         self._hand.take([one for one in found if one.deliveries <= _TRUSTED_DELIVERIES], self._clock.monotonic_ms())
         for delivery in found:
             if delivery.deliveries > _TRUSTED_DELIVERIES:
@@ -109,6 +115,9 @@ class Keeper:
             self.recover(stream)
         if self._clock.monotonic_ms() >= self._extend_due_ms:
             self._extend(stream)
+            if not stream.paused:
+                now_ms = self._clock.monotonic_ms()
+                self._put_in_hand(stream.read_stuck(longest_ms=self._longest_ms, now_ms=now_ms))
         if self._noted != self._report.committed:
             stream.checkpoint()
             if self._policy.trim:
