@@ -69,6 +69,7 @@ def load_app(target: str) -> App:
         folder, module_name = path.parent, path.stem
     else:
         folder, module_name = Path.cwd(), place
+    _check_neighbours(folder)
     _put_on_path(folder)
     module = _import(module_name, target)
     found = getattr(module, attribute, None)
@@ -96,6 +97,15 @@ def _check_module_name(path: Path) -> None:
         return
     if found is not None and found.origin is not None and Path(found.origin).resolve() != path:
         raise ConfigError(f"{path.name!r} is named like the module {name!r} in {found.origin!r}; rename it")
+
+
+def _check_neighbours(folder: Path) -> None:
+    """Raise ConfigError if a file beside the app would stand in for a module of Python's own, in every process."""
+    hiding = [path.name for path in folder.glob("*.py") if path.stem in sys.stdlib_module_names]
+    if hiding:
+        raise ConfigError(
+            f"{sorted(hiding)[0]!r}, beside the app, would stand in for Python's own module in Spark's workers; rename it"
+        )
 
 
 def _put_on_path(folder: Path) -> None:

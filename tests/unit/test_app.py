@@ -1,6 +1,7 @@
 """Apps and handlers: a mistake in the app file is one clear line that says what to change."""
 
 import os
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -283,3 +284,11 @@ def test_a_file_with_a_dash_in_its_name_is_loaded(tmp_path: Path, monkeypatch: p
         "from millstream import App, Message\napp = App('good')\n@app.handler('a')\ndef handle(message: Message): ...\n"
     )
     assert list(load_app(str(tmp_path / "my-app-of-this-test.py")).handlers) == ["handle"]
+
+
+def test_a_file_beside_the_app_that_hides_a_module_of_python_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "neighbour_app.py").write_text("")
+    (tmp_path / "json.py").write_text("")
+    with pytest.raises(ConfigError, match=r"'json\.py', beside the app, would stand in for"):
+        load_app(f"{tmp_path}/neighbour_app.py:app")
+    assert str(tmp_path) not in sys.path

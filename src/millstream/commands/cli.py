@@ -126,7 +126,7 @@ def _options(
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    """Redis Streams processed reliably, in order per key, on workers and on Apache Spark."""
+    """Redis Streams processed reliably: in order per key on Apache Spark, and in milliseconds on workers."""
     level = logging.DEBUG if debug else logging.WARNING
     logging.basicConfig(level=level, format="%(levelname)s %(message)s", stream=sys.stderr)
 

@@ -5,9 +5,11 @@ alone, so that the blame falls on no other.
 """
 
 import asyncio
+import contextlib
 import select
 import selectors
 import threading
+from collections.abc import Callable
 from queue import Empty
 from typing import Protocol
 
@@ -137,7 +139,7 @@ class AsyncRunner(_Beginning):
 
     def __init__(self, pipeline: Pipeline, hand: Hand, report: Report, gate: threading.Event, clock: Clock) -> None:
         super().__init__(pipeline, hand, report, gate, clock)
-        self._loop = asyncio.SelectorEventLoop(_FineSelector())
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._nudged = asyncio.Event()
         self._free = pipeline.handler.concurrency
         self._ended = self._cancelled = False
@@ -145,30 +147,37 @@ class AsyncRunner(_Beginning):
 
     def run(self) -> None:
         """See Runner."""
-        asyncio.set_event_loop(self._loop)
-        self._main = self._loop.create_task(self._serve())
+        self._loop = loop = asyncio.SelectorEventLoop(_FineSelector())
+        asyncio.set_event_loop(loop)
+        self._main = loop.create_task(self._serve())
         try:
-            self._loop.run_until_complete(self._main)
+            loop.run_until_complete(self._main)
         except asyncio.CancelledError:
             pass  # by `cancel`
         finally:
-            self._loop.run_until_complete(self._loop.shutdown_asyncgens())
-            self._loop.close()
+            loop.run_until_complete(loop.shutdown_asyncgens())
+            loop.close()
 
     def nudge(self) -> None:
         """See Runner."""
-        if not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._nudged.set)
+        self._tell(self._nudged.set)
 
     def alone(self, delivery: Delivery) -> Outcome:
         """See Runner."""
+        assert self._loop is not None  # a suspect is run when the loop has begun
         return asyncio.run_coroutine_threadsafe(self._outcome(delivery), self._loop).result()
 
     def cancel(self) -> None:
         """See Runner."""
         self._cancelled = True
-        if self._main is not None and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._main.cancel)
+        if self._main is not None:
+            self._tell(self._main.cancel)
+
+    def _tell(self, what: Callable[[], object]) -> None:
+        # Before the loop begins it has nothing to be woken from: it looks at the buffer first.
+        with contextlib.suppress(RuntimeError):  # it has just been closed
+            if self._loop is not None:
+                self._loop.call_soon_threadsafe(what)
 
     async def _serve(self) -> None:
         async with asyncio.TaskGroup() as group:
@@ -181,7 +190,7 @@ class AsyncRunner(_Beginning):
         """Begin as many messages as may run; each that ends begins the next."""
         while self._free and not self._ended:
             if not self._gate.is_set():
-                self._loop.call_later(GATE_S, self._nudged.set)
+                asyncio.get_running_loop().call_later(GATE_S, self._nudged.set)
                 return
             try:
                 delivery = self._hand.buffer.get_nowait()
