@@ -12,22 +12,21 @@ from tests.spark.pipelines import Pipelines
 from tests.spark.sources import Bench
 
 pytestmark = pytest.mark.spark
-COUNT = 34
-BYTES = 50 << 20
+MEGABYTE = 1 << 20
 
 
-def fill(client: Client) -> None:
-    for n in range(COUNT):
-        client.execute("XADD", "big", "*", "n", str(n), "blob", b"x" * BYTES)
+def fill(client: Client, count: int, size: int) -> None:
+    for n in range(count):
+        client.execute("XADD", "big", "*", "n", str(n), "blob", b"x" * size)
 
 
-def test_entries_of_fifty_megabytes_are_read(bench: Bench) -> None:
-    fill(bench.client)
+def test_entries_of_thirty_megabytes_are_read(bench: Bench) -> None:
+    fill(bench.client, 34, 30 * MEGABYTE)
     sizes = bench.read("big").select(F.length(F.col("fields")[1]["value"]).alias("size"))
-    assert [row["size"] for row in sizes.collect()] == [BYTES] * COUNT
+    assert [row["size"] for row in sizes.collect()] == [30 * MEGABYTE] * 34
 
 
-def test_entries_of_fifty_megabytes_are_processed(spark: SparkSession, millstream_url: str, tmp_path: Path) -> None:
+def test_entries_of_sixteen_megabytes_are_processed(spark: SparkSession, millstream_url: str, tmp_path: Path) -> None:
     app = App("app")
 
     @app.handler("big", key="n", into="out")
@@ -35,8 +34,8 @@ def test_entries_of_fifty_megabytes_are_processed(spark: SparkSession, millstrea
         return {"n": message.text("n"), "size": len(message.fields["blob"])}
 
     with Client(millstream_url, timeout_ms=60_000) as client:
-        fill(client)
+        fill(client, 34, 16 * MEGABYTE)
         pipelines = Pipelines(spark, millstream_url, tmp_path, client)
         pipelines.once(app)
         found = sorted((int(fields["n"]), int(fields["size"])) for _, fields in pipelines.entries("out"))
-    assert found == [(n, BYTES) for n in range(COUNT)]
+    assert found == [(n, 16 * MEGABYTE) for n in range(34)]
