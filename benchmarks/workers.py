@@ -40,6 +40,14 @@ def fill(client: Client, messages: int) -> None:
         client.pipeline([("XADD", STREAM, "*", "n", n, "payload", PAYLOAD) for n in range(at, at + RAW_COUNT)])
 
 
+def fill_keyed(client: Client, messages: int, keys: int) -> None:
+    """Empty the server and publish `messages` entries of so many keys, which take turns in no order, and 100 bytes."""
+    client.execute("FLUSHALL")
+    for at in range(0, messages, RAW_COUNT):
+        some = range(at, at + RAW_COUNT)
+        client.pipeline([("XADD", STREAM, "*", "key", n * 7919 % keys, "payload", PAYLOAD) for n in some])
+
+
 @contextmanager
 def working(client: Client, handler: Handler) -> Iterator[ReadingLoop]:
     """A reading loop that works meanwhile."""

@@ -6,11 +6,11 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from millstream.errors import ConfigError
 from millstream.handlers import Handler, compile_handler
-from millstream.naming import check_identifier
+from millstream.naming import MASTER, check_identifier
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -28,6 +28,8 @@ class App:
 
     def __init__(self, name: str) -> None:
         self.name = check_identifier("app name", name)
+        if name == MASTER:
+            raise ConfigError(f"the app name {MASTER!r} is taken by `millstream master`: give the app another")
         self.handlers: dict[str, Handler] = {}
 
     def handler(self, *streams: str, **options: Any) -> Callable[[F], F]:
@@ -59,6 +61,29 @@ def load_app(target: str) -> App:
     """
     place, _, attribute = target.rpartition(":") if ":" in target else (target, "", "app")
     attribute = attribute or "app"
+    module = _module(place, target)
+    found = getattr(module, attribute, None)
+    if isinstance(found, App):
+        if not found.handlers:
+            raise ConfigError(f'app {found.name!r} in {place!r} has no handlers; add one with @app.handler("stream")')
+        return found
+    apps = [name for name, value in vars(module).items() if isinstance(value, App)]
+    hint = f"it has {', '.join(apps)}: use {place}:{apps[0]}" if apps else 'define one with app = App("name")'
+    raise ConfigError(f"{place!r} has no App named {attribute!r}; {hint}")
+
+
+def load_function(target: str) -> Callable[..., Any]:
+    """Load the function `module:function` or `path/to/file.py:function`. Raises ConfigError as `load_app` does."""
+    place, _, attribute = target.rpartition(":")
+    if not place or not attribute:
+        raise ConfigError(f"{target!r} names no function; give module:function, or path/to/file.py:function")
+    found = getattr(_module(place, target), attribute, None)
+    if not callable(found):
+        raise ConfigError(f"{place!r} has no function {attribute!r}")
+    return cast(Callable[..., Any], found)
+
+
+def _module(place: str, target: str) -> Any:
     if place.endswith(".py"):
         path = Path(place).resolve()
         if not path.is_file():
@@ -71,15 +96,7 @@ def load_app(target: str) -> App:
         folder, module_name = Path.cwd(), place
     _check_neighbours(folder)
     _put_on_path(folder)
-    module = _import(module_name, target)
-    found = getattr(module, attribute, None)
-    if isinstance(found, App):
-        if not found.handlers:
-            raise ConfigError(f'app {found.name!r} in {place!r} has no handlers; add one with @app.handler("stream")')
-        return found
-    apps = [name for name, value in vars(module).items() if isinstance(value, App)]
-    hint = f"it has {', '.join(apps)}: use {place}:{apps[0]}" if apps else 'define one with app = App("name")'
-    raise ConfigError(f"{place!r} has no App named {attribute!r}; {hint}")
+    return _import(module_name, target)
 
 
 def _check_module_name(path: Path) -> None:

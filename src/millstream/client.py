@@ -436,14 +436,15 @@ class Client:
         """
         found: set[bytes] = set()
         with self._lock:
-            for pool in list(self._route.pools()):
-                cursor: Arg = 0
-                while True:
-                    command = ("SCAN", cursor, "MATCH", pattern, "COUNT", 1000, "TYPE", "stream")
-                    cursor, names = self._single(command, pool)
-                    found.update(names)
-                    if int(cursor) == 0:
-                        break
+            pools = list(self._route.pools())
+        for pool in pools:  # between two pages others may have the connection
+            cursor: Arg = 0
+            while True:
+                command = ("SCAN", cursor, "MATCH", pattern, "COUNT", 1000, "TYPE", "stream")
+                cursor, names = self._single(command, pool)
+                found.update(names)
+                if int(cursor) == 0:
+                    break
         names = sorted(map(from_wire, found))
         own = f"{PREFIX}:"
         return names if pattern.startswith(own) else [name for name in names if not name.startswith(own)]

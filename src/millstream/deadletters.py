@@ -16,7 +16,7 @@ from millstream.errors import ConfigError, WrongType
 from millstream.model import ZERO_ID, EntryId
 from millstream.naming import PREFIX, REDRIVE_FIELD, HandlerKeys, to_wire
 
-Reason = Literal["missing-key", "undecodable", "rejected", "failed", "bad-output", "crashed"]
+Reason = Literal["missing-key", "undecodable", "rejected", "failed", "bad-output", "crashed", "skipped"]
 """Why a message died.
 
 * `missing-key`: it lacks the field that its handler is keyed by
@@ -25,6 +25,7 @@ Reason = Literal["missing-key", "undecodable", "rejected", "failed", "bad-output
 * `failed`: the handler raised something else on its last attempt
 * `bad-output`: what the handler returned or kept in its state cannot be written
 * `crashed`: the process ended each time it was tried
+* `skipped`: a person had its key pass over it
 """
 
 _MAX_TEXT = 4_000

@@ -181,6 +181,8 @@ def _check_options(where: str, streams: tuple[str, ...], options: Mapping[str, A
         raise ConfigError(f"{where}: the key function must be a plain function, not async")
     if not isinstance(options.get("retry", Retry()), Retry):
         raise ConfigError(f"{where}: retry must be a Retry, like retry=Retry(attempts=4)")
+    if key is None and options.get("retry", Retry()).then == "park":
+        raise ConfigError(f'{where}: Retry(then="park") parks a key, and it has none; give it key="field"')
     into = options.get("into")
     if into is not None and not (isinstance(into, str) and into):
         raise ConfigError(f"{where}: into must be the name of a stream")

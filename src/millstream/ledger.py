@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Literal, TypeVar
 
 from millstream.client import Arg, Client, Command, Reply, Script, raise_if_error
-from millstream.errors import CommandFailed, StaleOwner
+from millstream.errors import CommandFailed, ConfigError, StaleOwner
 from millstream.model import EntryId
 from millstream.naming import HandlerKeys
 
@@ -28,13 +28,21 @@ RATE = Script("rate")
 
 T = TypeVar("T")
 
+Kind = Literal["workers", "keyed"]
+"""Workers who share a stream's entries, and workers who share the lines of its keys."""
+
+Checkpoint = Literal["noted", "later", "too many"]
+"""What became of a checkpoint."""
+
+_CHECKPOINTS: Mapping[int, Checkpoint] = {1: "noted", 0: "later", -1: "too many"}
+
 KEY_MARK, ENTRY_MARK = b"k", b"i"
 FAILED = "f"
 """Ends the field of the strikes that counts an entry's failed attempts; the one without it counts those of which the
 process may have died."""
 
 _LOAD_CHUNK = 1_000
-_MOST_OPEN = 20_000
+_MOST_OPEN = 100_000
 _OUTPUT_KEY = 8
 
 
@@ -42,10 +50,12 @@ _OUTPUT_KEY = 8
 class Unit:
     """The effects of a run of messages of one key, of an unkeyed message or a batch: committed whole or not at all.
 
-    * `mark`, `expected`: the mark's field and the value it was loaded with (b"" = none)
+    * `mark`, `expected`: the mark's field and the value it was loaded with (b"" = none); of a worker's key, the name of
+      its line and the token of the lease
     * `first_id`, `last_id`, `messages`: which messages it covers
     * `state_field`, `state`: None leaves the state alone; b"" removes it
-    * `others`: of a worker's batch, the ids of all but the last
+    * `others`: of a worker's batch, or of a line, the ids of all but the last
+    * `left`: the turn of the line ends with it, and so many of its entries were given out and are not committed
     * `struck`: ids whose strikes end with this commit
     * `outputs`, `dead`: items of the entries to add
     """
@@ -58,6 +68,7 @@ class Unit:
     last_id: str = ""
     messages: int = 0
     others: Sequence[str] = ()
+    left: int | Literal[""] = ""
     struck: Sequence[str] = ()
     outputs: Sequence[Sequence[Arg]] = ()
     dead: Sequence[Sequence[Arg]] = ()
@@ -83,12 +94,17 @@ class Unit:
     @property
     def is_bare(self) -> bool:
         """True if it has no effects but that its message is done."""
-        return not (self.outputs or self.dead or self.struck or self.others) and self.state is None
+        return not (self.outputs or self.dead or self.struck or self.others or self.expected) and self.state is None
+
+    @property
+    def is_acknowledgement(self) -> bool:
+        """True if it adds nothing to what Redis holds."""
+        return not (self.outputs or self.dead or self.state)
 
     def args(self, maxlen: int) -> list[Arg]:
         """Its part of the commit script's arguments; output streams are trimmed to about `maxlen` (0 = never)."""
         args: list[Arg] = [self.mark, self.expected, self.first_id, self.last_id, self.messages]
-        args += (len(self.others), *self.others)
+        args += (len(self.others), *self.others, self.left)
         if self.state is None:
             args.append("")
         elif self.state:
@@ -120,12 +136,20 @@ def _order(unit: Unit) -> int:
     return (int(ms) << 64) | int(seq)
 
 
+def _id_or_none(text: bytes) -> EntryId | None:
+    return EntryId.parse(text) if text else None
+
+
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """How far a stream is committed when work on it begins, and how many of its entries are struck."""
+    """How far a stream is committed when work on it begins, and how many of its entries are struck.
+
+    Up to `floor`, if there is one, workers have committed what `Ledger.still_open` does not name.
+    """
 
     frontier: EntryId | None
     struck: int
+    floor: EntryId | None = None
 
 
 class Ledger:
@@ -184,8 +208,8 @@ class Ledger:
         """
         replies = self._run(BEGIN, [(self._written(stream), (self.token, self._group)) for stream in streams])
         return {
-            stream: Standing(EntryId.parse(frontier) if frontier else None, int(struck))
-            for stream, (frontier, struck) in zip(streams, replies, strict=True)
+            stream: Standing(_id_or_none(frontier), int(struck), _id_or_none(floor))
+            for stream, (frontier, struck, floor) in zip(streams, replies, strict=True)
         }
 
     def frontiers(self, streams: Sequence[str]) -> dict[str, EntryId]:
@@ -222,19 +246,29 @@ class Ledger:
                     values[prefix + name] = value
         return found
 
-    def commit(self, units: Mapping[str, Sequence[Unit]], *, allow_oom: bool = False) -> list[Unit]:
+    def still_open(self, stream: str, ids: Sequence[str]) -> set[str]:
+        """Those of `ids`, none above the floor, that workers have not committed."""
+        found: set[str] = set()
+        for at in range(0, len(ids), _LOAD_CHUNK):
+            chunk = ids[at : at + _LOAD_CHUNK]
+            values = self._client.execute("HMGET", self.keys(stream).open, *chunk)
+            found.update(one for one, value in zip(chunk, values, strict=True) if value is not None)
+        return found
+
+    def commit(self, units: Mapping[str, Sequence[Unit]], *, allow_oom: bool = False, call: str = "") -> list[Unit]:
         """Commit each stream's units in one atomic step per stream; return the units that were refused.
 
         A refused unit wrote nothing: part of it is committed already, or the entry is not the worker's any more. Also
         raises OutOfMemory if Redis cannot take the effects now; a stream whose step failed has nothing written.
-        `allow_oom`: commit at maxmemory too; for units without effects, which free memory in the end.
+        `allow_oom`: commit at maxmemory too; for units without effects, which free memory in the end. `call`: the
+        worker's number of this call, under which a repetition gets the answer that was lost.
         """
         calls, ordered = [], []
         for stream, group in units.items():
             bare = [unit for unit in group if unit.is_bare] if self._worker[0] else []
             full = [unit for unit in group if not unit.is_bare] if bare else group
             bare.sort(key=_order)
-            args: list[Arg] = [self.token, *self._worker, len(bare), *(unit.last_id for unit in bare)]
+            args: list[Arg] = [self.token, *self._worker, call, len(bare), *(unit.last_id for unit in bare)]
             for unit in full:
                 args += unit.args(self._maxlen)
             calls.append((self._written(stream), args))
@@ -250,7 +284,7 @@ class Ledger:
         calls = []
         for stream, end in ends.items():
             k = self.keys(stream)
-            calls.append(((k.meta, k.marks, k.strikes), (self.token, str(end))))
+            calls.append(((k.meta, k.marks, k.strikes, k.open), (self.token, str(end))))
         self._run(ADVANCE, calls)
 
     def strike(self, stream: str, entry_id: str) -> int:
@@ -264,16 +298,17 @@ class Ledger:
         letters and outputs stay.
         """
         names = [self.keys(stream) for stream in streams]
-        self._run(FORGET, [((k.meta, k.marks, k.state, k.strikes), (self.token,)) for k in names])
+        self._run(FORGET, [((k.meta, k.marks, k.state, k.strikes, k.open), (self.token,)) for k in names])
 
     # Workers
 
-    def joined(self, stream: str, start: Literal["0", "$"]) -> tuple["Ledger", bool]:
+    def joined(self, stream: str, start: Literal["0", "$"], kind: Kind = "workers") -> tuple["Ledger", bool]:
         """Join the workers of `stream` and return the ledger in their hands, and whether their group was lost.
 
-        The first worker takes the stream over from Spark, and begins at `start` if nothing was done before.
+        The first worker takes the stream over from Spark, or from workers of another `kind`, and begins at `start` if
+        nothing was done before.
         """
-        ((token, lost),) = self._run(JOIN, [(self._written(stream), (self._group, start))])
+        ((token, lost),) = self._run(JOIN, [(self._written(stream), (self._group, start, kind))])
         return self.renewed(int(token)), bool(lost)
 
     def look(self, stream: str) -> bool:
@@ -283,9 +318,9 @@ class Ledger:
             raise self._taken_over()
         return paused is not None
 
-    def is_with_workers(self, stream: str) -> bool:
-        """Return whether workers are in charge of `stream`, under whichever token."""
-        return bool(self._client.execute("HGET", self.keys(stream).meta, "engine") == b"workers")
+    def is_with_workers(self, stream: str, kind: Kind = "workers") -> bool:
+        """Return whether workers of that kind are in charge of `stream`, under whichever token."""
+        return bool(self._client.execute("HGET", self.keys(stream).meta, "engine") == kind.encode())
 
     def pause(self, streams: Sequence[str], *, paused: bool) -> None:
         """Have workers read nothing new of `streams`, or go on. What they have in hand they finish."""
@@ -314,9 +349,12 @@ class Ledger:
             lost += self._run(HOLD, [((self.keys(stream).meta, stream), args)])[0]
         return lost
 
-    def checkpoint(self, stream: str) -> None:
-        """Move the frontier to where the workers' group stands, and note the entries before it that are open."""
-        self._run(CHECKPOINT, [(self._written(stream), (self.token, self._group, _MOST_OPEN))])
+    def checkpoint(self, stream: str) -> Checkpoint:
+        """Move the frontier to where the workers' group stands, and note the entries before it that are open.
+
+        "later": it was done a moment ago, for as many entries as are pending. "too many" of them are pending for it.
+        """
+        return _CHECKPOINTS[self._run(CHECKPOINT, [(self._written(stream), (self.token, self._group, _MOST_OPEN))])[0]]
 
     def failures(self, stream: str, ids: Sequence[bytes]) -> list[int]:
         """How many attempts on each entry are known to have failed."""
@@ -330,6 +368,10 @@ class Ledger:
         items = [part for entry_id, count in attempts.items() for part in (entry_id + FAILED.encode(), count)]
         self._client.execute("HSET", self.keys(stream).strikes, *items)
 
+    def run(self, script: Script, stream: str, args: Sequence[Arg]) -> Reply:
+        """Run one of the scripts that work on the lines of keys, whose keys are those of the commit."""
+        return self._run(script, [(self._written(stream), args)])[0]
+
     def _written(self, stream: str) -> tuple[str, ...]:
         k = self.keys(stream)
         return (k.meta, k.marks, k.state, k.strikes, k.dead, k.open, stream, *self._into)
@@ -340,6 +382,11 @@ class Ledger:
         except CommandFailed as error:
             if "STALE" in str(error):
                 raise self._taken_over() from error
+            if "PARKED" in str(error):
+                raise ConfigError(
+                    f"{'.'.join(self._owner)} has parked keys, which only workers of a handler with a key can wait with: "
+                    "see `millstream keys`, and unpark them or skip their messages first"
+                ) from error
             raise
 
     def _taken_over(self) -> StaleOwner:

@@ -51,7 +51,15 @@ class Again:
     error: str
 
 
-Outcome = Done | Dead | Again
+@dataclass(slots=True)
+class Parked:
+    """The message cannot be processed, and its key shall wait for a person."""
+
+    reason: Reason
+    error: str
+
+
+Outcome = Done | Dead | Again | Parked
 Outputs = Sequence[Sequence[bytes]]
 
 NOTHING = Done((), b"")
@@ -250,15 +258,21 @@ def letter(handler: Handler, message: Message, dead: Dead) -> DeadLetter:
 
 def refuse_unkeyed(handler: Handler, message: Message) -> Dead | None:
     """What becomes of a message of a keyed handler that has no key, before the handler sees it."""
-    if handler.key is None or message.key is not None or handler.missing_key == "unordered":
+    if handler.key is None or message.key is not None:
         return None
-    error: MissingKey = handler.missing()
-    return Dead("missing-key", str(error))
+    try:
+        handler.key_of(message)
+    except DecodeError as error:
+        return Dead("undecodable", str(error))
+    if handler.missing_key == "unordered":
+        return None
+    missing: MissingKey = handler.missing()
+    return Dead("missing-key", str(missing))
 
 
 def _failed(handler: Handler, message: Message, error: BaseException) -> Outcome:
     text = _words(handler, error)
-    if message.attempt < handler.retry.attempts:
+    if message.attempt < handler.retry.attempts or handler.retry.then == "block":
         return Again(handler.retry.delay_after(message.attempt), text)
     # What lies above the user's own frames is ours and helps nobody.
     frames = frame = error.__traceback__
@@ -266,7 +280,15 @@ def _failed(handler: Handler, message: Message, error: BaseException) -> Outcome
         if frame.tb_frame.f_globals is globals():
             frames = frame.tb_next
         frame = frame.tb_next
-    return Dead("failed", text, "".join(traceback.format_exception(type(error), error, frames)))
+    return given_up(handler, Dead("failed", text, "".join(traceback.format_exception(type(error), error, frames))))
+
+
+def given_up(handler: Handler, dead: Dead) -> Dead | Parked:
+    """What becomes of a message that has failed for the last time, or has ended its process again and again.
+
+    The latter parks the key even if it is to be tried for ever: it would take worker after worker with it.
+    """
+    return dead if handler.retry.then == "dead-letter" else Parked(dead.reason, dead.error)
 
 
 def _words(handler: Handler, error: BaseException) -> str:

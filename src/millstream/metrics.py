@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from prometheus_client import Metric as Family
 
 Kind = Literal["counter", "gauge", "histogram"]
-Unit = Literal["messages", "seconds", "times", "yes or no", "unix time"]
+Unit = Literal["messages", "consumers", "seconds", "times", "yes or no", "unix time"]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -67,12 +67,17 @@ def _listed(metric: Metric) -> Metric:
 _SHORT = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 _LONG = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 5.0, 15.0, 60.0, 300.0, 1800.0, 7200.0)
 
-READ = _counter("messages_read", "messages", "Taken from their stream, or from the group's pending entries.", "handler")
+READ = _counter("messages_read", "messages", "Read as new from their stream.", "handler")
 COMMITTED = _counter("messages_committed", "messages", "Done: their effects are in Redis.", "handler")
 RETRIED = _counter("messages_retried", "messages", "Runs that failed with attempts left.", "handler")
+PARKED = _counter("keys_parked", "times", "Keys that were made to wait for a person.", "handler")
 DEAD = _counter("messages_dead", "messages", "Became a dead letter, by its reason.", "handler", "reason")
-HANDED_BACK = _counter("messages_handed_back", "messages", "Given back before they were started.", "handler")
-ADOPTED = _counter("messages_adopted", "messages", "Taken over from a consumer that was dead or stuck.", "handler")
+HANDED_BACK = _counter(
+    "messages_handed_back", "messages", "Given back uncommitted by a worker that stopped.", "handler"
+)
+ADOPTED = _counter(
+    "messages_adopted", "messages", "Taken over from another worker, or from this one's last life.", "handler"
+)
 TRIMMED = _counter("messages_trimmed", "messages", "Gone from their stream while they were pending: lost.", "handler")
 DELAYED_MOVED = _counter("messages_delayed_moved", "messages", "Delayed ones that came due and went to their stream.")
 REFUSED = _counter("commits_refused", "messages", "Refused in a commit: another consumer had them by then.", "handler")
@@ -81,15 +86,24 @@ HANDLER_SECONDS = _seconds("handler", "One run of the handler, failed ones inclu
 COMMIT_SECONDS = _seconds("commit", "One commit of a batch, from the call to Redis' answer.", _SHORT, "handler")
 AGE_SECONDS = _seconds("age", "From a message's entry id to its commit.", _LONG, "handler")
 
-IN_FLIGHT = _gauge("messages_in_flight", "messages", "Being run or committed.", "handler")
-BUFFERED = _gauge("messages_buffered", "messages", "Read and not yet started.", "handler")
-LAG = _gauge("lag_messages", "messages", "In the streams and not yet read by the group.", "handler")
+IN_FLIGHT = _gauge("messages_in_flight", "messages", "In hand: taken, and neither committed nor given back.", "handler")
+BUFFERED = _gauge("messages_buffered", "messages", "Of those in hand: waiting for their turn.", "handler")
+LAG = _gauge(
+    "lag_messages", "messages", "Not yet read by the group, as Redis says; NaN while it cannot say.", "handler"
+)
 OLDEST_PENDING = _gauge("oldest_pending_seconds", "seconds", "Age of the oldest uncommitted entry.", "handler")
 PAUSED = _gauge("paused", "yes or no", "1 while the handler is paused.", "handler")
-LAST_POLL = _gauge("last_poll_timestamp_seconds", "unix time", "When Redis last answered a read.", "handler")
+LAST_POLL = _gauge(
+    "last_poll_timestamp_seconds",
+    "unix time",
+    "When Redis last answered a read, or a look while nothing was to be read.",
+    "handler",
+)
+
+CONSUMERS = _gauge("consumers", "consumers", "Registered with masters, by what is thought of them.", "handler", "state")
 
 RECONNECTS = _counter("redis_reconnects", "times", "Consumption resumed after Redis had been away.")
-REDIS_ERRORS = _counter("redis_errors", "times", "Calls refused or unanswered, by class of error.", "error")
+REDIS_ERRORS = _counter("redis_errors", "times", "Reads refused or unanswered, by class of error.", "error")
 
 PUBLISHED = _counter("messages_published", "messages", "Published and confirmed by Redis.")
 PUBLISH_ERRORS = _counter("publish_errors", "times", "Batches given up, by class of error.", "error")
@@ -224,3 +238,13 @@ def _family(metric: Metric, series: _Series) -> "Family":
     for key, number in series.numbers.items():
         numbers.add_metric(key, number)
     return numbers
+
+
+def exposition(recorder: Recorder) -> tuple[bytes, str]:
+    """The figures, and those of this process, as Prometheus reads them; and the content type of that."""
+    from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, ProcessCollector, generate_latest
+
+    registry = CollectorRegistry()
+    registry.register(recorder)
+    ProcessCollector(registry=registry)
+    return generate_latest(registry), CONTENT_TYPE_LATEST

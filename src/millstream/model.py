@@ -4,7 +4,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 from millstream.errors import ConfigError
 
@@ -83,6 +83,8 @@ class Retry:
     * `factor`: each further wait is this many times longer
     * `max_delay_ms`: no single wait is longer, in milliseconds
     * `jitter`: each wait is lengthened by a random share of up to this much (0.1 = 10 %)
+    * `then`: what becomes of a message whose attempts have all failed: it is a "dead-letter" and its key goes on; or
+      its key is kept waiting until a person decides ("park"); or it is tried again and again ("block")
 
     Other keys go on while one waits. Raises ConfigError for values that make no sense.
     """
@@ -92,8 +94,11 @@ class Retry:
     factor: float = 2.0
     max_delay_ms: float = 10_000.0
     jitter: float = 0.1
+    then: Literal["dead-letter", "park", "block"] = "dead-letter"
 
     def __post_init__(self) -> None:
+        if self.then not in get_args(Retry.__annotations__["then"]):
+            raise ConfigError(f'Retry(then={self.then!r}): use "dead-letter", "park" or "block"')
         if self.attempts < 1:
             raise ConfigError(f"Retry(attempts={self.attempts}): at least 1 attempt is needed")
         if self.delay_ms < 0 or self.max_delay_ms < 0 or self.jitter < 0:

@@ -11,6 +11,9 @@ from hashlib import blake2b
 from millstream.errors import ConfigError
 
 PREFIX = "millstream"
+MASTER = "master"
+"""Stands for the app where masters delegate a group's messages to consumers in any language. No app has this name."""
+
 REDRIVE_FIELD = b"millstream.redrive"
 """Reserved field: a redriven entry carries it, naming the handler that it is meant for."""
 
@@ -61,6 +64,10 @@ class HandlerKeys:
     * `open`: hash entry id -> its worker, of the entries below the frontier that workers have not committed yet
     * `strikes`: hash entry id -> times it was started by a task that did not end
     * `dead`: stream of dead letters
+    * `line(name)`: list of the entries that wait for their key's turn on workers
+    * `ready`, `owners`, `leases`, `backoff`, `parked`: which lines can be taken, who has them until when, which wait
+      for another attempt or for a person
+    * `wake`: list that idle workers wait at; `router`: the worker that routes
     """
 
     app: str
@@ -106,9 +113,51 @@ class HandlerKeys:
         return f"{self.base}:dead"
 
     @property
+    def ready(self) -> str:
+        """List: lines that wait for a worker, by turns."""
+        return f"{self.base}:ready"
+
+    @property
+    def owners(self) -> str:
+        """Hash: lease token of each line that a worker has."""
+        return f"{self.base}:owners"
+
+    @property
+    def leases(self) -> str:
+        """Sorted set: when the lease of each line ends, in Unix milliseconds."""
+        return f"{self.base}:leases"
+
+    @property
+    def backoff(self) -> str:
+        """Sorted set: when the next attempt on the first entry of a line is due, in Unix milliseconds."""
+        return f"{self.base}:backoff"
+
+    @property
+    def parked(self) -> str:
+        """Hash: since when a line waits for a person (Unix milliseconds), and why."""
+        return f"{self.base}:parked"
+
+    @property
+    def wake(self) -> str:
+        """List: has an element when an idle worker should look for lines."""
+        return f"{self.base}:wake"
+
+    @property
+    def router(self) -> str:
+        """String: the worker that routes entries to the lines of their keys."""
+        return f"{self.base}:router"
+
+    def line(self, name: bytes) -> bytes:
+        """List: ids of the entries of a line, first in stream order; `name` is that of its mark."""
+        return to_wire(self.base) + b":" + name + b":line"
+
+    @property
     def group(self) -> str:
-        """The consumer group on the stream that shows this handler's progress to any Redis tool."""
-        return f"{PREFIX}:{self.app}.{self.handler}"
+        """The consumer group on the stream that shows this handler's progress to any Redis tool.
+
+        Masters work on a group of somebody else's making: there the handler is named after it.
+        """
+        return self.handler if self.app == MASTER else f"{PREFIX}:{self.app}.{self.handler}"
 
     @classmethod
     def parse(cls, key: str) -> "HandlerKeys":

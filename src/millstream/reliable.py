@@ -7,16 +7,18 @@ Known and Loved", 2023.)
 """
 
 import logging
+import secrets
+from collections import deque
 from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
-from typing import Literal, TypeVar
+from itertools import count, islice
+from typing import ClassVar, Literal, TypeVar
 
 from millstream.client import Client, Script
 from millstream.deadletters import DeadLetter
 from millstream.errors import GroupMissing, StaleOwner
 from millstream.groups import Batch, Consumer, Group, PendingEntry
-from millstream.ledger import ENTRY_MARK, FAILED, Ledger, Unit
+from millstream.ledger import ENTRY_MARK, FAILED, KEY_MARK, Checkpoint, Kind, Ledger, Unit
 
 logger = logging.getLogger(__name__)
 
@@ -40,9 +42,13 @@ class Delivery:
     * `attempt`: 1, or one more than the attempts on it that are known to have failed
     * `deliveries`: how often Redis has delivered it; above 1, others may have died of it
     * `since_ms`: since when it waits, or runs, by the worker's clock; `running` says which
-    * `in_batch`: it runs in a batch of several
+    * `ran`: its attempt has ended, and what came of it is to be committed
     * `settling`: it is being committed
+    * `due_ms`: when its next attempt may begin, by the worker's clock
+    * `in_batch`: it runs in a batch of several
+    * `struck`: how often it had been struck when this worker struck it; None if it has not
     * `took_ms`: how long the last attempt took
+    * `lease`: of a handler with a key, the turn of its line that it was given out with
     """
 
     stream: "ReliableStream"
@@ -52,15 +58,58 @@ class Delivery:
     deliveries: int = 1
     since_ms: float = 0.0
     running: bool = False
-    in_batch: bool = False
+    ran: bool = False
     settling: bool = False
+    due_ms: float = 0.0
+    in_batch: bool = False
+    struck: int | None = None
     took_ms: float = 0.0
+    lease: "LineTurn | None" = None
 
     place: tuple[str, bytes] = field(init=False)
     """Its stream and id."""
 
     def __post_init__(self) -> None:
         self.place = (self.stream.stream, self.id)
+
+
+@dataclass(slots=True, eq=False)
+class LineTurn:
+    """A worker's turn with one line.
+
+    * `line`: the line's name: that of the key's mark, or of the entry's that has no key
+    * `token`: under which it commits
+    * `state`: the key's state, as of what has run so far
+    * `entries`: those that were given out with it, in order; `waiting`: those of them that have not begun
+    * `until_ms`: until when it lasts for certain, by the worker's clock
+    * `given`: how many of its entries were given out and are not committed
+    * `committed_state`: the key's state as it stands in Redis
+    * `last`: the last entry that was run under it, once that is known
+    * `ending`: it is being ended
+    * `lost`: another worker may have the line by now: nothing more may begin
+    """
+
+    line: bytes
+    token: bytes
+    state: bytes
+    until_ms: float
+    entries: Sequence[Delivery] = ()
+    waiting: deque[Delivery] = field(default_factory=deque)
+    given: int = 0
+    committed_state: bytes = b""
+    last: Delivery | None = None
+    ending: bool = False
+    lost: bool = False
+
+    @property
+    def key(self) -> bytes | None:
+        """The key, or None if the entry has none."""
+        return self.line[1:] if self.line.startswith(KEY_MARK) else None
+
+    @property
+    def fence(self) -> int:
+        """The number of its token: greater than that of every earlier lease of the line."""
+        return int(self.token.partition(b" ")[0])
 
 
 class ReliableStream:
@@ -70,10 +119,13 @@ class ReliableStream:
     * `consumer`: this worker's name, unique among the workers that live at the same time
     * `into`, `into_maxlen`: the stream that outputs go to, and its length
     * `start`: where a handler begins that has done nothing on the stream yet
+    * `on_trimmed`: told how many entries were found gone from the stream while they were pending
 
     Every method raises RedisError; those that name a token's owner raise StaleOwner once Spark has taken over. But for
     `read` they join again by themselves where the group is gone.
     """
+
+    kind: ClassVar[Kind] = "workers"
 
     def __init__(
         self,
@@ -86,6 +138,7 @@ class ReliableStream:
         into: str | None = None,
         into_maxlen: int | None = None,
         start: Literal["earliest", "latest"] = "earliest",
+        on_trimmed: Callable[[int], None] = lambda count: None,
     ) -> None:
         self.stream = stream
         self.consumer = consumer
@@ -94,6 +147,9 @@ class ReliableStream:
         self._start: Literal["0", "$"] = "0" if start == "earliest" else "$"
         self._group = Group(client, stream, self._ledger.keys(stream).group)
         self._reader = Consumer(client, group=self._group.name, name=consumer, streams=[stream])
+        self._on_trimmed = on_trimmed
+        self._incarnation = secrets.token_hex(4)
+        self._calls = count(1)
         self._done_before: frozenset[bytes] = frozenset()
         self._watched: dict[tuple[bytes, str], float] = {}
         self.paused = False
@@ -116,7 +172,7 @@ class ReliableStream:
         Raises AccessDenied if the Redis user lacks a right that is needed later.
         """
         before = self.token
-        self._ledger, lost = self._ledger.joined(self.stream, self._start)
+        self._ledger, lost = self._ledger.joined(self.stream, self._start, self.kind)
         # Where nothing is known of us any more, "latest" would skip what came since.
         self._start = "0"
         if lost:
@@ -161,8 +217,13 @@ class ReliableStream:
 
     def _take_over(self, excluding: Container[bytes], idle_ms: int, own: bool, count: int) -> list[Delivery]:
         pending = self._group.pending
-        found = pending.walk(consumer=self.consumer if own else None, min_idle_ms=idle_ms)
-        return self._claim(islice((one for one in found if one.id not in excluding), count), idle_ms)
+        while True:
+            found = pending.walk(consumer=self.consumer if own else None, min_idle_ms=idle_ms)
+            wanted = list(islice((one for one in found if one.id not in excluding), count))
+            claimed = self._claim(wanted, idle_ms)
+            # If all of these are gone from the stream, they are off the list now, and others come after them.
+            if claimed or not wanted:
+                return claimed
 
     def read_stuck(self, *, longest_ms: float, now_ms: float) -> list[Delivery]:
         """Take over entries that another consumer has held for `longest_ms`, though it keeps asking for them.
@@ -181,7 +242,7 @@ class ReliableStream:
     def _claim(self, wanted: Iterable[PendingEntry], idle_ms: int) -> list[Delivery]:
         times = {one.id: one.deliveries for one in wanted}
         claimed = self._group.pending.claim(list(times), consumer=self.consumer, min_idle_ms=idle_ms)
-        self.report_trimmed(times.keys() - set(claimed.ids))
+        self._report_trimmed(times.keys() - set(claimed.ids))
         failed = self._ledger.failures(self.stream, claimed.ids)
         return [
             Delivery(self, entry_id, pairs, before + 1, times[entry_id] + 1)
@@ -189,7 +250,10 @@ class ReliableStream:
         ]
 
     def report_trimmed(self, missing: Iterable[bytes]) -> None:
-        """Say in the log which of the entries that could not be claimed or kept are gone from the stream."""
+        """Say which of the entries that could not be claimed or kept are gone from the stream, in the log too."""
+        self._as_member(lambda: self._report_trimmed(missing))
+
+    def _report_trimmed(self, missing: Iterable[bytes]) -> None:
         gone = [
             entry_id.decode()
             for entry_id in sorted(missing)
@@ -203,6 +267,7 @@ class ReliableStream:
                 self.stream,
                 ", ".join(gone[:10]),
             )
+            self._on_trimmed(len(gone))
 
     # Holding
 
@@ -210,9 +275,13 @@ class ReliableStream:
         """Keep entries from being adopted by others for as long again; return those that are lost already."""
         return self._hold(ids, 0)
 
-    def hand_back(self, ids: Sequence[bytes]) -> list[bytes]:
-        """Give entries up, so that another worker adopts them at once; return those that were lost already."""
-        return self._hold(ids, HANDED_BACK_MS)
+    def hand_back(self, ids: Sequence[bytes], *, idle_ms: int = HANDED_BACK_MS) -> list[bytes]:
+        """Give entries up, as if their delivery had not been; return those that were lost already.
+
+        They count as idle for `idle_ms` (at least 1): another worker adopts them once that is its claim time, by
+        default at once.
+        """
+        return self._hold(ids, max(1, idle_ms))
 
     def _hold(self, ids: Sequence[bytes], idle_ms: int) -> list[bytes]:
         return self._as_member(lambda: self._ledger.hold(self.stream, ids, idle_ms))
@@ -237,12 +306,17 @@ class ReliableStream:
                     unit.end_strikes(other_id, other_id + FAILED)
         return unit
 
-    def commit(self, units: Sequence[Unit], *, allow_oom: bool = False) -> list[Unit]:
+    def new_call(self) -> str:
+        """A number for a commit that may have to be repeated; greater than those before."""
+        return f"{self._incarnation}:{next(self._calls)}"
+
+    def commit(self, units: Sequence[Unit], *, allow_oom: bool = False, call: str = "") -> list[Unit]:
         """Commit and acknowledge in one atomic step; return the units that were refused, as `Ledger.commit` does.
 
-        `allow_oom`: even at maxmemory; only for units without effects. May safely be repeated.
+        `allow_oom`: even at maxmemory; only for units without effects. May safely be repeated; with the same `call`, of
+        `new_call`, a repetition is answered as the first was, if no other came in between.
         """
-        return self._as_member(lambda: self._ledger.commit({self.stream: units}, allow_oom=allow_oom))
+        return self._as_member(lambda: self._ledger.commit({self.stream: units}, allow_oom=allow_oom, call=call))
 
     def acknowledge(self, *deliveries: Delivery) -> list[Unit]:
         """Commit entries that have no effects in Redis; return what was refused."""
@@ -257,8 +331,23 @@ class ReliableStream:
         return self.commit(units)
 
     def strike(self, delivery: Delivery) -> int:
-        """Note that an attempt is about to begin that the process may not survive; return how often before."""
-        return self._ledger.strike(self.stream, delivery.id.decode())
+        """Note that an attempt is about to begin that the process may not survive; return how often before.
+
+        May safely be repeated: a delivery is struck once, until it is forgiven.
+        """
+        strikes = self._ledger.keys(self.stream).strikes
+        if delivery.struck is None:
+            delivery.struck = int(self._client.execute("HGET", strikes, delivery.id) or 0)
+        self._client.execute("HSET", strikes, delivery.id, delivery.struck + 1)
+        return delivery.struck
+
+    def forgive(self, deliveries: Iterable[Delivery]) -> None:
+        """Forget the strikes on those that were struck: their attempts have ended, and not by ending the process."""
+        struck = [one for one in deliveries if one.struck is not None]
+        if struck:
+            self._client.execute("HDEL", self._ledger.keys(self.stream).strikes, *(one.id for one in struck))
+        for one in struck:
+            one.struck = None
 
     def note_failures(self, deliveries: Sequence[Delivery]) -> None:
         """Remember that the present attempts have failed, so that they count for whoever tries next."""
@@ -269,6 +358,9 @@ class ReliableStream:
 
         The latter in Unix milliseconds, by its id; None if nothing is pending.
         """
+        return self._as_member(self._waiting)
+
+    def _waiting(self) -> tuple[int | None, int | None]:
         info = self._group.info()
         lowest = self._group.pending.summary().lowest
         return None if info is None else info.lag, None if lowest is None else int(lowest.partition(b"-")[0])
@@ -277,9 +369,12 @@ class ReliableStream:
         """Remove, about, the entries before the lowest that any group of the stream still needs; return how many."""
         return int(self._client.script(TRIM, (self.stream,), (_MOST_TRIMMED,)))
 
-    def checkpoint(self) -> None:
-        """Note in Redis how far all workers are, so that marks can be dropped and a lost group be made again."""
-        self._as_member(lambda: self._ledger.checkpoint(self.stream))
+    def checkpoint(self) -> Checkpoint:
+        """Note in Redis how far all workers are, so that marks can be dropped and a lost group be made again.
+
+        The more is pending, the less often it is done; see `Ledger.checkpoint`.
+        """
+        return self._as_member(lambda: self._ledger.checkpoint(self.stream))
 
     def _as_member(self, step: Callable[[], T]) -> T:
         """Take a step; join again and repeat it where the group is gone, or where others had to begin anew."""
@@ -289,7 +384,7 @@ class ReliableStream:
             except GroupMissing:
                 pass
             except StaleOwner:
-                if not self._ledger.is_with_workers(self.stream):
+                if not self._ledger.is_with_workers(self.stream, self.kind):
                     raise
             self.join()
         return step()

@@ -31,7 +31,7 @@ SCRIPTS: Mapping[str, str] = {
     "begin": "del exists hdel hexists hincrby hkeys hlen hmget hset xadd xclaim xgroup|create "
     "xgroup|delconsumer xinfo|consumers xinfo|groups xpending xrange xrevrange",
     "cancel": "hdel zrem",
-    "checkpoint": "del exists hexists hkeys hmget hset unlink xack xclaim xgroup|create xgroup|delconsumer "
+    "checkpoint": "del exists hexists hkeys hmget hset time unlink xack xclaim xgroup|create xgroup|delconsumer "
     "xinfo|consumers xinfo|groups xpending",
     "commit": "hdel hexists hget hincrby hmget hset type xack xadd xpending",
     "count": "xrange",
@@ -45,7 +45,7 @@ SCRIPTS: Mapping[str, str] = {
     "publish": "expire get hsetnx set time type xadd xlen zadd zcard",
     "rate": "hget hset time",
     "redrive": "type xadd xdel xrange",
-    "trim": "xinfo|groups xpending xtrim",
+    "trim": "exists xinfo|groups xpending xtrim",
 }
 """The commands that each script in `millstream.lua` runs."""
 
@@ -86,7 +86,7 @@ _DELAYED = ("due", "delayed")
 ROLES: Mapping[RoleName, Role] = {
     RoleName.WORKER: Role(
         scripts=("join", "commit", "hold", "checkpoint", "due", "name", "rate", "trim"),
-        direct="hincrby hmget hscan hset xack xclaim xpending xrange xreadgroup",
+        direct="hdel hget hmget hscan hset xack xclaim xpending xrange xreadgroup",
         own_keys=(_HANDLERS, *_DELAYED),
         app_keys=(f"{PREFIX}:worker:{{app}}:*",),
     ),

@@ -8,12 +8,10 @@ import pytest
 from pyspark.sql import SparkSession
 
 from millstream.client import Client
-from millstream.errors import ConfigError
 from millstream.server import EmbeddedServer
-from millstream.testing.contract import Case, ContractBroken, Engine, app_of, judge, put_through
-from millstream.worker import ReadingLoop
+from millstream.testing.contract import Case, ContractBroken, Engine, judge, put_through
 from tests.contract.engines import Pipelines, WorkerCommand
-from tests.contract.worker_app import ALL, KEYED, UNKEYED
+from tests.contract.worker_app import ALL
 
 APART = ("crashed", "restart")
 WAVE = 6
@@ -54,7 +52,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def on_workers(millstream_server: EmbeddedServer, folders: Iterator[Path]) -> Iterator[Ran]:
-    together = [case for case in UNKEYED if case.name not in APART]
+    together = [case for case in ALL if case.name not in APART]
     yield from ran({WorkerCommand(next(folders)): cases for cases in (together, named("crashed"), named("restart"))})
 
 
@@ -66,17 +64,9 @@ def on_spark(millstream_server: EmbeddedServer, spark: SparkSession, folders: It
     yield from ran({Pipelines(spark, next(folders)): cases for cases in (*waves, named("restart"))})
 
 
-@pytest.mark.parametrize("case", UNKEYED, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", ALL, ids=lambda case: case.name)
 def test_workers_keep_the_contract(on_workers: Ran, case: Case) -> None:
     on_workers.judge(case)
-
-
-@pytest.mark.parametrize("case", KEYED, ids=lambda case: case.name)
-def test_workers_refuse_what_they_cannot_keep_yet(case: Case) -> None:
-    """When workers keep keys, this test goes, and the one above gets all cases."""
-    (handler,) = app_of([case]).handlers.values()
-    with pytest.raises(ConfigError, match="order per key is not kept by workers yet"):
-        ReadingLoop(handler, "redis://127.0.0.1:1", consumer="w")
 
 
 @pytest.mark.spark

@@ -5,7 +5,5 @@ from millstream.testing.contract_cases import CASES
 from tests.contract.pydantic_case import PYDANTIC
 
 ALL = (*CASES, PYDANTIC)
-UNKEYED = [case for case in ALL if not case.keyed]
-KEYED = [case for case in ALL if case.keyed]
 
-app = app_of(UNKEYED)
+app = app_of(ALL)

@@ -150,11 +150,14 @@ class Books:
 
     def publish(self, count: int, **fields: str | int) -> list[str]:
         """Add messages to the stream; their ids."""
+        items = [part for pair in fields.items() for part in pair]
+        return self._publish(count, lambda n: items)
+
+    def _publish(self, count: int, items_of: Callable[[int], Sequence[str | int]]) -> list[str]:
         ids: list[str] = []
         while len(ids) < count:
             some = range(len(ids), min(count, len(ids) + _PUBLISHED_AT_ONCE))
-            items = [part for pair in fields.items() for part in pair]
-            replies = self.client.pipeline([("XADD", "in", "*", "n", n, *items) for n in some])
+            replies = self.client.pipeline([("XADD", "in", "*", "n", n, *items_of(n)) for n in some])
             for reply in replies:
                 assert isinstance(reply, bytes), reply
                 ids.append(reply.decode())

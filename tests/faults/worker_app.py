@@ -11,12 +11,13 @@ import time
 from pathlib import Path
 from typing import Any
 
-from millstream import App, Message, Retry
+from millstream import App, Message, Retry, State
 from millstream.testing.history import Event, Kind, Recorder
 
 app = App("steady")
 strict = App("strict")
 coroutine = App("coroutine")
+keyed = App("keyed")
 
 
 @functools.cache
@@ -30,7 +31,15 @@ def note(kind: Kind, message: Message) -> None:
     pid = os.getpid()
     worker, attempt = str(pid), str(message.attempt)
     recorder(pid).record(
-        Event(kind=kind, stream=message.stream, id=message.id, handler="work", worker=worker, note=attempt)
+        Event(
+            kind=kind,
+            stream=message.stream,
+            id=message.id,
+            key=message.key,
+            handler="work",
+            worker=worker,
+            note=attempt,
+        )
     )
 
 
@@ -69,7 +78,14 @@ async def work_async(message: Message) -> dict[str, Any]:
     return ended(message)
 
 
+def work_keyed(message: Message, state: State) -> dict[str, Any]:
+    """The same for a message of a key, which counts those of its key."""
+    state["count"] = state.get("count", 0) + 1
+    return {**work(message), "key": message.key or b"", "count": state["count"]}
+
+
 SHORT = Retry(attempts=3, delay_ms=20)
 app.handler("in", name="work", into="out", retry=Retry(attempts=10, delay_ms=20))(work)
 strict.handler("in", name="work", into="out", retry=SHORT, time_limit_ms=500)(work)
+keyed.handler("in", name="work", into="out", key="key", retry=Retry(attempts=6, delay_ms=20))(work_keyed)
 coroutine.handler("in", name="work", into="out", retry=SHORT)(work_async)

@@ -24,6 +24,7 @@ app = App("shop")
 @app.handler("orders", into="done", time_limit_ms=60_000)
 def handle(message: Message):
     print("a handler may print")
+    print('{"event": "figures"}')
     time.sleep(float(message.fields.get("wait", b"0")))
     if b"die" in message.pairs and not os.path.exists(os.environ["MARKER"]):
         open(os.environ["MARKER"], "w").close()
@@ -84,7 +85,7 @@ def test_processes_share_the_work_say_what_they_did_and_end_in_order(client: Cli
     last = {event["worker"]: event["handlers"]["handle"] for event in events if event["event"] == "figures"}
     assert sum(figures["committed"] for figures in last.values()) == 200
     assert len({entry[b"pid"] for entry in done(client)}) == 2
-    assert "a handler may print" in err
+    assert err.count("a handler may print") == err.count('{"event": "figures"}') == 200
     assert client.execute("XPENDING", "orders", "millstream:shop.handle")[0] == 0
 
 
@@ -107,6 +108,31 @@ def test_the_processes_end_with_their_supervisor_even_if_it_is_killed(client: Cl
     worker.kill()
     worker.communicate(timeout=10)
     eventually(lambda: not _lives(child), within_s=10)
+
+
+def test_a_process_whose_supervisor_was_killed_ends_before_another_may_have_its_name(client: Client, app: str) -> None:
+    fill(client, 1)
+    worker = start("worker", app, "--stop-s", "60", url=client.url)
+    eventually(lambda: len(done(client)) == 1)
+    child = int(done(client)[0][b"pid"])
+    fill(client, 1, "wait", "50")
+    eventually(lambda: _pending(client) == 1)
+    worker.kill()
+    worker.communicate(timeout=10)
+    eventually(lambda: not _lives(child), within_s=9)  # a name is free after 10 to 15
+
+
+def test_it_ends_when_nobody_reads_its_figures_any_more(client: Client, app: str) -> None:
+    fill(client, 1)
+    worker = start("worker", app, "--json", url=client.url)
+    assert worker.stdout is not None
+    assert worker.stderr is not None
+    worker.stdout.readline()
+    worker.stdout.close()
+    said = worker.stderr.read().decode()
+    assert worker.wait(timeout=20) == 141
+    assert "starts again" not in said
+    worker.stderr.close()
 
 
 def _lives(pid: int) -> bool:

@@ -1,5 +1,6 @@
 """The reliable stream: who holds an entry, and that of all who try only its holder commits, once."""
 
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -7,7 +8,7 @@ import pytest
 from millstream.client import Client
 from millstream.deadletters import DeadLetter
 from millstream.errors import AccessDenied, GroupMissing, OutOfMemory, StaleOwner
-from millstream.ledger import ENTRY_MARK, Ledger, Unit
+from millstream.ledger import ENTRY_MARK, Ledger, Standing, Unit
 from millstream.model import EntryId
 from millstream.naming import HandlerKeys
 from millstream.reliable import Delivery, ReliableStream
@@ -108,9 +109,38 @@ def test_failed_attempts_count_for_whoever_tries_next_until_the_entry_is_committ
     first.attempt = 2
     mine.note_failures([first])
     (adopted,) = other.read_pending()
-    assert (adopted.attempt, other.strike(adopted), other.strike(adopted)) == (3, 0, 1)
+    assert (adopted.attempt, other.strike(adopted)) == (3, 0)
     assert other.acknowledge(adopted) == []
     assert client.execute("EXISTS", KEYS.strikes) == 0
+
+
+def test_a_delivery_is_struck_once_even_if_replies_are_lost_and_forgiven_when_its_attempt_has_ended(
+    client: Client,
+) -> None:
+    fill(client, 1)
+    mine, other = worker(client), worker(client, "w2")
+    (first,) = mine.read(count=1)
+    assert [mine.strike(first), mine.strike(first)] == [0, 0]
+    (adopted,) = other.read_pending()
+    assert other.strike(adopted) == 1
+    assert client.execute("HGET", KEYS.strikes, "1-0") == b"2"
+    other.forgive([adopted])
+    assert (client.execute("EXISTS", KEYS.strikes), other.strike(adopted)) == (0, 0)
+
+
+def test_handing_back_takes_back_the_delivery_and_may_keep_an_entry_from_others_for_a_while(client: Client) -> None:
+    fill(client, 2)
+    mine, other = worker(client), worker(client, "w2")
+    first, second = mine.read(count=2)
+    mine.hand_back([first.id])
+    mine.hand_back([second.id], idle_ms=30_000 - 500)
+    (adopted,) = other.read_pending(idle_ms=30_000)
+    assert (adopted.id, adopted.deliveries) == (b"1-0", 1)
+    time.sleep(0.6)
+    (later,) = other.read_pending(idle_ms=30_000)
+    assert (later.id, later.deliveries) == (b"2-0", 1)
+    other.extend([later.id])
+    assert client.execute("XPENDING", "in", KEYS.group, "2-0", "2-0", 1)[0][3] == 1
 
 
 def test_a_dead_letter_takes_the_place_of_its_entry_in_one_step(client: Client) -> None:
@@ -160,6 +190,44 @@ def test_a_checkpoint_drops_the_marks_and_keeps_late_repeats_out(client: Client)
     assert (outputs(client), pending(client)) == ([1, 2, 3], [])
 
 
+def test_a_checkpoint_of_much_is_made_less_often_and_one_of_too_much_not_at_all(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill(client, 3_000)
+    mine = worker(client)
+    found = mine.read(count=3_000)
+    assert [mine.checkpoint(), mine.checkpoint()] == ["noted", "later"]
+    time.sleep(0.35)
+    assert mine.checkpoint() == "noted"
+    monkeypatch.setattr("millstream.ledger._MOST_OPEN", 2_000)
+    assert mine.checkpoint() == "too many"
+    mine.acknowledge(*found[:2_000])
+    assert mine.checkpoint() == "noted"
+    assert client.execute("HLEN", KEYS.open) == 1_000
+
+
+def test_a_checkpoint_frees_memory_at_maxmemory_too(client: Client) -> None:
+    fill(client, 2)
+    mine = worker(client)
+    mine.commit([effect(mine, one) for one in mine.read(count=2)])
+    client.execute("CONFIG", "SET", "maxmemory", "1")
+    try:
+        assert mine.checkpoint() == "noted"
+    finally:
+        client.execute("CONFIG", "SET", "maxmemory", "0")
+    assert client.execute("EXISTS", KEYS.marks) == 0
+
+
+@pytest.mark.parametrize("harm", [("XGROUP", "DESTROY", "in", KEYS.group), ("DEL", "in")])
+def test_looking_and_trimming_survive_the_loss_of_the_group_and_the_stream(
+    client: Client, harm: tuple[str, ...]
+) -> None:
+    mine = worker(client)
+    for step in (mine.waiting, mine.trim, lambda: mine.report_trimmed([b"1-0"])):
+        client.execute(*harm)
+        step()
+
+
 def test_spark_takes_over_what_workers_have_not_committed_and_they_commit_nothing_more(client: Client) -> None:
     fill(client, 10)
     mine = worker(client)
@@ -168,9 +236,8 @@ def test_spark_takes_over_what_workers_have_not_committed_and_they_commit_nothin
     mine.checkpoint()
     ledger = spark(client)
     standing = ledger.begin(["in"])["in"]
-    assert standing.frontier == EntryId(1, 0)
-    marks = [ENTRY_MARK + b"%d-0" % n for n in range(1, 11)]
-    assert set(ledger.load({"in": (marks, [])})["in"]) == {marks[2], marks[3], marks[5]}
+    assert (standing.frontier, standing.floor) == (EntryId(1, 0), EntryId(6, 0))
+    assert ledger.still_open("in", [f"{n}-0" for n in range(1, 7)]) == {"2-0", "5-0"}
     for late in (lambda: mine.commit([effect(mine, found[1])]), mine.checkpoint, lambda: mine.extend([b"2-0"])):
         with pytest.raises(StaleOwner):
             late()
@@ -201,6 +268,16 @@ def unit_of_spark(n: int) -> Unit:
     return Unit(mark, b"", first_id=f"{n}-0", last_id=f"{n}-0", messages=1, outputs=[("n", str(n))])
 
 
+def open_to_spark(ledger: Ledger, standing: Standing, end: int) -> list[int]:
+    """What Spark is to process up to `end`: beyond the frontier, without a mark, and up to the floor only if it is open."""
+    assert standing.frontier is not None
+    numbers = range(standing.frontier.ms + 1, end + 1)
+    floor = standing.floor.ms if standing.floor else 0
+    still_open = ledger.still_open("in", [f"{n}-0" for n in numbers if n <= floor])
+    marked = ledger.load({"in": ([ENTRY_MARK + b"%d-0" % n for n in numbers], [])})["in"]
+    return [n for n in numbers if ENTRY_MARK + b"%d-0" % n not in marked and (n > floor or f"{n}-0" in still_open)]
+
+
 def test_from_worker_to_spark_and_back_and_forth_nothing_is_lost_or_doubled(client: Client) -> None:
     fill(client, 40)
     done = 0
@@ -211,12 +288,10 @@ def test_from_worker_to_spark_and_back_and_forth_nothing_is_lost_or_doubled(clie
         if turn % 2:
             mine.checkpoint()
         ledger = spark(client)
-        frontier = ledger.begin(["in"])["in"].frontier
-        assert frontier is not None
-        end = frontier.ms + 6
-        marks = {n: ENTRY_MARK + b"%d-0" % n for n in range(frontier.ms + 1, end + 1)}
-        marked = ledger.load({"in": (list(marks.values()), [])})["in"]
-        units = [unit_of_spark(n) for n in range(frontier.ms + 1, end + 1) if marks[n] not in marked]
+        standing = ledger.begin(["in"])["in"]
+        assert standing.frontier is not None
+        end = standing.frontier.ms + 6
+        units = [unit_of_spark(n) for n in open_to_spark(ledger, standing, end)]
         assert ledger.commit({"in": units}) == []
         if turn != 2:
             ledger.advance({"in": EntryId(end, 0)})
@@ -269,6 +344,17 @@ def test_entries_trimmed_while_pending_are_named_and_held_by_nobody(
     assert ids(worker(client, "w2").read_pending()) == [1, 3]
     assert "1 pending entries of stream in were trimmed or deleted before they were processed: 2-0" in caplog.text
     assert pending(client) == [("1-0", "w2"), ("3-0", "w2")]
+
+
+def test_entries_that_are_left_are_found_behind_any_number_that_were_trimmed(client: Client) -> None:
+    gone: list[int] = []
+    fill(client, 20)
+    worker(client).read(count=20)
+    client.execute("XTRIM", "in", "MINID", "11-0")
+    again = ReliableStream(client, "in", app="app", handler="handle", consumer="w1", on_trimmed=gone.append)
+    again.join()
+    assert ids(again.read_pending(own=True, count=5)) == [11, 12, 13, 14, 15]
+    assert sum(gone) == 10
 
 
 def test_trimming_removes_nothing_that_any_group_still_needs(client: Client) -> None:

@@ -21,7 +21,8 @@ LEVELS = {
     "client": 1, "handlers": 1, "lua": 1, "server": 1, "telemetry": 1,
     "app": 2, "bell": 2, "deadletters": 2, "groups": 2, "inspection": 2, "ledger": 2, "lifecycle": 2, "publishing": 2,
     "channel": 2, "delayed": 2, "health": 2, "inbox": 2, "producer": 2, "reliable": 2, "rights": 2,
-    "worker": 3,
+    "keyed": 2, "lines": 2,
+    "master": 3, "worker": 3,
     "millstream": 4, "pyspark_millstream": 4, "spark": 4,
     "commands": 5, "demo": 5, "testing": 5,
 }  # fmt: skip
@@ -30,6 +31,7 @@ SPARK = ("spark", "pyspark_millstream")
 HOMES = {
     "redis": ("client",), "hiredis": ("client", "server"), "pyspark": SPARK, "py4j": SPARK,
     "prometheus_client": ("metrics", "health"), "opentelemetry": ("telemetry",),
+    "fastapi": ("master",), "starlette": ("master",), "uvicorn": ("master",),
 }  # fmt: skip
 BANNED = {"pickle", "_pickle", "cloudpickle", "dill", "shelve", "marshal"}
 

@@ -11,6 +11,7 @@ from millstream import metrics
 from millstream.errors import ConfigError, ServerError
 from millstream.health import Health, HealthServer
 from millstream.metrics import Recorder
+from millstream.worker.report import Report
 
 
 class HandClock:
@@ -208,3 +209,17 @@ def test_a_port_that_is_taken_is_one_clear_line(server: HealthServer, health: He
 def test_a_limit_that_makes_no_sense_is_refused() -> None:
     with pytest.raises(ConfigError, match="positive"):
         Health(read_within_ms=0)
+
+
+def test_a_read_that_failed_is_not_held_against_a_worker_that_has_nothing_to_read_any_more(
+    health: Health, clock: HandClock
+) -> None:
+    report = Report("a.b", time_limit_ms=1_000, health=health)
+    report.polling()
+    report.redis_failed(OSError())
+    clock.now_ms += 31_000
+    report.answered()
+    assert health.failures() == ["a.b: Redis has not answered a read for 31.0 s"]
+    report.resting()
+    report.answered()
+    assert health.failures() == []

@@ -1,5 +1,6 @@
 """Metrics: one catalogue, cheap when nobody listens, right when Prometheus does, and described as they are."""
 
+import math
 import re
 import threading
 import timeit
@@ -13,8 +14,10 @@ from prometheus_client.parser import text_string_to_metric_families
 from millstream import metrics
 from millstream.errors import ConfigError
 from millstream.metrics import CATALOGUE, NOBODY, Metric, Metrics, Recorder
+from millstream.worker.report import Report
 
 DOCUMENT = Path(__file__).parents[2] / "docs/metrics.md"
+SOURCE = Path(metrics.__file__).parent
 
 
 def exported(recorder: Recorder) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
@@ -70,6 +73,23 @@ def test_no_name_stands_twice_in_the_catalogue() -> None:
 
 def test_every_metric_of_the_module_is_in_the_catalogue() -> None:
     assert [value for value in vars(metrics).values() if isinstance(value, Metric)] == CATALOGUE
+
+
+def test_every_metric_is_reported_by_somebody() -> None:
+    names = {id(value): name for name, value in vars(metrics).items() if isinstance(value, Metric)}
+    text = "\n".join(path.read_text() for path in SOURCE.rglob("*.py") if path.name != "metrics.py")
+    reported = set(re.findall(r"\.(?:count|set|observe|observe_all)\(\s*(?:m|metrics)\.([A-Z_]+)", text))
+    assert set(names.values()) == reported
+
+
+def test_the_lag_is_unknown_where_that_of_any_stream_is() -> None:
+    recorder = Recorder()
+    report = Report("a.b", time_limit_ms=1_000, metrics=recorder)
+    report.waiting([(2, None), (3, None)])
+    assert recorder.value(metrics.LAG, handler="a.b") == 5
+    report.waiting([(2, None), (None, None)])
+    assert math.isnan(recorder.value(metrics.LAG, handler="a.b"))
+    assert math.isnan(exported(recorder)["millstream_lag_messages", frozenset({("handler", "a.b")})])
 
 
 def test_a_histogram_counts_a_value_in_its_bucket_and_all_above() -> None:

@@ -11,9 +11,9 @@ from millstream.errors import ConfigError
 from millstream.naming import HandlerKeys, StreamKeys
 from millstream.rights import ROLES, SCRIPTS, RoleName, rule
 
-CALL = re.compile(r"(?:redis\.p?call|\bcall|\btry|\bmay)\(\s*'([A-Z]+)'(?:,\s*'([A-Z]+)')?")
+CALL = re.compile(r"(?:(?:redis\.p?call|\bcall|\btry|\bmay)\(|= \{)\s*'([A-Z]+)'(?:,\s*'([A-Z]+)')?")
 CONTAINERS = ("XGROUP", "XINFO")
-PARTS = {"ids", "rights", "group"}
+PARTS = {"ids", "rights", "group", "lines", "takeover"}
 
 
 def commands_in(lua: str) -> set[str]:

@@ -27,7 +27,7 @@ Reason = Annotated[
     str | None,
     typer.Option(
         "--reason",
-        help="Only those that died of this: missing-key, undecodable, rejected, failed, bad-output, crashed; "
+        help="Only those that died of this: missing-key, undecodable, rejected, failed, bad-output, crashed, skipped; "
         "or unreadable, for entries that are no dead letters.",
     ),
 ]

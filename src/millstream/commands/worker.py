@@ -1,5 +1,6 @@
 """`millstream worker`: an app's handlers on low-latency workers."""
 
+import io
 import logging
 import os
 import signal
@@ -8,9 +9,10 @@ import threading
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Annotated, Any, Literal, NoReturn
 
+import msgspec
 import typer
 
 from millstream.app import load_app
@@ -24,7 +26,7 @@ from millstream.reliable import Delivery
 from millstream.worker.names import Names
 from millstream.worker.policy import WorkerPolicy
 from millstream.worker.process import WorkerProcess, WorkerSettings
-from millstream.worker.supervisor import FINAL_CODE, STUCK_CODE, Supervisor, exit_with_parent
+from millstream.worker.supervisor import FINAL_CODE, ORPHAN_MS, STUCK_CODE, Supervisor, exit_with_parent
 
 Target = Annotated[str, typer.Argument(help="The app: module:app or path/to/file.py:app", metavar="APP")]
 Processes = Annotated[int, typer.Option(help="How many processes work, each with all handlers.", min=1)]
@@ -40,6 +42,7 @@ HealthPort = Annotated[
     int, typer.Option(help="Serve /healthz, /readyz and /metrics on 127.0.0.1 from this port on, one a process.")
 ]
 Child = Annotated[str, typer.Option("--as", hidden=True)]
+Lines = Annotated[int, typer.Option("--lines", hidden=True)]
 
 _LINE_EVERY_S = 5.0
 _MISTAKE_CODE = 70
@@ -61,6 +64,7 @@ def worker(
     health_port: HealthPort = 0,
     as_json: Json = False,
     child: Child = "",
+    lines_to: Lines = -1,
 ) -> None:
     """Run an app's handlers on workers, in milliseconds; what a worker leaves behind another takes up."""
     policy = WorkerPolicy(
@@ -68,16 +72,17 @@ def worker(
     )
     settings = WorkerSettings(url=url, consumer=child or "check", only=tuple(only or ()), start=start, policy=policy)
     if child:
-        _work(target, settings, health_port)
+        _work(target, settings, health_port, lines_to)
         return
     app = load_app(target)
     WorkerProcess(app, settings)  # what is wrong with the app is said here, once
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s", stream=sys.stderr)
     own = [argument for argument in sys.argv[1:] if argument]
 
-    def command(worker_name: str) -> list[str]:
+    def command(worker_name: str, lines_to: int) -> list[str]:
         port = health_port + int(worker_name.rpartition("-")[2]) if health_port else 0
-        return [sys.executable, "-m", "millstream.commands.cli", *own, "--as", worker_name, "--health-port", str(port)]
+        inner = ("--as", worker_name, "--lines", str(lines_to), "--health-port", str(port))
+        return [sys.executable, "-m", "millstream.commands.cli", *own, *inner]
 
     lines = _Lines(as_json=as_json)
     with Client(url, timeout_ms=_PATIENCE_MS) as client, _stopping() as stopping:
@@ -90,10 +95,10 @@ def worker(
         lines.finished()
 
 
-def _work(target: str, settings: WorkerSettings, health_port: int) -> None:
+def _work(target: str, settings: WorkerSettings, health_port: int, lines_to: int) -> None:
     """What a worker process does; its exit code says whether the supervisor shall begin anew."""
     try:
-        leftovers = _run(target, settings, health_port)
+        leftovers = _run(target, settings, health_port, lines_to)
     except HandlerStuck as error:
         talk(f"error: {error}; its process is ended")
         _end(STUCK_CODE)
@@ -110,18 +115,21 @@ def _work(target: str, settings: WorkerSettings, health_port: int) -> None:
     _end(0)
 
 
-def _run(target: str, settings: WorkerSettings, health_port: int) -> Sequence[Delivery]:
-    """Obey the end of standard input, and no signal of the terminal."""
+def _run(target: str, settings: WorkerSettings, health_port: int, lines_to: int) -> Sequence[Delivery]:
+    """Obey the supervisor, and no signal of the terminal."""
     stopping = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stopping.set())
-    exit_with_parent(stopping, sys.stdin.buffer)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(line_buffering=True)  # what handlers print is to be seen at once
+    os.set_inheritable(lines_to, False)
     with ExitStack() as stack:
         recorder, health = (Recorder(), Health()) if health_port else (NOBODY, None)
         if health is not None and isinstance(recorder, Recorder):
             stack.enter_context(HealthServer(health, recorder, port=health_port))
         app = load_app(target)
-        process = WorkerProcess(app, settings, metrics=recorder, health=health, on_figures=_print_figures)
+        process = WorkerProcess(app, settings, metrics=recorder, health=health, on_figures=_teller(lines_to))
+        exit_with_parent(stopping, sys.stdin.buffer, on_orphaned=lambda: process.stop_within(ORPHAN_MS))
         return process.run(stopping)
 
 
@@ -132,8 +140,14 @@ def _end(code: int) -> NoReturn:
     os._exit(code)
 
 
-def _print_figures(figures: Mapping[str, Mapping[str, int]]) -> None:
-    say_json({"event": "figures", "handlers": figures}, flush=True)
+def _teller(lines_to: int) -> Callable[[Mapping[str, Mapping[str, int]]], None]:
+    lines = os.fdopen(lines_to, "wb", buffering=0)
+
+    def tell(figures: Mapping[str, Mapping[str, int]]) -> None:
+        with suppress(BrokenPipeError):  # the supervisor has died: the end of standard input says so, too
+            lines.write(msgspec.json.encode({"event": "figures", "handlers": figures}) + b"\n")
+
+    return tell
 
 
 class _Lines:
@@ -157,9 +171,7 @@ class _Lines:
             self._clock.start()
 
     def take(self, name: str, line: Any) -> None:
-        """A line from a worker process."""
-        if not isinstance(line, dict) or line.get("event") != "figures":
-            return
+        """The figures of a worker process."""
         with self._lock:
             known, now = self._figures.get(name, Counter()), _summed(line["handlers"])
             if now["read"] + now["adopted"] < known["read"] + known["adopted"]:

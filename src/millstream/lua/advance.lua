@@ -1,7 +1,7 @@
 #!lua
 -- End a batch: everything up to an id is committed. Move the frontier there and drop the marks, if none lies beyond it.
 --
--- KEYS  1 meta (hash)   2 marks (hash)   3 strikes (hash)
+-- KEYS  1 meta (hash)   2 marks (hash)   3 strikes (hash)   4 open entries (hash)
 -- ARGV  1 token: the run's epoch   2 id of the last entry of the batch
 -- REPLY 1 if the frontier moved, 0 if it was there already
 -- ERROR STALE when the token is older than the epoch
@@ -11,7 +11,7 @@
 
 -- include ids
 
-local found = redis.call('HMGET', KEYS[1], 'epoch', 'frontier', 'top')
+local found = redis.call('HMGET', KEYS[1], 'epoch', 'frontier', 'top', 'floor')
 local refusal = stale(ARGV[1], found[1])
 if refusal then return refusal end
 if found[2] and not less(found[2], ARGV[2]) then
@@ -20,5 +20,9 @@ end
 redis.call('HSET', KEYS[1], 'frontier', ARGV[2])
 if not (found[3] and less(ARGV[2], found[3])) then
   redis.call('UNLINK', KEYS[2], KEYS[3])
+end
+if found[4] and not less(ARGV[2], found[4]) then
+  redis.call('HDEL', KEYS[1], 'floor')
+  redis.call('UNLINK', KEYS[4])
 end
 return 1

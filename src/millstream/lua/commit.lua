@@ -4,10 +4,14 @@
 -- KEYS  1 meta (hash: frontier, epoch, top, engine, counters)   2 marks (hash)   3 state (hash)   4 strikes (hash)
 --       5 dead letters (stream)   6 open entries (hash)   7 the input stream   8.. output streams
 -- ARGV  1 token: the run's epoch   2 consumer group of the workers, or '' on Spark   3 consumer
---       4 number of bare ids, the ids in ascending order: messages of a worker without effects, each a unit by itself
+--       4 number of this call, which grows, of a worker that may repeat it, or ''
+--       5 number of bare ids, the ids in ascending order: messages of a worker without effects, each a unit by itself
 --       then any number of units, one per run of messages of one key (or one unkeyed message, or a batch of them):
 --         mark field, expected mark ('' = none), first id, last id, number of messages
---         number of other ids, the ids: the rest of a worker's batch, all of which must be new and in hand as well
+--           (of a worker's key: the name of its line and the lease's token)
+--         number of other ids, the ids: the rest of a worker's batch, all of which must be new and in hand as well; or
+--           what comes before the last id in a line
+--         '' or, if the turn of the line is over with it, how many of its entries are given out and not committed
 --         state: '' (untouched), 'S' field value (set) or 'D' field (delete)
 --         number of struck fields, the fields
 --         number of outputs, each: index into KEYS, length to trim the stream to (0 = no trimming),
@@ -23,11 +27,14 @@
 --   lie beyond the stream's committed frontier or are open. So of two executions of a message at most one commits, in
 --   stream order, and repeating a commit whose reply was lost is refused without harm. A worker's entry must also be
 --   pending and its own, so that one that was taken over commits nothing (XACK by itself does not ask who acks); of a
---   batch, whose outputs belong to all of it, each one must be, and each gets its own mark. What
---   can be refused comes before the mark, since a script is not rolled back: a mark without its effects would be a
---   loss. `top` is never below any mark. No flag allow-oom: at maxmemory the whole script is refused before it writes.
+--   batch, whose outputs belong to all of it, each one must be, and each gets its own mark. Entries of a key are
+--   committed under its lease, and only if they are the first of its line; they leave it with their effects, and need no
+--   marks. A call that a worker repeats is answered as before. What can be refused comes before the mark, since a script
+--   is not rolled back: a mark without its effects would be a loss. `top` is never below any mark. No flag allow-oom: at
+--   maxmemory the whole script is refused before it writes.
 
 -- include ids
+-- include lines
 
 local function check_type(key, wanted)
   local found = redis.call('TYPE', key)['ok']
@@ -42,12 +49,24 @@ for i = 1, #KEYS do
 end
 
 local token, group, consumer = ARGV[1], ARGV[2], ARGV[3]
-local meta = redis.call('HMGET', KEYS[1], 'epoch', 'frontier', 'top')
+local meta = redis.call('HMGET', KEYS[1], 'epoch', 'frontier', 'top', 'engine')
 local frontier, top = meta[2], meta[3]
 local refusal = stale(token, meta[1])
 if refusal then return refusal end
 
-local at = 4
+-- Without a lease nothing of a line may be committed: it would stay in its line, and be processed again.
+local keyed = group ~= '' and meta[4] == 'keyed'
+if keyed and ARGV[5] ~= '0' then return redis.error_reply('UNLEASED messages of a key are committed under its lease') end
+
+local replay = ARGV[4] ~= '' and BASE .. consumer .. ':last'
+local answered = replay and redis.call('GET', replay)
+if answered and string.match(answered, '^%S+') == ARGV[4] then
+  local numbers = {}
+  for number in string.gmatch(string.sub(answered, #ARGV[4] + 1), '%d+') do numbers[#numbers + 1] = tonumber(number) end
+  return numbers
+end
+
+local at = 5
 local function take()
   at = at + 1
   return ARGV[at]
@@ -102,6 +121,27 @@ local function finish(id, mark, beyond)
   if not failure and (not top or less(top, id)) then top = id end
 end
 
+-- Whether these are the first entries of a line that the worker has a lease on.
+local function leads(name, lease, others_at, others, last)
+  if not holds(name, lease) then return false end
+  local ids = redis.call('LRANGE', line_of(name), 0, others)
+  for i = 1, others do
+    if ids[i] ~= ARGV[others_at + i] then return false end
+  end
+  return ids[others + 1] == last
+end
+
+local ready = 0
+
+local function leave_line(name, others_at, others, last, left)
+  try('XACK', KEYS[7], group, last, unpack(ARGV, others_at + 1, others_at + others))
+  try('LPOP', line_of(name), others + 1)
+  if left ~= '' and not failure then
+    end_lease(group, name, tonumber(left))
+    if line_up(name) then ready = ready + 1 end
+  end
+end
+
 local refused, unit = {}, 0
 local committed, written, dead = 0, 0, 0
 
@@ -131,7 +171,7 @@ local function commit_bare(from, to)
         redis.call('HDEL', KEYS[6], id)
       end
     else
-      refused[#refused + 1] = i - 4
+      refused[#refused + 1] = i - 5
       if not new then redis.call('XACK', KEYS[7], group, id) end
     end
   end
@@ -143,22 +183,34 @@ local function commit_bare(from, to)
   committed = committed + #accepted
 end
 
-local bare = tonumber(ARGV[4])
-for from = 5, 4 + bare, 1000 do commit_bare(from, math.min(from + 999, 4 + bare)) end
-at, unit = 4 + bare, bare
+local bare = tonumber(ARGV[5])
+for from = 6, 5 + bare, 1000 do commit_bare(from, math.min(from + 999, 5 + bare)) end
+at, unit = 5 + bare, bare
+
+-- Whether a unit may be written; and if it may not, what is done already is acknowledged, as nobody needs it again.
+local function may_write(mark, expected, first, last, others_at, others)
+  local new = (redis.call('HGET', KEYS[2], mark) or '') == expected and (is_beyond(first) or is_open(first))
+  local accepted = new and in_hand(last)
+  for i = others_at + 1, others_at + others do accepted = joins(ARGV[i]) and accepted end
+  if group ~= '' and not new then redis.call('XACK', KEYS[7], group, last) end
+  return accepted
+end
 
 while at < #ARGV and not failure do
   unit = unit + 1
   local mark, expected, first, last, messages = take(), take(), take(), take(), take_count()
-  local beyond = is_beyond(first)
-  local new = (redis.call('HGET', KEYS[2], mark) or '') == expected and (beyond or is_open(first))
-  local accepted = new and in_hand(last)
   local others = take_count()
   local others_at = at
   at = at + others
-  for i = others_at + 1, at do accepted = joins(ARGV[i]) and accepted end
+  local left = take()
+  local leased = keyed or (group ~= '' and expected ~= '')
+  local accepted
+  if leased then
+    accepted = leads(mark, expected, others_at, others, last)
+  else
+    accepted = may_write(mark, expected, first, last, others_at, others)
+  end
   if not accepted then refused[#refused + 1] = unit end
-  if group ~= '' and not new then redis.call('XACK', KEYS[7], group, last) end -- done before: nobody needs it again
 
   local change = take()
   local field = change ~= '' and take()
@@ -183,8 +235,12 @@ while at < #ARGV and not failure do
   if accepted then
     if value then try('HSET', KEYS[3], field, value) elseif field then try('HDEL', KEYS[3], field) end
     for i = struck_at + 1, struck_at + struck do try('HDEL', KEYS[4], ARGV[i]) end
-    for i = others_at + 1, others_at + others do finish(ARGV[i], 'i' .. ARGV[i], is_beyond(ARGV[i])) end
-    finish(last, mark, beyond)
+    if leased then
+      leave_line(mark, others_at, others, last, left)
+    else
+      for i = others_at + 1, others_at + others do finish(ARGV[i], 'i' .. ARGV[i], is_beyond(ARGV[i])) end
+      finish(last, mark, is_beyond(last))
+    end
     if not failure then
       committed, written, dead = committed + messages, written + outputs, dead + letters
     end
@@ -192,10 +248,12 @@ while at < #ARGV and not failure do
 end
 
 if committed > 0 then
-  redis.call('HSET', KEYS[1], 'top', top)
+  if top then redis.call('HSET', KEYS[1], 'top', top) end
   redis.call('HINCRBY', KEYS[1], 'committed', committed)
 end
 if written > 0 then redis.call('HINCRBY', KEYS[1], 'written', written) end
 if dead > 0 then redis.call('HINCRBY', KEYS[1], 'dead', dead) end
 if #refused > 0 then redis.call('HINCRBY', KEYS[1], 'refused', #refused) end
+wake(ready)
+if replay and not failure then redis.call('SET', replay, ARGV[4] .. ' ' .. table.concat(refused, ' '), 'EX', 3600) end
 return failure or refused

@@ -1,4 +1,4 @@
--- The consumer group of a handler that workers run. KEYS as of commit.lua.
+-- The consumer group of a handler that workers run. KEYS as of commit.lua; needs lines.
 local function pairs_of(items)
   local found = {}
   for i = 1, #items, 2 do found[items[i]] = items[i + 1] end
@@ -33,10 +33,16 @@ local function delete_consumers(name)
   end
 end
 
--- Make the group again where it was lost: at the frontier, with the entries before it that are still open.
-local function remake_group(name, frontier)
-  redis.call('XGROUP', 'CREATE', KEYS[7], name, frontier or '0', 'MKSTREAM')
+-- Put the open entries into the pending list, for workers to adopt.
+local function claim_open(name)
   for _, id in ipairs(redis.call('HKEYS', KEYS[6])) do
     redis.call('XCLAIM', KEYS[7], name, 'recovered', 0, id, 'IDLE', 86400000, 'FORCE', 'JUSTID')
   end
+end
+
+-- Make the group again where it was lost: at the frontier, with the entries before it that are still open or in a line.
+-- What is open of those that workers of keys have not routed yet is not pending: it would take the room of lines.
+local function remake_group(name, frontier, engine)
+  redis.call('XGROUP', 'CREATE', KEYS[7], name, frontier or '0', 'MKSTREAM')
+  if engine == 'keyed' then hold_lines(name) else claim_open(name) end
 end

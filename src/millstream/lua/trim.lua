@@ -11,6 +11,7 @@
 
 -- include ids
 
+if redis.call('EXISTS', KEYS[1]) == 0 then return 0 end
 local lowest
 for _, items in ipairs(redis.call('XINFO', 'GROUPS', KEYS[1])) do
   local group = {}

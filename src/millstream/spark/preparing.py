@@ -17,7 +17,9 @@ StartAt = Literal["earliest", "latest"]
 def check_runnable(handlers: Iterable[Handler]) -> None:
     """Raise ConfigError for a handler that only workers can run."""
     for handler in handlers:
+        then = handler.retry.then
         what = "takes lists" if handler.in_batches else "has a rate" if handler.rate is not None else ""
+        what = what or ("" if then == "dead-letter" else f'has Retry(then="{then}")')
         if what:
             raise ConfigError(f"{handler.label} {what}, which Spark does not do yet: use millstream worker")
 

@@ -9,16 +9,17 @@ import asyncio
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 
 import msgspec
 import pyarrow as pa
 from pyspark import TaskContext
 
 from millstream.client import Client, shared_client
-from millstream.errors import DecodeError, Unfinished
+from millstream.errors import Unfinished
 from millstream.handlers import Handler
 from millstream.ledger import ENTRY_MARK, KEY_MARK, Ledger, Standing, Unit
-from millstream.lifecycle import Again, Dead, Done, Outcome, attempt, attempt_plain, letter, refuse_unkeyed
+from millstream.lifecycle import Again, Dead, Done, Outcome, Parked, attempt, attempt_plain, letter, refuse_unkeyed
 from millstream.model import ZERO_ID, EntryId, Message
 from millstream.naming import REDRIVE_FIELD
 from millstream.spark.alarm import Alarm
@@ -211,6 +212,7 @@ class PartitionTask:
                 await asyncio.sleep(outcome.delay_ms / 1000)
                 run.attempt += 1
                 continue
+            assert not isinstance(outcome, Parked)  # a handler that parks does not get here: `check_runnable`
             self._settle(run, message, outcome)
             if self._cautious_left > 0 or run.unit.messages >= COMMIT_MESSAGES or self._outbox_bytes >= COMMIT_BYTES:
                 self._cautious_left = max(0, self._cautious_left - 1)
@@ -264,23 +266,31 @@ class PartitionTask:
             if self._handler.wants_state and run.key is not None:
                 states.append(run.key)
         found = self._client.patiently(lambda: self._ledger.load(wanted), what=self._handler.label)
+        self._leave_out_done(runs)
         for run in runs:
             values = found[run.stream]
             state = values.get(b"s" + run.key, b"") if run.key is not None else b""
             run.resume(values.get(run.mark, b""), state, self._standings[run.stream].frontier)
 
+    def _leave_out_done(self, runs: list[Run]) -> None:
+        """Leave out what workers had committed beyond the frontier before this run took over from them."""
+        floors = {stream: standing.floor for stream, standing in self._standings.items() if standing.floor}
+        below = [run for run in runs if run.stream in floors and run.entries[0].id <= floors[run.stream]]
+        for stream in {run.stream for run in below}:
+            some = [run for run in below if run.stream == stream]
+            ids = [str(entry.id) for run in some for entry in run.entries if entry.id <= floors[stream]]
+            ask = partial(self._ledger.still_open, stream, ids)
+            done = set(ids) - self._client.patiently(ask, what=self._handler.label)
+            for run in some:
+                run.entries = deque(entry for entry in run.entries if str(entry.id) not in done)
+
     # Running
 
     async def _outcome(self, run: Run, message: Message) -> Outcome:
         handler = self._handler
-        if handler.key is not None and run.key is None:
-            try:
-                handler.key_of(message)
-            except DecodeError as error:
-                return Dead("undecodable", str(error))
-            refusal = refuse_unkeyed(handler, message)
-            if refusal is not None:
-                return refusal
+        refusal = refuse_unkeyed(handler, message)
+        if refusal is not None:
+            return refusal
         if self._cautious_left > 0 and message.attempt == 1:
             before = self._client.patiently(lambda: self._ledger.strike(message.stream, message.id), what=handler.label)
             if before >= max(1, handler.retry.attempts - 1):

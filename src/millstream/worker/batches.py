@@ -58,6 +58,7 @@ class _Batch:
     def add(self, delivery: Delivery, message: Message | None) -> None:
         """Add an entry that has begun; without a message, it was redriven for another handler."""
         if message is None:
+            delivery.ran = True
             self._ran.append(((delivery,), NOTHING))
         else:
             self._deliveries.append(delivery)
@@ -71,6 +72,7 @@ class _Batch:
         for delivery, refusal in zip(self._deliveries, dead, strict=True):
             # A share of the time, so that the times of all messages add up to that of the handler.
             delivery.took_ms = (self._clock.monotonic_ms() - delivery.since_ms) / len(dead)
+            delivery.ran = True
             if refusal is None and isinstance(outcome, Done) and outcome.outputs:
                 together.append(delivery)
             else:
@@ -83,16 +85,15 @@ class _Batch:
 class PlainBatchRunner(PlainRunner):
     """Threads as of PlainRunner, each of which gathers a batch and runs it. One gathers at a time."""
 
-    def __init__(
-        self, pipeline: Pipeline, hand: Hand, report: Report, gate: threading.Event, clock: Clock, most: int
-    ) -> None:
-        super().__init__(pipeline, hand, report, gate, clock, most)
+    def __init__(self, pipeline: Pipeline, hand: Hand, report: Report, clock: Clock, most: int) -> None:
+        super().__init__(pipeline, hand, report, clock, most)
         self._gathering = threading.Lock()
 
     def _work(self) -> None:
         while batch := self._gather():
-            self._gate.wait()
-            for ran in self._run_batch(batch):
+            while (begun := self._begin_all(batch)) is None:
+                self._hand.gate.wait()
+            for ran in self._run_batch(begun):
                 self._hand.outbox.put(ran)
             self._finished += 1
 
@@ -116,8 +117,7 @@ class PlainBatchRunner(PlainRunner):
     def _run_batch(self, deliveries: Sequence[Delivery]) -> list[Ran]:
         batch = _Batch(self._clock)
         for delivery in deliveries:
-            if delivery in self._hand:
-                batch.add(delivery, self._begin(delivery))
+            batch.add(delivery, self._pipeline.decode(delivery))
         return batch.end(self._pipeline.run_batch(batch.messages) if batch.messages else ([], NOTHING))
 
     def _outcome(self, delivery: Delivery) -> Outcome:
@@ -132,8 +132,6 @@ class AsyncBatchRunner(AsyncRunner):
         async with asyncio.TaskGroup() as group:
             await slots.acquire()
             while batch := await self._gather():
-                while not self._gate.is_set():  # noqa: ASYNC110 - it is closed by another thread, and hardly ever
-                    await asyncio.sleep(GATE_S)
                 group.create_task(self._run_one_batch(batch, slots))
                 await slots.acquire()
 
@@ -159,7 +157,9 @@ class AsyncBatchRunner(AsyncRunner):
         return [] if gathering.is_cut_off else gathering.batch
 
     async def _run_one_batch(self, deliveries: Sequence[Delivery], slots: asyncio.Semaphore) -> None:
-        for ran in await self._run_batch(deliveries):
+        while (begun := self._begin_all(deliveries)) is None:  # noqa: ASYNC110 - another thread's doing, and rare
+            await asyncio.sleep(GATE_S)
+        for ran in await self._run_batch(begun):
             if not self._cancelled:
                 self._hand.outbox.put(ran)
         slots.release()
@@ -167,8 +167,7 @@ class AsyncBatchRunner(AsyncRunner):
     async def _run_batch(self, deliveries: Sequence[Delivery]) -> list[Ran]:
         batch = _Batch(self._clock)
         for delivery in deliveries:
-            if delivery in self._hand:
-                batch.add(delivery, self._begin(delivery))
+            batch.add(delivery, self._pipeline.decode(delivery))
         return batch.end(await self._pipeline.run_batch_async(batch.messages) if batch.messages else ([], NOTHING))
 
     async def _outcome(self, delivery: Delivery) -> Outcome:

@@ -5,11 +5,15 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from queue import Empty, SimpleQueue
 
-from millstream.lifecycle import Outcome
+from millstream.keyed import Lease, lease_of
+from millstream.lifecycle import Dead, Done, Outcome
 from millstream.reliable import Delivery
 from millstream.worker.policy import WorkerPolicy
 
 _PATIENCE_MS = 1_000.0
+_TURN_MS = 50.0
+_LONGEST_RUN = 16
+_WEIGHT = 0.2
 
 Ran = tuple[Sequence[Delivery], Outcome]
 """Entries that were run, and what became of them; several only if they have outputs in common."""
@@ -19,9 +23,9 @@ class Hand:
     """Entries between being read and being settled. Shared by the threads of one reading loop.
 
     `buffer` are those that wait to be run, in order; `outbox` those that were run; `nudge` is called when some are put
-    into the buffer. How many are taken ahead follows
-    the handler: more when it runs out of them, fewer when they wait for longer than a second, so that a slow worker does
-    not hoard what others could do (as TCP finds its window).
+    into the buffer; while `gate` is not set, none begins. How many are taken ahead follows the handler: more when it runs out of them, fewer when they wait
+    for longer than a second, so that a slow worker does not hoard what others could do (as TCP finds its window).
+    Of a handler with a key, `leases` are counted instead, as each line is run by one thread or task at a time.
     """
 
     def __init__(self, policy: WorkerPolicy, at_once: int) -> None:
@@ -29,7 +33,12 @@ class Hand:
         self.outbox: SimpleQueue[Ran | None] = SimpleQueue()
         self.freed = threading.Event()
         self.nudge: Callable[[], None] = lambda: None
+        self.gate = threading.Event()
+        self.gate.set()
+        self.leases: set[Lease] = set()
         self._held: dict[tuple[str, bytes], Delivery] = {}
+        self._run_ms = 0.0
+        self._lock = threading.Lock()
         self._most = policy.prefetch
         self._least = min(2 * at_once, policy.prefetch)
         self._limit = self._least
@@ -55,7 +64,7 @@ class Hand:
         starved = self.buffer.empty()
         if starved and self._backlog:
             self._limit = min(2 * self._limit, self._most)
-        room = self._limit - len(self._held)
+        room = self._limit - (len(self.leases) or len(self._held))
         return room if starved or 2 * room >= self._limit else 0
 
     def waited(self, wait_ms: float) -> None:
@@ -78,15 +87,101 @@ class Hand:
     def keep(self, delivery: Delivery) -> None:
         """Hold an entry that does not go through the buffer."""
         self._held[delivery.place] = delivery
+        if delivery.lease is not None:
+            self.leases.add(lease_of(delivery))
+
+    # Lines
+
+    @property
+    def run_length(self) -> int:
+        """How many entries of a line are worth a turn: what takes about 50 ms, so that lines take turns quickly."""
+        return _LONGEST_RUN if self._run_ms <= 0 else max(1, min(_LONGEST_RUN, int(_TURN_MS / self._run_ms)))
+
+    def took(self, run_ms: float) -> None:
+        """Note how long a run of the handler has taken."""
+        self._run_ms += _WEIGHT * (run_ms - self._run_ms)
+
+    def take_leases(self, leases: Iterable[Lease], now_ms: float) -> None:
+        """Put the first entry of each line into the buffer, and hold the others for whoever runs it."""
+        for lease in leases:
+            self.leases.add(lease)
+            for delivery in lease.waiting:
+                delivery.since_ms = now_ms
+                self._held[delivery.place] = delivery
+            self.buffer.put(lease.waiting.popleft())
+        self.nudge()
+
+    def conclude(self, delivery: Delivery, outcome: Outcome) -> Delivery | None:
+        """Put what became of an entry into the outbox; return the next of its line, to be run at once by the same runner."""
+        lease = delivery.lease
+        following: Delivery | None = None
+        if lease is not None:
+            if isinstance(outcome, Done):
+                lease.state = outcome.state
+            while following is None and lease.waiting and isinstance(outcome, (Done, Dead)) and not lease.lost:
+                following = lease.waiting.popleft()
+                if following not in self:
+                    following = None
+            if following is None:
+                lease.last = delivery
+        self.outbox.put(((delivery,), outcome))
+        return following
+
+    def end_lease(self, lease: Lease) -> list[Delivery]:
+        """Let go of a line; return what was left of it in hand."""
+        rest = [one for one in lease.entries if one in self]
+        self.leases.discard(lease)
+        self.drop(rest)
+        return rest
+
+    def begin(self, delivery: Delivery, now_ms: float, *, anyway: bool = False) -> bool | None:
+        """Have an entry run from now on; False if it is not in hand any more, and must not be run.
+
+        None if it has to wait until the gate is open, but not if it shall begin `anyway`.
+        """
+        with self._lock:
+            if delivery not in self:
+                return False
+            if not (anyway or self.gate.is_set()):
+                return None
+            self._begin(delivery, now_ms)
+        return True
+
+    def begin_all(self, deliveries: Sequence[Delivery], now_ms: float) -> list[Delivery] | None:
+        """Have entries run together from now on, those that are still in hand. None if they have to wait for the gate."""
+        with self._lock:
+            if not self.gate.is_set():
+                return None
+            begun = [one for one in deliveries if one in self]
+            for one in begun:
+                self._begin(one, now_ms)
+        return begun
+
+    def _begin(self, delivery: Delivery, now_ms: float) -> None:
+        self.waited(now_ms - delivery.since_ms)
+        delivery.since_ms, delivery.running, delivery.ran = now_ms, True, False
+
+    def close_gate(self) -> None:
+        """Let nothing more begin until the gate is set again."""
+        with self._lock:  # what has begun can be seen to run afterwards
+            self.gate.clear()
 
     def drop(self, deliveries: Iterable[Delivery]) -> None:
         """Let go of entries that are settled, or lost to another worker."""
-        for delivery in deliveries:
-            self._held.pop(delivery.place, None)
+        with self._lock:
+            for delivery in deliveries:
+                # The same entry may have come to this worker once more since.
+                if delivery in self:
+                    del self._held[delivery.place]
         self.freed.set()
 
-    def empty_buffer(self) -> None:
-        """Let nothing that waits be run any more. It stays in hand."""
+    def drop_waiting(self) -> list[Delivery]:
+        """Let go of all that has not begun, which nothing will then run any more; return it."""
+        with self._lock:
+            waiting = [one for one in self.deliveries if not one.running]
+            for delivery in waiting:
+                del self._held[delivery.place]
         with contextlib.suppress(Empty):
             while True:
                 self.buffer.get_nowait()
+        return waiting

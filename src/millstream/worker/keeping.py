@@ -5,7 +5,8 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 
 from millstream.clock import Clock
-from millstream.errors import HandlerStuck, Unavailable
+from millstream.errors import HandlerStuck, OutOfMemory, Unavailable
+from millstream.handlers import Handler
 from millstream.ledger import Unit
 from millstream.lifecycle import Dead, overdue
 from millstream.reliable import Delivery, ReliableStream
@@ -19,39 +20,42 @@ logger = logging.getLogger(__name__)
 _EXTENSIONS = 3
 _GRACE_MS = 1_000.0
 _MEASURE_MS = 5_000.0
+_WORD_EVERY_MS = 60_000.0
 _MOST_ADOPTED = 100
 _SOON_S = 0.02
 _TRUSTED_DELIVERIES = 2
+_RUNS_IN_HAND = 3
+_CLAIMS_IN_HAND = 10
 
 
 class Keeper:
-    """The rounds that a worker makes beside its messages. Used by one thread.
+    """The rounds that a worker makes beside its messages. Used by one thread, but for `recover`.
 
-    `discover` joins streams that are new. `on_suspect` takes an entry that was delivered so often that whoever ran it may have died of it.
+    `streams` are those that this worker has joined so far; others add to them. `on_suspect` takes an entry that was
+    delivered so often that whoever ran it may have died of it.
     """
 
     def __init__(
         self, pipeline: Pipeline, hand: Hand, report: Report, clock: Clock, policy: WorkerPolicy, *,
-        streams: Mapping[str, ReliableStream], discover: Callable[[], None], on_suspect: Callable[[Delivery], None],
+        streams: Mapping[str, ReliableStream], on_suspect: Callable[[Delivery], None],
     ) -> None:  # fmt: skip
         self._streams = streams
-        self._discover = discover
         self._pipeline = pipeline
         self._hand = hand
         self._report = report
         self._clock = clock
         self._policy = policy
         self._on_suspect = on_suspect
+        self._claiming = threading.Lock()
         self._extend_due_ms = 0.0
-        handler = pipeline.handler
-        waits_ms = sum(map(handler.retry.longest_delay_after, range(1, handler.retry.attempts)))
-        # No worker that goes by the rules has an entry in hand for longer than all its attempts may take.
-        self._longest_ms = handler.retry.attempts * (handler.time_limit_ms + _GRACE_MS) + waits_ms + policy.claim_ms
+        self._longest_ms = _longest_in_hand_ms(pipeline.handler, policy)
         self._measure_due_ms = 0.0
-        self._noted = -1
-        self._behind = False
+        self._committed_when_noted = -1
+        self._more_to_adopt = False
+        self._said_ms: dict[str, float] = {}
         self.missed = threading.Event()
-        """A reply was lost that may have been about entries: what this worker holds is to be read again."""
+        """What this worker holds is to be read again: a reply was lost that may have been about entries, or a stream is
+        paused no more."""
 
     @property
     def streams(self) -> list[ReliableStream]:
@@ -73,13 +77,8 @@ class Keeper:
 
     def round(self) -> None:
         """Extend, and note how far the work is."""
+        self._tend_all()
         self._look_for_stuck()
-        self._discover()
-        for stream in self.streams:
-            self._tend(stream)
-        if self._clock.monotonic_ms() >= self._extend_due_ms:
-            self._extend_due_ms = self._clock.monotonic_ms() + self._policy.claim_ms / _EXTENSIONS
-        self._noted = self._report.committed
         if self._report.is_heard and self._clock.monotonic_ms() >= self._measure_due_ms:
             self._measure_due_ms = self._clock.monotonic_ms() + _MEASURE_MS
             self._report.waiting([stream.waiting() for stream in self.streams])
@@ -90,14 +89,16 @@ class Keeper:
     def recover(self, stream: ReliableStream) -> None:
         """Take into the hand all that this worker holds and has not in hand: from its last life, or a lost reply.
 
-        Not while the stream is paused; then it is done afterwards.
+        Not while the stream is paused; then it is done afterwards. Only for the thread that reads the stream, or before
+        there is one: what it has just read is held, too, and not in hand yet.
         """
         while not stream.paused and self._take_over(stream, idle_ms=0, own=True, count=_MOST_ADOPTED):
             pass
 
     def _take_over(self, stream: ReliableStream, *, idle_ms: int, own: bool, count: int) -> int:
-        held = self._hand.ids(stream.stream)
-        return self._put_in_hand(stream.read_pending(excluding=held, idle_ms=idle_ms, own=own, count=count))
+        with self._claiming:
+            held = self._hand.ids(stream.stream)
+            return self._put_in_hand(stream.read_pending(excluding=held, idle_ms=idle_ms, own=own, count=count))
 
     def _put_in_hand(self, found: Sequence[Delivery]) -> int:
         self._hand.take([one for one in found if one.deliveries <= _TRUSTED_DELIVERIES], self._clock.monotonic_ms())
@@ -108,31 +109,71 @@ class Keeper:
         self._report.adopted_some(len(found))
         return len(found)
 
-    def _tend(self, stream: ReliableStream) -> None:
+    def _tend_all(self) -> None:
+        """Tend each stream; then raise what may have kept some from it, unless that was want of memory."""
+        began_ms = self._clock.monotonic_ms()
+        extends = began_ms >= self._extend_due_ms
+        committed = self._report.committed
+        away: Unavailable | None = None
+        all_noted = True
+        for stream in self.streams:
+            try:
+                all_noted = self._tend(stream, extends=extends) and all_noted
+            except OutOfMemory as error:
+                all_noted = False
+                self._say("a round over %s is not complete: %s", stream.stream, error)
+            except Unavailable as error:
+                away = error  # perhaps only the server of this stream is
+                if self._clock.monotonic_ms() - began_ms > self._policy.claim_ms / _EXTENSIONS:
+                    break
+        if away is not None:
+            raise away
+        if extends:
+            self._extend_due_ms = began_ms + self._policy.claim_ms / _EXTENSIONS
+        if all_noted:
+            self._committed_when_noted = committed
+
+    def _tend(self, stream: ReliableStream, *, extends: bool) -> bool:
+        """Look after one stream; False if it has to be noted later how far the work is."""
         was_paused = stream.paused
         stream.look()
         if was_paused and not stream.paused:
-            self.recover(stream)
-        if self._clock.monotonic_ms() >= self._extend_due_ms:
+            self.missed.set()
+        if extends:
             self._extend(stream)
             if not stream.paused:
-                now_ms = self._clock.monotonic_ms()
-                self._put_in_hand(stream.read_stuck(longest_ms=self._longest_ms, now_ms=now_ms))
-        if self._noted != self._report.committed:
-            stream.checkpoint()
-            if self._policy.trim:
-                stream.trim()
+                self._take_stuck(stream)
+        if self._committed_when_noted == self._report.committed:
+            return True
+        noted = self._note(stream)
+        if self._policy.trim:
+            stream.trim()
+        return noted
+
+    def _take_stuck(self, stream: ReliableStream) -> None:
+        with self._claiming:
+            now_ms = self._clock.monotonic_ms()
+            self._put_in_hand(stream.read_stuck(longest_ms=self._longest_ms, now_ms=now_ms))
+
+    def _note(self, stream: ReliableStream) -> bool:
+        noted = stream.checkpoint()
+        if noted == "too many":
+            self._say(
+                "so many entries of %s are pending that marks in Redis grow until there are fewer: let fewer workers run "
+                "at once, with a smaller prefetch", stream.stream,
+            )  # fmt: skip
+        return noted == "noted"
 
     def _adopt(self) -> bool:
         """Adopt what there is room for; True if there may be more."""
         for stream in self.streams:
             room = min(self._hand.room(), _MOST_ADOPTED)
             if room <= 0:
-                return self._behind
+                return self._more_to_adopt
             if not stream.paused:
                 found = self._take_over(stream, idle_ms=self._policy.claim_ms, own=False, count=room)
-                self._behind = found >= room
-                if self._behind:
+                self._more_to_adopt = found >= room
+                if self._more_to_adopt:
                     self._hand.found(found, room)
                     return True
         return False
@@ -150,28 +191,52 @@ class Keeper:
     def _look_for_stuck(self) -> None:
         limit_ms = self._pipeline.handler.time_limit_ms
         now_ms = self._clock.monotonic_ms()
-        stuck = [
-            one
-            for one in self._hand.deliveries
-            if one.running and not one.settling and now_ms - one.since_ms > limit_ms + _GRACE_MS
-        ]
-        for delivery in stuck:
-            self._give_up(delivery)
-        if stuck:
+        given_up: list[Delivery] = []
+        try:
+            for one in self._hand.deliveries:
+                if one.running and not one.ran and now_ms - one.since_ms > limit_ms + _GRACE_MS:
+                    self._give_up(one)
+                    given_up.append(one)
+        except Unavailable as error:
+            if not given_up and not isinstance(error, OutOfMemory):
+                raise
+            # It goes on hanging, and others go on beside it, until its attempt can be counted.
+            self._say("a run of %s that hangs cannot be given up yet: %s", self._pipeline.handler.label, error)
+        if given_up:
             raise HandlerStuck(
-                f"{self._pipeline.handler.label} has run on message {stuck[0].id.decode()} of {stuck[0].stream.stream} "
-                f"for longer than its time limit of {limit_ms:,.0f} ms, and cannot be ended"
+                f"{self._pipeline.handler.label} has run on message {given_up[0].id.decode()} of "
+                f"{given_up[0].stream.stream} for longer than its time limit of {limit_ms:,.0f} ms, and cannot be ended"
             )
 
     def _give_up(self, delivery: Delivery) -> None:
         """Note the failed attempt; what else it has in hand the process hands back when it ends."""
+        stream = delivery.stream
         message = self._pipeline.decode(delivery)
         if message is not None:
             outcome = overdue(self._pipeline.handler, message, alone=not delivery.in_batch)
             if isinstance(outcome, Dead):
                 unit: Unit = self._pipeline.dead_letter(delivery, outcome)
-                delivery.stream.commit([unit])
+                stream.commit([unit])
             else:
-                delivery.stream.note_failures([delivery])
-                delivery.stream.hand_back([delivery.id])
+                stream.note_failures([delivery])
+                stream.forgive([delivery])
+                stream.hand_back([delivery.id])
         self._hand.drop([delivery])
+
+    def _say(self, text: str, *args: object) -> None:
+        """Log a warning, but not each time."""
+        now_ms = self._clock.monotonic_ms()
+        if now_ms >= self._said_ms.get(text, now_ms):
+            self._said_ms[text] = now_ms + _WORD_EVERY_MS
+            logger.warning(text, *args)
+
+
+def _longest_in_hand_ms(handler: Handler, policy: WorkerPolicy) -> float:
+    """For how long a worker that goes by the rules may have one entry in hand.
+
+    That is all its attempts, each after as long as some others take, the waits in between, and some claim times.
+    """
+    retry = handler.retry
+    waits_ms = sum(map(retry.longest_delay_after, range(1, retry.attempts)))
+    runs_ms = retry.attempts * _RUNS_IN_HAND * (handler.time_limit_ms + _GRACE_MS)
+    return runs_ms + waits_ms + _CLAIMS_IN_HAND * policy.claim_ms

@@ -1,43 +1,41 @@
 """The reading loop: from the stream through the handler to committed effects, until it is told to stop.
 
 The spine is `ReadingLoop.run`. Five threads share one `Hand`: the reader takes entries, the runner runs them, the
-settler commits what came of them, the keeper makes its rounds, and the guard runs what others may have died of.
+settler commits what came of them, the keeper makes its rounds, and the guard runs what others may have died of. The
+mover and the scout have nothing to do with it: they move delayed messages, and look for new streams.
 """
 
 import logging
-import math
 import threading
 import time
 from collections.abc import Callable, Sequence
-from queue import SimpleQueue
+from functools import partial
 from typing import Literal
 
 from millstream.client import Client
 from millstream.clock import SYSTEM_CLOCK, Clock
 from millstream.delayed import DelayedMessages
-from millstream.errors import GroupMissing, MillstreamError, Unavailable
-from millstream.groups import Consumer
+from millstream.errors import ConfigError, GroupMissing, Unavailable
 from millstream.handlers import Handler
 from millstream.health import Health
-from millstream.lifecycle import Dead
 from millstream.metrics import NOBODY, Metrics
-from millstream.reliable import Delivery, ReliableStream
-from millstream.worker.allowance import Allowance
+from millstream.reliable import Delivery
 from millstream.worker.batches import AsyncBatchRunner, PlainBatchRunner
+from millstream.worker.guard import Guard
 from millstream.worker.hand import Hand
-from millstream.worker.keeping import Keeper
 from millstream.worker.pipeline import MakePipeline, Pipeline
 from millstream.worker.policy import WorkerPolicy
 from millstream.worker.report import Report
 from millstream.worker.runners import AsyncRunner, PlainRunner, Runner
-from millstream.worker.settling import Settler
+from millstream.worker.sides import EntrySide, LineSide, Means, Side
 
 logger = logging.getLogger(__name__)
 
 _TIMEOUT_SLACK_MS = 10_000
 _FULL_WAIT_S = 0.02
-_IDLE_WAIT_MS = 20.0
 _ALONE_WAIT_S = 0.005
+_BACK_OFF_MS = (50.0, 1_000.0)
+_LOOKING_SHARE = 20
 
 
 class ReadingLoop:
@@ -73,27 +71,25 @@ class ReadingLoop:
         # A read that waits keeps its connection busy: it has one of its own.
         self._client = Client(url, clock=clock)
         self._reading = Client(url, timeout_ms=policy.block_ms + _TIMEOUT_SLACK_MS, clock=clock)
+        # So does one that walks all keys for those of a pattern.
+        self._looking = Client(url, clock=clock)
         self._hand = Hand(policy, _at_once(handler))
-        self._gate = threading.Event()
-        self._gate.set()
         self._stopping = threading.Event()
-        self._suspects: SimpleQueue[Delivery | None] = SimpleQueue()
         self._failures: list[BaseException] = []
-        self._streams: dict[str, ReliableStream] = {}
+        self._left_out: set[str] = set()
         self._deadline_ms = float("inf")
-        self._allowance = Allowance(handler.rate, clock)
         self._runner = self._make_runner()
         self._hand.nudge = self._runner.nudge
-        self._settler = Settler(
-            self._pipeline, self._hand, self._client, self.report, clock, batch=policy.batch, give_up=self._is_over
-        )
-        self._keeper = Keeper(
-            self._pipeline, self._hand, self.report, clock, policy,
-            streams=self._streams, discover=self._discover, on_suspect=self._suspects.put,
+        self._guard = Guard(handler, self._hand, self._runner, self._stopping)
+        means = Means(
+            handler=handler, pipeline=self._pipeline, hand=self._hand, report=self.report, clock=clock, policy=policy,
+            consumer=consumer, start=start, url=url, client=self._client, reading=self._reading,
+            suspect=self._guard.suspect, give_up=self._is_over,
         )  # fmt: skip
+        self._side: Side = EntrySide(means) if handler.key is None else LineSide(means)
 
     def _make_runner(self) -> Runner:
-        means = self._pipeline, self._hand, self.report, self._gate, self._clock
+        means = self._pipeline, self._hand, self.report, self._clock
         if self.handler.is_async:
             return AsyncBatchRunner(*means) if self.handler.in_batches else AsyncRunner(*means)
         threads = self._policy.threads
@@ -108,19 +104,23 @@ class ReadingLoop:
         run on Spark has taken over, HandlerStuck, ConfigError, and RedisError but for Unavailable, which it waits out.
         """
         self._again(self._discover)
-        settler = self._thread("settler", self._settler.run)
+        settler = self._thread("settler", self._side.settler.run)
         runner = self._thread("runner", self._runner.run)
-        guard = self._thread("guard", self._run_suspects)
+        guard = self._thread("guard", self._guard.run)
         rounds = [
             self._thread("reader", self._read),
-            self._thread("keeper", lambda: self._keeper.run(self._stopping)),
+            self._thread("keeper", lambda: self._side.keeper.run(self._stopping)),
             self._thread("mover", self._move_delayed),
+            self._thread("scout", self._look_for_streams),
         ]
+        for name, work in self._side.rounds().items():
+            rounds.append(self._thread(name, partial(work, self._stopping)))
         self._stopping.wait()
-        self._suspects.put(None)
-        self._hand_back_waiting()
+        self._guard.suspect(None)
+        # What has not begun is given up, so that others need not wait for what has.
+        self._side.hand_back(self._hand.drop_waiting())
         self._wait_for(rounds)
-        self._hand_back_waiting()
+        self._side.hand_back(self._hand.drop_waiting())
         self._hand.buffer.put(None)
         self._runner.nudge()
         self._wait_for_runs(runner, guard)
@@ -128,9 +128,11 @@ class ReadingLoop:
         self._hand.outbox.put(None)
         self._wait_for([settler])
         leftovers = self._hand.deliveries
-        self._hand_back(leftovers)
-        self._client.close()
-        self._reading.close()
+        self._hand.drop(leftovers)
+        self._side.hand_back(leftovers)
+        self._side.close()
+        for client in (self._client, self._reading, self._looking):
+            client.close()
         if self._failures:
             raise self._failures[0]
         return [one for one in leftovers if one.running]
@@ -147,132 +149,74 @@ class ReadingLoop:
 
     def _discover(self) -> None:
         """Join the workers of every stream that is new, and take what this one held there in its last life."""
-        names = self.handler.streams or self._client.scan_streams(self.handler.pattern or "*")
-        for name in names:
-            if name not in self._streams:
-                stream = self._reliable(name)
-                stream.join()
-                stream.look()
-                self._keeper.recover(stream)
-                self._streams[name] = stream
+        for name in self.handler.streams or self._looking.scan_streams(self.handler.pattern or "*"):
+            if name not in self._side.streams and name not in self._left_out:
+                try:
+                    self._side.join(name)
+                except ConfigError as error:
+                    if self.handler.streams:
+                        raise
+                    # One stream that somebody has added must not end the work on all others.
+                    self._left_out.add(name)
+                    logger.warning("%s leaves a stream out that fits its pattern: %s", self.handler.label, error)
 
-    def _reliable(self, name: str) -> ReliableStream:
-        handler = self.handler
-        return ReliableStream(
-            self._client, name, app=handler.app, handler=handler.name, consumer=self._consumer,
-            into=handler.into, into_maxlen=handler.into_maxlen, start=self._start,
-        )  # fmt: skip
+    def _look_for_streams(self) -> None:
+        """Find the new streams of a pattern, however many keys there are: the more, the less often."""
+        wait_ms: float = self._policy.sweep_ms
+        while self.handler.pattern and not self._stopping.wait(wait_ms / 1000):
+            began_ms = self._clock.monotonic_ms()
+            try:
+                self._discover()
+            except Unavailable as error:
+                logger.debug("no streams are looked for while Redis is away: %s", error)
+            wait_ms = max(self._policy.sweep_ms, _LOOKING_SHARE * (self._clock.monotonic_ms() - began_ms))
 
     def _read(self) -> None:
         """Take new entries as long as there is room for them."""
-        consumers: list[Consumer] = []
-        away = False
+        wait_ms, away = _BACK_OFF_MS[0], False
         while not self._stopping.is_set():
             self._runner.nudge()
-            if self._keeper.missed.is_set():
-                self._keeper.missed.clear()
+            if self._side.keeper.missed.is_set():
+                self._side.keeper.missed.clear()
                 self._again(self._take_unseen)
             room = min(self._hand.room(), self._policy.batch)
             if room <= 0:
+                self.report.resting()
                 self._hand.freed.wait(_FULL_WAIT_S)
                 self._hand.freed.clear()
                 continue
             try:
-                allowed = self._allowance.ask([one for one in self._keeper.streams if not one.paused])
-                consumers = self._consumers(consumers, allowed.streams)
-                if not self._take_new(consumers, min(room, allowed.count), allowed.until_ms):
-                    wait_ms = _IDLE_WAIT_MS if consumers else self._policy.sweep_ms
-                    self._stopping.wait(min(wait_ms, allowed.until_ms) / 1000)
+                self._side.taker.take(room, self._stopping)
+            except (GroupMissing, Unavailable) as error:
+                if isinstance(error, Unavailable):
+                    away = True
+                    self.report.redis_failed(error)
+                # What was delivered when the connection broke is pending, and nobody has seen it.
+                self._again(self._take_unseen if isinstance(error, Unavailable) else self._rejoin)
+                # Other commands may well be answered, and the next read be refused all the same.
+                self._stopping.wait(wait_ms / 1000)
+                wait_ms = min(2 * wait_ms, _BACK_OFF_MS[1])
+            else:
+                wait_ms = _BACK_OFF_MS[0]
                 if away:
                     away = False
                     self.report.redis_is_back()
-            except GroupMissing:
-                self._again(self._rejoin)
-            except Unavailable as error:
-                away = True
-                self.report.redis_failed(error)
-                # What was delivered when the connection broke is pending, and nobody has seen it.
-                self._again(self._take_unseen)
-
-    def _consumers(self, known: list[Consumer], names: list[str]) -> list[Consumer]:
-        """One that reads all these streams at once; on Redis Cluster, where that takes one hash slot, one for each."""
-        if not names or names == [name for consumer in known for name in consumer.streams]:
-            return known if names else []
-        together = [[name] for name in names] if self._reading.is_cluster else [names]
-        group = self._streams[names[0]].group
-        return [Consumer(self._reading, group=group, name=self._consumer, streams=some) for some in together]
-
-    def _take_new(self, consumers: Sequence[Consumer], room: int, until_ms: float) -> bool:
-        """Read once through each consumer; False if there was nothing and nothing was waited for."""
-        if not consumers:
-            return False
-        block_ms = math.ceil(min(self._policy.block_ms, until_ms)) if len(consumers) == 1 else 0
-        found = 0
-        self.report.polling()
-        for consumer in consumers:
-            for batch in consumer.read_new(count=room, block_ms=block_ms):
-                self._allowance.spend(batch.stream, len(batch))
-                deliveries = self._streams[batch.stream].delivered([batch])
-                self._hand.take(deliveries, self._clock.monotonic_ms())
-                found += len(batch)
-        self._hand.found(found, room)
-        self.report.polled(found)
-        return bool(found or block_ms)
 
     def _rejoin(self) -> None:
-        for stream in self._keeper.streams:
+        for stream in self._side.keeper.streams:
             stream.join()
+        self._side.taker.look_again()
 
     def _take_unseen(self) -> None:
-        for stream in self._keeper.streams:
-            self._keeper.recover(stream)
-
-    def _run_suspects(self) -> None:
-        """Run what may have killed others one by one, and while nothing else runs, so that only it is blamed."""
-        handler = self.handler
-        while (delivery := self._suspects.get()) is not None and not self._stopping.is_set():
-            self._gate.clear()
-            try:
-                while any(one.running for one in self._hand.deliveries) and not self._stopping.is_set():
-                    self._stopping.wait(_ALONE_WAIT_S)
-                if self._stopping.is_set():
-                    return
-                before = self._client.patiently(
-                    lambda: delivery.stream.strike(delivery), what=handler.label, give_up=self._stopping.is_set
-                )
-                if before >= max(1, handler.retry.attempts - 2):
-                    delivery.attempt = before + 2
-                    text = f"the process ended each of the {before + 2} times that this message was tried"
-                    self._hand.outbox.put(((delivery,), Dead("crashed", text)))
-                else:
-                    self._hand.outbox.put(((delivery,), self._runner.alone(delivery)))
-                while delivery in self._hand and delivery.running and not self._stopping.is_set():
-                    self._stopping.wait(_ALONE_WAIT_S)
-            finally:
-                self._gate.set()
+        for stream in self._side.keeper.streams:
+            self._side.keeper.recover(stream)
+        self._side.taker.look_again()
 
     def _move_delayed(self) -> None:
         """Add to the streams the delayed messages that are due."""
         DelayedMessages(self._client).keep_moving(
-            lambda: list(self._streams), self._stopping, every_ms=self._policy.sweep_ms, on_moved=self.report.moved
+            lambda: list(self._side.streams), self._stopping, every_ms=self._policy.sweep_ms, on_moved=self.report.moved
         )
-
-    def _hand_back_waiting(self) -> None:
-        """Give up what has not begun, so that others need not wait for what has."""
-        self._hand.empty_buffer()
-        waiting = [one for one in self._hand.deliveries if not one.running]
-        self._hand.drop(waiting)
-        self._hand_back(waiting)
-
-    def _hand_back(self, deliveries: Sequence[Delivery]) -> None:
-        for stream in {one.stream for one in deliveries}:
-            ids = [one.id for one in deliveries if one.stream is stream]
-            try:
-                lost = stream.hand_back(ids)
-            except MillstreamError as error:
-                logger.warning("%d messages could not be handed back, others adopt them later: %s", len(ids), error)
-            else:
-                self.report.handed_back_some(len(ids) - len(lost))
 
     def _again(self, operation: Callable[[], object]) -> None:
         try:

@@ -2,8 +2,10 @@
 
 from collections.abc import Callable, Sequence
 
-from millstream.errors import ConfigError
+from millstream.deadletters import DeadLetter
+from millstream.errors import DecodeError
 from millstream.handlers import Handler
+from millstream.keyed import Lease, line_of_key
 from millstream.ledger import Unit
 from millstream.lifecycle import (
     Again,
@@ -11,11 +13,13 @@ from millstream.lifecycle import (
     Dead,
     Done,
     Outcome,
+    Parked,
     attempt,
     attempt_batch,
     attempt_batch_plain,
     attempt_plain,
     letter,
+    refuse_unkeyed,
 )
 from millstream.model import Message
 from millstream.naming import REDRIVE_FIELD
@@ -27,41 +31,55 @@ class Pipeline:
     """The steps of a message of one handler: decode, run, then commit, dead-letter or retry.
 
     Subclass it to do something before or after a step; call the step itself, and return what it returns. All of
-    them may be called from several threads at once. Raises ConfigError for a handler that a worker cannot run.
+    them may be called from several threads at once.
     """
 
     def __init__(self, handler: Handler) -> None:
-        if handler.key is not None:
-            raise ConfigError(
-                f"{handler.label} has a key, and order per key is not kept by workers yet: use millstream run"
-            )
         self.handler = handler
         self._label = handler.label.encode()
         self._tracing = tracing()
 
+    def line_of(self, stream: str, entry_id: bytes, pairs: Sequence[bytes]) -> bytes:
+        """The line of an entry of a handler with a key; b"" if it was redriven for another handler of the stream."""
+        opened = self._open(pairs)
+        if opened is None:
+            return b""
+        try:
+            key = self.handler.key_of(Message(stream, entry_id.decode(), opened))
+        except DecodeError:
+            key = None  # it is a dead letter as soon as it is run
+        return line_of_key(key, entry_id)
+
     def decode(self, delivery: Delivery) -> Message | None:
         """Make a message of an entry; None if it was redriven for another handler of the stream."""
-        pairs = delivery.pairs
-        if pairs[0] == REDRIVE_FIELD:
-            if pairs[1] != self._label:
-                return None
-            pairs = pairs[2:]
-        stream = delivery.stream
-        return Message(stream.stream, delivery.id.decode(), pairs, None, delivery.attempt, stream.token)
+        pairs = self._open(delivery.pairs)
+        return None if pairs is None else _message(delivery, pairs)
 
-    def run(self, message: Message) -> Outcome:
-        """Run a plain handler once. It cannot be stopped in its thread: the loop's watchdog ends the process."""
+    def _open(self, pairs: Sequence[bytes]) -> Sequence[bytes] | None:
+        if pairs[0] != REDRIVE_FIELD:
+            return pairs
+        return pairs[2:] if pairs[1] == self._label else None
+
+    def run(self, message: Message, state: bytes = b"") -> Outcome:
+        """Run a plain handler once. It cannot be stopped in its thread: the loop's watchdog ends the process.
+
+        `state`: that of its key.
+        """
+        if (refusal := refuse_unkeyed(self.handler, message)) is not None:
+            return refusal
         if self._tracing is UNTRACED:
-            return attempt_plain(self.handler, message, b"")
+            return attempt_plain(self.handler, message, state)
         with self._tracing.processing(self.handler.label, message) as span:
-            return _traced(span, attempt_plain(self.handler, message, b""))
+            return _traced(span, attempt_plain(self.handler, message, state))
 
-    async def run_async(self, message: Message) -> Outcome:
+    async def run_async(self, message: Message, state: bytes = b"") -> Outcome:
         """Run an async handler once."""
+        if (refusal := refuse_unkeyed(self.handler, message)) is not None:
+            return refusal
         if self._tracing is UNTRACED:
-            return await attempt(self.handler, message, b"")
+            return await attempt(self.handler, message, state)
         with self._tracing.processing(self.handler.label, message) as span:
-            return _traced(span, await attempt(self.handler, message, b""))
+            return _traced(span, await attempt(self.handler, message, state))
 
     def run_batch(self, messages: Sequence[Message]) -> BatchOutcome:
         """Run a plain handler once on a batch."""
@@ -88,23 +106,48 @@ class Pipeline:
         unit.add_outputs(done.outputs)
         return unit
 
+    def commit_turn(self, lease: Lease, ran: Sequence[tuple[Delivery, Done | Dead]]) -> Unit:
+        """The effects of messages of one key that were run one after another, to be committed under its lease."""
+        unit = lease.stream.unit_of(lease, [delivery for delivery, _ in ran])
+        state = lease.committed_state
+        for delivery, outcome in ran:
+            if isinstance(outcome, Dead):
+                unit.add_dead(self.letter(delivery, outcome).items())
+            else:
+                state = outcome.state
+                if outcome.outputs:
+                    unit.add_outputs(outcome.outputs)
+        if self.handler.wants_state and lease.key is not None and state != lease.committed_state:
+            unit.state = state
+        return unit
+
     def dead_letter(self, delivery: Delivery, dead: Dead) -> Unit:
         """The effects of a message that cannot be processed: its dead letter."""
         unit = delivery.stream.unit(delivery)
-        pairs = delivery.pairs[2:] if delivery.pairs[0] == REDRIVE_FIELD else delivery.pairs
-        stream = delivery.stream
-        message = Message(stream.stream, delivery.id.decode(), pairs, None, delivery.attempt, stream.token)
-        unit.add_dead(letter(self.handler, message, dead).items())
+        unit.add_dead(self.letter(delivery, dead).items())
         return unit
+
+    def letter(self, delivery: Delivery, dead: Dead) -> DeadLetter:
+        """The dead letter of an entry."""
+        pairs = delivery.pairs[2:] if delivery.pairs[0] == REDRIVE_FIELD else delivery.pairs
+        return letter(self.handler, _message(delivery, pairs), dead)
 
     def retry(self, delivery: Delivery, again: Again) -> float:
         """How long a message waits before its next attempt, in milliseconds."""
         return again.delay_ms
 
 
+def _message(delivery: Delivery, pairs: Sequence[bytes]) -> Message:
+    stream, lease = delivery.stream, delivery.lease
+    key, fence = (None, stream.token) if lease is None else (lease.key, lease.fence)
+    return Message(stream.stream, delivery.id.decode(), pairs, key, delivery.attempt, fence)
+
+
 def _traced(span: Run, outcome: Outcome) -> Outcome:
     if isinstance(outcome, Dead):
         span.failed(outcome.reason, outcome.error)
+    elif isinstance(outcome, Parked):
+        span.failed("parked", outcome.error)
     elif isinstance(outcome, Again):
         span.failed("retry", outcome.error)
     return outcome

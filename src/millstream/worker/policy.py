@@ -16,6 +16,7 @@ class WorkerPolicy:
     * `claim_ms`: an entry whose worker has not been heard of for so long is adopted by another
     * `sweep_ms`: how often a worker looks for such entries, for new streams, and whether it is paused
     * `stop_ms`: how long a stop waits for the messages that run
+    * `look_ahead`: most entries that wait in the lines of keys, of a handler with a key
     * `trim`: remove from the stream what no consumer group needs any more
 
     Raises ConfigError for values that make no sense.
@@ -28,10 +29,11 @@ class WorkerPolicy:
     claim_ms: int = 30_000
     sweep_ms: int = 500
     stop_ms: int = 25_000
+    look_ahead: int = 250_000
     trim: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("prefetch", "batch", "threads", "block_ms", "claim_ms", "sweep_ms"):
+        for name in ("prefetch", "batch", "threads", "block_ms", "claim_ms", "sweep_ms", "look_ahead"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} of a worker must be at least 1, not {getattr(self, name)}")
         if self.stop_ms < 0:

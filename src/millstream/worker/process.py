@@ -77,6 +77,7 @@ class WorkerProcess:
         self._health = health
         self._on_figures = on_figures
         self._every_ms = every_ms
+        self._longest_stop_ms: float = settings.policy.stop_ms
         self._clock = clock
         self._failures: list[BaseException] = []
         self._leftovers: list[Delivery] = []
@@ -93,14 +94,19 @@ class WorkerProcess:
                 self._tell()
         if self._health is not None:
             self._health.stopping()
+        deadline_ms = self._clock.monotonic_ms() + self._longest_stop_ms
         for loop in self._loops.values():
-            loop.stop()
+            loop.stop(deadline_ms)
         for thread in threads:
             thread.join()
         self._tell()
         if self._failures:
             raise self._failures[0]
         return self._leftovers
+
+    def stop_within(self, longest_ms: float) -> None:
+        """Have a stop that begins from now on wait no longer than so many milliseconds for what runs."""
+        self._longest_stop_ms = min(self._longest_stop_ms, longest_ms)
 
     def _run(self, loop: ReadingLoop) -> None:
         try:

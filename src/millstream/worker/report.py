@@ -1,5 +1,6 @@
 """What a reading loop tells of itself: counts for people, figures for monitoring, progress for health checks."""
 
+import math
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -13,12 +14,13 @@ from millstream.reliable import Delivery
 class Report:
     """Counts of messages since the loop began, also reported to `metrics` and, if given, to `health`.
 
-    `refused` are commits that came too late: another worker, or a run on Spark, has those messages.
+    `refused` are commits that came too late: another worker, or a run on Spark, has those messages. `trimmed` are
+    entries that were gone from their stream before they were processed.
     """
 
     def __init__(self, handler: str, *, time_limit_ms: float, metrics: Metrics = NOBODY, health: Health | None = None):
         self.read = self.adopted = self.committed = self.dead = 0
-        self.retried = self.refused = self.handed_back = 0
+        self.retried = self.refused = self.handed_back = self.trimmed = self.parked = 0
         self._reading = False
         self._handler = handler
         self._metrics = metrics
@@ -26,12 +28,16 @@ class Report:
 
     def figures(self) -> dict[str, int]:
         """All counts by name."""
-        names = ("read", "adopted", "committed", "dead", "retried", "refused", "handed_back")
+        names = ("read", "adopted", "committed", "dead", "retried", "refused", "handed_back", "trimmed", "parked")
         return {name: getattr(self, name) for name in names}
 
     def polling(self) -> None:
-        """A read begins."""
+        """It wants to read: only the answer to a read shows from now on that it is well."""
         self._reading = True
+
+    def resting(self) -> None:
+        """Nothing is to be read for now."""
+        self._reading = False
 
     def answered(self) -> None:
         """Redis has answered something else. While nothing is to be read, that shows that the loop is well."""
@@ -78,6 +84,12 @@ class Report:
         if count:
             self._metrics.count(m.RETRIED, count, handler=self._handler)
 
+    def parked_some(self, count: int) -> None:
+        """Keys wait for a person, as messages of theirs have failed for the last time."""
+        self.parked += count
+        if count:
+            self._metrics.count(m.PARKED, count, handler=self._handler)
+
     def committed_some(self, deliveries: Sequence[Delivery], dead: Sequence[str], took_s: float) -> None:
         """Messages were committed, those that died for one of the reasons in `dead` among them."""
         self.committed += len(deliveries)
@@ -115,7 +127,8 @@ class Report:
 
     def waiting(self, standings: Sequence[tuple[int | None, int | None]]) -> None:
         """How much waits on each stream, as `ReliableStream.waiting` says."""
-        self._metrics.set(m.LAG, sum(lag or 0 for lag, _ in standings), handler=self._handler)
+        lags = [math.nan if lag is None else lag for lag, _ in standings]
+        self._metrics.set(m.LAG, sum(lags), handler=self._handler)
         oldest = min((added_ms for _, added_ms in standings if added_ms is not None), default=None)
         age_s = 0.0 if oldest is None else max(0.0, time.time() - oldest / 1000)
         self._metrics.set(m.OLDEST_PENDING, age_s, handler=self._handler)
@@ -123,6 +136,11 @@ class Report:
     def paused(self, paused: bool) -> None:
         """Whether all its streams are paused."""
         self._metrics.set(m.PAUSED, float(paused), handler=self._handler)
+
+    def trimmed_some(self, count: int) -> None:
+        """Entries were gone from their stream while they were pending."""
+        self.trimmed += count
+        self._metrics.count(m.TRIMMED, count, handler=self._handler)
 
     def moved(self, count: int) -> None:
         """Delayed messages have come due and were moved to their streams."""

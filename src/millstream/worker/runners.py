@@ -9,13 +9,13 @@ import contextlib
 import select
 import selectors
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import CancelledError
 from queue import Empty
 from typing import Protocol
 
 from millstream.clock import Clock
 from millstream.lifecycle import NOTHING, Outcome
-from millstream.model import Message
 from millstream.reliable import Delivery
 from millstream.worker.hand import Hand
 from millstream.worker.pipeline import Pipeline
@@ -35,38 +35,44 @@ class Runner(Protocol):
     def nudge(self) -> None:
         """Look at the buffer: something was put into it, or waits there. Called often."""
 
-    def alone(self, delivery: Delivery) -> Outcome:
-        """Run one message while nothing else runs; called from another thread."""
+    def alone(self, delivery: Delivery) -> Outcome | None:
+        """Run one message while nothing else runs; None if it cannot be run any more. Called from another thread."""
 
     def cancel(self) -> None:
         """Break off what still runs, if that is possible."""
 
 
 class _Beginning:
-    """What both runners do when a message's turn has come."""
+    """What both runners do when a message's turn has come, and when its run has ended."""
 
-    def __init__(self, pipeline: Pipeline, hand: Hand, report: Report, gate: threading.Event, clock: Clock) -> None:
+    def __init__(self, pipeline: Pipeline, hand: Hand, report: Report, clock: Clock) -> None:
         self._pipeline = pipeline
         self._hand = hand
         self._report = report
-        self._gate = gate
         self._clock = clock
 
-    def _begin(self, delivery: Delivery) -> Message | None:
-        now_ms = self._clock.monotonic_ms()
-        self._hand.waited(now_ms - delivery.since_ms)
-        delivery.since_ms, delivery.running = now_ms, True
-        self._report.began()
-        return self._pipeline.decode(delivery)
+    def _begin(self, delivery: Delivery, *, anyway: bool = False) -> bool | None:
+        begins = self._hand.begin(delivery, self._clock.monotonic_ms(), anyway=anyway)
+        if begins:
+            self._report.began()
+        return begins
+
+    def _begin_all(self, deliveries: Sequence[Delivery]) -> list[Delivery] | None:
+        begun = self._hand.begin_all(deliveries, self._clock.monotonic_ms())
+        for _ in begun or ():
+            self._report.began()
+        return begun
+
+    def _end(self, delivery: Delivery) -> None:
+        delivery.took_ms = self._clock.monotonic_ms() - delivery.since_ms
+        delivery.ran = True
 
 
 class PlainRunner(_Beginning):
     """Threads, each of which takes a message and runs it: one at first, more when messages take long."""
 
-    def __init__(
-        self, pipeline: Pipeline, hand: Hand, report: Report, gate: threading.Event, clock: Clock, most: int
-    ) -> None:
-        super().__init__(pipeline, hand, report, gate, clock)
+    def __init__(self, pipeline: Pipeline, hand: Hand, report: Report, clock: Clock, most: int) -> None:
+        super().__init__(pipeline, hand, report, clock)
         self._most = most
         self._threads: list[threading.Thread] = []
         self._finished = 0
@@ -92,9 +98,9 @@ class PlainRunner(_Beginning):
             thread.start()
             self._threads.append(thread)
 
-    def alone(self, delivery: Delivery) -> Outcome:
+    def alone(self, delivery: Delivery) -> Outcome | None:
         """See Runner."""
-        return self._outcome(delivery)
+        return self._outcome(delivery) if self._begin(delivery, anyway=True) else None
 
     def cancel(self) -> None:
         """See Runner. A thread cannot be stopped: what still runs is left to it, and it dies with the process."""
@@ -107,19 +113,27 @@ class PlainRunner(_Beginning):
         self._hand.buffer.put(None)  # the end is for all of them
 
     def _work(self) -> None:
-        get, put = self._hand.buffer.get, self._hand.outbox.put
-        gate = self._gate
-        while (delivery := get()) is not None:
-            if not gate.is_set():
-                gate.wait()
-            if delivery in self._hand:
-                put(((delivery,), self._outcome(delivery)))
-            self._finished += 1
+        get, conclude = self._hand.buffer.get, self._hand.conclude
+        while (first := get()) is not None:
+            delivery: Delivery | None = first
+            while delivery is not None and self._begin_in_turn(delivery):
+                delivery = conclude(delivery, self._outcome(delivery))
+                self._finished += 1
+
+    def _begin_in_turn(self, delivery: Delivery) -> bool:
+        while (begins := self._begin(delivery)) is None:
+            self._hand.gate.wait()
+        return begins
 
     def _outcome(self, delivery: Delivery) -> Outcome:
-        message = self._begin(delivery)
-        outcome = NOTHING if message is None else self._pipeline.run(message)
-        delivery.took_ms = self._clock.monotonic_ms() - delivery.since_ms
+        message = self._pipeline.decode(delivery)
+        if message is None:
+            outcome: Outcome = NOTHING
+        elif delivery.lease is None:
+            outcome = self._pipeline.run(message)
+        else:
+            outcome = self._pipeline.run(message, delivery.lease.state)
+        self._end(delivery)
         return outcome
 
 
@@ -137,9 +151,10 @@ class _FineSelector(selectors.EpollSelector):
 class AsyncRunner(_Beginning):
     """An event loop, in which as many messages as the handler's `concurrency` are run at once, each in its own task."""
 
-    def __init__(self, pipeline: Pipeline, hand: Hand, report: Report, gate: threading.Event, clock: Clock) -> None:
-        super().__init__(pipeline, hand, report, gate, clock)
+    def __init__(self, pipeline: Pipeline, hand: Hand, report: Report, clock: Clock) -> None:
+        super().__init__(pipeline, hand, report, clock)
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._begun = threading.Event()
         self._nudged = asyncio.Event()
         self._free = pipeline.handler.concurrency
         self._ended = self._cancelled = False
@@ -150,11 +165,16 @@ class AsyncRunner(_Beginning):
         self._loop = loop = asyncio.SelectorEventLoop(_FineSelector())
         asyncio.set_event_loop(loop)
         self._main = loop.create_task(self._serve())
+        self._begun.set()
         try:
             loop.run_until_complete(self._main)
         except asyncio.CancelledError:
             pass  # by `cancel`
         finally:
+            # What another thread has begun, and waits for, ends with the loop.
+            for task in asyncio.all_tasks(loop):
+                task.cancel()
+                loop.run_until_complete(asyncio.wait((task,)))
             loop.run_until_complete(loop.shutdown_asyncgens())
             loop.close()
 
@@ -162,10 +182,20 @@ class AsyncRunner(_Beginning):
         """See Runner."""
         self._tell(self._nudged.set)
 
-    def alone(self, delivery: Delivery) -> Outcome:
+    def alone(self, delivery: Delivery) -> Outcome | None:
         """See Runner."""
-        assert self._loop is not None  # a suspect is run when the loop has begun
-        return asyncio.run_coroutine_threadsafe(self._outcome(delivery), self._loop).result()
+        self._begun.wait()
+        assert self._loop is not None
+        run = self._outcome_if_it_begins(delivery, anyway=True)
+        try:
+            return asyncio.run_coroutine_threadsafe(run, self._loop).result()
+        except CancelledError:
+            return None
+        except RuntimeError:
+            run.close()
+            if not self._loop.is_closed():
+                raise
+            return None
 
     def cancel(self) -> None:
         """See Runner."""
@@ -189,7 +219,7 @@ class AsyncRunner(_Beginning):
     def _fill(self, group: asyncio.TaskGroup) -> None:
         """Begin as many messages as may run; each that ends begins the next."""
         while self._free and not self._ended:
-            if not self._gate.is_set():
+            if not self._hand.gate.is_set():
                 asyncio.get_running_loop().call_later(GATE_S, self._nudged.set)
                 return
             try:
@@ -199,19 +229,33 @@ class AsyncRunner(_Beginning):
             if delivery is None:
                 self._ended = True
                 self._nudged.set()
-            elif delivery in self._hand:
+            else:
                 self._free -= 1
                 group.create_task(self._run_one(delivery, group))
 
     async def _run_one(self, delivery: Delivery, group: asyncio.TaskGroup) -> None:
-        outcome = await self._outcome(delivery)
+        following: Delivery | None = delivery
+        while following is not None and not self._cancelled:
+            outcome = await self._outcome_if_it_begins(following)
+            if outcome is None or self._cancelled:
+                break
+            following = self._hand.conclude(following, outcome)
         if not self._cancelled:
-            self._hand.outbox.put(((delivery,), outcome))
             self._free += 1
             self._fill(group)
 
+    async def _outcome_if_it_begins(self, delivery: Delivery, *, anyway: bool = False) -> Outcome | None:
+        while (begins := self._begin(delivery, anyway=anyway)) is None:  # noqa: ASYNC110 - another thread's doing, and rare
+            await asyncio.sleep(GATE_S)
+        return await self._outcome(delivery) if begins else None
+
     async def _outcome(self, delivery: Delivery) -> Outcome:
-        message = self._begin(delivery)
-        outcome = NOTHING if message is None else await self._pipeline.run_async(message)
-        delivery.took_ms = self._clock.monotonic_ms() - delivery.since_ms
+        message = self._pipeline.decode(delivery)
+        if message is None:
+            outcome: Outcome = NOTHING
+        elif delivery.lease is None:
+            outcome = await self._pipeline.run_async(message)
+        else:
+            outcome = await self._pipeline.run_async(message, delivery.lease.state)
+        self._end(delivery)
         return outcome

@@ -12,8 +12,9 @@ from millstream.client import Client
 from millstream.clock import Clock
 from millstream.deadletters import reason_of
 from millstream.errors import OutOfMemory
+from millstream.keyed import Lease
 from millstream.ledger import Unit
-from millstream.lifecycle import Again, Dead
+from millstream.lifecycle import Again, Dead, Done, Outcome
 from millstream.reliable import Delivery, ReliableStream
 from millstream.worker.hand import Hand, Ran
 from millstream.worker.pipeline import Pipeline
@@ -47,6 +48,7 @@ class Settler:
         self._retries: list[tuple[float, int, Delivery]] = []
         self._number = count()
         self._without_memory: list[Settled] = []
+        self._kept: dict[Lease, list[tuple[Delivery, Outcome]]] = {}
         self._memory_due_ms = 0.0
         self._word_due_ms = 0.0
 
@@ -58,17 +60,15 @@ class Settler:
             if found:
                 self.settle(found)
             self._wake_retries()
-            if self._without_memory and self._clock.monotonic_ms() >= self._memory_due_ms:
-                waiting, self._without_memory = self._without_memory, []
-                self._commit(waiting)
+            if self._waits_for_memory and self._clock.monotonic_ms() >= self._memory_due_ms:
+                self._try_memory_again()
 
     def settle(self, found: Sequence[Ran]) -> None:
         """Do what the outcomes ask for."""
         units: list[Settled] = []
         failed: dict[ReliableStream, list[Delivery]] = defaultdict(list)
         now_ms = self._clock.monotonic_ms()
-        if self._report.is_heard:
-            self._report.ran([one.took_ms for deliveries, _ in found for one in deliveries])
+        self._report_times(found)
         for deliveries, outcome in found:
             delivery = deliveries[0]
             if delivery not in self._hand or (len(deliveries) > 1 and not all(one in self._hand for one in deliveries)):
@@ -77,14 +77,14 @@ class Settler:
             elif isinstance(outcome, Again):
                 failed[delivery.stream].append(delivery)
                 delivery.running, delivery.since_ms = False, now_ms
-                due_ms = now_ms + self._pipeline.retry(delivery, outcome)
-                heapq.heappush(self._retries, (due_ms, next(self._number), delivery))
+                delivery.due_ms = now_ms + self._pipeline.retry(delivery, outcome)
+                heapq.heappush(self._retries, (delivery.due_ms, next(self._number), delivery))
             elif isinstance(outcome, Dead):
                 units.append((deliveries, self._pipeline.dead_letter(delivery, outcome)))
-            elif len(deliveries) == 1:
-                units.append((deliveries, self._pipeline.commit(delivery, outcome)))
             else:
-                units.append((deliveries, self._pipeline.commit_batch(deliveries, outcome)))
+                assert isinstance(outcome, Done)  # what has no key is not parked
+                commit = self._pipeline.commit_batch(deliveries, outcome) if len(deliveries) > 1 else None
+                units.append((deliveries, commit or self._pipeline.commit(delivery, outcome)))
         for stream, deliveries in failed.items():
             self._report.retried_some(len(deliveries))
             self._note(stream, deliveries)
@@ -97,11 +97,6 @@ class Settler:
             self._patiently(lambda: stream.note_failures(deliveries))
         except OutOfMemory as error:
             logger.warning("%d failed attempts are not counted beyond this worker: %s", len(deliveries), error)
-
-    @property
-    def waiting(self) -> list[Delivery]:
-        """Those that wait for their next attempt, or for memory in Redis."""
-        return [one for _, _, one in self._retries] + _deliveries(self._without_memory)
 
     def _collect(self) -> tuple[list[Ran], bool]:
         get = self._hand.outbox.get
@@ -119,7 +114,7 @@ class Settler:
 
     def _wait_s(self) -> float | None:
         due = [self._retries[0][0]] if self._retries else []
-        if self._without_memory:
+        if self._waits_for_memory:
             due.append(self._memory_due_ms)
         return max(0.0, min(due) - self._clock.monotonic_ms()) / 1000 if due else None
 
@@ -134,10 +129,11 @@ class Settler:
     def _commit(self, settled: Sequence[Settled]) -> None:
         by_stream: dict[ReliableStream, list[Settled]] = defaultdict(list)
         for deliveries, unit in settled:
-            for one in deliveries:
-                one.settling = True
             by_stream[deliveries[0].stream].append((deliveries, unit))
         for stream, some in by_stream.items():
+            # Those of the streams to come are kept in hand meanwhile: it may take long where a server is away.
+            for one in _deliveries(some):
+                one.settling = True
             try:
                 self._commit_some(stream, some)
             except OutOfMemory as error:
@@ -146,7 +142,8 @@ class Settler:
     def _commit_some(self, stream: ReliableStream, some: Sequence[Settled], *, allow_oom: bool = False) -> None:
         units = [unit for _, unit in some]
         began_ms = self._clock.monotonic_ms()
-        refused = self._patiently(lambda: stream.commit(units, allow_oom=allow_oom))
+        call = stream.new_call()
+        refused = self._patiently(lambda: stream.commit(units, allow_oom=allow_oom, call=call))
         took_s = (self._clock.monotonic_ms() - began_ms) / 1000
         missing = {id(unit) for unit in refused}
         written = [one for one in some if id(one[1]) not in missing] if missing else some
@@ -173,7 +170,7 @@ class Settler:
 
     def _run_again(self, deliveries: Sequence[Delivery], now_ms: float) -> None:
         for one in deliveries:
-            one.running = one.settling = False
+            one.running = one.ran = one.settling = False
         self._hand.take(deliveries, now_ms)
 
     def _patiently(self, operation: Callable[[], T]) -> T:
@@ -199,12 +196,30 @@ class Settler:
         waiting = [one for one in some if one[1].outputs or one[1].dead]
         for one in _deliveries(waiting):
             one.settling = False  # it may take longer than a claim lasts
-        now_ms = self._clock.monotonic_ms()
-        if waiting and now_ms >= self._word_due_ms:
-            logger.warning("%d messages of %s wait to be committed: %s", len(waiting), stream.stream, error)
-            self._word_due_ms = now_ms + _WORD_EVERY_MS
         self._without_memory += waiting
+        self._say_that_memory_is_short(len(waiting), stream, error)
+
+    def _say_that_memory_is_short(self, count: int, stream: ReliableStream, error: OutOfMemory) -> None:
+        now_ms = self._clock.monotonic_ms()
         self._memory_due_ms = now_ms + _MEMORY_RETRY_MS
+        if count and now_ms >= self._word_due_ms:
+            logger.warning("%d messages of %s wait to be committed: %s", count, stream.stream, error)
+            self._word_due_ms = now_ms + _WORD_EVERY_MS
+
+    @property
+    def _waits_for_memory(self) -> bool:
+        return bool(self._without_memory)
+
+    def _try_memory_again(self) -> None:
+        waiting, self._without_memory = self._without_memory, []
+        self._commit(waiting)
+
+    def _report_times(self, found: Sequence[Ran]) -> None:
+        times_ms = [one.took_ms for deliveries, _ in found for one in deliveries]
+        if times_ms:
+            self._hand.took(sum(times_ms) / len(times_ms))
+        if self._report.is_heard:
+            self._report.ran(times_ms)
 
 
 def _deliveries(settled: Sequence[Settled]) -> list[Delivery]:

@@ -1,14 +1,15 @@
 """Keeps worker processes alive: starts them, starts again those that die, ends them in order.
 
 A handler may crash its process, or have to be ended with it; so the one that watches is another process, which runs
-nothing of the app's. The processes end when their standard input does, that is, with their supervisor.
+nothing of the app's. The processes end when their standard input does, that is, with their supervisor. What they tell
+it goes through a pipe of its own, as their standard output belongs to the handlers.
 """
 
 import contextlib
 import logging
+import os
 import signal
 import subprocess
-import sys
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -28,8 +29,14 @@ STUCK_CODE = 75
 FINAL_CODE = 78
 """Exit code of a process that cannot go on (sysexits, EX_CONFIG). Not 1: any library may end the process with that."""
 
+ORPHAN_MS = 4_000.0
+"""How long the stop of a process may take whose supervisor has died: another may have its name, soon after."""
+
 _TICK_S = 0.1
 _RENEW_MS = 5_000.0
+_ORPHAN_END_S = 8.0
+_ORDER = b"stop"
+_STDERR = 2
 _SLACK_MS = 5_000.0
 _WAITS_MS = (100.0, 5_000.0)
 _STEADY_MS = 10_000.0
@@ -45,16 +52,17 @@ class _Child:
 
 
 class Supervisor:
-    """Runs `command(name)` for each name that `names` holds, again and again, until it is stopped.
+    """Runs `command(name, lines)` for each name that `names` holds, again and again, until it is stopped.
 
-    `on_line` is given each line of JSON that a process writes to its standard output, and its name. A process that ends
-    by a signal or with any code is started again, at once at first, then with back-off; but FINAL_CODE ends all.
+    `lines` is a file descriptor. `on_line` is given each line of JSON that the process writes to it, and the process's
+    name; what it raises ends all. A process that ends by a signal or with any code is started again, at once at first,
+    then with back-off; but FINAL_CODE ends all.
     """
 
     def __init__(
         self,
         names: Names,
-        command: Callable[[str], Sequence[str]],
+        command: Callable[[str, int], Sequence[str]],
         *,
         stop_ms: float,
         on_line: Callable[[str, Any], None],
@@ -67,12 +75,18 @@ class Supervisor:
         self._clock = clock
         self._children: list[_Child] = []
         self._renew_due_ms = 0.0
+        self._failure: Exception | None = None
 
     def run(self, stopping: threading.Event) -> None:
-        """Keep the processes alive until `stopping`. Raises PipelineFailed if one cannot go on, and StaleOwner."""
+        """Keep the processes alive until `stopping`.
+
+        Raises PipelineFailed if one cannot go on, StaleOwner, and what `on_line` has raised.
+        """
         self._children = [_Child(name) for name in self._names.held]
         try:
             while not stopping.wait(_TICK_S):
+                if self._failure is not None:
+                    raise self._failure
                 self._renew()
                 for child in self._children:
                     self._tend(child)
@@ -119,27 +133,32 @@ class Supervisor:
 
     def _start(self, child: _Child) -> None:
         child.started_ms = self._clock.monotonic_ms()
-        child.process = subprocess.Popen(
-            self._command(child.name), stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
-        )
-        out = child.process.stdout
-        assert out is not None
-        threading.Thread(target=self._listen, args=(child.name, out), daemon=True).start()
+        mine, its = os.pipe()
+        try:
+            child.process = subprocess.Popen(
+                self._command(child.name, its), stdin=subprocess.PIPE, stdout=_STDERR, pass_fds=(its,),
+                start_new_session=True,
+            )  # fmt: skip
+        finally:
+            os.close(its)
+        threading.Thread(target=self._listen, args=(child.name, os.fdopen(mine, "rb")), daemon=True).start()
 
-    def _listen(self, name: str, out: IO[bytes]) -> None:
-        with out:
-            for line in out:
-                try:
-                    self._on_line(name, msgspec.json.decode(line))
-                except msgspec.DecodeError:
-                    sys.stderr.buffer.write(line)  # the handler's own prints
-                    sys.stderr.flush()
+    def _listen(self, name: str, lines: IO[bytes]) -> None:
+        with lines:
+            for line in lines:
+                if self._failure is None:
+                    try:
+                        self._on_line(name, msgspec.json.decode(line))
+                    except Exception as error:  # noqa: BLE001 - `run` raises it; the process must not stop at a full pipe
+                        self._failure = error
 
     def _stop(self) -> None:
         running = [child.process for child in self._children if child.process is not None]
         for process in running:
             if process.stdin is not None:
-                process.stdin.close()
+                with contextlib.suppress(BrokenPipeError):  # it has ended by itself
+                    process.stdin.write(_ORDER)
+                    process.stdin.close()
         deadline_ms = self._clock.monotonic_ms() + self._stop_ms + _SLACK_MS
         while any(process.poll() is None for process in running) and self._clock.monotonic_ms() < deadline_ms:
             with contextlib.suppress(StaleOwner):
@@ -152,11 +171,16 @@ class Supervisor:
                 process.wait()
 
 
-def exit_with_parent(stopping: threading.Event, source: IO[bytes]) -> None:
-    """Set `stopping` when the supervisor closes the pipe, which its death does as well."""
+def exit_with_parent(stopping: threading.Event, source: IO[bytes], *, on_orphaned: Callable[[], None]) -> None:
+    """Set `stopping` when the supervisor says so, or closes the pipe, as its death does.
+
+    If it died, `on_orphaned` is called before, and the process ends within some seconds, whatever it does.
+    """
 
     def watch() -> None:
-        source.read()
+        if not source.read():
+            threading.Timer(_ORPHAN_END_S, os._exit, (STUCK_CODE,)).start()
+            on_orphaned()
         stopping.set()
 
     threading.Thread(target=watch, daemon=True).start()

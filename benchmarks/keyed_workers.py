@@ -1,0 +1,130 @@
+"""Worker processes that share the lines of keys, against a raw read-and-acknowledge loop.
+
+`rate`: 50,000 messages over 1,000 keys, a handler that does nothing but write down what it ran, 4 processes of `millstream worker`,
+from the start of the backlog's work to its last commit; the order of each key is checked. The raw loop (redis-py, XREADGROUP and
+XACK, 1,000 at a time) reads as many in the same run. `efficiency_*`: measured rate / (messages at once / service time), for
+a handler that waits 1, 10 and 100 ms, in each of 4 processes over 1,000 keys. `kilobytes_idle`: what the handler's keys hold when all is done.
+"""
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any, get_args
+
+from benchmarks.workers import STREAM, fill_keyed, raw_loop, server
+from millstream import App, Message
+from millstream.client import Client
+from millstream.naming import HandlerKeys
+from millstream.testing.history import Event, Fault, check
+
+KEYS = 1_000
+PROCESSES = 4
+CONCURRENCY = {1: 2, 10: 25, 100: 25}
+"""Messages at once in each process, by how many milliseconds each takes: as many as two cores can keep up with."""
+
+app = App("bench")
+KEYS_OF = HandlerKeys("bench", "handle", STREAM)
+
+
+@app.handler(STREAM, key="key", into="out", name="handle")
+def handle(message: Message) -> dict[str, str | bytes]:
+    """Say which message of which key it was."""
+    return {"id": message.id, "key": message.key or b""}
+
+
+def waiting(wait_ms: int) -> App:
+    """An app whose handler takes so long."""
+    made = App("bench")
+
+    @made.handler(STREAM, key="key", name="handle", concurrency=CONCURRENCY[wait_ms])
+    async def handle(_: Message) -> None:
+        await asyncio.sleep(wait_ms / 1000)
+
+    return made
+
+
+in_1_ms, in_10_ms, in_100_ms = waiting(1), waiting(10), waiting(100)
+
+
+def run(*, messages: int = 50_000, rounds: int = 2) -> dict[str, Any]:
+    """Measure over `messages`."""
+    rate = raw = 0.0
+    with server() as client:
+        for _ in range(rounds):
+            fill_keyed(client, messages, KEYS)
+            raw = max(raw, raw_loop(client, messages))
+            fill_keyed(client, messages, KEYS)
+            rate = max(rate, _work(client, "app", messages, PROCESSES))
+            violations = _violations(client)
+        idle = sum(
+            int(client.execute("MEMORY", "USAGE", key) or 0) for key in client.execute("KEYS", f"{KEYS_OF.base}:*")
+        )
+        efficiency = {}
+        for wait_ms, at_once in CONCURRENCY.items():
+            ideal = PROCESSES * at_once / wait_ms * 1_000
+            count = int(round(4 * ideal, -3))
+            fill_keyed(client, count, KEYS)
+            reached = _work(client, f"in_{wait_ms}_ms", count, PROCESSES)
+            efficiency[f"efficiency_{wait_ms}_ms"] = round(reached / ideal, 3)
+    return {
+        "name": "keyed_workers", "rate": round(rate), "baseline_rate": round(raw), "ratio": round(rate / raw, 3),
+        "violations": violations, **efficiency, "kilobytes_idle": round(idle / 1024, 1), "messages": messages,
+        "keys": KEYS, "processes": PROCESSES, "concurrency": CONCURRENCY,
+    }  # fmt: skip
+
+
+def _work(client: Client, name: str, messages: int, processes: int) -> float:
+    """Messages a second from when all workers are there, and the first commit is done, to the last."""
+    client.execute("HSET", KEYS_OF.meta, "paused", 1)
+    command = [sys.executable, "-m", "millstream.commands.cli", "worker", f"benchmarks.keyed_workers:{name}"]
+    command += ["--url", client.url, "--processes", str(processes)]
+    root = Path(__file__).parents[1]
+    with subprocess.Popen(
+        command,
+        cwd=root,
+        env={**os.environ, "PYTHONPATH": str(root)},
+        stderr=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+    ) as process:
+        try:
+            _wait(lambda: len(client.execute("KEYS", "millstream:worker:bench:*")) >= processes)
+            time.sleep(2.0)
+            client.execute("HDEL", KEYS_OF.meta, "paused")
+            _wait(lambda: _committed(client) > 0)
+            began, done = time.perf_counter(), _committed(client)
+            _wait(lambda: _committed(client) >= messages)
+            return (messages - done) / (time.perf_counter() - began)
+        finally:
+            process.send_signal(signal.SIGTERM)
+            process.wait(30)
+
+
+def _committed(client: Client) -> int:
+    return int(client.execute("HGET", KEYS_OF.meta, "committed") or 0)
+
+
+def _wait(holds: Any) -> None:
+    while not holds():
+        time.sleep(0.005)
+
+
+def _violations(client: Client) -> int:
+    events = [
+        Event(kind="enqueued", stream=STREAM, id=entry_id.decode(), key=pairs[1])
+        for entry_id, pairs in client.execute("XRANGE", STREAM, "-", "+")
+    ]
+    for at, (_, pairs) in enumerate(client.execute("XRANGE", "out", "-", "+")):
+        events.append(
+            Event(kind="committed", stream=STREAM, id=pairs[1].decode(), key=pairs[3], handler="handle", position=at)
+        )
+    report = check(events, handlers={STREAM: ["handle"]})
+    return sum(len(report.findings(fault)) for fault in get_args(Fault))
+
+
+if __name__ == "__main__":
+    print(json.dumps(run()))

@@ -1,0 +1,217 @@
+"""A keyed stream: workers share the lines of its keys, so that messages of one key run one after another.
+
+An entry is first routed to the line of its key, by whichever worker gets to it. Then a worker leases the line for a turn,
+and commits what it has done under that lease's token, which no other lease ever has. There is no master that could die:
+each step is one server-side script that any worker may run. (The problem: "Redis streaming concurrency with master and
+consumers", Dwarves Memo; the token: M. Kleppmann, "How to do distributed locking", 2016.)
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, NamedTuple
+
+from millstream.client import Arg, Client, Script
+from millstream.ledger import ENTRY_MARK, FAILED, KEY_MARK, Kind, Unit
+from millstream.lines import check_lines
+from millstream.reliable import Delivery, LineTurn, ReliableStream
+
+logger = logging.getLogger(__name__)
+
+ROUTE = Script("route")
+TAKE = Script("take")
+EXTEND = Script("extend")
+RELEASE = Script("release")
+RECOVER = Script("recover")
+
+LEASES_LOST = "l"
+"""Ends the field of the strikes that counts how often a lease ran out while its entry was the first of its line."""
+
+How = Literal["next", "first", "later", "park"]
+"""What becomes of a line when its lease ends: its turn is over; it was not begun; it waits; it waits for a person."""
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Lease(LineTurn):
+    """A worker's turn with one line of `stream`, as `take` gives it."""
+
+    stream: "KeyedStream"
+
+
+def lease_of(delivery: Delivery) -> Lease:
+    """The lease that an entry of a keyed stream was given out with."""
+    lease = delivery.lease
+    assert isinstance(lease, Lease)
+    return lease
+
+
+class Ending(NamedTuple):
+    """How a lease ends. `detail`: milliseconds for "later", the reason for "park". `failed`: attempts on its first entry."""
+
+    lease: Lease
+    how: How
+    detail: Arg = ""
+    failed: int | None = None
+
+
+class Taken(NamedTuple):
+    """What `take` gave: leases, when a line may next become ready by itself (None: none waits), leases found run out."""
+
+    leases: list[Lease]
+    wait_ms: float | None
+    reaped: int
+
+
+class KeyedStream(ReliableStream):
+    """One worker's hold on one stream for a handler with a key. Options and errors as of ReliableStream.
+
+    `line_of` names the line of an entry, or returns b"" for one that is meant for another handler.
+    """
+
+    kind: ClassVar[Kind] = "keyed"
+
+    def __init__(
+        self, client: Client, stream: str, *, line_of: Callable[[bytes, Sequence[bytes]], bytes], app: str,
+        handler: str, consumer: str, into: str | None = None, into_maxlen: int | None = None,
+        start: Literal["earliest", "latest"] = "earliest", on_trimmed: Callable[[int], None] = lambda count: None,
+    ) -> None:  # fmt: skip
+        super().__init__(
+            client, stream, app=app, handler=handler, consumer=consumer, into=into, into_maxlen=into_maxlen,
+            start=start, on_trimmed=on_trimmed,
+        )  # fmt: skip
+        self._line_of = line_of
+        self._routed: bytes | None = None
+        self.pending = 0
+        """How many entries are pending in all, as of the last `route`."""
+
+    def join(self) -> None:
+        """Join as ReliableStream does. Where the stream is routed to is asked for anew: it may have gone back."""
+        super().join()
+        self._routed = None
+
+    # Routing
+
+    def route(self, *, count: int, most_pending: int) -> int:
+        """Append up to `count` new entries to their lines; return how many were new.
+
+        No more than `most_pending` entries are held in lines: beyond that, the rest stay in the stream.
+        """
+        return self._as_member(lambda: self._route(count, most_pending))
+
+    @property
+    def routed(self) -> bytes:
+        """The id up to which all entries are routed, as far as this worker knows."""
+        return self._routed or b"0-0"
+
+    def _route(self, count: int, most_pending: int) -> int:
+        if self._routed is None or self.pending >= most_pending:
+            self._enlist(self.routed, (), most_pending)
+        count = min(count, most_pending - self.pending)
+        if count <= 0:
+            return 0
+        after = self.routed  # another thread may move it meanwhile
+        entries = self._client.execute("XRANGE", self.stream, b"(" + after, "+", "COUNT", count)
+        lines: list[Arg] = []
+        for entry_id, pairs in entries:
+            lines += (entry_id, self._line_of(entry_id, pairs))
+        # Without new ones it is asked where the stream is routed to: a Redis that lost some may have gone back behind us.
+        return self._enlist(after, lines, most_pending)
+
+    def _enlist(self, after: bytes, lines: Sequence[Arg], most_pending: int) -> int:
+        args = (self.token, self.group, after, most_pending, *lines)
+        passed, _, self.pending, self._routed = self._script(ROUTE, args)
+        return int(passed)
+
+    # Leasing
+
+    def take(
+        self, *, lines: int, entries: int, run: int, lease_ms: int, now_ms: float, with_state: bool = True
+    ) -> Taken:
+        """Lease up to `lines` lines with up to `entries` of their entries, `run` of one line, for `lease_ms` milliseconds.
+
+        `now_ms`: the worker's monotonic clock. Entries that were trimmed while they waited are logged.
+        """
+        return self._as_member(lambda: self._take(lines, entries, run, lease_ms, now_ms, with_state))
+
+    def _take(
+        self, lines: int, entries: int, run: int, lease_ms: int, now_ms: float, with_state: bool, *more: Arg
+    ) -> Taken:
+        args = (
+            self.token, self.group, self.consumer, self._incarnation, lease_ms, lines, entries, run, int(with_state),
+            *more,
+        )  # fmt: skip
+        wait_ms, gone, reaped, *found = self._script(TAKE, args)
+        self.report_trimmed(gone)
+        leases = [self._leased(now_ms + lease_ms, *one) for one in found]
+        return Taken(leases, None if wait_ms < 0 else float(wait_ms), int(reaped))
+
+    def _leased(
+        self, until_ms: float, line: bytes, token: bytes, state: bytes, lost: int, failed: int, entries: list[Any]
+    ) -> Lease:
+        lease = Lease(
+            stream=self,
+            line=line,
+            token=token,
+            state=state,
+            until_ms=until_ms,
+            given=len(entries),
+            committed_state=state,
+        )
+        lease.entries = [Delivery(self, entry_id, pairs, lease=lease) for entry_id, pairs in entries]
+        lease.waiting.extend(lease.entries)
+        first = lease.entries[0]
+        first.attempt, first.deliveries = failed + 1, lost + 1
+        return lease
+
+    def extend_leases(self, leases: Sequence[Lease], lease_ms: int, now_ms: float) -> list[Lease]:
+        """Have leases last for `lease_ms` milliseconds from now; return those that are lost, and note it in them."""
+        args: list[Arg] = [part for one in leases for part in (one.line, one.token)]
+        lost = set(self._as_member(lambda: self._script(EXTEND, (self.token, lease_ms, *args))))
+        for one in leases:
+            if one.line in lost:
+                one.lost = True
+            else:
+                one.until_ms = now_ms + lease_ms
+        return [one for one in leases if one.lost]
+
+    def recover(self, known: Sequence[Lease], run: int) -> tuple[int, int]:
+        """End the leases under this worker's name but for `known`, so that others may have the lines.
+
+        Return how many were of an earlier life of the worker, and how many it was given in replies that were lost.
+        """
+        names: list[Arg] = [one.line for one in known]
+        args: list[Arg] = [self.group, self.consumer, self._incarnation, run, *names]
+        earlier, unheard = self._as_member(lambda: self._script(RECOVER, (self.token, *args)))
+        return int(earlier), int(unheard)
+
+    def release(self, endings: Sequence[Ending]) -> list[Lease]:
+        """End leases; return those that were lost already, of which nothing was changed. May safely be repeated."""
+        args: list[Arg] = []
+        for lease, how, detail, failed in endings:
+            args += (lease.line, lease.token, lease.given, how, detail, "" if failed is None else failed)
+        refused = set(self._as_member(lambda: self._script(RELEASE, (self.token, self.group, *args))))
+        return [ending.lease for ending in endings if ending.lease.line in refused]
+
+    # Committing
+
+    def unit_of(self, lease: Lease, deliveries: Sequence[Delivery]) -> Unit:
+        """An empty unit of effects for the first entries of a line, to fill and to commit under its lease."""
+        ids = [one.id.decode() for one in deliveries]
+        unit = Unit(lease.line, lease.token, lease.key or b"", first_id=ids[0], last_id=ids[-1], messages=len(ids))
+        unit.others = ids[:-1]
+        for one, entry_id in zip(deliveries, ids, strict=True):
+            if one.deliveries > 1 or one.attempt > 1:
+                unit.end_strikes(entry_id, entry_id + FAILED, entry_id + LEASES_LOST)
+        return unit
+
+    def check(self) -> list[str]:
+        """What is wrong with the lines of the stream, for tests; nothing else may change it meanwhile."""
+        return check_lines(self._client, self._ledger.keys(self.stream), self.stream)
+
+    def _script(self, script: Script, args: Sequence[Arg]) -> Any:
+        return self._ledger.run(script, self.stream, args)
+
+
+def line_of_key(key: bytes | None, entry_id: bytes) -> bytes:
+    """The line of an entry with this key, or of one that has no key, which is its own."""
+    return ENTRY_MARK + entry_id if key is None else KEY_MARK + key

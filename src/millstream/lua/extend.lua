@@ -1,0 +1,26 @@
+#!lua flags=allow-oom
+-- Extend leases on lines.
+--
+-- KEYS  as of commit.lua
+-- ARGV  1 token: the workers' epoch   2 lease in milliseconds from now   3.. name and lease token of each line
+-- REPLY names of the lines that the token does not hold any more
+-- ERROR STALE when a newer run has taken over
+--
+-- INVARIANT  A lease that has run out may be extended until another worker has taken the line: nobody was harmed.
+
+-- include ids
+-- include lines
+
+local refusal = stale(ARGV[1], redis.call('HGET', KEYS[1], 'epoch'))
+if refusal then return refusal end
+
+local until_ms = now_ms() + tonumber(ARGV[2])
+local lost = {}
+for i = 3, #ARGV, 2 do
+  if holds(ARGV[i], ARGV[i + 1]) then
+    redis.call('ZADD', LEASES, 'XX', until_ms, ARGV[i])
+  else
+    lost[#lost + 1] = ARGV[i]
+  end
+end
+return lost

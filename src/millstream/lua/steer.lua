@@ -1,0 +1,54 @@
+#!lua
+-- Have a line wait for a person, go on, or pass over its first entry.
+--
+-- KEYS  as of commit.lua
+-- ARGV  1 consumer group   2 name of the line   3 'park', 'unpark' or 'skip'
+--       4 the reason, for 'park'; the id of the first entry, for 'skip'   5.. items of its dead letter, for 'skip'
+-- REPLY 1 if it was done, 0 if there was nothing to do: it is parked already, or not; or the entry is not the first
+-- ERROR NOTKEYED when no workers of a handler with a key are in charge; NOGROUP when the group is gone
+--
+-- INVARIANT  An entry that is passed over becomes a dead letter in the same step. Who works on it is refused what it commits
+--   late, as its lease ends. A line that is parked while somebody works on it is kept from its next turn.
+
+-- include ids
+-- include lines
+
+local group, name, what = ARGV[1], ARGV[2], ARGV[3]
+if redis.call('HGET', KEYS[1], 'engine') ~= 'keyed' then
+  return redis.error_reply('NOTKEYED no workers of a handler with a key are in charge of ' .. KEYS[7])
+end
+local leased = redis.call('HEXISTS', OWNERS, name) == 1
+
+if what == 'park' then
+  if redis.call('HSETNX', PARKED, name, now_ms() .. ' ' .. ARGV[4]) == 0 then return 0 end
+  redis.call('LREM', READY, 0, name)
+  redis.call('ZREM', BACKOFF, name)
+  return 1
+end
+
+if what == 'unpark' then
+  if redis.call('HDEL', PARKED, name) == 0 then return 0 end
+  local head = redis.call('LINDEX', line_of(name), 0)
+  if head then redis.call('HDEL', KEYS[4], head, head .. 'f', head .. 'l') end -- a person vouches for it: it begins anew
+  if not leased and line_up(name, true) then wake(1) end
+  return 1
+end
+
+local probe = redis.pcall('XPENDING', KEYS[7], group, '-', '+', 1)
+if probe.err then return probe end
+if redis.call('LINDEX', line_of(name), 0) ~= ARGV[4] then return 0 end
+local found = redis.call('TYPE', KEYS[5])['ok']
+if found ~= 'none' and found ~= 'stream' then
+  return redis.error_reply('WRONGTYPE ' .. KEYS[5] .. ' holds a ' .. found .. ' where a stream is needed')
+end
+redis.call('XADD', KEYS[5], '*', unpack(ARGV, 5))
+redis.call('XACK', KEYS[7], group, ARGV[4])
+redis.call('LPOP', line_of(name))
+redis.call('HDEL', KEYS[4], ARGV[4], ARGV[4] .. 'f', ARGV[4] .. 'l')
+redis.call('HINCRBY', KEYS[1], 'committed', 1)
+redis.call('HINCRBY', KEYS[1], 'dead', 1)
+local was_ready = redis.call('LREM', READY, 0, name)
+redis.call('ZREM', BACKOFF, name)
+if leased then end_lease(group, name, 1000) end
+if line_up(name, true) and was_ready == 0 then wake(1) end
+return 1

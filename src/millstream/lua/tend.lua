@@ -1,0 +1,83 @@
+#!lua
+-- Tend the leases that masters took in the name of consumers: keep, take back or end each, by what is known of its holder.
+--
+-- KEYS  as of commit.lua
+-- ARGV  1 token: the workers' epoch   2 consumer group   3 lease in milliseconds from now
+--       4 most milliseconds from a lease's beginning until it is not extended any more
+--       5 number of leases lost on one entry with which its line is parked (0 = never)   6 the reason for that
+-- REPLY number of leases that were extended; ids that count as acknowledged; then for each lease that was taken back: name of
+--       the line, id of its first entry, holder, 'gone' (not registered, or another life of it) or 'stuck' (over time)
+-- ERROR STALE when a newer run has taken over; NOGROUP when the group is gone
+--
+-- INVARIANTS  A consumer in any language acknowledges with XACK and then tells a master, which may never hear of it: so
+--   what was pending with a holder and is not any more is done. That is looked at before a lease is taken back, in the same
+--   step, so that nothing is given out again that was acknowledged. An entry of a lease that somebody else has claimed
+--   goes back to its holder. The registered consumers are read here, so that masters never judge by an old list.
+
+-- include ids
+-- include lines
+-- include group
+
+local group, lease_ms, longest_us = ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4]) * 1000
+local most_lost, reason = tonumber(ARGV[5]), ARGV[6]
+
+local refusal = stale(ARGV[1], redis.call('HGET', KEYS[1], 'epoch'))
+if refusal then return refusal end
+local probe = redis.pcall('XPENDING', KEYS[7], group, '-', '+', 1)
+if probe.err then return probe end
+
+local lives, exists = {}, {}
+for name, text in pairs(pairs_of(redis.call('HGETALL', BASE .. 'consumers'))) do
+  lives[name] = cjson.decode(text)['incarnation']
+end
+for _, items in ipairs(redis.call('XINFO', 'CONSUMERS', KEYS[7], group)) do exists[pairs_of(items)['name']] = true end
+
+local now = redis.call('TIME')
+local now_us = now[1] * 1000000 + now[2]
+local until_ms = math.floor(now_us / 1000) + lease_ms
+local extended, done, back, ready = 0, {}, {}, 0
+
+local function forget_strikes(id)
+  redis.call('HDEL', KEYS[4], id, id .. 'f', id .. 'l')
+end
+
+local function acknowledge(name, id)
+  redis.call('LPOP', line_of(name))
+  forget_strikes(id)
+  end_lease(group, name, 0)
+  if line_up(name) then ready = ready + 1 end
+  done[#done + 1] = id
+end
+
+local function take_back(name, id, holder, why)
+  local lost = redis.call('HINCRBY', KEYS[4], id .. 'l', 1)
+  end_lease(group, name, 1)
+  if most_lost > 0 and lost >= most_lost then
+    redis.call('HSETNX', PARKED, name, math.floor(now_us / 1000) .. ' ' .. reason)
+  elseif line_up(name, true) then
+    ready = ready + 1
+  end
+  back[#back + 1] = {name, id, holder, why}
+end
+
+for name, token in pairs(pairs_of(redis.call('HGETALL', OWNERS))) do
+  local fence, life, holder = string.match(token, '^(%d+) (%S+) (.*)$')
+  local head = redis.call('LINDEX', line_of(name), 0)
+  local item = head and redis.call('XPENDING', KEYS[7], group, head, head, 1)[1]
+  if not head then
+    end_lease(group, name, 0)
+  elseif not item and exists[holder] then -- without its consumer, the entry was deleted with it
+    acknowledge(name, head)
+  elseif lives[holder] ~= life then
+    take_back(name, head, holder, 'gone')
+  elseif now_us - fence >= longest_us then
+    take_back(name, head, holder, 'stuck')
+  else
+    redis.call('ZADD', LEASES, 'XX', until_ms, name)
+    extended = extended + 1
+    if not item or item[2] ~= holder then hold_by(group, holder, {head}) end
+  end
+end
+if #done > 0 then redis.call('HINCRBY', KEYS[1], 'committed', #done) end
+wake(ready)
+return {extended, done, unpack(back)}

@@ -1,0 +1,213 @@
+"""A master's HTTP API. Its OpenAPI document is at `/openapi.json`."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from importlib.metadata import version
+from typing import Annotated, Any
+
+from fastapi import Depends, FastAPI, Query, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, Response
+from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
+from starlette.exceptions import HTTPException
+
+from millstream.errors import MillstreamError, Unavailable
+from millstream.health import Health
+from millstream.master.addresses import AllowList
+from millstream.master.bodies import (
+    Acknowledged,
+    Acknowledging,
+    Alive,
+    Consumers,
+    Failed,
+    Failing,
+    Heartbeat,
+    Problem,
+    Registered,
+    Registering,
+    Released,
+    Releasing,
+    Standing,
+    Tickets,
+)
+from millstream.master.desk import Desk
+from millstream.master.limits import BodyLimit
+from millstream.master.pings import Pinger
+from millstream.master.refusal import Refused
+from millstream.master.registry import Registry
+from millstream.master.settings import MasterSettings
+from millstream.master.tokens import Scope, Tokens
+from millstream.master.views import Views
+from millstream.metrics import Recorder, exposition
+
+_PAGE = 100
+_PROBLEMS: dict[int | str, dict[str, Any]] = {code: {"model": Problem} for code in (401, 403, 409, 413, 422, 503)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parts:
+    """What the API is made of."""
+
+    settings: MasterSettings
+    registry: Registry
+    desk: Desk
+    views: Views
+    tokens: Tokens
+    allowed: AllowList
+    pinger: Pinger
+    health: Health
+    recorder: Recorder
+    hurry: Callable[[], None]
+    most_body: int
+    most_page: int
+
+
+def make_api(parts: Parts) -> FastAPI:
+    """The API of one master; while it is served, consumers are pinged."""
+
+    @asynccontextmanager
+    async def pinging(_: FastAPI) -> AsyncIterator[None]:
+        task = asyncio.create_task(parts.pinger.run())
+        yield
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
+
+    api = FastAPI(
+        title="millstream master", version=version("millstream"), docs_url=None, redoc_url=None, lifespan=pinging,
+        responses=_PROBLEMS,
+    )  # fmt: skip
+    api.add_middleware(BodyLimit, most=parts.most_body)
+    _explain(api)
+    _add_consumers(api, parts)
+    _add_messages(api, parts)
+    _add_looks(api, parts)
+    return api
+
+
+def _may(parts: Parts, scope: Scope) -> Any:
+    bearer = HTTPBearer(auto_error=False, description=f"A token with the scope `{scope}`.", scheme_name=scope)
+
+    def check(found: Annotated[HTTPAuthorizationCredentials | None, Depends(bearer)]) -> None:
+        allowed = parts.tokens.allows(found.credentials if found else None, scope)
+        if allowed is None:
+            raise Refused(401, "a valid token is missing: send the header `Authorization: Bearer TOKEN`")
+        if not allowed:
+            raise Refused(403, f"this token has not the scope {scope!r}")
+
+    return Depends(check)
+
+
+def _add_consumers(api: FastAPI, parts: Parts) -> None:
+    settings, registry, desk = parts.settings, parts.registry, parts.desk
+
+    @api.post("/api/consumers/register", dependencies=[_may(parts, "register")])
+    def register(body: Registering) -> Registered:
+        """Begin a life of a consumer: it is pinged and given messages. What its last life had goes on to others."""
+        if body.health_url is not None:
+            parts.allowed.target(body.health_url)
+        found = registry.register(
+            body.consumer, health_url=body.health_url, max_tickets=body.max_tickets or settings.max_tickets,
+            instance=body.instance, silent_ms=settings.silent_ms,
+        )  # fmt: skip
+        parts.hurry()  # what an earlier life of it held is free then
+        desk.deal(body.consumer, found, count=1)
+        return Registered(
+            consumer=body.consumer, stream=settings.ticket_stream, group=settings.group, max_tickets=found.max_tickets,
+            ping_interval_s=settings.ping_ms / 1000,
+        )  # fmt: skip
+
+    @api.post("/api/consumers/heartbeat", dependencies=[_may(parts, "register")])
+    def heartbeat(body: Heartbeat) -> Alive:
+        """Say that a consumer lives. Of one with a health URL it is that which counts. 404: register again."""
+        found = registry.get(body.consumer)
+        if found is None:
+            raise Refused(404, f"no consumer {body.consumer!r} is registered: register first")
+        if found.health_url is None:
+            registry.healthy(body.consumer, found.incarnation, every_ms=settings.ping_ms // 4)
+        return Alive(message_ids=[lease.waiting[0].id.decode() for lease in desk.held_by(body.consumer)])
+
+
+def _add_messages(api: FastAPI, parts: Parts) -> None:
+    desk, may = parts.desk, [_may(parts, "acknowledge")]
+
+    @api.post("/api/messages/acknowledge", dependencies=may)
+    def acknowledge(body: Acknowledging) -> Acknowledged:
+        """Say that a message is done. May be repeated. 409: the consumer does not have it any more."""
+        fresh, ids = desk.acknowledge(body.consumer, body.message_id)
+        return Acknowledged(known=not fresh, next=_texts(ids))
+
+    @api.post("/api/messages/fail", dependencies=may)
+    def fail(body: Failing) -> Failed:
+        """Say that a message could not be done: it is tried again later, before all newer ones of its ticket."""
+        outcome, ids = desk.fail(body.consumer, body.message_id, body.error, retry=body.retry)
+        return Failed(outcome=outcome, next=_texts(ids))
+
+    @api.post("/api/messages/release", dependencies=may)
+    def release(body: Releasing) -> Released:
+        """Give a message back; without `message_id` all, and leave: for a consumer that stops."""
+        if body.message_id is None:
+            parts.registry.close(body.consumer)
+        released = desk.release(body.consumer, body.message_id)
+        if body.message_id is None:
+            parts.registry.remove(body.consumer)
+        return Released(released=released)
+
+
+def _add_looks(api: FastAPI, parts: Parts) -> None:
+    may = [_may(parts, "read")]
+    default = min(_PAGE, parts.most_page)
+
+    @api.get("/api/tickets", dependencies=may)
+    def tickets(cursor: str | None = None, limit: Annotated[int, Query(ge=1, le=parts.most_page)] = default) -> Tickets:
+        """Who works on which ticket, and what waits for whom."""
+        return parts.views.tickets(cursor, limit)
+
+    @api.get("/api/consumers", dependencies=may)
+    def consumers(
+        cursor: str | None = None, limit: Annotated[int, Query(ge=1, le=parts.most_page)] = default
+    ) -> Consumers:
+        """The registered consumers, and what they have."""
+        return parts.views.consumers(cursor, limit)
+
+    @api.get("/api/health", responses={503: {"model": Standing}})
+    def health(response: Response) -> Standing:
+        """Whether this master makes its rounds."""
+        reasons = parts.health.failures()
+        response.status_code = 503 if reasons else 200
+        return Standing(status="failing" if reasons else "ok", master=parts.settings.master, reasons=reasons)
+
+    @api.get("/metrics", dependencies=may, response_class=Response)
+    def metrics() -> Response:
+        """Figures for Prometheus."""
+        body, content_type = exposition(parts.recorder)
+        return Response(body, media_type=content_type)
+
+
+def _explain(api: FastAPI) -> None:
+    """Have every error answered with one line of JSON."""
+
+    def answer(status: Callable[[Any], int], text: Callable[[Any], str]) -> Callable[[Request, Any], JSONResponse]:
+        return lambda request, error: JSONResponse({"error": text(error)}, status(error))
+
+    api.add_exception_handler(Refused, answer(lambda error: int(error.status), str))
+    api.add_exception_handler(Unavailable, answer(lambda error: 503, lambda error: f"Redis is away: {error}"))
+    api.add_exception_handler(MillstreamError, answer(lambda error: 500, str))
+    api.add_exception_handler(
+        HTTPException, answer(lambda error: int(error.status_code), lambda error: str(error.detail))
+    )
+    api.add_exception_handler(RequestValidationError, answer(lambda error: 422, _first_mistake))
+    api.add_exception_handler(
+        Exception, answer(lambda error: 500, lambda error: "a mistake of the master's: see its log")
+    )
+
+
+def _first_mistake(error: RequestValidationError) -> str:
+    first = error.errors()[0]
+    return f"{'.'.join(str(part) for part in first['loc'])}: {first['msg']}"
+
+
+def _texts(ids: list[bytes]) -> list[str]:
+    return [one.decode() for one in ids]

@@ -1,0 +1,71 @@
+"""A consumer's calls to its masters: any of them will do, and none may be there for a while."""
+
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+
+_TIMEOUT_S = 5.0
+_FIRST_WAIT_S, _LONGEST_WAIT_S = 0.05, 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a master answered: the HTTP status and the JSON object."""
+
+    status: int
+    body: Mapping[str, Any]
+
+    @property
+    def ok(self) -> bool:
+        """True if it did what it was asked."""
+        return 200 <= self.status < 300
+
+
+class MasterCalls:
+    """Posts to masters, in turn, until one answers with more than that it cannot now. Threads may share it."""
+
+    def __init__(self, token: str, stopping: threading.Event) -> None:
+        headers = {"Authorization": f"Bearer {token}"} if token else {}
+        self._http = httpx.Client(timeout=_TIMEOUT_S, headers=headers, trust_env=False, follow_redirects=False)
+        self._stopping = stopping
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._http.close()
+
+    def post(self, urls: Sequence[str], body: Mapping[str, object], *, for_s: float) -> Answer | str:
+        """The first answer from one of `urls`, tried for `for_s` seconds; else in words why there was none.
+
+        Each is tried at least once. Waits end early when the consumer stops.
+        """
+        waited_s, wait_s, problem = 0.0, _FIRST_WAIT_S, ""
+        while True:
+            for url in urls:
+                try:
+                    found = self._http.post(url, json=body)
+                except httpx.HTTPError as error:
+                    problem = f"{url}: {error or type(error).__name__}"
+                    continue
+                if found.status_code < 500 and found.status_code != 429:
+                    return Answer(found.status_code, _object(found))
+                problem = f"{url}: {_object(found).get('error', found.status_code)}"
+            if waited_s >= for_s or self._stopping.wait(wait_s):
+                return problem
+            waited_s += wait_s
+            wait_s = min(wait_s * 2, _LONGEST_WAIT_S)
+
+
+def sibling(url: str, name: str) -> str:
+    """The URL of another thing that the same master does: `.../acknowledge` -> `.../fail`."""
+    return f"{url.rstrip('/').rpartition('/')[0]}/{name}"
+
+
+def _object(response: httpx.Response) -> Mapping[str, Any]:
+    try:
+        found = response.json()
+    except ValueError:
+        return {"error": response.text[:200]}
+    return found if isinstance(found, dict) else {}

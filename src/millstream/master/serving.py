@@ -1,0 +1,132 @@
+"""One master process: its rounds in a thread, its API in front, until it is told to stop."""
+
+import logging
+import signal
+import socket
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import uvicorn
+
+from millstream.client import Client
+from millstream.errors import ServerError
+from millstream.health import Health
+from millstream.master.addresses import AllowList
+from millstream.master.api import Parts, make_api
+from millstream.master.desk import Desk
+from millstream.master.pings import Pinger
+from millstream.master.registry import Registry
+from millstream.master.rounds import Rounds
+from millstream.master.settings import MasterSettings
+from millstream.master.tokens import Tokens
+from millstream.master.views import Views
+from millstream.metrics import Recorder
+
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp
+
+logger = logging.getLogger(__name__)
+
+_ROUND_WITHIN_MS = 30_000.0
+_STOP_S = 5
+_MOST_CONNECTIONS = 2_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Serving:
+    """Where a master listens, and what it lets in.
+
+    * `most_body`, `most_page`: bytes of a request, and items of a page, at most
+    """
+
+    url: str
+    tokens: Tokens
+    allowed: AllowList
+    host: str = "127.0.0.1"
+    port: int = 0
+    most_body: int = 65_536
+    most_page: int = 1_000
+
+
+def run_master(settings: MasterSettings, serving: Serving, *, on_ready: Callable[[str], None]) -> None:
+    """Be a master until SIGTERM or SIGINT; `on_ready` is told where it listens.
+
+    Leases stay as they are: another master goes on, or this one when it is back. Raises ServerError, and what ended
+    its rounds.
+    """
+    stopping = threading.Event()
+    failures: list[BaseException] = []
+    recorder, health = Recorder(), Health()
+    with Client(serving.url) as client:
+        registry = Registry(client, settings.keys)
+        desk = Desk(client, registry, settings, metrics=recorder)
+        progress = health.progress(settings.label, run_within_ms=_ROUND_WITHIN_MS)
+        rounds = Rounds(serving.url, desk, registry, settings, progress=progress, metrics=recorder)
+        pinger = Pinger(registry, settings, serving.allowed, on_death=rounds.hurry)
+        api = make_api(
+            Parts(
+                settings=settings, registry=registry, desk=desk, views=Views(client, registry, settings),
+                tokens=serving.tokens, allowed=serving.allowed, pinger=pinger, health=health, recorder=recorder,
+                hurry=rounds.hurry, most_body=serving.most_body, most_page=serving.most_page,
+            )
+        )  # fmt: skip
+        listener = listen(serving.host, serving.port)
+        server = make_server(api)
+
+        def make_rounds() -> None:
+            try:
+                rounds.run(stopping)
+            except BaseException as error:  # noqa: BLE001 - it is raised below
+                failures.append(error)
+                server.should_exit = True
+
+        thread = threading.Thread(target=make_rounds, name="millstream-rounds")
+        thread.start()
+        try:
+            on_ready(address(listener))
+            serve(server, listener)
+        finally:
+            stopping.set()
+            thread.join()
+    if failures:
+        raise failures[0]
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket that listens; port 0 finds a free one. Raises ServerError."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+        listener.listen(128)
+    except (OSError, OverflowError) as error:
+        listener.close()
+        raise ServerError(f"cannot listen on {host}:{port} ({error}); choose another address") from error
+    return listener
+
+
+def address(listener: socket.socket) -> str:
+    """Where a socket listens, as a URL."""
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def make_server(app: "ASGIApp") -> uvicorn.Server:
+    """A server for `app`."""
+    return uvicorn.Server(
+        uvicorn.Config(
+            app, log_config=None, access_log=False, server_header=False, timeout_graceful_shutdown=_STOP_S,
+            limit_concurrency=_MOST_CONNECTIONS, lifespan="on",
+        )
+    )  # fmt: skip
+
+
+def serve(server: uvicorn.Server, listener: socket.socket) -> None:
+    """Serve until a signal or `should_exit`."""
+    # The server passes the signal that ended it on, once it has served its last request.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: None)
+    server.run(sockets=[listener])

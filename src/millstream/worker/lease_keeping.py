@@ -1,0 +1,97 @@
+"""Keeps leases on lines, and sees to it that nothing runs on after its lease."""
+
+import logging
+import threading
+
+from millstream.errors import HandlerStuck
+from millstream.keyed import Ending, KeyedStream, Lease, lease_of
+from millstream.lifecycle import Again, Dead, Done, overdue
+from millstream.reliable import Delivery, ReliableStream
+from millstream.worker.keeping import Keeper
+
+logger = logging.getLogger(__name__)
+
+_WATCH_S = 0.1
+_MARGIN = 0.1
+_LEAST_MARGIN_MS = 200.0
+
+
+class LeaseKeeper(Keeper):
+    """A Keeper for handlers with a key. Lines that others have let go of come with the next lease, from `take`."""
+
+    def recover(self, stream: ReliableStream) -> None:
+        """Let others have the lines that an earlier life of this worker held, or that it never heard it was given."""
+        assert isinstance(stream, KeyedStream)
+        known = [lease for lease in self._hand.leases.copy() if lease.stream is stream]
+        earlier, unheard = stream.recover(known, self._policy.batch)
+        self._report.adopted_some(earlier + unheard)
+
+    def watch(self, stopping: threading.Event) -> None:
+        """Until `stopping`, see to it that no handler runs beyond its lease, though Redis may be away.
+
+        The server may give the line to another worker then. Raises HandlerStuck if one cannot be broken off. This holds as
+        long as the process is scheduled (M. Kleppmann, "How to do distributed locking": a lease needs a fence as well).
+        """
+        margin_ms = max(_LEAST_MARGIN_MS, _MARGIN * self._policy.claim_ms)
+        while not stopping.wait(_WATCH_S):
+            late_ms = self._clock.monotonic_ms() + margin_ms
+            late = [lease for lease in self._hand.leases.copy() if lease.until_ms < late_ms and not lease.ending]
+            for lease in late:
+                self._let_go(lease)
+
+    def _let_go(self, lease: Lease) -> None:
+        lease.lost = True
+        rest = self._hand.end_lease(lease)
+        self._report.refused_some(len(rest))
+        if rest:
+            logger.warning(
+                "the lease of this worker on %d messages of %s ends, as Redis could not be asked to extend it",
+                len(rest), lease.stream.stream,
+            )  # fmt: skip
+        running = [one for one in rest if one.running and not one.ran]
+        if running:
+            raise HandlerStuck(
+                f"{self._pipeline.handler.label} still runs on message {running[0].id.decode()} of "
+                f"{lease.stream.stream} though its lease ends, and another worker may begin it"
+            )
+
+    # What is different for lines
+
+    def _adopt(self) -> bool:
+        return False
+
+    def _take_stuck(self, stream: ReliableStream) -> None:
+        """Leases are not extended beyond the time limit, however healthy their worker is."""
+
+    def _note(self, stream: ReliableStream) -> bool:
+        """Nothing has to be noted: what is not committed is in a line."""
+        return True
+
+    def _extend(self, stream: ReliableStream) -> None:
+        assert isinstance(stream, KeyedStream)
+        mine = [one for one in self._hand.leases.copy() if one.stream is stream and not (one.ending or one.lost)]
+        if not mine:
+            return
+        now_ms = self._clock.monotonic_ms()
+        for lease in stream.extend_leases(mine, self._policy.claim_ms, now_ms):
+            if not lease.ending:
+                lost = self._hand.end_lease(lease)
+                self._report.refused_some(len(lost))
+                logger.warning("%d messages of %s are not this worker's any more", len(lost), stream.stream)
+
+    def _give_up(self, delivery: Delivery) -> None:
+        """Note the failed attempt, and let the line wait for the next one; the process ends."""
+        lease = lease_of(delivery)
+        message = self._pipeline.decode(delivery)
+        assert message is not None
+        lease.ending = True
+        outcome = overdue(self._pipeline.handler, message)
+        if isinstance(outcome, Dead):
+            unit = self._pipeline.commit_turn(lease, [(delivery, outcome)])
+            unit.left = lease.given - 1
+            lease.stream.commit([unit])
+        elif isinstance(outcome, Again):
+            lease.stream.release([Ending(lease, "later", outcome.delay_ms, delivery.attempt)])
+        elif not isinstance(outcome, Done):
+            lease.stream.release([Ending(lease, "park", f"{outcome.reason}: {outcome.error}", delivery.attempt)])
+        self._hand.end_lease(lease)

@@ -1,0 +1,141 @@
+"""Settles what was run of lines: commits it under their leases, and ends the leases that are used up."""
+
+import logging
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from millstream.deadletters import reason_of
+from millstream.errors import OutOfMemory
+from millstream.keyed import Ending, KeyedStream, Lease, lease_of
+from millstream.ledger import Unit
+from millstream.lifecycle import Again, Dead, Done, Outcome, Parked
+from millstream.reliable import Delivery
+from millstream.worker.hand import Ran
+from millstream.worker.settling import Settler
+
+logger = logging.getLogger(__name__)
+
+Runs = list[tuple[Delivery, Outcome]]
+"""What was run of a line, in order, and what became of it."""
+
+
+@dataclass(slots=True, eq=False)
+class _Turn:
+    """What is to be done about a lease: effects to commit, and another end of it than that its turn is over."""
+
+    lease: Lease
+    runs: Runs
+    done: Sequence[Delivery] = ()
+    unit: Unit | None = None
+    ending: Ending | None = None
+
+    @property
+    def is_over(self) -> bool:
+        """True if nothing more of the line is run under this lease."""
+        return self.lease.last is self.runs[-1][0]
+
+
+class LeaseSettler(Settler):
+    """A Settler for handlers with a key. What fails waits in Redis, with its line, for its next attempt."""
+
+    def settle(self, found: Sequence[Ran]) -> None:
+        """Do what the outcomes ask for."""
+        self._report_times(found)
+        # What waits for memory comes before what was run of the same line since.
+        runs, self._kept = self._kept, {}
+        for (delivery,), outcome in found:
+            runs.setdefault(lease_of(delivery), []).append((delivery, outcome))
+        by_stream: dict[KeyedStream, list[_Turn]] = defaultdict(list)
+        for lease, some in runs.items():
+            if lease.lost or not all(delivery in self._hand for delivery, _ in some):
+                self._lose(lease)
+            else:
+                by_stream[lease.stream].append(self._turn(lease, some))
+        for stream, turns in by_stream.items():
+            self._settle_of(stream, turns)
+        self._report.ended(len(found))
+
+    def _turn(self, lease: Lease, runs: Runs) -> _Turn:
+        turn = _Turn(lease, runs)
+        effects = [(delivery, outcome) for delivery, outcome in runs if isinstance(outcome, (Done, Dead))]
+        lease.ending = turn.is_over
+        if effects:
+            turn.done = [delivery for delivery, _ in effects]
+            turn.unit = self._pipeline.commit_turn(lease, effects)
+            if turn.is_over and len(effects) == len(runs):
+                turn.unit.left = lease.given - len(effects)
+        last, outcome = runs[-1]
+        if isinstance(outcome, Again):
+            turn.ending = Ending(lease, "later", self._pipeline.retry(last, outcome), last.attempt)
+        elif isinstance(outcome, Parked):
+            turn.ending = Ending(lease, "park", f"{outcome.reason}: {outcome.error}", last.attempt)
+        return turn
+
+    def _settle_of(self, stream: KeyedStream, turns: Sequence[_Turn]) -> None:
+        kept = self._commit_or_keep(stream, [turn for turn in turns if turn.unit is not None])
+        turns = [turn for turn in turns if turn not in kept and not turn.lease.lost]
+        endings = [turn.ending for turn in turns if turn.ending is not None]
+        if endings:
+            self._report.retried_some(sum(ending.how == "later" for ending in endings))
+            self._report.parked_some(sum(ending.how == "park" for ending in endings))
+            for lease in self._patiently(lambda: stream.release(endings)):
+                self._lose(lease)
+        for turn in turns:
+            if turn.is_over:
+                self._hand.end_lease(turn.lease)
+
+    def _commit_or_keep(self, stream: KeyedStream, turns: Sequence[_Turn]) -> list[_Turn]:
+        """Commit what has effects; return what Redis has no memory for, which is kept, with its lease."""
+        try:
+            self._commit_turns(stream, turns)
+        except OutOfMemory as error:
+            # What only acknowledges frees memory in the end.
+            plain = [turn for turn in turns if turn.unit and turn.unit.is_acknowledgement]
+            self._commit_turns(stream, plain, allow_oom=True)
+            kept = [turn for turn in turns if turn not in plain]
+            self._kept |= {turn.lease: turn.runs for turn in kept}
+            self._say_that_memory_is_short(sum(len(turn.runs) for turn in kept), stream, error)
+            return kept
+        return []
+
+    def _commit_turns(self, stream: KeyedStream, turns: Sequence[_Turn], *, allow_oom: bool = False) -> None:
+        if not turns:
+            return
+        of = {id(turn.unit): turn for turn in turns}
+        units = [turn.unit for turn in turns if turn.unit is not None]
+        call = stream.new_call()
+        began_ms = self._clock.monotonic_ms()
+        refused = self._patiently(lambda: stream.commit(units, allow_oom=allow_oom, call=call))
+        took_s = (self._clock.monotonic_ms() - began_ms) / 1000
+        for unit in refused:
+            self._lose(of.pop(id(unit)).lease)
+        done: list[Delivery] = []
+        dead: list[str] = []
+        for turn in of.values():
+            assert turn.unit is not None
+            turn.lease.given -= len(turn.done)
+            if turn.unit.state is not None:
+                turn.lease.committed_state = turn.unit.state
+            done += turn.done
+            dead += map(reason_of, turn.unit.dead)
+        self._hand.drop(done)
+        self._report.committed_some(done, dead, took_s)
+
+    def _lose(self, lease: Lease) -> None:
+        """Another worker has the line, or a person has changed it: nothing of it is this worker's any more."""
+        lease.lost = True
+        lost = self._hand.end_lease(lease)
+        if lost:
+            self._report.refused_some(len(lost))
+            logger.warning(
+                "%d messages of %s were not committed: another worker has taken their line over (first: %s)",
+                len(lost), lease.stream.stream, lost[0].id.decode(),
+            )  # fmt: skip
+
+    @property
+    def _waits_for_memory(self) -> bool:
+        return bool(self._kept)
+
+    def _try_memory_again(self) -> None:
+        self.settle(())

@@ -1,0 +1,186 @@
+"""How a worker gets the lines of a handler with a key: it routes what is new, as one of them does, and leases what is ready."""
+
+import contextlib
+import logging
+import math
+import threading
+from collections.abc import Callable, Mapping, Sequence
+
+from millstream.client import Client, Script
+from millstream.clock import Clock
+from millstream.errors import Unavailable
+from millstream.keyed import KeyedStream
+from millstream.naming import HandlerKeys
+from millstream.reliable import Delivery
+from millstream.worker.allowance import Allowance
+from millstream.worker.hand import Hand
+from millstream.worker.policy import WorkerPolicy
+from millstream.worker.report import Report
+
+logger = logging.getLogger(__name__)
+
+NAME = Script("name")
+
+_ROUTER_MS = 3_000
+_ROUTED_AT_ONCE = 1_000
+_IDLE_S = 0.02
+_SWEEP_MS = 5_000.0
+_TRUSTED_LOSSES = 1
+
+
+class LineTaker:
+    """Leases lines while there is room for them, of those streams that may have some. Used by one thread.
+
+    `streams` are those that the worker has joined. `on_suspect` takes an entry on which so many leases ran out that
+    whoever ran it may have died of it.
+    """
+
+    def __init__(
+        self, client: Client, hand: Hand, report: Report, clock: Clock, policy: WorkerPolicy, *,
+        streams: Mapping[str, KeyedStream], keys_of: Callable[[str], HandlerKeys], allowance: Allowance,
+        with_state: bool, on_suspect: Callable[[Delivery], None],
+    ) -> None:  # fmt: skip
+        self._client = client
+        self._hand = hand
+        self._report = report
+        self._clock = clock
+        self._policy = policy
+        self._streams = streams
+        self._keys_of = keys_of
+        self._allowance = allowance
+        self._with_state = with_state
+        self._on_suspect = on_suspect
+        self._due_ms: dict[str, float] = {}
+
+    def take(self, room: int, stopping: threading.Event) -> None:
+        """Lease up to `room` lines, or wait for a while. Raises RedisError."""
+        self._report.polling()
+        allowed = self._allowance.ask([one for one in list(self._streams.values()) if not one.paused])
+        if not allowed.streams:
+            self._report.resting()
+            stopping.wait(min(self._policy.sweep_ms, allowed.until_ms) / 1000)
+            return
+        now_ms = self._clock.monotonic_ms()
+        due = [name for name in allowed.streams if self._due_ms.get(name, 0.0) <= now_ms]
+        taken = 0
+        for name in due:
+            if taken < room:
+                taken += self._take_of(self._streams[name], room - taken, allowed.count)
+        self._hand.found(taken, room)
+        if not taken:
+            self._wait(allowed.streams, allowed.until_ms, stopping)
+
+    def _take_of(self, stream: KeyedStream, lines: int, count: int) -> int:
+        now_ms = self._clock.monotonic_ms()
+        taken = stream.take(
+            lines=lines, entries=min(count, self._policy.batch), run=self._hand.run_length, with_state=self._with_state,
+            lease_ms=self._policy.claim_ms, now_ms=now_ms,
+        )  # fmt: skip
+        if not taken.leases:
+            wait_ms = _SWEEP_MS if taken.wait_ms is None else min(_SWEEP_MS, taken.wait_ms)
+            self._due_ms[stream.stream] = now_ms + wait_ms
+        entries = [delivery for lease in taken.leases for delivery in lease.waiting]
+        self._allowance.spend(stream.stream, len(entries))
+        trusted = [one for one in taken.leases if one.waiting[0].deliveries <= 1 + _TRUSTED_LOSSES]
+        self._hand.take_leases(trusted, self._clock.monotonic_ms())
+        for lease in taken.leases:
+            if lease not in trusted:
+                suspect = lease.waiting.popleft()
+                self._hand.keep(suspect)
+                self._on_suspect(suspect)
+        self._report.polled(len(entries))
+        self._report.adopted_some(taken.reaped)
+        return len(taken.leases)
+
+    def look_again(self) -> None:
+        """Forget which streams had nothing: a reply was lost, or they have been joined again."""
+        self._due_ms.clear()
+
+    def _wait(self, names: Sequence[str], until_ms: float, stopping: threading.Event) -> None:
+        """Until somebody says that a line of one of these streams is ready, or one may be by itself."""
+        self._report.polled(0)
+        now_ms = self._clock.monotonic_ms()
+        due_ms = min(self._due_ms.get(name, now_ms) for name in names)
+        wait_ms = max(1.0, min(self._policy.block_ms, until_ms, due_ms - now_ms))
+        if self._client.is_cluster and len(names) > 1:  # keys of several slots cannot be waited for at once
+            stopping.wait(min(wait_ms / 1000, _IDLE_S))
+            self._due_ms.clear()
+            return
+        places = {self._keys_of(name).wake.encode("utf-8", "surrogateescape"): name for name in names}
+        found = self._client.execute("BLPOP", *places, math.ceil(wait_ms) / 1000)
+        if found:
+            self._due_ms.pop(places[found[0]], None)
+
+
+class Router:
+    """Routes new entries to their lines, of each stream on which this worker is the router. Used by one thread.
+
+    One worker at a time is, so that the others need not read all entries, too: it keeps the role by using it, and if it is
+    gone for three seconds another takes it. Nothing depends on there being one only.
+    """
+
+    def __init__(
+        self, client: Client, clock: Clock, policy: WorkerPolicy, *, token: str,
+        keys_of: Callable[[str], HandlerKeys], paused: Callable[[str], bool],
+    ) -> None:  # fmt: skip
+        self._client = client
+        self._clock = clock
+        self._policy = policy
+        self._token = token
+        self._keys_of = keys_of
+        self._paused = paused
+        self._ask_due_ms = 0.0
+        self._asked: list[str] = []
+        self._held: list[str] = []
+        self._full: set[str] = set()
+        self.streams: dict[str, KeyedStream] = {}
+        """Those to route, on a connection of their own; others add to them."""
+
+    def run(self, stopping: threading.Event) -> None:
+        """Route until `stopping`. Raises RedisError but for Unavailable, StaleOwner."""
+        while not stopping.is_set():
+            try:
+                mine = self._mine()
+                routed = [stream.route(count=_ROUTED_AT_ONCE, most_pending=self._policy.look_ahead) for stream in mine]
+                self._say_full(mine)
+                if not any(routed):
+                    self._wait([one for one in mine if one.stream not in self._full], stopping)
+            except Unavailable as error:
+                self._ask_due_ms = 0.0
+                logger.debug("nothing is routed while Redis is away: %s", error)
+                stopping.wait(self._policy.sweep_ms / 1000)
+        self._let_go()
+
+    def _mine(self) -> list[KeyedStream]:
+        """The streams on which this worker is the router, as of a second ago at the most."""
+        now_ms = self._clock.monotonic_ms()
+        if now_ms >= self._ask_due_ms or self.streams.keys() - self._asked:
+            self._ask_due_ms = now_ms + _ROUTER_MS / 3
+            self._asked = list(self.streams)
+            calls = [(NAME, (self._keys_of(name).router,), (self._token, _ROUTER_MS)) for name in self._asked]
+            held = self._client.scripts(calls)
+            self._held = [name for name, is_held in zip(self._asked, held, strict=True) if is_held]
+        return [self.streams[name] for name in self._held if not self._paused(name)]
+
+    def _say_full(self, mine: Sequence[KeyedStream]) -> None:
+        for stream in mine:
+            is_full = stream.pending >= self._policy.look_ahead
+            if is_full and stream.stream not in self._full:
+                logger.warning(
+                    "%d entries of %s wait in the lines of their keys: no more are routed until there are fewer",
+                    stream.pending, stream.stream,
+                )  # fmt: skip
+            (self._full.add if is_full else self._full.discard)(stream.stream)
+
+    def _wait(self, mine: Sequence[KeyedStream], stopping: threading.Event) -> None:
+        if not mine or (self._client.is_cluster and len(mine) > 1):
+            stopping.wait(_IDLE_S if mine else self._policy.sweep_ms / 1000)
+            return
+        block_ms = min(self._policy.block_ms, _ROUTER_MS // 3)
+        after = [one.routed for one in mine]
+        names = [one.stream for one in mine]
+        self._client.execute("XREAD", "COUNT", 1, "BLOCK", block_ms, "STREAMS", *names, *after)
+
+    def _let_go(self) -> None:
+        with contextlib.suppress(Unavailable):
+            self._client.scripts([(NAME, (self._keys_of(name).router,), (self._token, 0)) for name in self._held])

@@ -1,0 +1,235 @@
+"""What is different between workers of handlers with a key and without: how entries come, are kept and are committed."""
+
+import logging
+import math
+import secrets
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from millstream.client import Client
+from millstream.clock import Clock
+from millstream.errors import MillstreamError
+from millstream.handlers import Handler
+from millstream.keyed import Ending, KeyedStream, lease_of
+from millstream.naming import HandlerKeys
+from millstream.reliable import HANDED_BACK_MS, Delivery, ReliableStream
+from millstream.worker.allowance import Allowance
+from millstream.worker.hand import Hand
+from millstream.worker.keeping import Keeper
+from millstream.worker.lease_keeping import LeaseKeeper
+from millstream.worker.lease_settling import LeaseSettler
+from millstream.worker.leasing import LineTaker, Router
+from millstream.worker.pipeline import Pipeline
+from millstream.worker.policy import WorkerPolicy
+from millstream.worker.reading import EntryTaker
+from millstream.worker.report import Report
+from millstream.worker.settling import Settler
+
+logger = logging.getLogger(__name__)
+
+_BACK_OFF_STEPS = 100
+
+Round = Callable[[threading.Event], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Means:
+    """What a reading loop has, for its parts to share.
+
+    * `client`, `reading`: connections for what is quick, and for what waits
+    * `suspect`: takes an entry that its worker may have died of
+    * `give_up`: says that waiting for Redis has no point any more
+    """
+
+    handler: Handler
+    pipeline: Pipeline
+    hand: Hand
+    report: Report
+    clock: Clock
+    policy: WorkerPolicy
+    consumer: str
+    start: Literal["earliest", "latest"]
+    url: str
+    client: Client
+    reading: Client
+    suspect: Callable[[Delivery], None]
+    give_up: Callable[[], bool]
+
+
+class Taker(Protocol):
+    """Takes into the hand what there is room for."""
+
+    def take(self, room: int, stopping: threading.Event) -> None:
+        """Take as much as there is `room` for, or wait for a while. Raises RedisError."""
+
+    def look_again(self) -> None:
+        """Streams were joined again, or a reply was lost."""
+
+
+class Side(Protocol):
+    """The parts that fit a handler, and what they share."""
+
+    @property
+    def taker(self) -> Taker:
+        """Takes what comes."""
+
+    @property
+    def keeper(self) -> Keeper:
+        """Keeps what is in hand."""
+
+    @property
+    def settler(self) -> Settler:
+        """Commits what was run."""
+
+    @property
+    def streams(self) -> Mapping[str, ReliableStream]:
+        """Those that are joined."""
+
+    def join(self, name: str) -> None:
+        """Join the workers of a stream. Raises ConfigError for a name that cannot be used, RedisError."""
+
+    def rounds(self) -> Mapping[str, Round]:
+        """What else has to run in a thread of its own until the loop stops, by name."""
+
+    def hand_back(self, deliveries: Sequence[Delivery]) -> None:
+        """Give up entries that were dropped from the hand."""
+
+    def close(self) -> None:
+        """Close its own connections."""
+
+
+class EntrySide:
+    """For a handler without a key: workers share its entries."""
+
+    def __init__(self, means: Means) -> None:
+        m = means
+        self._means = m
+        self.streams: dict[str, ReliableStream] = {}
+        self.keeper = Keeper(
+            m.pipeline, m.hand, m.report, m.clock, m.policy, streams=self.streams, on_suspect=m.suspect
+        )
+        self.settler = Settler(m.pipeline, m.hand, m.client, m.report, m.clock, batch=m.policy.batch, give_up=m.give_up)
+        self.taker: Taker = EntryTaker(
+            m.reading, m.hand, m.report, m.clock, m.policy, streams=self.streams, consumer=m.consumer,
+            allowance=Allowance(m.handler.rate, m.clock),
+        )  # fmt: skip
+
+    def join(self, name: str) -> None:
+        """See Side."""
+        m, handler = self._means, self._means.handler
+        stream = ReliableStream(
+            m.client, name, app=handler.app, handler=handler.name, consumer=m.consumer, into=handler.into,
+            into_maxlen=handler.into_maxlen, start=m.start, on_trimmed=m.report.trimmed_some,
+        )  # fmt: skip
+        stream.join()
+        stream.look()
+        self.keeper.recover(stream)
+        self.streams[name] = stream
+
+    def rounds(self) -> Mapping[str, Round]:
+        """See Side."""
+        return {}
+
+    def hand_back(self, deliveries: Sequence[Delivery]) -> None:
+        """See Side."""
+        by_idle: dict[tuple[ReliableStream, int], list[Delivery]] = defaultdict(list)
+        for one in deliveries:
+            by_idle[one.stream, self._idle_ms_of(one)].append(one)
+        for (stream, idle_ms), some in by_idle.items():
+            try:
+                stream.forgive(some)
+                lost = stream.hand_back([one.id for one in some], idle_ms=idle_ms)
+            except MillstreamError as error:
+                _could_not(len(some), error)
+            else:
+                self._means.report.handed_back_some(len(some) - len(lost))
+
+    def _idle_ms_of(self, delivery: Delivery) -> int:
+        """How long an entry that is handed back is to have been idle: so that its back-off is kept, if not for long."""
+        wait_ms = delivery.due_ms - self._means.clock.monotonic_ms()
+        if wait_ms <= 0:
+            return HANDED_BACK_MS
+        claim_ms = self._means.policy.claim_ms
+        step_ms = math.ceil(claim_ms / _BACK_OFF_STEPS)  # not a call for each
+        return claim_ms - math.ceil(wait_ms / step_ms) * step_ms
+
+    def close(self) -> None:
+        """See Side."""
+
+
+class LineSide:
+    """For a handler with a key: workers share the lines of its keys, of which each has one worker at a time."""
+
+    def __init__(self, means: Means) -> None:
+        m = means
+        self._means = m
+        self.streams: dict[str, KeyedStream] = {}
+        self._routing = Client(m.url, clock=m.clock)
+        self._router = Router(
+            self._routing, m.clock, m.policy, token=secrets.token_hex(8), keys_of=self._keys_of,
+            paused=lambda name: self.streams[name].paused,
+        )  # fmt: skip
+        self.keeper = LeaseKeeper(
+            m.pipeline, m.hand, m.report, m.clock, m.policy, streams=self.streams, on_suspect=m.suspect
+        )
+        self.settler: Settler = LeaseSettler(
+            m.pipeline, m.hand, m.client, m.report, m.clock, batch=m.policy.batch, give_up=m.give_up
+        )
+        self.taker: Taker = LineTaker(
+            m.reading, m.hand, m.report, m.clock, m.policy, streams=self.streams, keys_of=self._keys_of,
+            allowance=Allowance(m.handler.rate, m.clock), with_state=m.handler.wants_state, on_suspect=m.suspect,
+        )  # fmt: skip
+
+    def _keys_of(self, name: str) -> HandlerKeys:
+        return HandlerKeys(self._means.handler.app, self._means.handler.name, name)
+
+    def _opened(self, client: Client, name: str) -> KeyedStream:
+        m, handler, line_of = self._means, self._means.handler, self._means.pipeline.line_of
+        stream = KeyedStream(
+            client, name, line_of=lambda entry_id, pairs: line_of(name, entry_id, pairs), app=handler.app,
+            handler=handler.name, consumer=m.consumer, into=handler.into, into_maxlen=handler.into_maxlen,
+            start=m.start, on_trimmed=m.report.trimmed_some,
+        )  # fmt: skip
+        stream.join()
+        return stream
+
+    def join(self, name: str) -> None:
+        """See Side."""
+        stream = self._opened(self._means.client, name)
+        stream.look()
+        self.keeper.recover(stream)
+        self.streams[name] = stream
+        self._router.streams[name] = self._opened(self._routing, name)
+
+    def rounds(self) -> Mapping[str, Round]:
+        """See Side."""
+        return {"router": self._router.run, "watch": self.keeper.watch}
+
+    def hand_back(self, deliveries: Sequence[Delivery]) -> None:
+        """See Side. A line that is being run is not given back here: its lease ends when what runs is settled."""
+        hand = self._means.hand
+        endings: dict[KeyedStream, list[Ending]] = defaultdict(list)
+        for lease in dict.fromkeys(map(lease_of, deliveries)):
+            if not any(one in hand for one in lease.entries):
+                hand.end_lease(lease)
+                endings[lease.stream].append(Ending(lease, "first"))
+        for stream, some in endings.items():
+            count = sum(ending.lease.given for ending in some)
+            try:
+                stream.forgive([one for ending in some for one in ending.lease.entries])
+                lost = stream.release(some)
+            except MillstreamError as error:
+                _could_not(count, error)
+            else:
+                self._means.report.handed_back_some(count - sum(lease.given for lease in lost))
+
+    def close(self) -> None:
+        """See Side."""
+        self._routing.close()
+
+
+def _could_not(count: int, error: MillstreamError) -> None:
+    logger.warning("%d messages could not be handed back, others adopt them later: %s", count, error)

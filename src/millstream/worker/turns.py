@@ -1,0 +1,48 @@
+"""Which streams are read next, and how many entries of each, so that no more come than there is room for."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One read: up to `count` entries of each of `streams`, which may be waited for or not."""
+
+    streams: Sequence[str]
+    count: int
+    may_wait: bool
+
+
+class Turns:
+    """Shares the room for new entries among streams. Redis counts for each stream by itself, so `count` is a share.
+
+    After a read of all, those with more to give have a turn by themselves. Where there is less room than streams, as
+    many as there is room for are read in turn; only when all were found empty are all waited for at once, and then one
+    entry of each may come. Used by one thread.
+    """
+
+    def __init__(self) -> None:
+        self._busy: list[str] = []
+        self._at = 0
+        self._empty = 0
+
+    def next(self, streams: Sequence[str], room: int, most: int) -> Turn:
+        """The next read of `streams`, at least one, with `room` for at least one entry; of each at most `most`."""
+        known = set(streams)
+        busy = [name for name in self._busy if name in known][:room]
+        self._busy = []
+        if busy and len(busy) < len(streams):
+            return Turn(busy, min(most, room // len(busy)), may_wait=False)
+        if room >= len(streams):
+            return Turn(streams, min(most, room // len(streams)), may_wait=True)
+        if self._empty >= len(streams):
+            return Turn(streams, 1, may_wait=True)
+        at = self._at % len(streams)
+        self._at = at + room
+        return Turn([*streams[at:], *streams[:at]][:room], 1, may_wait=False)
+
+    def found(self, turn: Turn, counts: Mapping[str, int]) -> None:
+        """Note how many entries a turn gave of each stream that had some."""
+        self._empty = 0 if counts else self._empty + len(turn.streams)
+        if turn.may_wait:
+            self._busy = [name for name, count in counts.items() if count >= turn.count]

@@ -1,0 +1,61 @@
+"""What was published to a handler with a key, and what must have come of it: for each key, in order, with its state."""
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from millstream.client import Client
+from millstream.lines import check_lines
+from millstream.testing.history import Event, Report, check
+from tests.faults.fleet import Books, eventually
+
+
+class KeyedBooks(Books):
+    """Books of the app `keyed`, whose handler counts the messages of each key."""
+
+    def __init__(self, client: Client, folder: Path) -> None:
+        super().__init__(client, folder, app="keyed")
+        self.key_of: dict[str, bytes] = {}
+
+    def publish_keys(self, count: int, keys: int, **fields: str | int) -> list[str]:
+        """Add messages of so many keys, which take turns; their ids."""
+        items = [part for pair in fields.items() for part in pair]
+        ids = self._publish(count, lambda n: ["key", f"k{n * 7919 % keys}", *items])
+        self.key_of |= {one: f"k{n * 7919 % keys}".encode() for n, one in enumerate(ids)}
+        return ids
+
+    def publish_key(self, key: str, count: int, **fields: str | int) -> list[str]:
+        """Add messages of one key; their ids."""
+        ids = self.publish(count, key=key, **fields)
+        self.key_of |= dict.fromkeys(ids, key.encode())
+        return ids
+
+    def check_keys(
+        self, *, dead: Mapping[str, str] | None = None, overlap: bool = True, log: Callable[[], str] = str,
+        within_s: float = 60.0,
+    ) -> Report:  # fmt: skip
+        """Wait for the drain, then judge the history: each message has one effect, in order per key, on the state before.
+
+        `overlap`: no two runs of one key may have overlapped.
+        """
+        eventually(self.drained, "the drain", within_s=within_s, log=lambda: self._standing() + log())
+        enqueued = [Event(kind="enqueued", stream="in", id=one, key=self.key_of[one]) for one in self.enqueued]
+        outputs = self.outputs()
+        effects = [
+            Event(kind="committed", stream="in", id=row["id"], key=row["key"].encode(), handler="work", position=at)
+            for at, row in enumerate(outputs)
+        ]
+        effects += [Event(kind="dead", stream="in", id=one.id, key=one.key, handler="work") for one in self.letters()]
+        report = check([*enqueued, *self.runs(), *effects], handlers={"in": ["work"]}, overlap=overlap)
+        report.raise_if_bad()
+        assert {letter.id: letter.reason for letter in self.letters()} == (dead or {})
+        counts: dict[str, int] = defaultdict(int)
+        for row in outputs:
+            counts[row["key"]] += 1
+            assert int(row["count"]) == counts[row["key"]], f"the state of {row['key']} skipped or repeated: {row}"
+        assert check_lines(self.client, self.keys, "in") == []
+        left = set(self._ask("KEYS", f"{self.keys.base}:*"))
+        assert left <= {
+            name.encode() for name in (self.keys.meta, self.keys.state, self.keys.dead, self.keys.router)
+        } | {key for key in left if key.endswith(b":last")}, left
+        return report

@@ -1,0 +1,219 @@
+"""Workers of a handler with a key join, leave, die, hang and are cut off; keys stay in order, and none is stuck."""
+
+import os
+import random
+import statistics
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import psutil
+import pytest
+
+from millstream.client import Client
+from millstream.server import EmbeddedServer
+from millstream.testing.proxy import Proxy
+from tests.faults.fleet import Fleet, Tell, eventually, watched
+from tests.faults.keyed_books import KeyedBooks
+
+SOAK = bool(os.environ.get("MILLSTREAM_SOAK"))
+pytestmark = [pytest.mark.faults, pytest.mark.timeout(3600 if SOAK else 120)]
+
+MESSAGES, KEYS, MOST = (120_000, 1_000, 8) if SOAK else (12_000, 300, 3)
+HOT, COLD = (150_000, 2_000) if SOAK else (30_000, 500)
+LEASE_S = 1.0
+APP = {"app": "keyed"}
+
+
+@pytest.fixture
+def client(millstream_fresh_server: EmbeddedServer) -> Iterator[Client]:
+    with Client(millstream_fresh_server.url) as opened:
+        yield opened
+
+
+def test_chaos_keeps_every_key_in_order_and_loses_and_doubles_nothing(
+    millstream_fresh_server: EmbeddedServer, client: Client, tmp_path: Path, tell: Tell
+) -> None:
+    """1 -> many -> 1 workers; kill -9 and SIGSTOP at random; connections cut; Redis restarted."""
+    seed = random.randrange(2**32)
+    chance = random.Random(seed)
+    books = KeyedBooks(client, tmp_path)
+    harm = {"kill": 0, "stop": 0, "cut": 0, "restart": 0}
+    with ExitStack() as stack, watched(books) as watch:
+        proxy = stack.enter_context(Proxy(millstream_fresh_server.port))
+        fleets = [stack.enter_context(Fleet(proxy.url, tmp_path, processes=1, **APP))]
+        fleets[0].ready()
+        stopped: list[psutil.Process] = []
+        rounds = MOST * 4
+        for number in range(rounds):
+            books.publish_keys(MESSAGES // rounds, KEYS, ms=chance.choice((0, 0, 1)))
+            if number < rounds // 2 and len(fleets) < MOST:
+                fleets.append(stack.enter_context(Fleet(proxy.url, tmp_path, processes=1, **APP)))
+            elif number > 3 * rounds // 4 and len(fleets) > 1:
+                fleets.pop().stop()
+            for process in stopped:
+                process.resume()
+            stopped = []
+            children = [child for fleet in fleets for child in fleet.children()]
+            deed = chance.choice(list(harm)) if number % 4 != 3 else "restart"
+            harm[deed] += 1
+            if deed == "restart":
+                millstream_fresh_server.kill()
+                millstream_fresh_server.start()
+            elif deed == "cut":
+                proxy.cut_all()
+            elif children:
+                victim = chance.choice(children)
+                if deed == "kill":
+                    victim.kill()
+                else:
+                    victim.suspend()
+                    stopped.append(victim)
+            time.sleep(chance.uniform(0.2, 1.5 * LEASE_S))
+        for process in stopped:
+            process.resume()
+        report = books.check_keys(overlap=False, log=fleets[0].log, within_s=600 if SOAK else 60)
+    tell(report, watch, seed=seed, **harm)
+
+
+def test_after_a_kill_the_keys_of_the_dead_go_on_within_their_lease_and_a_second(
+    client: Client, tmp_path: Path, tell: Tell
+) -> None:
+    books = KeyedBooks(client, tmp_path)
+    waits_s = []
+    # The names are not taken again, as the dead one's supervisor dies as well: only the lease helps.
+    with Fleet(client.url, tmp_path, "--name", "heir", processes=1, **APP) as heir:
+        heir.ready()
+        for number in range(6 if SOAK else 2):
+            with Fleet(client.url, tmp_path, "--name", f"dying{number}", processes=1, **APP) as dying:
+                dying.ready()
+                books.publish_keys(600, 20, ms=2)
+                eventually(lambda: dying.figures()["committed"] > 0, "work on both", log=dying.log)
+                (child,) = dying.children()
+                dying.supervisor.kill()
+                child.kill()
+                killed = time.time()
+                held = {name for name, token in owners(client, books).items() if b"dying" in token}
+                done = books.done()
+                waits_s.append(max((first_after(books, name, done, killed) for name in held), default=0.0))
+                books.check_keys(log=heir.log)
+        report = books.check_keys(log=heir.log)
+    tell(report, waits_s=[round(one, 2) for one in waits_s], lease_s=LEASE_S)
+    assert 0 < max(waits_s) <= LEASE_S + 1.0
+
+
+def owners(client: Client, books: KeyedBooks) -> dict[bytes, bytes]:
+    """Lines that are leased, and their tokens."""
+    found = client.execute("HGETALL", books.keys.owners)
+    return dict(zip(found[::2], found[1::2], strict=True))
+
+
+def first_after(books: KeyedBooks, line: bytes, done: int, since: float) -> float:
+    """Seconds from `since` to the next commit of a line, by the server's clock; 0 if nothing of it was left."""
+    eventually(books.drained, "the drain")
+    key = line[1:].decode()
+    entries = books.client.execute("XRANGE", "out", "-", "+")[done:]
+    times = [
+        int(one.partition(b"-")[0]) / 1000 for one, pairs in entries if pairs[pairs.index(b"key") + 1] == key.encode()
+    ]
+    return max(0.0, times[0] - since) if times else 0.0
+
+
+def test_a_worker_that_slept_past_its_lease_is_refused_what_it_commits_late(
+    client: Client, tmp_path: Path, tell: Tell
+) -> None:
+    books = KeyedBooks(client, tmp_path)
+    with Fleet(client.url, tmp_path, processes=2, **APP) as fleet:
+        fleet.ready()
+        for _ in range(10 if SOAK else 2):
+            books.publish_keys(2_000, 50, ms=2)
+            eventually(lambda: books.pending() > 100, "work in hand", log=fleet.log)
+            victim = fleet.victim()
+            victim.suspend()
+            time.sleep(2.5 * LEASE_S)
+            victim.resume()
+            report = books.check_keys(overlap=False, log=fleet.log)
+        refused = fleet.figures()["refused"]
+    tell(report, refused=refused)
+
+
+def test_a_message_that_kills_its_worker_dies_and_its_key_and_all_others_go_on(
+    client: Client, tmp_path: Path, tell: Tell
+) -> None:
+    books = KeyedBooks(client, tmp_path)
+    with Fleet(client.url, tmp_path, processes=2, **APP) as fleet, watched(books) as watch:
+        fleet.ready()
+        books.publish_keys(300, 20, ms=1)
+        dead = [books.publish_key(f"k{number}", 1, do="exit-1")[0] for number in (1, 2)]
+        books.publish_keys(300, 20, ms=1)
+        report = books.check_keys(dead=dict.fromkeys(dead, "crashed"), log=fleet.log)
+    tell(report, watch, crashes=fleet.log().count("starts again"))
+
+
+def test_a_worker_that_joins_gets_work_at_once_and_stalls_nobody(client: Client, tmp_path: Path, tell: Tell) -> None:
+    books = KeyedBooks(client, tmp_path)
+    with Fleet(client.url, tmp_path, processes=1, **APP) as first, watched(books) as watch:
+        first.ready()
+        books.publish_keys(6_000, 100, ms=5)
+        eventually(lambda: books.done() > 200, "work", log=first.log)
+        with Fleet(client.url, tmp_path, processes=1, **APP) as second:
+            second.ready()
+            waited_s = eventually(lambda: second.figures()["committed"] > 0, "work for the second", log=second.log)
+            report = books.check_keys(log=first.log, within_s=90)
+            share = second.figures()["committed"] / len(books.enqueued)
+    tell(report, watch, share_of_the_second=round(share, 2), waited_s=round(waited_s, 2))
+    assert watch.longest_s < 1.0
+    assert waited_s < 2.0
+    assert share > 0.2
+
+
+def test_a_hot_key_neither_slows_the_others_nor_costs_more_than_its_place_in_line(
+    client: Client, tmp_path: Path, tell: Tell
+) -> None:
+    books = KeyedBooks(client, tmp_path)
+    with Fleet(client.url, tmp_path, processes=2, **APP) as fleet:
+        fleet.ready()
+        alone = latencies_ms(books, COLD)
+        before = used_memory(client)
+        books.publish_key("hot", 1, ms=2_000)
+        hot = books.publish_key("hot", HOT)
+        added = used_memory(client) - before
+        eventually(lambda: books.pending() >= HOT - 100, "the hot key in line", log=fleet.log)
+        bytes_each = (used_memory(client) - before - added) / HOT
+        beside = latencies_ms(books, COLD)
+        still_waiting = books.pending()
+        report = books.check_keys(log=fleet.log, within_s=300)
+    assert hot
+    p99 = [statistics.quantiles(times, n=100)[98] for times in (alone, beside)]
+    tell(report, p99_alone_ms=round(p99[0], 1), p99_beside_ms=round(p99[1], 1), bytes_each=round(bytes_each),
+         still_waiting=still_waiting)  # fmt: skip
+    assert still_waiting > 0
+    assert bytes_each < 130
+
+
+def latencies_ms(books: KeyedBooks, count: int) -> list[float]:
+    """Milliseconds from each message's entry to its effect's, by the server's clock, at 200 a second over 50 keys."""
+    ids: list[str] = []
+    for _ in range(0, count, 20):
+        ids += books.publish_keys(20, 50)
+        time.sleep(0.1)
+    wanted = set(ids)
+    found: dict[str, float] = {}
+
+    def all_done() -> bool:
+        found.clear()
+        for one, pairs in books.client.execute("XREVRANGE", "out", "+", "-", "COUNT", 200_000):
+            source = pairs[1].decode()
+            if source in wanted:
+                found[source] = int(one.partition(b"-")[0]) - int(source.partition("-")[0])
+        return len(found) == len(wanted)
+
+    eventually(all_done, "the cold keys' effects")
+    return list(found.values())
+
+
+def used_memory(client: Client) -> int:
+    """What Redis says it uses, in bytes."""
+    info = client.execute("INFO", "memory").decode()
+    return int(next(line for line in info.splitlines() if line.startswith("used_memory:")).partition(":")[2])

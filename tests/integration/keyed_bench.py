@@ -1,0 +1,160 @@
+"""What the tests of keyed streams share: workers without processes, a run on Spark without Spark, and time that is set."""
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+from millstream.client import Client
+from millstream.keyed import Ending, KeyedStream, Lease, Taken, line_of_key
+from millstream.ledger import Ledger, Unit
+from millstream.model import EntryId
+from millstream.naming import HandlerKeys
+
+KEYS = HandlerKeys("app", "handle", "in")
+MANY = 1_000_000
+
+
+def line_of(entry_id: bytes, pairs: Sequence[bytes]) -> bytes:
+    return line_of_key(dict(zip(pairs[::2], pairs[1::2], strict=True)).get(b"k"), entry_id)
+
+
+def keyed(client: Client, name: str = "w1", stream: str = "in", *, join: bool = True) -> KeyedStream:
+    found = KeyedStream(client, stream, line_of=line_of, app="app", handler="handle", consumer=name, into="out")
+    if join:
+        found.join()
+    return found
+
+
+def publish(client: Client, keys: str, *, first: int = 1, stream: str = "in") -> None:
+    """Add one entry for each letter; '-' stands for one without a key. Ids are numbers that count up."""
+    client.pipeline(
+        [("XADD", stream, f"{n}-0", *(() if key == "-" else ("k", key)), "n", n) for n, key in enumerate(keys, first)]
+    )
+
+
+def routed(client: Client, keys: str, name: str = "w1") -> KeyedStream:
+    publish(client, keys)
+    worker = keyed(client, name)
+    worker.route(count=1_000, most_pending=MANY)
+    return worker
+
+
+def lines(client: Client, *names: str) -> list[list[int]]:
+    return [
+        [int(one.partition(b"-")[0]) for one in client.execute("LRANGE", KEYS.line(name.encode()), 0, -1)]
+        for name in names
+    ]
+
+
+def held(client: Client) -> dict[str, list[int]]:
+    """Who holds what, as any tool sees it."""
+    found: dict[str, list[int]] = {}
+    for entry_id, name, *_ in client.execute("XPENDING", "in", KEYS.group, "-", "+", 10_000):
+        found.setdefault(name.decode(), []).append(int(entry_id.partition(b"-")[0]))
+    return found
+
+
+def take(worker: KeyedStream, *, lines: int = 1_000, entries: int = MANY, run: int = 100) -> Taken:
+    return worker.take(lines=lines, entries=entries, run=run, lease_ms=60_000, now_ms=0)
+
+
+def take_one(worker: KeyedStream, *, run: int = 100) -> Lease:
+    (lease,) = take(worker, lines=1, run=run).leases
+    return lease
+
+
+def ids(lease: Lease) -> list[int]:
+    return [int(one.id.partition(b"-")[0]) for one in lease.waiting]
+
+
+def unit_of(lease: Lease, count: int = 1) -> Unit:
+    """The first entries of a lease, each with one output."""
+    chosen = list(lease.waiting)[:count]
+    unit = lease.stream.unit_of(lease, chosen)
+    unit.add_outputs([[b"line", lease.line, b"id", one.id, b"fence", str(lease.fence)] for one in chosen])
+    return unit
+
+
+def commit(lease: Lease, count: int = 1) -> bool:
+    """Commit the first entries of a lease; False if it was refused."""
+    if lease.stream.commit([unit_of(lease, count)]):
+        return False
+    for _ in range(count):
+        lease.waiting.popleft()
+    lease.given -= count
+    return True
+
+
+def expire(client: Client, line: bytes | None = None) -> None:
+    """Let leases run out, and back-offs be due: of one line, or of all."""
+    for times in (KEYS.leases, KEYS.backoff):
+        for name in client.execute("ZRANGE", times, 0, -1):
+            if line in (None, name):
+                client.execute("ZADD", times, "XX", 1, name)
+
+
+def outputs(client: Client) -> dict[str, list[int]]:
+    """What is committed of each line, in the order of commits."""
+    found: dict[str, list[int]] = defaultdict(list)
+    for _, pairs in client.execute("XRANGE", "out", "-", "+"):
+        found[pairs[1].decode()].append(int(pairs[3].partition(b"-")[0]))
+    return dict(found)
+
+
+def expected(keys: str) -> dict[str, list[int]]:
+    """What `outputs` is when all that was published is committed, in order and once."""
+    found: dict[str, list[int]] = defaultdict(list)
+    for n, key in enumerate(keys, 1):
+        found[f"i{n}-0" if key == "-" else f"k{key}"].append(n)
+    return dict(found)
+
+
+def drain(worker: KeyedStream, *, most_pending: int = MANY) -> None:
+    """Process all that can be."""
+    idle = 0
+    while idle < 3:
+        routed = worker.route(count=100, most_pending=most_pending)
+        leases = take(worker).leases
+        for lease in leases:
+            assert commit(lease, len(lease.waiting))
+        worker.release([Ending(one, "next") for one in leases])
+        idle = 0 if routed or leases else idle + 1
+
+
+def spark(client: Client) -> Ledger:
+    ledger = Ledger(client, app="app", handler="handle", into="out")
+    return ledger.renewed(ledger.new_token(["in"]))
+
+
+def run_on_spark(client: Client, most: int = MANY, *, advance: bool = True) -> Ledger:
+    """Take over from the workers and commit up to `most` entries, as a pipeline does.
+
+    `advance`: end the batch; without it, it dies before that.
+    """
+    ledger = spark(client)
+    standing = ledger.begin(["in"])["in"]
+    begin = standing.frontier or EntryId(0, 0)
+    entries = client.execute("XRANGE", "in", f"({begin}", "+")
+    floor = standing.floor or EntryId(0, 0)
+    still_open = ledger.still_open("in", [one.decode() for one, _ in entries if EntryId.parse(one) <= floor])
+    done, end = 0, begin
+    for entry_id, pairs in entries:
+        if done >= most:
+            break
+        end = EntryId.parse(entry_id)
+        if end <= floor and entry_id.decode() not in still_open:
+            continue
+        done += _commit_on_spark(ledger, entry_id, line_of(entry_id, pairs))
+    if advance and end > begin:
+        ledger.advance({"in": end})
+    return ledger
+
+
+def _commit_on_spark(ledger: Ledger, entry_id: bytes, mark: bytes) -> int:
+    before = ledger.load({"in": ([mark], [])})["in"].get(mark, b"")
+    if before and EntryId.parse(before) >= EntryId.parse(entry_id):
+        return 0
+    unit = Unit(mark, before)
+    unit.cover(entry_id.decode())
+    unit.add_outputs([[b"line", mark, b"id", entry_id, b"fence", str(ledger.token)]])
+    assert ledger.commit({"in": [unit]}) == []
+    return 1

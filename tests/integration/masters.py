@@ -1,0 +1,197 @@
+"""`millstream master` as a process of its own, and consumers that follow the memo to the letter, for tests."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any, Self
+
+import httpx
+import msgspec
+
+from millstream.client import Client
+from millstream.lines import check_lines
+from millstream.naming import HandlerKeys
+from tests.integration.commandline import PROGRAM, environment
+
+TOKEN = "a-token-for-tests-0123456789"
+STREAM, GROUP = "tickets", "workers"
+KEYS = HandlerKeys("master", GROUP, STREAM)
+QUICK = ("--ping-interval-s", "0.2", "--ping-failures", "2", "--min-idle-time-s", "0.5", "--retry-delay-s", "0.05")
+
+Pair = tuple[str, dict[str, str]]
+
+
+def eventually(condition: Callable[[], Any], what: str, within_s: float = 20.0) -> Any:
+    """Wait until a condition holds, and return what it gave."""
+    end = time.monotonic() + within_s
+    while time.monotonic() < end:
+        if found := condition():
+            return found
+        time.sleep(0.02)
+    raise AssertionError(f"it did not come to this: {what}")
+
+
+class Master:
+    """A master process. A context manager, at whose end it is gone."""
+
+    def __init__(self, url: str, *options: str, token: str | None = TOKEN, env: Mapping[str, str] | None = None) -> None:
+        given = ("--ticket-stream", STREAM, "--concurrency-stream-group", GROUP) if env is None else ()
+        secret = () if token is None else ("--token", token)
+        self._command = [*PROGRAM, "master", *given, *secret, "--port", "0", "--json", *QUICK, *options]
+        self._environment = environment(url, env)
+
+    def __enter__(self) -> Self:
+        self.process = subprocess.Popen(self._command, env=self._environment, stdout=subprocess.PIPE)
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        assert line, "the master did not start"
+        self.url = msgspec.json.decode(line)["url"]
+        self.http = httpx.Client(
+            base_url=self.url, headers={"Authorization": f"Bearer {TOKEN}"}, timeout=10, trust_env=False
+        )
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.http.close()
+        self.process.kill()
+        self.process.wait(10)
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+
+    def post(self, path: str, **body: object) -> httpx.Response:
+        """Post to the API."""
+        return self.http.post(f"/api/{path}", json=body)
+
+    def get(self, path: str, **params: str | int) -> Any:
+        """What the API shows."""
+        found = self.http.get(f"/api/{path}", params=params)
+        assert found.status_code == 200, found.text
+        return found.json()
+
+    def state_of(self, name: str) -> str | None:
+        """What the master thinks of a consumer."""
+        found = {one["consumer_name"]: one["state"] for one in self.get("consumers")["consumers"]}
+        return found.get(name)
+
+
+class HealthPage:
+    """A health URL that a test may have fail. A context manager."""
+
+    def __init__(self) -> None:
+        self.status = 200
+        self.location = ""
+        self.calls = 0
+        page = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                page.calls += 1
+                self.send_response(page.status)
+                if page.location:
+                    self.send_header("Location", page.location)
+                self.end_headers()
+
+            def log_message(self, *_: object) -> None: ...
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.port = self._server.server_port
+        self.url = f"http://127.0.0.1:{self.port}/api/health"
+        self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.02})
+        self._thread.start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Answer no more."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+
+class Foreign:
+    """A consumer as the memo has it: nothing but XREADGROUP 0, XACK and two calls of HTTP. A context manager."""
+
+    def __init__(self, client: Client, name: str, **more: object) -> None:
+        self.name = name
+        self.health = HealthPage()
+        self._client = client
+        self._more = more
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.health.close()
+
+    def register(self, master: Master) -> Self:
+        """Register with the spellings of the memo."""
+        found = master.post("consumers/register", consumer_name=self.name, healthURL=self.health.url, **self._more)
+        assert found.status_code == 200, found.text
+        return self
+
+    def read(self) -> list[Pair]:
+        """Ids and fields of what is pending with this consumer."""
+        command = ("XREADGROUP", "GROUP", GROUP, self.name, "COUNT", 100, "STREAMS", STREAM, "0")
+        found = self._client.execute(*command)
+        return [(one.decode(), _fields(pairs)) for one, pairs in found[0][1]] if found else []
+
+    def next(self, within_s: float = 20.0) -> Pair:
+        """The first message that is delegated, once there is one."""
+        found: list[Pair] = eventually(self.read, f"a message for {self.name}", within_s)
+        return found[0]
+
+    def xack(self, message_id: str) -> int:
+        """Acknowledge in Redis only."""
+        return int(self._client.execute("XACK", STREAM, GROUP, message_id))
+
+    def acknowledge(self, master: Master, message_id: str) -> httpx.Response:
+        """Tell the master only."""
+        return master.post("messages/acknowledge", consumer=self.name, message_id=message_id)
+
+    def finish(self, master: Master, message_id: str) -> dict[str, Any]:
+        """Acknowledge in Redis, and tell the master."""
+        self.xack(message_id)
+        found = self.acknowledge(master, message_id)
+        assert found.status_code == 200, found.text
+        return dict(found.json())
+
+
+def publish(client: Client, *tickets: str) -> list[str]:
+    """Add a message for each of these tickets; return the ids."""
+    return [client.execute("XADD", STREAM, "*", "ticket_id", ticket, "n", n).decode() for n, ticket in enumerate(tickets)]
+
+
+def holders(client: Client) -> dict[str, str]:
+    """Who has what, by XPENDING."""
+    return {
+        one.decode(): name.decode() for one, name, *_ in client.execute("XPENDING", STREAM, GROUP, "-", "+", 1_000)
+    }
+
+
+def is_clean(client: Client) -> bool:
+    """Whether nothing is pending and nothing is kept of any line."""
+    return not holders(client) and not check_lines(client, KEYS, STREAM) and not client.execute("HLEN", KEYS.owners)
+
+
+def end(process: subprocess.Popen[bytes], number: int = signal.SIGTERM) -> int:
+    """Send a signal and wait; return the exit code."""
+    process.send_signal(number)
+    return process.wait(20)
+
+
+def python(*args: str, **env: str) -> subprocess.Popen[bytes]:
+    """A Python process with these arguments and more environment."""
+    return subprocess.Popen([sys.executable, *args], env={**os.environ, **env})
+
+
+def _fields(pairs: list[bytes]) -> dict[str, str]:
+    return {name.decode(): value.decode() for name, value in zip(pairs[::2], pairs[1::2], strict=True)}

@@ -1,0 +1,403 @@
+"""Keyed streams: one line per key, one worker per line, and only the newest lease commits, in order and once."""
+
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from millstream.client import Client
+from millstream.errors import CommandFailed
+from millstream.keyed import Ending, KeyedStream, Lease
+from millstream.ledger import Ledger, Unit
+from millstream.lines import park, unpark
+from tests.integration.keyed_bench import (
+    KEYS,
+    MANY,
+    commit,
+    drain,
+    expected,
+    expire,
+    held,
+    ids,
+    keyed,
+    lines,
+    outputs,
+    publish,
+    routed,
+    take,
+    take_one,
+    unit_of,
+)
+
+
+@pytest.fixture
+def client(millstream_url: str) -> Iterator[Client]:
+    with Client(millstream_url) as connected:
+        yield connected
+
+
+# --- Routing ---
+
+
+def test_entries_go_to_the_line_of_their_key_in_stream_order_and_without_a_key_to_their_own(client: Client) -> None:
+    worker = routed(client, "ABA-A-")
+    assert lines(client, "kA", "kB", "i4-0", "i6-0") == [[1, 3, 5], [2], [4], [6]]
+    assert (held(client), worker.check()) == ({"waiting": [1, 2, 3, 4, 5, 6]}, [])
+
+
+def test_a_router_that_is_behind_routes_nothing_twice_and_goes_on_where_the_other_stopped(client: Client) -> None:
+    publish(client, "ABABAB")
+    ahead, behind = keyed(client, "w1"), keyed(client, "w2")
+    assert behind.route(count=1, most_pending=MANY) == 1
+    assert ahead.route(count=3, most_pending=MANY) == 3
+    assert behind.route(count=10, most_pending=MANY) == 0
+    assert behind.route(count=10, most_pending=MANY) == 2
+    assert (lines(client, "kA", "kB"), behind.check()) == ([[1, 3, 5], [2, 4, 6]], [])
+
+
+def test_routers_that_race_route_all_once_and_in_stream_order(client: Client) -> None:
+    keys = "".join("ABCDEFG"[n * n % 7] for n in range(1_500))
+    publish(client, keys)
+
+    def go_on(name: str, count: int) -> None:
+        with Client(client.url) as own:
+            worker = keyed(own, name)
+            while worker.routed != b"1500-0":
+                worker.route(count=count, most_pending=MANY)
+
+    threads = [threading.Thread(target=go_on, args=(f"w{n}", 3 + n)) for n in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    found = dict(zip(expected(keys), lines(client, *expected(keys)), strict=True))
+    assert (found, keyed(client).check()) == (expected(keys), [])
+
+
+def test_no_more_than_the_look_ahead_is_held_in_lines(client: Client) -> None:
+    publish(client, "A" * 30)
+    worker = keyed(client)
+    assert worker.route(count=100, most_pending=10) == 10
+    assert (worker.route(count=100, most_pending=10), worker.pending) == (0, 10)
+    lease = take_one(worker)
+    assert commit(lease, 4)
+    assert worker.route(count=100, most_pending=10) == 4
+    assert len(lines(client, "kA")[0]) == 10
+
+
+def test_an_entry_that_is_for_another_handler_is_passed(client: Client) -> None:
+    publish(client, "AAA")
+    worker = keyed(client)
+    worker._line_of = lambda entry_id, pairs: b"" if entry_id == b"2-0" else b"kA"
+    worker.route(count=10, most_pending=MANY)
+    assert (lines(client, "kA"), worker.routed, worker.check()) == ([[1, 3]], b"3-0", [])
+
+
+# --- Leasing ---
+
+
+def test_lines_take_turns_however_long_they_are(client: Client) -> None:
+    worker = routed(client, "A" * 20 + "BBCC")
+    order = []
+    for _ in range(7):
+        lease = take_one(worker, run=2)
+        order.append((lease.line.decode(), ids(lease)))
+        assert commit(lease, len(lease.waiting))
+        worker.release([Ending(lease, "next")])
+    assert order == [
+        ("kA", [1, 2]), ("kB", [21, 22]), ("kC", [23, 24]), ("kA", [3, 4]), ("kA", [5, 6]), ("kA", [7, 8]), ("kA", [9, 10]),
+    ]  # fmt: skip
+
+
+def test_several_entries_of_a_key_run_under_one_lease_and_may_be_committed_bit_by_bit(client: Client) -> None:
+    worker = routed(client, "AAAAAB")
+    lease = take_one(worker, run=4)
+    assert (ids(lease), lease.key) == ([1, 2, 3, 4], b"A")
+    assert commit(lease, 2)
+    assert (held(client), worker.check()) == ({"w1": [3, 4], "waiting": [5, 6]}, [])
+    assert commit(lease)
+    worker.release([Ending(lease, "next")])
+    assert (held(client), worker.check()) == ({"waiting": [4, 5, 6]}, [])
+    drain(worker)
+    assert outputs(client) == expected("AAAAAB")
+
+
+def test_a_line_is_leased_to_one_worker_at_a_time(client: Client) -> None:
+    first, second = routed(client, "ABCABC"), keyed(client, "w2")
+    mine, theirs = take(first, lines=2).leases, take(second).leases
+    assert [one.line for one in mine + theirs] == [b"kA", b"kB", b"kC"]
+    assert take(first).leases == []
+    first.release([Ending(mine[0], "next")])
+    assert [one.line for one in take(second).leases] == [b"kA"]
+
+
+def test_workers_that_race_have_each_line_one_at_a_time_and_commit_in_order(client: Client) -> None:
+    keys = "".join("ABCDE"[n * n % 5] for n in range(400))
+    publish(client, keys)
+    inside: set[bytes] = set()
+    overlaps: list[bytes] = []
+
+    def go_on(name: str) -> None:
+        with Client(client.url) as own:
+            worker = keyed(own, name)
+            while sum(map(len, outputs(own).values())) < len(keys):
+                worker.route(count=20, most_pending=100)
+                for lease in take(worker, lines=2, run=3).leases:
+                    if lease.line in inside:
+                        overlaps.append(lease.line)
+                    inside.add(lease.line)
+                    assert commit(lease, len(lease.waiting))
+                    inside.remove(lease.line)
+                    worker.release([Ending(lease, "next")])
+
+    threads = [threading.Thread(target=go_on, args=(f"w{n}",)) for n in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert (outputs(client), overlaps, keyed(client).check()) == (expected(keys), [], [])
+
+
+def test_the_most_entries_and_lines_of_one_call_are_kept_to(client: Client) -> None:
+    worker = routed(client, "AAABBBCCC")
+    found = take(worker, lines=2, entries=4, run=3).leases
+    assert [ids(one) for one in found] == [[1, 2, 3], [4]]
+    assert [ids(one) for one in take(worker, lines=1, entries=9, run=2).leases] == [[7, 8]]
+
+
+def test_a_lease_brings_the_state_that_was_committed_last(client: Client) -> None:
+    worker = routed(client, "AAA")
+    lease = take_one(worker, run=1)
+    unit = unit_of(lease)
+    unit.state = b"\x01"
+    assert (lease.state, worker.commit([unit])) == (b"", [])
+    worker.release([Ending(lease, "next")])
+    assert take_one(worker).state == b"\x01"
+
+
+def test_who_waits_is_woken_when_there_is_something_to_take_and_never_in_vain_for_long(client: Client) -> None:
+    worker = routed(client, "AB")
+    assert client.execute("LLEN", KEYS.wake) == 2
+    client.execute("DEL", KEYS.wake)
+    (lease,) = take(worker, lines=1).leases
+    assert client.execute("LLEN", KEYS.wake) == 1  # it left a line to the next
+    client.execute("DEL", KEYS.wake)
+    worker.release([Ending(lease, "next")])
+    assert client.execute("LLEN", KEYS.wake) == 1
+    for n in range(30):
+        park(client, KEYS, b"kB", "x")
+        unpark(client, KEYS, b"kB")
+        publish(client, "C", first=10 + n)
+        worker.route(count=1, most_pending=MANY)
+    assert client.execute("LLEN", KEYS.wake) == 16
+
+
+# --- Committing ---
+
+
+def second_life_of_a_lease(client: Client) -> tuple[Lease, Lease]:
+    """A lease that ran out, and the one that took its place."""
+    late = take_one(routed(client, "AAAB"), run=2)
+    expire(client)
+    return late, next(one for one in take(keyed(client, "w2")).leases if one.line == b"kA")
+
+
+@pytest.mark.parametrize(
+    "late_call",
+    [
+        lambda late: late.stream.commit([unit_of(late)]),
+        lambda late: late.stream.extend_leases([late], 1, 0),
+        lambda late: late.stream.release([Ending(late, "next")]),
+        lambda late: late.stream.release([Ending(late, "later", 1, 9)]),
+        lambda late: late.stream.release([Ending(late, "park", "late")]),
+    ],
+    ids=["commit", "extend", "release", "back-off", "park"],
+)
+def test_a_token_that_is_not_the_newest_is_refused_and_changes_nothing(
+    client: Client, late_call: Callable[[Lease], list[object]]
+) -> None:
+    late, newest = second_life_of_a_lease(client)
+    client.execute("DEL", KEYS.wake)
+
+    def everything() -> list[object]:
+        kept = [
+            client.execute("DUMP", key) for key in sorted(client.execute("KEYS", "millstream:*")) if key[-4:] != b"meta"
+        ]
+        return [*kept, held(client), outputs(client)]
+
+    before = everything()
+    assert len(late_call(late)) == 1
+    assert everything() == before
+    assert (newest.fence > late.fence, commit(newest), outputs(client)) == (True, True, {"kA": [1]})
+
+
+def test_a_refused_commit_is_counted(client: Client) -> None:
+    late, _ = second_life_of_a_lease(client)
+    late.stream.commit([unit_of(late)])
+    assert client.execute("HGET", KEYS.meta, "refused") == b"1"
+
+
+def test_a_lease_that_ran_out_goes_on_as_long_as_nobody_has_taken_the_line(client: Client) -> None:
+    worker = routed(client, "AA")
+    lease = take_one(worker)
+    expire(client)
+    assert commit(lease)
+    assert worker.extend_leases([lease], 60_000, 5) == []
+    assert (lease.until_ms, take(keyed(client, "w2")).leases, commit(lease)) == (60_005, [], True)
+
+
+@pytest.mark.parametrize("chosen", [[1], [1, 2], [0, 2], [0, 1, 3], [2, 1], [0, 0]])
+def test_only_the_first_entries_of_a_line_can_be_committed(client: Client, chosen: list[int]) -> None:
+    worker = routed(client, "AAAAA")
+    lease = take_one(worker, run=4)
+    entries = list(lease.waiting)
+    unit = worker.unit_of(lease, [entries[n] for n in chosen])
+    assert worker.commit([unit]) == [unit]
+    assert (lines(client, "kA"), held(client)["w1"]) == ([[1, 2, 3, 4, 5]], [1, 2, 3, 4])
+    assert commit(lease, 4)
+
+
+def test_no_entry_of_another_line_is_committed_under_a_lease(client: Client) -> None:
+    worker = routed(client, "AB")
+    a, b = take(worker).leases
+    assert worker.commit([worker.unit_of(a, list(b.waiting))]) != []
+    assert worker.commit([Unit(b.line, a.token, first_id="2-0", last_id="2-0", messages=1)]) != []
+    assert worker.check() == []
+
+
+def test_without_a_lease_nothing_of_a_line_is_committed(client: Client) -> None:
+    worker = routed(client, "AB")
+    lease, _ = take(worker).leases
+    with pytest.raises(CommandFailed, match="UNLEASED"):
+        worker.acknowledge(*lease.waiting)
+    unleased = worker.unit(lease.waiting[0])
+    unleased.add_outputs([[b"x", b"1"]])
+    assert worker.commit([unleased]) == [unleased]
+    assert (outputs(client), worker.check()) == ({}, [])
+
+
+def ledger_of(worker: KeyedStream) -> Ledger:
+    ledger = Ledger(worker._client, app="app", handler="handle", into="out", consumer=worker.consumer)
+    return ledger.renewed(worker.token)
+
+
+def test_a_commit_repeated_under_its_number_gets_the_same_answer_and_doubles_nothing(client: Client) -> None:
+    worker = routed(client, "AAB")
+    a, b = take(worker).leases
+    ledger, units = ledger_of(worker), [unit_of(a, 2), unit_of(b)]
+    units.append(worker.unit_of(b, [a.waiting[0]]))
+    for _ in range(3):
+        assert ledger.commit({"in": units}, call="life-1") == [units[2]]
+    assert outputs(client) == {"kA": [1, 2], "kB": [3]}
+    assert client.execute("HMGET", KEYS.meta, "committed", "written", "refused") == [b"3", b"3", b"1"]
+    assert len(ledger.commit({"in": units}, call="life-2")) == 3
+    assert 0 < client.execute("TTL", f"{KEYS.base}:w1:last") <= 3_600
+
+
+def test_a_number_stands_for_a_call_of_one_worker_only(client: Client) -> None:
+    first, second = routed(client, "AB"), keyed(client, "w2")
+    (a,), (b,) = take(first, lines=1).leases, take(second).leases
+    assert ledger_of(first).commit({"in": [unit_of(a)]}, call="1") == []
+    assert ledger_of(second).commit({"in": [unit_of(b)]}, call="1") == []
+    assert outputs(client) == {"kA": [1], "kB": [2]}
+
+
+def test_a_turn_may_end_with_its_commit(client: Client) -> None:
+    worker = routed(client, "AAAB")
+    a, _ = take(worker, lines=2, run=2).leases
+    unit = unit_of(a)
+    unit.left = 1
+    assert worker.commit([unit]) == []
+    assert (held(client), worker.check()) == ({"w1": [4], "waiting": [2, 3]}, [])
+    assert ids(take_one(keyed(client, "w2"))) == [2, 3]
+
+
+# --- Failing ---
+
+
+def test_a_failed_attempt_keeps_its_place_and_is_counted_while_other_keys_run(client: Client) -> None:
+    worker = routed(client, "AABB")
+    a = take_one(worker)
+    worker.release([Ending(a, "later", 60_000, 1)])
+    taken = take(worker)
+    assert [one.line for one in taken.leases] == [b"kB"]
+    assert 59_000 < (taken.wait_ms or 0) <= 60_001
+    assert commit(taken.leases[0], 2)
+    expire(client, b"kA")
+    a = take_one(keyed(client, "w2"))
+    assert (ids(a), [one.attempt for one in a.waiting]) == ([1, 2], [2, 1])
+    assert commit(a)
+    assert (client.execute("EXISTS", KEYS.strikes), worker.check()) == (0, [])
+
+
+def test_a_line_that_was_not_begun_comes_before_the_others(client: Client) -> None:
+    worker = routed(client, "ABC")
+    a = take_one(worker)
+    worker.release([Ending(a, "first")])
+    assert [(one.line, one.waiting[0].attempt) for one in take(worker).leases] == [(b"kA", 1), (b"kB", 1), (b"kC", 1)]
+
+
+def test_an_entry_that_a_worker_died_of_is_counted_and_given_out_by_itself(client: Client) -> None:
+    worker, second = routed(client, "AAAA"), keyed(client, "w2")
+    lease = take_one(worker)
+    assert commit(lease)
+    expire(client)
+    taken = take(second)
+    assert (taken.reaped, [ids(one) for one in taken.leases]) == (1, [[2]])
+    assert (taken.leases[0].waiting[0].deliveries, taken.leases[0].waiting[0].attempt) == (2, 1)
+    expire(client)
+    again = take_one(worker)
+    assert (ids(again), again.waiting[0].deliveries) == ([2], 3)
+    assert (held(client), worker.check()) == ({"w1": [2], "waiting": [3, 4]}, [])
+    assert commit(again)
+    worker.release([Ending(again, "next")])
+    assert (ids(take_one(worker)), client.execute("EXISTS", KEYS.strikes)) == ([3, 4], 0)
+
+
+def test_a_strike_before_an_attempt_has_it_given_out_by_itself_until_its_attempt_ends(client: Client) -> None:
+    worker = routed(client, "AA")
+    lease = take_one(worker)
+    worker.strike(lease.waiting[0])
+    expire(client)
+    again = take_one(keyed(client, "w2"))
+    assert ids(again) == [1]
+    again.stream.release([Ending(again, "next", "", 1)])
+    assert client.execute("HGETALL", KEYS.strikes) == [b"1-0l", b"1", b"1-0f", b"1"]
+
+
+def test_a_worker_that_begins_anew_ends_the_leases_of_its_last_life_at_once(client: Client) -> None:
+    routed(client, "AABBC")
+    old = keyed(client, "w1")
+    mine = take(old, lines=2).leases
+    take(keyed(client, "w2"))
+    again = keyed(client, "w1")
+    assert again.recover([], run=100) == (2, 0)
+    assert again.recover([], run=100) == (0, 0)
+    assert (held(client), again.check()) == ({"waiting": [1, 2, 3, 4], "w2": [5]}, [])
+    found = take(again).leases
+    assert sorted((ids(one), one.waiting[0].deliveries) for one in found) == [([1], 2), ([3], 2)]
+    assert old.commit([unit_of(mine[0])]) != []
+
+
+def test_a_lease_whose_reply_was_lost_ends_without_a_strike_and_those_heard_of_stay(client: Client) -> None:
+    worker = routed(client, "AABB")
+    known = take_one(worker)
+    take(worker)  # the reply to this is lost
+    assert worker.recover([known], run=100) == (0, 1)
+    assert commit(known)
+    assert [(ids(one), one.waiting[0].deliveries) for one in take(worker).leases] == [([3, 4], 1)]
+
+
+def test_tokens_grow_even_if_a_failover_has_set_the_fence_back(client: Client) -> None:
+    worker = routed(client, "A" * 10)
+    fences = []
+    for fence in (None, 5, None, 10**15, 2**52):
+        lease = take_one(worker, run=1)
+        fences.append(lease.fence)
+        worker.release([Ending(lease, "next")])
+        if fence is None:
+            client.execute("HDEL", KEYS.meta, "fence")
+        else:
+            client.execute("HSET", KEYS.meta, "fence", fence)
+    fences.append(take_one(worker).fence)
+    assert (fences == sorted(set(fences)), fences[-1] > 2**52) == (True, True)

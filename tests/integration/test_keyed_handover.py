@@ -1,0 +1,264 @@
+"""Hand-over between workers of keys, workers without keys and Spark: nothing is lost, doubled or out of order."""
+
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from millstream.client import Client
+from millstream.errors import ConfigError, StaleOwner
+from millstream.keyed import Ending, KeyedStream, Lease
+from millstream.lines import park, skip, unpark
+from millstream.model import EntryId
+from millstream.reliable import Delivery, ReliableStream
+from tests.integration.keyed_bench import (
+    KEYS,
+    MANY,
+    commit,
+    drain,
+    expected,
+    keyed,
+    outputs,
+    publish,
+    run_on_spark,
+    spark,
+    take,
+    take_one,
+    unit_of,
+)
+
+
+@pytest.fixture
+def client(millstream_url: str) -> Iterator[Client]:
+    with Client(millstream_url) as connected:
+        yield connected
+
+
+def unkeyed(client: Client) -> ReliableStream:
+    stream = ReliableStream(client, "in", app="app", handler="handle", consumer="u1", into="out")
+    stream.join()
+    return stream
+
+
+def finish(stream: ReliableStream, deliveries: list[Delivery]) -> None:
+    units = []
+    for one in deliveries:
+        units.append(stream.unit(one))
+        units[-1].add_outputs([[b"line", b"i" + one.id, b"id", one.id, b"fence", b"0"]])
+    assert stream.commit(units) == []
+
+
+def numbers(client: Client) -> list[int]:
+    return sorted(n for some in outputs(client).values() for n in some)
+
+
+def some_of_two_lines(client: Client) -> tuple[KeyedStream, Lease]:
+    """A: 1 committed, 3 leased, 5 not; B: 2 and 4 wait; 6 and on are not routed."""
+    publish(client, "ABABABAB")
+    worker = keyed(client)
+    worker.route(count=5, most_pending=MANY)
+    lease = take_one(worker, run=2)
+    assert commit(lease)
+    return worker, lease
+
+
+def test_spark_goes_on_where_workers_of_keys_stopped_and_they_where_spark_stopped(client: Client) -> None:
+    _, lease = some_of_two_lines(client)
+    standing = spark(client).begin(["in"])["in"]
+    assert (standing.frontier, standing.floor) == (EntryId(1, 0), EntryId(5, 0))
+    assert sorted(client.execute("HKEYS", KEYS.open)) == [b"2-0", b"3-0", b"4-0", b"5-0"]
+    assert client.execute("EXISTS", KEYS.ready, KEYS.owners, KEYS.leases, KEYS.line(b"kA"), KEYS.line(b"kB")) == 0
+    run_on_spark(client, 3)
+    again = keyed(client, "w2")
+    drain(again)
+    assert outputs(client) == expected("ABABABAB")
+    assert (client.execute("EXISTS", KEYS.open, KEYS.marks), again.check()) == (0, [])
+    assert not commit(lease)
+
+
+@pytest.mark.parametrize(
+    "late",
+    [
+        lambda worker, lease: worker.route(count=1, most_pending=MANY),
+        lambda worker, lease: take(worker),
+        lambda worker, lease: worker.extend_leases([lease], 1, 0),
+        lambda worker, lease: worker.commit([unit_of(lease)]),
+        lambda worker, lease: worker.release([Ending(lease, "next")]),
+        lambda worker, lease: worker.recover([], 1),
+    ],
+    ids=["route", "take", "extend", "commit", "release", "recover"],
+)
+def test_once_spark_has_taken_over_every_step_of_a_worker_is_refused(
+    client: Client, late: Callable[[KeyedStream, Lease], object]
+) -> None:
+    worker, lease = some_of_two_lines(client)
+    ledger = spark(client)
+    ledger.begin(["in"])
+    with pytest.raises(StaleOwner):
+        late(worker, lease)
+    with pytest.raises(ConfigError):
+        skip(client, KEYS, b"kA", error="x") or park(client, KEYS, b"kA", "x")
+    assert (client.execute("XPENDING", "in", KEYS.group)[0], outputs(client)) == (0, {"kA": [1]})
+
+
+def test_a_worker_that_slept_while_spark_was_here_commits_nothing_it_had_before(client: Client) -> None:
+    worker, lease = some_of_two_lines(client)
+    run_on_spark(client, 3)
+    keyed(client, "w2")
+    assert not commit(lease)
+    drain(worker)
+    assert outputs(client) == expected("ABABABAB")
+
+
+def test_a_worker_that_had_routed_further_than_spark_came_routes_that_again(client: Client) -> None:
+    publish(client, "ABAB")
+    worker = keyed(client)
+    assert worker.route(count=10, most_pending=MANY) == 4
+    run_on_spark(client, 1)
+    keyed(client, "w2")
+    drain(worker)
+    assert outputs(client) == expected("ABAB")
+
+
+def test_a_redis_that_went_back_is_routed_again_without_a_new_entry(client: Client) -> None:
+    publish(client, "ABAB")
+    worker = keyed(client)
+    dumps = {key: client.execute("DUMP", key) for key in client.execute("KEYS", "*")}
+    worker.route(count=10, most_pending=MANY)
+    client.execute("FLUSHDB")
+    client.pipeline([("RESTORE", key, 0, dump) for key, dump in dumps.items()])
+    drain(worker)
+    assert outputs(client) == expected("ABAB")
+
+
+@pytest.mark.parametrize("advance", [True, False], ids=["whole batches", "half batches"])
+@pytest.mark.parametrize("step", [1, 3, 7])
+def test_back_and_forth_between_spark_and_workers_nothing_is_lost_doubled_or_out_of_order(
+    client: Client, step: int, advance: bool
+) -> None:
+    keys = "".join("ABCD-"[n * n % 5] for n in range(80))
+    publish(client, keys)
+    for turn in range(6):
+        worker = keyed(client, f"w{turn}")
+        worker.route(count=3 * step, most_pending=MANY)
+        for n, lease in enumerate(take(worker, run=step).leases):
+            if (n + turn) % 2:
+                assert commit(lease, 1 + n % len(lease.waiting))
+        run_on_spark(client, step, advance=advance)
+    drain(keyed(client, "last"))
+    assert outputs(client) == expected(keys)
+    assert client.execute("EXISTS", KEYS.open, KEYS.marks) == 0
+
+
+def test_marks_of_a_batch_that_died_are_kept_until_all_of_them_are_passed(client: Client) -> None:
+    publish(client, "ABAB")
+    run_on_spark(client, 3, advance=False)
+    worker = keyed(client)
+    worker.route(count=2, most_pending=MANY)
+    assert client.execute("HLEN", KEYS.marks) == 2
+    worker.route(count=1, most_pending=MANY)
+    assert client.execute("EXISTS", KEYS.marks) == 0
+    drain(worker)
+    assert outputs(client) == expected("ABAB")
+
+
+def test_workers_of_keys_take_over_from_workers_without_and_back(client: Client) -> None:
+    publish(client, "-" * 12)
+    first = unkeyed(client)
+    found = first.read(count=8)
+    finish(first, [found[1], found[4], found[5]])
+    first.checkpoint()
+    finish(first, [found[2]])
+    second = keyed(client)
+    assert second.token > first.token
+    second.route(count=5, most_pending=MANY)
+    leases = take(second).leases
+    assert [one.line for one in leases] == [b"i1-0", b"i4-0"]
+    assert commit(leases[1])
+    third = unkeyed(client)
+    rest = third.read_pending() + third.read(count=100)
+    assert sorted(int(one.id.partition(b"-")[0]) for one in rest) == [1, 7, 8, 9, 10, 11, 12]
+    finish(third, rest)
+    assert numbers(client) == list(range(1, 13))
+    with pytest.raises(StaleOwner):
+        commit(leases[0])
+
+
+def test_what_was_done_beyond_where_workers_of_keys_have_come_is_not_done_again(client: Client) -> None:
+    publish(client, "-" * 12)
+    first = unkeyed(client)
+    found = first.read(count=10)
+    finish(first, [one for one in found if one.id not in (b"2-0", b"5-0", b"9-0")])
+    first.checkpoint()
+    assert client.execute("EXISTS", KEYS.marks) == 0
+    second = keyed(client)
+    second.route(count=2, most_pending=MANY)
+    assert commit(take_one(second))  # it has come to 3
+    standing = spark(client).begin(["in"])["in"]
+    assert (standing.frontier, standing.floor) == (EntryId(4, 0), EntryId(10, 0))
+    third = keyed(client, "w3")
+    third.route(count=1, most_pending=MANY)
+    drain(third)
+    assert numbers(client) == list(range(1, 13))
+
+
+def test_a_lost_group_of_workers_with_much_to_come_leaves_room_to_route_it(client: Client) -> None:
+    publish(client, "-" * 12)
+    first = unkeyed(client)
+    first.read(count=10)
+    second = keyed(client)
+    client.execute("XGROUP", "DESTROY", "in", KEYS.group)
+    drain(second, most_pending=4)
+    assert numbers(client) == list(range(1, 13))
+
+
+def test_a_checkpoint_of_workers_of_keys_forgets_nothing_that_is_to_come(client: Client) -> None:
+    publish(client, "-" * 6)
+    first = unkeyed(client)
+    first.read(count=5)
+    second = keyed(client)
+    assert second.checkpoint() == "noted"
+    drain(second)
+    assert numbers(client) == list(range(1, 7))
+
+
+def test_spark_takes_over_from_workers_whose_group_is_lost(client: Client) -> None:
+    some_of_two_lines(client)
+    client.execute("XGROUP", "DESTROY", "in", KEYS.group)
+    run_on_spark(client)
+    assert outputs(client) == expected("ABABABAB")
+
+
+@pytest.mark.parametrize("successor", [run_on_spark, unkeyed])
+def test_parked_lines_must_be_settled_before_others_take_over(
+    client: Client, successor: Callable[[Client], object]
+) -> None:
+    worker, lease = some_of_two_lines(client)
+    worker.release([Ending(lease, "park", "why")])
+    before = client.execute("HGETALL", KEYS.meta)
+    with pytest.raises(ConfigError, match="parked"):
+        successor(client)
+    assert client.execute("HGETALL", KEYS.meta) == before
+    assert keyed(client, "w2").check() == []
+    unpark(client, KEYS, b"kA")
+    successor(client)
+
+
+def test_a_line_that_is_parked_ahead_of_its_entries_hinders_nobody(client: Client) -> None:
+    worker, _ = some_of_two_lines(client)
+    park(client, KEYS, b"kZ", "just in case")
+    run_on_spark(client)
+    assert worker.check() == []
+    assert outputs(client) == expected("ABABABAB")
+
+
+def test_a_new_handler_begins_with_the_earliest_or_the_latest_entry_or_where_its_group_was_made(client: Client) -> None:
+    publish(client, "AAAA")
+    client.execute("XGROUP", "CREATE", "in", KEYS.group, "2-0")
+    worker = keyed(client)
+    assert (worker.route(count=10, most_pending=MANY), worker.routed) == (2, b"4-0")
+    late = KeyedStream(
+        client, "in", line_of=lambda entry_id, pairs: b"kA", app="app", handler="late", consumer="w", start="latest"
+    )
+    late.join()
+    publish(client, "A", first=5)
+    assert (late.route(count=10, most_pending=MANY), late.routed) == (1, b"5-0")

@@ -1,0 +1,302 @@
+"""The protocol of lines under any order of steps, on a real Redis: what holds after each, and that nothing is lost."""
+
+import logging
+import os
+from typing import Any, ClassVar
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from millstream.client import Client
+from millstream.errors import ConfigError, GroupMissing
+from millstream.keyed import Ending, KeyedStream, Lease
+from millstream.ledger import Unit
+from millstream.lines import park, skip, unpark
+from millstream.server import EmbeddedServer
+from tests.integration.keyed_bench import (
+    KEYS, drain, expire, keyed, line_of, outputs, publish, run_on_spark, take, unit_of,
+)  # fmt: skip
+
+SOAK = bool(os.environ.get("MILLSTREAM_SOAK"))
+EXAMPLES, STEPS = (3_000, 80) if SOAK else (120, 40)
+
+LINES = st.sampled_from(["kA", "kB", "kC"]).map(str.encode)
+WORKERS = st.integers(0, 2)
+ANY = st.integers(0, 1_000)
+FEW = st.integers(1, 4)
+
+
+class KeyedMachine(RuleBasedStateMachine):
+    """Three names of workers, who die and begin anew; outsiders, people and Spark. Time is what the rules say it is."""
+
+    client: ClassVar[Client]
+
+    @initialize()
+    def begin(self) -> None:
+        self.client.execute("FLUSHALL")
+        self.workers = [keyed(self.client, f"w{n}") for n in range(3)]
+        self.published: dict[int, bytes] = {}
+        self.leases: list[Lease] = []  # all there ever were: their holders may be asleep, and wake
+        self.newest: dict[bytes, int] = {}
+        self.known: dict[str, list[Lease]] = {}
+        self.skipped: set[int] = set()
+        self.deleted: set[int] = set()
+        self.on_spark = self.was_on_spark = self.disturbed = False
+        self.last_commit: dict[str, tuple[str, list[Unit], list[bytes]]] = {}
+
+    # What producers and workers do
+
+    @rule(letters=st.text("AABBC-", min_size=1, max_size=4))
+    def publish(self, letters: str) -> None:
+        first = len(self.published) + 1
+        publish(self.client, letters, first=first)
+        for n, letter in enumerate(letters, first):
+            pairs = [] if letter == "-" else [b"k", letter.encode()]
+            self.published[n] = line_of(b"%d-0" % n, pairs)
+
+    def is_with_workers(self) -> bool:
+        return not self.on_spark
+
+    @precondition(is_with_workers)
+    @rule(who=WORKERS, count=FEW, most=st.sampled_from([3, 100]))
+    def route(self, who: int, count: int, most: int) -> None:
+        self.workers[who].route(count=count, most_pending=most)
+
+    @precondition(is_with_workers)
+    @rule(who=WORKERS, lines=FEW, run=st.integers(1, 3), heard=st.sampled_from([True, True, True, False]))
+    def take(self, who: int, lines: int, run: int, heard: bool) -> None:
+        worker = self.workers[who]
+        for lease in take(worker, lines=lines, run=run).leases:
+            assert lease.fence > self.newest.get(lease.line, 0)
+            self.newest[lease.line] = lease.fence
+            assert [one.id for one in lease.waiting] == self.client.execute(
+                "LRANGE", KEYS.line(lease.line), 0, len(lease.waiting) - 1
+            )
+            if heard:
+                self.leases.append(lease)
+                self.known.setdefault(worker.consumer, []).append(lease)
+
+    def a_lease(self, which: int) -> Lease | None:
+        found = [one for one in self.leases if one.waiting]
+        return found[which % len(found)] if found else None
+
+    @precondition(is_with_workers)
+    @rule(which=ANY, count=FEW, over=st.booleans())
+    def commit(self, which: int, count: int, over: bool) -> None:
+        lease = self.a_lease(which)
+        if lease is None:
+            return
+        count = min(count, len(lease.waiting))
+        unit = unit_of(lease, count)
+        if over:
+            unit.left = lease.given - count
+        call = lease.stream.new_call()
+        refused = lease.stream.commit([unit], call=call)
+        self.last_commit[lease.stream.consumer] = (call, [unit], [one.mark for one in refused])
+        if not refused:
+            assert lease.fence == self.newest[lease.line], "an older token has committed"
+            for _ in range(count):
+                lease.waiting.popleft()
+            lease.given -= count
+
+    @precondition(is_with_workers)
+    @rule(which=ANY, chosen=st.lists(st.integers(0, 3), min_size=1, max_size=3))
+    def commit_what_is_not_first(self, which: int, chosen: list[int]) -> None:
+        lease = self.a_lease(which)
+        if lease is None or max(chosen) >= len(lease.waiting) or chosen == list(range(len(chosen))):
+            return
+        unit = lease.stream.unit_of(lease, [lease.waiting[n] for n in chosen])
+        assert lease.stream.commit([unit]) == [unit]
+
+    @precondition(is_with_workers)
+    @rule(who=WORKERS)
+    def repeat_the_last_commit(self, who: int) -> None:
+        worker = self.workers[who]
+        if worker.consumer in self.last_commit:
+            call, units, refused = self.last_commit[worker.consumer]
+            before = outputs(self.client)
+            assert [one.mark for one in worker.commit(units, call=call)] == refused
+            assert outputs(self.client) == before
+
+    @precondition(is_with_workers)
+    @rule(which=ANY)
+    def extend(self, which: int) -> None:
+        lease = self.a_lease(which)
+        if lease is not None and not lease.stream.extend_leases([lease], 60_000, 0):
+            assert lease.fence == self.newest[lease.line]
+
+    @precondition(is_with_workers)
+    @rule(which=ANY, how=st.sampled_from(["next", "first", "later", "park"]), failed=st.none() | FEW)
+    def release(self, which: int, how: Any, failed: int | None) -> None:
+        lease = self.a_lease(which)
+        if lease is not None:
+            lease.stream.release([Ending(lease, how, 60_000 if how == "later" else "why", failed)])
+
+    # What befalls them
+
+    @rule(line=st.none() | LINES)
+    def time_passes(self, line: bytes | None) -> None:
+        expire(self.client, line)
+
+    @precondition(is_with_workers)
+    @rule(who=WORKERS, recovers=st.booleans())
+    def die_and_begin_anew(self, who: int, recovers: bool) -> None:
+        name = self.workers[who].consumer
+        self.workers[who] = keyed(self.client, name)
+        self.known[name] = []
+        self.last_commit.pop(name, None)
+        if recovers:
+            self.workers[who].recover([], run=10)
+            assert all(name.encode() not in token.split() for token in self.client.execute("HVALS", KEYS.owners))
+
+    @precondition(is_with_workers)
+    @rule(who=WORKERS)
+    def recover(self, who: int) -> None:
+        worker = self.workers[who]
+        worker.recover(self.known.get(worker.consumer, []), run=10)
+
+    @rule(fence=st.sampled_from([0, 1, 10**15]))
+    def a_failover_sets_the_fence_back(self, fence: int) -> None:
+        self.client.execute("HSET", KEYS.meta, "fence", fence)
+
+    # People
+
+    @precondition(is_with_workers)
+    @rule(line=LINES)
+    def park(self, line: bytes) -> None:
+        park(self.client, KEYS, line, "by hand")
+
+    @precondition(is_with_workers)
+    @rule(line=LINES)
+    def unpark(self, line: bytes) -> None:
+        unpark(self.client, KEYS, line)
+
+    @precondition(is_with_workers)
+    @rule(line=LINES)
+    def skip(self, line: bytes) -> None:
+        self.mend_the_group()
+        skipped = skip(self.client, KEYS, line, error="by hand")
+        if skipped is not None:
+            self.skipped.add(int(skipped.partition("-")[0]))
+
+    def mend_the_group(self) -> None:
+        if not self.client.execute("EXISTS", "in") or not self.client.execute("XINFO", "GROUPS", "in"):
+            self.workers[0].join()
+
+    # Outsiders
+
+    @rule(which=ANY)
+    def an_outsider_deletes_an_entry(self, which: int) -> None:
+        if self.published:
+            n = 1 + which % len(self.published)
+            self.client.execute("XDEL", "in", f"{n}-0")
+            self.deleted.add(n)
+            self.disturbed = True
+
+    @rule(
+        deed=st.sampled_from(
+            [
+                ("XACK", "in", KEYS.group, *(f"{n}-0" for n in range(1, 99))),
+                ("XGROUP", "DESTROY", "in", KEYS.group),
+                ("XGROUP", "DELCONSUMER", "in", KEYS.group, "waiting"),
+                ("XGROUP", "DELCONSUMER", "in", KEYS.group, "w1"),
+                ("XGROUP", "SETID", "in", KEYS.group, "0"),
+                ("XGROUP", "SETID", "in", KEYS.group, "3-0"),
+                ("XGROUP", "SETID", "in", KEYS.group, "$"),
+                ("XREADGROUP", "GROUP", KEYS.group, "outsider", "STREAMS", "in", ">"),
+                ("XAUTOCLAIM", "in", KEYS.group, "outsider", 0, "0"),
+            ]
+        )
+    )
+    def an_outsider_meddles(self, deed: tuple[str, ...]) -> None:
+        self.mend_the_group()
+        self.client.execute(*deed)
+        self.disturbed = True
+
+    # Spark
+
+    @rule(most=st.integers(0, 6), advance=st.booleans())
+    def spark_takes_over(self, most: int, advance: bool) -> None:
+        parked = not self.on_spark and any(
+            self.client.execute("EXISTS", KEYS.line(line)) for line in self.client.execute("HKEYS", KEYS.parked)
+        )
+        try:
+            run_on_spark(self.client, most, advance=advance)
+        except ConfigError:
+            assert parked
+            return
+        assert not parked
+        self.on_spark = self.was_on_spark = True
+        self.disturbed = False
+        self.last_commit.clear()
+
+    @precondition(lambda self: self.on_spark)
+    @rule(who=WORKERS)
+    def workers_take_over(self, who: int) -> None:
+        self.workers[who].join()
+        self.on_spark = False
+
+    # What holds after each step
+
+    @invariant()
+    def the_lines_are_sound(self) -> None:
+        if self.on_spark:
+            assert self.client.execute("EXISTS", KEYS.owners, KEYS.ready, KEYS.leases, KEYS.backoff, KEYS.parked) == 0
+            return
+        try:
+            wrong = [one for one in self.workers[0].check() if "under the fence" not in one]
+        except GroupMissing:  # until somebody notices
+            assert self.disturbed
+            return
+        if self.disturbed:  # the pending list is what others have made of it
+            wrong = [one for one in wrong if "pending" not in one]
+        if self.was_on_spark:  # which forgets counts when a batch has ended
+            wrong = [one for one in wrong if not one.startswith("strikes of")]
+        assert wrong == []
+
+    @invariant()
+    def what_is_committed_is_in_order_and_once(self) -> None:
+        committed = outputs(self.client)
+        for line, some in committed.items():
+            assert some == sorted(set(some)), f"{line} was committed as {some}"
+            assert all(self.published[n] == line.encode() for n in some)
+        assert not {n for some in committed.values() for n in some} & self.skipped
+
+    def teardown(self) -> None:
+        if not hasattr(self, "published"):
+            return
+        last = keyed(self.client, "last")
+        for line in self.client.execute("HKEYS", KEYS.parked):
+            unpark(self.client, KEYS, line)
+        expire(self.client)
+        drain(last, most_pending=5)
+        self.what_is_committed_is_in_order_and_once()
+        committed = {n for some in outputs(self.client).values() for n in some}
+        assert self.published.keys() - committed - self.skipped - self.deleted == set(), "messages were lost"
+        left = {key.rpartition(b":")[2].decode() for key in self.client.execute("KEYS", "millstream:*")}
+        assert left <= {"meta", "dead", "wake", "last"} | ({"strikes", "marks", "open"} if self.was_on_spark else set())
+        assert take(last).leases == []
+
+
+def test_any_order_of_steps_keeps_messages_in_order_and_loses_none(
+    millstream_fresh_server: EmbeddedServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.ERROR)
+    with Client(millstream_fresh_server.url) as client:
+        KeyedMachine.client = client
+        run_state_machine_as_test(
+            KeyedMachine,
+            settings=settings(
+                max_examples=EXAMPLES, stateful_step_count=STEPS, deadline=None, database=None,
+                suppress_health_check=list(HealthCheck),
+            ),
+        )  # fmt: skip

@@ -1,0 +1,111 @@
+"""What keyed streams keep in Redis: who holds what, how much it takes, and that nothing of it stays."""
+
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from millstream.client import Client
+from millstream.errors import OutOfMemory
+from millstream.keyed import Ending
+from millstream.lines import check_lines
+from millstream.model import EntryId
+from millstream.server import EmbeddedServer
+from tests.integration.keyed_bench import KEYS, MANY, commit, drain, expire, held, keyed, lines, routed, take
+
+
+@pytest.fixture
+def client(millstream_url: str) -> Iterator[Client]:
+    with Client(millstream_url) as connected:
+        yield connected
+
+
+def test_any_tool_sees_who_holds_what(client: Client) -> None:
+    take(routed(client, "AAB-"), lines=1, run=1)
+    take(keyed(client, "w2"), lines=1)
+    assert held(client) == {"w1": [1], "waiting": [2, 4], "w2": [3]}
+    consumers = [
+        dict(zip(one[::2], one[1::2], strict=True)) for one in client.execute("XINFO", "CONSUMERS", "in", KEYS.group)
+    ]
+    assert {one[b"name"]: one[b"pending"] for one in consumers} == {b"w1": 1, b"w2": 1, b"waiting": 2}
+
+
+def test_an_idle_handler_keeps_nothing_however_many_keys_it_has_seen(client: Client) -> None:
+    worker = routed(client, "A")
+    drain(worker)
+    client.execute("DEL", "out", KEYS.wake)
+    before = client.execute("MEMORY", "USAGE", KEYS.meta)
+    client.pipeline([("XADD", "in", f"{n}-0", "k", n) for n in range(2, 5_002)])
+    failing = keyed(client, "w2")
+    failing.route(count=10_000, most_pending=MANY)
+    for n, lease in enumerate(take(failing, lines=1_500).leases):
+        failing.release([Ending(lease, ("later", "next", "first")[n % 3], 1, 1)])
+    take(failing, lines=700)
+    expire(client)
+    drain(worker)
+    client.execute("DEL", KEYS.wake)
+    assert sorted(client.execute("KEYS", "*")) == [b"in", KEYS.meta.encode(), b"out"]
+    assert client.execute("MEMORY", "USAGE", KEYS.meta) <= before + 64
+    assert client.execute("XPENDING", "in", KEYS.group)[0] == 0
+
+
+def test_a_waiting_message_costs_little_memory(
+    millstream_fresh_server: EmbeddedServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    count = 150_000
+    with Client(millstream_fresh_server.url) as client:
+        worker = keyed(client)
+        for _ in range(
+            15
+        ):  # some in each millisecond: where each has one of its own, Redis needs 60 bytes more of a pending one
+            client.pipeline([("XADD", "in", "*", "k", "hot")] * (count // 15))
+
+        def used() -> int:
+            found = client.execute("INFO", "memory")
+            return int(found.partition(b"used_memory:")[2].partition(b"\r")[0])
+
+        before = used()
+        while worker.route(count=5_000, most_pending=MANY):
+            pass
+        cost = (used() - before) / count
+        line = client.execute("MEMORY", "USAGE", KEYS.line(b"khot"), "SAMPLES", 0) / count
+        assert client.execute("LLEN", KEYS.line(b"khot")) == count
+    with capsys.disabled():
+        sys.stdout.write(f"\n{cost:.0f} bytes a waiting message, {line:.0f} of them in its line\n")
+    assert (line < 25, cost < 125) == (True, True)
+
+
+def test_at_maxmemory_leases_are_kept_and_given_back_and_effects_wait(client: Client) -> None:
+    worker = routed(client, "AAB")
+    a, b = take(worker).leases
+    client.execute("CONFIG", "SET", "maxmemory", "1")
+    try:
+        with pytest.raises(OutOfMemory):
+            commit(a)
+        assert worker.extend_leases([a, b], 60_000, 0) == []
+        assert worker.release([Ending(b, "later", 1, 1)]) == []
+        assert worker.recover([a], run=10) == (0, 0)
+        assert worker.commit([worker.unit_of(a, list(a.waiting)[:1])], allow_oom=True) == []
+    finally:
+        client.execute("CONFIG", "SET", "maxmemory", "0")
+    assert (worker.check(), lines(client, "kA", "kB")) == ([], [[2], [3]])
+
+
+def test_the_check_of_the_lines_finds_what_is_wrong_with_them(client: Client) -> None:
+    worker = routed(client, "AABB")
+    take(worker, lines=1)
+    breaks: list[tuple[object, ...]] = [
+        ("RPUSH", KEYS.ready, "kA"), ("DEL", KEYS.ready), ("HDEL", KEYS.owners, "kA"), ("ZREM", KEYS.leases, "kA"),
+        ("XACK", "in", KEYS.group, "1-0"), ("LPOP", KEYS.line(b"kB")), ("LPUSH", KEYS.line(b"kB"), "4-0"),
+        ("HSET", KEYS.meta, "fence", 1), ("HSET", KEYS.parked, "kB", "1 x"), ("HSET", KEYS.strikes, "9-0", 1),
+        ("XCLAIM", "in", KEYS.group, "w2", 0, "1-0"), ("RPUSH", KEYS.ready, "kZ"),
+    ]  # fmt: skip
+    assert worker.check() == []
+    dumps = {key: client.execute("DUMP", key) for key in client.execute("KEYS", "*")}
+    for command in breaks:
+        client.execute(*command)  # type: ignore[arg-type]
+        assert check_lines(client, KEYS, "in") != [], command
+        client.execute("FLUSHDB")
+        client.pipeline([("RESTORE", key, 0, dump) for key, dump in dumps.items()])
+        assert worker.check() == [], command
+    assert EntryId.parse(worker.routed) == EntryId(4, 0)

@@ -1,0 +1,158 @@
+"""What outsiders do to a keyed stream with plain Redis commands: no line is wedged, lent out twice, or loses an entry."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from millstream.client import Client
+from millstream.keyed import Ending
+from millstream.reliable import ReliableStream
+from tests.integration.keyed_bench import (
+    KEYS,
+    commit,
+    drain,
+    expected,
+    keyed,
+    outputs,
+    publish,
+    run_on_spark,
+    take,
+    take_one,
+)
+
+LETTERS = "ABCABCABCABC"
+LOOK_AHEAD = 6
+GROUP = KEYS.group
+EVERYTHING = [f"{n}-0" for n in range(1, 13)]
+
+DEEDS: dict[str, list[tuple[object, ...]]] = {
+    "nothing": [],
+    "entries are acknowledged": [("XACK", "in", GROUP, *EVERYTHING)],
+    "entries are taken over": [("XCLAIM", "in", GROUP, "outsider", 0, *EVERYTHING)],
+    "entries are claimed before their time": [("XCLAIM", "in", GROUP, "outsider", 0, *EVERYTHING, "FORCE")],
+    "new entries are read": [("XREADGROUP", "GROUP", GROUP, "outsider", "STREAMS", "in", ">")],
+    "all entries are read": [
+        ("XGROUP", "SETID", "in", GROUP, "0"), ("XREADGROUP", "GROUP", GROUP, "outsider", "STREAMS", "in", ">"),
+    ],
+    "the group is set back": [("XGROUP", "SETID", "in", GROUP, "0")],
+    "the group is set back a little": [("XGROUP", "SETID", "in", GROUP, "4-0")],
+    "the group is set forward": [("XGROUP", "SETID", "in", GROUP, "$")],
+    "the waiting consumer is deleted": [("XGROUP", "DELCONSUMER", "in", GROUP, "waiting")],
+    "a worker's consumer is deleted": [("XGROUP", "DELCONSUMER", "in", GROUP, "w1")],
+    "the group is destroyed": [("XGROUP", "DESTROY", "in", GROUP)],
+    "the group is made anew at the end": [("XGROUP", "DESTROY", "in", GROUP), ("XGROUP", "CREATE", "in", GROUP, "$")],
+    "the group is made anew at the start": [("XGROUP", "DESTROY", "in", GROUP), ("XGROUP", "CREATE", "in", GROUP, "0")],
+    "a waiting entry is deleted": [("XDEL", "in", "2-0")],
+    "a new entry is deleted": [("XDEL", "in", "8-0")],
+    "a whole line is deleted": [("XDEL", "in", "3-0", "6-0", "9-0", "12-0")],
+    "what runs is deleted": [("XDEL", "in", "1-0", "4-0")],
+    "the stream is trimmed": [("XTRIM", "in", "MINID", "8-0")],
+    "the stream is emptied": [("XTRIM", "in", "MAXLEN", "0")],
+    "the stream is deleted": [("DEL", "in")],
+    "the scripts are forgotten": [("SCRIPT", "FLUSH")],
+}  # fmt: skip
+
+
+@pytest.fixture
+def client(millstream_url: str) -> Iterator[Client]:
+    with Client(millstream_url) as connected:
+        yield connected
+
+
+def left_after(client: Client) -> dict[str, list[int]]:
+    """What is to be committed: what is still there, and 1 and 4, which a worker has in hand."""
+    there = {int(entry_id.partition(b"-")[0]) for entry_id, _ in client.execute("XRANGE", "in", "-", "+")} | {1, 4}
+    found = {line: [n for n in ids if n in there] for line, ids in expected(LETTERS).items()}
+    return {line: ids for line, ids in found.items() if ids}
+
+
+def interfere(client: Client, deed: str) -> None:
+    for command in DEEDS[deed]:
+        client.execute(*command)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("deed", DEEDS)
+def test_whatever_outsiders_do_workers_commit_all_that_is_left_in_order_and_once(client: Client, deed: str) -> None:
+    publish(client, LETTERS)
+    first, second = keyed(client, "w1"), keyed(client, "w2")
+    assert first.route(count=100, most_pending=LOOK_AHEAD) == LOOK_AHEAD
+    lease = take_one(first)
+    interfere(client, deed)
+    others = take(second).leases
+    assert b"kA" not in [one.line for one in others]
+    second.release([Ending(one, "next") for one in others])
+    assert first.extend_leases([lease], 60_000, 0) == []
+    assert commit(lease, 2)
+    first.release([Ending(lease, "next")])
+    drain(second, most_pending=LOOK_AHEAD)
+    assert outputs(client) == left_after(client)
+    assert client.execute("EXISTS", KEYS.owners, KEYS.leases, KEYS.ready, KEYS.strikes) == 0
+    if deed != "all entries are read" and deed != "entries are claimed before their time":  # of which some were done
+        assert second.check() == []
+
+
+@pytest.mark.parametrize("deed", DEEDS)
+def test_whatever_outsiders_do_spark_takes_over_all_that_is_not_committed(client: Client, deed: str) -> None:
+    publish(client, LETTERS)
+    first = keyed(client, "w1")
+    first.route(count=100, most_pending=LOOK_AHEAD)
+    lease = take_one(first)
+    assert commit(lease)
+    interfere(client, deed)
+    run_on_spark(client)
+    there = left_after(client)
+    if not client.execute("XRANGE", "in", "4-0", "4-0"):
+        there["kA"].remove(4)
+    assert outputs(client) == there
+
+
+@pytest.mark.parametrize("deed", DEEDS)
+def test_whatever_outsiders_do_workers_without_keys_take_over_all_that_is_not_committed(
+    client: Client, deed: str
+) -> None:
+    publish(client, LETTERS)
+    first = keyed(client, "w1")
+    first.route(count=100, most_pending=LOOK_AHEAD)
+    assert commit(take_one(first))
+    interfere(client, deed)
+    there = {int(entry_id.partition(b"-")[0]) for entry_id, _ in client.execute("XRANGE", "in", "-", "+")}
+    second = ReliableStream(client, "in", app="app", handler="handle", consumer="w2", into="out")
+    second.join()
+    found = second.read_pending() + second.read(count=100)
+    assert {int(one.id.partition(b"-")[0]) for one in found} == there - {1}
+    assert second.acknowledge(*found) == []
+
+
+def test_a_parked_line_and_foreign_entries_do_not_fill_the_look_ahead_together(client: Client) -> None:
+    publish(client, "AAAB" + "C" * 20)
+    worker = keyed(client)
+    worker.route(count=4, most_pending=5)
+    (a,) = take(worker, lines=1).leases
+    worker.release([Ending(a, "park", "x")])
+    client.execute("XREADGROUP", "GROUP", GROUP, "outsider", "STREAMS", "in", ">")
+    drain(worker, most_pending=5)
+    assert outputs(client) == {"kB": [4], "kC": list(range(5, 25))}
+    assert (client.execute("XPENDING", "in", GROUP)[0], worker.check()) == (3, [])
+
+
+def test_entries_that_were_deleted_while_they_waited_are_named(
+    client: Client, caplog: pytest.LogCaptureFixture
+) -> None:
+    publish(client, "AAB")
+    worker = keyed(client)
+    worker.route(count=10, most_pending=100)
+    client.execute("XDEL", "in", "1-0", "3-0")
+    assert [one.line for one in take(worker).leases] == [b"kA"]
+    assert "2 pending entries of stream in were trimmed or deleted before they were processed: 1-0, 3-0" in caplog.text
+    assert worker.check() == []
+
+
+def test_what_is_known_of_a_deleted_entry_goes_with_it(client: Client) -> None:
+    publish(client, "AAB")
+    worker = keyed(client)
+    worker.route(count=10, most_pending=100)
+    worker.release([Ending(take_one(worker), "next", "", 3)])
+    client.execute("XDEL", "in", "1-0")
+    lease = next(one for one in take(worker).leases if one.line == b"kA")
+    assert (lease.waiting[0].id, lease.waiting[0].attempt) == (b"2-0", 1)
+    assert (client.execute("EXISTS", KEYS.strikes), worker.check()) == (0, [])

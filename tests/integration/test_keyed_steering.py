@@ -1,0 +1,112 @@
+"""What people do to the lines of keys, and what they are told about them."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from millstream.client import Client
+from millstream.errors import ConfigError
+from millstream.keyed import Ending
+from millstream.lines import park, skip, survey, unpark
+from tests.integration.keyed_bench import KEYS, MANY, commit, expire, ids, keyed, lines, publish, routed, take, take_one
+
+
+@pytest.fixture
+def client(millstream_url: str) -> Iterator[Client]:
+    with Client(millstream_url) as connected:
+        yield connected
+
+
+def test_a_parked_line_waits_for_a_person_and_keeps_its_order(client: Client) -> None:
+    worker = routed(client, "AAB")
+    a = take_one(worker)
+    worker.release([Ending(a, "park", "bad address", 4)])
+    assert [one.line for one in take(worker).leases] == [b"kB"]
+    publish(client, "AA", first=4)
+    worker.route(count=10, most_pending=MANY)
+    assert (take(worker).leases, worker.check()) == ([], [])
+    assert (unpark(client, KEYS, b"kA"), unpark(client, KEYS, b"kA")) == (True, False)
+    a = take_one(worker)
+    assert (ids(a), a.waiting[0].attempt, worker.check()) == ([1, 2, 4, 5], 1, [])
+
+
+@pytest.mark.parametrize("how", ["ready", "leased", "backing off"])
+def test_a_line_can_be_parked_whatever_it_is_at(client: Client, how: str) -> None:
+    worker = routed(client, "AA")
+    leases = [] if how == "ready" else take(worker).leases
+    if how == "backing off":
+        worker.release([Ending(leases[0], "later", 1)])
+    assert (park(client, KEYS, b"kA", "wait"), park(client, KEYS, b"kA", "more")) == (True, False)
+    assert worker.check() == []
+    if how == "leased":
+        assert commit(leases[0])
+        worker.release([Ending(leases[0], "later", 1)])
+    expire(client)
+    assert (take(worker).leases, worker.check()) == ([], [])
+    assert unpark(client, KEYS, b"kA")
+    assert ids(take_one(worker))[-1] == 2
+
+
+def test_an_entry_that_is_skipped_becomes_a_dead_letter_and_late_commits_of_it_are_refused(client: Client) -> None:
+    worker = routed(client, "AAA")
+    lease = take_one(worker)
+    assert skip(client, KEYS, b"kA", error="by hand") == "1-0"
+    assert (commit(lease), worker.check()) == (False, [])
+    ((_, items),) = client.execute("XRANGE", KEYS.dead, "-", "+")
+    letter = dict(zip(items[::2], items[1::2], strict=True))
+    assert (letter[b"id"], letter[b"key"], letter[b"reason"], letter[b"error"]) == (
+        b"1-0",
+        b"A",
+        b"skipped",
+        b"by hand",
+    )
+    assert ids(take_one(worker)) == [2, 3]
+    assert client.execute("HMGET", KEYS.meta, "committed", "dead") == [b"1", b"1"]
+    assert skip(client, KEYS, b"kB", error="nothing") is None
+
+
+def test_skipping_leaves_a_line_parked_and_ends_its_back_off_and_its_counts(client: Client) -> None:
+    worker = routed(client, "AAABB")
+    a, b = take(worker).leases
+    worker.release([Ending(a, "park", "why", 3), Ending(b, "later", 60_000, 2)])
+    for line in (b"kA", b"kB"):
+        assert skip(client, KEYS, line, error="x") is not None
+    assert (worker.check(), client.execute("EXISTS", KEYS.strikes)) == ([], 0)
+    assert [(one.line, ids(one)) for one in take(worker).leases] == [(b"kB", [5])]
+    skip(client, KEYS, b"kA", error="x")
+    skip(client, KEYS, b"kA", error="x")
+    assert (lines(client, "kA"), worker.check()) == ([[]], [])
+
+
+def test_lines_cannot_be_steered_where_no_workers_of_keys_are_in_charge(client: Client) -> None:
+    with pytest.raises(ConfigError, match="no workers of a handler with a key"):
+        park(client, KEYS, b"kA", "x")
+    with pytest.raises(ConfigError, match="no workers of a handler with a key"):
+        unpark(client, KEYS, b"kA")
+
+
+def test_a_survey_says_of_each_line_what_it_waits_for(client: Client) -> None:
+    worker = routed(client, "AAABBCCDDE")
+    leases = {one.line: one for one in take(worker, lines=4).leases}
+    worker.release([Ending(leases[b"kB"], "later", 60_000, 1), Ending(leases[b"kC"], "park", "bad é", 2)])
+    expire(client, b"kD")
+    park(client, KEYS, b"kA", "soon")
+    found = {one.name: one for one in survey(client, KEYS)}
+    assert next(iter(found)) == b"kA"
+    seen = [(one.key, one.state, one.length, one.first, one.worker, one.failed, one.parked) for one in found.values()]
+    assert sorted(seen, key=repr) == [
+        (b"A", "leased", 3, "1-0", "w1", 0, "soon"), (b"B", "backing off", 2, "4-0", None, 1, None),
+        (b"C", "parked", 2, "6-0", None, 2, "bad é"), (b"D", "leased", 2, "8-0", "w1", 0, None),
+        (b"E", "ready", 1, "10-0", None, 0, None),
+    ]  # fmt: skip
+    why = {name: one.why for name, one in found.items()}
+    assert "worker w1 has it since" in why[b"kA"]
+    assert why[b"kA"].endswith("then it stays parked: soon")
+    assert why[b"kB"].startswith("attempt 2 on its first entry is due in")
+    assert why[b"kC"].endswith(": bad é")
+    assert "its lease ran out" in why[b"kD"]
+    assert why[b"kE"] == "it waits for a worker to be free, as number 1 of the lines that do"
+    assert (found[b"kA"].until_ms or 0) - (found[b"kA"].since_ms or 0) in range(59_000, 61_000)
+    assert len(survey(client, KEYS, most=2)) == 2
+    take(keyed(client, "w2"))
+    assert "1 times a worker lost it" in next(one.why for one in survey(client, KEYS) if one.name == b"kD")

@@ -1,0 +1,249 @@
+"""The master with consumers that follow the memo to the letter: real processes, real HTTP, real Redis."""
+
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from millstream.client import Client
+from millstream.lines import check_lines
+from tests.integration.commandline import run
+from tests.integration.masters import (
+    GROUP,
+    KEYS,
+    STREAM,
+    TOKEN,
+    Foreign,
+    Master,
+    eventually,
+    holders,
+    is_clean,
+    publish,
+)
+
+
+@pytest.fixture
+def client(millstream_url: str) -> Iterator[Client]:
+    with Client(millstream_url) as found:
+        yield found
+
+
+@pytest.fixture
+def master(millstream_url: str, client: Client) -> Iterator[Master]:
+    with Master(millstream_url) as found:
+        yield found
+
+
+def test_a_literal_consumer_gets_each_ticket_in_order_one_message_at_a_time(master: Master, client: Client) -> None:
+    ids = publish(client, "A", "B", "A", "A", "B")
+    with Foreign(client, "c1", max_tickets=5).register(master) as consumer:
+        got: list[tuple[str, str]] = []
+        eventually(lambda: len(consumer.read()) == 2, "both tickets")
+        while pending := consumer.read():
+            assert len({fields["ticket_id"] for _, fields in pending}) == len(pending), "two messages of one ticket"
+            message_id, fields = pending[0]
+            got.append((fields["ticket_id"], message_id))
+            consumer.finish(master, message_id)
+            if len(got) < len(ids):
+                consumer.next()
+    order = {ticket: [one for key, one in got if key == ticket] for ticket in "AB"}
+    assert order == {"A": [ids[0], ids[2], ids[3]], "B": [ids[1], ids[4]]}
+    assert is_clean(client)
+
+
+def test_an_acknowledgement_says_what_is_given_next_and_may_be_repeated(master: Master, client: Client) -> None:
+    first, second = publish(client, "A", "A")
+    with Foreign(client, "c1").register(master) as consumer:
+        assert consumer.next()[0] == first
+        assert consumer.finish(master, first) == {"known": False, "next": [second]}
+        assert consumer.finish(master, first) == {"known": True, "next": []}
+        assert consumer.next()[0] == second
+
+
+def test_a_message_without_a_ticket_waits_for_nobody(master: Master, client: Client) -> None:
+    publish(client, "A")
+    plain = client.execute("XADD", STREAM, "*", "text", "hello").decode()
+    with Foreign(client, "c1", max_tickets=2).register(master) as consumer:
+        eventually(lambda: plain in dict(consumer.read()), "the message without a ticket")
+        shown = {one["ticket_id"] for one in master.get("tickets")["tickets"]}
+        assert shown == {"A", None}
+
+
+def test_a_consumer_that_skips_a_message_gets_nothing_newer_of_that_ticket(master: Master, client: Client) -> None:
+    skipped, other, newer = publish(client, "A", "B", "A")
+    with Foreign(client, "c1", max_tickets=2).register(master) as consumer:
+        eventually(lambda: len(consumer.read()) == 2, "both tickets")
+        consumer.finish(master, other)
+        assert dict(consumer.read()).keys() == {skipped}
+        assert holders(client)[newer] == "waiting"
+        consumer.finish(master, skipped)
+        assert consumer.next()[0] == newer
+
+
+def test_an_acknowledgement_out_of_turn_does_not_pass_over_what_comes_before(master: Master, client: Client) -> None:
+    first, second = publish(client, "A", "A")
+    with Foreign(client, "c1").register(master) as consumer:
+        consumer.next()
+        refused = consumer.acknowledge(master, second)
+        assert refused.status_code == 409
+        assert "does not have" in refused.json()["error"]
+        assert list(holders(client)) == [first, second]
+
+
+def test_an_xack_without_the_call_counts_as_acknowledged(master: Master, client: Client) -> None:
+    first, second = publish(client, "A", "A")
+    with Foreign(client, "c1").register(master) as consumer:
+        assert consumer.next()[0] == first
+        consumer.xack(first)
+        assert consumer.next(within_s=5)[0] == second
+        consumer.finish(master, second)
+    assert is_clean(client)
+
+
+def test_the_call_without_an_xack_acknowledges_in_redis_too(master: Master, client: Client) -> None:
+    (only,) = publish(client, "A")
+    with Foreign(client, "c1").register(master) as consumer:
+        consumer.next()
+        assert consumer.acknowledge(master, only).json() == {"known": False, "next": []}
+    assert is_clean(client)
+
+
+def test_what_others_take_from_the_group_goes_into_its_line_all_the_same(master: Master, client: Client) -> None:
+    eventually(lambda: client.execute("EXISTS", STREAM), "the group")
+    with Foreign(client, "c1").register(master) as consumer:
+        (running,) = publish(client, "A")
+        consumer.next()
+        client.execute("MULTI")  # the thief is faster than the master
+        publish(client, "A", "B")
+        client.execute("XREADGROUP", "GROUP", GROUP, "thief", "COUNT", 10, "STREAMS", STREAM, ">")
+        stolen = [one.decode() for one in client.execute("EXEC")[:2]]
+        (newest,) = publish(client, "A")
+        got = [running]
+        consumer.finish(master, running)
+        while len(got) < 4:
+            message_id, _ = consumer.next()
+            got.append(message_id)
+            consumer.finish(master, message_id)
+        assert [one for one in got if one != stolen[1]] == [running, stolen[0], newest]
+    assert is_clean(client)
+
+
+def test_who_keeps_asking_for_what_it_took_before_there_was_a_master_loses_it_after_a_while(
+    millstream_url: str, client: Client
+) -> None:
+    client.execute("XGROUP", "CREATE", STREAM, GROUP, "0", "MKSTREAM")
+    (old,) = publish(client, "A")
+    client.execute("XREADGROUP", "GROUP", GROUP, "thief", "STREAMS", STREAM, ">")
+    with Master(millstream_url, "--min-idle-time-s", "1.5"):
+        began = time.monotonic()
+
+        def polls() -> bool:
+            client.execute("XREADGROUP", "GROUP", GROUP, "thief", "STREAMS", STREAM, "0")  # resets its idle time
+            return holders(client) == {old: "waiting"}
+
+        eventually(polls, "the message is in its line")
+        assert time.monotonic() - began > 1
+
+
+def test_what_was_pending_in_the_group_before_there_was_a_master_is_not_lost(millstream_url: str, client: Client) -> None:
+    client.execute("XGROUP", "CREATE", STREAM, GROUP, "0", "MKSTREAM")
+    old = publish(client, "A", "B")
+    client.execute("XREADGROUP", "GROUP", GROUP, "gone", "STREAMS", STREAM, ">")
+    new = publish(client, "A")
+    with Master(millstream_url) as master, Foreign(client, "c1", max_tickets=5).register(master) as consumer:
+        eventually(lambda: set(holders(client).values()) <= {"c1", "waiting"}, "the old ones are in their lines")
+        got: list[str] = []
+        while len(got) < 3:
+            message_id, _ = consumer.next()
+            got.append(message_id)
+            consumer.finish(master, message_id)
+    # The newer one of A may have run before its elder was idle for long enough.
+    assert sorted(got) == [*old, *new]
+    assert is_clean(client)
+
+
+def test_a_failed_message_is_tried_again_before_newer_ones_and_dies_in_the_end(master: Master, client: Client) -> None:
+    bad, good = publish(client, "A", "A")
+    with Foreign(client, "c1").register(master) as consumer:
+        outcomes = []
+        for _ in range(4):
+            assert consumer.next()[0] == bad
+            found = master.post("messages/fail", consumer="c1", message_id=bad, error="no such customer")
+            outcomes.append(found.json()["outcome"])
+        assert outcomes == ["retry", "retry", "retry", "dead-letter"]
+        assert consumer.next()[0] == good
+    letters = run("dlq", "list", "--json", url=client.url).json_lines()
+    assert [(one["id"], one["reason"], one["attempts"]) for one in letters] == [(bad, "failed", 4)]
+    assert "no such customer" in str(letters)
+
+
+def test_a_message_that_can_never_succeed_dies_at_once(master: Master, client: Client) -> None:
+    (bad,) = publish(client, "A")
+    with Foreign(client, "c1").register(master) as consumer:
+        consumer.next()
+        found = master.post("messages/fail", consumer="c1", message_id=bad, error="nonsense", retry=False)
+        assert found.json() == {"outcome": "dead-letter", "next": []}
+    assert is_clean(client)
+
+
+def test_a_released_message_goes_to_another_at_once_and_counts_no_attempt(master: Master, client: Client) -> None:
+    (only,) = publish(client, "A")
+    with Foreign(client, "c1").register(master) as leaver, Foreign(client, "c2") as other:
+        leaver.next()
+        assert master.post("messages/release", consumer="c1").json() == {"released": 1}
+        assert master.state_of("c1") is None
+        other.register(master)
+        assert other.next()[0] == only
+        assert client.execute("HLEN", KEYS.strikes) == 0
+
+
+def test_no_consumer_gets_more_than_it_asked_for(master: Master, client: Client) -> None:
+    publish(client, *(f"T{n}" for n in range(20)))
+    with Foreign(client, "c1", max_tickets=3).register(master) as three, Foreign(client, "c2").register(master) as one:
+        eventually(lambda: len(three.read()) == 3 and len(one.read()) == 1, "three and one")
+        assert sum(name == "waiting" for name in holders(client).values()) == 16
+
+
+def test_the_session_can_be_read_back_page_by_page(master: Master, client: Client) -> None:
+    ids = publish(client, "A", "B", "C", "A")
+    with Foreign(client, "c1", max_tickets=2).register(master) as consumer:
+        eventually(lambda: len(consumer.read()) == 2, "two tickets")
+        pages, cursor = [], ""
+        while True:
+            page = master.get("tickets", limit=2, **({"cursor": cursor} if cursor else {}))
+            pages += page["tickets"]
+            cursor = page["cursor"]
+            if not cursor:
+                break
+        shown = {one["ticket_id"]: (one["consumer_name"], one["message_ids"]) for one in pages}
+        assert shown == {"A": ("c1", [ids[0], ids[3]]), "B": ("c1", [ids[1]]), "C": (None, [ids[2]])}
+        (found,) = master.get("consumers")["consumers"]
+        assert (found["consumer_name"], found["health_url"], found["state"]) == ("c1", consumer.health.url, "alive")
+        assert (sorted(found["ticket_ids"]), sorted(found["message_ids"])) == (["A", "B"], ids[:2])
+
+
+def test_a_paused_group_gives_out_nothing_until_it_is_resumed(master: Master, client: Client) -> None:
+    with Foreign(client, "c1").register(master) as consumer:
+        client.execute("HSET", KEYS.meta, "paused", 1)
+        eventually(lambda: master.http.get("/api/health").status_code == 200, "an answer")
+        publish(client, "A")
+        # The master looks once a second; after that nothing may come.
+        eventually(lambda: consumer.health.calls > 8, "some rounds")
+        client.execute("HDEL", KEYS.meta, "paused")
+        consumer.next()
+
+
+def test_settings_come_from_a_file_and_from_the_environment(millstream_url: str, client: Client, tmp_path: object) -> None:
+    env = {"ticket_stream": STREAM, "concurrency_stream_group": GROUP, "master": "m7", "MILLSTREAM_MASTER_TOKEN": TOKEN}
+    with Master(millstream_url, token=None, env=env) as master:
+        assert master.http.get("/api/health").json() == {"status": "ok", "master": "m7", "reasons": []}
+
+
+def test_figures_tell_what_was_done(master: Master, client: Client) -> None:
+    (only,) = publish(client, "A")
+    with Foreign(client, "c1").register(master) as consumer:
+        consumer.next()
+        consumer.finish(master, only)
+    page = master.http.get("/metrics").text
+    assert f'millstream_messages_committed_total{{handler="master.{GROUP}"}} 1.0' in page
+    assert not check_lines(client, KEYS, STREAM)

@@ -1,0 +1,328 @@
+"""What a worker does when Redis refuses it something, when messages look dangerous, and when it stops with work in hand."""
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from millstream import Message, Retry
+from millstream import metrics as m
+from millstream.client import Client
+from millstream.clock import SYSTEM_CLOCK
+from millstream.errors import HandlerStuck
+from millstream.ledger import Ledger
+from millstream.lifecycle import NOTHING
+from millstream.metrics import Recorder
+from millstream.reliable import Delivery, ReliableStream
+from millstream.worker import Pipeline, WorkerPolicy
+from millstream.worker.hand import Hand
+from millstream.worker.report import Report
+from millstream.worker.settling import Settler
+from tests.integration.test_worker import KEYS, QUICK, dead, double, eventually, fill, make, outputs, pending, working
+
+
+@pytest.fixture
+def client(millstream_url: str) -> Iterator[Client]:
+    with Client(millstream_url) as connected:
+        yield connected
+
+
+@contextmanager
+def configured(client: Client, name: str, value: str, normal: str = "0") -> Iterator[None]:
+    """A setting of the server meanwhile."""
+    client.execute("CONFIG", "SET", name, value)
+    try:
+        yield
+    finally:
+        client.execute("CONFIG", "SET", name, normal)
+
+
+def nothing(message: Message) -> None:
+    """A handler without effects."""
+
+
+def entries(client: Client) -> list[Any]:
+    """The pending list: id, consumer, idle time, deliveries."""
+    found: list[Any] = client.execute("XPENDING", "in", KEYS.group, "-", "+", 1_000)
+    return found
+
+
+def delivered_to(client: Client, consumer: str, *, times: int) -> None:
+    """Have a consumer that is gone hold what is new, delivered so often, and leave it to others."""
+    client.execute("XREADGROUP", "GROUP", KEYS.group, consumer, "STREAMS", "in", ">")
+    for entry_id, *_ in client.execute("XPENDING", "in", KEYS.group, "-", "+", 1_000, consumer):
+        client.execute("XCLAIM", "in", KEYS.group, consumer, 0, entry_id, "IDLE", 9_999, "RETRYCOUNT", times)
+
+
+def pause(client: Client) -> None:
+    """Pause the handler, and wait until it has noticed."""
+    Ledger(client, app="app", handler="handle").pause(["in"], paused=True)
+    time.sleep(0.3)
+
+
+# Redis refuses
+
+
+def test_while_writes_are_refused_it_asks_seldom_and_then_goes_on_by_itself(client: Client) -> None:
+    def commands() -> int:
+        lines = client.execute("INFO", "stats").decode().splitlines()
+        return int(next(line.split(":")[1] for line in lines if line.startswith("total_commands_processed")))
+
+    with working(client, make(double)) as loop:
+        fill(client, 10)
+        eventually(lambda: loop.report.committed == 10)
+        with configured(client, "min-replicas-to-write", "1"):
+            before = commands()
+            time.sleep(2)
+            asked = commands() - before
+        fill(client, 10, first=10)
+        eventually(lambda: loop.report.committed == 20, within_s=5)
+    assert asked < 500  # a read that is refused takes a tenth of a millisecond
+
+
+def test_at_maxmemory_a_run_that_has_ended_is_not_taken_for_one_that_hangs(client: Client) -> None:
+    fill(client, 5)
+    with working(client, make(double, time_limit_ms=100)) as loop:
+        eventually(lambda: loop.report.committed == 5)
+        pause(client)
+        fill(client, 5, first=5)
+        client.execute("HDEL", KEYS.meta, "paused")
+        with configured(client, "maxmemory", "1"):
+            time.sleep(2)  # beyond the time limit and the grace
+            assert loop.report.read == 10
+        eventually(lambda: loop.report.committed == 10)
+    assert (sorted(outputs(client)), loop.report.retried, dead(client)) == (list(range(10)), 0, [])
+
+
+def test_at_maxmemory_a_run_that_hangs_is_given_up_when_there_is_memory_and_all_is_kept_meanwhile(
+    client: Client,
+) -> None:
+    release = threading.Event()
+
+    def handle(message: Message) -> dict[str, Any]:
+        if message.text("n") == "0":
+            release.wait(20)
+        return double(message)
+
+    fill(client, 3)
+    handler = make(handle, time_limit_ms=100, retry=Retry(attempts=1))
+    longest: list[int] = []
+    with pytest.raises(HandlerStuck), working(client, handler) as loop:  # noqa: PT012
+        eventually(lambda: loop.report.committed == 2)
+        with configured(client, "maxmemory", "1"):
+            for _ in range(25):
+                time.sleep(0.1)
+                longest += [entry[2] for entry in entries(client)]
+        eventually(lambda: pending(client) == 0)
+    release.set()
+    assert max(longest) < QUICK.claim_ms
+    assert [letter.reason for letter in dead(client)] == ["failed"]
+
+
+def test_at_maxmemory_a_suspect_holds_up_nobody(client: Client) -> None:
+    with working(client, make(nothing)) as loop:
+        eventually(lambda: client.execute("EXISTS", KEYS.meta) == 1)
+        fill(client, 1)
+        eventually(lambda: loop.report.committed == 1)
+        pause(client)
+        fill(client, 1)
+        delivered_to(client, "dead", times=3)
+        with configured(client, "maxmemory", "1"):
+            client.execute("HDEL", KEYS.meta, "paused")
+            eventually(lambda: loop.report.adopted == 1)
+            time.sleep(0.1)
+            add = "#!lua flags=allow-oom\nfor n = 1, 20 do redis.call('XADD', KEYS[1], '*', 'n', n) end"
+            client.execute("EVAL", add, 1, "in")
+            eventually(lambda: loop.report.committed == 21)
+            assert len(entries(client)) == 1
+        eventually(lambda: loop.report.committed == 22)
+
+
+# Streams
+
+
+def test_no_more_is_taken_of_many_streams_than_the_prefetch_allows(client: Client) -> None:
+    release = threading.Event()
+
+    def handle(message: Message) -> None:
+        release.wait(20)
+
+    for number in range(20):
+        fill(client, 20, stream=f"in.{number}")
+    policy = WorkerPolicy(block_ms=50, sweep_ms=50, prefetch=10, threads=1)
+    with working(client, make(handle, pattern="in.*", into=None), policy=policy) as loop:
+        eventually(lambda: loop.report.read >= 2)
+        time.sleep(0.5)
+        assert loop.report.read <= 10
+        release.set()
+        eventually(lambda: loop.report.committed == 400)
+
+
+def test_a_stream_of_a_pattern_that_cannot_be_read_is_left_out_and_said_once(
+    client: Client, caplog: pytest.LogCaptureFixture
+) -> None:
+    with working(client, make(double, pattern="in.*")) as loop:
+        fill(client, 5, stream="in.a}b")
+        fill(client, 5, stream="in.c")
+        eventually(lambda: loop.report.committed == 5)
+        time.sleep(0.3)
+    assert caplog.text.count("app.handle leaves a stream out that fits its pattern") == 1
+
+
+def test_streams_are_looked_for_the_less_often_the_longer_that_takes_and_nobody_waits_for_it(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scans: list[Client] = []
+    scan = Client.scan_streams
+
+    def slow(self: Client, pattern: str = "*") -> list[str]:
+        scans.append(self)
+        with self._lock:
+            time.sleep(0.5)
+        return scan(self, pattern)
+
+    monkeypatch.setattr(Client, "scan_streams", slow)
+    fill(client, 1, stream="in.a")
+    with working(client, make(double, pattern="in.*")) as loop:
+        eventually(lambda: loop.report.committed == 1)
+        took: list[float] = []
+        for number in range(20):
+            began = time.monotonic()
+            fill(client, 1, stream="in.a", first=number)
+            eventually(lambda wanted=number + 2: loop.report.committed == wanted)  # type: ignore[misc]
+            took.append(time.monotonic() - began)
+            time.sleep(0.05)
+    assert len(scans) <= 2
+    assert max(took) < 0.4
+
+
+def test_while_one_stream_cannot_be_committed_what_the_others_have_is_still_kept(client: Client) -> None:
+    client.pipeline([("XADD", stream, "*", "n", "1") for stream in ("a", "b")])
+    streams = [ReliableStream(client, name, app="app", handler="handle", consumer="w") for name in ("a", "b")]
+    found: list[Delivery] = []
+    for stream in streams:
+        stream.join()
+        found += stream.read(count=1)
+    handler = make(nothing)
+    hand = Hand(WorkerPolicy(), 1)
+    hand.take(found, 0)
+    report = Report(handler.label, time_limit_ms=1_000)
+    settler = Settler(Pipeline(handler), hand, client, report, SYSTEM_CLOCK, batch=10, give_up=lambda: False)
+    waiting, going_on = threading.Event(), threading.Event()
+    commit = streams[0].commit
+
+    def late(*args: Any, **options: Any) -> Any:
+        waiting.set()
+        going_on.wait(20)
+        return commit(*args, **options)
+
+    streams[0].commit = late  # type: ignore[method-assign]
+    thread = threading.Thread(target=settler.settle, args=([((one,), NOTHING) for one in found],))
+    thread.start()
+    assert waiting.wait(10)
+    assert [one.settling for one in found] == [True, False]
+    going_on.set()
+    thread.join()
+    assert (report.committed, len(hand)) == (2, 0)
+
+
+# Suspects
+
+
+def test_orderly_stops_do_not_make_a_message_suspect(client: Client) -> None:
+    release = threading.Event()
+
+    def handle(message: Message) -> None:
+        release.wait(20)
+
+    fill(client, 4)
+    for number in range(3):
+        with working(client, make(handle, into=None), f"w{number}") as loop:
+            eventually(lambda: loop.report.read + loop.report.adopted >= 2)
+            loop.stop(deadline_ms=0)
+    assert {entry[3] for entry in entries(client)} == {0}
+    release.set()
+
+
+@pytest.mark.parametrize("how", ["failed", "stopped"])
+def test_a_suspect_whose_run_ends_without_ending_the_process_is_struck_no_more(client: Client, how: str) -> None:
+    with working(client, make(double)):
+        eventually(lambda: client.execute("EXISTS", KEYS.meta) == 1)
+    fill(client, 1)
+    delivered_to(client, "dead", times=3)
+    running, release = threading.Event(), threading.Event()
+
+    def handle(message: Message) -> None:
+        running.set()
+        if how == "stopped":
+            release.wait(20)
+        raise ValueError
+
+    with working(client, make(handle, retry=Retry(attempts=5, delay_ms=60_000))) as loop:
+        assert running.wait(10)
+        if how == "failed":
+            eventually(lambda: loop.report.retried == 1)
+        else:
+            assert client.execute("HGETALL", KEYS.strikes)[1] == b"1"
+            loop.stop(deadline_ms=0)
+    release.set()
+    (entry,) = entries(client)
+    assert client.execute("HGETALL", KEYS.strikes) == ([entry[0] + b"f", b"1"] if how == "failed" else [])
+
+
+def test_a_suspect_of_a_batch_handler_that_is_taken_over_while_it_waits_to_be_alone_is_not_run(client: Client) -> None:
+    with working(client, make(nothing)):
+        eventually(lambda: client.execute("EXISTS", KEYS.meta) == 1)
+    fill(client, 1)
+    delivered_to(client, "dead", times=3)
+    ran: list[str | None] = []
+    running, release = threading.Event(), threading.Event()
+
+    def handle(messages: list[Message]) -> None:
+        ran.extend(message.text("n") for message in messages)
+        running.set()
+        release.wait(20)
+
+    fill(client, 1, first=1)
+    with working(client, make(handle, batch_wait_ms=0)) as loop:
+        assert running.wait(10)
+        eventually(lambda: loop.report.adopted == 1)
+        time.sleep(0.1)
+        client.execute("XCLAIM", "in", KEYS.group, "thief", 0, entries(client)[0][0])
+        eventually(lambda: loop.report.refused == 1)  # it has noticed
+        release.set()
+        eventually(lambda: loop.report.committed == 1)
+        fill(client, 1, first=2)
+        eventually(lambda: loop.report.committed == 2)
+    assert ran == ["1", "2"]
+
+
+# Stopping
+
+
+def test_what_waits_for_a_retry_is_handed_back_with_what_is_left_of_its_wait(client: Client) -> None:
+    def fail(message: Message) -> None:
+        raise ValueError
+
+    fill(client, 2)
+    policy = WorkerPolicy(block_ms=50, sweep_ms=50, claim_ms=10_000)
+    with working(client, make(fail, retry=Retry(attempts=3, delay_ms=2_000, jitter=0)), policy=policy) as loop:
+        eventually(lambda: loop.report.retried == 2)
+    assert loop.report.handed_back == 2
+    for _, _, idle_ms, _ in entries(client):
+        assert 7_800 < idle_ms < 9_500  # adopted after 10,000
+
+
+def test_what_was_trimmed_while_it_was_pending_is_counted(client: Client) -> None:
+    with working(client, make(double)):
+        eventually(lambda: client.execute("EXISTS", KEYS.meta) == 1)
+    fill(client, 3)
+    delivered_to(client, "dead", times=1)
+    client.execute("XTRIM", "in", "MAXLEN", "1")
+    recorder = Recorder()
+    with working(client, make(double), metrics=recorder) as loop:
+        eventually(lambda: loop.report.committed == 1 and loop.report.trimmed == 2)
+    assert (pending(client), recorder.value(m.TRIMMED, handler="app.handle")) == (0, 2)

@@ -1,0 +1,441 @@
+"""Protocols of per-key order as explicit-state models: every order of steps is tried, and what goes wrong is traced.
+
+`Lines` is the protocol of `millstream.lua`, call by call. `Memo` is the one it replaces, as "Redis streaming concurrency with
+master and consumers" (Dwarves Memo) describes it. A model is small: a few messages, two workers, a few faults.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, Protocol
+
+Step = tuple[str, Any]
+"""What happens, and the state after it."""
+
+
+class Model(Protocol):
+    """A protocol: where it begins, which steps a state has, and what is wrong in a state."""
+
+    def begin(self) -> Any:
+        """The first state."""
+
+    def steps(self, state: Any) -> Iterator[Step]:
+        """All steps that can be taken from a state."""
+
+    def wrong(self, state: Any) -> Iterator[str]:
+        """Names of the properties that do not hold in a state."""
+
+    def wrong_at_end(self, state: Any) -> Iterator[str]:
+        """Those that do not hold in a state without steps."""
+
+
+@dataclass
+class Explored:
+    """How many states there are, and for each property that can be broken one of the shortest ways to it."""
+
+    states: int = 0
+    traces: dict[str, list[str]] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        told = [f"{name}:\n  " + "\n  ".join(trace) for name, trace in self.traces.items()]
+        return f"{self.states} states\n" + "\n".join(told)
+
+
+def explore(model: Model) -> Explored:
+    """Visit every state, nearest first."""
+    first = model.begin()
+    came: dict[Any, tuple[Any, str]] = {first: (None, "")}
+    found = Explored()
+    level = [first]
+    while level:
+        following = []
+        for state in level:
+            at_end = True
+            for label, after in model.steps(state):
+                at_end = False
+                if after not in came:
+                    came[after] = (state, label)
+                    following.append(after)
+            wrong = [*model.wrong(state), *(model.wrong_at_end(state) if at_end else ())]
+            for name in wrong:
+                if name not in found.traces:
+                    found.traces[name] = _trace(came, state)
+        level = following
+    found.states = len(came)
+    return found
+
+
+def _trace(came: dict[Any, tuple[Any, str]], state: Any) -> list[str]:
+    labels = []
+    while came[state][0] is not None:
+        state, label = came[state]
+        labels.append(label)
+    return labels[::-1]
+
+
+def _with(items: tuple[Any, ...], at: int, item: Any) -> tuple[Any, ...]:
+    return (*items[:at], item, *items[at + 1 :])
+
+
+# --- The protocol of lines ---
+
+
+class Turn(NamedTuple):
+    """A lease as its worker knows it: `running` is its first message; `asking` has sent a commit and heard nothing."""
+
+    key: str
+    token: int
+    ids: tuple[int, ...]
+    running: bool = False
+    asking: bool = False
+
+
+class Worker(NamedTuple):
+    """What a worker knows: which life of its name it is, its leases, and what it has read the stream after."""
+
+    life: int = 0
+    turns: tuple[Turn, ...] = ()
+    read_after: int | None = None
+
+
+class LinesState(NamedTuple):
+    """Redis, the workers, and how many faults may still come."""
+
+    routed: int
+    lines: tuple[tuple[int, ...], ...]
+    ready: tuple[str, ...]
+    owners: tuple[tuple[int, int, int] | None, ...]  # worker, its life, token
+    expired: tuple[bool, ...]
+    fence: int
+    answered: tuple[tuple[int, int] | None, ...]
+    workers: tuple[Worker, ...]
+    committed: tuple[tuple[str, int, int], ...]
+    crashes: int
+    expiries: int
+    losses: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lines:
+    """The protocol of lines, for the messages with these keys.
+
+    * `aborts`: a worker stops before its lease ends; otherwise it may sleep at any time, and wake at any later time
+    * `without`: a check that is left out: "token", "first", "frontier", "known", "answer" or "exclusive"
+    """
+
+    messages: str
+    workers: int = 2
+    run: int = 2
+    crashes: int = 1
+    expiries: int = 1
+    losses: int = 1
+    aborts: bool = True
+    without: str = ""
+
+    @property
+    def keys(self) -> str:
+        """Each key once."""
+        return "".join(sorted(set(self.messages)))
+
+    def begin(self) -> LinesState:
+        """All messages are in the stream, and nothing else is there."""
+        each = len(self.keys)
+        return LinesState(
+            0, ((),) * each, (), (None,) * each, (False,) * each, 0, (None,) * self.workers,
+            (Worker(),) * self.workers, (), self.crashes, self.expiries, self.losses,
+        )  # fmt: skip
+
+    def steps(self, s: LinesState) -> Iterator[Step]:
+        """What each worker, each lease and fate can do."""
+        for w, worker in enumerate(s.workers):
+            yield from self._route(s, w, worker)
+            yield from self._take(s, w, worker)
+            yield from self._recover(s, w, worker)
+            for at, turn in enumerate(worker.turns):
+                yield from self._work(s, w, at, turn)
+            if s.crashes and (worker.turns or worker.read_after is not None):
+                crashed = s._replace(crashes=s.crashes - 1)
+                yield f"w{w} dies and begins anew", self._known(crashed, w, Worker(worker.life + 1))
+        for k, key in enumerate(self.keys):
+            if s.expiries and s.owners[k] and not s.expired[k] and not (self.aborts and self._runs(s, k)):
+                gone = s._replace(expired=_with(s.expired, k, True), expiries=s.expiries - 1)
+                yield f"the lease on {key} ends", gone
+
+    def _known(self, s: LinesState, w: int, worker: Worker) -> LinesState:
+        return s._replace(workers=_with(s.workers, w, worker))
+
+    def _runs(self, s: LinesState, k: int) -> bool:
+        token = (s.owners[k] or (0, 0, -1))[2]
+        return any(t.token == token and t.running for worker in s.workers for t in worker.turns)
+
+    def _route(self, s: LinesState, w: int, worker: Worker) -> Iterator[Step]:
+        if worker.read_after is None:
+            if s.routed < len(self.messages):
+                yield f"w{w} reads the stream after {s.routed}", self._known(s, w, worker._replace(read_after=s.routed))
+            return
+        after = self._known(s, w, worker._replace(read_after=None))
+        if worker.read_after == s.routed or self.without == "frontier":
+            first, last = worker.read_after, min(worker.read_after + 2, len(self.messages))
+            for n in range(first, last):
+                k = self.keys.index(self.messages[n])
+                if not after.lines[k] and after.owners[k] is None:
+                    after = after._replace(ready=(*after.ready, self.messages[n]))
+                after = after._replace(lines=_with(after.lines, k, (*after.lines[k], n)))
+            after = after._replace(routed=max(last, s.routed))
+        yield f"w{w} routes after {worker.read_after}", after
+
+    def _end(self, s: LinesState, k: int, *, first: bool) -> LinesState:
+        s = s._replace(owners=_with(s.owners, k, None), expired=_with(s.expired, k, False))
+        if not s.lines[k]:
+            return s
+        return s._replace(ready=(self.keys[k], *s.ready) if first else (*s.ready, self.keys[k]))
+
+    def _take(self, s: LinesState, w: int, worker: Worker) -> Iterator[Step]:
+        after = s
+        for k, is_over in enumerate(s.expired):
+            if is_over:
+                after = self._end(after, k, first=True)
+        ready = after.ready
+        if self.without == "exclusive":
+            ready = ready or tuple(key for key, line in zip(self.keys, s.lines, strict=True) if line)
+        if not ready:
+            return
+        key, *rest = ready
+        k, token = self.keys.index(key), s.fence + 1
+        owned = after._replace(
+            ready=tuple(rest), owners=_with(after.owners, k, (w, worker.life, token)), fence=token,
+        )  # fmt: skip
+        turn = Turn(key, token, after.lines[k][: self.run])
+        yield f"w{w} takes {key} with token {token}", self._known(owned, w, worker._replace(turns=(*worker.turns, turn)))
+        if s.losses:
+            yield f"w{w} takes {key} with token {token} and does not hear of it", owned._replace(losses=s.losses - 1)
+
+    def _recover(self, s: LinesState, w: int, worker: Worker) -> Iterator[Step]:
+        known = {turn.key for turn in worker.turns} if self.without != "known" else set()
+        after = s
+        for k, owner in enumerate(s.owners):
+            if owner and owner[0] == w and not (owner[1] == worker.life and self.keys[k] in known):
+                after = self._end(after, k, first=True)
+        if after is not s:
+            yield f"w{w} ends the leases that it does not know", after
+
+    def _work(self, s: LinesState, w: int, at: int, turn: Turn) -> Iterator[Step]:
+        k = self.keys.index(turn.key)
+        held = s.owners[k] is not None and s.owners[k][2] == turn.token  # type: ignore[index]
+
+        def become(state: LinesState, *turns: Turn) -> LinesState:
+            worker = state.workers[w]
+            return self._known(state, w, worker._replace(turns=(*worker.turns[:at], *turns, *worker.turns[at + 1 :])))
+
+        if not turn.running:
+            if not turn.ids:
+                after = self._end(s, k, first=False) if held else s
+                yield f"w{w} ends its turn with {turn.key}", become(after)
+            elif not self.aborts or (held and not s.expired[k]):
+                yield f"w{w} starts {turn.key}{turn.ids[0]}", become(s, turn._replace(running=True))
+        if turn.running and not turn.asking and self.aborts:
+            yield f"w{w} aborts {turn.key}{turn.ids[0]}", become(s)
+        if s.expired[k]:
+            after = s._replace(expired=_with(s.expired, k, False))
+            yield f"w{w} extends its lease on {turn.key}", become(after, turn) if held else become(s)
+        if turn.running:
+            after, accepted = self._commit(s, w, k, turn, held=held)
+            word = "commits" if accepted else "is refused"
+            heard = (Turn(turn.key, turn.token, turn.ids[1:]),) if accepted else ()
+            yield f"w{w} {word} {turn.key}{turn.ids[0]} under token {turn.token}", become(after, *heard)
+            if s.losses:
+                asking = become(after._replace(losses=s.losses - 1), turn._replace(asking=True))
+                yield f"w{w} {word} {turn.key}{turn.ids[0]} under token {turn.token} and does not hear of it", asking
+
+    def _commit(self, s: LinesState, w: int, k: int, turn: Turn, *, held: bool) -> tuple[LinesState, bool]:
+        call = (turn.token, turn.ids[0])
+        if turn.asking and s.answered[w] == call and self.without != "answer":
+            return s, True
+        is_first = s.lines[k][:1] == turn.ids[:1] or self.without == "first"
+        if not (is_first and (held or self.without == "token")):
+            return s, False
+        left = tuple(n for n in s.lines[k] if n != turn.ids[0])
+        after = s._replace(
+            lines=_with(s.lines, k, left), committed=(*s.committed, (turn.key, turn.ids[0], turn.token)),
+            answered=_with(s.answered, w, call),
+        )  # fmt: skip
+        return after, True
+
+    def wrong(self, s: LinesState) -> Iterator[str]:
+        """See the names."""
+        committed = [n for _, n, _ in s.committed]
+        if len(set(committed)) < len(committed):
+            yield "a message is committed twice"
+        for k, key in enumerate(self.keys):
+            done = [(n, token) for name, n, token in s.committed if name == key]
+            if done != sorted(done):
+                yield "a key is committed out of order, or by an older token after a newer one"
+            if any(turn.running for turn in ()):
+                yield ""
+            waiting = list(s.lines[k])
+            should = [n for n in range(s.routed) if self.messages[n] == key and n not in committed]
+            if waiting != should:
+                yield "a line is not what is to be done of its key, in order"
+            places = s.ready.count(key) + (s.owners[k] is not None)
+            if places > 1 or (waiting and not places):
+                yield "a line is in no place, or in two"
+            if sum(t.running and t.key == key for worker in s.workers for t in worker.turns) > 1:
+                yield "two workers run one key"
+
+    def wrong_at_end(self, s: LinesState) -> Iterator[str]:
+        """All must be done."""
+        if len(s.committed) < len(self.messages):
+            yield "a message is never committed"
+
+
+# --- The protocol of the memo ---
+
+
+class MemoState(NamedTuple):
+    """The pending list, the master's maps in Redis, and what master and consumers are about to do."""
+
+    given: int
+    pending: tuple[int | None, ...]  # the consumer; MASTER
+    tickets: tuple[tuple[int, tuple[int, ...]] | None, ...]
+    master: tuple[str, int, int] | None
+    consumers: tuple[tuple[str, int] | None, ...]
+    applied: tuple[int, ...]
+    crashes: int
+    alarms: int
+    losses: int
+
+
+MASTER = -1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Memo:
+    """The memo's protocol, for messages of these tickets, where each of its steps succeeds.
+
+    It reads with XREADGROUP and gives to a consumer with XCLAIM; the consumer reads what it has with XREADGROUP 0, processes,
+    sends XACK, and then tells the master. `alarms`: health checks of a live consumer that fail.
+    """
+
+    messages: str
+    consumers: int = 2
+    crashes: int = 0
+    alarms: int = 0
+    losses: int = 0
+
+    @property
+    def keys(self) -> str:
+        """Each ticket once."""
+        return "".join(sorted(set(self.messages)))
+
+    def begin(self) -> MemoState:
+        """All messages are in the stream, and all consumers are registered."""
+        return MemoState(
+            0, (None,) * len(self.messages), (None,) * len(self.keys), None, (None,) * self.consumers, (),
+            self.crashes, self.alarms, self.losses,
+        )  # fmt: skip
+
+    def _ticket(self, n: int) -> int:
+        return self.keys.index(self.messages[n])
+
+    def steps(self, s: MemoState) -> Iterator[Step]:
+        """What the master, each consumer and fate can do."""
+        if s.master is None:
+            yield from self._delegate_new(s)
+            yield from self._recover_idle(s)
+            if s.alarms:
+                for c in range(self.consumers):
+                    yield from self._move(s, c)
+        else:
+            yield from self._go_on(s, *s.master)
+        for c, doing in enumerate(s.consumers):
+            yield from self._consume(s, c, doing)
+
+    def _delegate_new(self, s: MemoState) -> Iterator[Step]:
+        if s.given < len(self.messages):
+            n = s.given
+            after = s._replace(given=n + 1, pending=_with(s.pending, n, MASTER), master=("read", n, 0))
+            yield f"master: XREADGROUP gives {self._name(n)}", after
+
+    def _go_on(self, s: MemoState, doing: str, n: int, consumer: int) -> Iterator[Step]:
+        known = s.tickets[self._ticket(n)]
+        if doing == "read":
+            for c in (known[0],) if known else range(self.consumers):
+                after = s._replace(pending=_with(s.pending, n, c), master=("claimed", n, c))
+                yield f"master: XCLAIM {self._name(n)} for c{c}", after
+        else:
+            noted = self._note(s, n, consumer)._replace(master=None)
+            yield f"master: notes that c{consumer} has {self._name(n)}", noted
+        if s.crashes:
+            yield "the master dies, and reloads its session", s._replace(master=None, crashes=s.crashes - 1)
+
+    def _note(self, s: MemoState, n: int, consumer: int) -> MemoState:
+        t = self._ticket(n)
+        ids = s.tickets[t][1] if s.tickets[t] else ()  # type: ignore[index]
+        return s._replace(tickets=_with(s.tickets, t, (consumer, tuple(sorted({*ids, n})))))
+
+    def _recover_idle(self, s: MemoState) -> Iterator[Step]:
+        noted = {n for ticket in s.tickets if ticket for n in ticket[1]}
+        busy = {doing[1] for doing in s.consumers if doing}
+        for n, owner in enumerate(s.pending):
+            if owner is not None and n not in noted and n not in busy:
+                known = s.tickets[self._ticket(n)]
+                for c in (known[0],) if known else range(self.consumers):
+                    after = self._note(s._replace(pending=_with(s.pending, n, c)), n, c)
+                    yield f"master: XAUTOCLAIM finds {self._name(n)} idle, c{c} gets it", after
+
+    def _move(self, s: MemoState, c: int) -> Iterator[Step]:
+        """The health URL of a consumer does not answer: its tickets go to another. (In one step, which is kind.)"""
+        after = s
+        for t, ticket in enumerate(s.tickets):
+            if ticket and ticket[0] == c:
+                heir = (c + 1) % self.consumers
+                for n in ticket[1]:
+                    if after.pending[n] is not None:
+                        after = after._replace(pending=_with(after.pending, n, heir))
+                after = after._replace(tickets=_with(after.tickets, t, (heir, ticket[1])))
+        if after is not s:
+            yield f"master: c{c} does not answer, its tickets move", after._replace(alarms=s.alarms - 1)
+
+    def _consume(self, s: MemoState, c: int, doing: tuple[str, int] | None) -> Iterator[Step]:
+        def become(state: MemoState, now: tuple[str, int] | None) -> MemoState:
+            return state._replace(consumers=_with(state.consumers, c, now))
+
+        if doing is None:
+            mine = [n for n, owner in enumerate(s.pending) if owner == c]
+            if mine:
+                yield f"c{c}: XREADGROUP 0 gives {self._name(mine[0])}, starts", become(s, ("runs", mine[0]))
+            return
+        what, n = doing
+        if what == "runs":
+            yield f"c{c}: has done {self._name(n)}", become(s._replace(applied=(*s.applied, n)), ("done", n))
+        elif what == "done":
+            yield f"c{c}: XACK {self._name(n)}", become(s._replace(pending=_with(s.pending, n, None)), ("acked", n))
+        else:
+            t = self._ticket(n)
+            ticket, after = s.tickets[t], s
+            if ticket:
+                left = tuple(one for one in ticket[1] if one != n)
+                after = s._replace(tickets=_with(s.tickets, t, (ticket[0], left) if left else None))
+            yield f"c{c}: tells the master of {self._name(n)}", become(after, None)
+            if s.losses:
+                yield f"c{c}: tells the master of {self._name(n)}, in vain", become(s._replace(losses=s.losses - 1), None)
+
+    def _name(self, n: int) -> str:
+        return f"{self.messages[n]}{n}"
+
+    def wrong(self, s: MemoState) -> Iterator[str]:
+        """See the names."""
+        if len(set(s.applied)) < len(s.applied):
+            yield "duplicate"
+        for t in range(len(self.keys)):
+            done = [n for n in s.applied if self._ticket(n) == t]
+            if any(n > later for n, later in zip(done, done[1:], strict=False)):
+                yield "inversion"
+            if sum(doing is not None and doing[0] == "runs" and self._ticket(doing[1]) == t for doing in s.consumers) > 1:
+                yield "overlap"
+
+    def wrong_at_end(self, s: MemoState) -> Iterator[str]:
+        """All must be done, and nothing left."""
+        if set(s.applied) != set(range(len(self.messages))):
+            yield "loss"
+        if any(s.tickets):
+            yield "leak"

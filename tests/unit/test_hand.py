@@ -1,0 +1,151 @@
+"""What a worker has in hand, and how its entries are begun by one thread and given up by another."""
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from millstream import App, Message
+from millstream.client import Client
+from millstream.clock import SYSTEM_CLOCK
+from millstream.reliable import Delivery, ReliableStream
+from millstream.worker import Pipeline, WorkerPolicy
+from millstream.worker.batches import AsyncBatchRunner, PlainBatchRunner
+from millstream.worker.hand import Hand
+from millstream.worker.report import Report
+from millstream.worker.runners import AsyncRunner, PlainRunner, Runner
+
+
+@pytest.fixture
+def stream() -> Iterator[ReliableStream]:
+    with Client("redis://127.0.0.1:1") as nowhere:
+        yield ReliableStream(nowhere, "in", app="app", handler="handle", consumer="w")
+
+
+@pytest.fixture
+def hand() -> Hand:
+    return Hand(WorkerPolicy(), 1)
+
+
+def delivery(stream: ReliableStream, number: int = 1) -> Delivery:
+    return Delivery(stream, b"%d-0" % number, [b"n", b"1"])
+
+
+def test_an_entry_that_came_once_more_is_not_dropped_with_its_former_self(stream: ReliableStream, hand: Hand) -> None:
+    first, again = delivery(stream), delivery(stream)
+    hand.take([first], 0)
+    hand.take([again], 0)
+    hand.drop([first])
+    assert (again in hand, first in hand, len(hand)) == (True, False, 1)
+
+
+def test_what_is_given_up_is_not_begun_and_what_has_begun_is_not_given_up(stream: ReliableStream, hand: Hand) -> None:
+    entries = [delivery(stream, number) for number in range(20_000)]
+    hand.take(entries, 0)
+    begun: list[Delivery] = []
+    started = threading.Event()
+
+    def begin() -> None:
+        for number, one in enumerate(entries):
+            if number == 100:
+                started.set()
+            if hand.begin(one, 0):
+                begun.append(one)
+
+    thread = threading.Thread(target=begin)
+    thread.start()
+    assert started.wait(10)
+    given_up = hand.drop_waiting()
+    thread.join()
+    assert len(given_up) + len(begun) == len(entries)
+    assert not {one.id for one in given_up} & {one.id for one in begun}
+    assert hand.buffer.empty()
+
+
+# Runners
+
+
+async def coroutine(message: Message) -> None: ...
+
+
+async def coroutine_batch(messages: list[Message]) -> None: ...
+
+
+def plain(message: Message) -> None: ...
+
+
+def plain_batch(messages: list[Message]) -> None: ...
+
+
+RUNNERS: dict[Callable[..., Any], type[Any]] = {
+    plain: PlainRunner, plain_batch: PlainBatchRunner, coroutine: AsyncRunner, coroutine_batch: AsyncBatchRunner,
+}  # fmt: skip
+ALL = pytest.mark.parametrize("function", RUNNERS, ids=lambda function: function.__name__)
+
+
+def runner_of(function: Callable[..., Any], kind: type[Any], hand: Hand) -> Runner:
+    app = App("app")
+    app.handler("in", name="handle")(function)
+    handler = app.handlers["handle"]
+    means = Pipeline(handler), hand, Report(handler.label, time_limit_ms=1_000), SYSTEM_CLOCK
+    runner: Runner = kind(*means) if handler.is_async else kind(*means, 1)
+    return runner
+
+
+@contextmanager
+def running(runner: Runner, hand: Hand) -> Iterator[None]:
+    thread = threading.Thread(target=runner.run)
+    thread.start()
+    try:
+        yield
+    finally:
+        hand.buffer.put(None)
+        runner.nudge()
+        thread.join(10)
+    assert not thread.is_alive()
+
+
+@ALL
+def test_an_attempt_that_has_ended_is_told_from_one_that_hangs(
+    stream: ReliableStream, hand: Hand, function: Callable[..., Any]
+) -> None:
+    one = delivery(stream)
+    hand.take([one], 0)
+    with running(runner_of(function, RUNNERS[function], hand), hand):
+        ran = hand.outbox.get(timeout=10)
+    assert ran is not None
+    assert ran[0] == (one,)
+    assert (one.running, one.ran) == (True, True)
+
+
+@ALL
+def test_an_entry_that_was_lost_meanwhile_is_not_run_alone(
+    stream: ReliableStream, hand: Hand, function: Callable[..., Any]
+) -> None:
+    runner = runner_of(function, RUNNERS[function], hand)
+    with running(runner, hand):
+        assert runner.alone(delivery(stream)) is None
+
+
+def test_an_entry_that_is_run_alone_waits_for_the_event_loop_and_ends_with_it(
+    stream: ReliableStream, hand: Hand
+) -> None:
+    started = threading.Event()
+
+    async def endless(message: Message) -> None:
+        started.set()
+        await asyncio.sleep(60)
+
+    runner = runner_of(endless, AsyncRunner, hand)
+    hand.keep(one := delivery(stream))
+    outcomes: list[object] = []
+    waiting = threading.Thread(target=lambda: outcomes.append(runner.alone(one)))
+    waiting.start()
+    with running(runner, hand):
+        assert started.wait(10)
+        runner.cancel()
+    waiting.join(10)
+    assert len(outcomes) == 1
