@@ -179,8 +179,8 @@ class KeyedStream(ReliableStream):
 
         Return how many were of an earlier life of the worker, and how many it was given in replies that were lost.
         """
-        names: list[Arg] = [one.line for one in known]
-        args: list[Arg] = [self.group, self.consumer, self._incarnation, run, *names]
+        tokens: list[Arg] = [one.token for one in known]
+        args: list[Arg] = [self.group, self.consumer, self._incarnation, run, *tokens]
         earlier, unheard = self._as_member(lambda: self._script(RECOVER, (self.token, *args)))
         return int(earlier), int(unheard)
 

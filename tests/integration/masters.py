@@ -39,7 +39,9 @@ def eventually(condition: Callable[[], Any], what: str, within_s: float = 20.0) 
 class Master:
     """A master process. A context manager, at whose end it is gone."""
 
-    def __init__(self, url: str, *options: str, token: str | None = TOKEN, env: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, url: str, *options: str, token: str | None = TOKEN, env: Mapping[str, str] | None = None
+    ) -> None:
         given = ("--ticket-stream", STREAM, "--concurrency-stream-group", GROUP) if env is None else ()
         secret = () if token is None else ("--token", token)
         self._command = [*PROGRAM, "master", *given, *secret, "--port", "0", "--json", *QUICK, *options]
@@ -167,14 +169,14 @@ class Foreign:
 
 def publish(client: Client, *tickets: str) -> list[str]:
     """Add a message for each of these tickets; return the ids."""
-    return [client.execute("XADD", STREAM, "*", "ticket_id", ticket, "n", n).decode() for n, ticket in enumerate(tickets)]
+    return [
+        client.execute("XADD", STREAM, "*", "ticket_id", ticket, "n", n).decode() for n, ticket in enumerate(tickets)
+    ]
 
 
 def holders(client: Client) -> dict[str, str]:
     """Who has what, by XPENDING."""
-    return {
-        one.decode(): name.decode() for one, name, *_ in client.execute("XPENDING", STREAM, GROUP, "-", "+", 1_000)
-    }
+    return {one.decode(): name.decode() for one, name, *_ in client.execute("XPENDING", STREAM, GROUP, "-", "+", 1_000)}
 
 
 def is_clean(client: Client) -> bool:

@@ -18,12 +18,21 @@ from hypothesis.stateful import (
 
 from millstream.client import Client
 from millstream.errors import ConfigError, GroupMissing
-from millstream.keyed import Ending, KeyedStream, Lease
+from millstream.keyed import Ending, Lease
 from millstream.ledger import Unit
 from millstream.lines import park, skip, unpark
 from millstream.server import EmbeddedServer
 from tests.integration.keyed_bench import (
-    KEYS, drain, expire, keyed, line_of, outputs, publish, run_on_spark, take, unit_of,
+    KEYS,
+    drain,
+    expire,
+    keyed,
+    line_of,
+    outputs,
+    publish,
+    run_on_spark,
+    take,
+    unit_of,
 )  # fmt: skip
 
 SOAK = bool(os.environ.get("MILLSTREAM_SOAK"))

@@ -5,7 +5,7 @@ master and consumers" (Dwarves Memo) describes it. A model is small: a few messa
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 Step = tuple[str, Any]
@@ -40,13 +40,13 @@ class Explored:
         return f"{self.states} states\n" + "\n".join(told)
 
 
-def explore(model: Model) -> Explored:
-    """Visit every state, nearest first."""
+def explore(model: Model, *, until: str = "") -> Explored:
+    """Visit every state, nearest first; or only `until` this property is broken."""
     first = model.begin()
     came: dict[Any, tuple[Any, str]] = {first: (None, "")}
     found = Explored()
     level = [first]
-    while level:
+    while level and until not in found.traces:
         following = []
         for state in level:
             at_end = True
@@ -105,10 +105,11 @@ class LinesState(NamedTuple):
     ready: tuple[str, ...]
     owners: tuple[tuple[int, int, int] | None, ...]  # worker, its life, token
     expired: tuple[bool, ...]
-    fence: int
+    newest: tuple[int, ...]  # token that was given out last for each key
     answered: tuple[tuple[int, int] | None, ...]
     workers: tuple[Worker, ...]
-    committed: tuple[tuple[str, int, int], ...]
+    committed: tuple[int, ...]
+    stale: bool  # an older token has committed
     crashes: int
     expiries: int
     losses: int
@@ -119,7 +120,9 @@ class Lines:
     """The protocol of lines, for the messages with these keys.
 
     * `aborts`: a worker stops before its lease ends; otherwise it may sleep at any time, and wake at any later time
-    * `without`: a check that is left out: "token", "first", "frontier", "known", "answer" or "exclusive"
+    * `without`: checks that are left out: of a commit its "token", that its message is "first", and the "answer" to a
+      repetition; that the "frontier" is where a router has read from; which leases a worker has "known"; and that a
+      line which is leased is not ready ("exclusive")
     """
 
     messages: str
@@ -129,7 +132,7 @@ class Lines:
     expiries: int = 1
     losses: int = 1
     aborts: bool = True
-    without: str = ""
+    without: frozenset[str] = frozenset()
 
     @property
     def keys(self) -> str:
@@ -140,12 +143,16 @@ class Lines:
         """All messages are in the stream, and nothing else is there."""
         each = len(self.keys)
         return LinesState(
-            0, ((),) * each, (), (None,) * each, (False,) * each, 0, (None,) * self.workers,
-            (Worker(),) * self.workers, (), self.crashes, self.expiries, self.losses,
+            0, ((),) * each, (), (None,) * each, (False,) * each, (0,) * each, (None,) * self.workers,
+            (Worker(),) * self.workers, (), False, self.crashes, self.expiries, self.losses,
         )  # fmt: skip
 
-    def steps(self, s: LinesState) -> Iterator[Step]:
+    def steps(self, state: LinesState) -> Iterator[Step]:
         """What each worker, each lease and fate can do."""
+        for label, after in self._steps(state):
+            yield label, _renumbered(after)
+
+    def _steps(self, s: LinesState) -> Iterator[Step]:
         for w, worker in enumerate(s.workers):
             yield from self._route(s, w, worker)
             yield from self._take(s, w, worker)
@@ -156,16 +163,16 @@ class Lines:
                 crashed = s._replace(crashes=s.crashes - 1)
                 yield f"w{w} dies and begins anew", self._known(crashed, w, Worker(worker.life + 1))
         for k, key in enumerate(self.keys):
-            if s.expiries and s.owners[k] and not s.expired[k] and not (self.aborts and self._runs(s, k)):
-                gone = s._replace(expired=_with(s.expired, k, True), expiries=s.expiries - 1)
-                yield f"the lease on {key} ends", gone
+            if s.owners[k] and not s.expired[k]:
+                gone = s._replace(expired=_with(s.expired, k, True))
+                turns = [turn for worker in s.workers for turn in worker.turns if turn.token == s.owners[k][2]]
+                if not turns:  # nobody extends it
+                    yield f"the lease on {key} ends", gone
+                elif s.expiries and not (self.aborts and turns[0].running):
+                    yield f"the lease on {key} ends too early", gone._replace(expiries=s.expiries - 1)
 
     def _known(self, s: LinesState, w: int, worker: Worker) -> LinesState:
         return s._replace(workers=_with(s.workers, w, worker))
-
-    def _runs(self, s: LinesState, k: int) -> bool:
-        token = (s.owners[k] or (0, 0, -1))[2]
-        return any(t.token == token and t.running for worker in s.workers for t in worker.turns)
 
     def _route(self, s: LinesState, w: int, worker: Worker) -> Iterator[Step]:
         if worker.read_after is None:
@@ -173,7 +180,7 @@ class Lines:
                 yield f"w{w} reads the stream after {s.routed}", self._known(s, w, worker._replace(read_after=s.routed))
             return
         after = self._known(s, w, worker._replace(read_after=None))
-        if worker.read_after == s.routed or self.without == "frontier":
+        if worker.read_after == s.routed or "frontier" in self.without:
             first, last = worker.read_after, min(worker.read_after + 2, len(self.messages))
             for n in range(first, last):
                 k = self.keys.index(self.messages[n])
@@ -190,30 +197,35 @@ class Lines:
         return s._replace(ready=(self.keys[k], *s.ready) if first else (*s.ready, self.keys[k]))
 
     def _take(self, s: LinesState, w: int, worker: Worker) -> Iterator[Step]:
+        if len(worker.turns) == 2:
+            return
         after = s
         for k, is_over in enumerate(s.expired):
             if is_over:
                 after = self._end(after, k, first=True)
         ready = after.ready
-        if self.without == "exclusive":
+        if "exclusive" in self.without:
             ready = ready or tuple(key for key, line in zip(self.keys, s.lines, strict=True) if line)
         if not ready:
             return
         key, *rest = ready
-        k, token = self.keys.index(key), s.fence + 1
+        k, token = self.keys.index(key), max(s.newest) + 1
         owned = after._replace(
-            ready=tuple(rest), owners=_with(after.owners, k, (w, worker.life, token)), fence=token,
+            ready=tuple(rest), owners=_with(after.owners, k, (w, worker.life, token)), newest=_with(s.newest, k, token),
         )  # fmt: skip
         turn = Turn(key, token, after.lines[k][: self.run])
-        yield f"w{w} takes {key} with token {token}", self._known(owned, w, worker._replace(turns=(*worker.turns, turn)))
+        yield (
+            f"w{w} takes {key} with token {token}",
+            self._known(owned, w, worker._replace(turns=(*worker.turns, turn))),
+        )
         if s.losses:
             yield f"w{w} takes {key} with token {token} and does not hear of it", owned._replace(losses=s.losses - 1)
 
     def _recover(self, s: LinesState, w: int, worker: Worker) -> Iterator[Step]:
-        known = {turn.key for turn in worker.turns} if self.without != "known" else set()
+        known = {turn.token for turn in worker.turns} if "known" not in self.without else set()
         after = s
         for k, owner in enumerate(s.owners):
-            if owner and owner[0] == w and not (owner[1] == worker.life and self.keys[k] in known):
+            if owner and owner[0] == w and owner[2] not in known:
                 after = self._end(after, k, first=True)
         if after is not s:
             yield f"w{w} ends the leases that it does not know", after
@@ -234,9 +246,10 @@ class Lines:
                 yield f"w{w} starts {turn.key}{turn.ids[0]}", become(s, turn._replace(running=True))
         if turn.running and not turn.asking and self.aborts:
             yield f"w{w} aborts {turn.key}{turn.ids[0]}", become(s)
-        if s.expired[k]:
-            after = s._replace(expired=_with(s.expired, k, False))
-            yield f"w{w} extends its lease on {turn.key}", become(after, turn) if held else become(s)
+        if not held:
+            yield f"w{w} hears that it has lost {turn.key}", become(s)
+        elif s.expired[k]:
+            yield f"w{w} extends its lease on {turn.key}", s._replace(expired=_with(s.expired, k, False))
         if turn.running:
             after, accepted = self._commit(s, w, k, turn, held=held)
             word = "commits" if accepted else "is refused"
@@ -248,31 +261,30 @@ class Lines:
 
     def _commit(self, s: LinesState, w: int, k: int, turn: Turn, *, held: bool) -> tuple[LinesState, bool]:
         call = (turn.token, turn.ids[0])
-        if turn.asking and s.answered[w] == call and self.without != "answer":
+        if turn.asking and s.answered[w] == call and "answer" not in self.without:
             return s, True
-        is_first = s.lines[k][:1] == turn.ids[:1] or self.without == "first"
-        if not (is_first and (held or self.without == "token")):
+        is_first = s.lines[k][:1] == turn.ids[:1] or "first" in self.without
+        if not (is_first and (held or "token" in self.without)):
             return s, False
         left = tuple(n for n in s.lines[k] if n != turn.ids[0])
         after = s._replace(
-            lines=_with(s.lines, k, left), committed=(*s.committed, (turn.key, turn.ids[0], turn.token)),
-            answered=_with(s.answered, w, call),
+            lines=_with(s.lines, k, left), committed=(*s.committed, turn.ids[0]), answered=_with(s.answered, w, call),
+            stale=s.stale or turn.token != s.newest[k],
         )  # fmt: skip
         return after, True
 
     def wrong(self, s: LinesState) -> Iterator[str]:
         """See the names."""
-        committed = [n for _, n, _ in s.committed]
-        if len(set(committed)) < len(committed):
+        if len(set(s.committed)) < len(s.committed):
             yield "a message is committed twice"
+        if s.stale:
+            yield "an older token commits"
         for k, key in enumerate(self.keys):
-            done = [(n, token) for name, n, token in s.committed if name == key]
+            done = [n for n in s.committed if self.messages[n] == key]
             if done != sorted(done):
-                yield "a key is committed out of order, or by an older token after a newer one"
-            if any(turn.running for turn in ()):
-                yield ""
+                yield "a key is committed out of order"
             waiting = list(s.lines[k])
-            should = [n for n in range(s.routed) if self.messages[n] == key and n not in committed]
+            should = [n for n in range(s.routed) if self.messages[n] == key and n not in s.committed]
             if waiting != should:
                 yield "a line is not what is to be done of its key, in order"
             places = s.ready.count(key) + (s.owners[k] is not None)
@@ -285,6 +297,23 @@ class Lines:
         """All must be done."""
         if len(s.committed) < len(self.messages):
             yield "a message is never committed"
+
+
+def _renumbered(s: LinesState) -> LinesState:
+    """The same state with the lowest tokens that are in the same order, so that there are only so many states."""
+    asked = {(turn.token, turn.ids[0]) for worker in s.workers for turn in worker.turns if turn.asking}
+    answered = tuple(call if call in asked else None for call in s.answered)
+    tokens = {turn.token for worker in s.workers for turn in worker.turns} | set(s.newest) | {0}
+    low = {token: n for n, token in enumerate(sorted(tokens))}
+    workers = tuple(
+        worker._replace(turns=tuple(turn._replace(token=low[turn.token]) for turn in worker.turns))
+        for worker in s.workers
+    )
+    return s._replace(
+        newest=tuple(low[one] for one in s.newest), workers=workers,
+        owners=tuple(owner and (owner[0], owner[1], low[owner[2]]) for owner in s.owners),
+        answered=tuple(call and (low[call[0]], call[1]) for call in answered),
+    )  # fmt: skip
 
 
 # --- The protocol of the memo ---
@@ -417,7 +446,10 @@ class Memo:
                 after = s._replace(tickets=_with(s.tickets, t, (ticket[0], left) if left else None))
             yield f"c{c}: tells the master of {self._name(n)}", become(after, None)
             if s.losses:
-                yield f"c{c}: tells the master of {self._name(n)}, in vain", become(s._replace(losses=s.losses - 1), None)
+                yield (
+                    f"c{c}: tells the master of {self._name(n)}, in vain",
+                    become(s._replace(losses=s.losses - 1), None),
+                )
 
     def _name(self, n: int) -> str:
         return f"{self.messages[n]}{n}"
@@ -430,7 +462,10 @@ class Memo:
             done = [n for n in s.applied if self._ticket(n) == t]
             if any(n > later for n, later in zip(done, done[1:], strict=False)):
                 yield "inversion"
-            if sum(doing is not None and doing[0] == "runs" and self._ticket(doing[1]) == t for doing in s.consumers) > 1:
+            if (
+                sum(doing is not None and doing[0] == "runs" and self._ticket(doing[1]) == t for doing in s.consumers)
+                > 1
+            ):
                 yield "overlap"
 
     def wrong_at_end(self, s: MemoState) -> Iterator[str]:

@@ -1,19 +1,98 @@
 """The protocol of lines holds in every order of steps, each of its checks is needed, and the memo's protocol does not hold."""
 
-import time
-
 import pytest
 
 from tests.unit.protocol_model import Lines, Memo, explore
 
+OVERLAP = "two workers run one key"
 
-@pytest.mark.parametrize(("a"),[1])
-def test_x(a):
-    for m in (Lines(messages="AA",crashes=1,expiries=2,losses=1), Lines(messages="AA",crashes=1,expiries=2,losses=1,aborts=False), Lines(messages="AAB"), Lines(messages="AAB",aborts=False), Lines(messages="AAA",expiries=2,crashes=0)):
-        t=time.time(); f=explore(m); print(m, time.time()-t, f)
-    for w in ("token", "first", "frontier", "known", "answer", "exclusive"):
-        for msgs in ("AA",):
-            t=time.time(); f=explore(Lines(messages=msgs,without=w,aborts=w!="token")); print(w, time.time()-t, f)
-    for m in (Memo(messages="AA"), Memo(messages="AA",crashes=1), Memo(messages="AA",alarms=1), Memo(messages="AA",losses=1), Memo(messages="AAB",crashes=1,alarms=1,losses=1)):
-        t=time.time(); f=explore(m); print(m, time.time()-t, f)
-    assert 0
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        Lines(messages="AAA", crashes=1, expiries=1, losses=1),
+        Lines(messages="AA", crashes=1, expiries=2, losses=2),
+        Lines(messages="AAB", crashes=1, expiries=0, losses=0),
+        Lines(messages="AAB", crashes=0, expiries=1, losses=0),
+        Lines(messages="AAB", crashes=0, expiries=0, losses=1),
+    ],
+    ids=lambda one: f"{one.messages}, {one.crashes} crashes, {one.expiries} expiries, {one.losses} lost replies",
+)
+def test_where_workers_abort_before_their_lease_ends_nothing_is_lost_doubled_inverted_or_run_at_once(
+    model: Lines,
+) -> None:
+    found = explore(model)
+    assert found.states > 500
+    assert not found.traces, str(found)
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        Lines(messages="AAA", crashes=1, expiries=1, losses=1, aborts=False),
+        Lines(messages="AA", crashes=0, expiries=2, losses=1, aborts=False),
+    ],
+    ids=lambda one: one.messages,
+)
+def test_where_a_worker_may_sleep_two_may_run_a_key_and_still_nothing_is_lost_doubled_or_inverted(model: Lines) -> None:
+    found = explore(model)
+    assert found.traces.keys() == {OVERLAP}, str(found)
+    assert found.traces[OVERLAP][-3:] == ["the lease on A ends too early", "w0 takes A with token 2", "w0 starts A0"]
+
+
+@pytest.mark.parametrize(
+    ("without", "aborts", "broken"),
+    [
+        (["token"], False, "an older token commits"),
+        (["first", "answer"], True, "a message is committed twice"),
+        (["frontier"], True, "a message is committed twice"),
+        (["frontier"], True, "a key is committed out of order"),
+        (["known"], True, OVERLAP),
+        (["exclusive"], True, OVERLAP),
+    ],
+)
+def test_each_check_is_needed(without: list[str], aborts: bool, broken: str) -> None:
+    found = explore(Lines(messages="AA", without=frozenset(without), aborts=aborts), until=broken)
+    assert broken in found.traces, f"without {without}: {found}"
+
+
+READS = ["master: XREADGROUP gives A0", "master: XCLAIM A0 for c0"]
+
+
+@pytest.mark.parametrize(
+    ("faults", "broken", "trace"),
+    [
+        (
+            {"alarms": 1}, "overlap",
+            [*READS, "master: notes that c0 has A0", "c0: XREADGROUP 0 gives A0, starts",
+             "master: c0 does not answer, its tickets move", "c1: XREADGROUP 0 gives A0, starts"],
+        ),
+        (
+            {"alarms": 1}, "duplicate",
+            [*READS, "master: notes that c0 has A0", "c0: XREADGROUP 0 gives A0, starts",
+             "master: c0 does not answer, its tickets move", "c0: has done A0", "c1: XREADGROUP 0 gives A0, starts",
+             "c1: has done A0"],
+        ),
+        (
+            {"crashes": 1}, "inversion",
+            [*READS, "the master dies, and reloads its session", "master: XREADGROUP gives A1", "master: XCLAIM A1 for c1",
+             "c0: XREADGROUP 0 gives A0, starts", "c1: XREADGROUP 0 gives A1, starts", "c1: has done A1", "c0: has done A0"],
+        ),
+        (
+            {"losses": 1}, "leak",
+            [*READS, "master: notes that c0 has A0", "master: XREADGROUP gives A1", "master: XCLAIM A1 for c0",
+             "master: notes that c0 has A1", "c0: XREADGROUP 0 gives A0, starts", "c0: has done A0", "c0: XACK A0",
+             "c0: tells the master of A0", "c0: XREADGROUP 0 gives A1, starts", "c0: has done A1", "c0: XACK A1",
+             "c0: tells the master of A1, in vain"],
+        ),
+    ],
+)  # fmt: skip
+def test_the_protocol_of_the_memo_is_broken(faults: dict[str, int], broken: str, trace: list[str]) -> None:
+    found = explore(Memo(messages="AA", **faults))
+    assert found.traces.get(broken) == trace, str(found)
+
+
+def test_the_memo_leaks_a_ticket_without_any_fault_and_keeps_order_without_any() -> None:
+    found = explore(Memo(messages="AA"))
+    assert found.traces.keys() == {"leak"}, str(found)
+    assert found.traces["leak"][-2:] == ["c0: tells the master of A1", "master: notes that c0 has A1"]

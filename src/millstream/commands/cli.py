@@ -38,6 +38,10 @@ FAMILIES: Mapping[str, tuple[str, str]] = {
     "acl": ("millstream.commands.acl:acl", "Print the rights that Redis users need."),
     "pause": ("millstream.commands.pause:pause", "Have a handler's workers read nothing new."),
     "resume": ("millstream.commands.pause:resume", "Have a paused handler's workers go on."),
+    "keys": ("millstream.commands.keys:keys", "Show which keys wait on workers, and why."),
+    "park": ("millstream.commands.keys:park", "Have a key's messages wait for a person."),
+    "unpark": ("millstream.commands.keys:unpark", "Have a parked key go on."),
+    "skip": ("millstream.commands.keys:skip", "Make the first message of a key a dead letter."),
     "dlq": ("millstream.commands.dlq:dlq", "List, show, redrive and purge dead letters."),
 }
 

@@ -30,7 +30,7 @@ def resume(handler: Name, stream: Stream = None, url: Url = DEFAULT_URL, as_json
 
 def _set(name: str, stream: str | None, url: str, *, paused: bool, as_json: bool) -> None:
     with Client(url) as client:
-        found = _meant(find_handlers(client), name, stream)
+        found = meant(find_handlers(client), name, stream)
         Ledger(client, app=found[0].app, handler=found[0].handler).pause([one.stream for one in found], paused=paused)
     if as_json:
         streams = [one.stream for one in found]
@@ -40,7 +40,7 @@ def _set(name: str, stream: str | None, url: str, *, paused: bool, as_json: bool
         say(f"{one.app}.{one.handler} {'is paused' if paused else 'goes on'} on {visible(one.stream)}")
 
 
-def _meant(known: Sequence[HandlerKeys], name: str, stream: str | None) -> list[HandlerKeys]:
+def meant(known: Sequence[HandlerKeys], name: str, stream: str | None) -> list[HandlerKeys]:
     """The handler of this name, on each of its streams. Raises ConfigError if there is none, or more than one."""
     named = [one for one in known if name in (one.handler, f"{one.app}.{one.handler}")]
     apps = sorted({one.app for one in named})

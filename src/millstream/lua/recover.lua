@@ -3,7 +3,7 @@
 --
 -- KEYS  as of commit.lua
 -- ARGV  1 token: the workers' epoch   2 consumer group   3 consumer   4 its incarnation   5 most entries of one lease
---       6.. names of the lines that it has
+--       6.. tokens of the leases that it has
 -- REPLY number of leases of earlier lives, number of those that were never heard of
 -- ERROR STALE when a newer run has taken over
 --
@@ -26,7 +26,7 @@ local earlier, unheard = 0, 0
 for i = 1, #owners, 2 do
   local name = owners[i]
   local _, life, holder = string.match(owners[i + 1], '^(%d+) (%S+) (.*)$')
-  if holder == consumer and not (life == incarnation and known[name]) then
+  if holder == consumer and not known[owners[i + 1]] then
     if life == incarnation then
       unheard = unheard + 1
     else

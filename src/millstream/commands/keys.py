@@ -1,0 +1,153 @@
+"""`millstream keys`, `park`, `unpark` and `skip`: which keys of a handler wait on workers, why, and what to do about it."""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any, Literal
+
+import typer
+
+from millstream.client import Client
+from millstream.commands.escaping import json_value, unescape, visible
+from millstream.commands.options import DEFAULT_URL, Json, Url, Yes
+from millstream.commands.pause import Name, meant
+from millstream.commands.terminal import clip, confirm, counted, say, say_json, table, talk
+from millstream.errors import ConfigError
+from millstream.inspection import find_handlers
+from millstream.keyed import line_of_key
+from millstream.lines import Line, survey
+from millstream.lines import park as park_line
+from millstream.lines import skip as skip_first
+from millstream.lines import unpark as unpark_line
+from millstream.naming import HandlerKeys
+
+Stream = Annotated[str | None, typer.Option(help="Only on this stream; default: all on which it has run.")]
+Key = Annotated[str, typer.Argument(help="The key; bytes that are not text as \\xNN.", metavar="KEY")]
+State = Annotated[
+    Literal["leased", "ready", "backing-off", "parked"] | None, typer.Option(help="Only keys in this state.")
+]
+One = Annotated[str | None, typer.Option("--key", help="Only this key.")]
+Count = Annotated[int, typer.Option(min=1, help="Most keys to show, those with most entries first.")]
+Reason = Annotated[str, typer.Option(help="Why, for whoever looks at it.")]
+
+_MOST = 100_000
+_KEY_CHARS, _WHY_CHARS = 40, 200
+
+
+def keys(
+    handler: Name, state: State = None, key: One = None, count: Count = 20, stream: Stream = None,
+    url: Url = DEFAULT_URL, as_json: Json = False,
+) -> None:  # fmt: skip
+    """Show the keys of a handler that are worked on or wait on workers, why they wait, and how many messages each has."""
+    wanted = None if key is None else unescape(key)
+    found: list[tuple[HandlerKeys, Line]] = []
+    with Client(url) as client:
+        for place in meant(find_handlers(client), handler, stream):
+            lines = survey(client, place, most=_MOST)
+            found += [(place, line) for line in lines if wanted is None or line.key == wanted]
+    counts = Counter(str(line.state) for _, line in found)
+    shown = [one for one in found if state is None or one[1].state == state.replace("-", " ")]
+    shown.sort(key=lambda one: -one[1].length)
+    if as_json:
+        rows = [_row(place, line) for place, line in shown[:count]]
+        say_json(
+            {"keys": len(found), "messages": sum(line.length for _, line in found), "states": counts, "shown": rows}
+        )
+        return
+    _show(found, counts, shown[:count])
+    if len(shown) > count:
+        talk(f"{len(shown) - count:,} more; --count shows them")
+
+
+def _row(place: HandlerKeys, line: Line) -> dict[str, Any]:
+    return {
+        "stream": place.stream, "key": json_value(line.key), "state": line.state, "messages": line.length,
+        "first": line.first, "worker": line.worker, "since_ms": line.since_ms, "until_ms": line.until_ms,
+        "failed_attempts": line.failed, "lost_leases": line.lost, "parked": line.parked, "why": line.why,
+    }  # fmt: skip
+
+
+def _show(
+    found: Sequence[tuple[HandlerKeys, Line]], counts: Counter[str], shown: Sequence[tuple[HandlerKeys, Line]]
+) -> None:
+    if not found:
+        talk("no key is worked on or waits")
+        return
+    messages = sum(line.length for _, line in found)
+    states = ", ".join(f"{number:,} {state}" for state, number in counts.most_common())
+    say(f"{counted(len(found), 'key')} with {counted(messages, 'message')}: {states}")
+    rows = [
+        (_name(line), place.stream, line.state, f"{line.length:,}", line.first, clip(line.why, _WHY_CHARS))
+        for place, line in shown
+    ]
+    table(("key", "stream", "state", ">messages", "first", "why"), rows)
+
+
+def _name(line: Line) -> str:
+    return "(no key)" if line.key is None else clip(visible(line.key), _KEY_CHARS)
+
+
+def park(
+    handler: Name,
+    key: Key,
+    reason: Reason = "by hand",
+    stream: Stream = None,
+    url: Url = DEFAULT_URL,
+    as_json: Json = False,
+) -> None:
+    """Have a key's messages wait, from its next turn on, until `unpark`. Other keys go on."""
+    _act(
+        handler,
+        key,
+        stream,
+        url,
+        "parked",
+        lambda client, place, line: park_line(client, place, line, reason),
+        as_json=as_json,
+    )
+
+
+def unpark(handler: Name, key: Key, stream: Stream = None, url: Url = DEFAULT_URL, as_json: Json = False) -> None:
+    """Have a parked key go on. Its first message gets all its attempts anew."""
+    _act(handler, key, stream, url, "unparked", unpark_line, as_json=as_json)
+
+
+def skip(
+    handler: Name, key: Key, reason: Reason = "skipped by hand", stream: Stream = None, yes: Yes = False,
+    url: Url = DEFAULT_URL, as_json: Json = False,
+) -> None:  # fmt: skip
+    """Make the first message of a key a dead letter, so that the next one can run."""
+    confirm(f"The first message of {key} becomes a dead letter. Go on?", yes=yes)
+    _act(
+        handler,
+        key,
+        stream,
+        url,
+        "skipped",
+        lambda client, place, line: skip_first(client, place, line, error=reason),
+        as_json=as_json,
+    )
+
+
+def _act(
+    handler: str, key: str, stream: str | None, url: str, done: str,
+    action: Callable[[Client, HandlerKeys, bytes], object], *, as_json: bool,
+) -> None:  # fmt: skip
+    """Act on the line of `key` on each of the handler's streams on which that has an effect."""
+    line = line_of_key(unescape(key), b"")
+    with Client(url) as client:
+        places = meant(find_handlers(client), handler, stream)
+        results = {place.stream: action(client, place, line) for place in places}
+    changed = {name: result for name, result in results.items() if result}
+    if as_json:
+        say_json({"key": key, done: {name: json_value(result) for name, result in changed.items()}})
+    elif not changed:
+        raise ConfigError(
+            f"the key {key!r} could not be {done}: {_HINTS[done]}; millstream keys shows what it waits for"
+        )
+    else:
+        for name, result in changed.items():
+            what = f"message {result} of " if isinstance(result, str) else ""
+            say(f"{what}{visible(unescape(key))} on {visible(name)} is {done}")
+
+
+_HINTS = {"parked": "it is parked already", "unparked": "it is not parked", "skipped": "none of its messages waits"}

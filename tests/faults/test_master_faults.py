@@ -1,0 +1,347 @@
+"""Masters and consumers that die, hang, lose calls and each other: nothing is lost, and no ticket is out of order."""
+
+import os
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from millstream.client import Client
+from millstream.server import EmbeddedServer
+from millstream.testing.history import Event, check, read_events
+from tests.integration.commandline import PROGRAM, environment, run
+from tests.integration.masters import (
+    GROUP,
+    KEYS,
+    STREAM,
+    TOKEN,
+    Foreign,
+    Master,
+    end,
+    eventually,
+    holders,
+    is_clean,
+    publish,
+)
+
+pytestmark = pytest.mark.faults
+
+EXAMPLE = Path(__file__).parents[2] / "examples/tickets"
+
+
+@pytest.fixture
+def client(millstream_url: str) -> Iterator[Client]:
+    with Client(millstream_url) as found:
+        yield found
+
+
+class Fleet:
+    """Consumers in processes of their own, and what they noted. A context manager, at whose end they are gone."""
+
+    def __init__(self, url: str, folder: Path, masters: Sequence[Master]) -> None:
+        self.processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._url = url
+        self._folder = folder
+        self._masters = masters
+
+    def __enter__(self) -> "Fleet":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self.processes.values():
+            process.kill()
+            process.wait(10)
+
+    def python(self, name: str, *options: str, work_ms: int = 5) -> None:
+        """Start `millstream consumer`."""
+        environ = environment(None, {
+            "ticket_stream": STREAM, "concurrency_stream_group": GROUP, "consumer": name,
+            "MILLSTREAM_MASTER_TOKEN": TOKEN, "TICKETS_LOG": str(self.log(name)), "WORK_MS": str(work_ms),
+            "master_register_api_url": " ".join(f"{one.url}/api/consumers/register" for one in self._masters),
+            "master_acknowledge_api_url": " ".join(f"{one.url}/api/messages/acknowledge" for one in self._masters),
+        })  # fmt: skip
+        command = [*PROGRAM, "consumer", f"{EXAMPLE}/work.py:work", "--url", self._url, "--poll-ms", "5", *options]
+        self.processes[name] = subprocess.Popen(command, env=environ)
+
+    def javascript(self, name: str, port: int, work_ms: int = 5) -> None:
+        """Start the consumer in JavaScript."""
+        arguments = (name, str(port), self._masters[0].url, TOKEN, STREAM, GROUP, str(self.log(name)))
+        command = ["node", str(EXAMPLE / "consumer.js"), *arguments]
+        self.processes[name] = subprocess.Popen(command, env={**os.environ, "WORK_MS": str(work_ms)})
+
+    def log(self, name: str) -> Path:
+        """Where a consumer notes what it does."""
+        return self._folder / f"{name}.jsonl"
+
+    def in_the_middle(self, name: str) -> None:
+        """Wait until a consumer works on a message."""
+
+        def works() -> bool:
+            lines = self.log(name).read_bytes().splitlines() if self.log(name).exists() else []
+            return bool(lines) and b'"started"' in lines[-1]
+
+        eventually(works, f"{name} at work", within_s=30)
+
+    def judge(self, enqueued: Sequence[Event]) -> None:
+        """Nothing lost, doubled, out of order or at the same time as another of its ticket."""
+        check([*enqueued, *read_events(*self._folder.glob("*.jsonl"))]).raise_if_bad()
+
+
+def enqueue(client: Client, tickets: int, each: int) -> list[Event]:
+    """Publish messages of several tickets, mixed."""
+    keys = [f"T{number}" for _ in range(each) for number in range(tickets)]
+    ids = publish(client, *keys)
+    return [Event(kind="enqueued", stream=STREAM, id=one, key=key.encode()) for one, key in zip(ids, keys, strict=True)]
+
+
+def registered(master: Master, count: int) -> None:
+    eventually(lambda: len(master.get("consumers")["consumers"]) == count, f"{count} consumers", within_s=30)
+
+
+def test_who_stops_answering_its_health_url_loses_its_messages_to_others(millstream_url: str, client: Client) -> None:
+    first, second = publish(client, "A", "A")
+    with ExitStack() as stack:
+        master = stack.enter_context(Master(millstream_url))
+        ill = stack.enter_context(Foreign(client, "c1").register(master))
+        well = stack.enter_context(Foreign(client, "c2"))
+        assert ill.next()[0] == first
+        well.register(master)
+        ill.health.status = 503
+        assert well.next(within_s=5)[0] == first
+        assert not ill.read()
+        assert ill.acknowledge(master, first).status_code == 409
+        assert well.finish(master, first)["next"] == [second]
+        ill.health.status = 200
+        eventually(lambda: master.state_of("c1") == "alive", "its recovery")
+        publish(client, "B")
+        ill.next()
+
+
+def test_a_healthy_consumer_that_is_stuck_loses_its_message_and_gets_no_more(
+    millstream_url: str, client: Client
+) -> None:
+    stuck_on, newer = publish(client, "A", "A")
+    with ExitStack() as stack:
+        master = stack.enter_context(Master(millstream_url, "--delegation-limit-s", "0.8"))
+        stuck = stack.enter_context(Foreign(client, "c1").register(master))
+        other = stack.enter_context(Foreign(client, "c2"))
+        assert stuck.next()[0] == stuck_on
+        eventually(lambda: (stuck.read(), master.state_of("c1") == "stuck")[1], "it is found out")
+        publish(client, "B")
+        other.register(master)
+        got = []
+        for _ in range(3):
+            message_id, fields = other.next(within_s=5)
+            got.append((fields["ticket_id"], message_id))
+            other.finish(master, message_id)
+        assert [one for ticket, one in got if ticket == "A"] == [stuck_on, newer]
+        assert not stuck.read()
+        assert stuck.acknowledge(master, stuck_on).json()["known"] is True
+        assert master.state_of("c1") == "alive"
+
+
+def test_a_slow_consumer_that_is_alone_does_nothing_twice(millstream_url: str, client: Client) -> None:
+    slow, newer = publish(client, "A", "A")
+    with (
+        Master(millstream_url, "--delegation-limit-s", "0.5") as master,
+        Foreign(client, "c1").register(master) as consumer,
+    ):
+        assert consumer.next()[0] == slow
+        eventually(lambda: master.state_of("c1") == "stuck", "it is found out")
+        assert consumer.xack(slow) == 1
+        assert consumer.acknowledge(master, slow).json() == {"known": False, "next": [newer]}
+        consumer.finish(master, newer)
+    assert is_clean(client)
+
+
+def test_a_message_that_kills_its_consumers_ends_as_a_dead_letter(millstream_url: str, client: Client) -> None:
+    bad, good = publish(client, "A", "A")
+    with Master(millstream_url, "--attempts", "2") as master:
+        for name in ("c1", "c2"):
+            victim = Foreign(client, name).register(master)
+            assert victim.next()[0] == bad
+            victim.health.close()
+            eventually(lambda name=name: master.state_of(name) == "dead", "its death")  # type: ignore[misc]
+        with Foreign(client, "c3").register(master) as survivor:
+            assert survivor.next()[0] == good
+    (letter,) = run("dlq", "list", "--json", url=client.url).json_lines()
+    assert (letter["id"], letter["reason"]) == (bad, "crashed")
+
+
+def test_an_acknowledgement_goes_to_any_master(millstream_url: str, client: Client) -> None:
+    first, second = publish(client, "A", "A")
+    with Master(millstream_url) as one, Master(millstream_url, "--master", "m2") as two:
+        consumer = Foreign(client, "c1").register(one)
+        with consumer:
+            assert consumer.next()[0] == first
+            end(one.process, signal.SIGKILL)
+            assert consumer.finish(two, first)["next"] == [second]
+            consumer.finish(two, second)
+    assert is_clean(client)
+
+
+def test_without_any_master_messages_stay_where_they_are_and_what_is_acknowledged_is_done(
+    millstream_url: str, client: Client
+) -> None:
+    first, second, other = publish(client, "A", "A", "B")
+    options = ("--lease-s", "1")
+    with Master(millstream_url, *options) as master:
+        consumer = Foreign(client, "c1", max_tickets=2).register(master)
+        eventually(lambda: len(consumer.read()) == 2, "both tickets")
+        end(master.process, signal.SIGKILL)
+    consumer.xack(first)
+    time.sleep(1.2)  # its leases run out
+    assert dict(consumer.read()).keys() == {other}
+    with Master(millstream_url, *options) as master, consumer:
+        eventually(lambda: second in dict(consumer.read()), "the next one of A")
+        assert first not in dict(consumer.read())
+        for message_id in (second, other):
+            consumer.finish(master, message_id)
+    assert is_clean(client)
+
+
+def test_who_keeps_asking_for_what_it_took_before_there_was_a_master_loses_it_after_a_while(
+    millstream_url: str, client: Client
+) -> None:
+    client.execute("XGROUP", "CREATE", STREAM, GROUP, "0", "MKSTREAM")
+    (old,) = publish(client, "A")
+    client.execute("XREADGROUP", "GROUP", GROUP, "thief", "STREAMS", STREAM, ">")
+    with Master(millstream_url, "--min-idle-time-s", "1.5"):
+        began = time.monotonic()
+
+        def polls() -> bool:
+            client.execute("XREADGROUP", "GROUP", GROUP, "thief", "STREAMS", STREAM, "0")  # resets its idle time
+            return holders(client) == {old: "waiting"}
+
+        eventually(polls, "the message is in its line")
+        assert time.monotonic() - began > 1
+
+
+def test_what_was_pending_in_the_group_before_there_was_a_master_is_not_lost(
+    millstream_url: str, client: Client
+) -> None:
+    client.execute("XGROUP", "CREATE", STREAM, GROUP, "0", "MKSTREAM")
+    old = publish(client, "A", "B")
+    client.execute("XREADGROUP", "GROUP", GROUP, "gone", "STREAMS", STREAM, ">")
+    new = publish(client, "A")
+    with Master(millstream_url) as master, Foreign(client, "c1", max_tickets=5).register(master) as consumer:
+        eventually(lambda: set(holders(client).values()) <= {"c1", "waiting"}, "the old ones are in their lines")
+        got: list[str] = []
+        while len(got) < 3:
+            message_id, _ = consumer.next()
+            got.append(message_id)
+            consumer.finish(master, message_id)
+    # The newer one of A may have run before its elder was idle for long enough.
+    assert sorted(got) == [*old, *new]
+    assert is_clean(client)
+
+
+def test_a_deleted_consumer_and_a_destroyed_group_lose_nothing(millstream_url: str, client: Client) -> None:
+    first, second = publish(client, "A", "A")
+    with Master(millstream_url) as master, Foreign(client, "c1").register(master) as consumer:
+        assert consumer.next()[0] == first
+        client.execute("XGROUP", "DELCONSUMER", STREAM, GROUP, "c1")
+        eventually(lambda: holders(client) == {first: "c1", second: "waiting"}, "the message is back")
+        client.execute("XGROUP", "DESTROY", STREAM, GROUP)
+        eventually(lambda: client.execute("XINFO", "GROUPS", STREAM), "the group is back")
+        eventually(lambda: holders(client) == {first: "c1", second: "waiting"}, "the messages are back")
+        consumer.finish(master, first)
+        consumer.finish(master, second)
+    assert is_clean(client)
+
+
+def test_one_consumer_of_three_and_one_master_of_two_are_killed_and_every_ticket_is_in_order(
+    millstream_url: str, client: Client, tmp_path: Path
+) -> None:
+    with (
+        Master(millstream_url) as one,
+        Master(millstream_url, "--master", "m2") as two,
+        Fleet(millstream_url, tmp_path, [one, two]) as fleet,
+    ):
+        for name in ("c1", "c2", "c3"):
+            fleet.python(name, "--max-tickets", "2")
+        registered(two, 3)
+        enqueued = enqueue(client, 12, 15)
+        fleet.in_the_middle("c1")
+        end(one.process, signal.SIGKILL)
+        fleet.in_the_middle("c2")
+        end(fleet.processes["c2"], signal.SIGKILL)
+        eventually(lambda: is_clean(client), "all done", within_s=40)
+    events = read_events(*tmp_path.glob("*.jsonl"))
+    report = check([*enqueued, *events])
+    # A killed consumer may have done a message, or two, that it could not acknowledge any more.
+    assert not (report.out_of_order or report.overlapping or report.lost)
+    assert len(report.duplicated) <= 2
+
+
+def test_a_consumer_that_is_told_to_stop_finishes_and_hands_on(
+    millstream_url: str, client: Client, tmp_path: Path
+) -> None:
+    with (
+        Master(millstream_url, "--ping-interval-s", "30") as master,
+        Fleet(millstream_url, tmp_path, [master]) as fleet,
+    ):
+        fleet.python("c1", work_ms=300)
+        registered(master, 1)
+        enqueued = enqueue(client, 3, 2)
+        fleet.in_the_middle("c1")
+        assert end(fleet.processes["c1"]) == 0
+        assert master.state_of("c1") is None
+        assert "c1" not in holders(client).values()
+        fleet.python("c2")
+        eventually(lambda: is_clean(client), "all done", within_s=30)
+        fleet.judge(enqueued)
+
+
+def test_redis_restarts_and_everybody_goes_on(millstream_fresh_server: EmbeddedServer, tmp_path: Path) -> None:
+    url = millstream_fresh_server.url
+    with Client(url) as client, Master(url) as master, Fleet(url, tmp_path, [master]) as fleet:
+        fleet.python("c1", "--max-tickets", "3")
+        registered(master, 1)
+        enqueued = enqueue(client, 6, 20)
+        fleet.in_the_middle("c1")
+        millstream_fresh_server.restart()
+
+        def done() -> bool:
+            return bool(client.patiently(lambda: is_clean(client), what="the test"))
+
+        eventually(done, "all done", within_s=40)
+        fleet.judge(enqueued)
+
+
+def need_node() -> None:
+    if shutil.which("node") is None:
+        if os.environ.get("CI"):
+            pytest.fail("node is not installed")
+        pytest.skip("node is not installed")
+
+
+def test_a_consumer_in_javascript_joins_one_in_python(
+    millstream_server: EmbeddedServer, millstream_url: str, client: Client, tmp_path: Path
+) -> None:
+    need_node()
+    assert len((EXAMPLE / "consumer.js").read_text().splitlines()) < 60
+    with Master(millstream_url) as master, Fleet(millstream_url, tmp_path, [master]) as fleet:
+        fleet.javascript("js", millstream_server.port)
+        fleet.python("py")
+        registered(master, 2)
+        enqueued = enqueue(client, 8, 10)
+        eventually(lambda: is_clean(client), "all done", within_s=40)
+        fleet.judge(enqueued)
+    for name in ("js", "py"):
+        assert len(fleet.log(name).read_text().splitlines()) > 30, f"{name} did little"
+    assert client.execute("HLEN", KEYS.strikes) == 0
+
+
+def test_the_example_shows_every_ticket_in_order() -> None:
+    need_node()
+    done = subprocess.run(
+        [PROGRAM[0], str(EXAMPLE / "run.py"), "4", "6"], capture_output=True, text=True, timeout=100, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.endswith("\nin order\n")

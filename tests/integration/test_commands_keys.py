@@ -1,0 +1,90 @@
+"""`millstream keys`, `park`, `unpark` and `skip`, run as a user runs them."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from millstream.client import Client
+from millstream.keyed import Ending, KeyedStream, line_of_key
+from millstream.server import EmbeddedServer
+from tests.integration.commandline import call
+
+
+@pytest.fixture
+def client(millstream_fresh_server: EmbeddedServer) -> Iterator[Client]:
+    with Client(millstream_fresh_server.url) as opened:
+        yield opened
+
+
+@pytest.fixture
+def stream(client: Client) -> KeyedStream:
+    """Five messages of `a`, leased; three of `b`, backing off; two of `c`, parked; one of `d`, ready."""
+    opened = KeyedStream(
+        client, "orders", line_of=lambda entry_id, pairs: line_of_key(pairs[1], entry_id), app="shop", handler="pay",
+        consumer="w-0",
+    )  # fmt: skip
+    opened.join()
+    for key, count in (("a", 5), ("b", 3), ("c", 2), ("d", 1)):
+        for n in range(count):
+            client.execute("XADD", "orders", "*", "key", key, "n", n)
+    opened.route(count=100, most_pending=1_000)
+    taken = opened.take(lines=3, entries=100, run=2, lease_ms=60_000, now_ms=0)
+    _, b, c = taken.leases
+    opened.release([Ending(b, "later", 60_000, 1), Ending(c, "park", "failed: no such account", 4)])
+    return opened
+
+
+def asked(client: Client, *words: str) -> Any:
+    return call(*words, "--json", url=client.url).json()
+
+
+def test_keys_says_of_each_key_what_it_waits_for(client: Client, stream: KeyedStream) -> None:
+    found = asked(client, "keys", "pay")
+    assert (found["keys"], found["messages"]) == (4, 11)
+    assert found["states"] == {"leased": 1, "backing off": 1, "parked": 1, "ready": 1}
+    rows = {row["key"]: row for row in found["shown"]}
+    assert list(rows) == ["a", "b", "c", "d"]
+    assert (rows["a"]["worker"], rows["a"]["messages"]) == ("w-0", 5)
+    assert "attempt 2" in rows["b"]["why"]
+    assert rows["c"]["parked"] == "failed: no such account"
+    assert stream.check() == []
+
+
+def test_keys_shows_one_key_and_one_state_on_request(client: Client, stream: KeyedStream) -> None:
+    assert [row["key"] for row in asked(client, "keys", "pay", "--key", "b")["shown"]] == ["b"]
+    assert [row["key"] for row in asked(client, "keys", "pay", "--state", "parked")["shown"]] == ["c"]
+    text = call("keys", "shop.pay", "--count", "1", url=client.url)
+    assert "4 keys with 11 messages" in text.out
+    assert "3 more; --count shows them" in text.err
+    assert stream.check() == []
+
+
+def test_a_key_is_parked_unparked_and_its_first_message_skipped(client: Client, stream: KeyedStream) -> None:
+    assert asked(client, "park", "pay", "d", "--reason", "audit")["parked"] == {"orders": True}
+    assert asked(client, "keys", "pay", "--key", "d")["shown"][0]["parked"] == "audit"
+    assert asked(client, "skip", "pay", "c", "--yes", "--reason", "gone")["skipped"]
+    assert asked(client, "unpark", "pay", "c")["unparked"] == {"orders": True}
+    (taken,) = stream.take(lines=5, entries=10, run=9, lease_ms=1_000, now_ms=0).leases
+    assert (taken.key, [one.pairs[3] for one in taken.entries]) == (b"c", [b"1"])
+    assert "gone" in call("dlq", "list", "--json", url=client.url).out
+    assert stream.check() == []
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("unpark", "pay", "a"), "it is not parked"),
+        (("park", "pay", "c"), "it is parked already"),
+        (("skip", "pay", "nobody", "--yes"), "none of its messages waits"),
+        (("keys", "nothing"), "no handler 'nothing' has run"),
+    ],
+)
+def test_what_cannot_be_done_is_said_in_one_line(
+    client: Client, stream: KeyedStream, words: tuple[str, ...], says: str
+) -> None:
+    ended = call(*words, url=client.url)
+    assert ended.code == 2
+    assert says in ended.err
+    assert ended.err.count("\n") == 1
+    assert stream.check() == []

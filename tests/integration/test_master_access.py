@@ -1,0 +1,206 @@
+"""Who may use a master's API and how much of it at once, and where the master itself goes."""
+
+import asyncio
+import json
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from millstream.client import Client
+from millstream.errors import MillstreamError
+from millstream.master.addresses import LOOPBACK, AllowList
+from millstream.master.pings import Pinger
+from millstream.master.registry import Registry
+from millstream.master.settings import MasterSettings
+from tests.integration.commandline import run
+from tests.integration.masters import GROUP, STREAM, TOKEN, Foreign, HealthPage, Master, eventually, publish
+
+NAMES = ("--ticket-stream", STREAM, "--concurrency-stream-group", GROUP)
+
+
+@pytest.fixture
+def client(millstream_url: str) -> Iterator[Client]:
+    with Client(millstream_url) as found:
+        yield found
+
+
+def test_a_master_does_not_start_without_a_token_unless_it_is_told_to(millstream_url: str, tmp_path: Path) -> None:
+    refused = run("master", *NAMES, url=millstream_url)
+    assert (refused.code, "--token" in refused.err) == (2, True)
+    (tmp_path / "tokens").write_text("0123456789abcdef sing\n")
+    refused = run("master", *NAMES, "--token-file", str(tmp_path / "tokens"), url=millstream_url)
+    assert (refused.code, "no scope" in refused.err) == (2, True)
+    with Master(millstream_url, "--insecure-no-token", token=None) as open_master:
+        assert httpx.get(f"{open_master.url}/api/tickets", trust_env=False).status_code == 200
+
+
+def test_what_is_wrong_with_a_master_is_said_in_one_line(millstream_url: str, tmp_path: Path) -> None:
+    file = tmp_path / "master.toml"
+    file.write_text('ticket_streem = "x"\n')
+    for options in ((), ("--config", str(file)), (*NAMES[:3], "a b", "--insecure-no-token")):
+        refused = run("master", *options, url=millstream_url)
+        assert refused.code == 2
+        assert len(refused.err.splitlines()) == 1, refused.err
+
+
+def test_settings_come_from_a_toml_file(millstream_url: str, tmp_path: Path) -> None:
+    file = tmp_path / "master.toml"
+    values = {"ticket_stream": STREAM, "concurrency_stream_group": GROUP, "master": "m9", "token": "f" * 20}
+    file.write_text("".join(f"{name} = {json.dumps(value)}\n" for name, value in values.items()))
+    with Master(millstream_url, "--config", str(file), token=None, env={}) as master:
+        assert master.http.get("/api/health").json()["master"] == "m9"
+        found = httpx.get(f"{master.url}/api/tickets", headers={"Authorization": f"Bearer {'f' * 20}"}, trust_env=False)
+        assert found.status_code == 200
+
+
+def test_settings_come_from_the_environment(millstream_url: str) -> None:
+    env = {"ticket_stream": STREAM, "concurrency_stream_group": GROUP, "master": "m7", "MILLSTREAM_MASTER_TOKEN": TOKEN}
+    with Master(millstream_url, token=None, env=env) as master:
+        assert master.http.get("/api/health").json() == {"status": "ok", "master": "m7", "reasons": []}
+
+
+def test_a_token_opens_what_its_scopes_name_and_nothing_else(millstream_url: str, tmp_path: Path) -> None:
+    file = tmp_path / "tokens"
+    file.write_text(
+        "# who is who\nconsumers-0123456789 register acknowledge\nlookers-0123456789 read # on\nacks-only-0123456789 acknowledge\n"
+    )
+    register, acknowledge = {"consumer": "c1"}, {"consumer": "c1", "message_id": "1-1"}
+    with Master(millstream_url, "--token-file", str(file)) as master:
+
+        def status(token: str, method: str, path: str, body: dict[str, str] | None = None) -> int:
+            headers = {"Authorization": f"Bearer {token}"} if token else {}
+            return httpx.request(method, master.url + path, json=body, headers=headers, trust_env=False).status_code
+
+        for path, body in (("/api/consumers/register", register), ("/api/messages/acknowledge", acknowledge)):
+            assert status("", "POST", path, body) == status("wrong-0123456789abc", "POST", path, body) == 401
+            assert status("lookers-0123456789", "POST", path, body) == 403
+            assert status("consumers-0123456789", "POST", path, body) == 200
+        assert status("acks-only-0123456789", "POST", "/api/consumers/register", register) == 403
+        for path in ("/api/tickets", "/api/consumers", "/metrics"):
+            assert status("", "GET", path) == 401
+            assert status("consumers-0123456789", "GET", path) == 403
+            assert status("lookers-0123456789", "GET", path) == 200
+        assert status("", "GET", "/api/health") == status("", "GET", "/openapi.json") == 200
+
+
+def test_requests_are_bounded_and_errors_are_one_line_of_json(millstream_url: str) -> None:
+    with Master(millstream_url, "--most-body", "2000", "--most-page", "5") as master:
+        http = master.http
+
+        def streamed() -> Iterator[bytes]:
+            for _ in range(100):
+                yield b" " * 100
+
+        answers = [
+            (413, http.post("/api/consumers/register", content=b"x" * 2_001)),
+            (413, http.post("/api/consumers/register", content=streamed())),
+            (422, http.post("/api/consumers/register", content=b"{")),
+            (422, http.post("/api/consumers/register", json={})),
+            (422, http.post("/api/consumers/register", json={"consumer": "waiting"})),
+            (422, http.post("/api/consumers/register", json={"consumer": "a b"})),
+            (422, http.post("/api/consumers/register", json={"consumer": "c", "max_tickets": 1_001})),
+            (422, http.post("/api/messages/acknowledge", json={"consumer": "c", "message_id": "nonsense"})),
+            (404, http.post("/api/consumers/heartbeat", json={"consumer": "nobody"})),
+            (422, http.get("/api/tickets", params={"limit": 6})),
+            (422, http.get("/api/tickets", params={"cursor": "xyz"})),
+            (404, http.get("/docs")),
+            (405, http.get("/api/messages/acknowledge")),
+        ]
+        for status, answer in answers:
+            assert answer.status_code == status, answer.text
+            assert list(answer.json()) == ["error"]
+            assert answer.json()["error"]
+            assert "\n" not in answer.json()["error"]
+
+
+def test_the_openapi_document_names_every_call_and_its_token(millstream_url: str) -> None:
+    with Master(millstream_url) as master:
+        document = master.http.get("/openapi.json").json()
+    calls = {f"{method} {path}" for path, methods in document["paths"].items() for method in methods}
+    assert calls == {
+        "post /api/consumers/register", "post /api/consumers/heartbeat", "post /api/messages/acknowledge",
+        "post /api/messages/fail", "post /api/messages/release", "get /api/tickets", "get /api/consumers",
+        "get /api/health", "get /metrics",
+    }  # fmt: skip
+    assert document["paths"]["/api/messages/acknowledge"]["post"]["security"] == [{"acknowledge": []}]
+
+
+def test_a_second_consumer_of_a_name_is_refused_while_the_first_lives(millstream_url: str, client: Client) -> None:
+    publish(client, "A")
+    with Master(millstream_url) as master, Foreign(client, "c1").register(master) as first, HealthPage() as other:
+        (message_id, _) = first.next()
+        refused = master.post("consumers/register", consumer="c1", health_url=other.url)
+        assert (refused.status_code, "alive" in refused.json()["error"]) == (409, True)
+        assert first.read()[0][0] == message_id
+        first.health.status = 500
+        eventually(lambda: master.state_of("c1") == "dead", "its death")
+        assert master.post("consumers/register", consumer="c1", health_url=other.url).status_code == 200
+
+
+def test_the_same_consumer_again_is_a_restart_unless_it_says_that_it_is_not(
+    millstream_url: str, client: Client
+) -> None:
+    publish(client, "A")
+    with Master(millstream_url) as master, Foreign(client, "c1", instance="x").register(master) as consumer:
+        consumer.next()
+        owners = "millstream:{tickets}:tickets:master.workers:owners"
+        (token,) = client.execute("HVALS", owners)
+        consumer.register(master)
+        eventually(lambda: consumer.health.calls > 6, "some rounds")
+        assert client.execute("HVALS", owners) == [token]
+        body = {"consumer": "c1", "health_url": consumer.health.url, "instance": "y"}
+        assert master.post("consumers/register", **body).status_code == 200
+        eventually(lambda: client.execute("HVALS", owners) not in ([token], []), "a lease of its new life")
+
+
+def test_health_urls_outside_of_the_allow_list_are_refused(millstream_url: str) -> None:
+    with HealthPage() as page, HealthPage() as other, Master(
+        millstream_url, "--allow-health", f"127.0.0.1:{page.port}"
+    ) as master:  # fmt: skip
+        assert master.post("consumers/register", consumer="c1", health_url=page.url).status_code == 200
+        for url in (other.url, "http://10.0.0.1/", "file:///etc/passwd"):
+            assert master.post("consumers/register", consumer="c2", health_url=url).status_code in (403, 422)
+        eventually(lambda: page.calls, "a ping")
+        assert other.calls == 0
+
+
+def problem(client: Client, allowed: AllowList, url: str) -> str | None:
+    """What a master says of a health URL."""
+    settings = MasterSettings(ticket_stream=STREAM, group=GROUP)
+    pinger = Pinger(Registry(client, settings.keys), settings, allowed, on_death=lambda: None)
+
+    async def ask() -> str | None:
+        async with httpx.AsyncClient(trust_env=False) as http:
+            return await pinger.problem(http, url, 0.5)
+
+    return asyncio.run(ask())
+
+
+def test_no_redirect_is_followed_and_no_name_is_trusted(client: Client) -> None:
+    with HealthPage() as page, HealthPage() as secret:
+        assert problem(client, AllowList(LOOPBACK), page.url) is None
+        named = page.url.replace("127.0.0.1", "localhost")
+        assert problem(client, AllowList(LOOPBACK), named) is None
+        assert "no address" in (problem(client, AllowList(["10.0.0.0/8"]), named) or "")
+        assert "no address" in (problem(client, AllowList(["localhost"]), named) or "")
+        page.status, page.location = 302, secret.url
+        assert problem(client, AllowList(LOOPBACK), page.url) == "status 302"
+        assert secret.calls == 0
+        page.status = 500
+        assert problem(client, AllowList(LOOPBACK), page.url) == "status 500"
+
+
+def test_a_health_url_that_never_answers_takes_no_longer_than_it_may(client: Client) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}/"
+        assert problem(client, AllowList(LOOPBACK), url) == "no answer in time"
+
+
+def test_the_name_of_the_masters_is_no_apps(tmp_path: Path) -> None:
+    from millstream import App
+
+    with pytest.raises(MillstreamError, match="master"):
+        App("master")
