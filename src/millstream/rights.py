@@ -26,25 +26,38 @@ class RoleName(StrEnum):
     OPERATOR = "operator"
 
 
+_LINES = "exists hdel hexists hget hkeys llen lpush lrange rpush time unlink xclaim zrange zrem"
+_GROUP = "exists hexists hkeys hmget xclaim xgroup|create xgroup|delconsumer xinfo|consumers xinfo|groups"
+_TAKEOVER = f"{_LINES} {_GROUP} del hset xpending xrevrange"
+_MAY_COMMIT = "hdel hincrby hset xadd"
+
 SCRIPTS: Mapping[str, str] = {
-    "advance": "hmget hset unlink",
-    "begin": "del exists hdel hexists hincrby hkeys hlen hmget hset xadd xclaim xgroup|create "
-    "xgroup|delconsumer xinfo|consumers xinfo|groups xpending xrange xrevrange",
+    "ack": "xack xpending",
+    "adopt": f"{_LINES} hmget linsert lpos xpending",
+    "advance": "hdel hmget hset unlink",
+    "begin": f"{_TAKEOVER} {_MAY_COMMIT} hlen",
     "cancel": "hdel zrem",
-    "checkpoint": "del exists hexists hkeys hmget hset time unlink xack xclaim xgroup|create xgroup|delconsumer "
-    "xinfo|consumers xinfo|groups xpending",
-    "commit": "hdel hexists hget hincrby hmget hset type xack xadd xpending",
+    "checkpoint": f"{_GROUP} del hset time unlink xack xpending",
+    "commit": f"{_LINES} get hincrby hmget hset lpop set type xack xadd xpending",
     "count": "xrange",
     "dismiss": "xclaim xgroup|delconsumer xinfo|consumers xpending",
     "due": "hdel hget time type xadd zrange zrangebyscore zrem",
+    "extend": f"{_LINES} zadd",
     "forget": "hdel hget unlink",
     "hold": "hget xclaim xpending",
-    "join": "exists hdel hexists hincrby hkeys hmget hset time xack xadd xclaim xgroup|create "
-    "xgroup|delconsumer xgroup|setid xinfo|consumers xinfo|groups",
+    "join": f"{_TAKEOVER} {_MAY_COMMIT} xack xgroup|setid",
     "name": "del get set",
     "publish": "expire get hsetnx set time type xadd xlen zadd zcard",
     "rate": "hget hset time",
+    "recover": f"{_LINES} hgetall hincrby lindex xpending",
     "redrive": "type xadd xdel xrange",
+    "release": f"{_LINES} hset lindex xpending zadd",
+    "route": f"{_LINES} {_GROUP} hset xgroup|setid",
+    "settle": f"{_LINES} hincrby lindex lrem xpending",
+    "steer": f"{_LINES} hincrby hsetnx lindex lpop lrem type xack xadd xpending",
+    "swap": "hdel hget hset",
+    "take": f"{_LINES} hincrby hmget hset hvals lindex lpop lrem xpending zadd zrangebyscore",
+    "tend": f"{_LINES} {_GROUP} hgetall hincrby hsetnx lindex lpop xpending zadd",
     "trim": "exists xinfo|groups xpending xtrim",
 }
 """The commands that each script in `millstream.lua` runs."""
@@ -82,11 +95,13 @@ class Role:
 
 _HANDLERS = "{app}.*"
 _DELAYED = ("due", "delayed")
+_KEYED = ("route", "take", "extend", "release", "recover")
 
 ROLES: Mapping[RoleName, Role] = {
     RoleName.WORKER: Role(
-        scripts=("join", "commit", "hold", "checkpoint", "due", "name", "rate", "trim"),
-        direct="hdel hget hmget hscan hset xack xclaim xpending xrange xreadgroup",
+        scripts=("join", "commit", "hold", "checkpoint", *_KEYED, "due", "name", "rate", "trim"),
+        direct="blpop hdel hget hmget hscan hset xack xclaim xpending xrange xread xreadgroup",
+        unreached="hvals",
         own_keys=(_HANDLERS, *_DELAYED),
         app_keys=(f"{PREFIX}:worker:{{app}}:*",),
     ),
@@ -94,7 +109,7 @@ ROLES: Mapping[RoleName, Role] = {
         scripts=("begin", "commit", "advance", "forget", "due"),
         direct="client|reply hexists hget hincrby hmget time xgroup|create xgroup|destroy xgroup|setid xinfo|groups "
         "xinfo|stream xrange xreadgroup xrevrange",
-        unreached="xack",
+        unreached="get llen lpop lpush rpush set xack",
         own_keys=(_HANDLERS, *_DELAYED),
     ),
     RoleName.PRODUCER: Role(
@@ -105,9 +120,11 @@ ROLES: Mapping[RoleName, Role] = {
         own_keys=(*_DELAYED, "producer:*", "once:*"),
     ),
     RoleName.OPERATOR: Role(
-        scripts=("count", "dismiss", "redrive"),
-        direct="hdel hget hmget hscan hset time xautoclaim xclaim xdel xgroup|create xgroup|delconsumer xgroup|destroy "
-        "xgroup|setid xinfo|consumers xinfo|groups xinfo|stream xlen xpending xrange xread xrevrange",
+        scripts=("count", "dismiss", "redrive", "steer"),
+        direct="hdel hget hgetall hmget hscan hset lindex llen lrange time xautoclaim xclaim xdel xgroup|create "
+        "xgroup|delconsumer xgroup|destroy xgroup|setid xinfo|consumers xinfo|groups xinfo|stream xlen xpending xrange "
+        "xread xrevrange zrange",
+        unreached="hkeys unlink",
         looks="always",
         own_keys=("*",),
     ),

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from pyspark.sql import SparkSession
 
-from millstream import App, Message, Reject, Retry
+from millstream import App, Message, Reject, Retry, State
 from millstream.client import Client
 from millstream.errors import ConfigError, PipelineFailed, StaleOwner
 from millstream.ledger import ENTRY_MARK, Ledger, Unit
@@ -24,6 +24,7 @@ from millstream.worker import ReadingLoop, WorkerPolicy
 KEYS = HandlerKeys("app", "handle", "in")
 POLICY = WorkerPolicy(block_ms=100, claim_ms=1_000, sweep_ms=100)
 PART = 300
+KEY_COUNT = 30
 
 
 def handle(message: Message) -> dict[str, Any]:
@@ -37,16 +38,28 @@ def handle(message: Message) -> dict[str, Any]:
     return {"id": message.id, "fence": message.fence}
 
 
-def app_of_one() -> App:
+def handle_keyed(message: Message, state: State) -> dict[str, Any]:
+    """The same for one of 30 keys, whose messages it counts."""
+    output = handle(message)
+    state["count"] = state.get("count", 0) + 1
+    return {**output, "key": message.key or b"", "count": state["count"]}
+
+
+def app_of_one(*, keyed: bool = False) -> App:
     app = App("app")
-    app.handler("in", into="out", retry=Retry(attempts=3, delay_ms=150))(handle)
+    options: dict[str, Any] = {"into": "out", "retry": Retry(attempts=3, delay_ms=150), "name": "handle"}
+    if keyed:
+        app.handler("in", key=lambda message: int(message.fields["n"]) % KEY_COUNT, **options)(handle_keyed)
+    else:
+        app.handler("in", **options)(handle)
     return app
 
 
 class Bench:
     """One stream, its handler, and both engines; `ids` are the entries published."""
 
-    def __init__(self, client: Client, spark: SparkSession, folder: Path) -> None:
+    def __init__(self, client: Client, spark: SparkSession, folder: Path, *, keyed: bool = False) -> None:
+        self.keyed = keyed
         self.client = client
         self.spark = spark
         self.folder = folder
@@ -69,7 +82,8 @@ class Bench:
 
     @contextmanager
     def worker(self) -> Iterator["Running"]:
-        loop = ReadingLoop(app_of_one().handlers["handle"], self.client.url, consumer="w1", policy=POLICY)
+        handler = app_of_one(keyed=self.keyed).handlers["handle"]
+        loop = ReadingLoop(handler, self.client.url, consumer="w1", policy=POLICY)
         with running(loop.run, lambda: loop.stop(deadline_ms=0)) as thread:
             yield thread
 
@@ -78,7 +92,7 @@ class Bench:
         settings = RunSettings(
             url=self.client.url, checkpoint=str(self.folder / checkpoint), max_per_batch=120, start="from-frontier"
         )
-        runner = Runner(app_of_one(), self.spark, settings, on_event=lambda event: None)
+        runner = Runner(app_of_one(keyed=self.keyed), self.spark, settings, on_event=lambda event: None)
         with running(runner.run, runner.stop) as thread:
             yield thread
 
@@ -93,6 +107,19 @@ class Bench:
         check_outputs({None: self.ids}, outputs, dead).raise_if_bad()
         assert len(dead) == len(self.ids) // 50
         assert self.pending() == 0
+        if self.keyed:
+            self.check_keys()
+
+    def check_keys(self) -> None:
+        """Each key's messages took effect in stream order, each on the state that the one before had left."""
+        place = {entry_id: n for n, entry_id in enumerate(self.ids)}
+        last: dict[bytes, tuple[int, int]] = {}
+        for _, (_, entry_id, _, _, _, key, _, count) in self.client.execute("XRANGE", "out", "-", "+"):
+            n, before = place[entry_id.decode()], last.get(key, (-1, 0))
+            assert n > before[0], f"key {key!r} went back to {n} after {before[0]}"
+            assert int(count) == before[1] + 1, f"key {key!r} has count {count!r} after {before[1]}"
+            last[key] = (n, int(count))
+        assert len(last) == KEY_COUNT
 
 
 class Running(threading.Thread):
@@ -126,6 +153,27 @@ def running(work: Callable[[], object], stop: Callable[[], None]) -> Iterator[Ru
 def bench(millstream_url: str, spark: SparkSession, tmp_path: Path) -> Iterator[Bench]:
     with Client(millstream_url) as client:
         yield Bench(client, spark, tmp_path)
+
+
+@pytest.mark.spark
+def test_an_app_with_keys_moves_between_the_engines_in_mid_stream_and_keeps_order_and_state(
+    client: Client, spark: SparkSession, tmp_path: Path
+) -> None:
+    client.execute("FLUSHALL")
+    bench = Bench(client, spark, tmp_path, keyed=True)
+    for _ in range(2):
+        bench.publish(PART)
+        with bench.worker() as worker:
+            bench.goes_on(60)
+        assert worker.error is None
+        assert bench.pending() > 0
+        with bench.pipeline("same") as pipeline:
+            bench.goes_on(80)
+        assert pipeline.error is None
+    assert bench.done() < len(bench.ids)
+    with bench.worker():
+        bench.goes_on(len(bench.ids) - bench.done())
+    bench.check()
 
 
 @pytest.mark.spark

@@ -3,7 +3,7 @@
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -16,7 +16,9 @@ from millstream.deadletters import DeadLetter
 from millstream.delayed import DelayedMessages
 from millstream.errors import AccessDenied, NotReplicated
 from millstream.handlers import Handler
+from millstream.keyed import Ending, KeyedStream, Lease, line_of_key
 from millstream.ledger import Ledger, Unit
+from millstream.lines import park, skip, survey, unpark
 from millstream.model import EntryId
 from millstream.naming import HandlerKeys, StreamKeys
 from millstream.producer import Producer
@@ -126,6 +128,50 @@ def work(url: str, admin: Client) -> None:
         assert beyond not in [one.id for one in taken_over.read(count=100)]
         taken_over.trim()
         move_a_delayed_message(client, admin)
+        work_by_keys(client, admin)
+
+
+def keyed(client: Client, name: str = "w-0") -> KeyedStream:
+    """One line for each two entries with even numbers, and one for each other entry."""
+
+    def line_of(entry_id: bytes, pairs: Sequence[bytes]) -> bytes:
+        number = int(pairs[-1])
+        return line_of_key(None if number % 2 else str(number // 4).encode(), entry_id)
+
+    return KeyedStream(client, "orders", line_of=line_of, app="shop", handler="bill", consumer=name, into="out")
+
+
+def take_one(stream: KeyedStream) -> Lease:
+    return stream.take(lines=1, entries=10, run=10, lease_ms=60_000, now_ms=0).leases[0]
+
+
+def work_by_keys(client: Client, admin: Client) -> None:
+    """Everything that a worker does for a handler with a key; before, workers of another kind were here."""
+    stream = keyed(client)
+    stream.join()
+    add(admin, 6)
+    client.execute("XREAD", "COUNT", 1, "STREAMS", "orders", "0")
+    while stream.route(count=100, most_pending=100):
+        pass
+    assert client.execute("BLPOP", KEYS.wake, 1) is not None
+    leases = [take_one(stream) for _ in range(4)]
+    assert stream.extend_leases(leases, 60_000, 0) == []
+    unit = stream.unit_of(leases[0], [leases[0].waiting[0]])
+    unit.state, unit.outputs, unit.dead = b"\x80", [("n", "1")], [letter().items()]
+    unit.end_strikes("0-1")
+    unit.left = len(leases[0].waiting) - 1
+    assert stream.commit([unit], call=stream.new_call()) == []
+    assert stream.release([Ending(leases[1], "later", 60_000, 1), Ending(leases[2], "first")]) == []
+    again = keyed(client)
+    again.join()
+    assert again.recover([], run=10)[0] == 1
+    lease = take_one(again)
+    admin.execute("ZADD", KEYS.leases, 1, lease.line)
+    admin.execute("XDEL", "orders", lease.waiting[0].id)
+    take_one(again)
+    admin.execute("XGROUP", "DESTROY", "orders", KEYS.group)
+    again.route(count=1, most_pending=1)
+    reliable(client).join()
 
 
 def move_a_delayed_message(client: Client, admin: Client) -> None:
@@ -170,6 +216,7 @@ def run_on_spark(url: str, admin: Client) -> None:
         ledger = ledger.renewed(ledger.new_token(["orders"]))
         ledger.begin(["orders"])
         assert ledger.load({"orders": ([b"kA"], [b"A"])}) == {"orders": {}}
+        client.execute("XRANGE", "orders", "-", "+", "COUNT", 1)  # as tasks read
         ledger.strike("orders", ids[0].decode())
         unit = Unit(b"kA", b"", b"A", b"\x80", struck=[ids[0].decode()], outputs=[("n", 1)], dead=[letter().items()])
         unit.cover(ids[0].decode())
@@ -184,6 +231,9 @@ def run_on_spark(url: str, admin: Client) -> None:
         admin.execute("XGROUP", "DESTROY", "orders", KEYS.group)
         frontier = ledger.renewed(ledger.new_token(["orders"])).begin(["orders"])["orders"].frontier
         assert str(frontier).encode() == ids[9]
+        keyed(admin).join()  # workers of keys take over, and have some in their lines
+        keyed(admin).route(count=4, most_pending=100)
+        ledger.renewed(ledger.new_token(["orders"])).begin(["orders"])
         move_a_delayed_message(client, admin)
 
 
@@ -226,6 +276,7 @@ def operate(url: str, admin: Client) -> None:
         command(url, "state", *words.split(), "shop", "bill", "orders", *keys)
     command(url, "pause", "bill")
     command(url, "resume", "bill")
+    operate_lines(url, admin)
     command(url, "groups", "--pattern", "orders*")
     command(url, "groups", "create", "orders", "g", "--at", "earliest")
     command(url, "groups", "set-id", "orders", "g", "--at", "earliest", "--yes")
@@ -241,6 +292,24 @@ def operate(url: str, admin: Client) -> None:
     command(url, "groups", "destroy", "orders", "g", "--yes")
     command(url, "tail", "orders", "--no-follow")
     command(url, "tail", "orders", "--from", "earliest", "--count", "1")
+
+
+def operate_lines(url: str, admin: Client) -> None:
+    """What people do to the keys of a handler: of one that is worked on, and of others."""
+    stream = keyed(admin)
+    stream.join()
+    stream.route(count=100, most_pending=100)
+    line = next(name for name in admin.execute("LRANGE", KEYS.ready, 0, -1) if name.startswith(b"k"))
+    admin.execute("LREM", KEYS.ready, 1, line)
+    admin.execute("LPUSH", KEYS.ready, line)
+    admin.execute("DEL", KEYS.wake)
+    with Client(url) as client:
+        assert park(client, KEYS, line, "why")
+        assert unpark(client, KEYS, line)
+        assert take_one(stream).line == line
+        admin.execute("RPUSH", KEYS.line(line), "99999999999999-0")
+        assert skip(client, KEYS, line, error="by hand") is not None
+        assert survey(client, KEYS)
 
 
 DUTIES: dict[RoleName, Callable[[str, Client], None]] = {

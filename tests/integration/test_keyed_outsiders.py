@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from millstream.client import Client
+from millstream.client import Client, Script
 from millstream.keyed import Ending
 from millstream.reliable import ReliableStream
 from tests.integration.keyed_bench import (
@@ -156,3 +156,27 @@ def test_what_is_known_of_a_deleted_entry_goes_with_it(client: Client) -> None:
     lease = next(one for one in take(worker).leases if one.line == b"kA")
     assert (lease.waiting[0].id, lease.waiting[0].attempt) == (b"2-0", 1)
     assert (client.execute("EXISTS", KEYS.strikes), worker.check()) == (0, [])
+
+
+def test_what_others_have_read_ahead_of_the_routing_is_brought_into_its_line_once(client: Client) -> None:
+    publish(client, LETTERS)
+    worker = keyed(client)
+    worker.route(count=3, most_pending=100)
+    client.execute("XREADGROUP", "GROUP", GROUP, "outsider", "STREAMS", "in", ">")
+    items = [part for n, letter in enumerate(LETTERS, 1) for part in (f"{n}-0", f"k{letter}")]
+    assert worker._script(Script("adopt"), (worker.token, worker.group, *items)) == []
+    drain(worker)
+    assert (outputs(client), worker.check()) == (expected(LETTERS), [])
+
+
+def test_what_was_pending_in_a_group_before_millstream_had_it_is_brought_into_its_line_in_order(client: Client) -> None:
+    publish(client, "ABAB")
+    client.execute("XGROUP", "CREATE", "in", GROUP, "0")
+    client.execute("XREADGROUP", "GROUP", GROUP, "outsider", "COUNT", 3, "STREAMS", "in", ">")
+    worker = keyed(client)
+    drain(worker)
+    items = ["3-0", "kA", "1-0", "kA", "2-0", "kB"]
+    assert worker._script(Script("adopt"), (worker.token, worker.group, *items)) == [b"3-0", b"1-0", b"2-0"]
+    assert worker.check() == []
+    drain(worker)
+    assert outputs(client) == {"kB": [4, 2], "kA": [1, 3]}

@@ -6,6 +6,7 @@ master and consumers" (Dwarves Memo) describes it. A model is small: a few messa
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, NamedTuple, Protocol
 
 Step = tuple[str, Any]
@@ -163,9 +164,10 @@ class Lines:
                 crashed = s._replace(crashes=s.crashes - 1)
                 yield f"w{w} dies and begins anew", self._known(crashed, w, Worker(worker.life + 1))
         for k, key in enumerate(self.keys):
-            if s.owners[k] and not s.expired[k]:
+            owner = s.owners[k]
+            if owner and not s.expired[k]:
                 gone = s._replace(expired=_with(s.expired, k, True))
-                turns = [turn for worker in s.workers for turn in worker.turns if turn.token == s.owners[k][2]]
+                turns = [turn for worker in s.workers for turn in worker.turns if turn.token == owner[2]]
                 if not turns:  # nobody extends it
                     yield f"the lease on {key} ends", gone
                 elif s.expiries and not (self.aborts and turns[0].running):
@@ -460,7 +462,7 @@ class Memo:
             yield "duplicate"
         for t in range(len(self.keys)):
             done = [n for n in s.applied if self._ticket(n) == t]
-            if any(n > later for n, later in zip(done, done[1:], strict=False)):
+            if any(n > later for n, later in pairwise(done)):
                 yield "inversion"
             if (
                 sum(doing is not None and doing[0] == "runs" and self._ticket(doing[1]) == t for doing in s.consumers)

@@ -11,7 +11,7 @@ from millstream.errors import ConfigError
 from millstream.naming import HandlerKeys, StreamKeys
 from millstream.rights import ROLES, SCRIPTS, RoleName, rule
 
-CALL = re.compile(r"(?:(?:redis\.p?call|\bcall|\btry|\bmay)\(|= \{)\s*'([A-Z]+)'(?:,\s*'([A-Z]+)')?")
+CALL = re.compile(r"(?:redis\.p?call|\bcall|\btry|\bmay)\(\s*'([A-Z]+)'(?:,\s*'([A-Z]+)')?")
 CONTAINERS = ("XGROUP", "XINFO")
 PARTS = {"ids", "rights", "group", "lines", "takeover"}
 

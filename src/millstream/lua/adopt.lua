@@ -6,7 +6,8 @@
 -- REPLY ids of those that were brought in
 -- ERROR STALE when a newer run has taken over; NOGROUP when the group is gone
 --
--- INVARIANT  An entry comes before whatever is newer in its line, but for the first if somebody works on that already.
+-- INVARIANTS  What lies beyond the frontier is left to `route`, or it would be in its line twice. An entry comes before
+--   whatever is newer in its line, but for the first if somebody works on that already.
 
 -- include ids
 -- include lines
@@ -14,7 +15,8 @@
 local PAGE = 200
 
 local group = ARGV[2]
-local refusal = stale(ARGV[1], redis.call('HGET', KEYS[1], 'epoch'))
+local meta = redis.call('HMGET', KEYS[1], 'epoch', 'frontier')
+local refusal = stale(ARGV[1], meta[1])
 if refusal then return refusal end
 
 -- The first id in a line, from an index on, that is newer than `id`.
@@ -35,7 +37,8 @@ for i = 3, #ARGV, 2 do
   local line = line_of(name)
   local found = redis.pcall('XPENDING', KEYS[7], group, id, id, 1)
   if found.err then return found end
-  if #found > 0 and not redis.call('LPOS', line, id) then
+  local to_come = meta[2] and less(meta[2], id)
+  if #found > 0 and not to_come and not redis.call('LPOS', line, id) then
     local leased = redis.call('HEXISTS', OWNERS, name) == 1
     local place = newer_than(id, line, leased and 1 or 0)
     if place then

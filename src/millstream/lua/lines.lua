@@ -31,10 +31,10 @@ end
 local function hold_by(group, consumer, ids)
   for i = 1, #ids, CLAIMED_AT_ONCE do
     local last = math.min(i + CLAIMED_AT_ONCE - 1, #ids)
-    local claim = {'XCLAIM', KEYS[7], group, consumer, 0, unpack(ids, i, last)}
+    local claim = {KEYS[7], group, consumer, 0, unpack(ids, i, last)}
     claim[#claim + 1] = 'FORCE'
     claim[#claim + 1] = 'JUSTID'
-    redis.call(unpack(claim))
+    redis.call('XCLAIM', unpack(claim))
   end
 end
 
@@ -75,21 +75,17 @@ end
 -- All lines that have entries.
 local function all_lines()
   local names = redis.call('LRANGE', READY, 0, -1)
-  for _, more in ipairs({redis.call('HKEYS', OWNERS), redis.call('ZRANGE', BACKOFF, 0, -1), redis.call('HKEYS', PARKED)}) do
+  local owned, parked = redis.call('HKEYS', OWNERS), redis.call('HKEYS', PARKED)
+  local backing_off = redis.call('ZRANGE', BACKOFF, 0, -1)
+  for _, more in ipairs({owned, backing_off, parked}) do
     for _, name in ipairs(more) do names[#names + 1] = name end
   end
   return names
 end
 
--- Make all that is in lines pending, with nobody; return how much that is.
+-- Make all that is in lines pending, with nobody.
 local function hold_lines(group)
-  local count = 0
-  for _, name in ipairs(all_lines()) do
-    local ids = redis.call('LRANGE', line_of(name), 0, -1)
-    hold_by(group, WAITING, ids)
-    count = count + #ids
-  end
-  return count
+  for _, name in ipairs(all_lines()) do hold_by(group, WAITING, redis.call('LRANGE', line_of(name), 0, -1)) end
 end
 
 local function forget_lines()

@@ -37,6 +37,7 @@ for i = 3, #ARGV, 6 do
         redis.call('HSET', PARKED, name, now .. ' ' .. detail)
       elseif how == 'later' and redis.call('HEXISTS', PARKED, name) == 0 then
         redis.call('ZADD', BACKOFF, now + tonumber(detail), name)
+        ready = ready + 1 -- in a moment: a worker that waits learns when
       elseif line_up(name, how == 'first') then
         ready = ready + 1
       end

@@ -25,10 +25,9 @@ local group = find_group(group_name)
 if not group then return redis.error_reply('NOGROUP the group ' .. group_name .. ' of ' .. KEYS[7] .. ' is gone') end
 local last, floor, pending = found[3], found[4], group['pending']
 if last ~= read_after then return {0, 0, pending, last} end
--- Only parked lines may fill all the room, and only with what is in them.
-if pending >= most and redis.call('EXISTS', READY, OWNERS, BACKOFF) == 0 and count_parked() < pending then
-  delete_consumers(group_name)
-  pending = hold_lines(group_name)
+-- Where nothing can run, only parked lines may fill all the room, with what is in them.
+if pending >= most and redis.call('EXISTS', READY, OWNERS, BACKOFF) == 0 then
+  pending = math.min(pending, count_parked())
 end
 
 local marked = redis.call('EXISTS', KEYS[2]) == 1

@@ -73,9 +73,9 @@ local function claim(name, count)
   while true do
     local ids = redis.call('LRANGE', line_of(name), 0, count - 1)
     if #ids == 0 then return ids end
-    local ask = {'XCLAIM', KEYS[7], group, consumer, 0, unpack(ids)}
+    local ask = {KEYS[7], group, consumer, 0, unpack(ids)}
     ask[#ask + 1] = 'FORCE'
-    local entries = redis.call(unpack(ask))
+    local entries = redis.call('XCLAIM', unpack(ask))
     if #entries < #ids then drop_missing(name, ids, entries) end
     if #entries > 0 then return entries end
   end

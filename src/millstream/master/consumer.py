@@ -62,7 +62,7 @@ class ConsumerSettings:
                 raise ConfigError(f"a consumer needs {name.replace('_urls', '_api_url')}")
 
 
-class _Running:
+class Running:
     """What runs now, and what has just ended. Shared by threads."""
 
     def __init__(self) -> None:
@@ -80,6 +80,7 @@ class _Running:
             return True
 
     def end(self, entry_id: bytes, now_ms: float) -> None:
+        """A run has ended, and what came of it was told."""
         with self._lock:
             self.since_ms.pop(entry_id, None)
             self._ended_ms[entry_id] = now_ms
@@ -98,7 +99,7 @@ class DelegatedConsumer:
         self._client = Client(settings.url, clock=clock)
         self._calls = MasterCalls(settings.token, stopping)
         self._instance = secrets.token_hex(8)
-        self._running = _Running()
+        self._running = Running()
         self._wake = threading.Event()
         self._failures: list[RedisError] = []
 

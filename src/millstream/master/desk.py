@@ -4,6 +4,7 @@ import logging
 import time
 from collections.abc import Mapping, Sequence
 
+from millstream import metrics as m
 from millstream.client import Client
 from millstream.deadletters import DeadLetter, Reason
 from millstream.errors import ConfigError
@@ -13,7 +14,7 @@ from millstream.master.refusal import Refused
 from millstream.master.registry import Registration, Registry
 from millstream.master.settings import MasterSettings
 from millstream.master.streams import ConsumerStream, GroupStream
-from millstream.metrics import COMMITTED, DEAD, NOBODY, REFUSED, RETRIED, Metrics
+from millstream.metrics import NOBODY, Metrics
 from millstream.model import EntryId
 from millstream.naming import MASTER
 from millstream.reliable import Delivery
@@ -72,7 +73,7 @@ class Desk:
             if held is None:
                 return self._acknowledged_before(name, message_id), self._next(name)
             if self._commit(held):
-                self._metrics.count(COMMITTED, handler=self._settings.label)
+                self._metrics.count(m.COMMITTED, handler=self._settings.label)
                 return True, self._next(name)
         raise self._not_held(name, message_id)
 
@@ -89,7 +90,7 @@ class Desk:
         attempts = held.waiting[0].attempt
         if retry and (attempts < policy.attempts or policy.then == "block"):
             outcome, ending = "retry", Ending(held, "later", round(policy.delay_after(attempts)), attempts)
-            self._metrics.count(RETRIED, handler=self._settings.label)
+            self._metrics.count(m.RETRIED, handler=self._settings.label)
         elif policy.then == "dead-letter" or not retry:
             letter = self.letter(held.waiting[0], "failed" if retry else "rejected", error)
             if not self._commit(held, letter):
@@ -97,6 +98,7 @@ class Desk:
             return "dead-letter", self._next(name)
         else:
             outcome, ending = "park", Ending(held, "park", error, attempts)
+            self._metrics.count(m.PARKED, handler=self._settings.label)
         if self.stream.release([ending]):
             raise self._not_held(name, message_id)
         return outcome, self._next(name)
@@ -160,7 +162,7 @@ class Desk:
         if self.stream.commit([unit], allow_oom=letter is None):
             return False
         if letter is not None:
-            self._metrics.count(DEAD, handler=self._settings.label, reason=letter.reason)
+            self._metrics.count(m.DEAD, handler=self._settings.label, reason=letter.reason)
         held.given = 0
         self.stream.release([Ending(held, "next")])
         return True
@@ -188,7 +190,7 @@ class Desk:
         return True
 
     def _not_held(self, name: str, message_id: str) -> Refused:
-        self._metrics.count(REFUSED, handler=self._settings.label)
+        self._metrics.count(m.REFUSED, handler=self._settings.label)
         found = self._registry.get(name)
         if found is not None and found.state == "stuck":
             self._registry.mark(name, "alive")

@@ -5,6 +5,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable
 
+from millstream import metrics as m
 from millstream.client import Client, raise_if_error
 from millstream.clock import SYSTEM_CLOCK, Clock
 from millstream.errors import GroupMissing, Unavailable
@@ -14,7 +15,7 @@ from millstream.master.desk import Desk, holder_of
 from millstream.master.registry import Registration, Registry
 from millstream.master.settings import MasterSettings
 from millstream.master.streams import LOST_TOO_OFTEN
-from millstream.metrics import ADOPTED, BUFFERED, COMMITTED, CONSUMERS, DEAD, IN_FLIGHT, NOBODY, READ, Metrics
+from millstream.metrics import NOBODY, Metrics
 
 logger = logging.getLogger(__name__)
 
@@ -94,7 +95,7 @@ class Rounds:
                 name, self._settings.delegation_ms / 1000,
             )  # fmt: skip
         if tended.acknowledged:
-            self._metrics.count(COMMITTED, len(tended.acknowledged), handler=self._settings.label)
+            self._metrics.count(m.COMMITTED, len(tended.acknowledged), handler=self._settings.label)
         self._bury()
         self._report(tended.extended)
 
@@ -107,21 +108,21 @@ class Rounds:
             if note.partition(b" ")[2] == LOST_TOO_OFTEN.encode():
                 buried = skip(self._client, self._keys, line, error=LOST_TOO_OFTEN, reason="crashed")
                 if buried is not None:
-                    self._metrics.count(DEAD, handler=self._settings.label, reason="crashed")
+                    self._metrics.count(m.DEAD, handler=self._settings.label, reason="crashed")
                     logger.warning("message %s is a dead letter: %s", buried, LOST_TOO_OFTEN)
                 unpark(self._client, self._keys, line)
 
     def _adopt(self, now_ms: float) -> None:
         adopted = self._desk.stream.adopt_idle(now_ms)
         if adopted:
-            self._metrics.count(ADOPTED, len(adopted), handler=self._settings.label)
+            self._metrics.count(m.ADOPTED, len(adopted), handler=self._settings.label)
             logger.warning("%d idle messages were brought back into their lines", len(adopted))
 
     # New messages
 
     def _route(self) -> None:
         passed = self._desk.stream.route(count=_ROUTED_AT_ONCE, most_pending=self._settings.most_waiting)
-        self._metrics.count(READ, passed, handler=self._settings.label)
+        self._metrics.count(m.READ, passed, handler=self._settings.label)
 
     def _deal(self) -> None:
         """Give what is ready to those who have the least, in equal shares."""
@@ -161,11 +162,11 @@ class Rounds:
 
     def _report(self, extended: int) -> None:
         label = self._settings.label
-        self._metrics.set(IN_FLIGHT, extended, handler=label)
-        self._metrics.set(BUFFERED, max(0, self._desk.stream.pending - extended), handler=label)
+        self._metrics.set(m.IN_FLIGHT, extended, handler=label)
+        self._metrics.set(m.BUFFERED, max(0, self._desk.stream.pending - extended), handler=label)
         states: Counter[str] = Counter(found.state for found in self._registry.all().values())
         for state in _STATES:
-            self._metrics.set(CONSUMERS, states[state], handler=label, state=state)
+            self._metrics.set(m.CONSUMERS, states[state], handler=label, state=state)
 
 
 def _is_free(found: Registration, held: int) -> bool:

@@ -2,6 +2,8 @@
 
 import logging
 import threading
+from collections.abc import Callable
+from typing import Any
 
 from millstream.errors import HandlerStuck
 from millstream.keyed import Ending, KeyedStream, Lease, lease_of
@@ -17,7 +19,14 @@ _LEAST_MARGIN_MS = 200.0
 
 
 class LeaseKeeper(Keeper):
-    """A Keeper for handlers with a key. Lines that others have let go of come with the next lease, from `take`."""
+    """A Keeper for handlers with a key. Lines that others have let go of come with the next lease, from `take`.
+
+    `break_off` is told what must not run any longer.
+    """
+
+    def __init__(self, *means: Any, break_off: Callable[[Delivery], None], **options: Any) -> None:
+        super().__init__(*means, **options)
+        self._break_off = break_off
 
     def recover(self, stream: ReliableStream) -> None:
         """Let others have the lines that an earlier life of this worker held, or that it never heard it was given."""
@@ -33,13 +42,19 @@ class LeaseKeeper(Keeper):
         long as the process is scheduled (M. Kleppmann, "How to do distributed locking": a lease needs a fence as well).
         """
         margin_ms = max(_LEAST_MARGIN_MS, _MARGIN * self._policy.claim_ms)
+        broken_off: list[Delivery] = []
         while not stopping.wait(_WATCH_S):
+            if any(not one.ran for one in broken_off):
+                raise HandlerStuck(
+                    f"{self._pipeline.handler.label} still runs on message {broken_off[0].id.decode()} of "
+                    f"{broken_off[0].stream.stream} though its lease ends, and another worker may begin it"
+                )
             late_ms = self._clock.monotonic_ms() + margin_ms
             late = [lease for lease in self._hand.leases.copy() if lease.until_ms < late_ms and not lease.ending]
-            for lease in late:
-                self._let_go(lease)
+            broken_off = [delivery for lease in late for delivery in self._let_go(lease)]
 
-    def _let_go(self, lease: Lease) -> None:
+    def _let_go(self, lease: Lease) -> list[Delivery]:
+        """Have a line be run no more; return what still runs of it, and was told to end."""
         lease.lost = True
         rest = self._hand.end_lease(lease)
         self._report.refused_some(len(rest))
@@ -49,11 +64,9 @@ class LeaseKeeper(Keeper):
                 len(rest), lease.stream.stream,
             )  # fmt: skip
         running = [one for one in rest if one.running and not one.ran]
-        if running:
-            raise HandlerStuck(
-                f"{self._pipeline.handler.label} still runs on message {running[0].id.decode()} of "
-                f"{lease.stream.stream} though its lease ends, and another worker may begin it"
-            )
+        for delivery in running:
+            self._break_off(delivery)
+        return running
 
     # What is different for lines
 

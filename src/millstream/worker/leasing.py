@@ -24,7 +24,7 @@ NAME = Script("name")
 _ROUTER_MS = 3_000
 _ROUTED_AT_ONCE = 1_000
 _IDLE_S = 0.02
-_SWEEP_MS = 5_000.0
+_SWEEP_MS_EACH = 1.0
 _TRUSTED_LOSSES = 1
 
 
@@ -77,8 +77,9 @@ class LineTaker:
             lease_ms=self._policy.claim_ms, now_ms=now_ms,
         )  # fmt: skip
         if not taken.leases:
-            wait_ms = _SWEEP_MS if taken.wait_ms is None else min(_SWEEP_MS, taken.wait_ms)
-            self._due_ms[stream.stream] = now_ms + wait_ms
+            # Leases that others take meanwhile may run out, too; the more streams there are, the less often each is asked.
+            sweep_ms = max(self._policy.sweep_ms, _SWEEP_MS_EACH * len(self._streams))
+            self._due_ms[stream.stream] = now_ms + (sweep_ms if taken.wait_ms is None else min(sweep_ms, taken.wait_ms))
         entries = [delivery for lease in taken.leases for delivery in lease.waiting]
         self._allowance.spend(stream.stream, len(entries))
         trusted = [one for one in taken.leases if one.waiting[0].deliveries <= 1 + _TRUSTED_LOSSES]

@@ -84,7 +84,7 @@ class ReadingLoop:
         means = Means(
             handler=handler, pipeline=self._pipeline, hand=self._hand, report=self.report, clock=clock, policy=policy,
             consumer=consumer, start=start, url=url, client=self._client, reading=self._reading,
-            suspect=self._guard.suspect, give_up=self._is_over,
+            suspect=self._guard.suspect, break_off=self._runner.break_off, give_up=self._is_over,
         )  # fmt: skip
         self._side: Side = EntrySide(means) if handler.key is None else LineSide(means)
 

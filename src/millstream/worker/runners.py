@@ -38,6 +38,9 @@ class Runner(Protocol):
     def alone(self, delivery: Delivery) -> Outcome | None:
         """Run one message while nothing else runs; None if it cannot be run any more. Called from another thread."""
 
+    def break_off(self, delivery: Delivery) -> None:
+        """End the run of one message, if that is possible; what comes of it must be ignored."""
+
     def cancel(self) -> None:
         """Break off what still runs, if that is possible."""
 
@@ -102,6 +105,9 @@ class PlainRunner(_Beginning):
         """See Runner."""
         return self._outcome(delivery) if self._begin(delivery, anyway=True) else None
 
+    def break_off(self, delivery: Delivery) -> None:
+        """See Runner. A thread cannot be stopped."""
+
     def cancel(self) -> None:
         """See Runner. A thread cannot be stopped: what still runs is left to it, and it dies with the process."""
 
@@ -159,6 +165,7 @@ class AsyncRunner(_Beginning):
         self._free = pipeline.handler.concurrency
         self._ended = self._cancelled = False
         self._main: asyncio.Task[None] | None = None
+        self._tasks: dict[int, asyncio.Task[None]] = {}
 
     def run(self) -> None:
         """See Runner."""
@@ -196,6 +203,12 @@ class AsyncRunner(_Beginning):
             if not self._loop.is_closed():
                 raise
             return None
+
+    def break_off(self, delivery: Delivery) -> None:
+        """See Runner."""
+        task = self._tasks.get(id(delivery))
+        if task is not None:
+            self._tell(task.cancel)
 
     def cancel(self) -> None:
         """See Runner."""
@@ -236,7 +249,11 @@ class AsyncRunner(_Beginning):
     async def _run_one(self, delivery: Delivery, group: asyncio.TaskGroup) -> None:
         following: Delivery | None = delivery
         while following is not None and not self._cancelled:
+            task = asyncio.current_task()
+            assert task is not None
+            self._tasks[id(following)] = task
             outcome = await self._outcome_if_it_begins(following)
+            del self._tasks[id(following)]
             if outcome is None or self._cancelled:
                 break
             following = self._hand.conclude(following, outcome)

@@ -40,7 +40,7 @@ class Means:
     """What a reading loop has, for its parts to share.
 
     * `client`, `reading`: connections for what is quick, and for what waits
-    * `suspect`: takes an entry that its worker may have died of
+    * `suspect`: takes an entry that its worker may have died of; `break_off` one that must not run any longer
     * `give_up`: says that waiting for Redis has no point any more
     """
 
@@ -56,6 +56,7 @@ class Means:
     client: Client
     reading: Client
     suspect: Callable[[Delivery], None]
+    break_off: Callable[[Delivery], None]
     give_up: Callable[[], bool]
 
 
@@ -173,8 +174,9 @@ class LineSide:
             paused=lambda name: self.streams[name].paused,
         )  # fmt: skip
         self.keeper = LeaseKeeper(
-            m.pipeline, m.hand, m.report, m.clock, m.policy, streams=self.streams, on_suspect=m.suspect
-        )
+            m.pipeline, m.hand, m.report, m.clock, m.policy, streams=self.streams, on_suspect=m.suspect,
+            break_off=m.break_off,
+        )  # fmt: skip
         self.settler: Settler = LeaseSettler(
             m.pipeline, m.hand, m.client, m.report, m.clock, batch=m.policy.batch, give_up=m.give_up
         )

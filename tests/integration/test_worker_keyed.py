@@ -1,0 +1,238 @@
+"""A worker whose handler has a key: order, state, what becomes of failures, stops, and the end of a lease."""
+
+import asyncio
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from millstream import Message, Reject, Retry, State
+from millstream.client import Client
+from millstream.errors import HandlerStuck
+from millstream.handlers import Handler
+from millstream.lines import check_lines, survey, unpark
+from millstream.server import EmbeddedServer
+from millstream.testing.proxy import Proxy
+from millstream.worker import WorkerPolicy
+from tests.integration.test_worker import KEYS, dead, eventually, make, pending, working
+
+
+@pytest.fixture
+def client(millstream_url: str) -> Iterator[Client]:
+    with Client(millstream_url) as connected:
+        yield connected
+
+
+def count(message: Message, state: State) -> dict[str, Any]:
+    state["count"] = state.get("count", 0) + 1
+    return {"n": message.text("n"), "key": message.key or b"-", "count": state["count"], "attempt": message.attempt}
+
+
+async def count_async(message: Message, state: State) -> dict[str, Any]:
+    await asyncio.sleep(0.001 * (int(message.fields["n"]) % 3))
+    return count(message, state)
+
+
+def fill(client: Client, total: int, keys: int, first: int = 0) -> None:
+    client.pipeline([("XADD", "in", "*", "n", n, "key", f"k{n % keys}") for n in range(first, first + total)])
+
+
+def rows(client: Client) -> list[dict[str, str]]:
+    return [
+        {pairs[i].decode(): pairs[i + 1].decode() for i in range(0, len(pairs), 2)}
+        for _, pairs in client.execute("XRANGE", "out", "-", "+")
+    ]
+
+
+def check_order(client: Client, total: int) -> None:
+    """Each message once, each key in order, on the state that the message before has committed; nothing is left."""
+    found = rows(client)
+    assert len(found) == total
+    by_key: dict[str, list[dict[str, str]]] = defaultdict(list)
+    for row in found:
+        by_key[row["key"]].append(row)
+    for some in by_key.values():
+        assert [int(row["n"]) for row in some] == sorted({int(row["n"]) for row in some})
+        assert [int(row["count"]) for row in some] == list(range(1, len(some) + 1))
+    assert pending(client) == 0
+    assert check_lines(client, KEYS, "in") == []
+
+
+@pytest.mark.parametrize("function", [count, count_async])
+def test_workers_share_keys_each_of_which_stays_in_order_with_its_state(
+    client: Client, function: Callable[..., Any]
+) -> None:
+    handler = make(function, key="key")
+    with working(client, handler, "w1") as one, working(client, handler, "w2") as two:
+        for first in range(0, 2_000, 500):
+            fill(client, 500, 40, first)
+        eventually(lambda: len(rows(client)) >= 2_000)
+    assert one.report.committed + two.report.committed == 2_000
+    check_order(client, 2_000)
+
+
+def test_a_key_can_be_a_function_and_what_has_none_is_dead_or_unordered(client: Client) -> None:
+    handler = make(count, key=lambda message: message.fields.get("key", b"").upper(), missing_key="unordered")
+    fill(client, 4, 2)
+    client.execute("XADD", "in", "*", "n", 9)
+    with working(client, handler):
+        eventually(lambda: len(rows(client)) >= 5)
+    assert sorted((row["key"], row["count"]) for row in rows(client)) == [
+        ("-", "1"), ("K0", "1"), ("K0", "2"), ("K1", "1"), ("K1", "2"),
+    ]  # fmt: skip
+
+
+def failing(key: str, times: int) -> Callable[..., Any]:
+    """`count`, but the first message of one key fails so many times."""
+
+    def handle(message: Message, state: State) -> dict[str, Any]:
+        if message.key == key.encode() and message.fields["n"] == b"0" and message.attempt <= times:
+            raise RuntimeError("not yet")
+        return count(message, state)
+
+    return handle
+
+
+def test_what_fails_keeps_its_place_while_other_keys_go_on(client: Client) -> None:
+    fill(client, 12, 3)
+    handler = make(failing("k0", 2), key="key", retry=Retry(attempts=3, delay_ms=300, jitter=0))
+    with working(client, handler):
+        eventually(lambda: len(rows(client)) >= 8)
+        assert {row["key"] for row in rows(client)} == {"k1", "k2"}
+        eventually(lambda: len(rows(client)) >= 12)
+    check_order(client, 12)
+    assert [row["attempt"] for row in rows(client) if row["key"] == "k0"] == ["3", "1", "1", "1"]
+
+
+def test_a_key_is_parked_when_its_attempts_are_over_and_goes_on_where_it_stood(client: Client) -> None:
+    fill(client, 12, 3)
+    handler = make(failing("k0", 3), key="key", retry=Retry(attempts=3, delay_ms=10, then="park"))
+    with working(client, handler) as loop:
+        eventually(lambda: loop.report.parked == 1 and len(rows(client)) >= 8)
+        fill(client, 3, 3, first=12)
+        eventually(lambda: len(rows(client)) >= 10)
+        (line,) = survey(client, KEYS)
+        assert (line.state, line.key, line.length, line.failed) == ("parked", b"k0", 5, 3)
+        assert line.parked == "failed: RuntimeError: not yet"
+        assert unpark(client, KEYS, line.name)
+        eventually(lambda: loop.report.parked == 2)
+    assert dead(client) == []
+    mended = make(count, key="key")
+    unpark(client, KEYS, line.name)
+    with working(client, mended):
+        eventually(lambda: len(rows(client)) >= 15)
+    check_order(client, 15)
+
+
+def test_a_key_that_blocks_is_tried_for_ever_and_no_other_waits(client: Client) -> None:
+    fill(client, 6, 2)
+    handler = make(failing("k0", 8), key="key", retry=Retry(attempts=2, delay_ms=5, max_delay_ms=10, then="block"))
+    with working(client, handler):
+        eventually(lambda: len(rows(client)) >= 6)
+    check_order(client, 6)
+    assert rows(client)[-3]["attempt"] == "9"
+    assert dead(client) == []
+
+
+def test_a_rejected_message_is_dead_at_once_and_its_key_goes_on(client: Client) -> None:
+    def handle(message: Message, state: State) -> dict[str, Any]:
+        if message.fields["n"] == b"2":
+            raise Reject("not this one")
+        return count(message, state)
+
+    fill(client, 6, 2)
+    with working(client, make(handle, key="key", retry=Retry(attempts=3, then="park"))):
+        eventually(lambda: len(rows(client)) >= 5)
+    (letter,) = dead(client)
+    assert (letter.reason, letter.key) == ("rejected", b"k0")
+    assert [row["count"] for row in rows(client) if row["key"] == "k0"] == ["1", "2"]
+
+
+def test_a_stop_gives_back_what_has_not_begun_and_counts_no_attempt(client: Client) -> None:
+    def slowly(message: Message, state: State) -> dict[str, Any]:
+        time.sleep(0.05)
+        return count(message, state)
+
+    fill(client, 60, 6)
+    with working(client, make(slowly, key="key")):
+        eventually(lambda: len(rows(client)) >= 3)
+    done = len(rows(client))
+    assert done < 60
+    assert check_lines(client, KEYS, "in") == []
+    assert {line.state for line in survey(client, KEYS)} == {"ready"}
+    with working(client, make(count, key="key"), "w2"):
+        eventually(lambda: len(rows(client)) >= 60, within_s=5.0)
+    check_order(client, 60)
+    assert {row["attempt"] for row in rows(client)} == {"1"}
+
+
+def test_redis_out_of_memory_delays_effects_counts_no_attempt_and_keeps_the_order(
+    millstream_fresh_server: EmbeddedServer,
+) -> None:
+    with Client(millstream_fresh_server.url) as client:
+        with working(client, make(count, key="key")):
+            fill(client, 200, 10)
+            eventually(lambda: len(rows(client)) >= 200)
+            fill(client, 2_000, 10, first=200)
+            client.execute("CONFIG", "SET", "maxmemory", "1")
+            time.sleep(1.5)  # longer than a lease lasts
+            client.execute("CONFIG", "SET", "maxmemory", "0")
+            eventually(lambda: len(rows(client)) >= 2_200)
+        check_order(client, 2_200)
+        assert {row["attempt"] for row in rows(client)} == {"1"}
+        assert dead(client) == []
+
+
+SHORT = WorkerPolicy(block_ms=100, claim_ms=1_500, sweep_ms=50, stop_ms=0)
+
+
+@pytest.fixture
+def proxy(client: Client) -> Iterator[Proxy]:
+    with Proxy(int(client.url.rpartition(":")[2].partition("/")[0])) as opened:
+        yield opened
+
+
+def test_an_async_handler_is_broken_off_before_its_lease_ends(client: Client, proxy: Proxy) -> None:
+    begun, ended = threading.Event(), threading.Event()
+
+    async def hang(_: Message) -> None:
+        begun.set()
+        try:
+            await asyncio.sleep(60)
+        finally:
+            ended.set()
+
+    fill(client, 1, 1)
+    with Client(proxy.url) as through, working(through, make(hang, key="key", into=None), policy=SHORT):
+        assert begun.wait(10)
+        proxy.freeze()
+        assert ended.wait(1.5)
+        proxy.resume()
+    assert [line.length for line in survey(client, KEYS)] == [1]
+
+
+def test_a_plain_handler_that_outlasts_its_lease_ends_the_process(client: Client, proxy: Proxy) -> None:
+    begun, over = threading.Event(), threading.Event()
+
+    def hang(_: Message) -> None:
+        begun.set()
+        over.wait(10)
+
+    fill(client, 1, 1)
+    with Client(proxy.url) as through, working_until_stuck(through, make(hang, key="key", into=None)):
+        assert begun.wait(10)
+        proxy.freeze()
+        time.sleep(2.0)
+        proxy.resume()
+        over.set()
+    assert [line.length for line in survey(client, KEYS)] == [1]
+
+
+@contextmanager
+def working_until_stuck(client: Client, handler: Handler) -> Iterator[None]:
+    with pytest.raises(HandlerStuck, match="though its lease ends"), working(client, handler, policy=SHORT):
+        yield
