@@ -204,11 +204,3 @@ def test_what_is_wrong_is_said_in_one_line(app: str, arguments: tuple[str, ...],
     assert refused.code == 2
     assert words in refused.err
     assert len(refused.err.splitlines()) == 1
-
-
-def test_a_handler_with_a_key_is_refused_in_one_line(tmp_path: Path) -> None:
-    path = tmp_path / "keyed_app.py"
-    path.write_text(APP.replace('into="done"', 'key="n"'))
-    refused = run("worker", f"{path}:app")
-    assert refused.code == 2
-    assert "shop.handle has a key, and order per key is not kept by workers yet: use millstream run" in refused.err
