@@ -12,13 +12,16 @@
 -- INVARIANTS  A consumer in any language acknowledges with XACK and then tells a master, which may never hear of it: so
 --   what was pending with a holder and is not any more is done. That is looked at before a lease is taken back, in the same
 --   step, so that nothing is given out again that was acknowledged. An entry of a lease that somebody else has claimed
---   goes back to its holder. The registered consumers are read here, so that masters never judge by an old list.
+--   goes back to its holder. One that nobody has may be the next in line, while a master commits the one before and
+--   ends the lease: it goes to the holder only if it stays so. The registered consumers are read here, so that masters
+--   never judge by an old list.
 
 -- include ids
 -- include lines
 -- include group
 
 local group, lease_ms, longest_us = ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4]) * 1000
+local STRAYS, STRAY_MS = BASE .. 'strays', 1000
 local most_lost, reason = tonumber(ARGV[5]), ARGV[6]
 
 local refusal = stale(ARGV[1], redis.call('HGET', KEYS[1], 'epoch'))
@@ -34,7 +37,9 @@ for _, items in ipairs(redis.call('XINFO', 'CONSUMERS', KEYS[7], group)) do exis
 
 local now = redis.call('TIME')
 local now_us = now[1] * 1000000 + now[2]
-local until_ms = math.floor(now_us / 1000) + lease_ms
+local ms = math.floor(now_us / 1000)
+local until_ms = ms + lease_ms
+local strays, still = pairs_of(redis.call('HGETALL', STRAYS)), {}
 local extended, done, back, ready = 0, {}, {}, 0
 
 local function forget_strikes(id)
@@ -53,11 +58,20 @@ local function take_back(name, id, holder, why)
   local lost = redis.call('HINCRBY', KEYS[4], id .. 'l', 1)
   end_lease(group, name, 1)
   if most_lost > 0 and lost >= most_lost then
-    redis.call('HSETNX', PARKED, name, math.floor(now_us / 1000) .. ' ' .. reason)
+    redis.call('HSETNX', PARKED, name, ms .. ' ' .. reason)
   elseif line_up(name, true) then
     ready = ready + 1
   end
   back[#back + 1] = {name, id, holder, why}
+end
+
+local function give(token, holder, id, is_nobodys)
+  local since = tonumber(strays[token] or ms)
+  if is_nobodys and ms - since < STRAY_MS then
+    still[token] = since
+  else
+    hold_by(group, holder, {id})
+  end
 end
 
 for name, token in pairs(pairs_of(redis.call('HGETALL', OWNERS))) do
@@ -75,9 +89,11 @@ for name, token in pairs(pairs_of(redis.call('HGETALL', OWNERS))) do
   else
     redis.call('ZADD', LEASES, 'XX', until_ms, name)
     extended = extended + 1
-    if not item or item[2] ~= holder then hold_by(group, holder, {head}) end
+    if not item or item[2] ~= holder then give(token, holder, head, item and item[2] == WAITING) end
   end
 end
+if next(strays) then redis.call('UNLINK', STRAYS) end
+for stray, since in pairs(still) do redis.call('HSET', STRAYS, stray, since) end
 if #done > 0 then redis.call('HINCRBY', KEYS[1], 'committed', #done) end
 wake(ready)
 return {extended, done, unpack(back)}

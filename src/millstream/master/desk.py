@@ -5,7 +5,7 @@ import time
 from collections.abc import Mapping, Sequence
 
 from millstream import metrics as m
-from millstream.client import Client
+from millstream.client import Client, raise_if_error
 from millstream.deadletters import DeadLetter, Reason
 from millstream.errors import ConfigError
 from millstream.keyed import Ending, Lease
@@ -142,10 +142,18 @@ class Desk:
         if not entries:  # it was trimmed meanwhile
             return next((one for one in self.held_by(name) if one.waiting[0].id == entry_id), None)
         line = self.stream.line_of(entry_id, entries[0][1])
-        token, head = self._client.pipeline([("HGET", self._keys.owners, line), ("LINDEX", self._keys.line(line), 0)])
-        if not isinstance(token, bytes) or holder_of(token) != name or head != entry_id:
+        token, head, failed = map(
+            raise_if_error,
+            self._client.pipeline(
+                (
+                    ("HGET", self._keys.owners, line),
+                    ("LINDEX", self._keys.line(line), 0),
+                    ("HGET", self._keys.strikes, entry_id + FAILED.encode()),
+                )
+            ),
+        )
+        if token is None or holder_of(token) != name or head != entry_id:
             return None
-        failed = self._client.execute("HGET", self._keys.strikes, entry_id + FAILED.encode())
         return self._lease(line, token, entry_id, entries[0][1], int(failed or 0) + 1)
 
     def _lease(self, line: bytes, token: bytes, head: bytes, pairs: Sequence[bytes], attempt: int = 1) -> Lease:
@@ -163,7 +171,6 @@ class Desk:
             return False
         if letter is not None:
             self._metrics.count(m.DEAD, handler=self._settings.label, reason=letter.reason)
-        held.given = 0
         self.stream.release([Ending(held, "next")])
         return True
 
