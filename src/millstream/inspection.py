@@ -328,7 +328,8 @@ def _handler_reports(
             lag=None if lag.count is None else lag.count + pending,
             lag_exact=not lag.more,
             oldest_age_ms=_age_ms(first, now_ms) if first else None,
-            consumers=at_work.group.consumers if at_work else 0,
+            # One consumer of a handler with a key stands for nobody: it has what no worker has.
+            consumers=max(0, at_work.group.consumers - (engine == b"keyed")) if at_work else 0,
             pending=pending,
             oldest_pending_age_ms=_age_ms(first_pending, now_ms) if first_pending else None,
             waiting=raise_if_error(waiting),
@@ -338,7 +339,7 @@ def _handler_reports(
 
 
 def _engine(found: bytes | None) -> Engine:
-    return "workers" if found == b"workers" else "spark"
+    return "workers" if found in (b"workers", b"keyed") else "spark"
 
 
 # --- Replies ---

@@ -88,3 +88,9 @@ def test_what_cannot_be_done_is_said_in_one_line(
     assert says in ended.err
     assert ended.err.count("\n") == 1
     assert stream.check() == []
+
+
+def test_info_shows_such_a_handler_as_run_by_workers(client: Client, stream: KeyedStream) -> None:
+    (found,) = call("info", "--json", url=client.url).json()["handlers"]
+    assert (found["engine"], found["consumers"], found["pending"], found["lag"]) == ("workers", 1, 11, 11)
+    assert stream.check() == []
