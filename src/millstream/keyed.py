@@ -84,11 +84,6 @@ class KeyedStream(ReliableStream):
         self.pending = 0
         """How many entries are pending in all, as of the last `route`."""
 
-    def join(self) -> None:
-        """Join as ReliableStream does. Where the stream is routed to is asked for anew: it may have gone back."""
-        super().join()
-        self._routed = None
-
     # Routing
 
     def route(self, *, count: int, most_pending: int) -> int:
@@ -113,9 +108,12 @@ class KeyedStream(ReliableStream):
         entries = self._client.execute("XRANGE", self.stream, b"(" + after, "+", "COUNT", count)
         lines: list[Arg] = []
         for entry_id, pairs in entries:
-            lines += (entry_id, self._line_of(entry_id, pairs))
+            lines += (entry_id, self._line(entry_id, pairs))
         # Without new ones it is asked where the stream is routed to: a Redis that lost some may have gone back behind us.
         return self._enlist(after, lines, most_pending)
+
+    def _line(self, entry_id: bytes, pairs: Sequence[bytes]) -> bytes:
+        return self._line_of(entry_id, pairs)
 
     def _enlist(self, after: bytes, lines: Sequence[Arg], most_pending: int) -> int:
         args = (self.token, self.group, after, most_pending, *lines)

@@ -180,6 +180,10 @@ def _steer(client: Client, keys: HandlerKeys, args: Sequence[Arg]) -> Reply:
                 f"no workers of a handler with a key are in charge of {keys.stream} for {keys.app}.{keys.handler}: "
                 "its keys cannot be parked, unparked or skipped"
             ) from error
+        if "MOVING" in str(error):
+            raise ConfigError(
+                f"the key goes on in {keys.stream} by itself, when its messages in its earlier partition are done"
+            ) from error
         raise
 
 

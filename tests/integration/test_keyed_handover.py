@@ -7,6 +7,7 @@ import pytest
 from millstream.client import Client
 from millstream.errors import ConfigError, StaleOwner
 from millstream.keyed import Ending, KeyedStream, Lease
+from millstream.ledger import Unit
 from millstream.lines import park, skip, unpark
 from millstream.model import EntryId
 from millstream.reliable import Delivery, ReliableStream
@@ -17,6 +18,7 @@ from tests.integration.keyed_bench import (
     drain,
     expected,
     keyed,
+    lines,
     outputs,
     publish,
     run_on_spark,
@@ -161,6 +163,15 @@ def test_marks_of_a_batch_that_died_are_kept_until_all_of_them_are_passed(client
     assert outputs(client) == expected("ABAB")
 
 
+def test_a_handler_that_gets_a_key_passes_what_it_has_committed_without(client: Client) -> None:
+    publish(client, "AAAA")
+    ledger = spark(client)
+    ledger.begin(["in"])
+    ledger.commit({"in": [Unit(b"i2-0", b"", first_id="2-0", last_id="2-0", messages=1)]})
+    keyed(client).route(count=3, most_pending=MANY)
+    assert lines(client, "kA") == [[1, 3]]
+
+
 def test_workers_of_keys_take_over_from_workers_without_and_back(client: Client) -> None:
     publish(client, "-" * 12)
     first = unkeyed(client)
@@ -201,12 +212,56 @@ def test_what_was_done_beyond_where_workers_of_keys_have_come_is_not_done_again(
     assert numbers(client) == list(range(1, 13))
 
 
+def test_once_all_up_to_the_floor_is_done_spark_begins_behind_it(client: Client) -> None:
+    publish(client, "-" * 12)
+    first = unkeyed(client)
+    found = first.read(count=10)
+    finish(first, [one for one in found if one.id != b"2-0"])
+    second = keyed(client)
+    second.route(count=2, most_pending=MANY)
+    assert commit(take_one(second))
+    standing = spark(client).begin(["in"])["in"]
+    assert (standing.frontier, standing.floor) == (EntryId(10, 0), None)
+
+
+def test_what_spark_has_done_of_what_was_open_is_not_open_to_workers(client: Client) -> None:
+    publish(client, "-" * 12)
+    first = unkeyed(client)
+    found = first.read(count=10)
+    finish(first, [one for one in found if one.id not in (b"2-0", b"5-0", b"9-0")])
+    run_on_spark(client, 2)
+    second = unkeyed(client)
+    rest = second.read_pending() + second.read(count=100)
+    finish(second, rest)
+    assert numbers(client) == list(range(1, 13))
+
+
+def test_spark_does_nothing_again_where_somebody_has_set_the_group_of_workers_back(client: Client) -> None:
+    publish(client, "-" * 6)
+    first = unkeyed(client)
+    finish(first, first.read(count=4))
+    first.checkpoint()
+    client.execute("XGROUP", "SETID", "in", KEYS.group, "0")
+    run_on_spark(client)
+    assert numbers(client) == list(range(1, 7))
+
+
+def test_of_much_that_is_still_to_be_routed_nothing_is_lost(client: Client) -> None:
+    publish(client, "-" * 600)  # a hash of more than 512 has no order
+    unkeyed(client).read(count=600)
+    keyed(client)
+    run_on_spark(client)
+    assert numbers(client) == list(range(1, 601))
+
+
 def test_a_lost_group_of_workers_with_much_to_come_leaves_room_to_route_it(client: Client) -> None:
     publish(client, "-" * 12)
     first = unkeyed(client)
     first.read(count=10)
     second = keyed(client)
     client.execute("XGROUP", "DESTROY", "in", KEYS.group)
+    second.join()
+    assert client.execute("XPENDING", "in", KEYS.group)[0] == 0
     drain(second, most_pending=4)
     assert numbers(client) == list(range(1, 13))
 

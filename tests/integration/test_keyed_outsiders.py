@@ -1,17 +1,21 @@
 """What outsiders do to a keyed stream with plain Redis commands: no line is wedged, lent out twice, or loses an entry."""
 
-from collections.abc import Iterator
+import contextlib
+from collections.abc import Callable, Iterator
 
 import pytest
 
 from millstream.client import Client, Script
-from millstream.keyed import Ending
+from millstream.errors import GroupMissing
+from millstream.keyed import Ending, KeyedStream, Lease
+from millstream.lines import skip
 from millstream.reliable import ReliableStream
 from tests.integration.keyed_bench import (
     KEYS,
     commit,
     drain,
     expected,
+    expire,
     keyed,
     outputs,
     publish,
@@ -121,6 +125,35 @@ def test_whatever_outsiders_do_workers_without_keys_take_over_all_that_is_not_co
     found = second.read_pending() + second.read(count=100)
     assert {int(one.id.partition(b"-")[0]) for one in found} == there - {1}
     assert second.acknowledge(*found) == []
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        lambda worker, lease: worker.release([Ending(lease, "next")]),
+        lambda worker, lease: worker.recover([], run=10),
+        lambda worker, lease: skip(worker._client, KEYS, lease.line, error="x"),
+        lambda worker, lease: take(worker),
+    ],
+    ids=["release", "recover", "skip", "take"],
+)
+def test_a_step_that_needs_the_group_is_done_whole_or_not_at_all(
+    client: Client, step: Callable[[KeyedStream, Lease], object]
+) -> None:
+    publish(client, "AAA")
+    worker = keyed(client)
+    worker.route(count=10, most_pending=100)
+    lease = take_one(worker, run=2)
+    expire(client)
+    client.execute("XGROUP", "DESTROY", "in", GROUP)
+    with contextlib.suppress(GroupMissing):
+        step(worker, lease)
+    worker.join()
+    assert worker.check() == []
+    expire(client)
+    drain(worker)
+    skipped = [int(pairs[1].partition(b"-")[0]) for _, pairs in client.execute("XRANGE", KEYS.dead, "-", "+")]
+    assert outputs(client)["kA"] == [n for n in (1, 2, 3) if n not in skipped]
 
 
 def test_a_parked_line_and_foreign_entries_do_not_fill_the_look_ahead_together(client: Client) -> None:

@@ -5,9 +5,9 @@ from collections.abc import Iterator
 import pytest
 
 from millstream.client import Client
-from millstream.errors import ConfigError
+from millstream.errors import ConfigError, WrongType
 from millstream.keyed import Ending
-from millstream.lines import park, skip, survey, unpark
+from millstream.lines import STEER, park, skip, survey, unpark
 from tests.integration.keyed_bench import KEYS, MANY, commit, expire, ids, keyed, lines, publish, routed, take, take_one
 
 
@@ -41,10 +41,19 @@ def test_a_line_can_be_parked_whatever_it_is_at(client: Client, how: str) -> Non
     if how == "leased":
         assert commit(leases[0])
         worker.release([Ending(leases[0], "later", 1)])
+        assert worker.check() == []
     expire(client)
     assert (take(worker).leases, worker.check()) == ([], [])
     assert unpark(client, KEYS, b"kA")
     assert ids(take_one(worker))[-1] == 2
+
+
+def test_a_line_that_is_parked_and_unparked_while_it_is_worked_on_stays_where_it_is(client: Client) -> None:
+    worker = routed(client, "AA")
+    lease = take_one(worker)
+    assert park(client, KEYS, b"kA", "x")
+    assert unpark(client, KEYS, b"kA")
+    assert (take(keyed(client, "w2")).leases, worker.check(), commit(lease)) == ([], [], True)
 
 
 def test_an_entry_that_is_skipped_becomes_a_dead_letter_and_late_commits_of_it_are_refused(client: Client) -> None:
@@ -76,6 +85,28 @@ def test_skipping_leaves_a_line_parked_and_ends_its_back_off_and_its_counts(clie
     skip(client, KEYS, b"kA", error="x")
     skip(client, KEYS, b"kA", error="x")
     assert (lines(client, "kA"), worker.check()) == ([[]], [])
+
+
+def test_a_line_that_is_ready_stays_ready_once_when_its_first_entry_is_skipped(client: Client) -> None:
+    worker = routed(client, "AAB")
+    assert skip(client, KEYS, b"kA", error="x") == "1-0"
+    assert (worker.check(), [ids(one) for one in take(worker).leases]) == ([], [[2], [3]])
+
+
+def test_only_the_entry_that_was_meant_is_skipped(client: Client) -> None:
+    worker = routed(client, "AA")
+    names = (KEYS.meta, KEYS.marks, KEYS.state, KEYS.strikes, KEYS.dead, KEYS.open, "in")
+    assert client.script(STEER, names, (KEYS.group, b"kA", "skip", "2-0", "f", "v")) == 0
+    assert (worker.check(), client.execute("EXISTS", KEYS.dead)) == ([], 0)
+
+
+def test_nothing_is_skipped_where_its_dead_letter_cannot_be_kept(client: Client) -> None:
+    worker = routed(client, "AA")
+    client.execute("SET", KEYS.dead, "not a stream")
+    with pytest.raises(WrongType):
+        skip(client, KEYS, b"kA", error="x")
+    assert (worker.check(), ids(take_one(worker))) == ([], [1, 2])
+    client.execute("DEL", KEYS.dead)
 
 
 def test_lines_cannot_be_steered_where_no_workers_of_keys_are_in_charge(client: Client) -> None:

@@ -5,19 +5,32 @@
 -- ARGV  1 consumer group   2 name of the line   3 'park', 'unpark' or 'skip'
 --       4 the reason, for 'park'; the id of the first entry, for 'skip'   5.. items of its dead letter, for 'skip'
 -- REPLY 1 if it was done, 0 if there was nothing to do: it is parked already, or not; or the entry is not the first
--- ERROR NOTKEYED when no workers of a handler with a key are in charge; NOGROUP when the group is gone
+-- ERROR NOTKEYED when no workers of a handler with a key are in charge; NOGROUP when the group is gone; MOVING when a line
+--       that moves to its new partition is to go on, and only the move keeps it
 --
 -- INVARIANT  An entry that is passed over becomes a dead letter in the same step. Who works on it is refused what it commits
 --   late, as its lease ends. A line that is parked while somebody works on it is kept from its next turn.
 
 -- include ids
 -- include lines
+-- include moving
 
 local group, name, what = ARGV[1], ARGV[2], ARGV[3]
 if redis.call('HGET', KEYS[1], 'engine') ~= 'keyed' then
   return redis.error_reply('NOTKEYED no workers of a handler with a key are in charge of ' .. KEYS[7])
 end
 local leased = redis.call('HEXISTS', OWNERS, name) == 1
+
+local moves = moving_text(name)
+if moves and what == 'park' and redis.call('HGET', PARKED, name) == moves then
+  redis.call('HSET', PARKED, name, now_ms() .. ' ' .. ARGV[4])
+  return 1
+end
+if moves and what == 'unpark' then
+  if redis.call('HGET', PARKED, name) == moves then return redis.error_reply('MOVING ' .. moves) end
+  redis.call('HSET', PARKED, name, moves)
+  return 1
+end
 
 if what == 'park' then
   if redis.call('HSETNX', PARKED, name, now_ms() .. ' ' .. ARGV[4]) == 0 then return 0 end
@@ -37,11 +50,7 @@ end
 local probe = redis.pcall('XPENDING', KEYS[7], group, '-', '+', 1)
 if probe.err then return probe end
 if redis.call('LINDEX', line_of(name), 0) ~= ARGV[4] then return 0 end
-local found = redis.call('TYPE', KEYS[5])['ok']
-if found ~= 'none' and found ~= 'stream' then
-  return redis.error_reply('WRONGTYPE ' .. KEYS[5] .. ' holds a ' .. found .. ' where a stream is needed')
-end
-redis.call('XADD', KEYS[5], '*', unpack(ARGV, 5))
+redis.call('XADD', KEYS[5], '*', unpack(ARGV, 5)) -- first, as it may be refused
 redis.call('XACK', KEYS[7], group, ARGV[4])
 redis.call('LPOP', line_of(name))
 redis.call('HDEL', KEYS[4], ARGV[4], ARGV[4] .. 'f', ARGV[4] .. 'l')

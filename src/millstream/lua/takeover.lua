@@ -52,8 +52,7 @@ local function note_open(name, engine, frontier)
     if frontier and less(last, frontier) then last = frontier end
     return note_pending(name, frontier), last
   end
-  local floor = redis.call('HGET', KEYS[1], 'floor')
-  if not floor or less(floor, frontier) then floor = frontier end
+  local floor = redis.call('HGET', KEYS[1], 'floor') or frontier -- one that is not passed yet
   local unrouted = drop_open(frontier)
   return note_lines() or unrouted, floor
 end
