@@ -41,11 +41,11 @@ class Guard:
                     self._run_alone(delivery)
             except Unavailable as error:
                 logger.debug("a message that may have killed others waits: %s", error)
-                self._hand.gate.set()
+                self._hand.open_gate()
                 self._suspects.put(delivery)
                 self._stopping.wait(_ASIDE_S)
             finally:
-                self._hand.gate.set()
+                self._hand.open_gate()
 
     def _wait_for_others(self) -> bool:
         """Until nothing runs: if the process ended now, the suspect would be blamed. False if there is no time for it."""

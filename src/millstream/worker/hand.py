@@ -7,7 +7,7 @@ from queue import Empty, SimpleQueue
 
 from millstream.keyed import Lease, lease_of
 from millstream.lifecycle import Dead, Done, Outcome
-from millstream.reliable import Delivery
+from millstream.reliable import Delivery, LineTurn
 from millstream.worker.policy import WorkerPolicy
 
 _PATIENCE_MS = 1_000.0
@@ -35,6 +35,7 @@ class Hand:
         self.nudge: Callable[[], None] = lambda: None
         self.gate = threading.Event()
         self.gate.set()
+        self._is_closed = False
         self.leases: set[Lease] = set()
         self._held: dict[tuple[str, bytes], Delivery] = {}
         self._run_ms = 0.0
@@ -66,11 +67,6 @@ class Hand:
             self._limit = min(2 * self._limit, self._most)
         room = self._limit - (len(self.leases) or len(self._held))
         return room if starved or 2 * room >= self._limit else 0
-
-    def waited(self, wait_ms: float) -> None:
-        """Note how long an entry has waited in the buffer."""
-        if wait_ms > _PATIENCE_MS:
-            self._limit = max(self._limit // 2, self._least)
 
     def found(self, count: int, asked: int) -> None:
         """Note that a read gave `count` of at most `asked` entries."""
@@ -113,19 +109,19 @@ class Hand:
 
     def conclude(self, delivery: Delivery, outcome: Outcome) -> Delivery | None:
         """Put what became of an entry into the outbox; return the next of its line, to be run at once by the same runner."""
-        lease = delivery.lease
-        following: Delivery | None = None
-        if lease is not None:
-            if isinstance(outcome, Done):
-                lease.state = outcome.state
-            while following is None and lease.waiting and isinstance(outcome, (Done, Dead)) and not lease.lost:
-                following = lease.waiting.popleft()
-                if following not in self:
-                    following = None
-            if following is None:
-                lease.last = delivery
+        following = None if delivery.lease is None else self._following(delivery.lease, delivery, outcome)
         self.outbox.put(((delivery,), outcome))
         return following
+
+    def _following(self, turn: LineTurn, delivery: Delivery, outcome: Outcome) -> Delivery | None:
+        if isinstance(outcome, Done):
+            turn.state = outcome.state
+        while turn.waiting and isinstance(outcome, (Done, Dead)) and not turn.lost:
+            following = turn.waiting.popleft()
+            if following in self:
+                return following
+        turn.last = delivery
+        return None
 
     def end_lease(self, lease: Lease) -> list[Delivery]:
         """Let go of a line; return what was left of it in hand."""
@@ -140,9 +136,9 @@ class Hand:
         None if it has to wait until the gate is open, but not if it shall begin `anyway`.
         """
         with self._lock:
-            if delivery not in self:
+            if self._held.get(delivery.place) is not delivery:
                 return False
-            if not (anyway or self.gate.is_set()):
+            if self._is_closed and not anyway:
                 return None
             self._begin(delivery, now_ms)
         return True
@@ -150,7 +146,7 @@ class Hand:
     def begin_all(self, deliveries: Sequence[Delivery], now_ms: float) -> list[Delivery] | None:
         """Have entries run together from now on, those that are still in hand. None if they have to wait for the gate."""
         with self._lock:
-            if not self.gate.is_set():
+            if self._is_closed:
                 return None
             begun = [one for one in deliveries if one in self]
             for one in begun:
@@ -158,13 +154,21 @@ class Hand:
         return begun
 
     def _begin(self, delivery: Delivery, now_ms: float) -> None:
-        self.waited(now_ms - delivery.since_ms)
+        if now_ms - delivery.since_ms > _PATIENCE_MS:
+            self._limit = max(self._limit // 2, self._least)
         delivery.since_ms, delivery.running, delivery.ran = now_ms, True, False
 
     def close_gate(self) -> None:
-        """Let nothing more begin until the gate is set again."""
+        """Let nothing more begin until the gate is opened."""
         with self._lock:  # what has begun can be seen to run afterwards
+            self._is_closed = True
             self.gate.clear()
+
+    def open_gate(self) -> None:
+        """Let things begin again."""
+        with self._lock:
+            self._is_closed = False
+            self.gate.set()
 
     def drop(self, deliveries: Iterable[Delivery]) -> None:
         """Let go of entries that are settled, or lost to another worker."""

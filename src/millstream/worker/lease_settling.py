@@ -42,6 +42,8 @@ class LeaseSettler(Settler):
     def settle(self, found: Sequence[Ran]) -> None:
         """Do what the outcomes ask for."""
         self._report_times(found)
+        if found:
+            self._hand.took(sum(deliveries[0].took_ms for deliveries, _ in found) / len(found))
         # What waits for memory comes before what was run of the same line since.
         runs, self._kept = self._kept, {}
         for (delivery,), outcome in found:

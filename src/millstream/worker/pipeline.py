@@ -36,6 +36,7 @@ class Pipeline:
 
     def __init__(self, handler: Handler) -> None:
         self.handler = handler
+        self._has_key = handler.key is not None
         self._label = handler.label.encode()
         self._tracing = tracing()
 
@@ -52,7 +53,9 @@ class Pipeline:
 
     def decode(self, delivery: Delivery) -> Message | None:
         """Make a message of an entry; None if it was redriven for another handler of the stream."""
-        pairs = self._open(delivery.pairs)
+        pairs: Sequence[bytes] | None = delivery.pairs
+        if delivery.pairs[0] == REDRIVE_FIELD:
+            pairs = self._open(delivery.pairs)
         return None if pairs is None else _message(delivery, pairs)
 
     def _open(self, pairs: Sequence[bytes]) -> Sequence[bytes] | None:
@@ -65,7 +68,7 @@ class Pipeline:
 
         `state`: that of its key.
         """
-        if (refusal := refuse_unkeyed(self.handler, message)) is not None:
+        if self._has_key and (refusal := refuse_unkeyed(self.handler, message)) is not None:
             return refusal
         if self._tracing is UNTRACED:
             return attempt_plain(self.handler, message, state)
@@ -74,7 +77,7 @@ class Pipeline:
 
     async def run_async(self, message: Message, state: bytes = b"") -> Outcome:
         """Run an async handler once."""
-        if (refusal := refuse_unkeyed(self.handler, message)) is not None:
+        if self._has_key and (refusal := refuse_unkeyed(self.handler, message)) is not None:
             return refusal
         if self._tracing is UNTRACED:
             return await attempt(self.handler, message, state)

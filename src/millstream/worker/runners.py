@@ -122,14 +122,13 @@ class PlainRunner(_Beginning):
         get, conclude = self._hand.buffer.get, self._hand.conclude
         while (first := get()) is not None:
             delivery: Delivery | None = first
-            while delivery is not None and self._begin_in_turn(delivery):
-                delivery = conclude(delivery, self._outcome(delivery))
-                self._finished += 1
-
-    def _begin_in_turn(self, delivery: Delivery) -> bool:
-        while (begins := self._begin(delivery)) is None:
-            self._hand.gate.wait()
-        return begins
+            while delivery is not None:
+                begins = self._begin(delivery)
+                while begins is None:
+                    self._hand.gate.wait()
+                    begins = self._begin(delivery)
+                delivery = conclude(delivery, self._outcome(delivery)) if begins else None
+            self._finished += 1
 
     def _outcome(self, delivery: Delivery) -> Outcome:
         message = self._pipeline.decode(delivery)

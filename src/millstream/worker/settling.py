@@ -215,11 +215,8 @@ class Settler:
         self._commit(waiting)
 
     def _report_times(self, found: Sequence[Ran]) -> None:
-        times_ms = [one.took_ms for deliveries, _ in found for one in deliveries]
-        if times_ms:
-            self._hand.took(sum(times_ms) / len(times_ms))
         if self._report.is_heard:
-            self._report.ran(times_ms)
+            self._report.ran([one.took_ms for deliveries, _ in found for one in deliveries])
 
 
 def _deliveries(settled: Sequence[Settled]) -> list[Delivery]:
