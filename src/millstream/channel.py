@@ -17,6 +17,7 @@ from millstream.errors import (
     NotReplicated,
     OutOfMemory,
     OutputError,
+    Sealed,
     StreamFull,
     Unavailable,
 )
@@ -137,13 +138,17 @@ class Channel:
         self._sequence = 0
         self._turn = threading.Lock()
 
-    def send(self, batch: Batch, terms: Terms = AT_ONCE) -> bytes:
+    def send(self, batch: Batch, terms: Terms = AT_ONCE, *, generation: int | None = None) -> bytes:
         """Publish `batch` and return the ids of its entries, or of its delayed messages, separated by spaces.
 
-        Raises RedisError; after Unavailable, other than OutOfMemory and StreamFull, it may have been published.
+        `generation`: of partitions, the newest that the producer knows. Raises ConfigError for a partition without it,
+        Sealed if there is a newer one, and other RedisErrors; after Unavailable, other than OutOfMemory and StreamFull,
+        it may have been published.
         """
         keys = (*self._keys, *(to_wire(self._names.once(own)) for own in batch.dedupe_ids))
-        options: list[Arg] = [self._maxlen or "", self._max_length or "", ceil(terms.delay_ms) or "", self._window_ms]
+        options: list[Arg] = [
+            self._maxlen or "", self._max_length or "", ceil(terms.delay_ms) or "", self._window_ms, generation or "",
+        ]  # fmt: skip
         with self._turn:
             self._sequence += 1
             args: list[Arg] = [self._sequence, *options, *batch.args()]
@@ -172,6 +177,12 @@ class Channel:
             )
         except CommandFailed as error:
             _, full, held = str(error).partition("script: FULL ")
+            if "script: SEALED " in str(error):
+                raise Sealed(f"{self._stream} is sealed: there are more partitions now") from error
+            if "script: PARTITIONED " in str(error):
+                raise ConfigError(
+                    f"{self._stream} is a partition: publish with a PartitionedProducer, which knows where each key goes"
+                ) from error
             if full:
                 raise StreamFull(
                     f"{self._stream} holds {held} entries and may hold {self._max_length}: publish again when some "

@@ -35,7 +35,7 @@ from millstream.errors import (
     Unavailable,
     WrongType,
 )
-from millstream.naming import PREFIX, from_wire
+from millstream.naming import PREFIX, from_wire, to_wire
 
 logger = logging.getLogger(__name__)
 
@@ -106,7 +106,7 @@ class _ClusterRoute:
     def pool(self, key: Arg | None) -> ConnectionPool:
         if key is None:
             return self._pool_of(self._cluster.get_primaries()[0])
-        slot = self._cluster.keyslot(key)
+        slot = self._cluster.keyslot(_to_wire(key))
         return self._pool_of(self._cluster.nodes_manager.get_node_from_slot(slot))
 
     def pools(self) -> Iterable[ConnectionPool]:
@@ -308,6 +308,17 @@ class Script:
 
 _KEYLESS = frozenset(("PING", "SCAN", "INFO", "WAIT", "TIME", "CLIENT", "SCRIPT", "CONFIG", "ACL", "CLUSTER", "ROLE"))
 _KEY_SECOND = frozenset(("XINFO", "XGROUP", "OBJECT", "MEMORY"))
+
+
+def _packed(command: Command) -> bytes:
+    try:
+        return _pack(tuple(command))
+    except UnicodeEncodeError:  # rare, and to look for it beforehand would cost every command
+        return _pack(tuple(map(_to_wire, command)))
+
+
+def _to_wire(part: Arg) -> Arg:
+    return to_wire(part) if isinstance(part, str) else part
 
 
 def _key_of(command: Command) -> Arg | None:
@@ -542,8 +553,8 @@ class Client:
             parts: list[bytes] = []
             for index, command in enumerate(commands):
                 if silent:
-                    parts += (_SKIP, _pack(tuple(silent[index])))
-                parts.append(_pack(tuple(command)))
+                    parts += (_SKIP, _packed(silent[index]))
+                parts.append(_packed(command))
             connection.send_packed_command([b"".join(parts)])  # each item would be a write of its own
             return [self._read(connection) for _ in commands]
 

@@ -11,6 +11,7 @@ MillstreamError
 │   ├── AccessDenied       authentication or an ACL rule refuses it
 │   ├── WrongType          the key holds something else than the command needs
 │   ├── GroupMissing       the consumer group does not exist (NOGROUP)
+│   ├── Sealed             there are more partitions than this producer knows of: nothing was written
 │   └── CommandFailed      any other refusal
 ├── MessageError           one message cannot be processed; it becomes a dead letter
 │   ├── DecodeError        its fields do not fit the handler's model
@@ -76,6 +77,10 @@ class WrongType(RedisError):
 
 class GroupMissing(RedisError):
     """The consumer group, or its stream, does not exist."""
+
+
+class Sealed(RedisError):
+    """There are more partitions than the producer knows of: it must look again. Nothing was written."""
 
 
 class CommandFailed(RedisError):

@@ -12,15 +12,16 @@ from typing import Any, Literal, TypeGuard
 
 from millstream.decoding import compile_decoder, wire_names
 from millstream.errors import ConfigError, DecodeError, MissingKey, text_of
+from millstream.layout import check_count
 from millstream.model import Message, Retry, State
-from millstream.naming import check_identifier, check_stream
+from millstream.naming import check_base, check_identifier, check_stream
 
 KeyFunction = Callable[[Message], str | bytes | int | None]
 Source = Literal["message", "model", "state"]
 
 OPTIONS = (
     "pattern", "key", "into", "into_maxlen", "retry", "missing_key", "concurrency", "time_limit_ms", "rate",
-    "batch_size", "batch_wait_ms", "name",
+    "batch_size", "batch_wait_ms", "partitions", "name",
 )  # fmt: skip
 
 _LARGEST_BATCH = 1_000
@@ -43,6 +44,7 @@ class Handler:
     * `rate`: most messages a second of each stream, over all workers together; None for no limit
     * `in_batches`: it is called with lists, of up to `batch_size` messages; `batch_wait_ms` is how long the first
       of them waits for more, in milliseconds
+    * `partitions`: `streams` are bases, each of so many partitions, if nobody has made or grown them before; or None
     """
 
     app: str
@@ -61,6 +63,7 @@ class Handler:
     in_batches: bool = False
     batch_size: int = 100
     batch_wait_ms: float = 0.0
+    partitions: int | None = None
     arguments: tuple[tuple[str, Source], ...] = ()
     model: type | None = None
     is_async: bool = False
@@ -141,6 +144,7 @@ def compile_handler(
     _check_options(where, streams, options)
     arguments, model, in_batches = _arguments(where, function)
     _check_batches(where, in_batches, options)
+    _check_partitions(where, streams, options)
     if model is not None:
         _decoder(model)
     key = options.get("key")
@@ -218,6 +222,23 @@ def _check_batches(where: str, in_batches: bool, options: Mapping[str, Any]) -> 
         raise ConfigError(f"{where}: batch_size must be a whole number from 1 to {_LARGEST_BATCH:,}")
     if not _is_number(wait_ms) or not 0 <= wait_ms <= _LONGEST_WAIT_MS:
         raise ConfigError(f"{where}: batch_wait_ms must be a number of milliseconds from 0 to {_LONGEST_WAIT_MS:,}")
+
+
+def _check_partitions(where: str, streams: tuple[str, ...], options: Mapping[str, Any]) -> None:
+    if options.get("partitions") is None:
+        return
+    if options.get("key") is None:
+        raise ConfigError(
+            f'{where} reads partitions, which keep the order of keys, and has no key; give it key="field"'
+        )
+    if not streams:
+        raise ConfigError(f"{where}: partitions have a base, not a pattern; name it like a stream")
+    try:
+        check_count(options["partitions"])
+        for stream in streams:
+            check_base(stream)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from error
 
 
 def _is_number(value: object) -> TypeGuard[float]:

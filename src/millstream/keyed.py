@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 
 from millstream.client import Arg, Client, Script
 from millstream.ledger import ENTRY_MARK, FAILED, KEY_MARK, Kind, Unit
-from millstream.lines import check_lines
+from millstream.lines import WAITING, check_lines
 from millstream.reliable import Delivery, LineTurn, ReliableStream
 
 logger = logging.getLogger(__name__)
@@ -139,7 +139,13 @@ class KeyedStream(ReliableStream):
             *more,
         )  # fmt: skip
         wait_ms, gone, reaped, *found = self._script(TAKE, args)
-        self.report_trimmed(gone)
+        if gone:
+            self._on_trimmed(len(gone))
+            some = ", ".join(entry_id.decode() for entry_id in gone[:10])
+            logger.warning(
+                "%d pending entries of stream %s were trimmed or deleted before they were processed: %s", len(gone),
+                self.stream, some,
+            )  # fmt: skip
         leases = [self._leased(now_ms + lease_ms, *one) for one in found]
         return Taken(leases, None if wait_ms < 0 else float(wait_ms), int(reaped))
 
@@ -201,6 +207,12 @@ class KeyedStream(ReliableStream):
             if one.deliveries > 1 or one.attempt > 1:
                 unit.end_strikes(entry_id, entry_id + FAILED, entry_id + LEASES_LOST)
         return unit
+
+    def _waiting(self) -> tuple[int | None, int | None]:
+        """What waits in lines with no worker counts as not given yet."""
+        lag, lowest_ms = super()._waiting()
+        waiting = self._group.pending.summary().by_consumer.get(WAITING, 0)
+        return None if lag is None else lag + waiting, lowest_ms
 
     def check(self) -> list[str]:
         """What is wrong with the lines of the stream, for tests; nothing else may change it meanwhile."""

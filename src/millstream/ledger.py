@@ -7,7 +7,7 @@ Both engines commit through this one module and its one script.
 """
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
@@ -40,9 +40,12 @@ KEY_MARK, ENTRY_MARK = b"k", b"i"
 FAILED = "f"
 """Ends the field of the strikes that counts an entry's failed attempts; the one without it counts those of which the
 process may have died."""
+LEASES_LOST = "l"
+"""Ends the field of the strikes that counts how often a lease ran out while its entry was the first of its line."""
 
 _LOAD_CHUNK = 1_000
 _MOST_OPEN = 100_000
+_PORTION_BYTES = 8 << 20
 _OUTPUT_KEY = 8
 
 
@@ -101,6 +104,15 @@ class Unit:
         """True if it adds nothing to what Redis holds."""
         return not (self.outputs or self.dead or self.state)
 
+    @property
+    def size(self) -> int:
+        """About how many bytes it adds to what Redis holds."""
+        size = len(self.state) if self.state else 0
+        for items in (*self.outputs, *self.dead):
+            for item in items:
+                size += len(item) if isinstance(item, (bytes, str)) else 0
+        return size
+
     def args(self, maxlen: int) -> list[Arg]:
         """Its part of the commit script's arguments; output streams are trimmed to about `maxlen` (0 = never)."""
         args: list[Arg] = [self.mark, self.expected, self.first_id, self.last_id, self.messages]
@@ -129,6 +141,26 @@ def _extended(some: Sequence[T], more: Sequence[T]) -> Sequence[T]:
     assert isinstance(some, list)
     some += more
     return some
+
+
+def portions(some: Iterable[T], unit_of: Callable[[T], Unit]) -> Iterator[list[T]]:
+    """Split what is to be committed, in order, so that each call stays far below what Redis takes in one request.
+
+    Where that is exceeded Redis closes the connection, as if it were away (client-query-buffer-limit, 1 GB by default).
+    """
+    portion: list[T] = []
+    total = 0
+    for one in some:
+        unit = unit_of(one)
+        if not unit.is_acknowledgement:
+            size = unit.size
+            if total + size > _PORTION_BYTES and portion:
+                yield portion
+                portion, total = [], 0
+            total += size
+        portion.append(one)
+    if portion:
+        yield portion
 
 
 def _order(unit: Unit) -> int:

@@ -183,7 +183,8 @@ def _judge_error(handler: Handler, message: Message, raised: BaseException) -> O
 
 async def _run(handler: Handler, arguments: dict[str, Any]) -> Ended:
     """Await the handler's coroutine, for as long as its time limit, in the current task."""
-    task = asyncio.current_task()
+    loop = asyncio.get_running_loop()
+    task = asyncio.current_task(loop)
     assert task is not None
     expired: list[bool] = []
 
@@ -192,12 +193,12 @@ async def _run(handler: Handler, arguments: dict[str, Any]) -> Ended:
         task.cancel()
 
     # asyncio.timeout does the same, at three times the price.
-    timer = asyncio.get_running_loop().call_later(handler.time_limit_ms / 1000, expire)
+    timer = loop.call_later(handler.time_limit_ms / 1000, expire)
     try:
         ended: Ended = encode_results(handler, await handler.function(**arguments)), None
-    except GeneratorExit:
-        raise  # the loop is gone
     except BaseException as error:  # noqa: BLE001 - it is judged as an outcome
+        if isinstance(error, GeneratorExit) and asyncio.current_task(loop) is not task:
+            raise  # the handler has not raised it: the loop is gone
         ended = (), TimeLimit() if expired else error
     timer.cancel()
     if task.cancelling():

@@ -44,6 +44,18 @@ def check_stream(name: str) -> str:
     return name
 
 
+def check_base(name: str) -> str:
+    """Return `name` if it can be the base of partitions; raise ConfigError if not."""
+    if not name or any(char in name for char in "{},*?[]") or name != name.strip():
+        raise ConfigError(f"the base of partitions {name!r} must be text without braces, brackets, commas, '*' and '?'")
+    return name
+
+
+def partition_name(base: str, place: int) -> str:
+    """The stream that is a base's partition number `place`, from 0 on. Each has a hash slot of its own."""
+    return f"{{{base}.{place}}}"
+
+
 def to_wire(name: str) -> bytes:
     """The bytes of a name in Redis. Those that are not UTF-8 stand in text as PEP 383 has it."""
     return name.encode("utf-8", "surrogateescape")
@@ -68,6 +80,8 @@ class HandlerKeys:
     * `ready`, `owners`, `leases`, `backoff`, `parked`: which lines can be taken, who has them until when, which wait
       for another attempt or for a person
     * `wake`: list that idle workers wait at; `router`: the worker that routes
+    * `moving`, `moved`: lines that wait until their key has left an older partition, and keys whose state has come
+      from there and may still be there, too
     """
 
     app: str
@@ -147,9 +161,23 @@ class HandlerKeys:
         """String: the worker that routes entries to the lines of their keys."""
         return f"{self.base}:router"
 
+    @property
+    def moving(self) -> str:
+        """Hash: lines that wait until their key has left an older partition."""
+        return f"{self.base}:moving"
+
+    @property
+    def moved(self) -> str:
+        """Hash: keys whose state has come from an older partition, where it may still be."""
+        return f"{self.base}:moved"
+
     def line(self, name: bytes) -> bytes:
         """List: ids of the entries of a line, first in stream order; `name` is that of its mark."""
         return to_wire(self.base) + b":" + name + b":line"
+
+    def sent_on(self, stream: str, entry_id: bytes) -> str:
+        """String: id of the entry as which one of an older partition was sent on to this one."""
+        return f"{self.base}:sent:{stream}:{entry_id.decode()}"
 
     @property
     def group(self) -> str:
@@ -178,6 +206,8 @@ class StreamKeys:
 
     * `due`: sorted set id of a delayed message -> when it is due, Unix milliseconds
     * `delayed`: hash id of a delayed message -> its items (msgpack)
+    * `partition`: hash, of a partition: the `generation` that its producers must know, the last id before that (`seal`)
+    * `partitions`: hash, of the base of partitions: their `layout`
     """
 
     stream: str
@@ -199,6 +229,16 @@ class StreamKeys:
     def delayed(self) -> str:
         """Hash: what the delayed messages are."""
         return f"{self.base}:delayed"
+
+    @property
+    def partition(self) -> str:
+        """Hash: which producers may publish to this partition."""
+        return f"{self.base}:partition"
+
+    @property
+    def partitions(self) -> str:
+        """Hash: the layout of the partitions of which this is the base."""
+        return f"{self.base}:partitions"
 
     def producer(self, token: str) -> str:
         """String: sequence number of the last batch of the producer `token`, and the ids of its entries."""

@@ -11,13 +11,13 @@ from contextvars import copy_context
 from functools import partial
 from itertools import repeat
 from threading import Lock
-from typing import TypeVar
+from typing import Self, TypeVar
 
 from millstream import metrics as m
 from millstream.channel import BATCH_ENTRIES, BATCH_SIZE, Batch, Channel, Terms, new_token
 from millstream.client import Client
 from millstream.decoding import encode_output
-from millstream.errors import ConfigError, NotReplicated, RedisError
+from millstream.errors import ConfigError, NotReplicated, RedisError, Sealed
 from millstream.metrics import NOBODY, Metrics
 from millstream.telemetry import tracing
 
@@ -25,7 +25,74 @@ DedupeId = str | bytes
 T = TypeVar("T")
 
 
-class Producer:
+class Publishing:
+    """What producers have in common: ways to streams, a thread for coroutines, and figures. Not for use by itself."""
+
+    def __init__(
+        self, redis: str | Client, max_length: int | None, dedupe_window_ms: int, patience_ms: float, metrics: Metrics
+    ) -> None:
+        if max_length is not None and max_length < 1:
+            raise ConfigError(f"max_length={max_length}: a stream must have room for 1 entry or more")
+        if dedupe_window_ms < 1:
+            raise ConfigError(f"dedupe_window_ms={dedupe_window_ms}: remember ids for 1 ms or more")
+        self._client = Client(redis) if isinstance(redis, str) else redis
+        self._owns_client = isinstance(redis, str)
+        self._channel = partial(
+            Channel,
+            self._client,
+            token=new_token(),
+            max_length=max_length,
+            window_ms=dedupe_window_ms,
+            patience_ms=patience_ms,
+        )
+        self._channels: dict[str, Channel] = {}
+        self._patience_ms = patience_ms
+        self._metrics = metrics
+        self._tracing = tracing()
+        # A batch beyond the limit would wait for ever.
+        self._most_entries = min(BATCH_ENTRIES, max_length or BATCH_ENTRIES)
+        self._lock = Lock()
+        # One thread, so that messages keep the order in which the event loop published them.
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="millstream-producer")
+
+    def close(self) -> None:
+        """Wait for what `publish_async` has under way, then close the connections that are the producer's own."""
+        self._thread.shutdown()
+        if self._owns_client:
+            self._client.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    async def _in_thread(self, call: Callable[[], T]) -> T:
+        # With the context of the caller: a trace that is under way there goes on here.
+        run = copy_context().run
+        return await asyncio.get_running_loop().run_in_executor(self._thread, lambda: run(call))
+
+    def _send(self, channel: Channel, batch: Batch, terms: Terms, generation: int | None = None) -> bytes:
+        began = time.perf_counter()
+        try:
+            reply = channel.send(batch, terms, generation=generation)
+        except Sealed:
+            raise  # it goes on elsewhere
+        except RedisError as error:
+            self._metrics.count(m.PUBLISH_ERRORS, error=type(error).__name__)
+            raise
+        self._metrics.count(m.PUBLISHED, batch.entries)
+        self._metrics.observe(m.PUBLISH_SECONDS, time.perf_counter() - began)
+        return reply
+
+    def _to(self, stream: str) -> Channel:
+        with self._lock:
+            if stream not in self._channels:
+                self._channels[stream] = self._channel(stream)
+            return self._channels[stream]
+
+
+class Producer(Publishing):
     """Publishes messages to streams: in order, and each once, however often Redis has to be asked.
 
     * `redis`: where Redis is, or a Client, which is shared then and stays open at the end
@@ -50,40 +117,7 @@ class Producer:
         patience_ms: float = 30_000.0,
         metrics: Metrics = NOBODY,
     ) -> None:
-        if max_length is not None and max_length < 1:
-            raise ConfigError(f"max_length={max_length}: a stream must have room for 1 entry or more")
-        if dedupe_window_ms < 1:
-            raise ConfigError(f"dedupe_window_ms={dedupe_window_ms}: remember ids for 1 ms or more")
-        self._client = Client(redis) if isinstance(redis, str) else redis
-        self._owns_client = isinstance(redis, str)
-        self._channel = partial(
-            Channel,
-            self._client,
-            token=new_token(),
-            max_length=max_length,
-            window_ms=dedupe_window_ms,
-            patience_ms=patience_ms,
-        )
-        self._channels: dict[str, Channel] = {}
-        self._metrics = metrics
-        self._tracing = tracing()
-        # A batch beyond the limit would wait for ever.
-        self._most_entries = min(BATCH_ENTRIES, max_length or BATCH_ENTRIES)
-        self._lock = Lock()
-        # One thread, so that messages keep the order in which the event loop published them.
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="millstream-producer")
-
-    def close(self) -> None:
-        """Wait for what `publish_async` has under way, then close the connections that are the producer's own."""
-        self._thread.shutdown()
-        if self._owns_client:
-            self._client.close()
-
-    def __enter__(self) -> "Producer":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+        super().__init__(redis, max_length, dedupe_window_ms, patience_ms, metrics)
 
     def publish(
         self,
@@ -178,28 +212,6 @@ class Producer:
                 stream, messages, dedupe_ids=dedupe_ids, delay_ms=delay_ms, replicas=replicas, timeout_ms=timeout_ms
             )
         )
-
-    async def _in_thread(self, call: Callable[[], T]) -> T:
-        # With the context of the caller: a trace that is under way there goes on here.
-        run = copy_context().run
-        return await asyncio.get_running_loop().run_in_executor(self._thread, lambda: run(call))
-
-    def _send(self, channel: Channel, batch: Batch, terms: Terms) -> bytes:
-        began = time.perf_counter()
-        try:
-            reply = channel.send(batch, terms)
-        except RedisError as error:
-            self._metrics.count(m.PUBLISH_ERRORS, error=type(error).__name__)
-            raise
-        self._metrics.count(m.PUBLISHED, batch.entries)
-        self._metrics.observe(m.PUBLISH_SECONDS, time.perf_counter() - began)
-        return reply
-
-    def _to(self, stream: str) -> Channel:
-        with self._lock:
-            if stream not in self._channels:
-                self._channels[stream] = self._channel(stream)
-            return self._channels[stream]
 
     def _batches(
         self, messages: Iterable[object], dedupe_ids: Sequence[DedupeId] | None, trace: Sequence[bytes]

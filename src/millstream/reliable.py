@@ -18,7 +18,7 @@ from millstream.client import Client, Script
 from millstream.deadletters import DeadLetter
 from millstream.errors import GroupMissing, StaleOwner
 from millstream.groups import Batch, Consumer, Group, PendingEntry
-from millstream.ledger import ENTRY_MARK, FAILED, KEY_MARK, Checkpoint, Kind, Ledger, Unit
+from millstream.ledger import ENTRY_MARK, FAILED, KEY_MARK, LEASES_LOST, Checkpoint, Kind, Ledger, Unit
 
 logger = logging.getLogger(__name__)
 
@@ -297,13 +297,13 @@ class ReliableStream:
         entry_id = delivery.id.decode()
         unit = Unit(ENTRY_MARK + delivery.id, b"", first_id=entry_id, last_id=entry_id, messages=1)
         if delivery.deliveries > 1 or delivery.attempt > 1:
-            unit.end_strikes(entry_id, entry_id + FAILED)
+            unit.end_strikes(*_strikes_of(entry_id))
         if rest:
             unit.others = [one.id.decode() for one in rest]
             unit.messages += len(rest)
             for one, other_id in zip(rest, unit.others, strict=True):
-                if one.deliveries > 1:
-                    unit.end_strikes(other_id, other_id + FAILED)
+                if one.deliveries > 1 or one.attempt > 1:
+                    unit.end_strikes(*_strikes_of(other_id))
         return unit
 
     def new_call(self) -> str:
@@ -388,3 +388,8 @@ class ReliableStream:
                     raise
             self.join()
         return step()
+
+
+def _strikes_of(entry_id: str) -> tuple[str, ...]:
+    # Workers with a key may have had it before.
+    return entry_id, entry_id + FAILED, entry_id + LEASES_LOST

@@ -35,6 +35,7 @@ SCRIPTS: Mapping[str, str] = {
     "ack": "xack xpending",
     "adopt": f"{_LINES} hmget linsert lpos xpending",
     "advance": "hdel hmget hset unlink",
+    "arrive": f"{_LINES} hset hsetnx",
     "begin": f"{_TAKEOVER} {_MAY_COMMIT} hlen",
     "cancel": "hdel zrem",
     "checkpoint": f"{_GROUP} del hset time unlink xack xpending",
@@ -42,22 +43,27 @@ SCRIPTS: Mapping[str, str] = {
     "count": "xrange",
     "dismiss": "xclaim xgroup|delconsumer xinfo|consumers xpending",
     "due": "hdel hget time type xadd zrange zrangebyscore zrem",
+    "expect": f"{_LINES} hincrby hset hsetnx",
     "extend": f"{_LINES} zadd",
     "forget": "hdel hget unlink",
     "hold": "hget xclaim xpending",
     "join": f"{_TAKEOVER} {_MAY_COMMIT} xack xgroup|setid",
+    "leave": f"{_LINES} hmget xrange",
     "name": "del get set",
-    "publish": "expire get hsetnx set time type xadd xlen zadd zcard",
+    "publish": "expire get hget hset hsetnx set time type xadd xlen zadd zcard",
     "rate": "hget hset time",
     "recover": f"{_LINES} hgetall hincrby lindex xpending",
     "redrive": "type xadd xdel xrange",
     "release": f"{_LINES} hset lindex xpending zadd",
     "route": f"{_LINES} {_GROUP} hset xgroup|setid",
+    "seal": "hmget hset type xinfo|stream",
+    "send_on": "get hget hset set xadd",
     "settle": f"{_LINES} hincrby lindex lrem xpending",
-    "steer": f"{_LINES} hincrby hsetnx lindex lpop lrem type xack xadd xpending",
+    "settled": f"{_LINES} hmget lindex xpending xrange",
+    "steer": f"{_LINES} hincrby hset hsetnx lindex lpop lrem xack xadd xpending",
     "swap": "hdel hget hset",
     "take": f"{_LINES} hincrby hmget hset hvals lindex lpop lrem xpending zadd zrangebyscore",
-    "tend": f"{_LINES} {_GROUP} hgetall hincrby hsetnx lindex lpop xpending zadd",
+    "tend": f"{_LINES} {_GROUP} hgetall hincrby hset hsetnx lindex lpop xpending zadd",
     "trim": "exists xinfo|groups xpending xtrim",
 }
 """The commands that each script in `millstream.lua` runs."""
@@ -96,13 +102,16 @@ class Role:
 _HANDLERS = "{app}.*"
 _DELAYED = ("due", "delayed")
 _KEYED = ("route", "take", "extend", "release", "recover")
+_GROW = ("seal", "swap")
+_MOVE = ("expect", "leave", "arrive", "settled", "send_on")
+_LAYOUT = ("partition", "partitions")
 
 ROLES: Mapping[RoleName, Role] = {
     RoleName.WORKER: Role(
-        scripts=("join", "commit", "hold", "checkpoint", *_KEYED, "due", "name", "rate", "trim"),
+        scripts=("join", "commit", "hold", "checkpoint", *_KEYED, *_GROW, *_MOVE, "due", "name", "rate", "trim"),
         direct="blpop hdel hget hmget hscan hset xack xclaim xpending xrange xread xreadgroup",
         unreached="hvals",
-        own_keys=(_HANDLERS, *_DELAYED),
+        own_keys=(_HANDLERS, *_DELAYED, *_LAYOUT),
         app_keys=(f"{PREFIX}:worker:{{app}}:*",),
     ),
     RoleName.SPARK: Role(
@@ -113,15 +122,15 @@ ROLES: Mapping[RoleName, Role] = {
         own_keys=(_HANDLERS, *_DELAYED),
     ),
     RoleName.PRODUCER: Role(
-        scripts=("publish", "cancel"),
-        direct="hget ping wait zcard zrange",
+        scripts=("publish", "cancel", *_GROW),
+        direct="get hget ping wait zcard zrange",
         writes=False,
         looks="never",
-        own_keys=(*_DELAYED, "producer:*", "once:*"),
+        own_keys=(*_DELAYED, *_LAYOUT, "producer:*", "once:*"),
     ),
     RoleName.OPERATOR: Role(
-        scripts=("count", "dismiss", "redrive", "steer"),
-        direct="hdel hget hgetall hmget hscan hset lindex llen lrange time xautoclaim xclaim xdel xgroup|create "
+        scripts=("count", "dismiss", "redrive", "steer", *_GROW),
+        direct="hdel hget hgetall hlen hmget hscan hset lindex llen lrange time xautoclaim xclaim xdel xgroup|create "
         "xgroup|delconsumer xgroup|destroy xgroup|setid xinfo|consumers xinfo|groups xinfo|stream xlen xpending xrange "
         "xread xrevrange zrange",
         unreached="hkeys unlink",

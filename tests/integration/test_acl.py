@@ -3,6 +3,7 @@
 import re
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -20,7 +21,10 @@ from millstream.keyed import Ending, KeyedStream, Lease, line_of_key
 from millstream.ledger import Ledger, Unit
 from millstream.lines import park, skip, survey, unpark
 from millstream.model import EntryId
+from millstream.moves import Moves
 from millstream.naming import HandlerKeys, StreamKeys
+from millstream.partitioned import PartitionedProducer
+from millstream.partitions import Partitions
 from millstream.producer import Producer
 from millstream.reliable import ReliableStream
 from millstream.rights import ROLES, RoleName, rule
@@ -28,10 +32,15 @@ from millstream.server import EmbeddedServer
 from millstream.testing.topologies import cluster
 from millstream.worker import ReadingLoop, WorkerPolicy
 from millstream.worker.names import Names
+from millstream.worker.partitions import PartitionSide
 from tests.integration.commandline import call
+from tests.integration.partition_bench import BASE, growth_killed_after, moved_key
+from tests.integration.partition_bench import Publisher as PartitionPublisher
+from tests.integration.partition_bench import Worker as PartitionWorker
 
-NARROW = ("--stream", "orders*", "--into", "out", "--app", "shop")
+NARROW = ("--stream", "orders*", "--stream", "{orders.*}", "--into", "out", "--app", "shop")
 KEYS = HandlerKeys("shop", "bill", "orders")
+LETTERS = "ABCDEFGH"
 
 
 @pytest.fixture(scope="module")
@@ -129,6 +138,7 @@ def work(url: str, admin: Client) -> None:
         taken_over.trim()
         move_a_delayed_message(client, admin)
         work_by_keys(client, admin)
+        work_on_partitions(client, admin)
 
 
 def keyed(client: Client, name: str = "w-0") -> KeyedStream:
@@ -172,6 +182,32 @@ def work_by_keys(client: Client, admin: Client) -> None:
     admin.execute("XGROUP", "DESTROY", "orders", KEYS.group)
     again.route(count=1, most_pending=1)
     reliable(client).join()
+
+
+def work_on_partitions(client: Client, admin: Client) -> None:
+    """Everything that a worker does where keys move: one has messages and a state in its old partition."""
+    worker = PartitionWorker(client, app="shop", handler="bill")
+    layout = Partitions(client, BASE).found()
+    key = moved_key(layout, 4)
+    publisher, sent = PartitionPublisher(admin), defaultdict[str, list[int]](list)
+    publisher.publish(sent, key)
+    worker.work()
+    publisher.publish(sent, key)
+    layout = Partitions(admin, BASE).grow(4)
+    publisher.publish(sent, key)
+    worker.look()
+    worker.route(layout.place(key.encode()))
+    worker.work()
+    assert Moves(admin, worker.moves.layout, app="shop", handler="bill").unsettled() == []
+    assert growth_killed_after(admin, 1, 6)
+    app = App("shop")
+    app.handler(BASE, name="bill", key="k", partitions=2)(lambda message: None)
+    side = ReadingLoop(app.handlers["bill"], client.url, consumer="w-0")._side
+    assert isinstance(side, PartitionSide)
+    side.find(client)
+    old = layout.stream(layout.homes(key.encode())[0])
+    assert side._send_on(old, key.encode(), b"1-0", [b"k", key.encode()])
+    side.close()
 
 
 def move_a_delayed_message(client: Client, admin: Client) -> None:
@@ -250,8 +286,17 @@ def produce(url: str, admin: Client) -> None:
         assert delayed.find("orders")[0].id == later
         assert delayed.cancel("orders", [later]) == 1
         names = StreamKeys("orders")
-        batch = (PUBLISH, ("orders", names.producer("p"), names.due, names.delayed), (1, "", "", "", 0, 1, 1, "n", "4"))
+        batch = (
+            PUBLISH,
+            ("orders", names.producer("p"), names.due, names.delayed),
+            (1, "", "", "", 0, "", 1, 1, "n", "4"),
+        )
         assert client.script(*batch) == client.script(*batch)  # whose first reply was lost
+    with PartitionedProducer(url, BASE, key="k", partitions=2) as spreading:
+        spreading.publish({"k": "A"}, dedupe_id="1")
+        assert growth_killed_after(admin, 1, 64)
+        spreading.publish_many([{"k": letter} for letter in LETTERS], dedupe_ids=list(LETTERS))
+        spreading.publish_many([{"k": letter} for letter in LETTERS], dedupe_ids=list(LETTERS))
 
 
 def publish(url: str, folder: Path) -> None:
@@ -277,6 +322,8 @@ def operate(url: str, admin: Client) -> None:
     command(url, "pause", "bill")
     command(url, "resume", "bill")
     operate_lines(url, admin)
+    PartitionWorker(admin, app="shop", handler="bill")
+    operate_partitions(url)
     command(url, "groups", "--pattern", "orders*")
     command(url, "groups", "create", "orders", "g", "--at", "earliest")
     command(url, "groups", "set-id", "orders", "g", "--at", "earliest", "--yes")
@@ -292,6 +339,14 @@ def operate(url: str, admin: Client) -> None:
     command(url, "groups", "destroy", "orders", "g", "--yes")
     command(url, "tail", "orders", "--no-follow")
     command(url, "tail", "orders", "--from", "earliest", "--count", "1")
+
+
+def operate_partitions(url: str) -> None:
+    command(url, "partitions", "create", BASE, "2")
+    with Client(url) as client:
+        layout = Partitions(client, BASE).found()
+    command(url, "partitions", "grow", BASE, str(layout.count + 1))
+    command(url, "partitions", "show", BASE)
 
 
 def operate_lines(url: str, admin: Client) -> None:
@@ -415,7 +470,9 @@ def test_one_user_may_be_several_roles(admin: Client, tmp_path: Path) -> None:
     assert (found["user"], found["roles"]) == ("both", ["producer", "worker"])
     assert (
         found["line"]
-        == rule("both", [RoleName.PRODUCER, RoleName.WORKER], streams=["orders*"], outputs=["out"], app="shop").line
+        == rule(
+            "both", [RoleName.PRODUCER, RoleName.WORKER], streams=["orders*", "{orders.*}"], outputs=["out"], app="shop"
+        ).line
     )
     url = login(admin, found["line"])
     work(url, admin)

@@ -110,6 +110,11 @@ def test_a_pipeline_returns_errors_in_their_places_and_runs_the_rest(client: Cli
     assert client.pipeline([]) == []
 
 
+def test_names_that_are_no_text_are_sent_as_they_were_received(client: Client) -> None:
+    client.execute("SET", "a\udcff", "1")
+    assert client.pipeline([("GET", b"a\xff"), ("GET", "a\udcff")]) == [b"1", b"1"]
+
+
 def test_after_a_broken_connection_the_next_command_opens_a_new_one(client: Client, millstream_url: str) -> None:
     number = client.execute("CLIENT", "ID")
     with Client(millstream_url) as other:

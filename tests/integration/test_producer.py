@@ -162,7 +162,7 @@ def test_a_copy_of_a_batch_that_comes_late_is_skipped(client: Client) -> None:
     keys = ("s", names.producer("p"), names.due, names.delayed)
 
     def send(sequence: int) -> bytes:
-        reply: bytes = client.script(PUBLISH, keys, (sequence, "", "", "", 0, 1, 1, "n", str(sequence)))
+        reply: bytes = client.script(PUBLISH, keys, (sequence, "", "", "", 0, "", 1, 1, "n", str(sequence)))
         return reply
 
     first, second = send(1), send(2)

@@ -11,10 +11,12 @@ from typing import Any
 import pytest
 
 from millstream import Message, Reject, Retry, State
-from millstream.client import Client
+from millstream import metrics as m
+from millstream.client import Client, Script
 from millstream.errors import HandlerStuck
 from millstream.handlers import Handler
 from millstream.lines import check_lines, survey, unpark
+from millstream.metrics import Recorder
 from millstream.server import EmbeddedServer
 from millstream.testing.proxy import Proxy
 from millstream.worker import WorkerPolicy
@@ -236,3 +238,57 @@ def test_a_plain_handler_that_outlasts_its_lease_ends_the_process(client: Client
 def working_until_stuck(client: Client, handler: Handler) -> Iterator[None]:
     with pytest.raises(HandlerStuck, match="though its lease ends"), working(client, handler, policy=SHORT):
         yield
+
+
+def test_a_key_that_fails_does_not_eat_the_rate_of_the_others(client: Client) -> None:
+    def handle(message: Message, state: State) -> dict[str, Any]:
+        if message.key == b"k0":
+            raise RuntimeError("never")
+        return count(message, state)
+
+    client.pipeline([("XADD", "in", "*", "n", n, "key", "k0") for n in range(40)])
+    client.pipeline([("XADD", "in", "*", "n", n, "key", f"k{n}") for n in range(1, 101)])
+    handler = make(handle, key="key", rate=200, retry=Retry(attempts=1_000, delay_ms=20, factor=1, then="block"))
+    with working(client, handler) as loop:
+        eventually(lambda: len(rows(client)) >= 100, within_s=5.0)
+        assert loop.report.read <= 140
+
+
+def test_what_runs_on_through_a_stop_keeps_its_lease(client: Client) -> None:
+    begun: list[str] = []
+
+    def slowly(message: Message, state: State) -> dict[str, Any]:
+        begun.append(threading.current_thread().name)
+        time.sleep(2.5)
+        return count(message, state)
+
+    handler = make(slowly, key="key")
+    with working(client, handler, "w2"), working(client, handler, "w1") as first:
+        fill(client, 1, 1)
+        eventually(lambda: len(begun) == 1)
+        first.stop()
+        eventually(lambda: len(rows(client)) == 1)
+    assert len(begun) == 1
+    check_order(client, 1)
+
+
+def test_a_stream_whose_first_joins_fail_is_routed_all_the_same(client: Client, proxy: Proxy) -> None:
+    fill(client, 20, 4)
+    proxy.cut_before("EVALSHA", containing=Script("join").sha, times=1)
+    proxy.cut_after("EVALSHA", containing=Script("join").sha, times=1)
+    with Client(proxy.url) as through, working(through, make(count, key="key")):
+        eventually(lambda: len(rows(client)) >= 20)
+    check_order(client, 20)
+    assert proxy.cuts.total() == 2
+
+
+def test_a_lag_counts_what_waits_in_lines(client: Client) -> None:
+    def hang(message: Message) -> None:
+        over.wait(10)
+
+    over = threading.Event()
+    fill(client, 500, 100)
+    recorder = Recorder()
+    with working(client, make(hang, key="key", into=None), metrics=recorder):
+        eventually(lambda: recorder.value(m.LAG, handler="app.handle") > 300, within_s=10.0)
+        over.set()

@@ -1,5 +1,6 @@
 """What a worker does when Redis refuses it something, when messages look dangerous, and when it stops with work in hand."""
 
+import asyncio
 import threading
 import time
 from collections.abc import Iterator
@@ -8,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from millstream import Message, Retry
+from millstream import Message, Reject, Retry
 from millstream import metrics as m
 from millstream.client import Client
 from millstream.clock import SYSTEM_CLOCK
-from millstream.errors import HandlerStuck
+from millstream.errors import HandlerStuck, Unfinished
 from millstream.ledger import Ledger
 from millstream.lifecycle import NOTHING
 from millstream.metrics import Recorder
@@ -141,7 +142,40 @@ def test_at_maxmemory_a_suspect_holds_up_nobody(client: Client) -> None:
         eventually(lambda: loop.report.committed == 22)
 
 
+@pytest.mark.parametrize("key", [None, "n"])
+def test_what_is_more_than_redis_takes_in_one_request_is_committed_in_several(
+    client: Client, monkeypatch: pytest.MonkeyPatch, key: str | None
+) -> None:
+    commit, block = Ledger.commit, b"x" * 20_000
+
+    def late(*args: Any, **options: Any) -> Any:
+        time.sleep(0.2)  # the handler gets ahead meanwhile
+        return commit(*args, **options)
+
+    monkeypatch.setattr(Ledger, "commit", late)
+    fill(client, 1_000)
+    normal = client.execute("CONFIG", "GET", "client-query-buffer-limit")[1].decode()
+    with configured(client, "client-query-buffer-limit", str(10 << 20), normal):
+        handler = make(lambda message: {"n": message.text("n"), "block": block}, key=key)
+        policy = WorkerPolicy(block_ms=100, claim_ms=10_000, stop_ms=1_000, prefetch=1_000)
+        with working(client, handler, policy=policy) as loop:
+            eventually(lambda: loop.report.committed == 1_000, within_s=10)
+    assert sorted(outputs(client)) == list(range(1_000))
+    assert loop.report.refused == 0
+
+
 # Streams
+
+
+@pytest.mark.parametrize("key", [None, "n"])
+def test_a_stream_whose_name_is_no_text_is_worked_on_like_the_others(client: Client, key: str | None) -> None:
+    for name in (b"odd\xff\xfe", b"odd"):
+        client.execute("XADD", name, "*", "n", "1")
+    ran: list[str] = []
+    handler = make(lambda message: ran.append(message.stream), pattern="odd*", key=key, into=None)
+    with working(client, handler) as loop:
+        eventually(lambda: loop.report.committed == 2)
+    assert sorted(ran) == ["odd", "odd\udcff\udcfe"]
 
 
 def test_no_more_is_taken_of_many_streams_than_the_prefetch_allows(client: Client) -> None:
@@ -227,6 +261,64 @@ def test_while_one_stream_cannot_be_committed_what_the_others_have_is_still_kept
     going_on.set()
     thread.join()
     assert (report.committed, len(hand)) == (2, 0)
+
+
+# Handlers that do what they should not
+
+
+@pytest.mark.parametrize("key", [None, "n"])
+def test_what_a_handler_changes_in_its_message_changes_neither_the_next_attempt_nor_the_dead_letter(
+    client: Client, key: str | None
+) -> None:
+    seen: list[str | None] = []
+
+    def handle(message: Message) -> None:
+        seen.append(message.text("n"))
+        message.pairs.clear()  # type: ignore[attr-defined]
+        raise Reject("no") if message.attempt == 2 else ValueError
+
+    fill(client, 1)
+    with working(client, make(handle, key=key)) as loop:
+        eventually(lambda: loop.report.committed == 1)
+    assert seen == ["0", "0"]
+    assert [letter.pairs for letter in dead(client)] == [[b"n", b"0"]]
+
+
+def test_a_handler_that_cancels_all_tasks_of_the_loop_ends_the_worker_and_is_told_so(client: Client) -> None:
+    ran = threading.Event()
+
+    async def handle(message: Message) -> None:
+        for task in asyncio.all_tasks() - {asyncio.current_task()}:
+            task.cancel()
+        ran.set()
+
+    fill(client, 1)
+    with pytest.raises(Unfinished, match="cancel only those that it has made"), working(client, make(handle)):
+        eventually(ran.is_set)
+        eventually(lambda: all(thread.name != "millstream-runner" for thread in threading.enumerate()))
+
+
+def test_an_async_handler_that_raises_generator_exit_has_failed_and_nothing_else(client: Client) -> None:
+    async def handle(message: Message) -> dict[str, Any]:
+        if message.text("n") == "0":
+            raise GeneratorExit
+        return double(message)
+
+    fill(client, 3)
+    with working(client, make(handle, concurrency=2)) as loop:
+        eventually(lambda: loop.report.committed == 3)
+    assert [(letter.reason, letter.attempts) for letter in dead(client)] == [("failed", 3)]
+
+
+def test_what_workers_with_a_key_have_noted_of_an_entry_ends_with_it(client: Client) -> None:
+    with working(client, make(double)):
+        eventually(lambda: client.execute("EXISTS", KEYS.meta) == 1)
+    fill(client, 1)
+    delivered_to(client, "gone", times=1)
+    client.execute("HSET", KEYS.strikes, entries(client)[0][0] + b"l", 1)
+    with working(client, make(double)) as loop:
+        eventually(lambda: loop.report.committed == 1)
+    assert client.execute("EXISTS", KEYS.strikes) == 0
 
 
 # Suspects

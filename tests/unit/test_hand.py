@@ -2,7 +2,7 @@
 
 import asyncio
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,9 +11,11 @@ import pytest
 from millstream import App, Message
 from millstream.client import Client
 from millstream.clock import SYSTEM_CLOCK
+from millstream.lifecycle import NOTHING, Outcome
 from millstream.reliable import Delivery, ReliableStream
 from millstream.worker import Pipeline, WorkerPolicy
 from millstream.worker.batches import AsyncBatchRunner, PlainBatchRunner
+from millstream.worker.guard import Guard, Quiet
 from millstream.worker.hand import Hand
 from millstream.worker.report import Report
 from millstream.worker.runners import AsyncRunner, PlainRunner, Runner
@@ -149,3 +151,59 @@ def test_an_entry_that_is_run_alone_waits_for_the_event_loop_and_ends_with_it(
         runner.cancel()
     waiting.join(10)
     assert len(outcomes) == 1
+
+
+def nothing(_: Message) -> None:
+    pass
+
+
+class Alone:
+    """A runner that says whether anything else ran when it was asked to run one message alone."""
+
+    def __init__(self, others: Sequence[Hand]) -> None:
+        self._others = others
+        self.saw: list[bool] = []
+
+    def alone(self, _: Delivery) -> Outcome:
+        self.saw.append(any(one.running and not one.ran for hand in self._others for one in hand.deliveries))
+        return NOTHING
+
+
+class Unstruck(ReliableStream):
+    """A stream that remembers no strikes."""
+
+    def strike(self, delivery: Delivery) -> int:
+        return 0
+
+    def forgive(self, deliveries: Iterable[Delivery]) -> None:
+        pass
+
+
+def test_a_suspect_waits_for_the_other_handlers_of_its_process_and_they_for_it(hand: Hand) -> None:
+    with Client("redis://127.0.0.1:1") as nowhere:
+        here = Unstruck(nowhere, "in", app="app", handler="handle", consumer="w")
+        there = Unstruck(nowhere, "in", app="app", handler="other", consumer="w")
+        quiet, other, stopping = Quiet(), Hand(WorkerPolicy(), 1), threading.Event()
+        runner = Alone([other])
+        app = App("app")
+        app.handler("in", name="handle")(nothing)
+        handler = app.handlers["handle"]
+        guard = Guard(handler, hand, runner, stopping, quiet)  # type: ignore[arg-type]
+        Guard(handler, other, runner, stopping, quiet)  # type: ignore[arg-type]
+        running, waiting, suspect = delivery(there), delivery(there, 2), delivery(here)
+        other.take([running, waiting], 0)
+        assert other.begin(running, 0)
+        hand.keep(suspect)
+        guard.suspect(suspect)
+        thread = threading.Thread(target=guard.run)
+        thread.start()
+        while other.begin(waiting, 0):
+            waiting.running = False
+        assert other.begin(waiting, 0) is None
+        assert runner.saw == []
+        running.ran = True
+        assert hand.outbox.get(timeout=5)
+        guard.suspect(None)
+        thread.join()
+    assert runner.saw == [False]
+    assert other.begin(waiting, 0)

@@ -13,7 +13,7 @@ from millstream.rights import ROLES, SCRIPTS, RoleName, rule
 
 CALL = re.compile(r"(?:redis\.p?call|\bcall|\btry|\bmay)\(\s*'([A-Z]+)'(?:,\s*'([A-Z]+)')?")
 CONTAINERS = ("XGROUP", "XINFO")
-PARTS = {"ids", "rights", "group", "lines", "takeover"}
+PARTS = {"ids", "moving", "sealed", "rights", "group", "lines", "takeover"}
 
 
 def commands_in(lua: str) -> set[str]:

@@ -42,6 +42,7 @@ FAMILIES: Mapping[str, tuple[str, str]] = {
     "park": ("millstream.commands.keys:park", "Have a key's messages wait for a person."),
     "unpark": ("millstream.commands.keys:unpark", "Have a parked key go on."),
     "skip": ("millstream.commands.keys:skip", "Make the first message of a key a dead letter."),
+    "partitions": ("millstream.commands.partitions:partitions", "Show and grow the partitions of a base."),
     "dlq": ("millstream.commands.dlq:dlq", "List, show, redrive and purge dead letters."),
 }
 

@@ -115,7 +115,7 @@ def skip(
     handler: Name, key: Key, reason: Reason = "skipped by hand", stream: Stream = None, yes: Yes = False,
     url: Url = DEFAULT_URL, as_json: Json = False,
 ) -> None:  # fmt: skip
-    """Make the first message of a key a dead letter, so that the next one can run."""
+    """Make the first message of a key a dead letter, so that the next one can run; a parked key stays parked."""
     confirm(f"The first message of {key} becomes a dead letter. Go on?", yes=yes)
     _act(
         handler,

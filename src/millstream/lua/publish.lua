@@ -7,23 +7,28 @@
 -- ARGV  1 sequence number of this batch, growing from 1
 --       2 length to trim the stream to, about ('' = never)   3 most entries it may hold ('' = any number)
 --       4 delay in ms ('' = none)   5 how long callers' ids are remembered, in ms
+--       6 of a partition, the newest generation of partitions that the producer knows, else ''
 --       then any number of runs of entries with the same field names, each:
 --         number of fields, number of entries, the names, then the values of each entry in the names' order
 -- REPLY the ids of the entries or delayed messages, separated by spaces; '' if a later batch has been written
 -- ERROR FULL and the number of entries: the stream has no room for the batch, nothing is written
+--       SEALED and a generation: the partition was sealed for one that the producer does not know, nothing is written
+--       PARTITIONED: the stream is a partition, and the producer does not know
 --
 -- INVARIANTS  The entries are added if and only if the producer's number moves, so a batch whose reply was lost may
 --   be sent again and gets the same ids, and a copy of it that comes late, over a broken connection, is skipped. The
---   number is kept for a day after the last batch. Of entries with the same caller's id, the first is added. A
+--   number is kept for a day after the last batch. Of entries with the same caller's id, the first is added. Once a
+--   partition is sealed for a generation, no producer of an older one adds anything, but still learns of what it had. A
 --   delayed message is in `due` if and only if it is in `delayed`. No flag allow-oom: at maxmemory all of it is
 --   refused before any write.
 
 local REMEMBERED_S = 86400
 local MOST_FIELDS = 3900 -- beyond that, unpack overflows Lua's stack
-local OPTIONS, FIXED_KEYS = 5, 4
+local OPTIONS, FIXED_KEYS = 6, 4
+local PARTITION = string.sub(KEYS[3], 1, -4) .. 'partition' -- without 'due'
 
 local call, args, stream = redis.call, ARGV, KEYS[1]
-local sequence, maxlen, limit, delay, window = args[1], args[2], args[3], args[4], args[5]
+local sequence, maxlen, limit, delay, window, generation = args[1], args[2], args[3], args[4], args[5], args[6]
 
 local found = call('TYPE', stream)['ok']
 if found ~= 'none' and found ~= 'stream' then
@@ -52,6 +57,10 @@ if last then
     return number == sequence and ids or ''
   end
 end
+
+local needed = call('HGET', PARTITION, 'generation')
+if needed and generation == '' then return redis.error_reply('PARTITIONED ' .. stream) end
+if needed and tonumber(needed) > tonumber(generation) then return redis.error_reply('SEALED ' .. needed) end
 
 local new, seen = entries, {}
 for i = FIXED_KEYS + 1, #KEYS do
@@ -120,6 +129,7 @@ while at <= #args do
   end
   at = at + 1
 end
+if generation ~= '' and not needed then call('HSET', PARTITION, 'generation', generation) end
 local reply = table.concat(ids, ' ')
 call('SET', KEYS[2], sequence .. ' ' .. reply, 'EX', REMEMBERED_S)
 return reply

@@ -19,7 +19,7 @@
 
 local group, consumer, incarnation = ARGV[2], ARGV[3], ARGV[4]
 local lease_ms, most_lines, most_entries, longest = tonumber(ARGV[5]), tonumber(ARGV[6]), tonumber(ARGV[7]), tonumber(ARGV[8])
-local AT_ONCE = 200
+local AT_ONCE, FURTHEST_MS = 200, 600000
 
 local meta = redis.call('HMGET', KEYS[1], 'epoch', 'fence')
 local refusal = stale(ARGV[1], meta[1])
@@ -31,6 +31,10 @@ local now = redis.call('TIME')
 local fence = now[1] * 1000000 + now[2]
 local ms = math.floor(fence / 1000)
 if meta[2] and tonumber(meta[2]) >= fence then fence = tonumber(meta[2]) + 1 end
+
+-- So far ahead no lease ends: the clock went back, with a failover, say.
+local ahead = redis.call('ZRANGEBYSCORE', LEASES, ms + math.max(10 * lease_ms, FURTHEST_MS), '+inf', 'LIMIT', 0, AT_ONCE)
+for _, name in ipairs(ahead) do redis.call('ZADD', LEASES, ms + lease_ms, name) end
 
 -- Both lists come out in the order in which they were due, so the first is put first last.
 local reaped = redis.call('ZRANGEBYSCORE', LEASES, '-inf', ms, 'LIMIT', 0, AT_ONCE)
@@ -56,6 +60,7 @@ if ARGV[10] then
 end
 
 local gone = {}
+local MOST_GONE = 1000
 -- What is missing among the claimed is not in the stream any more: nobody can process it.
 local function drop_missing(name, ids, entries)
   local there = {}
@@ -78,19 +83,39 @@ local function claim(name, count)
     local entries = redis.call('XCLAIM', unpack(ask))
     if #entries < #ids then drop_missing(name, ids, entries) end
     if #entries > 0 then return entries end
+    if #gone >= MOST_GONE then -- somebody has trimmed what waits: the rest is for the next call
+      line_up(name, true)
+      return entries
+    end
   end
 end
 
+-- Of a line's first entries, those that are given out together: one that failed, or whose lease ran out, comes first, alone.
+local any_struck = redis.call('EXISTS', KEYS[4]) == 1
+local function run_of(name, head_struck, most)
+  if head_struck then return 1 end
+  if not any_struck or most == 1 then return most end
+  local ids = redis.call('LRANGE', line_of(name), 1, most - 1)
+  for i, id in ipairs(ids) do
+    local struck = redis.call('HMGET', KEYS[4], id, id .. 'f', id .. 'l')
+    if struck[1] or struck[2] or struck[3] then return i end
+  end
+  return most
+end
+
 local taken, count = {}, 0
-while #taken < most_lines and count < most_entries do
+while #taken < most_lines and count < most_entries and #gone < MOST_GONE do
   local name = redis.call('LPOP', READY)
   if not name then break end
-  local head = redis.call('LINDEX', line_of(name), 0)
+  local head = redis.call('LINDEX', line_of(name), 0) or ''
   local struck = redis.call('HMGET', KEYS[4], head, head .. 'f', head .. 'l')
-  local run = (struck[1] or struck[3]) and 1 or math.min(longest, most_entries - count)
+  local run = run_of(name, struck[1] or struck[2] or struck[3], math.min(longest, most_entries - count))
   local entries = claim(name, run)
   if #entries > 0 then
-    if entries[1][1] ~= head then struck = redis.call('HMGET', KEYS[4], head, head .. 'f', head .. 'l') end
+    if entries[1][1] ~= head then
+      head = entries[1][1]
+      struck = redis.call('HMGET', KEYS[4], head, head .. 'f', head .. 'l')
+    end
     local token = string.format('%.0f %s %s', fence, incarnation, consumer)
     fence = fence + 1
     redis.call('HSET', OWNERS, name, token)

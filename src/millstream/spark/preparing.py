@@ -19,6 +19,7 @@ def check_runnable(handlers: Iterable[Handler]) -> None:
     for handler in handlers:
         then = handler.retry.then
         what = "takes lists" if handler.in_batches else "has a rate" if handler.rate is not None else ""
+        what = what or ("reads partitions" if handler.partitions else "")
         what = what or ("" if then == "dead-letter" else f'has Retry(then="{then}")')
         if what:
             raise ConfigError(f"{handler.label} {what}, which Spark does not do yet: use millstream worker")

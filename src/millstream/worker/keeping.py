@@ -62,6 +62,9 @@ class Keeper:
         """All that this worker has joined so far."""
         return list(self._streams.values())
 
+    def watch(self, over: threading.Event) -> None:
+        """Entries that are not extended others may run: that is for their commits to find out, and needs no watch."""
+
     def run(self, stopping: threading.Event) -> None:
         """Make rounds until `stopping`. Raises HandlerStuck, StaleOwner, and RedisError but for Unavailable."""
         pause_ms = min(self._policy.sweep_ms, self._policy.claim_ms / _EXTENSIONS)
@@ -74,6 +77,18 @@ class Keeper:
             except Unavailable as error:
                 self.missed.set()
                 logger.debug("no round while Redis is away: %s", error)
+
+    def hold(self, over: threading.Event) -> None:
+        """Keep what still runs in hand until it is over. Raises StaleOwner, and RedisError but for Unavailable."""
+        pause_ms = min(self._policy.sweep_ms, self._policy.claim_ms / _EXTENSIONS)
+        while not over.wait(pause_ms / 1000):
+            if self._clock.monotonic_ms() >= self._extend_due_ms:
+                self._extend_due_ms = self._clock.monotonic_ms() + self._policy.claim_ms / _EXTENSIONS
+                try:
+                    for stream in self.streams:
+                        self._extend(stream)
+                except Unavailable as error:
+                    logger.debug("what still runs is not extended while Redis is away: %s", error)
 
     def round(self) -> None:
         """Extend, and note how far the work is."""

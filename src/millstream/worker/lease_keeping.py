@@ -35,15 +35,15 @@ class LeaseKeeper(Keeper):
         earlier, unheard = stream.recover(known, self._policy.batch)
         self._report.adopted_some(earlier + unheard)
 
-    def watch(self, stopping: threading.Event) -> None:
-        """Until `stopping`, see to it that no handler runs beyond its lease, though Redis may be away.
+    def watch(self, over: threading.Event) -> None:
+        """Until it is over, see to it that no handler runs beyond its lease, though Redis may be away.
 
         The server may give the line to another worker then. Raises HandlerStuck if one cannot be broken off. This holds as
         long as the process is scheduled (M. Kleppmann, "How to do distributed locking": a lease needs a fence as well).
         """
         margin_ms = max(_LEAST_MARGIN_MS, _MARGIN * self._policy.claim_ms)
         broken_off: list[Delivery] = []
-        while not stopping.wait(_WATCH_S):
+        while not over.wait(_WATCH_S):
             if any(not one.ran for one in broken_off):
                 raise HandlerStuck(
                     f"{self._pipeline.handler.label} still runs on message {broken_off[0].id.decode()} of "
@@ -60,7 +60,8 @@ class LeaseKeeper(Keeper):
         self._report.refused_some(len(rest))
         if rest:
             logger.warning(
-                "the lease of this worker on %d messages of %s ends, as Redis could not be asked to extend it",
+                "the lease of this worker on %d messages of %s ends: it could not be extended, as Redis was away or this "
+                "process stood still",
                 len(rest), lease.stream.stream,
             )  # fmt: skip
         running = [one for one in rest if one.running and not one.ran]
@@ -93,18 +94,17 @@ class LeaseKeeper(Keeper):
                 logger.warning("%d messages of %s are not this worker's any more", len(lost), stream.stream)
 
     def _give_up(self, delivery: Delivery) -> None:
-        """Note the failed attempt, and let the line wait for the next one; the process ends."""
+        """Note the failed attempt. The line stays leased as long as the run goes on, that is, until the process has ended."""
         lease = lease_of(delivery)
         message = self._pipeline.decode(delivery)
         assert message is not None
         lease.ending = True
         outcome = overdue(self._pipeline.handler, message)
         if isinstance(outcome, Dead):
-            unit = self._pipeline.commit_turn(lease, [(delivery, outcome)])
-            unit.left = lease.given - 1
-            lease.stream.commit([unit])
+            lease.stream.commit([self._pipeline.commit_turn(lease, [(delivery, outcome)])])
         elif isinstance(outcome, Again):
-            lease.stream.release([Ending(lease, "later", outcome.delay_ms, delivery.attempt)])
+            lease.stream.note_failures([delivery])
+            lease.stream.forgive([delivery])
         elif not isinstance(outcome, Done):
             lease.stream.release([Ending(lease, "park", f"{outcome.reason}: {outcome.error}", delivery.attempt)])
         self._hand.end_lease(lease)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from millstream.deadletters import reason_of
 from millstream.errors import OutOfMemory
 from millstream.keyed import Ending, KeyedStream, Lease, lease_of
-from millstream.ledger import Unit
+from millstream.ledger import Unit, portions
 from millstream.lifecycle import Again, Dead, Done, Outcome, Parked
 from millstream.reliable import Delivery
 from millstream.worker.hand import Ran
@@ -75,7 +75,8 @@ class LeaseSettler(Settler):
         return turn
 
     def _settle_of(self, stream: KeyedStream, turns: Sequence[_Turn]) -> None:
-        kept = self._commit_or_keep(stream, [turn for turn in turns if turn.unit is not None])
+        with_effects = [turn for turn in turns if turn.unit is not None]
+        kept = [turn for some in portions(with_effects, _unit_of) for turn in self._commit_or_keep(stream, some)]
         turns = [turn for turn in turns if turn not in kept and not turn.lease.lost]
         endings = [turn.ending for turn in turns if turn.ending is not None]
         if endings:
@@ -97,6 +98,8 @@ class LeaseSettler(Settler):
             self._commit_turns(stream, plain, allow_oom=True)
             kept = [turn for turn in turns if turn not in plain]
             self._kept |= {turn.lease: turn.runs for turn in kept}
+            for turn in kept:
+                turn.lease.ending = False  # it has to be extended meanwhile
             self._say_that_memory_is_short(sum(len(turn.runs) for turn in kept), stream, error)
             return kept
         return []
@@ -141,3 +144,8 @@ class LeaseSettler(Settler):
 
     def _try_memory_again(self) -> None:
         self.settle(())
+
+
+def _unit_of(turn: _Turn) -> Unit:
+    assert turn.unit is not None
+    return turn.unit

@@ -51,6 +51,7 @@ class LineTaker:
         self._with_state = with_state
         self._on_suspect = on_suspect
         self._due_ms: dict[str, float] = {}
+        self._turn = 0
 
     def take(self, room: int, stopping: threading.Event) -> None:
         """Lease up to `room` lines, or wait for a while. Raises RedisError."""
@@ -63,7 +64,9 @@ class LineTaker:
         now_ms = self._clock.monotonic_ms()
         due = [name for name in allowed.streams if self._due_ms.get(name, 0.0) <= now_ms]
         taken = 0
-        for name in due:
+        self._turn += 1  # with the room that there is, each may be the first
+        at = self._turn % max(1, len(due))
+        for name in (*due[at:], *due[:at]):
             if taken < room:
                 taken += self._take_of(self._streams[name], room - taken, allowed.count)
         self._hand.found(taken, room)
@@ -80,8 +83,10 @@ class LineTaker:
             # Leases that others take meanwhile may run out, too; the more streams there are, the less often each is asked.
             sweep_ms = max(self._policy.sweep_ms, _SWEEP_MS_EACH * len(self._streams))
             self._due_ms[stream.stream] = now_ms + (sweep_ms if taken.wait_ms is None else min(sweep_ms, taken.wait_ms))
-        entries = [delivery for lease in taken.leases for delivery in lease.waiting]
-        self._allowance.spend(stream.stream, len(entries))
+        # What was given out before, and has failed since, has been counted then.
+        firsts = [lease.waiting[0] for lease in taken.leases]
+        new = sum(len(one.lease.entries) for one in firsts if one.lease and one.attempt == one.deliveries == 1)
+        self._allowance.spend(stream.stream, new)
         trusted = [one for one in taken.leases if one.waiting[0].deliveries <= 1 + _TRUSTED_LOSSES]
         self._hand.take_leases(trusted, self._clock.monotonic_ms())
         for lease in taken.leases:
@@ -89,7 +94,7 @@ class LineTaker:
                 suspect = lease.waiting.popleft()
                 self._hand.keep(suspect)
                 self._on_suspect(suspect)
-        self._report.polled(len(entries))
+        self._report.polled(new)
         self._report.adopted_some(taken.reaped)
         return len(taken.leases)
 
@@ -136,6 +141,11 @@ class Router:
         self._full: set[str] = set()
         self.streams: dict[str, KeyedStream] = {}
         """Those to route, on a connection of their own; others add to them."""
+
+    @property
+    def held(self) -> Sequence[str]:
+        """The streams on which this worker is the router, as far as it knows."""
+        return tuple(self._held)
 
     def run(self, stopping: threading.Event) -> None:
         """Route until `stopping`. Raises RedisError but for Unavailable, StaleOwner."""

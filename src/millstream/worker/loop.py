@@ -15,14 +15,15 @@ from typing import Literal
 from millstream.client import Client
 from millstream.clock import SYSTEM_CLOCK, Clock
 from millstream.delayed import DelayedMessages
-from millstream.errors import ConfigError, GroupMissing, Unavailable
+from millstream.errors import ConfigError, GroupMissing, HandlerStuck, Unavailable
 from millstream.handlers import Handler
 from millstream.health import Health
 from millstream.metrics import NOBODY, Metrics
 from millstream.reliable import Delivery
 from millstream.worker.batches import AsyncBatchRunner, PlainBatchRunner
-from millstream.worker.guard import Guard
+from millstream.worker.guard import Guard, Quiet
 from millstream.worker.hand import Hand
+from millstream.worker.partitions import PartitionSide
 from millstream.worker.pipeline import MakePipeline, Pipeline
 from millstream.worker.policy import WorkerPolicy
 from millstream.worker.report import Report
@@ -46,6 +47,7 @@ class ReadingLoop:
     * `start`: where a handler begins on a stream that it has done nothing on
     * `pipeline`: makes the steps that a message goes through, `Pipeline` or a subclass
     * `metrics`, `health`: who is told how it is doing
+    * `quiet`: shared by the loops of one process, so that what may have killed one runs while no other's messages do
     """
 
     def __init__(
@@ -59,6 +61,7 @@ class ReadingLoop:
         pipeline: MakePipeline = Pipeline,
         metrics: Metrics = NOBODY,
         health: Health | None = None,
+        quiet: Quiet | None = None,
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         self.handler = handler
@@ -74,19 +77,19 @@ class ReadingLoop:
         # So does one that walks all keys for those of a pattern.
         self._looking = Client(url, clock=clock)
         self._hand = Hand(policy, _at_once(handler))
-        self._stopping = threading.Event()
+        self._stopping, self._over = threading.Event(), threading.Event()
         self._failures: list[BaseException] = []
         self._left_out: set[str] = set()
         self._deadline_ms = float("inf")
         self._runner = self._make_runner()
         self._hand.nudge = self._runner.nudge
-        self._guard = Guard(handler, self._hand, self._runner, self._stopping)
+        self._guard = Guard(handler, self._hand, self._runner, self._stopping, quiet or Quiet())
         means = Means(
             handler=handler, pipeline=self._pipeline, hand=self._hand, report=self.report, clock=clock, policy=policy,
             consumer=consumer, start=start, url=url, client=self._client, reading=self._reading,
             suspect=self._guard.suspect, break_off=self._runner.break_off, give_up=self._is_over,
         )  # fmt: skip
-        self._side: Side = EntrySide(means) if handler.key is None else LineSide(means)
+        self._side = _side_of(means)
 
     def _make_runner(self) -> Runner:
         means = self._pipeline, self._hand, self.report, self._clock
@@ -109,12 +112,15 @@ class ReadingLoop:
         guard = self._thread("guard", self._guard.run)
         rounds = [
             self._thread("reader", self._read),
-            self._thread("keeper", lambda: self._side.keeper.run(self._stopping)),
             self._thread("mover", self._move_delayed),
             self._thread("scout", self._look_for_streams),
         ]
         for name, work in self._side.rounds().items():
             rounds.append(self._thread(name, partial(work, self._stopping)))
+        keepers = [
+            self._thread("keeper", self._keep),
+            self._thread("watch", lambda: self._side.keeper.watch(self._over)),
+        ]
         self._stopping.wait()
         self._guard.suspect(None)
         # What has not begun is given up, so that others need not wait for what has.
@@ -124,6 +130,8 @@ class ReadingLoop:
         self._hand.buffer.put(None)
         self._runner.nudge()
         self._wait_for_runs(runner, guard)
+        self._over.set()
+        self._wait_for(keepers)
         self._runner.cancel()
         self._hand.outbox.put(None)
         self._wait_for([settler])
@@ -149,7 +157,7 @@ class ReadingLoop:
 
     def _discover(self) -> None:
         """Join the workers of every stream that is new, and take what this one held there in its last life."""
-        for name in self.handler.streams or self._looking.scan_streams(self.handler.pattern or "*"):
+        for name in self._side.find(self._looking):
             if name not in self._side.streams and name not in self._left_out:
                 try:
                     self._side.join(name)
@@ -161,9 +169,10 @@ class ReadingLoop:
                     logger.warning("%s leaves a stream out that fits its pattern: %s", self.handler.label, error)
 
     def _look_for_streams(self) -> None:
-        """Find the new streams of a pattern, however many keys there are: the more, the less often."""
+        """Find the new streams of a pattern, however many keys there are: the more, the less often; and partitions."""
         wait_ms: float = self._policy.sweep_ms
-        while self.handler.pattern and not self._stopping.wait(wait_ms / 1000):
+        may_come = self.handler.pattern or self.handler.partitions
+        while may_come and not self._stopping.wait(wait_ms / 1000):
             began_ms = self._clock.monotonic_ms()
             try:
                 self._discover()
@@ -212,6 +221,14 @@ class ReadingLoop:
             self._side.keeper.recover(stream)
         self._side.taker.look_again()
 
+    def _keep(self) -> None:
+        try:
+            self._side.keeper.run(self._stopping)
+        except HandlerStuck as error:  # what else runs may still come to its end
+            self._failures.append(error)
+            self.stop()
+        self._side.keeper.hold(self._over)
+
     def _move_delayed(self) -> None:
         """Add to the streams the delayed messages that are due."""
         DelayedMessages(self._client).keep_moving(
@@ -252,6 +269,12 @@ class ReadingLoop:
     def _wait_for(self, threads: Sequence[threading.Thread]) -> None:
         for thread in threads:
             thread.join(max(0.0, self._deadline_ms - self._clock.monotonic_ms()) / 1000)
+
+
+def _side_of(means: Means) -> Side:
+    if means.handler.partitions:
+        return PartitionSide(means)
+    return EntrySide(means) if means.handler.key is None else LineSide(means)
 
 
 def _at_once(handler: Handler) -> int:

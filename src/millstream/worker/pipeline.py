@@ -143,7 +143,8 @@ class Pipeline:
 def _message(delivery: Delivery, pairs: Sequence[bytes]) -> Message:
     stream, lease = delivery.stream, delivery.lease
     key, fence = (None, stream.token) if lease is None else (lease.key, lease.fence)
-    return Message(stream.stream, delivery.id.decode(), pairs, key, delivery.attempt, fence)
+    # The handler may change its message: the next attempt, and a dead letter, are of what stands in the stream.
+    return Message(stream.stream, delivery.id.decode(), pairs[:], key, delivery.attempt, fence)
 
 
 def _traced(span: Run, outcome: Outcome) -> Outcome:

@@ -12,6 +12,7 @@ from millstream.errors import ConfigError
 from millstream.health import Health
 from millstream.metrics import NOBODY, Metrics
 from millstream.reliable import Delivery
+from millstream.worker.guard import Quiet
 from millstream.worker.loop import ReadingLoop
 from millstream.worker.policy import WorkerPolicy
 
@@ -60,6 +61,7 @@ class WorkerProcess:
             raise ConfigError(
                 f"app {app.name!r} has no handler {sorted(unknown)[0]!r}; it has {', '.join(app.handlers)}"
             )
+        quiet = Quiet()
         self._loops = {
             name: ReadingLoop(
                 handler,
@@ -69,6 +71,7 @@ class WorkerProcess:
                 start=settings.start,
                 metrics=metrics,
                 health=health,
+                quiet=quiet,
                 clock=clock,
             )
             for name, handler in app.handlers.items()

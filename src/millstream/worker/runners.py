@@ -15,6 +15,7 @@ from queue import Empty
 from typing import Protocol
 
 from millstream.clock import Clock
+from millstream.errors import Unfinished
 from millstream.lifecycle import NOTHING, Outcome
 from millstream.reliable import Delivery
 from millstream.worker.hand import Hand
@@ -174,8 +175,12 @@ class AsyncRunner(_Beginning):
         self._begun.set()
         try:
             loop.run_until_complete(self._main)
-        except asyncio.CancelledError:
-            pass  # by `cancel`
+        except asyncio.CancelledError as error:
+            if not self._cancelled:
+                raise Unfinished(
+                    f"{self._pipeline.handler.label} has cancelled all tasks of its event loop, the worker's own among "
+                    "them; let it cancel only those that it has made"
+                ) from error
         finally:
             # What another thread has begun, and waits for, ends with the loop.
             for task in asyncio.all_tasks(loop):

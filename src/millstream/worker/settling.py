@@ -13,7 +13,7 @@ from millstream.clock import Clock
 from millstream.deadletters import reason_of
 from millstream.errors import OutOfMemory
 from millstream.keyed import Lease
-from millstream.ledger import Unit
+from millstream.ledger import Unit, portions
 from millstream.lifecycle import Again, Dead, Done, Outcome
 from millstream.reliable import Delivery, ReliableStream
 from millstream.worker.hand import Hand, Ran
@@ -134,10 +134,11 @@ class Settler:
             # Those of the streams to come are kept in hand meanwhile: it may take long where a server is away.
             for one in _deliveries(some):
                 one.settling = True
-            try:
-                self._commit_some(stream, some)
-            except OutOfMemory as error:
-                self._wait_for_memory(stream, some, error)
+            for portion in portions(some, _unit_of):
+                try:
+                    self._commit_some(stream, portion)
+                except OutOfMemory as error:
+                    self._wait_for_memory(stream, portion, error)
 
     def _commit_some(self, stream: ReliableStream, some: Sequence[Settled], *, allow_oom: bool = False) -> None:
         units = [unit for _, unit in some]
@@ -217,6 +218,10 @@ class Settler:
     def _report_times(self, found: Sequence[Ran]) -> None:
         if self._report.is_heard:
             self._report.ran([one.took_ms for deliveries, _ in found for one in deliveries])
+
+
+def _unit_of(settled: Settled) -> Unit:
+    return settled[1]
 
 
 def _deliveries(settled: Sequence[Settled]) -> list[Delivery]:

@@ -7,7 +7,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, Protocol, TypeVar
 
 from millstream.client import Client
 from millstream.clock import Clock
@@ -33,6 +33,7 @@ logger = logging.getLogger(__name__)
 _BACK_OFF_STEPS = 100
 
 Round = Callable[[threading.Event], None]
+S = TypeVar("S", bound=KeyedStream)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,6 +90,9 @@ class Side(Protocol):
     def streams(self) -> Mapping[str, ReliableStream]:
         """Those that are joined."""
 
+    def find(self, looking: Client) -> Sequence[str]:
+        """The streams that there are now, in the order in which they are to be joined. Raises RedisError."""
+
     def join(self, name: str) -> None:
         """Join the workers of a stream. Raises ConfigError for a name that cannot be used, RedisError."""
 
@@ -117,6 +121,10 @@ class EntrySide:
             m.reading, m.hand, m.report, m.clock, m.policy, streams=self.streams, consumer=m.consumer,
             allowance=Allowance(m.handler.rate, m.clock),
         )  # fmt: skip
+
+    def find(self, looking: Client) -> Sequence[str]:
+        """See Side."""
+        return _streams_of(self._means.handler, looking)
 
     def join(self, name: str) -> None:
         """See Side."""
@@ -188,27 +196,35 @@ class LineSide:
     def _keys_of(self, name: str) -> HandlerKeys:
         return HandlerKeys(self._means.handler.app, self._means.handler.name, name)
 
-    def _opened(self, client: Client, name: str) -> KeyedStream:
+    def _opened(self, kind: Callable[..., S], client: Client, name: str, start: Literal["earliest", "latest"]) -> S:
         m, handler, line_of = self._means, self._means.handler, self._means.pipeline.line_of
-        stream = KeyedStream(
+        stream = kind(
             client, name, line_of=lambda entry_id, pairs: line_of(name, entry_id, pairs), app=handler.app,
             handler=handler.name, consumer=m.consumer, into=handler.into, into_maxlen=handler.into_maxlen,
-            start=m.start, on_trimmed=m.report.trimmed_some,
+            start=start, on_trimmed=m.report.trimmed_some,
         )  # fmt: skip
         stream.join()
         return stream
 
+    def find(self, looking: Client) -> Sequence[str]:
+        """See Side."""
+        return _streams_of(self._means.handler, looking)
+
     def join(self, name: str) -> None:
         """See Side."""
-        stream = self._opened(self._means.client, name)
+        # What may fail comes before the stream is known: it is tried again until then.
+        routed = self._opened(KeyedStream, self._routing, name, self._means.start)
+        self._work_on(self._opened(KeyedStream, self._means.client, name, self._means.start))
+        self._router.streams[name] = routed
+
+    def _work_on(self, stream: KeyedStream) -> None:
         stream.look()
         self.keeper.recover(stream)
-        self.streams[name] = stream
-        self._router.streams[name] = self._opened(self._routing, name)
+        self.streams[stream.stream] = stream
 
     def rounds(self) -> Mapping[str, Round]:
         """See Side."""
-        return {"router": self._router.run, "watch": self.keeper.watch}
+        return {"router": self._router.run}
 
     def hand_back(self, deliveries: Sequence[Delivery]) -> None:
         """See Side. A line that is being run is not given back here: its lease ends when what runs is settled."""
@@ -231,6 +247,10 @@ class LineSide:
     def close(self) -> None:
         """See Side."""
         self._routing.close()
+
+
+def _streams_of(handler: Handler, looking: Client) -> Sequence[str]:
+    return handler.streams or looking.scan_streams(handler.pattern or "*")
 
 
 def _could_not(count: int, error: MillstreamError) -> None:

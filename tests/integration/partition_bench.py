@@ -1,0 +1,186 @@
+"""What the tests of partitions share: workers without threads, whose every step the test chooses."""
+
+import string
+from collections import defaultdict
+
+from millstream.client import Client
+from millstream.keyed import Ending, Lease, line_of_key
+from millstream.layout import Layout
+from millstream.lines import check_lines
+from millstream.model import EntryId
+from millstream.moves import Moves, PartitionStream
+from millstream.naming import HandlerKeys
+from millstream.partitioned import PartitionedProducer
+from millstream.partitions import Partitions
+
+BASE = "orders"
+MANY = 1_000_000
+
+
+class BrokenOff(Exception):
+    """A growth was killed."""
+
+
+def keys_of(layout: Layout, place: int) -> HandlerKeys:
+    return HandlerKeys("app", "handle", layout.stream(place))
+
+
+def growth_killed_after(client: Client, steps: int, count: int) -> bool:
+    """Grow to `count`, but die after so many steps; False if it came to its end before."""
+    left = iter(range(steps))
+
+    def after_step() -> None:
+        if next(left, None) is None:
+            raise BrokenOff
+
+    try:
+        Partitions(client, BASE, after_step=after_step).grow(count)
+    except BrokenOff:
+        return True
+    return False
+
+
+class Publisher:
+    """A producer that numbers the messages of each key, and knows the layout that it knew last."""
+
+    def __init__(self, client: Client, partitions: int = 2) -> None:
+        self.producer = PartitionedProducer(client, BASE, key="k", partitions=partitions, patience_ms=2_000)
+
+    def publish(self, sent: dict[str, list[int]], keys: str) -> None:
+        rows = []
+        for key in keys:
+            sent[key].append(len(sent[key]) + 1)
+            rows.append({"k": key, "n": sent[key][-1]})
+        self.producer.publish_many(rows)
+
+
+class Worker:
+    """Takes one step at a time, by the layout that it saw last."""
+
+    def __init__(self, client: Client, name: str = "w1", *, app: str = "app", handler: str = "handle") -> None:
+        self.client = client
+        self.name = name
+        self.app, self.handler = app, handler
+        self.streams: dict[int, PartitionStream] = {}
+        self.moves = self.rounds = self._new_moves(Partitions(client, BASE).made(2))
+        self.look()
+
+    def _new_moves(self, layout: Layout) -> Moves:
+        moves = Moves(self.client, layout, app=self.app, handler=self.handler)
+        moves._asked_ms = float("-inf")
+        return moves
+
+    def look(self) -> None:
+        """See the newest layout, and join what is new."""
+        layout = Partitions(self.client, BASE).found()
+        self.moves.layout = layout
+        for place, name in reversed(list(enumerate(layout.streams))):
+            if place not in self.streams:
+                stream = PartitionStream(
+                    self.client, name, line_of=lambda entry_id, pairs: line_of_key(pairs[1], entry_id),
+                    consumer=self.name, into="out", app=self.app, handler=self.handler,
+                )  # fmt: skip
+                stream.join()
+                stream.place, stream.moves = place, self.moves
+                stream.send_on = lambda *_: False
+                self.streams[place] = stream
+
+    def route(self, place: int, count: int = 100) -> int:
+        return self.streams[place].route(count=count, most_pending=MANY) if place in self.streams else 0
+
+    def move(self) -> int:
+        """Make a round of all partitions."""
+        self.moves._asked_ms = float("-inf")  # as if some time had gone by
+        return self.moves.bring_in(list(self.streams)) + self.moves.settle(list(self.streams))
+
+    def take(self, place: int, lines: int = 1, run: int = 100) -> list[Lease]:
+        if place not in self.streams:
+            return []
+        return self.streams[place].take(lines=lines, entries=MANY, run=run, lease_ms=60_000, now_ms=0).leases
+
+    def finish(self, lease: Lease) -> None:
+        """Commit all of a lease, and check that each message is run on the state that the one before has left."""
+        unit = lease.stream.unit_of(lease, list(lease.waiting))
+        before = int(lease.state or 0)
+        for one in lease.waiting:
+            number = int(one.pairs[3])
+            unit.add_outputs(
+                [[b"k", one.pairs[1], b"n", one.pairs[3], b"before", str(before), b"fence", str(lease.fence)]]
+            )
+            before = number
+        # Every third time the state ends, as a state may.
+        unit.state = b"" if before % 3 == 0 else str(before).encode()
+        assert lease.stream.commit([unit]) == []
+        lease.given = 0
+        lease.stream.release([Ending(lease, "next")])
+
+    def work(self, *, until_idle: int = 6) -> None:
+        """Do all that there is to do."""
+        idle = rounds = 0
+        while idle < until_idle:
+            rounds += 1
+            assert rounds < 500, "there is no end to it"
+            done = 0
+            for place in list(self.streams):
+                done += self.route(place)
+                for lease in self.take(place, lines=100):
+                    self.finish(lease)
+                    done += 1
+            done += self.move()
+            idle = 0 if done else idle + 1
+
+
+def outcome(client: Client) -> dict[str, list[int]]:
+    """What is committed of each key, in order; checks states and fences on the way."""
+    found: dict[str, list[int]] = defaultdict(list)
+    fences: dict[str, int] = defaultdict(int)
+    for _, pairs in client.execute("XRANGE", "out", "-", "+"):
+        key, number, before, fence = pairs[1].decode(), *map(int, pairs[3::2])
+        last = found[key][-1] if found[key] else 0
+        assert before in (last, 0 if last % 3 == 0 else last), f"{key} {number} ran on state {before} after {last}"
+        assert fence >= fences[key]
+        found[key].append(number)
+        fences[key] = fence
+    return dict(found)
+
+
+def check_all(client: Client) -> list[str]:
+    """What is wrong once all is done: with the lines of any partition, or with what moves have left behind."""
+    layout = Partitions(client, BASE).found()
+    wrong = []
+    for place in range(layout.count):
+        k = keys_of(layout, place)
+        wrong += check_lines(client, k, layout.stream(place))
+        if client.execute("EXISTS", k.moving, k.moved, k.parked):
+            wrong.append(f"{k.stream} has moves that do not end")
+        for key in client.execute("HKEYS", k.state):
+            if layout.place(key) != place:
+                wrong.append(f"the state of {key!r} has stayed in {k.stream}")
+    return wrong
+
+
+def places_are_right(client: Client, layout: Layout) -> bool:
+    """Whether each entry stands where its key was when it was published."""
+    for place in range(layout.count):
+        for entry_id, pairs in client.execute("XRANGE", layout.stream(place), "-", "+"):
+            homes = layout.homes(pairs[1])
+            if place not in homes:
+                return False
+            at = homes.index(place)
+            if at + 1 < len(homes):
+                sealed = layout.seals[layout.born(homes[at + 1]) - 2][place]
+                if EntryId.parse(entry_id) > EntryId.parse(sealed):
+                    return False
+    return True
+
+
+def waiting_in(client: Client, layout: Layout, place: int) -> dict[bytes, bytes]:
+    """The lines of a partition that wait, and why."""
+    items = client.execute("HGETALL", keys_of(layout, place).parked)
+    return {line: reason.split(b" ", 1)[1] for line, reason in zip(items[::2], items[1::2], strict=True)}
+
+
+def moved_key(layout: Layout, count: int) -> str:
+    """A key of one letter that a growth to `count` moves."""
+    grown = Layout(base=BASE, counts=(*layout.counts, count), seals=layout.seals)
+    return next(one for one in string.ascii_letters if grown.place(one.encode()) != layout.place(one.encode()))

@@ -1,0 +1,451 @@
+"""Partitions: keys have their places, and keep their order, their state and their single run when there are more."""
+
+import asyncio
+import string
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from millstream.channel import Terms
+from millstream.client import Client
+from millstream.errors import ConfigError, NotReplicated
+from millstream.keyed import Ending
+from millstream.layout import Layout
+from millstream.lines import park, survey, unpark
+from millstream.naming import hash_tag
+from millstream.partitioned import PartitionedProducer
+from millstream.partitions import Partitions
+from millstream.producer import Producer
+from millstream.reliable import ReliableStream
+from tests.integration.partition_bench import (
+    BASE,
+    Publisher,
+    Worker,
+    check_all,
+    growth_killed_after,
+    keys_of,
+    moved_key,
+    outcome,
+    places_are_right,
+    waiting_in,
+)
+
+LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+
+
+@pytest.fixture
+def client(millstream_url: str) -> Iterator[Client]:
+    with Client(millstream_url) as connected:
+        yield connected
+
+
+@pytest.fixture
+def sent() -> dict[str, list[int]]:
+    return defaultdict(list)
+
+
+def lengths(client: Client, layout: Layout) -> list[int]:
+    return [client.execute("XLEN", stream) for stream in layout.streams]
+
+
+# --- Producers ---
+
+
+def test_each_key_has_its_partition_and_each_partition_its_slot(client: Client, sent: dict[str, list[int]]) -> None:
+    Publisher(client, 8).publish(sent, LETTERS * 3)
+    layout = Partitions(client, BASE).found()
+    assert (layout.count, sum(lengths(client, layout)), places_are_right(client, layout)) == (8, 78, True)
+    assert len({hash_tag(stream) for stream in layout.streams}) == 8
+    for place, stream in enumerate(layout.streams):
+        assert {layout.place(pairs[1]) for _, pairs in client.execute("XRANGE", stream, "-", "+")} <= {place}
+
+
+def test_who_comes_first_says_how_many_partitions_there_are(client: Client) -> None:
+    assert Partitions(client, BASE).made(3).count == 3
+    assert Partitions(client, BASE).made(5).count == 3
+    with (
+        PartitionedProducer(client, "others", key="k") as producer,
+        pytest.raises(ConfigError, match="has no partitions"),
+    ):
+        producer.publish({"k": "A"})
+
+
+def test_messages_without_a_key_are_spread_over_all_partitions(client: Client) -> None:
+    with PartitionedProducer(client, BASE, key="k", partitions=4) as producer:
+        where = producer.publish_many({"n": n} for n in range(100))
+    assert len({one.stream for one in where}) == 4
+
+
+def test_a_key_may_be_a_function(client: Client) -> None:
+    with PartitionedProducer(client, BASE, key=lambda row: row["n"] % 5, partitions=4) as producer:  # type: ignore[index]
+        where = producer.publish_many([{"n": n} for n in range(50)])
+    layout = Partitions(client, BASE).found()
+    assert [one.stream for one in where] == [layout.stream(layout.place(str(n % 5).encode())) for n in range(50)]
+
+
+def test_a_producer_that_slept_over_a_growth_goes_on_in_the_new_partitions(
+    client: Client, sent: dict[str, list[int]]
+) -> None:
+    sleeper, other = Publisher(client), Publisher(client)
+    sleeper.publish(sent, LETTERS)
+    Partitions(client, BASE).grow(4)
+    other.publish(sent, LETTERS)
+    Partitions(client, BASE).grow(8)
+    sleeper.publish(sent, LETTERS * 2)
+    layout = Partitions(client, BASE).found()
+    assert (layout.counts, places_are_right(client, layout)) == ((2, 4, 8), True)
+    worker = Worker(client)
+    worker.work()
+    assert (outcome(client), check_all(client)) == (sent, [])
+
+
+def test_what_was_published_under_an_id_of_its_own_is_known_after_a_growth(client: Client) -> None:
+    rows, ids = [{"k": one, "n": 1} for one in LETTERS], list(LETTERS)
+    with PartitionedProducer(client, BASE, key="k", partitions=2) as producer:
+        first = producer.publish_many(rows, dedupe_ids=ids)
+        Partitions(client, BASE).grow(6)
+        assert producer.publish_many(rows, dedupe_ids=ids) == first
+        more = producer.publish_many([{"k": one, "n": 2} for one in LETTERS], dedupe_ids=[f"{one}2" for one in LETTERS])
+    layout = Partitions(client, BASE).found()
+    assert {one.stream for one in more} > {one.stream for one in first}
+    assert sum(lengths(client, layout)) == 52
+
+
+def test_a_batch_whose_reply_was_lost_is_not_doubled_by_a_growth(client: Client) -> None:
+    with PartitionedProducer(client, BASE, key="k", partitions=2) as producer:
+        first = producer.publish({"k": "A"})
+        Partitions(client, BASE).grow(64)
+        channel = producer._to(first.stream)
+        channel._sequence = 0  # it is sent again, under the number that it had
+        assert producer._publish(
+            Layout(base=BASE, counts=(2,)), list(producer._items([{"k": "A"}], None, ())), Terms(), {}
+        )
+    layout = Partitions(client, BASE).found()
+    assert sum(lengths(client, layout)) == 1
+
+
+def test_coroutines_publish_in_the_order_of_their_calls(client: Client) -> None:
+    async def go_on(producer: PartitionedProducer) -> None:
+        await asyncio.gather(*(producer.publish_async({"k": "A", "n": n}) for n in range(20)))
+        await producer.publish_many_async([{"k": "A", "n": n} for n in range(20, 40)])
+
+    with PartitionedProducer(client, BASE, key="k", partitions=2) as producer:
+        asyncio.run(go_on(producer))
+        stream = producer.publish({"k": "A", "n": 40}).stream
+    assert [int(pairs[3]) for _, pairs in client.execute("XRANGE", stream, "-", "+")] == list(range(41))
+
+
+def test_what_no_replica_has_confirmed_is_said_of_all_that_is_published(client: Client) -> None:
+    with PartitionedProducer(client, BASE, key="k", partitions=2) as producer, pytest.raises(NotReplicated) as caught:
+        producer.publish_many([{"k": "A"}, {"k": "A"}], replicas=1, timeout_ms=1)
+    assert len(caught.value.ids) == 2
+
+
+def test_a_producer_that_knows_nothing_of_partitions_is_refused(client: Client, sent: dict[str, list[int]]) -> None:
+    Publisher(client).publish(sent, "A")
+    layout = Partitions(client, BASE).found()
+    with Producer(client) as producer, pytest.raises(ConfigError, match="PartitionedProducer"):
+        producer.publish(layout.stream(layout.place(b"A")), {"k": "A"})
+
+
+# --- Growing ---
+
+
+@pytest.mark.parametrize("steps", range(6))
+@pytest.mark.parametrize("who", ["the same again", "a producer"])
+def test_a_growth_that_was_killed_between_any_two_steps_is_ended_by_whoever_meets_it(
+    client: Client, sent: dict[str, list[int]], steps: int, who: str
+) -> None:
+    publisher, worker = Publisher(client), Worker(client)
+    publisher.publish(sent, LETTERS)
+    killed = growth_killed_after(client, steps, 5)
+    assert killed == (steps < 4)  # it begins, seals two partitions, and ends
+    worker.look()
+    worker.work()
+    publisher.publish(sent, LETTERS)
+    if who == "the same again":
+        assert Partitions(client, BASE).grow(5).growing is None
+    publisher.publish(sent, LETTERS)
+    layout = Partitions(client, BASE).found()
+    # Where nothing was sealed, no producer has noticed.
+    assert layout.counts == ((2,) if steps == 0 and who == "a producer" else (2, 5))
+    assert places_are_right(client, layout)
+    worker.look()
+    worker.work()
+    assert (outcome(client), check_all(client)) == (sent, [])
+
+
+def test_two_growths_at_once_come_one_after_the_other(client: Client, sent: dict[str, list[int]]) -> None:
+    Publisher(client).publish(sent, LETTERS)
+    assert growth_killed_after(client, 1, 5)
+    assert Partitions(client, BASE).grow(7).counts == (2, 5, 7)
+    with pytest.raises(ConfigError, match="cannot have fewer"):
+        Partitions(client, BASE).grow(3)
+
+
+def test_a_seal_that_comes_late_changes_nothing(client: Client, sent: dict[str, list[int]]) -> None:
+    publisher, sleeper = Publisher(client), Publisher(client)
+    publisher.publish(sent, LETTERS)
+    stale = Layout(base=BASE, counts=(2,), growing=5)
+    Partitions(client, BASE).grow(5)
+    sleeper.publish(sent, LETTERS)
+    Partitions(client, BASE).grow(8)
+    publisher.publish(sent, LETTERS)
+    layout = Partitions(client, BASE).found()
+    assert Partitions(client, BASE).finish(stale) == layout
+    moves = "".join(key for key in LETTERS if (found := layout.homes(key.encode()))[-1] > 4 and found[-2] < 2)
+    assert {layout.place(key.encode()) for key in moves} <= {5, 6, 7}
+    sleeper.publish(sent, moves)
+    assert places_are_right(client, layout)
+
+
+# --- Keys that move ---
+
+
+def grown(client: Client, sent: dict[str, list[int]]) -> tuple[Publisher, Worker, str, int, int]:
+    """A key that has moved, with messages in both its partitions and a state in the old one."""
+    publisher, worker = Publisher(client), Worker(client)
+    key = moved_key(Partitions(client, BASE).found(), 4)
+    publisher.publish(sent, key)
+    worker.work()
+    publisher.publish(sent, key)
+    layout = Partitions(client, BASE).grow(4)
+    publisher.publish(sent, key * 2)
+    worker.look()
+    old, new = layout.homes(key.encode())
+    return publisher, worker, key, old, new
+
+
+def test_a_key_waits_in_its_new_partition_until_the_old_one_is_done_with_it(
+    client: Client, sent: dict[str, list[int]]
+) -> None:
+    _, worker, key, old, new = grown(client, sent)
+    layout, line = worker.moves.layout, b"k" + key.encode()
+    assert worker.route(new) == 2
+    assert waiting_in(client, layout, new) == {line: b"moving from " + layout.stream(old).encode()}
+    worker.move()
+    assert worker.take(new) == []  # nothing of the old one is routed
+    worker.route(old)
+    worker.move()
+    assert worker.take(new) == []
+    (lease,) = worker.take(old)
+    worker.move()
+    assert worker.take(new) == []
+    worker.finish(lease)
+    worker.move()
+    (lease,) = worker.take(new)
+    assert lease.state == b"2"  # it has come along
+    worker.finish(lease)
+    worker.work()
+    assert (outcome(client), check_all(client)) == (sent, [])
+    assert worker.moves.unsettled() == []
+
+
+def test_what_is_new_waits_for_nothing_and_a_stuck_key_keeps_only_itself_waiting(
+    client: Client, sent: dict[str, list[int]]
+) -> None:
+    publisher, worker, key, old, new = grown(client, sent)
+    layout = worker.moves.layout
+    worker.route(old)
+    (lease,) = worker.take(old)
+    worker.streams[old].release([Ending(lease, "park", "bad address", 4)])
+    others = "".join(one for one in LETTERS if one != key)
+    publisher.publish(sent, others)
+    worker.work()
+    done = outcome(client)
+    assert {one: done[one] for one in others} == {one: sent[one] for one in others}
+    assert done[key] == [1]
+    keys = keys_of(layout, new)
+    (line,) = survey(client, keys)
+    assert line.parked == f"moving from {layout.stream(old)}"
+    with pytest.raises(ConfigError, match="goes on"):
+        unpark(client, keys, line.name)
+    assert unpark(client, keys_of(layout, old), line.name)
+    worker.work()
+    assert (outcome(client), check_all(client)) == (sent, [])
+
+
+def test_who_parks_a_key_that_moves_has_to_unpark_it_too(client: Client, sent: dict[str, list[int]]) -> None:
+    _, worker, key, _, new = grown(client, sent)
+    keys, line = keys_of(worker.moves.layout, new), b"k" + key.encode()
+    worker.route(new)
+    assert (park(client, keys, line, "mine"), park(client, keys, line, "again")) == (True, False)
+    assert (unpark(client, keys, line), park(client, keys, line, "mine")) == (True, True)
+    worker.work()
+    assert outcome(client) == {key: [1, 2]}
+    assert waiting_in(client, worker.moves.layout, new) == {line: b"mine"}
+    assert unpark(client, keys, line)
+    worker.work()
+    assert (outcome(client), check_all(client)) == (sent, [])
+
+
+def test_a_key_that_is_parked_without_messages_in_its_old_partition_waits_in_the_new_one(
+    client: Client, sent: dict[str, list[int]]
+) -> None:
+    publisher, worker = Publisher(client), Worker(client)
+    key = moved_key(Partitions(client, BASE).found(), 4)
+    layout = Partitions(client, BASE).grow(4)
+    old, _ = layout.homes(key.encode())
+    park(client, keys_of(layout, old), b"k" + key.encode(), "mine")
+    publisher.publish(sent, key)
+    worker.look()
+    worker.work()
+    assert outcome(client) == {}
+    unpark(client, keys_of(layout, old), b"k" + key.encode())
+    worker.work()
+    assert (outcome(client), check_all(client)) == (sent, [])
+
+
+def test_the_last_entries_before_a_seal_may_be_deleted(client: Client, sent: dict[str, list[int]]) -> None:
+    publisher, worker = Publisher(client), Worker(client)
+    key = moved_key(Partitions(client, BASE).found(), 4)
+    publisher.publish(sent, key)
+    layout = Partitions(client, BASE).grow(4)
+    old, _ = layout.homes(key.encode())
+    client.execute("XTRIM", layout.stream(old), "MAXLEN", 0)
+    publisher.publish(sent, key)
+    worker.look()
+    worker.work()
+    assert outcome(client) == {key: [2]}
+
+
+def test_states_of_keys_that_nobody_publishes_to_move_too(client: Client, sent: dict[str, list[int]]) -> None:
+    publisher, worker = Publisher(client), Worker(client)
+    publisher.publish(sent, LETTERS)
+    worker.work()
+    for count in (4, 8):
+        layout = Partitions(client, BASE).grow(count)
+        worker.look()
+        worker.work()
+        assert (check_all(client), worker.moves.unsettled()) == ([], [])
+    found = {
+        (place, key): state
+        for place in range(layout.count)
+        for key, state in zip(*[iter(client.execute("HGETALL", keys_of(layout, place).state))] * 2, strict=True)
+    }
+    assert found == {(layout.place(key.encode()), key.encode()): b"1" for key in LETTERS}
+
+
+def test_a_state_is_put_down_once_however_late_another_comes_with_it(
+    client: Client, sent: dict[str, list[int]]
+) -> None:
+    _, worker, key, old, new = grown(client, sent)
+    late = Worker(client, "w2")
+    worker.route(new)
+    worker.route(old)
+    worker.finish(worker.take(old)[0])
+    # The late one has read all, and comes with it when everything is over.
+    calls: list[Any] = []
+
+    def keep(some: Any) -> list[int]:
+        calls.append(some)
+        return [0]
+
+    real, late.moves._run = late.moves._run, keep  # type: ignore[method-assign, assignment]
+    late.moves._ask = worker.moves._ask  # type: ignore[method-assign]
+    late.moves._clear = lambda place: None  # type: ignore[method-assign]
+    late.moves._bring_in(new)
+    worker.work()
+    worker.moves._expect(new, [key.encode()])  # by one who had asked before that
+    assert calls
+    for some in calls:
+        assert real(some) == [0]
+    worker.work()
+    assert (outcome(client), check_all(client)) == (sent, [])
+
+
+def test_lease_tokens_go_on_growing_where_a_key_comes_to(client: Client, sent: dict[str, list[int]]) -> None:
+    _, worker, _, old, _ = grown(client, sent)
+    ahead = 2**52  # the clock of another server
+    client.execute("HSET", keys_of(worker.moves.layout, old).meta, "fence", ahead)
+    worker.work()
+    fences = [int(pairs[7]) for _, pairs in client.execute("XRANGE", "out", "-", "+")]
+    assert fences[0] < ahead < fences[1] < fences[2] == fences[3]
+    assert outcome(client) == sent
+
+
+def test_what_others_acknowledge_has_not_left_its_partition(client: Client, sent: dict[str, list[int]]) -> None:
+    _, worker, _, old, new = grown(client, sent)
+    keys = keys_of(worker.moves.layout, old)
+    worker.route(old)
+    for entry_id, *_ in client.execute("XPENDING", keys.stream, keys.group, "-", "+", 10):
+        client.execute("XACK", keys.stream, keys.group, entry_id)
+    worker.moves._asked_ms = float("-inf")
+    assert worker.moves.settle([old]) == 0
+    worker.route(new)
+    assert worker.moves.bring_in([new]) == 0
+    worker.work()
+    assert (outcome(client), check_all(client)) == (sent, [])
+
+
+def test_a_key_has_not_left_where_workers_without_keys_are_in_charge(
+    client: Client, sent: dict[str, list[int]]
+) -> None:
+    _, worker, _, old, new = grown(client, sent)
+    keys = keys_of(worker.moves.layout, old)
+    other = ReliableStream(client, keys.stream, app=keys.app, handler=keys.handler, consumer="w9", into="out")
+    other.join()
+    assert len(other.read(count=10)) == 1
+    other.checkpoint()
+    worker.route(new)
+    assert worker.moves.bring_in([new]) == 0
+
+
+# --- Keys that move twice ---
+
+
+def moved_twice(client: Client, sent: dict[str, list[int]]) -> tuple[Publisher, Worker, str, list[int]]:
+    """A key with a state in its first partition that has moved on twice since; a worker who has joined them all."""
+    publisher, worker = Publisher(client), Worker(client)
+    grown = Layout(base=BASE, counts=(2, 4, 8))
+    key = next(one for one in string.ascii_letters if len(grown.homes(one.encode())) == 3)
+    publisher.publish(sent, key)
+    worker.work()
+    Partitions(client, BASE).grow(4)
+    Partitions(client, BASE).grow(8)
+    worker.look()
+    return publisher, worker, key, grown.homes(key.encode())
+
+
+def test_a_state_goes_through_each_partition_in_which_its_key_has_been(
+    client: Client, sent: dict[str, list[int]]
+) -> None:
+    publisher, worker, key, (first, second, third) = moved_twice(client, sent)
+    publisher.publish(sent, key)
+    worker.route(third)
+    worker.moves.bring_in([third])
+    assert worker.take(third) == []
+    waiting = waiting_in(client, worker.moves.layout, second)
+    assert waiting == {b"k" + key.encode(): b"moving from {orders.%d}" % first}
+    worker.work()
+    publisher.publish(sent, key)
+    worker.work()
+    assert (outcome(client), check_all(client)) == (sent, [])
+
+
+def test_a_partition_is_not_settled_while_something_may_come_to_it_from_an_older_one(
+    client: Client, sent: dict[str, list[int]]
+) -> None:
+    publisher, worker, key, (_, second, _) = moved_twice(client, sent)
+    worker.moves._asked_ms = float("-inf")
+    assert worker.moves.settle([second]) == 0
+    worker.work()
+    assert check_all(client) == []
+    publisher.publish(sent, key)
+    worker.work()
+    assert outcome(client) == sent
+
+
+def test_a_line_that_was_free_to_go_is_not_made_to_wait_by_one_who_comes_late(
+    client: Client, sent: dict[str, list[int]]
+) -> None:
+    publisher, worker, key, _, new = grown(client, sent)
+    worker.work()
+    publisher.publish(sent, key)
+    worker.route(new)
+    assert worker.moves._expect(new, [key.encode()]) == 0
+    (lease,) = worker.take(new)
+    worker.finish(lease)
+    assert (outcome(client), check_all(client)) == (sent, [])

@@ -1,0 +1,168 @@
+"""Any interleaving of producers, growths that are killed and workers with old layouts: each key in order, once."""
+
+import os
+from collections import defaultdict
+
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from millstream.client import Client
+from millstream.keyed import Ending, Lease
+from millstream.lines import park, unpark
+from millstream.partitions import Partitions
+from tests.integration.partition_bench import (
+    BASE,
+    Publisher,
+    Worker,
+    check_all,
+    growth_killed_after,
+    keys_of,
+    outcome,
+)
+
+SOAK = bool(os.environ.get("MILLSTREAM_SOAK"))
+EXAMPLES, STEPS = (1_000, 120) if SOAK else (30, 60)
+KEYS = "ABCDEFGH"
+PLACES = st.integers(0, 7)
+TWO = st.integers(0, 1)
+
+
+class Machine(RuleBasedStateMachine):
+    """Two producers, two workers, each with the layout that it saw last, and people."""
+
+    url: str
+
+    @initialize()
+    def begin(self) -> None:
+        self.client = Client(self.url)
+        self.client.execute("FLUSHALL")
+        self.sent: dict[str, list[int]] = defaultdict(list)
+        self.producers = [Publisher(self.client), Publisher(self.client)]
+        self.workers = [Worker(self.client, "w0"), Worker(self.client, "w1")]
+        self.leases: list[Lease] = []
+        self.parked: list[tuple[int, bytes]] = []
+        self.late: list[list[object]] = []
+
+    @rule(who=TWO, keys=st.text(KEYS, min_size=1, max_size=6))
+    def publish(self, who: int, keys: str) -> None:
+        self.producers[who].publish(self.sent, keys)
+
+    @rule(more=st.integers(1, 3), steps=st.integers(0, 12))
+    def grow(self, more: int, steps: int) -> None:
+        layout = Partitions(self.client, BASE).found()
+        count = max(layout.count, layout.growing or 0) + more
+        if count <= 8:
+            growth_killed_after(self.client, steps, count)
+
+    @rule(who=TWO)
+    def look(self, who: int) -> None:
+        self.workers[who].look()
+
+    @rule(who=TWO, place=PLACES, count=st.integers(1, 5))
+    def route(self, who: int, place: int, count: int) -> None:
+        self.workers[who].route(place, count)
+
+    @rule(who=TWO, place=PLACES, run=st.integers(1, 3))
+    def take(self, who: int, place: int, run: int) -> None:
+        self.leases += self.workers[who].take(place, run=run)
+
+    @precondition(lambda self: self.leases)
+    @rule(number=st.integers(0, 7), how=st.sampled_from(["finish", "finish", "first", "later"]))
+    def end(self, number: int, how: str) -> None:
+        lease = self.leases.pop(number % len(self.leases))
+        if how == "finish":
+            self.workers[0].finish(lease)
+        else:
+            lease.stream.release([Ending(lease, how, 1 if how == "later" else "")])  # type: ignore[arg-type]
+
+    @rule(who=TWO, clears=st.booleans())
+    def move(self, who: int, clears: bool) -> None:
+        """A round; without `clears`, its worker dies when it has put states down and not removed them where they were."""
+        moves = self.workers[who].moves
+        if not clears:
+            moves._clear = lambda place: None  # type: ignore[method-assign]
+        self.workers[who].move()
+        moves.__dict__.pop("_clear", None)
+
+    @rule(who=TWO, place=PLACES)
+    def read_for_a_move(self, who: int, place: int) -> None:
+        """A worker reads all that a round of a partition needs, and comes with it later."""
+        worker = self.workers[who]
+        if place not in worker.streams:
+            return
+        moves = worker.moves
+        real = moves._run
+
+        def run(calls: list[object]) -> list[object]:
+            if calls and calls[0][0].name == "arrive":  # type: ignore[index]
+                self.late.append(list(calls))
+                return [0]
+            return real(calls)  # type: ignore[arg-type]
+
+        moves._run = run  # type: ignore[method-assign, assignment]
+        moves._clear = lambda place: None  # type: ignore[method-assign]
+        moves._asked_ms = float("-inf")
+        moves.bring_in([place])
+        del moves._run, moves._clear
+
+    @precondition(lambda self: self.late)
+    @rule(number=st.integers(0, 7))
+    def arrive_late(self, number: int) -> None:
+        self.workers[0].moves._run(self.late.pop(number % len(self.late)))  # type: ignore[arg-type]
+
+    @rule(place=PLACES, key=st.sampled_from(KEYS))
+    def park(self, place: int, key: str) -> None:
+        layout = Partitions(self.client, BASE).found()
+        line = b"k" + key.encode()
+        if place in self.workers[0].streams and park(self.client, keys_of(layout, place), line, "mine"):
+            self.parked.append((place, line))
+
+    @precondition(lambda self: self.parked)
+    @rule(number=st.integers(0, 7))
+    def unpark(self, number: int) -> None:
+        place, line = self.parked.pop(number % len(self.parked))
+        unpark(self.client, keys_of(Partitions(self.client, BASE).found(), place), line)
+
+    @invariant()
+    def each_key_is_in_order(self) -> None:
+        for key, numbers in outcome(self.client).items():
+            assert numbers == self.sent[key][: len(numbers)], key
+
+    def teardown(self) -> None:
+        while self.parked:
+            self.unpark(0)
+        for lease in self.leases:
+            self.workers[0].finish(lease)
+        self.producers[0].publish(self.sent, KEYS)
+        for worker in self.workers:
+            worker.look()
+        for _ in range(3):
+            for worker in self.workers:
+                worker.work(until_idle=4)
+        assert self.workers[0].moves.unsettled() == []
+        while self.late:
+            self.arrive_late(0)
+        for worker in self.workers:
+            worker.work(until_idle=4)
+        assert outcome(self.client) == {key: numbers for key, numbers in self.sent.items() if numbers}
+        assert check_all(self.client) == []
+        self.client.close()
+
+
+def test_no_interleaving_loses_doubles_or_reorders_anything(millstream_url: str) -> None:
+    machine = type("PartitionMachine", (Machine,), {"url": millstream_url})
+    run_state_machine_as_test(
+        machine,
+        settings=settings(
+            max_examples=EXAMPLES, stateful_step_count=STEPS, deadline=None, derandomize=True, database=None,
+            phases=[Phase.generate], report_multiple_bugs=False, suppress_health_check=list(HealthCheck),
+        ),
+    )  # fmt: skip

@@ -1,0 +1,288 @@
+"""Partitions at work: producers and workers as they are, while there are more and more partitions; on a cluster too."""
+
+import json
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import pytest
+
+from millstream import App, Message, Reject, State
+from millstream.client import Client
+from millstream.errors import ConfigError
+from millstream.handlers import Handler
+from millstream.moves import Moves
+from millstream.naming import HandlerKeys, hash_tag
+from millstream.partitioned import PartitionedProducer
+from millstream.partitions import Partitions
+from millstream.testing.history import Event, check
+from millstream.testing.topologies import cluster
+from millstream.worker import ReadingLoop, WorkerPolicy
+from millstream.worker.partitions import PartitionSide
+from tests.integration.commandline import call
+from tests.integration.partition_bench import BASE, check_all, growth_killed_after, moved_key, places_are_right
+
+QUICK = WorkerPolicy(block_ms=50, claim_ms=3_000, sweep_ms=50, stop_ms=5_000)
+KEYS = [f"key-{n}" for n in range(60)]
+PRODUCERS, EACH = 3, 40
+
+
+@pytest.fixture(scope="module")
+def cluster_url() -> Iterator[str]:
+    with cluster() as found:
+        yield found.url
+
+
+@pytest.fixture(params=["server", "cluster"])
+def client(request: pytest.FixtureRequest) -> Iterator[Client]:
+    url = request.getfixturevalue("millstream_url" if request.param == "server" else "cluster_url")
+    with Client(url) as connected:
+        connected.everywhere("FLUSHALL")
+        yield connected
+
+
+def handler_of(function: Callable[..., Any], **options: Any) -> Handler:
+    app = App("app")
+    app.handler(BASE, **{"name": "handle", "key": "k", "partitions": 2, **options})(function)
+    return app.handlers["handle"]
+
+
+@contextmanager
+def working(url: str, handler: Handler, *names: str, **options: Any) -> Iterator[list[ReadingLoop]]:
+    """Loops that work meanwhile; whatever ended one is raised."""
+    loops = [ReadingLoop(handler, url, consumer=name, policy=QUICK, **options) for name in names]
+    failures: list[BaseException] = []
+
+    def run(loop: ReadingLoop) -> None:
+        try:
+            loop.run()
+        except Exception as error:  # noqa: BLE001 - raised below
+            failures.append(error)
+
+    threads = [threading.Thread(target=run, args=(loop,)) for loop in loops]
+    for thread in threads:
+        thread.start()
+    try:
+        yield loops
+    finally:
+        for loop in loops:
+            loop.stop()
+        for thread in threads:
+            thread.join(20)
+    assert failures == []
+
+
+def eventually(holds: Callable[[], bool], within_s: float = 30.0) -> None:
+    end = time.monotonic() + within_s
+    while not holds():
+        assert time.monotonic() < end, "it did not come to hold in time"
+        time.sleep(0.02)
+
+
+class Books:
+    """A handler that says what it runs, and finds out by its state whether it runs in order and once."""
+
+    def __init__(self, output: bool) -> None:
+        self.events: list[Event] = []
+        self.inside: Counter[bytes] = Counter()
+        self.wrong: list[str] = []
+        self.last: dict[str, int] = {}
+        self._output = output
+
+    def handle(self, message: Message, state: State) -> dict[str, Any] | None:
+        key, number = message.text("k") or "", int(message.text("n") or 0)
+        self.inside[key.encode()] += 1
+        if self.inside[key.encode()] > 1:
+            self.wrong.append(f"{key} ran twice at once")
+        if state.get("last", 0) != number - 1:
+            self.wrong.append(f"{key} {number} ran after {state.get('last', 0)}, in {message.stream}")
+        state["last"] = self.last[key] = number
+        state["streams"] = sorted({message.stream, *state.get("streams", ())})
+        self.inside[key.encode()] -= 1
+        return {"k": key, "n": number, "fence": message.fence} if self._output else None
+
+
+def produce(url: str, which: int, events: list[Event], stopping: threading.Event) -> None:
+    """Publish messages of keys of its own, some at once and some one by one."""
+    mine, numbers = KEYS[which::PRODUCERS], Counter[str]()
+    with PartitionedProducer(url, BASE, key="k", partitions=2) as producer:
+        while any(numbers[key] < EACH for key in mine) and not stopping.is_set():
+            rows = []
+            for key in mine:
+                numbers[key] += 1
+                rows.append({"k": key, "n": numbers[key]})
+                events.append(
+                    Event(kind="enqueued", stream=BASE, id=f"{numbers[key]}-{KEYS.index(key)}", key=key.encode())
+                )
+            if numbers[mine[0]] % 2:
+                producer.publish_many(rows)
+            else:
+                for row in rows:
+                    producer.publish(row)
+            time.sleep(0.01)
+
+
+def settled(client: Client) -> bool:
+    layout = Partitions(client, BASE).found()
+    return not Moves(client, layout, app="app", handler="handle").unsettled()
+
+
+def test_more_partitions_under_load_keep_every_key_in_order_and_single(client: Client) -> None:
+    books = Books(output=not client.is_cluster)
+    handler = handler_of(books.handle, into=None if client.is_cluster else "out")
+    stopping = threading.Event()
+    with ExitStack() as stack:
+        stack.callback(stopping.set)
+        stack.enter_context(working(client.url, handler, "w1", "w2"))
+        threads = [
+            threading.Thread(target=produce, args=(client.url, which, books.events, stopping))
+            for which in range(PRODUCERS)
+        ]
+        for thread in threads:
+            thread.start()
+        for steps, count in ((99, 3), (1, 5), (4, 5), (99, 8)):
+            time.sleep(0.15)
+            growth_killed_after(client, steps, count)
+        stack.enter_context(working(client.url, handler, "w3"))
+        for thread in threads:
+            thread.join(30)
+        eventually(lambda: books.wrong != [] or books.last == dict.fromkeys(KEYS, EACH))
+        assert books.wrong == []
+        eventually(lambda: settled(client))
+    layout = Partitions(client, BASE).found()
+    assert (layout.counts[0], layout.count, places_are_right(client, layout)) == (2, 8, True)
+    assert len({hash_tag(stream) for stream in layout.streams}) == 8
+    if not client.is_cluster:
+        assert check_all(client) == []
+        check_history(client, books.events)
+
+
+def check_history(client: Client, events: list[Event]) -> None:
+    for position, (_, pairs) in enumerate(client.execute("XRANGE", "out", "-", "+")):
+        key, number, fence = pairs[1], int(pairs[3]), int(pairs[5])
+        entry = f"{number}-{KEYS.index(key.decode())}"
+        events.append(
+            Event(kind="committed", stream=BASE, id=entry, key=key, handler="handle", token=fence, position=position)
+        )
+    report = check(events, handlers={BASE: ["handle"]})
+    report.raise_if_bad()
+    assert report.committed == len(KEYS) * EACH
+
+
+def test_a_handler_that_begins_at_the_end_gets_all_of_the_partitions_that_come_later(millstream_url: str) -> None:
+    seen: list[int] = []
+    handler = handler_of(lambda message: seen.append(int(message.text("n"))))
+    with Client(millstream_url) as client, PartitionedProducer(client, BASE, key="k", partitions=2) as producer:
+        producer.publish_many({"k": key, "n": 1} for key in KEYS)
+        first = HandlerKeys("app", "handle", Partitions(client, BASE).found().stream(0))
+        with working(millstream_url, handler, "w1", start="latest"):
+            eventually(lambda: client.execute("HEXISTS", first.meta, "frontier") == 1)
+        Partitions(client, BASE).grow(6)
+        producer.publish_many({"k": key, "n": 2} for key in KEYS)
+        with working(millstream_url, handler, "w1", start="latest"):
+            eventually(lambda: len(seen) >= len(KEYS))
+    assert seen == [2] * len(KEYS)
+
+
+def test_what_was_redriven_goes_once_to_the_partition_in_which_its_key_is_now(millstream_url: str) -> None:
+    runs: list[tuple[str, str, int]] = []
+    refuses = True
+
+    def handle(message: Message, state: State) -> None:
+        if refuses and message.text("n") == "1":
+            raise Reject("not now")
+        state["runs"] = state.get("runs", 0) + 1
+        runs.append((message.stream, message.text("n") or "", state["runs"]))
+
+    with Client(millstream_url) as client, PartitionedProducer(client, BASE, key="k", partitions=2) as producer:
+        key = moved_key(Partitions(client, BASE).made(2), 6)
+        with working(millstream_url, handler_of(handle), "w1", "w2"):
+            old = producer.publish({"k": key, "n": 1}).stream
+            dead = HandlerKeys("app", "handle", old).dead
+            eventually(lambda: client.execute("XLEN", dead) == 1)
+            Partitions(client, BASE).grow(6)
+            new = producer.publish({"k": key, "n": 2}).stream
+            eventually(lambda: len(runs) == 1)
+            refuses = False
+            outcome = call("dlq", "redrive", "--stream", old, "--yes", url=millstream_url)
+            assert outcome.code == 0, outcome.err
+            eventually(lambda: len(runs) == 2)
+            eventually(lambda: settled(client))
+        assert old != new
+        ((entry_id, pairs),) = client.execute("XREVRANGE", old, "+", "-", "COUNT", 1)
+        side = ReadingLoop(handler_of(handle), millstream_url, consumer="w3")._side
+        assert isinstance(side, PartitionSide)
+        side.find(client)
+        assert side._send_on(old, key.encode(), entry_id, pairs)  # as one does who has read it, too
+        side.close()
+        assert client.execute("XLEN", new) == 2
+        assert runs == [(new, "2", 1), (new, "1", 2)]
+        assert check_all(client) == []
+
+
+# --- Commands and options ---
+
+
+def shown(url: str) -> Any:
+    outcome = call("partitions", "show", BASE, "--json", url=url)
+    assert outcome.code == 0, outcome.err
+    return json.loads(outcome.out)
+
+
+def test_the_command_shows_generations_and_seals_and_whether_keys_move(millstream_url: str) -> None:
+    books = Books(output=False)
+    assert call("partitions", "show", BASE, url=millstream_url).code == 2
+    assert call("partitions", "create", BASE, "2", url=millstream_url).out == "orders has 2 partitions\n"
+    with Client(millstream_url) as client, PartitionedProducer(client, BASE, key="k") as producer:
+        producer.publish_many({"k": key, "n": 1} for key in KEYS)
+        with working(millstream_url, handler_of(books.handle), "w1"):
+            eventually(lambda: len(books.last) == len(KEYS))
+        assert call("partitions", "grow", BASE, "3", url=millstream_url).out == "orders has 3 partitions\n"
+        assert call("partitions", "grow", BASE, "1", url=millstream_url).code == 2
+        found = shown(millstream_url)
+        assert (found["generation"], found["counts"], found["growing"]) == (2, [2, 3], None)
+        assert [one["since"] for one in found["partitions"]] == [1, 1, 2]
+        assert [one["seal"] is None for one in found["partitions"]] == [False, False, True]
+        assert sum(one["entries"] for one in found["partitions"]) == len(KEYS)
+        assert [one["since"] for one in found["moves"]["app.handle"]] == [2, 2]
+        words = call("partitions", "show", BASE, url=millstream_url).out
+        assert "keys that left {orders.0} with generation 2" in words
+        with working(millstream_url, handler_of(books.handle), "w1"):
+            eventually(lambda: settled(client))
+        assert shown(millstream_url)["moves"] == {"app.handle": []}
+
+
+def test_a_killed_growth_is_shown_and_ended_by_the_next(millstream_url: str) -> None:
+    with Client(millstream_url) as client:
+        Partitions(client, BASE).made(2)
+        assert growth_killed_after(client, 1, 3)
+    assert shown(millstream_url)["growing"] == 3
+    assert "has not ended" in call("partitions", "show", BASE, url=millstream_url).out
+    assert call("partitions", "grow", BASE, "3", url=millstream_url).code == 0
+    assert shown(millstream_url)["growing"] is None
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"key": None}, {"partitions": 0}, {"partitions": True}, {"partitions": 5_000}, {"partitions": "many"}],
+)
+def test_a_handler_that_cannot_read_partitions_is_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="partitions"):
+        handler_of(lambda message: None, **options)
+
+
+@pytest.mark.parametrize("base", ["{orders}", "a*", "a,b", " a", "a[b]"])
+def test_a_base_that_cannot_be_a_name_is_refused(base: str) -> None:
+    app = App("app")
+    with pytest.raises(ConfigError):
+        app.handler(base, key="k", partitions=2)(lambda message: None)
+
+
+def test_spark_refuses_a_handler_that_reads_partitions() -> None:
+    from millstream.spark.preparing import check_runnable
+
+    with pytest.raises(ConfigError, match="reads partitions, which Spark does not do yet"):
+        check_runnable([handler_of(lambda message: None)])
