@@ -144,9 +144,9 @@ def _extended(some: Sequence[T], more: Sequence[T]) -> Sequence[T]:
 
 
 def portions(some: Iterable[T], unit_of: Callable[[T], Unit]) -> Iterator[list[T]]:
-    """Split what is to be committed, in order, so that each call stays far below what Redis takes in one request.
+    """Split what is to be committed, in order, so that each call is sent and answered well within a client's timeout.
 
-    Where that is exceeded Redis closes the connection, as if it were away (client-query-buffer-limit, 1 GB by default).
+    One that is not looks as if Redis were away, and would be repeated for ever.
     """
     portion: list[T] = []
     total = 0

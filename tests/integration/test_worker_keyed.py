@@ -248,7 +248,7 @@ def test_a_key_that_fails_does_not_eat_the_rate_of_the_others(client: Client) ->
 
     client.pipeline([("XADD", "in", "*", "n", n, "key", "k0") for n in range(40)])
     client.pipeline([("XADD", "in", "*", "n", n, "key", f"k{n}") for n in range(1, 101)])
-    handler = make(handle, key="key", rate=200, retry=Retry(attempts=1_000, delay_ms=20, factor=1, then="block"))
+    handler = make(handle, key="key", rate=60, retry=Retry(attempts=1_000, delay_ms=20, factor=1, then="block"))
     with working(client, handler) as loop:
         eventually(lambda: len(rows(client)) >= 100, within_s=5.0)
         assert loop.report.read <= 140
