@@ -106,7 +106,7 @@ class _ClusterRoute:
     def pool(self, key: Arg | None) -> ConnectionPool:
         if key is None:
             return self._pool_of(self._cluster.get_primaries()[0])
-        slot = self._cluster.keyslot(_to_wire(key))
+        slot = self._cluster.keyslot(key)
         return self._pool_of(self._cluster.nodes_manager.get_node_from_slot(slot))
 
     def pools(self) -> Iterable[ConnectionPool]:
@@ -152,7 +152,7 @@ def _connection_settings(url: str) -> dict[str, Any]:
 
 def _route(url: str, timeout_ms: int) -> _Route:
     """Understand every kind of URL: redis, rediss, unix, redis+sentinel, redis+cluster (and rediss+...)."""
-    settings = dict(_NO_RETRY, retry=RedisRetry(NoBackoff(), 0))
+    settings = dict(_NO_RETRY, retry=RedisRetry(NoBackoff(), 0), encoding_errors="surrogateescape")  # as `to_wire`
     settings |= {"socket_timeout": timeout_ms / 1000, "socket_connect_timeout": min(timeout_ms, 5000) / 1000}
     parts = urlsplit(url)
     scheme, _, kind = parts.scheme.partition("+")
@@ -314,11 +314,7 @@ def _packed(command: Command) -> bytes:
     try:
         return _pack(tuple(command))
     except UnicodeEncodeError:  # rare, and to look for it beforehand would cost every command
-        return _pack(tuple(map(_to_wire, command)))
-
-
-def _to_wire(part: Arg) -> Arg:
-    return to_wire(part) if isinstance(part, str) else part
+        return _pack(tuple(to_wire(part) if isinstance(part, str) else part for part in command))
 
 
 def _key_of(command: Command) -> Arg | None:
@@ -463,13 +459,9 @@ class Client:
     # Waiting
 
     def patiently(
-        self,
-        operation: Callable[[], T],
-        *,
-        what: str,
-        limit_ms: float | None = None,
+        self, operation: Callable[[], T], *, what: str, limit_ms: float | None = None,
         give_up: Callable[[], bool] = lambda: False,
-    ) -> T:
+    ) -> T:  # fmt: skip
         """Run `operation` until Redis answers; only for what may safely run twice.
 
         Waits with back-off (50 ms to 1 s) while Redis is Unavailable and logs a line when that begins, every

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple
 
 from millstream.client import Arg, Client, Script
-from millstream.ledger import ENTRY_MARK, FAILED, KEY_MARK, Kind, Unit
+from millstream.ledger import ENTRY_MARK, FAILED, KEY_MARK, LEASES_LOST, Kind, Unit
 from millstream.lines import WAITING, check_lines
 from millstream.reliable import Delivery, LineTurn, ReliableStream
 
@@ -23,9 +23,6 @@ TAKE = Script("take")
 EXTEND = Script("extend")
 RELEASE = Script("release")
 RECOVER = Script("recover")
-
-LEASES_LOST = "l"
-"""Ends the field of the strikes that counts how often a lease ran out while its entry was the first of its line."""
 
 How = Literal["next", "first", "later", "park"]
 """What becomes of a line when its lease ends: its turn is over; it was not begun; it waits; it waits for a person."""

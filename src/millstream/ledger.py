@@ -109,8 +109,7 @@ class Unit:
         """About how many bytes it adds to what Redis holds."""
         size = len(self.state) if self.state else 0
         for items in (*self.outputs, *self.dead):
-            for item in items:
-                size += len(item) if isinstance(item, (bytes, str)) else 0
+            size += sum([len(item) for item in items if isinstance(item, (bytes, str))])
         return size
 
     def args(self, maxlen: int) -> list[Arg]:
@@ -143,24 +142,21 @@ def _extended(some: Sequence[T], more: Sequence[T]) -> Sequence[T]:
     return some
 
 
-def portions(some: Iterable[T], unit_of: Callable[[T], Unit]) -> Iterator[list[T]]:
+def portions(some: Sequence[T], unit_of: Callable[[T], Unit]) -> Iterator[Sequence[T]]:
     """Split what is to be committed, in order, so that each call is sent and answered well within a client's timeout.
 
     One that is not looks as if Redis were away, and would be repeated for ever.
     """
-    portion: list[T] = []
-    total = 0
-    for one in some:
-        unit = unit_of(one)
-        if not unit.is_acknowledgement:
+    begin = total = 0
+    for at, unit in enumerate(map(unit_of, some)):
+        if unit.outputs or unit.dead or unit.state:  # most have nothing, and are many
             size = unit.size
-            if total + size > _PORTION_BYTES and portion:
-                yield portion
-                portion, total = [], 0
+            if total + size > _PORTION_BYTES and at > begin:
+                yield some[begin:at]
+                begin, total = at, 0
             total += size
-        portion.append(one)
-    if portion:
-        yield portion
+    if some:
+        yield some[begin:]
 
 
 def _order(unit: Unit) -> int:

@@ -196,7 +196,7 @@ async def _run(handler: Handler, arguments: dict[str, Any]) -> Ended:
     timer = loop.call_later(handler.time_limit_ms / 1000, expire)
     try:
         ended: Ended = encode_results(handler, await handler.function(**arguments)), None
-    except BaseException as error:  # noqa: BLE001 - it is judged as an outcome
+    except BaseException as error:
         if isinstance(error, GeneratorExit) and asyncio.current_task(loop) is not task:
             raise  # the handler has not raised it: the loop is gone
         ended = (), TimeLimit() if expired else error

@@ -34,7 +34,7 @@ _MOST_TRIMMED = 10_000
 _WATCHED = 100
 
 
-@dataclass(slots=True)
+@dataclass(eq=False)
 class Delivery:
     """One entry in a worker's hands.
 
@@ -56,15 +56,16 @@ class Delivery:
     pairs: Sequence[bytes]
     attempt: int = 1
     deliveries: int = 1
-    since_ms: float = 0.0
-    running: bool = False
-    ran: bool = False
-    settling: bool = False
-    due_ms: float = 0.0
-    in_batch: bool = False
-    struck: int | None = None
-    took_ms: float = 0.0
     lease: "LineTurn | None" = None
+    # These stay with the class until they change: most deliveries of a fast handler never need most of them.
+    since_ms: float = field(init=False, default=0.0)
+    running: bool = field(init=False, default=False)
+    ran: bool = field(init=False, default=False)
+    settling: bool = field(init=False, default=False)
+    due_ms: float = field(init=False, default=0.0)
+    in_batch: bool = field(init=False, default=False)
+    struck: int | None = field(init=False, default=None)
+    took_ms: float = field(init=False, default=0.0)
 
     place: tuple[str, bytes] = field(init=False)
     """Its stream and id."""

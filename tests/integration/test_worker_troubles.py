@@ -151,7 +151,7 @@ def test_what_takes_too_long_to_send_in_one_call_is_committed_in_several(
 
     def late(ledger: Ledger, units: dict[str, list[Unit]], **options: Any) -> Any:
         time.sleep(0.2)  # the handler gets ahead meanwhile
-        sent.append(sum(len(items[3]) for some in units.values() for unit in some for items in unit.outputs))
+        sent.append(sum(unit.size for some in units.values() for unit in some))
         return commit(ledger, units, **options)
 
     monkeypatch.setattr(Ledger, "commit", late)
@@ -292,10 +292,14 @@ def test_a_handler_that_cancels_all_tasks_of_the_loop_ends_the_worker_and_is_tol
             task.cancel()
         ran.set()
 
+    def work() -> None:
+        with working(client, make(handle)):
+            eventually(ran.is_set)
+            eventually(lambda: all(thread.name != "millstream-runner" for thread in threading.enumerate()))
+
     fill(client, 1)
-    with pytest.raises(Unfinished, match="cancel only those that it has made"), working(client, make(handle)):
-        eventually(ran.is_set)
-        eventually(lambda: all(thread.name != "millstream-runner" for thread in threading.enumerate()))
+    with pytest.raises(Unfinished, match="cancel only those that it has made"):
+        work()
 
 
 def test_an_async_handler_that_raises_generator_exit_has_failed_and_nothing_else(client: Client) -> None:

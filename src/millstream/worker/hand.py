@@ -130,45 +130,44 @@ class Hand:
         self.drop(rest)
         return rest
 
+    # What begins says so before it looks whether it may, and who gives things up, or closes the gate, looks whether they
+    # have begun afterwards: so one of the two sees the other. A lock would have the runner wait for the settler.
+
     def begin(self, delivery: Delivery, now_ms: float, *, anyway: bool = False) -> bool | None:
         """Have an entry run from now on; False if it is not in hand any more, and must not be run.
 
         None if it has to wait until the gate is open, but not if it shall begin `anyway`.
         """
-        with self._lock:
-            if self._held.get(delivery.place) is not delivery:
-                return False
-            if self._is_closed and not anyway:
-                return None
-            self._begin(delivery, now_ms)
+        since_ms, delivery.since_ms, delivery.ran, delivery.running = delivery.since_ms, now_ms, False, True
+        if self._held.get(delivery.place) is not delivery:
+            delivery.running = False
+            return False
+        if self._is_closed and not anyway:
+            delivery.running, delivery.since_ms = False, since_ms
+            return None
+        if now_ms - since_ms > _PATIENCE_MS:
+            self._limit = max(self._limit // 2, self._least)
         return True
 
     def begin_all(self, deliveries: Sequence[Delivery], now_ms: float) -> list[Delivery] | None:
         """Have entries run together from now on, those that are still in hand. None if they have to wait for the gate."""
-        with self._lock:
-            if self._is_closed:
-                return None
-            begun = [one for one in deliveries if one in self]
-            for one in begun:
-                self._begin(one, now_ms)
-        return begun
-
-    def _begin(self, delivery: Delivery, now_ms: float) -> None:
-        if now_ms - delivery.since_ms > _PATIENCE_MS:
-            self._limit = max(self._limit // 2, self._least)
-        delivery.since_ms, delivery.running, delivery.ran = now_ms, True, False
+        for one in deliveries:
+            one.ran, one.running = False, True
+        if self._is_closed:
+            for one in deliveries:
+                one.running = False
+            return None
+        return [one for one in deliveries if self.begin(one, now_ms, anyway=True)]
 
     def close_gate(self) -> None:
         """Let nothing more begin until the gate is opened."""
-        with self._lock:  # what has begun can be seen to run afterwards
-            self._is_closed = True
-            self.gate.clear()
+        self._is_closed = True
+        self.gate.clear()
 
     def open_gate(self) -> None:
         """Let things begin again."""
-        with self._lock:
-            self._is_closed = False
-            self.gate.set()
+        self._is_closed = False
+        self.gate.set()
 
     def drop(self, deliveries: Iterable[Delivery]) -> None:
         """Let go of entries that are settled, or lost to another worker."""
@@ -181,10 +180,14 @@ class Hand:
 
     def drop_waiting(self) -> list[Delivery]:
         """Let go of all that has not begun, which nothing will then run any more; return it."""
+        waiting: list[Delivery] = []
         with self._lock:
-            waiting = [one for one in self.deliveries if not one.running]
-            for delivery in waiting:
-                del self._held[delivery.place]
+            for delivery in self.deliveries:
+                if not delivery.running and self._held.pop(delivery.place, None) is delivery:
+                    if delivery.running:  # it began this moment, or was about to: it stays until the stop is over
+                        self._held[delivery.place] = delivery
+                    else:
+                        waiting.append(delivery)
         with contextlib.suppress(Empty):
             while True:
                 self.buffer.get_nowait()

@@ -4,6 +4,7 @@ import logging
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
 from millstream.deadletters import reason_of
 from millstream.errors import OutOfMemory
@@ -76,7 +77,9 @@ class LeaseSettler(Settler):
 
     def _settle_of(self, stream: KeyedStream, turns: Sequence[_Turn]) -> None:
         with_effects = [turn for turn in turns if turn.unit is not None]
-        kept = [turn for some in portions(with_effects, _unit_of) for turn in self._commit_or_keep(stream, some)]
+        kept = [
+            turn for some in portions(with_effects, attrgetter("unit")) for turn in self._commit_or_keep(stream, some)
+        ]
         turns = [turn for turn in turns if turn not in kept and not turn.lease.lost]
         endings = [turn.ending for turn in turns if turn.ending is not None]
         if endings:
@@ -144,8 +147,3 @@ class LeaseSettler(Settler):
 
     def _try_memory_again(self) -> None:
         self.settle(())
-
-
-def _unit_of(turn: _Turn) -> Unit:
-    assert turn.unit is not None
-    return turn.unit

@@ -5,6 +5,7 @@ import logging
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from itertools import count
+from operator import itemgetter
 from queue import Empty
 from typing import TypeVar
 
@@ -134,7 +135,7 @@ class Settler:
             # Those of the streams to come are kept in hand meanwhile: it may take long where a server is away.
             for one in _deliveries(some):
                 one.settling = True
-            for portion in portions(some, _unit_of):
+            for portion in portions(some, itemgetter(1)):
                 try:
                     self._commit_some(stream, portion)
                 except OutOfMemory as error:
@@ -218,10 +219,6 @@ class Settler:
     def _report_times(self, found: Sequence[Ran]) -> None:
         if self._report.is_heard:
             self._report.ran([one.took_ms for deliveries, _ in found for one in deliveries])
-
-
-def _unit_of(settled: Settled) -> Unit:
-    return settled[1]
 
 
 def _deliveries(settled: Sequence[Settled]) -> list[Delivery]:
