@@ -213,8 +213,12 @@ def check_lines(client: Client, keys: HandlerKeys, stream: str) -> list[str]:
     parked = set(client.execute("HKEYS", keys.parked))
     prefix, suffix = len(keys.line(b"")) - len(b":line"), len(b":line")
     lines: dict[bytes, list[bytes]] = {}
-    for key in client.execute("KEYS", keys.line(b"*")):
-        lines[key[prefix:-suffix]] = client.execute("LRANGE", key, 0, -1)
+    cursor = b"0"
+    while True:
+        cursor, found = client.execute("SCAN", cursor, "MATCH", keys.line(b"*"), "COUNT", 1_000)
+        lines |= {key[prefix:-suffix]: client.execute("LRANGE", key, 0, -1) for key in found}
+        if cursor == b"0":
+            break
     places = Counter(ready) + Counter(backoff) + Counter(owners.keys())
     for name in {*lines, *places}:
         if places[name] != 1 and not (places[name] == 0 and name in parked):
