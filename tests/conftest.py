@@ -6,6 +6,7 @@ wherever the shared server is used. What a test does itself, to prepare and to l
 
 import functools
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -17,6 +18,13 @@ from millstream.rights import RoleName, rule
 from millstream.server import EmbeddedServer
 
 pytest_plugins = ["pytester"]
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Where tests run side by side, their processes ignore Ctrl-C, and so would the programs that tests interrupt."""
+    if hasattr(config, "workerinput"):
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
 
 if os.environ.get("MILLSTREAM_TEST_ACL"):
     LOGIN = "least:rights@"

@@ -1,5 +1,6 @@
 """One Spark session for the whole folder, and what tests of the source work with."""
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,6 +18,18 @@ def spark() -> Iterator[SparkSession]:
     session = open_session("tests", master="local[2,4]", conf={"spark.sql.shuffle.partitions": "2"})
     yield session
     session.stop()
+
+
+@pytest.fixture(autouse=True)
+def quiet_end(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A test that leaves a failed run behind ends when its tasks have: what they still commit is not for the next one."""
+    yield
+    if "spark" in request.fixturenames:
+        tracker = request.getfixturevalue("spark").sparkContext._jsc.sc().statusTracker()
+        end = time.monotonic() + 60
+        while any(executor.numRunningTasks() for executor in tracker.getExecutorInfos()):
+            assert time.monotonic() < end, "tasks still run a minute after the test"
+            time.sleep(0.05)
 
 
 @pytest.fixture
