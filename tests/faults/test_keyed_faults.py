@@ -94,9 +94,12 @@ def test_after_a_kill_the_keys_of_the_dead_go_on_within_their_lease_and_a_second
         for number in range(6 if SOAK else 1):
             with Fleet(client.url, tmp_path, "--name", f"dying{number}", processes=1, **APP) as dying:
                 dying.ready()
-                books.publish_keys(2_500, 40, ms=5)
-                eventually(lambda: dying.figures()["committed"] > 0, "work on both", log=dying.log)
                 (child,) = dying.children()
+                books.publish_keys(2_500, 40, ms=10)
+                eventually(
+                    lambda: sum(b"dying" in token for token in owners(client, books).values()) > 5, "work on both",
+                    log=dying.log,
+                )  # fmt: skip
                 dying.supervisor.kill()
                 child.kill()
                 killed = time.time()
