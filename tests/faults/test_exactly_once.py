@@ -118,8 +118,8 @@ class Assassin:
         self.log.append(point)
 
     def _arm(self, point: str) -> None:
+        before = self._hits(point)  # counted first: somebody may be there as soon as it is armed
         (self._driver.folder / point).touch()
-        before = self._hits(point)
         wait_until(lambda: self._hits(point) > before, f"nobody reached {point}", driver=self._driver)
         if point == EXACT_POINTS[2]:  # this one is the driver's own
             self._driver.process.wait(30)
