@@ -315,9 +315,12 @@ class Ledger:
             calls.append(((k.meta, k.marks, k.strikes, k.open), (self.token, str(end))))
         self._run(ADVANCE, calls)
 
-    def strike(self, stream: str, entry_id: str) -> int:
-        """Note that an entry is about to be tried by a task that may not survive it; return how often before."""
-        return int(self._client.execute("HINCRBY", self.keys(stream).strikes, entry_id, 1)) - 1
+    def strike(self, stream: str, entry_id: str, by: int = 1) -> int:
+        """Note that an entry is about to be tried by a task that may not survive it; return how often before.
+
+        `by` -1: that the task has survived it.
+        """
+        return int(self._client.execute("HINCRBY", self.keys(stream).strikes, entry_id, by)) - by
 
     def forget(self, streams: Sequence[str]) -> None:
         """Drop frontier, marks, strikes, counters and all keyed state, to process the streams anew.

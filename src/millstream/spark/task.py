@@ -163,6 +163,7 @@ class PartitionTask:
         self._refused: list[Run] = []
         self._alarm = Alarm()
         self._slots = asyncio.Semaphore(handler.concurrency)
+        self._alone = asyncio.Lock()
 
     # The spine
 
@@ -287,19 +288,31 @@ class PartitionTask:
     # Running
 
     async def _outcome(self, run: Run, message: Message) -> Outcome:
-        handler = self._handler
-        refusal = refuse_unkeyed(handler, message)
+        refusal = refuse_unkeyed(self._handler, message)
         if refusal is not None:
             return refusal
-        if self._cautious_left > 0 and message.attempt == 1:
-            before = self._client.patiently(lambda: self._ledger.strike(message.stream, message.id), what=handler.label)
-            if before >= max(1, handler.retry.attempts - 1):
-                message.attempt = before + 1
-                return Dead("crashed", f"the process ended each of the {before + 1} times that this message was tried")
-        if not handler.is_async:
-            return attempt_plain(handler, message, run.state, self._alarm.guard)
+        if self._cautious_left > 0:
+            async with self._alone:
+                return await self._struck_attempt(run, message)
+        return await self._attempt(run, message)
+
+    async def _struck_attempt(self, run: Run, message: Message) -> Outcome:
+        """Try it with a strike on it, which stays if the process dies of it."""
+        strike = partial(self._ledger.strike, message.stream, message.id)
+        before = self._client.patiently(strike, what=self._handler.label)
+        if before >= max(1, self._handler.retry.attempts - 1):
+            message.attempt = before + 1
+            return Dead("crashed", f"the process ended each of the {before + 1} times that this message was tried")
+        outcome = await self._attempt(run, message)
+        if isinstance(outcome, Again):  # while it waits, the process may die of another
+            self._client.patiently(partial(strike, by=-1), what=self._handler.label)
+        return outcome
+
+    async def _attempt(self, run: Run, message: Message) -> Outcome:
+        if not self._handler.is_async:
+            return attempt_plain(self._handler, message, run.state, self._alarm.guard)
         async with self._slots:
-            outcome = await asyncio.create_task(attempt(handler, message, run.state))
+            outcome = await asyncio.create_task(attempt(self._handler, message, run.state))
         if (task := asyncio.current_task()) is not None and task.cancelling():
             raise asyncio.CancelledError  # a sibling has failed: the whole task is given up, not this message
         return outcome
