@@ -83,6 +83,7 @@ def wake_up(stopped: list[psutil.Process]) -> None:
     stopped.clear()
 
 
+@pytest.mark.alone
 def test_after_a_kill_the_keys_of_the_dead_go_on_within_their_lease_and_a_second(
     client: Client, tmp_path: Path, tell: Tell
 ) -> None:
@@ -160,6 +161,7 @@ def test_a_message_that_kills_its_worker_dies_and_its_key_and_all_others_go_on(
     tell(report, watch, crashes=fleet.log().count("starts again"))
 
 
+@pytest.mark.alone
 def test_a_worker_that_joins_gets_work_at_once_and_stalls_nobody(client: Client, tmp_path: Path, tell: Tell) -> None:
     books = KeyedBooks(client, tmp_path)
     with Fleet(client.url, tmp_path, processes=1, **APP) as first, watched(books) as watch:
@@ -177,6 +179,7 @@ def test_a_worker_that_joins_gets_work_at_once_and_stalls_nobody(client: Client,
     assert share > 0.2
 
 
+@pytest.mark.alone
 def test_a_hot_key_neither_slows_the_others_nor_costs_more_than_its_place_in_line(
     client: Client, tmp_path: Path, tell: Tell
 ) -> None:

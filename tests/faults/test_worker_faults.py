@@ -146,6 +146,7 @@ def held_by(books: Books) -> int:
     return len(books.client.execute("XPENDING", "in", books.keys.group)[3] or ())
 
 
+@pytest.mark.alone
 def test_sigterm_hands_unstarted_work_to_others_within_a_second_and_counts_no_attempt(
     client: Client, tmp_path: Path, tell: Tell
 ) -> None:
@@ -197,6 +198,7 @@ def started(books: Books) -> set[str]:
     return {event.id for event in books.runs() if event.kind == "started"}
 
 
+@pytest.mark.alone
 def test_a_second_sigterm_ends_at_once_and_what_ran_others_do_again(client: Client, tmp_path: Path, tell: Tell) -> None:
     books = Books(client, tmp_path)
     with Fleet(client.url, tmp_path, processes=1) as fleet:
@@ -214,6 +216,7 @@ def test_a_second_sigterm_ends_at_once_and_what_ran_others_do_again(client: Clie
     tell(report, ended_within_s=round(took_s, 2))
 
 
+@pytest.mark.alone
 def test_sigterm_while_redis_is_away_ends_within_the_deadline(
     millstream_fresh_server: EmbeddedServer, client: Client, tmp_path: Path, tell: Tell
 ) -> None:

@@ -33,6 +33,7 @@ def client(millstream_fresh_server: EmbeddedServer) -> Iterator[Client]:
         yield opened
 
 
+@pytest.mark.alone
 def test_a_redis_that_is_killed_costs_seconds_and_its_absence_costs_neither_processor_nor_log(
     millstream_fresh_server: EmbeddedServer, client: Client, tmp_path: Path, tell: Tell
 ) -> None:
@@ -102,6 +103,7 @@ def test_connections_cut_on_either_side_of_every_kind_of_command_lose_and_double
     tell(report, watch, cuts=proxy.cuts.total())
 
 
+@pytest.mark.alone
 def test_entries_of_a_read_whose_reply_was_lost_are_processed_at_once(
     millstream_fresh_server: EmbeddedServer, client: Client, tmp_path: Path, tell: Tell
 ) -> None:
@@ -123,6 +125,7 @@ def test_entries_of_a_read_whose_reply_was_lost_are_processed_at_once(
     assert watch.longest_s < 3.0
 
 
+@pytest.mark.alone
 def test_maxmemory_delays_effects_and_counts_no_attempt(client: Client, tmp_path: Path, tell: Tell) -> None:
     books = Books(client, tmp_path)
     with Fleet(client.url, tmp_path) as fleet:
