@@ -2,117 +2,28 @@
 
 import asyncio
 import contextlib
-import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
 
 import msgspec
-import pyarrow as pa
 import pytest
 
 from millstream import App, Message, Reject, Retry, State
 from millstream.client import Client
-from millstream.deadletters import DeadLetter
 from millstream.errors import StaleOwner, Unfinished
-from millstream.handlers import Handler
 from millstream.ledger import Ledger
 from millstream.model import EntryId
 from millstream.naming import REDRIVE_FIELD, HandlerKeys
-from millstream.spark.task import Job, PartitionTask
-
-SCHEMA = pa.schema(
-    [
-        ("stream", pa.string()),
-        ("id_ms", pa.int64()),
-        ("id_seq", pa.int64()),
-        ("key", pa.binary()),
-        ("fields", pa.binary()),
-    ]
-)
-Row = tuple[int, bytes | None, dict[Any, Any]]
-
-
-@dataclass
-class Item:
-    n: int
-    fail: int = 0
-    k: str | None = None
-
-
-class Bench:
-    """A handler, a Redis, and a way to push rows through a task."""
-
-    def __init__(self, client: Client) -> None:
-        self.client = client
-        self.seen: list[tuple[bytes | None, int, int]] = []
-        self.token = 1
-
-    def rows(self, *rows: Row, stream: str = "in") -> pa.RecordBatch:
-        ordered = sorted(rows, key=lambda row: (row[1] is not None, row[1] or b"", row[0]))
-        packed = [
-            msgspec.msgpack.encode([part for k, v in fields.items() for part in (_bytes(k), _bytes(v))])
-            for _, _, fields in ordered
-        ]
-        columns = [
-            [stream] * len(rows),
-            [ms for ms, _, _ in ordered],
-            [0] * len(rows),
-            [key for _, key, _ in ordered],
-        ]
-        return pa.RecordBatch.from_arrays(
-            [pa.array(c, f.type) for c, f in zip([*columns, packed], SCHEMA, strict=True)], schema=SCHEMA
-        )
-
-    def task(self, handler: Handler, *, retried: bool = False) -> PartitionTask:
-        job = Job(handler=handler, url=self.client.url, token=self.token)
-        return PartitionTask(job, self.client, retried=retried)
-
-    def process(self, handler: Handler, *batches: pa.RecordBatch, retried: bool = False) -> dict[str, Any]:
-        task = self.task(handler, retried=retried)
-        asyncio.run(task.process(batches))
-        rows = task.report().to_pylist()
-        return rows[0] if rows else {}
-
-    def outputs(self, stream: str = "out") -> list[int]:
-        return [int(fields[1]) for _, fields in self.client.execute("XRANGE", stream, "-", "+")]
-
-    def dead(self, name: str = "handle") -> list[DeadLetter]:
-        entries = self.client.execute("XRANGE", HandlerKeys("app", name, "in").dead, "-", "+")
-        return [DeadLetter.parse(*entry) for entry in entries]
-
-    def handler(self, **options: Any) -> Handler:
-        """A keyed handler with state that records what it sees and fails the first `fail` times."""
-        app = App("app")
-
-        def handle(item: Item, message: Message, state: State) -> dict[str, int]:
-            self.seen.append((message.key, item.n, message.attempt))
-            state["sum"] = state.get("sum", 0) + item.n
-            if message.attempt <= item.fail:
-                raise RuntimeError(f"attempt {message.attempt} fails")
-            return {"n": item.n}
-
-        defaults: dict[str, Any] = {"key": "k", "into": "out", "retry": Retry(attempts=3, delay_ms=1)}
-        app.handler("in", **{**defaults, **options})(handle)
-        return next(iter(app.handlers.values()))
-
-
-def _bytes(value: object) -> bytes:
-    return value if isinstance(value, bytes) else str(value).encode()
+from tests.integration.task_bench import Bench, Item, Row, only
 
 
 @pytest.fixture
 def bench(millstream_url: str) -> Iterator[Bench]:
     with Client(millstream_url) as client:
         yield Bench(client)
-
-
-def only(app: App, function: Callable[..., Any], **options: Any) -> Handler:
-    app.handler("in", **options)(function)
-    return next(iter(app.handlers.values()))
 
 
 def test_messages_of_a_key_run_in_order_and_their_state_is_kept(bench: Bench) -> None:
@@ -406,15 +317,6 @@ def test_a_sibling_that_fails_the_task_makes_no_dead_letters_of_what_was_running
     assert bench.dead() == []
 
 
-def test_a_failing_message_in_a_retried_task_is_retried_as_ever_and_not_taken_for_a_killer(bench: Bench) -> None:
-    report = bench.process(
-        bench.handler(), bench.rows((1, b"a", {"n": 1, "fail": 2}), (2, b"a", {"n": 2, "fail": 9})), retried=True
-    )
-    assert report["retries"] == 4
-    assert bench.outputs() == [1]
-    assert [letter.reason for letter in bench.dead()] == ["failed"]
-
-
 def test_a_twin_that_comes_after_the_batch_has_ended_stops_at_once(bench: Bench) -> None:
     app = App("app")
 
@@ -506,91 +408,6 @@ def test_a_redriven_entry_is_seen_by_its_own_handler_only_and_without_its_mark(b
     report = bench.process(only(app, handle, key="k"), bench.rows(*rows))
     assert pairs == [[b"n", b"1"], [b"n", b"3"]]
     assert report["committed"] == 3
-
-
-def run_in_a_process(bench: Bench, work: Callable[[Bench], object]) -> int:
-    """Run `work` in a process of its own and return how that ended."""
-    child = os.fork()
-    if child == 0:
-        try:
-            work(Bench(Client(bench.client.url)))
-        finally:
-            os._exit(0)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-
-
-def test_a_message_that_killed_its_task_before_is_struck_and_dies_while_its_neighbours_live(
-    bench: Bench,
-) -> None:
-    batch = bench.rows(*((n, b"a", {"n": n}) for n in range(1, 6)))
-    killer = App("app")
-
-    def handle(item: Item) -> dict[str, int]:
-        if item.n == 3:
-            os._exit(9)
-        return {"n": item.n}
-
-    handler = only(killer, handle, key="k", into="out", retry=Retry(attempts=3))
-    for _ in range(2):
-        assert run_in_a_process(bench, lambda own: own.process(handler, batch, retried=True)) == 9
-    assert bench.outputs() == [1, 2]
-    bench.process(handler, batch, retried=False)  # the strikes alone are enough to be cautious
-    assert bench.outputs() == [1, 2, 4, 5]
-    (letter,) = bench.dead()
-    assert (letter.id, letter.reason, letter.attempts) == ("3-0", "crashed", 3)
-    assert bench.client.execute("HLEN", HandlerKeys("app", "handle", "in").strikes) == 0
-
-
-@pytest.mark.parametrize("is_async", [False, True])
-def test_a_message_that_waits_for_its_next_attempt_is_not_blamed_for_the_death_of_the_process(
-    bench: Bench, is_async: bool
-) -> None:
-    batch = bench.rows((1, b"a", {"n": 1}), (2, b"b", {"n": 2}), (3, b"c", {"n": 3}))
-    app = App("app")
-
-    def handle(item: Item, message: Message) -> dict[str, int]:
-        if item.n == 2:
-            os._exit(9)
-        if item.n == 1 and message.attempt == 1:
-            raise RuntimeError("only the second attempt works")
-        return {"n": item.n}
-
-    async def slowly(item: Item, message: Message) -> dict[str, int]:
-        # The other's second attempt is due when this one's only attempt begins, and would take longer.
-        await asyncio.sleep(0.3 if message.attempt == 2 else 0.1)
-        return handle(item, message)
-
-    handler = only(
-        app,
-        slowly if is_async else handle,
-        name="handle",
-        key="k",
-        into="out",
-        retry=Retry(attempts=3, delay_ms=1, jitter=0),
-    )
-    for _ in range(2):
-        assert run_in_a_process(bench, lambda own: own.process(handler, batch, retried=True)) == 9
-    bench.process(handler, batch, retried=True)
-    assert [letter.id for letter in bench.dead()] == ["2-0"]
-    assert sorted(bench.outputs()) == [1, 3]
-
-
-def test_an_attempt_after_a_failed_one_is_struck_as_well(bench: Bench) -> None:
-    batch = bench.rows((1, b"a", {"n": 1}), (2, b"b", {"n": 2}))
-
-    def handle(item: Item, message: Message) -> dict[str, int]:
-        if item.n == 1 and message.attempt == 1:
-            raise RuntimeError("the second attempt is worse")
-        if item.n == 1:
-            os._exit(9)
-        return {"n": item.n}
-
-    handler = only(App("app"), handle, key="k", into="out", retry=Retry(attempts=3, delay_ms=1))
-    for _ in range(2):
-        assert run_in_a_process(bench, lambda own: own.process(handler, batch, retried=True)) == 9
-    bench.process(handler, batch, retried=True)
-    assert [(letter.id, letter.reason) for letter in bench.dead()] == [("1-0", "crashed")]
-    assert bench.outputs() == [2]
 
 
 def test_a_run_longer_than_a_commit_is_committed_in_parts(bench: Bench) -> None:

@@ -1,0 +1,100 @@
+"""A handler, a Redis, and a way to push rows through the engine's task."""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import pyarrow as pa
+
+from millstream import App, Message, Retry, State
+from millstream.client import Client
+from millstream.deadletters import DeadLetter
+from millstream.handlers import Handler
+from millstream.naming import HandlerKeys
+from millstream.spark.task import Job, PartitionTask
+
+SCHEMA = pa.schema(
+    [
+        ("stream", pa.string()),
+        ("id_ms", pa.int64()),
+        ("id_seq", pa.int64()),
+        ("key", pa.binary()),
+        ("fields", pa.binary()),
+    ]
+)
+Row = tuple[int, bytes | None, dict[Any, Any]]
+
+
+@dataclass
+class Item:
+    n: int
+    fail: int = 0
+    k: str | None = None
+
+
+class Bench:
+    """A handler, a Redis, and a way to push rows through a task."""
+
+    def __init__(self, client: Client) -> None:
+        self.client = client
+        self.seen: list[tuple[bytes | None, int, int]] = []
+        self.token = 1
+
+    def rows(self, *rows: Row, stream: str = "in") -> pa.RecordBatch:
+        ordered = sorted(rows, key=lambda row: (row[1] is not None, row[1] or b"", row[0]))
+        packed = [
+            msgspec.msgpack.encode([part for k, v in fields.items() for part in (_bytes(k), _bytes(v))])
+            for _, _, fields in ordered
+        ]
+        columns = [
+            [stream] * len(rows),
+            [ms for ms, _, _ in ordered],
+            [0] * len(rows),
+            [key for _, key, _ in ordered],
+        ]
+        return pa.RecordBatch.from_arrays(
+            [pa.array(c, f.type) for c, f in zip([*columns, packed], SCHEMA, strict=True)], schema=SCHEMA
+        )
+
+    def task(self, handler: Handler, *, retried: bool = False) -> PartitionTask:
+        job = Job(handler=handler, url=self.client.url, token=self.token)
+        return PartitionTask(job, self.client, retried=retried)
+
+    def process(self, handler: Handler, *batches: pa.RecordBatch, retried: bool = False) -> dict[str, Any]:
+        task = self.task(handler, retried=retried)
+        asyncio.run(task.process(batches))
+        rows = task.report().to_pylist()
+        return rows[0] if rows else {}
+
+    def outputs(self, stream: str = "out") -> list[int]:
+        return [int(fields[1]) for _, fields in self.client.execute("XRANGE", stream, "-", "+")]
+
+    def dead(self, name: str = "handle") -> list[DeadLetter]:
+        entries = self.client.execute("XRANGE", HandlerKeys("app", name, "in").dead, "-", "+")
+        return [DeadLetter.parse(*entry) for entry in entries]
+
+    def handler(self, **options: Any) -> Handler:
+        """A keyed handler with state that records what it sees and fails the first `fail` times."""
+        app = App("app")
+
+        def handle(item: Item, message: Message, state: State) -> dict[str, int]:
+            self.seen.append((message.key, item.n, message.attempt))
+            state["sum"] = state.get("sum", 0) + item.n
+            if message.attempt <= item.fail:
+                raise RuntimeError(f"attempt {message.attempt} fails")
+            return {"n": item.n}
+
+        defaults: dict[str, Any] = {"key": "k", "into": "out", "retry": Retry(attempts=3, delay_ms=1)}
+        app.handler("in", **{**defaults, **options})(handle)
+        return next(iter(app.handlers.values()))
+
+
+def _bytes(value: object) -> bytes:
+    return value if isinstance(value, bytes) else str(value).encode()
+
+
+def only(app: App, function: Callable[..., Any], **options: Any) -> Handler:
+    app.handler("in", **options)(function)
+    return next(iter(app.handlers.values()))
