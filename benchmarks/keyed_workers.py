@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from typing import Any, get_args
 
-from benchmarks.workers import STREAM, fill_keyed, raw_loop, server
+from benchmarks.workers import STREAM, fill, raw_loop, server
 from millstream import App, Message
 from millstream.client import Client
 from millstream.naming import HandlerKeys
@@ -56,9 +56,9 @@ def run(*, messages: int = 50_000, rounds: int = 2) -> dict[str, Any]:
     rate = raw = 0.0
     with server() as client:
         for _ in range(rounds):
-            fill_keyed(client, messages, KEYS)
+            fill(client, messages, keys=KEYS)
             raw = max(raw, raw_loop(client, messages))
-            fill_keyed(client, messages, KEYS)
+            fill(client, messages, keys=KEYS)
             rate = max(rate, _work(client, "app", messages, PROCESSES))
             violations = _violations(client)
         idle = sum(
@@ -68,7 +68,7 @@ def run(*, messages: int = 50_000, rounds: int = 2) -> dict[str, Any]:
         for wait_ms, at_once in CONCURRENCY.items():
             ideal = PROCESSES * at_once / wait_ms * 1_000
             count = int(round(4 * ideal, -3))
-            fill_keyed(client, count, KEYS)
+            fill(client, count, keys=KEYS)
             reached = _work(client, f"in_{wait_ms}_ms", count, PROCESSES)
             efficiency[f"efficiency_{wait_ms}_ms"] = round(reached / ideal, 3)
     return {

@@ -33,19 +33,12 @@ def handler_of(function: Callable[..., Any], **options: Any) -> Handler:
     return app.handlers["handle"]
 
 
-def fill(client: Client, messages: int) -> None:
-    """Empty the server and publish `messages` entries of one number and 100 bytes."""
+def fill(client: Client, messages: int, *, keys: int | None = None) -> None:
+    """Empty the server and publish `messages` entries of 100 bytes and a number, or one of `keys` in no order."""
     client.execute("FLUSHALL")
     for at in range(0, messages, RAW_COUNT):
-        client.pipeline([("XADD", STREAM, "*", "n", n, "payload", PAYLOAD) for n in range(at, at + RAW_COUNT)])
-
-
-def fill_keyed(client: Client, messages: int, keys: int) -> None:
-    """Empty the server and publish `messages` entries of so many keys, which take turns in no order, and 100 bytes."""
-    client.execute("FLUSHALL")
-    for at in range(0, messages, RAW_COUNT):
-        some = range(at, at + RAW_COUNT)
-        client.pipeline([("XADD", STREAM, "*", "key", n * 7919 % keys, "payload", PAYLOAD) for n in some])
+        firsts = [("n", n) if keys is None else ("key", n * 7919 % keys) for n in range(at, at + RAW_COUNT)]
+        client.pipeline([("XADD", STREAM, "*", *first, "payload", PAYLOAD) for first in firsts])
 
 
 @contextmanager

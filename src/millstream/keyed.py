@@ -6,7 +6,6 @@ each step is one server-side script that any worker may run. (The problem: "Redi
 consumers", Dwarves Memo; the token: M. Kleppmann, "How to do distributed locking", 2016.)
 """
 
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple
@@ -15,8 +14,6 @@ from millstream.client import Arg, Client, Script
 from millstream.ledger import ENTRY_MARK, FAILED, KEY_MARK, LEASES_LOST, Kind, Unit
 from millstream.lines import WAITING, check_lines
 from millstream.reliable import Delivery, LineTurn, ReliableStream
-
-logger = logging.getLogger(__name__)
 
 ROUTE = Script("route")
 TAKE = Script("take")
@@ -137,12 +134,7 @@ class KeyedStream(ReliableStream):
         )  # fmt: skip
         wait_ms, gone, reaped, *found = self._script(TAKE, args)
         if gone:
-            self._on_trimmed(len(gone))
-            some = ", ".join(entry_id.decode() for entry_id in gone[:10])
-            logger.warning(
-                "%d pending entries of stream %s were trimmed or deleted before they were processed: %s", len(gone),
-                self.stream, some,
-            )  # fmt: skip
+            self._say_trimmed(gone)
         leases = [self._leased(now_ms + lease_ms, *one) for one in found]
         return Taken(leases, None if wait_ms < 0 else float(wait_ms), int(reaped))
 

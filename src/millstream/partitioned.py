@@ -3,18 +3,18 @@
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import count, repeat
+from itertools import count
 from typing import NamedTuple, TypeVar
 
 from millstream.channel import BATCH_ENTRIES, BATCH_SIZE, Batch, Terms
 from millstream.client import Client, raise_if_error
 from millstream.decoding import encode_output
-from millstream.errors import ConfigError, NotReplicated, OutputError, Sealed
+from millstream.errors import NotReplicated, OutputError, Sealed
 from millstream.layout import Layout, check_count
 from millstream.metrics import NOBODY, Metrics
 from millstream.naming import StreamKeys, to_wire
 from millstream.partitions import Partitions
-from millstream.producer import DedupeId, Publishing
+from millstream.producer import DedupeId, Identified, Publishing, with_ids
 
 Key = str | bytes | int | None
 T = TypeVar("T")
@@ -96,17 +96,15 @@ class PartitionedProducer(Publishing):
         When it raises, some messages may be published, of each key the first ones.
         """
         terms = Terms(replicas=replicas, timeout_ms=timeout_ms)
-        messages = list(messages)
-        if dedupe_ids is not None and len(messages) != len(dedupe_ids):
-            raise ConfigError(f"{len(messages)} messages have {len(dedupe_ids)} dedupe_ids: give each its own")
+        identified = with_ids(messages, dedupe_ids)
         found: dict[int, Published] = {}
-        with self._tracing.publishing(self._base, len(messages)):
-            items = list(self._items(messages, dedupe_ids, self._tracing.fields()))
+        with self._tracing.publishing(self._base, len(identified)):
+            items = list(self._items(identified, self._tracing.fields()))
             layout = self._known()
             step = self._most_entries * layout.count
             for at in range(0, len(items), step):
                 layout = self._publish(layout, items[at : at + step], terms, found)
-        return [found[number] for number in range(len(messages))]
+        return [found[number] for number in range(len(identified))]
 
     async def publish_async(
         self, message: object, *, dedupe_id: DedupeId | None = None, replicas: int = 0, timeout_ms: int = 1_000
@@ -149,11 +147,8 @@ class PartitionedProducer(Publishing):
     def _patiently(self, look: Callable[[], T]) -> T:
         return self._client.patiently(look, what=f"publishing to {self._base}", limit_ms=self._patience_ms)
 
-    def _items(
-        self, messages: Sequence[object], dedupe_ids: Sequence[DedupeId] | None, trace: Sequence[bytes]
-    ) -> Iterator[_Item]:
-        own_ids: Iterable[DedupeId | None] = repeat(None) if dedupe_ids is None else dedupe_ids
-        for number, (message, own_id) in enumerate(zip(messages, own_ids, strict=False)):
+    def _items(self, identified: Iterable[Identified], trace: Sequence[bytes]) -> Iterator[_Item]:
+        for number, (message, own_id) in enumerate(identified):
             pairs = [*encode_output(message), *trace]
             own = own_id.encode() if isinstance(own_id, str) else own_id
             by = self._key_of(message, pairs) or own or str(next(self._turns)).encode()

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
 from functools import partial
-from itertools import repeat
 from threading import Lock
 from typing import Self, TypeVar
 
@@ -22,6 +21,7 @@ from millstream.metrics import NOBODY, Metrics
 from millstream.telemetry import tracing
 
 DedupeId = str | bytes
+Identified = tuple[object, DedupeId | None]
 T = TypeVar("T")
 
 
@@ -163,12 +163,10 @@ class Producer(Publishing):
         """
         terms = Terms(delay_ms=delay_ms, replicas=replicas, timeout_ms=timeout_ms)
         channel = self._to(stream)
-        messages = list(messages)
-        if dedupe_ids is not None and len(messages) != len(dedupe_ids):
-            raise ConfigError(f"{len(messages)} messages have {len(dedupe_ids)} dedupe_ids: give each its own")
+        identified = with_ids(messages, dedupe_ids)
         ids: list[str] = []
-        with self._tracing.publishing(stream, len(messages)):
-            for batch in self._batches(messages, dedupe_ids, self._tracing.fields()):
+        with self._tracing.publishing(stream, len(identified)):
+            for batch in self._batches(identified, self._tracing.fields()):
                 try:
                     ids += self._send(channel, batch, terms).decode().split()
                 except NotReplicated as error:
@@ -213,18 +211,24 @@ class Producer(Publishing):
             )
         )
 
-    def _batches(
-        self, messages: Iterable[object], dedupe_ids: Sequence[DedupeId] | None, trace: Sequence[bytes]
-    ) -> Iterator[Batch]:
+    def _batches(self, identified: Iterable[Identified], trace: Sequence[bytes]) -> Iterator[Batch]:
         batch = Batch()
-        own_ids: Iterable[DedupeId | None] = repeat(None) if dedupe_ids is None else dedupe_ids
-        for message, own_id in zip(messages, own_ids, strict=False):
+        for message, own_id in identified:
             _take(batch, message, own_id, trace)
             if batch.entries >= self._most_entries or batch.size >= BATCH_SIZE:
                 yield batch
                 batch = Batch()
         if batch.entries:
             yield batch
+
+
+def with_ids(messages: Iterable[object], dedupe_ids: Sequence[DedupeId] | None) -> list[Identified]:
+    """Each message with its own id. Raises ConfigError if there are more or fewer of these."""
+    messages = list(messages)
+    own_ids = [None] * len(messages) if dedupe_ids is None else dedupe_ids
+    if len(messages) != len(own_ids):
+        raise ConfigError(f"{len(messages)} messages have {len(own_ids)} dedupe_ids: give each its own")
+    return list(zip(messages, own_ids, strict=True))
 
 
 def _take(batch: Batch, message: object, dedupe_id: DedupeId | None, trace: Sequence[bytes]) -> None:

@@ -256,19 +256,21 @@ class ReliableStream:
 
     def _report_trimmed(self, missing: Iterable[bytes]) -> None:
         gone = [
-            entry_id.decode()
+            entry_id
             for entry_id in sorted(missing)
             if not self._group.pending.entries(entry_id, entry_id, count=1)
             and not self._client.execute("XRANGE", self.stream, entry_id, entry_id)
         ]
         if gone:
-            logger.warning(
-                "%d pending entries of stream %s were trimmed or deleted before they were processed: %s",
-                len(gone),
-                self.stream,
-                ", ".join(gone[:10]),
-            )
-            self._on_trimmed(len(gone))
+            self._say_trimmed(gone)
+
+    def _say_trimmed(self, gone: Sequence[bytes]) -> None:
+        some = ", ".join(entry_id.decode() for entry_id in gone[:10])
+        logger.warning(
+            "%d pending entries of stream %s were trimmed or deleted before they were processed: %s", len(gone),
+            self.stream, some,
+        )  # fmt: skip
+        self._on_trimmed(len(gone))
 
     # Holding
 

@@ -16,7 +16,7 @@ from millstream.master.pings import Pinger
 from millstream.master.registry import Registry
 from millstream.master.settings import MasterSettings
 from tests.integration.commandline import run
-from tests.integration.masters import GROUP, STREAM, TOKEN, Foreign, HealthPage, Master, eventually, publish
+from tests.integration.masters import GROUP, KEYS, STREAM, TOKEN, Foreign, HealthPage, Master, eventually, publish
 
 NAMES = ("--ticket-stream", STREAM, "--concurrency-stream-group", GROUP)
 
@@ -44,6 +44,12 @@ def test_what_is_wrong_with_a_master_is_said_in_one_line(millstream_url: str, tm
         refused = run("master", *options, url=millstream_url)
         assert refused.code == 2
         assert len(refused.err.splitlines()) == 1, refused.err
+
+
+def test_a_master_whose_rounds_cannot_go_on_ends_as_failed(millstream_url: str, client: Client) -> None:
+    with Master(millstream_url) as master:
+        client.execute("SET", KEYS.meta, "of another type")
+        assert master.process.wait(15) == 1
 
 
 def test_settings_come_from_a_toml_file(millstream_url: str, tmp_path: Path) -> None:

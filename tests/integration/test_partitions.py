@@ -120,7 +120,7 @@ def test_a_batch_whose_reply_was_lost_is_not_doubled_by_a_growth(client: Client)
         channel = producer._to(first.stream)
         channel._sequence = 0  # it is sent again, under the number that it had
         assert producer._publish(
-            Layout(base=BASE, counts=(2,)), list(producer._items([{"k": "A"}], None, ())), Terms(), {}
+            Layout(base=BASE, counts=(2,)), list(producer._items([({"k": "A"}, None)], ())), Terms(), {}
         )
     layout = Partitions(client, BASE).found()
     assert sum(lengths(client, layout)) == 1

@@ -1,6 +1,5 @@
 """A consumer as a service: it works in a thread, and answers `/api/health` as masters ask."""
 
-import logging
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,9 +10,7 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route
 
 from millstream.master.consumer import ConsumerSettings, DelegatedConsumer, Function
-from millstream.master.serving import address, listen, make_server, serve
-
-logger = logging.getLogger(__name__)
+from millstream.master.serving import address, listen, serve_beside
 
 
 def run_consumer(
@@ -25,29 +22,12 @@ def run_consumer(
     Raises ServerError, and what ended its work.
     """
     stopping = threading.Event()
-    failures: list[BaseException] = []
     listener = listen(host, port)
     settings = replace(settings, health_url=settings.health_url or f"{address(listener)}/api/health")
     consumer = DelegatedConsumer(function, settings, stopping)
-    server = make_server(_pages(consumer, settings.consumer))
-
-    def work() -> None:
-        try:
-            consumer.run(stop_s=stop_s)
-        except BaseException as error:  # noqa: BLE001 - it is raised below
-            failures.append(error)
-            server.should_exit = True
-
-    thread = threading.Thread(target=work, name="millstream-consumer")
-    thread.start()
-    try:
-        on_ready(address(listener))
-        serve(server, listener)
-    finally:
-        stopping.set()
-        thread.join()
-    if failures:
-        raise failures[0]
+    serve_beside(
+        _pages(consumer, settings.consumer), listener, lambda: consumer.run(stop_s=stop_s), stopping, on_ready=on_ready
+    )
 
 
 def _pages(consumer: DelegatedConsumer, name: str) -> Starlette:

@@ -1,6 +1,5 @@
 """One master process: its rounds in a thread, its API in front, until it is told to stop."""
 
-import logging
 import signal
 import socket
 import threading
@@ -26,8 +25,6 @@ from millstream.metrics import Recorder
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp
-
-logger = logging.getLogger(__name__)
 
 _ROUND_WITHIN_MS = 30_000.0
 _STOP_S = 5
@@ -57,7 +54,6 @@ def run_master(settings: MasterSettings, serving: Serving, *, on_ready: Callable
     its rounds.
     """
     stopping = threading.Event()
-    failures: list[BaseException] = []
     recorder, health = Recorder(), Health()
     with Client(serving.url) as client:
         registry = Registry(client, settings.keys)
@@ -73,25 +69,7 @@ def run_master(settings: MasterSettings, serving: Serving, *, on_ready: Callable
             )
         )  # fmt: skip
         listener = listen(serving.host, serving.port)
-        server = make_server(api)
-
-        def make_rounds() -> None:
-            try:
-                rounds.run(stopping)
-            except BaseException as error:  # noqa: BLE001 - it is raised below
-                failures.append(error)
-                server.should_exit = True
-
-        thread = threading.Thread(target=make_rounds, name="millstream-rounds")
-        thread.start()
-        try:
-            on_ready(address(listener))
-            serve(server, listener)
-        finally:
-            stopping.set()
-            thread.join()
-    if failures:
-        raise failures[0]
+        serve_beside(api, listener, lambda: rounds.run(stopping), stopping, on_ready=on_ready)
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -115,19 +93,43 @@ def address(listener: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def make_server(app: "ASGIApp") -> uvicorn.Server:
-    """A server for `app`."""
+def serve_beside(
+    app: "ASGIApp", listener: socket.socket, work: Callable[[], None], stopping: threading.Event, *,
+    on_ready: Callable[[str], None],
+) -> None:  # fmt: skip
+    """Serve `app` while `work`, which ends once it is `stopping`, goes on in a thread; until SIGTERM or SIGINT.
+
+    `on_ready` is told where it listens. Raises what ended the work.
+    """
+    failures: list[BaseException] = []
+    server = _server_of(app)
+
+    def guarded() -> None:
+        try:
+            work()
+        except BaseException as error:  # noqa: BLE001 - it is raised below
+            failures.append(error)
+            server.should_exit = True
+
+    thread = threading.Thread(target=guarded, name="millstream-work")
+    thread.start()
+    try:
+        on_ready(address(listener))
+        # The server passes the signal that ended it on, once it has served its last request.
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: None)
+        server.run(sockets=[listener])
+    finally:
+        stopping.set()
+        thread.join()
+    if failures:
+        raise failures[0]
+
+
+def _server_of(app: "ASGIApp") -> uvicorn.Server:
     return uvicorn.Server(
         uvicorn.Config(
             app, log_config=None, access_log=False, server_header=False, timeout_graceful_shutdown=_STOP_S,
             limit_concurrency=_MOST_CONNECTIONS, lifespan="on",
         )
     )  # fmt: skip
-
-
-def serve(server: uvicorn.Server, listener: socket.socket) -> None:
-    """Serve until a signal or `should_exit`."""
-    # The server passes the signal that ended it on, once it has served its last request.
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: None)
-    server.run(sockets=[listener])

@@ -62,16 +62,19 @@ class Keeper:
         """All that this worker has joined so far."""
         return list(self._streams.values())
 
+    @property
+    def _pause_ms(self) -> float:
+        return min(self._policy.sweep_ms, self._policy.claim_ms / _EXTENSIONS)
+
     def watch(self, over: threading.Event) -> None:
         """Entries that are not extended others may run: that is for their commits to find out, and needs no watch."""
 
     def run(self, stopping: threading.Event) -> None:
         """Make rounds until `stopping`. Raises HandlerStuck, StaleOwner, and RedisError but for Unavailable."""
-        pause_ms = min(self._policy.sweep_ms, self._policy.claim_ms / _EXTENSIONS)
-        while not stopping.wait(pause_ms / 1000):
+        while not stopping.wait(self._pause_ms / 1000):
             try:
                 self.round()
-                due_ms = self._clock.monotonic_ms() + pause_ms
+                due_ms = self._clock.monotonic_ms() + self._pause_ms
                 while self._adopt() and self._clock.monotonic_ms() < due_ms and not stopping.wait(_SOON_S):
                     pass
             except Unavailable as error:
@@ -80,8 +83,7 @@ class Keeper:
 
     def hold(self, over: threading.Event) -> None:
         """Keep what still runs in hand until it is over. Raises StaleOwner, and RedisError but for Unavailable."""
-        pause_ms = min(self._policy.sweep_ms, self._policy.claim_ms / _EXTENSIONS)
-        while not over.wait(pause_ms / 1000):
+        while not over.wait(self._pause_ms / 1000):
             if self._clock.monotonic_ms() >= self._extend_due_ms:
                 self._extend_due_ms = self._clock.monotonic_ms() + self._policy.claim_ms / _EXTENSIONS
                 try:

@@ -5,6 +5,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import attrgetter
+from typing import Any
 
 from millstream.deadletters import reason_of
 from millstream.errors import OutOfMemory
@@ -39,6 +40,10 @@ class _Turn:
 
 class LeaseSettler(Settler):
     """A Settler for handlers with a key. What fails waits in Redis, with its line, for its next attempt."""
+
+    def __init__(self, *means: Any, **options: Any) -> None:
+        super().__init__(*means, **options)
+        self._kept: dict[Lease, Runs] = {}
 
     def settle(self, found: Sequence[Ran]) -> None:
         """Do what the outcomes ask for."""

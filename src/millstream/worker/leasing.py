@@ -4,18 +4,18 @@ import contextlib
 import logging
 import math
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from millstream.client import Client, Script
 from millstream.clock import Clock
 from millstream.errors import Unavailable
-from millstream.keyed import KeyedStream
-from millstream.naming import HandlerKeys
+from millstream.keyed import KeyedStream, Lease
+from millstream.naming import HandlerKeys, to_wire
 from millstream.reliable import Delivery
-from millstream.worker.allowance import Allowance
-from millstream.worker.hand import Hand
+from millstream.worker.allowance import Allowed
 from millstream.worker.policy import WorkerPolicy
-from millstream.worker.report import Report
+from millstream.worker.taking import Taker
 
 logger = logging.getLogger(__name__)
 
@@ -28,39 +28,24 @@ _SWEEP_MS_EACH = 1.0
 _TRUSTED_LOSSES = 1
 
 
-class LineTaker:
-    """Leases lines while there is room for them, of those streams that may have some. Used by one thread.
+class LineTaker(Taker[KeyedStream]):
+    """Leases lines, of those streams that may have some; room is counted in lines.
 
-    `streams` are those that the worker has joined. `on_suspect` takes an entry on which so many leases ran out that
-    whoever ran it may have died of it.
+    `on_suspect` takes an entry on which so many leases ran out that whoever ran it may have died of it.
     """
 
     def __init__(
-        self, client: Client, hand: Hand, report: Report, clock: Clock, policy: WorkerPolicy, *,
-        streams: Mapping[str, KeyedStream], keys_of: Callable[[str], HandlerKeys], allowance: Allowance,
-        with_state: bool, on_suspect: Callable[[Delivery], None],
+        self, *means: Any, keys_of: Callable[[str], HandlerKeys], with_state: bool,
+        on_suspect: Callable[[Delivery], None], **options: Any,
     ) -> None:  # fmt: skip
-        self._client = client
-        self._hand = hand
-        self._report = report
-        self._clock = clock
-        self._policy = policy
-        self._streams = streams
+        super().__init__(*means, **options)
         self._keys_of = keys_of
-        self._allowance = allowance
         self._with_state = with_state
         self._on_suspect = on_suspect
         self._due_ms: dict[str, float] = {}
         self._turn = 0
 
-    def take(self, room: int, stopping: threading.Event) -> None:
-        """Lease up to `room` lines, or wait for a while. Raises RedisError."""
-        self._report.polling()
-        allowed = self._allowance.ask([one for one in list(self._streams.values()) if not one.paused])
-        if not allowed.streams:
-            self._report.resting()
-            stopping.wait(min(self._policy.sweep_ms, allowed.until_ms) / 1000)
-            return
+    def _take(self, allowed: Allowed, room: int, stopping: threading.Event) -> None:
         now_ms = self._clock.monotonic_ms()
         due = [name for name in allowed.streams if self._due_ms.get(name, 0.0) <= now_ms]
         taken = 0
@@ -83,17 +68,23 @@ class LineTaker:
             # Leases that others take meanwhile may run out, too; the more streams there are, the less often each is asked.
             sweep_ms = max(self._policy.sweep_ms, _SWEEP_MS_EACH * len(self._streams))
             self._due_ms[stream.stream] = now_ms + (sweep_ms if taken.wait_ms is None else min(sweep_ms, taken.wait_ms))
-        # What was given out before, and has failed since, has been counted then.
-        firsts = [lease.waiting[0] for lease in taken.leases]
-        new = sum(len(one.lease.entries) for one in firsts if one.lease and one.attempt == one.deliveries == 1)
-        self._allowance.spend(stream.stream, new)
-        trusted = [one for one in taken.leases if one.waiting[0].deliveries <= 1 + _TRUSTED_LOSSES]
-        self._hand.take_leases(trusted, self._clock.monotonic_ms())
+        new = 0
+        trusted: list[Lease] = []
+        suspects: list[Delivery] = []
         for lease in taken.leases:
-            if lease not in trusted:
-                suspect = lease.waiting.popleft()
-                self._hand.keep(suspect)
-                self._on_suspect(suspect)
+            first = lease.waiting[0]
+            # What was given out before, and has failed since, has been counted then.
+            if first.attempt == first.deliveries == 1:
+                new += len(lease.entries)
+            if first.deliveries <= 1 + _TRUSTED_LOSSES:
+                trusted.append(lease)
+            else:
+                suspects.append(lease.waiting.popleft())
+        self._allowance.spend(stream.stream, new)
+        self._hand.take_leases(trusted, self._clock.monotonic_ms())
+        for suspect in suspects:
+            self._hand.keep(suspect)
+            self._on_suspect(suspect)
         self._report.polled(new)
         self._report.adopted_some(taken.reaped)
         return len(taken.leases)
@@ -112,7 +103,7 @@ class LineTaker:
             stopping.wait(min(wait_ms / 1000, _IDLE_S))
             self._due_ms.clear()
             return
-        places = {self._keys_of(name).wake.encode("utf-8", "surrogateescape"): name for name in names}
+        places = {to_wire(self._keys_of(name).wake): name for name in names}
         found = self._client.execute("BLPOP", *places, math.ceil(wait_ms) / 1000)
         if found:
             self._due_ms.pop(places[found[0]], None)

@@ -2,50 +2,28 @@
 
 import math
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from typing import Any
 
-from millstream.client import Client
-from millstream.clock import Clock
 from millstream.groups import Consumer
 from millstream.reliable import ReliableStream
-from millstream.worker.allowance import Allowance
-from millstream.worker.hand import Hand
-from millstream.worker.policy import WorkerPolicy
-from millstream.worker.report import Report
+from millstream.worker.allowance import Allowed
+from millstream.worker.taking import Taker
 from millstream.worker.turns import Turns
 
 _IDLE_WAIT_MS = 20.0
 
 
-class EntryTaker:
-    """Takes new entries of those streams that the worker has joined. Used by one thread.
+class EntryTaker(Taker[ReliableStream]):
+    """Takes new entries, as `consumer`."""
 
-    `client`: one whose timeout is longer than reads wait
-    """
-
-    def __init__(
-        self, client: Client, hand: Hand, report: Report, clock: Clock, policy: WorkerPolicy, *,
-        streams: Mapping[str, ReliableStream], consumer: str, allowance: Allowance,
-    ) -> None:  # fmt: skip
-        self._client = client
-        self._hand = hand
-        self._report = report
-        self._clock = clock
-        self._policy = policy
-        self._streams = streams
+    def __init__(self, *means: Any, consumer: str, **options: Any) -> None:
+        super().__init__(*means, **options)
         self._consumer = consumer
-        self._allowance = allowance
         self._turns = Turns()
         self._consumers: list[Consumer] = []
 
-    def take(self, room: int, stopping: threading.Event) -> None:
-        """Take up to `room` new entries, or wait for a while. Raises RedisError."""
-        self._report.polling()
-        allowed = self._allowance.ask([one for one in list(self._streams.values()) if not one.paused])
-        if not allowed.streams:
-            self._report.resting()
-            stopping.wait(min(self._policy.sweep_ms, allowed.until_ms) / 1000)
-            return
+    def _take(self, allowed: Allowed, room: int, stopping: threading.Event) -> None:
         turn = self._turns.next(allowed.streams, room, allowed.count)
         self._read_from(turn.streams)
         waits = turn.may_wait and len(self._consumers) == 1

@@ -120,17 +120,12 @@ class PlainRunner(_Beginning):
         self._hand.buffer.put(None)  # the end is for all of them
 
     def _work(self) -> None:
-        get, put, conclude = self._hand.buffer.get, self._hand.outbox.put, self._hand.conclude
+        get, conclude = self._hand.buffer.get, self._hand.conclude
         while (first := get()) is not None:
             delivery: Delivery | None = first
             while delivery is not None:
-                begins = self._begin(delivery)
-                while begins is None:
+                while (begins := self._begin(delivery)) is None:
                     self._hand.gate.wait()
-                    begins = self._begin(delivery)
-                if begins and delivery.lease is None:
-                    put(((delivery,), self._outcome(delivery)))
-                    begins = False
                 delivery = conclude(delivery, self._outcome(delivery)) if begins else None
             self._finished += 1
 

@@ -13,9 +13,8 @@ from millstream.client import Client
 from millstream.clock import Clock
 from millstream.deadletters import reason_of
 from millstream.errors import OutOfMemory
-from millstream.keyed import Lease
 from millstream.ledger import Unit, portions
-from millstream.lifecycle import Again, Dead, Done, Outcome
+from millstream.lifecycle import Again, Dead, Done
 from millstream.reliable import Delivery, ReliableStream
 from millstream.worker.hand import Hand, Ran
 from millstream.worker.pipeline import Pipeline
@@ -49,7 +48,6 @@ class Settler:
         self._retries: list[tuple[float, int, Delivery]] = []
         self._number = count()
         self._without_memory: list[Settled] = []
-        self._kept: dict[Lease, list[tuple[Delivery, Outcome]]] = {}
         self._memory_due_ms = 0.0
         self._word_due_ms = 0.0
 

@@ -27,6 +27,7 @@ from millstream.worker.policy import WorkerPolicy
 from millstream.worker.reading import EntryTaker
 from millstream.worker.report import Report
 from millstream.worker.settling import Settler
+from millstream.worker.taking import Taker
 
 logger = logging.getLogger(__name__)
 
@@ -61,21 +62,11 @@ class Means:
     give_up: Callable[[], bool]
 
 
-class Taker(Protocol):
-    """Takes into the hand what there is room for."""
-
-    def take(self, room: int, stopping: threading.Event) -> None:
-        """Take as much as there is `room` for, or wait for a while. Raises RedisError."""
-
-    def look_again(self) -> None:
-        """Streams were joined again, or a reply was lost."""
-
-
 class Side(Protocol):
     """The parts that fit a handler, and what they share."""
 
     @property
-    def taker(self) -> Taker:
+    def taker(self) -> Taker[ReliableStream]:
         """Takes what comes."""
 
     @property
@@ -117,7 +108,7 @@ class EntrySide:
             m.pipeline, m.hand, m.report, m.clock, m.policy, streams=self.streams, on_suspect=m.suspect
         )
         self.settler = Settler(m.pipeline, m.hand, m.client, m.report, m.clock, batch=m.policy.batch, give_up=m.give_up)
-        self.taker: Taker = EntryTaker(
+        self.taker = EntryTaker(
             m.reading, m.hand, m.report, m.clock, m.policy, streams=self.streams, consumer=m.consumer,
             allowance=Allowance(m.handler.rate, m.clock),
         )  # fmt: skip
@@ -188,7 +179,7 @@ class LineSide:
         self.settler: Settler = LeaseSettler(
             m.pipeline, m.hand, m.client, m.report, m.clock, batch=m.policy.batch, give_up=m.give_up
         )
-        self.taker: Taker = LineTaker(
+        self.taker = LineTaker(
             m.reading, m.hand, m.report, m.clock, m.policy, streams=self.streams, keys_of=self._keys_of,
             allowance=Allowance(m.handler.rate, m.clock), with_state=m.handler.wants_state, on_suspect=m.suspect,
         )  # fmt: skip

@@ -1,0 +1,54 @@
+"""What the ways in which a worker gets its messages have in common: they ask what may be read now, and wait if nothing may."""
+
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Generic, TypeVar
+
+from millstream.client import Client
+from millstream.clock import Clock
+from millstream.reliable import ReliableStream
+from millstream.worker.allowance import Allowance, Allowed
+from millstream.worker.hand import Hand
+from millstream.worker.policy import WorkerPolicy
+from millstream.worker.report import Report
+
+S_co = TypeVar("S_co", bound=ReliableStream, covariant=True)
+
+
+class Taker(ABC, Generic[S_co]):
+    """Takes into the hand what there is room for. Used by one thread.
+
+    * `client`: one whose timeout is longer than reads wait
+    * `streams`: those that the worker has joined so far; others add to them
+    """
+
+    def __init__(
+        self, client: Client, hand: Hand, report: Report, clock: Clock, policy: WorkerPolicy, *,
+        streams: Mapping[str, S_co], allowance: Allowance,
+    ) -> None:  # fmt: skip
+        self._client = client
+        self._hand = hand
+        self._report = report
+        self._clock = clock
+        self._policy = policy
+        self._streams = streams
+        self._allowance = allowance
+
+    def take(self, room: int, stopping: threading.Event) -> None:
+        """Take as much as there is `room` for, or wait for a while. Raises RedisError."""
+        self._report.polling()
+        allowed = self._allowance.ask([one for one in list(self._streams.values()) if not one.paused])
+        if allowed.streams:
+            self._take(allowed, room, stopping)
+        else:
+            self._report.resting()
+            stopping.wait(min(self._policy.sweep_ms, allowed.until_ms) / 1000)
+
+    @abstractmethod
+    def _take(self, allowed: Allowed, room: int, stopping: threading.Event) -> None:
+        """As `take`, of what is `allowed`, which is one stream at least."""
+
+    @abstractmethod
+    def look_again(self) -> None:
+        """Streams were joined again, or a reply was lost."""
