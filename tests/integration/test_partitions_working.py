@@ -143,6 +143,7 @@ def test_more_partitions_under_load_keep_every_key_in_order_and_single(client: C
         ]
         for thread in threads:
             thread.start()
+        eventually(lambda: Partitions(client, BASE).find() is not None)
         for steps, count in ((99, 3), (1, 5), (4, 5), (99, 8)):
             time.sleep(0.15)
             growth_killed_after(client, steps, count)
