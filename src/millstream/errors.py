@@ -18,6 +18,11 @@ MillstreamError
 │   ├── MissingKey         it lacks the field that its handler is keyed by
 │   ├── OutputError        what the handler returned cannot be written
 │   └── Reject             the handler refuses it, without retries
+├── LeaseError             a stream of a balanced service is not ours to take, or not ours any more
+│   ├── StreamNotFound     nobody has announced it, or it is done
+│   ├── AlreadyOwned       another consumer has it
+│   ├── LeaseLost          this consumer has it no more
+│   └── NameHeld           another process has the consumer's name
 ├── StaleOwner             a newer run has taken over; this one must stop
 ├── Unfinished             a handler broke off work that is not its own; all of it is done again
 ├── HandlerStuck           a handler went beyond its time limit and cannot be ended but with its process
@@ -105,6 +110,31 @@ class OutputError(MessageError):
 
 class Reject(MessageError):
     """Raise it in a handler to make the message a dead letter at once, without retries."""
+
+
+class LeaseError(MillstreamError):
+    """A stream of a balanced service cannot be taken or ended. `stream`: which; `consumer`: who stands in the way."""
+
+    def __init__(self, message: str, *, stream: str = "", consumer: str = "") -> None:
+        super().__init__(message)
+        self.stream = stream
+        self.consumer = consumer
+
+
+class StreamNotFound(LeaseError):
+    """Nobody has announced the stream, or no consumer has read that yet, or it is done."""
+
+
+class AlreadyOwned(LeaseError):
+    """Another consumer has the stream, and is alive."""
+
+
+class LeaseLost(LeaseError):
+    """This consumer's lease on the stream has ended: it was too late, or has given it back. Others may work on it."""
+
+
+class NameHeld(LeaseError):
+    """Another living process has the consumer's name. Give each process its own."""
 
 
 class StaleOwner(MillstreamError):

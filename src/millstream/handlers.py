@@ -14,14 +14,14 @@ from millstream.decoding import compile_decoder, wire_names
 from millstream.errors import ConfigError, DecodeError, MissingKey, text_of
 from millstream.layout import check_count
 from millstream.model import Message, Retry, State
-from millstream.naming import check_base, check_identifier, check_stream
+from millstream.naming import check_base, check_identifier, check_service, check_stream, to_wire
 
 KeyFunction = Callable[[Message], str | bytes | int | None]
 Source = Literal["message", "model", "state"]
 
 OPTIONS = (
     "pattern", "key", "into", "into_maxlen", "retry", "missing_key", "concurrency", "time_limit_ms", "rate",
-    "batch_size", "batch_wait_ms", "partitions", "name",
+    "batch_size", "batch_wait_ms", "partitions", "order", "announced", "name",
 )  # fmt: skip
 
 _LARGEST_BATCH = 1_000
@@ -34,7 +34,8 @@ class Handler:
     """One handler of an app.
 
     * `app`, `name`: together they name its state, frontier and dead letters in Redis: do not change them lightly
-    * `streams` / `pattern`: the streams it reads by name, or by glob; exactly one of the two
+    * `streams` / `pattern` / `announced`: the streams it reads by name, by glob, or as they are announced to the service
+      of that name; exactly one of the three
     * `key`: the field, or a function of the Message, that orders its messages; None for no order
     * `into`: the stream that its results go to; `into_maxlen` trims that stream to about so many entries
     * `retry`: what happens when it fails
@@ -44,6 +45,8 @@ class Handler:
     * `rate`: most messages a second of each stream, over all workers together; None for no limit
     * `in_batches`: it is called with lists, of up to `batch_size` messages; `batch_wait_ms` is how long the first
       of them waits for more, in milliseconds
+    * `order`: "stream" keeps all messages of a stream in order, one at a time: its `key` is the stream's name. Workers
+      share whole streams then, each of which one of them has a lease on.
     * `partitions`: `streams` are bases, each of so many partitions, if nobody has made or grown them before; or None
     """
 
@@ -64,6 +67,8 @@ class Handler:
     batch_size: int = 100
     batch_wait_ms: float = 0.0
     partitions: int | None = None
+    order: Literal["key", "stream"] = "key"
+    announced: str | None = None
     arguments: tuple[tuple[str, Source], ...] = ()
     model: type | None = None
     is_async: bool = False
@@ -142,6 +147,7 @@ def compile_handler(
         hint = f"did you mean {near[0]!r}?" if near else f"known options: {', '.join(OPTIONS)}"
         raise ConfigError(f"{where}: unknown option {unknown!r}; {hint}")
     _check_options(where, streams, options)
+    options = _ordered(where, options)
     arguments, model, in_batches = _arguments(where, function)
     _check_batches(where, in_batches, options)
     _check_partitions(where, streams, options)
@@ -167,9 +173,35 @@ def compile_handler(
     )
 
 
+def _ordered(where: str, options: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The options with the key that `order` stands for."""
+    order, announced = options.get("order", "key"), options.get("announced")
+    if order not in ("key", "stream"):
+        raise ConfigError(f"{where}: order must be 'key', which is the usual, or 'stream'")
+    if order == "key":
+        if announced is not None:
+            raise ConfigError(f'{where}: announced streams are leased as a whole; add order="stream"')
+        return options
+    for other in ("key", "partitions"):
+        if options.get(other) is not None:
+            raise ConfigError(
+                f'{where}: order="stream" keeps whole streams in order, with no {other}; drop one of the two'
+            )
+    if announced is not None:
+        check_service(announced)
+    return {**options, "key": stream_of}
+
+
+def stream_of(message: Message) -> bytes:
+    """The key of a handler with order="stream"."""
+    return to_wire(message.stream)
+
+
 def _check_options(where: str, streams: tuple[str, ...], options: Mapping[str, Any]) -> None:
-    if bool(streams) == bool(options.get("pattern")):
-        raise ConfigError(f'{where}: name the streams it reads, or give pattern="orders.*", one of the two')
+    if sum(map(bool, (streams, options.get("pattern"), options.get("announced")))) != 1:
+        raise ConfigError(
+            f'{where}: name the streams it reads, or give pattern="orders.*" or announced="service", one of the three'
+        )
     if any(not isinstance(stream, str) or not stream for stream in streams):
         raise ConfigError(f'{where}: stream names must be non-empty text; write @app.handler("orders", ...)')
     if any("," in stream or stream != stream.strip() for stream in streams):
@@ -185,7 +217,7 @@ def _check_options(where: str, streams: tuple[str, ...], options: Mapping[str, A
         raise ConfigError(f"{where}: the key function must be a plain function, not async")
     if not isinstance(options.get("retry", Retry()), Retry):
         raise ConfigError(f"{where}: retry must be a Retry, like retry=Retry(attempts=4)")
-    if key is None and options.get("retry", Retry()).then == "park":
+    if key is None and options.get("order") != "stream" and options.get("retry", Retry()).then == "park":
         raise ConfigError(f'{where}: Retry(then="park") parks a key, and it has none; give it key="field"')
     into = options.get("into")
     if into is not None and not (isinstance(into, str) and into):

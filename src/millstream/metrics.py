@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from prometheus_client import Metric as Family
 
 Kind = Literal["counter", "gauge", "histogram"]
-Unit = Literal["messages", "consumers", "seconds", "times", "yes or no", "unix time"]
+Unit = Literal["messages", "consumers", "streams", "seconds", "times", "yes or no", "unix time"]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -101,6 +101,21 @@ LAST_POLL = _gauge(
 )
 
 CONSUMERS = _gauge("consumers", "consumers", "Registered with masters, by what is thought of them.", "handler", "state")
+
+LEASE_STREAMS = _gauge(
+    "lease_streams", "streams", "Of a service: all, a consumer's share, and those it holds.", "service", "state"
+)
+LEASES_TAKEN = _counter("leases_taken", "streams", "Given to this consumer by shares.", "service")
+LEASES_ENDED = _counter("leases_ended", "streams", "Leases of this consumer that ended, by how.", "service", "how")
+LEASES_LOST = _counter("leases_found_lost", "streams", "Found by this consumer to have lost their owner.", "service")
+LEASES_LASTED = _seconds("lease", "How long this consumer had a stream.", _LONG, "service")
+LEASE_ROUND_SECONDS = _seconds("lease_round", "One renewal of all leases.", _SHORT, "service")
+LEASE_RECOVERY_SECONDS = _seconds(
+    "lease_recovery", "From the end of the leases of the dead to their discovery.", _SHORT, "service"
+)
+LEASE_CLAIMS = _counter("lease_claims", "times", "Claims by the program, by outcome.", "service", "outcome")
+LEASE_CLAIM_SECONDS = _seconds("lease_claim", "One claim by the program.", _SHORT, "service")
+LEASE_NOTICES = _counter("lease_notices", "times", "Notifications to the program, by kind.", "service", "notice")
 
 RECONNECTS = _counter("redis_reconnects", "times", "Consumption resumed after Redis had been away.")
 REDIS_ERRORS = _counter("redis_errors", "times", "Reads refused or unanswered, by class of error.", "error")

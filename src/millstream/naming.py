@@ -18,12 +18,20 @@ REDRIVE_FIELD = b"millstream.redrive"
 """Reserved field: a redriven entry carries it, naming the handler that it is meant for."""
 
 _IDENTIFIER = re.compile(r"[A-Za-z0-9_-]{1,100}")
+_SERVICE = re.compile(r"[A-Za-z0-9_.:-]{1,250}")
 
 
 def check_identifier(kind: str, name: str) -> str:
     """Return `name` if it can be part of a Redis key, a group name and a folder; raise ConfigError if not."""
     if not _IDENTIFIER.fullmatch(name):
         raise ConfigError(f"{kind} {name!r} must be 1 to 100 letters, digits, '_' or '-'")
+    return name
+
+
+def check_service(name: str) -> str:
+    """Return `name` if it can be that of a service whose consumers share streams; raise ConfigError if not."""
+    if not _SERVICE.fullmatch(name):
+        raise ConfigError(f"service name {name!r} must be 1 to 250 letters, digits, '_', '-', '.' or ':'")
     return name
 
 
@@ -248,3 +256,75 @@ class StreamKeys:
         """String: id of the first entry that was published under the caller's own `dedupe_id`."""
         # Hashed: it may be long, hold a colon, or be nobody's business.
         return f"{self.base}:once:{blake2b(dedupe_id, digest_size=16).hexdigest()}"
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceKeys:
+    """The Redis keys of the streams that the consumers of `service` share, all in one hash slot. Raises ConfigError.
+
+    * `input`, `group`: where streams are announced, and the consumer group on it that shows who has which
+    * `meta`: hash with the newest token, the time of the last round and when all this began
+    * `owners`: hash stream -> token and consumer; `free`: list of the streams that nobody has
+    * `consumers`, `alive`: hash consumer -> incarnation, weight, limit; sorted set consumer -> end of its leases
+    * `events`: stream of what happened, at which consumers wait; `dead`: stream of announcements that were given up
+    """
+
+    service: str
+
+    def __post_init__(self) -> None:
+        check_service(self.service)
+
+    @property
+    def input(self) -> str:
+        """Stream: an entry announces a stream."""
+        return f"{self.service}-input"
+
+    @property
+    def group(self) -> str:
+        """The consumer group on `input`."""
+        return f"{self.service}-group"
+
+    @property
+    def base(self) -> str:
+        """The common prefix of the other keys."""
+        return StreamKeys(self.input).base
+
+    @property
+    def meta(self) -> str:
+        """Hash: token, pulse, birth."""
+        return f"{self.base}:meta"
+
+    @property
+    def streams(self) -> str:
+        """Hash: the announcement of each stream."""
+        return f"{self.base}:streams"
+
+    @property
+    def owners(self) -> str:
+        """Hash: who has which stream, under which token."""
+        return f"{self.base}:owners"
+
+    @property
+    def free(self) -> str:
+        """List: streams that nobody has, the next one first."""
+        return f"{self.base}:free"
+
+    @property
+    def consumers(self) -> str:
+        """Hash: incarnation, weight and limit of each consumer."""
+        return f"{self.base}:consumers"
+
+    @property
+    def alive(self) -> str:
+        """Sorted set: when the leases of each consumer end, in Unix milliseconds."""
+        return f"{self.base}:alive"
+
+    @property
+    def events(self) -> str:
+        """Stream: what happened to leases."""
+        return f"{self.base}:events"
+
+    @property
+    def dead(self) -> str:
+        """Stream: announcements that were given up, and why."""
+        return f"{self.base}:dead"

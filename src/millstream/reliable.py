@@ -157,6 +157,11 @@ class ReliableStream:
         """Somebody wants no more entries of this stream to be read for now; as of the last `look`."""
 
     @property
+    def readable(self) -> bool:
+        """True if entries may be taken from it for now."""
+        return not self.paused
+
+    @property
     def token(self) -> int:
         """The fencing token of the workers, once this one has joined."""
         return self._ledger.token

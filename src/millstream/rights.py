@@ -11,7 +11,7 @@ from enum import StrEnum
 from typing import Literal
 
 from millstream.errors import ConfigError
-from millstream.naming import PREFIX, check_identifier, check_stream, hash_tag, to_wire
+from millstream.naming import PREFIX, ServiceKeys, check_identifier, check_stream, hash_tag, to_wire
 
 ANY = "*"
 """The pattern of all streams."""
@@ -23,6 +23,7 @@ class RoleName(StrEnum):
     WORKER = "worker"
     SPARK = "spark"
     PRODUCER = "producer"
+    LEASES = "leases"
     OPERATOR = "operator"
 
 
@@ -30,15 +31,22 @@ _LINES = "exists hdel hexists hget hkeys llen lpush lrange rpush time unlink xcl
 _GROUP = "exists hexists hkeys hmget xclaim xgroup|create xgroup|delconsumer xinfo|consumers xinfo|groups"
 _TAKEOVER = f"{_LINES} {_GROUP} del hset xpending xrevrange"
 _MAY_COMMIT = "hdel hincrby hset xadd"
+_SERVICE = (
+    "hdel hget hincrby hset lpush sadd scard srandmember srem time xack xadd xclaim xdel xgroup|create "
+    "xgroup|delconsumer xpending xrange zrem"
+)
 
 SCRIPTS: Mapping[str, str] = {
     "ack": "xack xpending",
     "adopt": f"{_LINES} hmget linsert lpos xpending",
     "advance": "hdel hmget hset unlink",
     "arrive": f"{_LINES} hset hsetnx",
+    "balance": f"{_SERVICE} exists get hexists hgetall hlen hsetnx incrby llen lpop lrange pexpire smembers xgroup|setid "
+    "xinfo|groups xinfo|stream xlen xreadgroup zadd zrange zrangebyscore zscore",
     "begin": f"{_TAKEOVER} {_MAY_COMMIT} hlen",
     "cancel": "hdel zrem",
     "checkpoint": f"{_GROUP} del hset time unlink xack xpending",
+    "claim_stream": f"{_SERVICE} hexists lrem zscore",
     "commit": f"{_LINES} get hincrby hmget hset lpop set type xack xadd xpending",
     "count": "xrange",
     "dismiss": "xclaim xgroup|delconsumer xinfo|consumers xpending",
@@ -46,6 +54,7 @@ SCRIPTS: Mapping[str, str] = {
     "expect": f"{_LINES} hincrby hset hsetnx",
     "extend": f"{_LINES} zadd",
     "forget": "hdel hget unlink",
+    "hand_in": f"{_SERVICE} hexists lrem",
     "hold": "hget xclaim xpending",
     "join": f"{_TAKEOVER} {_MAY_COMMIT} xack xgroup|setid",
     "leave": f"{_LINES} hmget xrange",
@@ -55,6 +64,7 @@ SCRIPTS: Mapping[str, str] = {
     "recover": f"{_LINES} hgetall hincrby lindex xpending",
     "redrive": "type xadd xdel xrange",
     "release": f"{_LINES} hset lindex xpending zadd",
+    "retire": _SERVICE,
     "route": f"{_LINES} {_GROUP} hset xgroup|setid",
     "seal": "hmget hset type xinfo|stream",
     "send_on": "get hget hset set xadd",
@@ -128,8 +138,16 @@ ROLES: Mapping[RoleName, Role] = {
         looks="never",
         own_keys=(*_DELAYED, *_LAYOUT, "producer:*", "once:*"),
     ),
+    RoleName.LEASES: Role(
+        scripts=("balance", "claim_stream", "hand_in", "retire"),
+        direct="xadd xread",
+        writes=False,
+        looks="never",
+        own_keys=(),
+        app_keys=(f"{PREFIX}:{{app}}.*-input", f"{PREFIX}:{{{{{PREFIX}:{{app}}.*-input}}}}:*"),
+    ),
     RoleName.OPERATOR: Role(
-        scripts=("count", "dismiss", "redrive", "steer", *_GROW),
+        scripts=("count", "dismiss", "redrive", "steer", "hand_in", *_GROW),
         direct="hdel hget hgetall hlen hmget hscan hset lindex llen lrange time xautoclaim xclaim xdel xgroup|create "
         "xgroup|delconsumer xgroup|destroy xgroup|setid xinfo|consumers xinfo|groups xinfo|stream xlen xpending xrange "
         "xread xrevrange zrange",
@@ -166,6 +184,7 @@ def rule(
     streams: Sequence[str] = (ANY,),
     outputs: Sequence[str] = (),
     app: str | None = None,
+    services: Sequence[str] = (),
     cluster: bool = False,
 ) -> Rule:
     """The rights that `user` needs to be all of `roles`.
@@ -173,6 +192,7 @@ def rule(
     * `streams`: names or glob patterns of the streams that are read, or published to
     * `outputs`: those that handlers write to
     * `app`: whose handlers; None for all apps
+    * `services`: those that streams are announced to, beside the handlers' own
     * `cluster`: with what a client of Redis Cluster asks
 
     Raises ConfigError for names that cannot be used.
@@ -181,7 +201,10 @@ def rule(
     named = check_identifier("app name", app) if app else ANY
     looking = any(map(_is_pattern, streams))
     commands = set(_CLUSTER if cluster else ())
-    keys = dict.fromkeys(map(_literal, streams))
+    touched = streams if any(ROLES[role].own_keys for role in roles) else ()
+    keys = dict.fromkeys(map(_literal, touched))
+    for names in map(ServiceKeys, services):
+        keys |= dict.fromkeys((names.input, f"{names.base}:*"))
     for role in map(ROLES.__getitem__, roles):
         commands |= role.commands(looking=looking)
         keys |= dict.fromkeys(map(_literal, outputs if role.writes else ()))

@@ -10,9 +10,11 @@ from tests.faults.fleet import Standstill, Tell
 def tell(capsys: pytest.CaptureFixture[str]) -> Tell:
     """Prints what a test has found, also where nothing failed."""
 
-    def print_figures(report: Report, watch: Standstill | None = None, **more: object) -> None:
-        figures = {"lost": len(report.lost), "duplicated": len(report.duplicated), "stuck": 0, "dead": report.dead}
-        figures |= {"committed": report.committed, "runs repeated": report.retries}
+    def print_figures(report: Report | None, watch: Standstill | None = None, **more: object) -> None:
+        figures = {}
+        if report is not None:
+            figures = {"lost": len(report.lost), "duplicated": len(report.duplicated), "stuck": 0, "dead": report.dead}
+            figures |= {"committed": report.committed, "runs repeated": report.retries}
         words = [f"{name} {count}" for name, count in {**figures, **more}.items()]
         words += [f"longest standstill {watch.longest_s:.2f} s"] if watch else []
         with capsys.disabled():

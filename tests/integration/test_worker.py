@@ -34,7 +34,7 @@ def client(millstream_url: str) -> Iterator[Client]:
 
 def make(function: Callable[..., Any], **options: Any) -> Handler:
     app = App("app")
-    streams = () if "pattern" in options else ("in",)
+    streams = () if {"pattern", "announced"} & options.keys() else ("in",)
     app.handler(*streams, **{"name": "handle", "into": "out", "retry": Retry(attempts=3, delay_ms=10), **options})(
         function
     )

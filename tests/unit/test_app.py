@@ -74,7 +74,7 @@ async def async_key(message: Message) -> str:
 
 MISTAKES: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], str]] = [
     (takes_order, (), {}, "name the streams it reads"),
-    (takes_order, ("a",), {"pattern": "b*"}, "one of the two"),
+    (takes_order, ("a",), {"pattern": "b*"}, "one of the three"),
     (takes_order, ("a", "a"), {}, "named twice"),
     (takes_order, ("",), {}, "non-empty text"),
     (takes_order, ("a",), {"keyy": "customer"}, "unknown option 'keyy'; did you mean 'key'?"),

@@ -13,7 +13,7 @@ from millstream.rights import ROLES, SCRIPTS, RoleName, rule
 
 CALL = re.compile(r"(?:redis\.p?call|\bcall|\btry|\bmay)\(\s*'([A-Z]+)'(?:,\s*'([A-Z]+)')?")
 CONTAINERS = ("XGROUP", "XINFO")
-PARTS = {"ids", "moving", "sealed", "rights", "group", "lines", "takeover"}
+PARTS = {"ids", "moving", "sealed", "rights", "group", "lines", "takeover", "service"}
 
 
 def commands_in(lua: str) -> set[str]:
@@ -70,7 +70,7 @@ def test_only_who_looks_for_streams_may_scan() -> None:
         named = rule("u", [role], streams=["orders"]).commands
         assert ("scan" in named) == (role is RoleName.OPERATOR)
         by_pattern = rule("u", [role], streams=["orders*"]).commands
-        assert ("scan" in by_pattern) == (role is not RoleName.PRODUCER)
+        assert ("scan" in by_pattern) == (role not in (RoleName.PRODUCER, RoleName.LEASES))
 
 
 @pytest.mark.parametrize("options", [{"user": "a b"}, {"app": "a.b"}, {"streams": [""]}, {"streams": ["a}b"]}])

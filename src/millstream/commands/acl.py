@@ -23,6 +23,9 @@ def acl(
     ] = None,
     into: Annotated[list[str] | None, typer.Option(help="A stream that handlers write to; may be repeated.")] = None,
     app: Annotated[str | None, typer.Option(help="Only this app's handlers.")] = None,
+    service: Annotated[
+        list[str] | None, typer.Option(help="A service that streams are announced to; may be repeated.")
+    ] = None,
     cluster: Annotated[
         bool, typer.Option("--cluster", help="For a Redis Cluster: run the lines on every node.")
     ] = False,
@@ -30,13 +33,13 @@ def acl(
 ) -> None:
     """Print ACL SETUSER lines with the rights that are needed, and no more. Nothing is changed.
 
-    Roles: worker (millstream worker), spark (millstream run), producer (Producer, millstream publish) and operator
-    (all commands that look or mend). Run the lines with redis-cli, then give each user a password.
+    Roles: worker (millstream worker), spark (millstream run), producer (Producer, millstream publish), leases (a
+    Balancer; for order="stream" beside worker) and operator (all commands that look or mend). Run the lines with redis-cli, then give each user a password.
     """
     chosen = tuple(dict.fromkeys(roles or ROLES))
     users = {user: chosen} if user else {f"{PREFIX}-{role}": (role,) for role in chosen}
     found = [
-        rule(name, some, streams=stream or (ANY,), outputs=into or (), app=app, cluster=cluster)
+        rule(name, some, streams=stream or (ANY,), outputs=into or (), app=app, services=service or (), cluster=cluster)
         for name, some in users.items()
     ]
     if as_json:

@@ -42,6 +42,10 @@ FAMILIES: Mapping[str, tuple[str, str]] = {
     "park": ("millstream.commands.keys:park", "Have a key's messages wait for a person."),
     "unpark": ("millstream.commands.keys:unpark", "Have a parked key go on."),
     "skip": ("millstream.commands.keys:skip", "Make the first message of a key a dead letter."),
+    "streams": ("millstream.commands.streams:streams", "Show which consumer has a lease on which stream."),
+    "announce": ("millstream.commands.streams:announce", "Have a service's consumers share one more stream."),
+    "release": ("millstream.commands.streams:release", "Have somebody else take over leased streams."),
+    "done": ("millstream.commands.streams:done", "Forget leased streams that have no more to come."),
     "partitions": ("millstream.commands.partitions:partitions", "Show and grow the partitions of a base."),
     "dlq": ("millstream.commands.dlq:dlq", "List, show, redrive and purge dead letters."),
 }

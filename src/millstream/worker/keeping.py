@@ -17,6 +17,7 @@ from millstream.worker.report import Report
 
 logger = logging.getLogger(__name__)
 
+_LOOK_MS_EACH = 2.0
 _EXTENSIONS = 3
 _GRACE_MS = 1_000.0
 _MEASURE_MS = 5_000.0
@@ -64,7 +65,9 @@ class Keeper:
 
     @property
     def _pause_ms(self) -> float:
-        return min(self._policy.sweep_ms, self._policy.claim_ms / _EXTENSIONS)
+        # The more streams there are, the less often each is looked at.
+        sweep_ms = max(self._policy.sweep_ms, _LOOK_MS_EACH * len(self._streams))
+        return min(sweep_ms, self._policy.claim_ms / _EXTENSIONS)
 
     def watch(self, over: threading.Event) -> None:
         """Entries that are not extended others may run: that is for their commits to find out, and needs no watch."""

@@ -11,7 +11,7 @@ from millstream.client import Client, Script
 from millstream.clock import Clock
 from millstream.errors import Unavailable
 from millstream.keyed import KeyedStream, Lease
-from millstream.naming import HandlerKeys, to_wire
+from millstream.naming import HandlerKeys, from_wire, to_wire
 from millstream.reliable import Delivery
 from millstream.worker.allowance import Allowed
 from millstream.worker.policy import WorkerPolicy
@@ -25,6 +25,7 @@ _ROUTER_MS = 3_000
 _ROUTED_AT_ONCE = 1_000
 _IDLE_S = 0.02
 _SWEEP_MS_EACH = 1.0
+_LOOK_MS_EACH = 20.0
 _TRUSTED_LOSSES = 1
 
 
@@ -42,6 +43,8 @@ class LineTaker(Taker[KeyedStream]):
         self._keys_of = keys_of
         self._with_state = with_state
         self._on_suspect = on_suspect
+        self.sweep_ms_each = _SWEEP_MS_EACH
+        """The more streams there are, the less often each is asked: every so many milliseconds times their number."""
         self._due_ms: dict[str, float] = {}
         self._turn = 0
 
@@ -52,8 +55,9 @@ class LineTaker(Taker[KeyedStream]):
         self._turn += 1  # with the room that there is, each may be the first
         at = self._turn % max(1, len(due))
         for name in (*due[at:], *due[:at]):
-            if taken < room:
-                taken += self._take_of(self._streams[name], room - taken, allowed.count)
+            stream = self._streams.get(name)  # it may have gone to another worker meanwhile
+            if taken < room and stream is not None:
+                taken += self._take_of(stream, room - taken, allowed.count)
         self._hand.found(taken, room)
         if not taken:
             self._wait(allowed.streams, allowed.until_ms, stopping)
@@ -66,7 +70,7 @@ class LineTaker(Taker[KeyedStream]):
         )  # fmt: skip
         if not taken.leases:
             # Leases that others take meanwhile may run out, too; the more streams there are, the less often each is asked.
-            sweep_ms = max(self._policy.sweep_ms, _SWEEP_MS_EACH * len(self._streams))
+            sweep_ms = max(self._policy.sweep_ms, self.sweep_ms_each * len(self._streams))
             self._due_ms[stream.stream] = now_ms + (sweep_ms if taken.wait_ms is None else min(sweep_ms, taken.wait_ms))
         new = 0
         trusted: list[Lease] = []
@@ -118,18 +122,20 @@ class Router:
 
     def __init__(
         self, client: Client, clock: Clock, policy: WorkerPolicy, *, token: str,
-        keys_of: Callable[[str], HandlerKeys], paused: Callable[[str], bool],
+        keys_of: Callable[[str], HandlerKeys], readable: Callable[[str], bool],
     ) -> None:  # fmt: skip
         self._client = client
         self._clock = clock
         self._policy = policy
         self._token = token
         self._keys_of = keys_of
-        self._paused = paused
+        self._readable = readable
         self._ask_due_ms = 0.0
         self._asked: list[str] = []
         self._held: list[str] = []
         self._full: set[str] = set()
+        self._fresh: set[str] = set()
+        self._all_due_ms = 0.0
         self.streams: dict[str, KeyedStream] = {}
         """Those to route, on a connection of their own; others add to them."""
 
@@ -143,9 +149,11 @@ class Router:
         while not stopping.is_set():
             try:
                 mine = self._mine()
-                routed = [stream.route(count=_ROUTED_AT_ONCE, most_pending=self._policy.look_ahead) for stream in mine]
-                self._say_full(mine)
-                if not any(routed):
+                due = self._due(mine)
+                routed = [one.route(count=_ROUTED_AT_ONCE, most_pending=self._policy.look_ahead) for one in due]
+                self._say_full(due)
+                self._fresh = {one.stream for one, count in zip(due, routed, strict=True) if count}
+                if not self._fresh:
                     self._wait([one for one in mine if one.stream not in self._full], stopping)
             except Unavailable as error:
                 self._ask_due_ms = 0.0
@@ -162,7 +170,23 @@ class Router:
             calls = [(NAME, (self._keys_of(name).router,), (self._token, _ROUTER_MS)) for name in self._asked]
             held = self._client.scripts(calls)
             self._held = [name for name, is_held in zip(self._asked, held, strict=True) if is_held]
-        return [self.streams[name] for name in self._held if not self._paused(name)]
+        # Others may have taken some away meanwhile.
+        streams = self.streams.copy()
+        return [streams[name] for name in self._held if name in streams and self._readable(name)]
+
+    def leave(self, name: str) -> None:
+        """Route a stream no more, and let another worker begin at once. For another thread than the router's."""
+        if self.streams.pop(name, None) is not None:
+            with contextlib.suppress(Unavailable):
+                self._client.script(NAME, (self._keys_of(name).router,), (self._token, 0))
+
+    def _due(self, mine: Sequence[KeyedStream]) -> Sequence[KeyedStream]:
+        """Those that have new entries, as far as is known; now and then all: what is known is no more than a hint."""
+        now_ms = self._clock.monotonic_ms()
+        if now_ms < self._all_due_ms:
+            return [one for one in mine if one.stream in self._fresh or one.stream in self._full]
+        self._all_due_ms = now_ms + max(_ROUTER_MS / 3, _LOOK_MS_EACH * len(mine))
+        return mine
 
     def _say_full(self, mine: Sequence[KeyedStream]) -> None:
         for stream in mine:
@@ -177,11 +201,13 @@ class Router:
     def _wait(self, mine: Sequence[KeyedStream], stopping: threading.Event) -> None:
         if not mine or (self._client.is_cluster and len(mine) > 1):
             stopping.wait(_IDLE_S if mine else self._policy.sweep_ms / 1000)
+            self._fresh = {one.stream for one in mine}
             return
         block_ms = min(self._policy.block_ms, _ROUTER_MS // 3)
         after = [one.routed for one in mine]
         names = [one.stream for one in mine]
-        self._client.execute("XREAD", "COUNT", 1, "BLOCK", block_ms, "STREAMS", *names, *after)
+        found = self._client.execute("XREAD", "COUNT", 1, "BLOCK", block_ms, "STREAMS", *names, *after)
+        self._fresh = {from_wire(name) for name, _ in found or ()}
 
     def _let_go(self) -> None:
         with contextlib.suppress(Unavailable):

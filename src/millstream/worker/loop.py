@@ -29,6 +29,7 @@ from millstream.worker.policy import WorkerPolicy
 from millstream.worker.report import Report
 from millstream.worker.runners import AsyncRunner, PlainRunner, Runner
 from millstream.worker.sides import EntrySide, LineSide, Means, Side
+from millstream.worker.streams import StreamSide
 
 logger = logging.getLogger(__name__)
 
@@ -274,6 +275,8 @@ class ReadingLoop:
 def _side_of(means: Means) -> Side:
     if means.handler.partitions:
         return PartitionSide(means)
+    if means.handler.order == "stream":
+        return StreamSide(means)
     return EntrySide(means) if means.handler.key is None else LineSide(means)
 
 

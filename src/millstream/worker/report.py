@@ -23,7 +23,7 @@ class Report:
         self.retried = self.refused = self.handed_back = self.trimmed = self.parked = 0
         self._reading = False
         self._handler = handler
-        self._metrics = metrics
+        self.metrics = self._metrics = metrics
         self._progress: Progress | None = health.progress(handler, run_within_ms=time_limit_ms) if health else None
 
     def figures(self) -> dict[str, int]:

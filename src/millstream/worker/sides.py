@@ -115,7 +115,7 @@ class EntrySide:
 
     def find(self, looking: Client) -> Sequence[str]:
         """See Side."""
-        return _streams_of(self._means.handler, looking)
+        return streams_of(self._means.handler, looking)
 
     def join(self, name: str) -> None:
         """See Side."""
@@ -170,7 +170,7 @@ class LineSide:
         self._routing = Client(m.url, clock=m.clock)
         self._router = Router(
             self._routing, m.clock, m.policy, token=secrets.token_hex(8), keys_of=self._keys_of,
-            paused=lambda name: self.streams[name].paused,
+            readable=lambda name: name in self.streams and self.streams[name].readable,
         )  # fmt: skip
         self.keeper = LeaseKeeper(
             m.pipeline, m.hand, m.report, m.clock, m.policy, streams=self.streams, on_suspect=m.suspect,
@@ -199,7 +199,7 @@ class LineSide:
 
     def find(self, looking: Client) -> Sequence[str]:
         """See Side."""
-        return _streams_of(self._means.handler, looking)
+        return streams_of(self._means.handler, looking)
 
     def join(self, name: str) -> None:
         """See Side."""
@@ -240,7 +240,8 @@ class LineSide:
         self._routing.close()
 
 
-def _streams_of(handler: Handler, looking: Client) -> Sequence[str]:
+def streams_of(handler: Handler, looking: Client) -> Sequence[str]:
+    """The streams that there are now, of those that the handler reads."""
     return handler.streams or looking.scan_streams(handler.pattern or "*")
 
 

@@ -38,7 +38,7 @@ class Taker(ABC, Generic[S_co]):
     def take(self, room: int, stopping: threading.Event) -> None:
         """Take as much as there is `room` for, or wait for a while. Raises RedisError."""
         self._report.polling()
-        allowed = self._allowance.ask([one for one in list(self._streams.values()) if not one.paused])
+        allowed = self._allowance.ask([one for one in list(self._streams.values()) if one.readable])
         if allowed.streams:
             self._take(allowed, room, stopping)
         else:

@@ -1,0 +1,17 @@
+#!lua
+-- A consumer leaves: others may have all its streams at once, and its name is free.
+--
+-- KEYS  1 the input stream   2 meta (hash)
+-- ARGV  1 consumer group   2 consumer   3 its incarnation
+-- REPLY number of streams that it had
+--
+-- INVARIANT  Nothing is acknowledged that is not done. A name that another process has by now is left alone.
+
+-- include service
+
+local group, consumer = ARGV[1], ARGV[2]
+if not is_alive(consumer, ARGV[3]) then return 0 end
+local count = redis.call('SCARD', set_of(consumer))
+bury(group, consumer, 'released', count)
+tell('left', '', consumer)
+return count

@@ -1,0 +1,122 @@
+"""Workers of a handler with order="stream": each has leases on whole streams, and works on those only."""
+
+import logging
+import threading
+from collections.abc import Mapping, Sequence
+
+from millstream.balancer import Balancer, BalancerPolicy, Lease, StreamAdded, StreamDisowned, Terminated, announce
+from millstream.client import Client
+from millstream.errors import ConfigError, LeaseError, RedisError, Unavailable
+from millstream.handlers import Handler
+from millstream.keyed import KeyedStream
+from millstream.naming import PREFIX, ServiceKeys, to_wire
+from millstream.worker.sides import LineSide, Means, Round, streams_of
+
+logger = logging.getLogger(__name__)
+
+_LOOK_S = 0.05
+_LONGEST_LEASE_MS = 10_000
+_ASKED_AT_ONCE = 1_000
+_SWEEP_MS_EACH = 20.0  # nobody else takes lines of its streams
+
+
+def service_of(handler: Handler) -> str:
+    """The service whose consumers are the handler's workers."""
+    return handler.announced or f"{PREFIX}:{handler.label}"
+
+
+class StreamSide(LineSide):
+    """A LineSide on the streams that this worker has leases on, which come and go while it works.
+
+    The lease on a stream says who is to work on it; what may be committed, the lease on its one line says, as for keys. So
+    a stream can change hands at once: what still runs on it is finished, or refused, under the line's lease.
+    """
+
+    def __init__(self, means: Means) -> None:
+        super().__init__(means)
+        m = means
+        self.taker.sweep_ms_each = _SWEEP_MS_EACH
+        self._service = service_of(m.handler)
+        self._balancer = Balancer(
+            m.url, self._service, consumer=m.consumer, clock=m.clock, metrics=m.report.metrics,
+            policy=BalancerPolicy(lease_ms=max(1_000, min(m.policy.claim_ms, _LONGEST_LEASE_MS))),
+            replaces=True,  # the supervisor holds the name, and has one process of that name at a time
+        )  # fmt: skip
+        self._is_member = False
+        self._leaving: dict[str, Lease] = {}
+
+    def find(self, looking: Client) -> Sequence[str]:
+        """See Side. Streams that nobody has announced are announced; which are its own, the worker is told later."""
+        if not self._is_member:
+            self._balancer.start()
+            self._is_member = True
+        if self._means.handler.announced is None:
+            keys = ServiceKeys(self._service)
+            names = [name for name in streams_of(self._means.handler, looking) if name != keys.input]
+            for at in range(0, len(names), _ASKED_AT_ONCE):
+                some = names[at : at + _ASKED_AT_ONCE]
+                known = looking.execute("HMGET", keys.streams, *map(to_wire, some))
+                for name, announcement in zip(some, known, strict=True):
+                    if announcement is None:
+                        announce(looking, self._service, name)
+        return ()
+
+    def rounds(self) -> Mapping[str, Round]:
+        """See Side."""
+        return {**super().rounds(), "leases": self._follow}
+
+    def _follow(self, stopping: threading.Event) -> None:
+        """Begin and end work on streams as leases come and go. Raises RedisError but for Unavailable, ConfigError."""
+        while not stopping.is_set():
+            match self._balancer.next(_LOOK_S):
+                case StreamAdded(lease=lease):
+                    self._begin(lease, stopping)
+                case StreamDisowned(lease=lease, why=why):
+                    self._end(lease, hand_in=why == "rebalanced")
+                case Terminated(error=error) if error is not None:
+                    raise error
+            self._forget_left()
+        self._balancer.close()
+
+    def _begin(self, lease: Lease, stopping: threading.Event) -> None:
+        name, client = lease.stream, self._means.client
+        self._leaving.pop(name, None)
+        # It may be back before what ran on it has ended.
+        join = self._rejoin if name in self.streams else self.join
+        try:
+            client.patiently(lambda: join(name), what=self._means.handler.label, give_up=stopping.is_set)
+        except ConfigError as error:
+            logger.warning("%s leaves out a stream that it has a lease on: %s", self._means.handler.label, error)
+        except Unavailable:
+            if not stopping.is_set():
+                raise
+
+    def _rejoin(self, name: str) -> None:
+        self._router.streams[name] = self._opened(KeyedStream, self._routing, name, self._means.start)
+        self.streams[name].leaving = False
+
+    def _end(self, lease: Lease, *, hand_in: bool) -> None:
+        stream = self.streams.get(lease.stream)
+        if stream is not None:
+            stream.leaving = True
+            self._router.leave(lease.stream)
+            self._leaving[lease.stream] = lease
+        if hand_in:
+            try:
+                self._balancer.release(lease.stream)
+            except (LeaseError, RedisError) as error:
+                logger.debug("the lease on %s is not given back: %s", lease.stream, error)
+
+    def _forget_left(self) -> None:
+        """Forget streams on which nothing of this worker's runs or waits any more."""
+        if not self._leaving:
+            return
+        busy = {lease.stream.stream for lease in self._means.hand.leases.copy()}
+        for name in [name for name in self._leaving if name not in busy]:
+            del self._leaving[name]
+            self.streams.pop(name, None)
+
+    def close(self) -> None:
+        """See Side."""
+        super().close()
+        self._balancer.close()

@@ -1,0 +1,323 @@
+"""What a program can ask of its balancer, and what it gets for an answer."""
+
+import asyncio
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from millstream.balancer import (
+    Balancer,
+    BalancerPolicy,
+    Lease,
+    Notice,
+    StreamAdded,
+    StreamDisowned,
+    Terminated,
+    announce,
+)
+from millstream.client import Client
+from millstream.errors import AlreadyOwned, ConfigError, LeaseLost, StreamNotFound, Unavailable
+from millstream.metrics import (
+    LEASE_CLAIMS,
+    LEASE_NOTICES,
+    LEASE_STREAMS,
+    LEASES_ENDED,
+    LEASES_LASTED,
+    LEASES_LOST,
+    LEASES_TAKEN,
+    Recorder,
+)
+from tests.integration.balancers import (
+    KEYS,
+    SERVICE,
+    Watch,
+    announced,
+    bid,
+    dead,
+    eventually,
+    expire,
+    free,
+    hear,
+    hear_added,
+    joined,
+    names,
+    owners,
+    peer,
+    pending,
+    round_of,
+    silent,
+)
+
+
+@pytest.fixture
+def client(millstream_url: str) -> Iterator[Client]:
+    with Client(millstream_url) as opened:
+        yield opened
+
+
+# --- Methods ---
+
+
+def test_what_is_done_is_forgotten_and_may_be_announced_anew(client: Client) -> None:
+    announced(client, "s1", "s2")
+    with joined(client.url, "a") as balancer:
+        first = hear_added(balancer, 2)
+        balancer.done("s1")
+        assert owners(client) == {"s2": "a"}
+        assert client.execute("XLEN", KEYS.input) == 1
+        assert list(pending(client)) == [first["s2"].lease.announced]
+        balancer.announce("s1")
+        assert hear(balancer, StreamAdded).lease.token > first["s1"].lease.token
+        balancer.done("s1", "s2", "s2")
+        assert client.execute("EXISTS", KEYS.owners, KEYS.streams, KEYS.free) == 0
+        assert pending(client) == {}
+
+
+def test_only_the_owner_is_done_with_a_stream(client: Client) -> None:
+    announced(client, "s1")
+    with joined(client.url, "a") as balancer:
+        hear(balancer, StreamAdded)
+        round_of(client, "b")
+        announced(client, "s2")
+        eventually(lambda: peer(client, "b").round(bid()).has == 1, "a share")
+        with pytest.raises(LeaseLost) as raised:
+            balancer.done("s1", "s2", "never heard of")
+        assert raised.value.stream == "s2"
+        assert "never heard of" in str(raised.value)
+        assert owners(client) == {"s2": "b"}, "what was its own is done"
+
+
+def test_late_work_under_an_old_lease_does_not_end_the_new_one(client: Client) -> None:
+    announced(client, "s1")
+    with joined(client.url, "a") as balancer:
+        old = hear_added(balancer, 1)["s1"].lease
+        balancer.expect("s1", 1)
+        hear(balancer, StreamDisowned)
+        new = hear(balancer, StreamAdded).lease
+        with pytest.raises(LeaseLost):
+            balancer.done(old)
+        assert owners(client) == {"s1": "a"}
+        balancer.done(new)
+        assert owners(client) == {}
+
+
+def test_a_name_whose_holder_is_known_to_be_dead_is_taken_over_at_once(client: Client) -> None:
+    announced(client, "s1")
+    dead_one = peer(client, "a")
+    (lease,) = dead_one.round(bid(lease_ms=60_000)).given
+    with joined(client.url, "a", options={"replaces": True}) as balancer:
+        assert hear_added(balancer, 1)["s1"].lease.token > lease.token
+    assert dead_one.hand_in("done", [lease]) == {"s1"}
+
+
+def test_a_lease_that_redis_has_given_to_another_is_refused(client: Client) -> None:
+    watch = Watch()
+    announced(client, "s")
+    with joined(client.url, "a", lease_ms=300_000, options={"clock": watch}) as balancer:
+        hear(balancer, StreamAdded)
+        expire(client, "a")
+        assert [lease.stream for lease in round_of(client, "b").given] == ["s"]
+        with pytest.raises(LeaseLost, match="'s'"):
+            balancer.done("s")
+        assert owners(client) == {"s": "b"}
+        assert balancer.leases == []
+
+
+def test_a_released_stream_is_anybodys_at_once(client: Client) -> None:
+    announced(client, "s")
+    with joined(client.url, "a", "b", lease_ms=60_000) as (first, second):
+        old = hear(first, StreamAdded).lease
+        first.release("s")
+        takers = [notice for one in (first, second) if (notice := one.next(0.7))]
+        assert [type(notice) for notice in takers] == [StreamAdded]
+        new = takers[0]
+        assert isinstance(new, StreamAdded)
+        assert new.lease.token > old.token
+
+
+def test_a_claim_takes_what_is_free_and_refuses_all_else(client: Client) -> None:
+    announced(client, "s1", "s2")
+    given = round_of(client, "b").given
+    with joined(client.url, "a", moves=0.0001, most_streams=1) as balancer:
+        with pytest.raises(AlreadyOwned) as raised:
+            balancer.claim("s1")
+        assert (raised.value.stream, raised.value.consumer) == ("s1", "b")
+        with pytest.raises(StreamNotFound, match="nowhere"):
+            balancer.claim("nowhere")
+        peer(client, "b").hand_in("released", given)
+        eventually(lambda: len(balancer.leases) == 1, "its share")
+        other = free(client)[0]
+        lease = balancer.claim(other)
+        assert balancer.claim(other) == lease
+        assert owners(client) == {"s1": "a", "s2": "a"}
+        assert balancer.lease(other) == lease
+        assert free(client) == []
+
+
+def test_a_claim_takes_what_the_dead_have_left_before_anybody_has_looked(client: Client) -> None:
+    announced(client, "s")
+    old = round_of(client, "b").given[0]
+    round_of(client, "a")
+    expire(client, "b")
+    lease = peer(client, "a").claim("s")
+    assert (lease.losses, lease.token > old.token) == (1, True)
+    assert owners(client) == {"s": "a"}
+
+
+def test_of_many_who_claim_a_stream_one_gets_it(client: Client) -> None:
+    announced(client, "s")
+    given = round_of(client, "b", limit=1).given
+    consumers = names(4)
+    with joined(client.url, *consumers, recover="claim") as balancers:
+        peer(client, "b").hand_in("released", given)
+        results: list[object] = []
+
+        def claim(balancer: Balancer) -> None:
+            try:
+                results.append(balancer.claim("s"))
+            except AlreadyOwned as error:
+                results.append(error.consumer)
+
+        threads = [threading.Thread(target=claim, args=(one,)) for one in balancers]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        winner = owners(client)["s"]
+        assert sorted(map(str, results[1:])) == sorted([winner] * 3) or results.count(winner) == 3
+        assert sum(isinstance(one, Lease) for one in results) == 1
+
+
+def test_a_closed_consumer_leaves_at_once_and_may_be_closed_again(client: Client) -> None:
+    announced(client, *names(4))
+    with joined(client.url, "a", "b", lease_ms=60_000, moves=1.0, drain_ms=60_000) as (first, second):
+        hear_added(first, 4)
+        left = [first.close(), first.close()]
+        assert left == [4, 0]
+        began_s = time.monotonic()
+        added = hear_added(second, 4)
+        assert time.monotonic() - began_s < 2.0
+        assert {one.lease.losses for one in added.values()} == {0}
+    assert sorted(free(client)) == names(4)
+
+
+def test_to_close_without_streams_takes_no_time_and_is_seen_at_once(client: Client) -> None:
+    with joined(client.url, "a", lease_ms=60_000) as balancer:
+        eventually(lambda: client.execute("INFO", "clients").find(b"blocked_clients:1") > 0, "it to wait")
+        began_s = time.monotonic()
+        assert balancer.close() == 0
+        assert time.monotonic() - began_s < 1.0
+        assert isinstance(balancer.next(0), Terminated)
+
+
+def test_a_balancer_is_closed_by_its_own_reader(client: Client) -> None:
+    announced(client, "s")
+    with joined(client.url, "a") as balancer:
+        heard: list[Notice] = []
+        for notice in balancer:
+            heard.append(notice)
+            balancer.close()
+    assert [type(one) for one in heard] == [StreamAdded, Terminated]
+
+
+def test_every_reader_hears_of_the_end(client: Client) -> None:
+    with joined(client.url, "a") as balancer:
+        ended = []
+        readers = [threading.Thread(target=lambda: ended.append(list(balancer)), daemon=True) for _ in range(3)]
+        for reader in readers:
+            reader.start()
+        balancer.close()
+        for reader in readers:
+            reader.join(2.0)
+        assert len(ended) == 3
+        assert sum(map(len, ended)) == 1
+
+
+def test_it_is_read_in_an_event_loop(client: Client) -> None:
+    announced(client, "s1")
+
+    async def program(balancer: Balancer) -> list[Notice]:
+        found: list[Notice] = []
+        async for notice in balancer:
+            found.append(notice)
+            if len(found) == 1:
+                await asyncio.to_thread(balancer.announce, "s2")
+            if len(found) == 2:
+                await asyncio.to_thread(balancer.close)
+        return found
+
+    with joined(client.url, "a") as balancer:
+        heard = asyncio.run(asyncio.wait_for(program(balancer), 10))
+    assert [one.stream for one in heard if isinstance(one, StreamAdded)] == ["s1", "s2"]
+    assert isinstance(heard[-1], Terminated)
+
+
+def test_it_is_started_once_and_ends_even_if_it_never_was(millstream_url: str) -> None:
+    with joined(millstream_url, "a") as balancer, pytest.raises(ConfigError, match="started once"):
+        balancer.start()
+    idle = Balancer(millstream_url, SERVICE, consumer="idle")
+    assert idle.close() == 0
+    assert [type(one) for one in idle] == [Terminated]
+
+
+def test_it_does_not_start_without_redis() -> None:
+    balancer = Balancer("redis://127.0.0.1:1", SERVICE, policy=BalancerPolicy(lease_ms=300))
+    with pytest.raises(Unavailable):
+        balancer.start()
+
+
+@pytest.mark.parametrize("name", ["", "a b", "x" * 101, "a/b"])
+def test_a_consumer_has_a_name_that_keys_can_hold(name: str) -> None:
+    if name:
+        with pytest.raises(ConfigError, match="consumer name"):
+            Balancer("redis://127.0.0.1:1", SERVICE, consumer=name)
+    else:
+        assert Balancer("redis://127.0.0.1:1", SERVICE, consumer=name).consumer
+
+
+def test_an_announcement_must_be_one(client: Client) -> None:
+    with pytest.raises(ConfigError, match="must have a name"):
+        announce(client, SERVICE, "")
+    with pytest.raises(ConfigError, match="cannot be announced"):
+        announce(client, SERVICE, "s", object())
+    assert client.execute("EXISTS", KEYS.input) == 0
+
+
+def test_a_stream_that_is_announced_twice_has_one_owner(client: Client) -> None:
+    announced(client, "s", "s")
+    with joined(client.url, "a", "b") as (first, second):
+        lease = hear(first, StreamAdded).lease
+        first.announce("s", "again")
+        assert silent(first)
+        assert silent(second)
+        assert owners(client) == {"s": "a"}
+        assert list(pending(client)) == [lease.announced]
+        assert client.execute("XLEN", KEYS.input) == 1
+
+
+def test_what_happens_is_measured(client: Client) -> None:
+    recorder = Recorder()
+    announced(client, "s1", "s2")
+    dying = round_of(client, "b").given
+    with joined(client.url, "a", options={"metrics": recorder}, most_streams=1) as balancer:
+        with pytest.raises(AlreadyOwned):
+            balancer.claim("s1")
+        peer(client, "b").hand_in("done", dying[:1])
+        expire(client, "b")
+        hear(balancer, StreamAdded)
+        assert recorder.value(LEASES_LOST, service=SERVICE) == 1
+        assert recorder.value(LEASES_TAKEN, service=SERVICE) == 1
+        balancer.done(dying[1].stream)
+        assert recorder.value(LEASES_ENDED, service=SERVICE, how="done") == 1
+        assert recorder.value(LEASES_LASTED, service=SERVICE) == 1
+        assert recorder.value(LEASE_CLAIMS, service=SERVICE, outcome="AlreadyOwned") == 1
+        assert recorder.value(LEASE_NOTICES, service=SERVICE, notice="StreamAdded") == 1
+        announced(client, "s3", "s4")
+        hear(balancer, StreamAdded)
+        eventually(lambda: recorder.value(LEASE_STREAMS, service=SERVICE, state="total") == 2, "the round after it")
+        assert recorder.value(LEASE_STREAMS, service=SERVICE, state="held") == 1
+        assert recorder.value(LEASE_STREAMS, service=SERVICE, state="share") == 1
+    assert recorder.value(LEASES_ENDED, service=SERVICE, how="closed") == 1
+    assert dead(client) == []

@@ -1,0 +1,260 @@
+"""Memory and names are lost: what a balancer does about it, on every kind of deployment."""
+
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from millstream.balancer import Balancer, BalancerPolicy, StreamAdded, StreamDisowned, announce
+from millstream.balancer.service import CLAIM, HAND_IN, RETIRE
+from millstream.client import Client
+from millstream.errors import LeaseLost, NameHeld
+from millstream.server import EmbeddedServer
+from millstream.testing.proxy import Proxy
+from millstream.testing.topologies import acl_server, cluster
+from tests.integration.balancers import (
+    KEYS,
+    LEASE_MS,
+    LONG_MS,
+    SERVICE,
+    Watch,
+    announced,
+    bid,
+    eventually,
+    expire,
+    group_consumers,
+    hear,
+    hear_added,
+    joined,
+    names,
+    owners,
+    peer,
+    pending,
+    round_of,
+    silent,
+)
+
+STEADY_MS = 3_000  # so that a slow machine costs no lease
+
+
+@pytest.fixture
+def client(millstream_url: str) -> Iterator[Client]:
+    with Client(millstream_url) as opened:
+        round_of(opened, "loader")  # so that the scripts are loaded, and called by their hash
+        peer(opened, "loader").retire()
+        for script in (CLAIM, HAND_IN, RETIRE):
+            opened.execute("SCRIPT", "LOAD", script.text)
+        yield opened
+
+
+@pytest.fixture
+def proxy(client: Client, millstream_server: EmbeddedServer) -> Iterator[Proxy]:
+    with Proxy(millstream_server.port) as made:
+        yield made
+
+
+# --- Lost memory ---
+
+
+def test_when_redis_has_lost_everything_the_owners_announce_their_streams_again(client: Client) -> None:
+    announced(client, *names(4))
+    with joined(client.url, "a", "b", lease_ms=STEADY_MS, moves=1.0) as (first, second):
+        old = hear_added(first, 4)
+        first.release(hear(first, StreamDisowned).stream, hear(first, StreamDisowned).stream)
+        old |= hear_added(second, 2)
+        client.execute("FLUSHALL")
+        gone = [hear(one, StreamDisowned) for one in (first, second) for _ in range(2)]
+        assert {one.why for one in gone} == {"forgotten"}
+        eventually(lambda: sorted(owners(client)) == names(4), "all of them")
+        found = {}
+        for one in (first, second):
+            while notice := one.next(0.3):
+                if isinstance(notice, StreamAdded):
+                    found[notice.stream] = notice.lease
+        assert {stream: lease.info for stream, lease in found.items()} == {name: {"of": name} for name in names(4)}
+        assert all(found[stream].token > old[stream].lease.token for stream in names(4))
+
+
+def test_it_is_said_again_if_the_connection_breaks_over_it(client: Client, proxy: Proxy) -> None:
+    announced(client, "s1", "s2")
+    with joined(proxy.url, "a", lease_ms=STEADY_MS) as balancer:
+        hear_added(balancer, 2)
+        proxy.cut_before("XADD")
+        client.execute("FLUSHALL")
+        assert {hear(balancer, StreamDisowned).why for _ in range(2)} == {"forgotten"}
+        assert hear_added(balancer, 2).keys() == {"s1", "s2"}
+        assert sum(proxy.cuts.values()) == 1
+
+
+def test_streams_outlive_a_redis_that_forgets_and_is_away_for_longer_than_the_lease(
+    millstream_fresh_server: EmbeddedServer,
+) -> None:
+    server = millstream_fresh_server
+    with Client(server.url) as client:
+        announced(client, "s")
+        with joined(client.url, "a", lease_ms=LEASE_MS) as balancer:
+            old = hear(balancer, StreamAdded).lease
+            client.execute("FLUSHALL")
+            server.kill()
+            assert hear(balancer, StreamDisowned).why in ("lost contact", "forgotten")
+            time.sleep(LEASE_MS / 1000)
+            server.start()
+            new = hear(balancer, StreamAdded, 10).lease
+            assert (new.stream, new.info) == ("s", old.info)
+            assert new.token > old.token
+
+
+def test_who_has_which_announcement_is_shown_again_after_the_group_was_lost(client: Client) -> None:
+    announced(client, *names(3))
+    held = round_of(client, "a", limit=2).given
+    peer(client, "a").hand_in("released", held[:1])
+    client.execute("XGROUP", "DESTROY", KEYS.input, KEYS.group)
+    assert [lease.stream for lease in round_of(client, "b", recovers=False).given] == ["s0002"]
+    assert sorted(pending(client).values()) == ["a", "b", "waiting"]
+    assert client.execute("XLEN", KEYS.input) == 3
+
+
+def all_read(client: Client) -> bool:
+    (group,) = client.execute("XINFO", "GROUPS", KEYS.input)
+    stream = client.execute("XINFO", "STREAM", KEYS.input)
+    return bool(group[group.index(b"last-delivered-id") + 1] == stream[stream.index(b"last-generated-id") + 1])
+
+
+@pytest.mark.parametrize(
+    "lost", ["the group", "the input stream", "an announcement", "all but the input stream", "the meta hash"]
+)
+def test_no_stream_is_lost_with(client: Client, lost: str) -> None:
+    announced(client, *names(3))
+    with joined(client.url, "a", lease_ms=STEADY_MS, most_streams=2) as balancer:
+        hear_added(balancer, 2)
+        match lost:
+            case "the group":
+                client.execute("XGROUP", "DESTROY", KEYS.input, KEYS.group)
+            case "the input stream":
+                announced(client, "s9")
+                with joined(client.url, "reader", lease_ms=STEADY_MS):
+                    eventually(lambda: len(owners(client)) == 4, "all of them")
+                client.execute("DEL", KEYS.input)
+            case "an announcement":
+                client.execute("XDEL", KEYS.input, balancer.leases[0].announced)
+            case "all but the input stream":
+                client.execute("DEL", *client.execute("KEYS", f"{KEYS.base}:*"))
+            case _:
+                client.execute("DEL", KEYS.meta)
+        with joined(client.url, "b", lease_ms=STEADY_MS) as other:
+            wanted = 4 if lost == "the input stream" else 3
+            eventually(lambda: len(owners(client)) == wanted, "all of them", 8)
+            eventually(lambda: len(balancer.leases) + len(other.leases) == wanted, "all of them", 8)
+            announced(client, "new")
+            eventually(lambda: "new" in owners(client), "what is announced later")
+            eventually(lambda: all_read(client), "the end of what was announced again")
+            balancer.done(*(lease.stream for lease in balancer.leases))
+            other.done(*(lease.stream for lease in other.leases))
+            eventually(lambda: owners(client) == {} and pending(client) == {}, "the end of all", 8)
+
+
+# --- Names ---
+
+
+def test_of_two_processes_with_one_name_the_second_does_not_start(client: Client) -> None:
+    announced(client, "s")
+    with joined(client.url, "a", lease_ms=500) as first:
+        lease = hear(first, StreamAdded).lease
+        second = Balancer(client.url, SERVICE, consumer="a", policy=BalancerPolicy(lease_ms=500))
+        began_s = time.monotonic()
+        with pytest.raises(NameHeld, match="another name") as raised:
+            second.start()
+        assert raised.value.consumer == "a"
+        assert time.monotonic() - began_s > 0.9, "the other might have been dead"
+        assert second.close() == 0
+        assert first.lease("s") == lease
+        assert client.execute("HGET", KEYS.owners, "s") == b"%d a" % lease.token
+
+
+def test_a_process_that_is_started_again_under_its_name_gets_in_when_the_lease_of_the_dead_one_ends(
+    client: Client,
+) -> None:
+    announced(client, "s")
+    old = round_of(client, "a", lease_ms=LEASE_MS).given[0]
+    with joined(client.url, "a") as balancer:
+        new = hear(balancer, StreamAdded).lease
+        assert new.token > old.token
+        assert new.losses == 1
+    assert peer(client, "a").hand_in("done", [old]) == {"s"}
+
+
+def test_a_process_whose_name_was_taken_over_learns_that_its_streams_are_gone_and_waits(client: Client) -> None:
+    watch = Watch()
+    announced(client, "s")
+    with joined(client.url, "a", lease_ms=1_000, options={"clock": watch}) as slept:
+        lease = hear(slept, StreamAdded).lease
+        expire(client, "a")
+        peer(client, "a", "i2").round(bid(lease_ms=LONG_MS))
+        gone = hear(slept, StreamDisowned)
+        assert (gone.lease, gone.why) == (lease, "lost contact")
+        assert silent(slept)
+        with pytest.raises(LeaseLost):
+            slept.done("s")
+        with pytest.raises(LeaseLost):
+            slept.claim("s")
+        assert owners(client) == {"s": "a"}
+        peer(client, "a", "i2").retire()
+        assert hear(slept, StreamAdded).stream == "s"
+
+
+def test_who_leaves_late_does_not_take_its_successor_along(client: Client) -> None:
+    announced(client, "s")
+    round_of(client, "a")
+    expire(client, "a")
+    peer(client, "a", "i2").round(bid())
+    assert peer(client, "a", "i1").retire() == 0
+    assert owners(client) == {"s": "a"}
+    assert peer(client, "a", "i2").retire() == 1
+
+
+# --- Deployments ---
+
+
+def test_it_works_in_another_database(millstream_fresh_server: EmbeddedServer) -> None:
+    url = millstream_fresh_server.url.rpartition("/")[0] + "/5"
+    with Client(url) as client:
+        announced(client, "s")
+        held = round_of(client, "b", lease_ms=LEASE_MS).given
+        with joined(url, "a") as balancer:
+            assert hear(balancer, StreamAdded).lease.token > held[0].token
+    with Client(millstream_fresh_server.url) as client:
+        assert client.execute("DBSIZE") == 0
+
+
+def test_it_works_on_redis_cluster() -> None:
+    with cluster() as deployment, Client(deployment.url) as client:
+        for service in names(6):
+            announce(client, service, "s", service)
+        for service in names(6):
+            with Balancer(deployment.url, service, consumer="a", policy=BalancerPolicy(lease_ms=1_000)) as balancer:
+                lease = hear(balancer, StreamAdded).lease
+                assert lease.info == service
+                announce(client, service, "t")
+                assert hear(balancer, StreamAdded).stream == "t"
+                balancer.release("s")
+                assert hear(balancer, StreamAdded).lease.token > lease.token
+                balancer.done("s", "t")
+        assert sum(node.call("DBSIZE") > 0 for node in deployment.nodes) > 1
+
+
+def test_it_needs_no_right_to_configure_subscribe_or_look_at_other_keys() -> None:
+    rules = ["app >p ~flights-* ~millstream:* resetchannels +@all -@admin -@pubsub -config", "boss >p ~* &* +@all"]
+    with acl_server(rules) as deployment, Client(deployment.urls["boss"]) as boss:
+        boss.execute("CONFIG", "SET", "notify-keyspace-events", "")
+        announced(boss, "s1", "s2")
+        dying = round_of(boss, "b", lease_ms=LEASE_MS).given
+        with joined(deployment.urls["app"], "a") as balancer:
+            added = hear_added(balancer, 2)
+            assert all(added[lease.stream].lease.token > lease.token for lease in dying)
+            balancer.announce("s3")
+            hear(balancer, StreamAdded)
+            balancer.release("s1")
+            hear(balancer, StreamAdded)
+            balancer.done("s1", "s2", "s3")
+        assert boss.execute("ACL", "LOG") == []
+        assert group_consumers(boss) <= {"waiting"}

@@ -1,0 +1,258 @@
+"""What a program is told by its balancer, and when."""
+
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from millstream.balancer import (
+    Lease,
+    StreamAdded,
+    StreamDisowned,
+    StreamExpired,
+    Terminated,
+    announce,
+)
+from millstream.client import Client
+from millstream.errors import ConfigError, LeaseLost, WrongType
+from millstream.server import EmbeddedServer
+from millstream.testing.proxy import Proxy
+from tests.integration.balancers import (
+    KEYS,
+    LEASE_MS,
+    SERVICE,
+    Watch,
+    announced,
+    expire,
+    free,
+    hear,
+    hear_added,
+    joined,
+    names,
+    owners,
+    pending,
+    round_of,
+    silent,
+)
+
+
+@pytest.fixture
+def client(millstream_url: str) -> Iterator[Client]:
+    with Client(millstream_url) as opened:
+        yield opened
+
+
+# --- Notifications ---
+
+
+def test_an_announced_stream_is_added_with_its_information_token_and_announcement(client: Client) -> None:
+    first = announce(client, SERVICE, "before", {"rows": 3})
+    began_us = int(time.time() * 1_000_000)
+    with joined(client.url, "a") as balancer:
+        assert hear(balancer, StreamAdded).lease == Lease(
+            stream="before", token=balancer.leases[0].token, info={"rows": 3}, announced=first
+        )
+        second = balancer.announce("während ö", [None, "ü"])
+        added = hear(balancer, StreamAdded)
+        assert (added.stream, added.lease.info, added.lease.announced) == ("während ö", [None, "ü"], second)
+        tokens = [lease.token for lease in balancer.leases]
+        assert began_us - 1_000_000 < tokens[0] < tokens[1] < began_us + 60_000_000
+        assert pending(client) == {first: "a", second: "a"}
+        assert silent(balancer)
+
+
+def test_a_new_announcement_is_heard_at_once(client: Client) -> None:
+    with joined(client.url, "a", lease_ms=60_000) as balancer:
+        time.sleep(0.1)
+        announced(client, "s")
+        began_s = time.monotonic()
+        hear(balancer, StreamAdded)
+        assert time.monotonic() - began_s < 1.0
+
+
+def test_streams_of_a_consumer_that_dies_are_added_elsewhere_soon_after_its_lease(client: Client) -> None:
+    announced(client, "s1", "s2")
+    dying = round_of(client, "b", lease_ms=LEASE_MS)
+    began_s = time.monotonic()
+    assert [lease.losses for lease in dying.given] == [0, 0]
+    with joined(client.url, "a") as balancer:
+        added = hear_added(balancer, 2)
+        assert LEASE_MS / 1000 - 0.1 < time.monotonic() - began_s < LEASE_MS / 1000 + 1
+        for lease in dying.given:
+            assert added[lease.stream].lease.token > lease.token
+            assert added[lease.stream].lease.losses == 1
+
+
+def test_streams_of_the_dead_are_expired_for_a_program_that_claims_and_said_again_until_somebody_has_them(
+    client: Client,
+) -> None:
+    announced(client, "s")
+    round_of(client, "b")
+    with joined(client.url, "a", recover="claim") as balancer:
+        expire(client, "b")
+        assert hear(balancer, StreamExpired).stream == "s"
+        began_s = time.monotonic()
+        assert hear(balancer, StreamExpired).stream == "s"
+        assert time.monotonic() - began_s > LEASE_MS / 1000 - 0.1
+        assert owners(client) == {}
+        lease = balancer.claim("s")
+        assert (lease.stream, lease.info, lease.losses) == ("s", {"of": "s"}, 1)
+        assert balancer.lease("s") == lease
+        assert silent(balancer, 2 * LEASE_MS / 1000)
+
+
+def test_a_program_that_claims_still_has_its_share_of_new_streams(client: Client) -> None:
+    with joined(client.url, "a", recover="claim") as balancer:
+        announced(client, "s")
+        assert hear(balancer, StreamAdded).stream == "s"
+
+
+def test_a_stream_is_disowned_for_balance_and_moves_when_it_is_released(client: Client) -> None:
+    announced(client, "s1", "s2")
+    with joined(client.url, "a", moves=1.0, drain_ms=60_000) as old:
+        hear_added(old, 2)
+        with joined(client.url, "b") as new:
+            disowned = hear(old, StreamDisowned)
+            assert (disowned.why, disowned.drain_ms) == ("rebalanced", 60_000)
+            assert silent(new)
+            assert old.lease(disowned.stream) == disowned.lease, "it may finish what it has in hand"
+            old.release(disowned.stream)
+            added = hear(new, StreamAdded)
+            assert added.stream == disowned.stream
+            assert added.lease.token > disowned.lease.token
+            assert added.lease.losses == 0
+            assert old.lease(disowned.stream) is None
+            assert silent(old)
+
+
+def test_a_stream_that_is_not_released_for_balance_is_taken_away_after_the_time_to_drain(client: Client) -> None:
+    announced(client, "s1", "s2")
+    with joined(client.url, "a", moves=1.0, drain_ms=300) as old:
+        hear_added(old, 2)
+        with joined(client.url, "b") as new:
+            asked, began_s = hear(old, StreamDisowned), time.monotonic()
+            gone = hear(old, StreamDisowned)
+            assert (gone.lease, gone.why, gone.drain_ms) == (asked.lease, "stuck", 0)
+            assert 0.25 < time.monotonic() - began_s < 1.5
+            assert hear(new, StreamAdded).stream == asked.stream
+            with pytest.raises(LeaseLost):
+                old.release(asked.stream)
+
+
+def test_a_program_that_is_late_with_one_stream_loses_that_stream_only(client: Client) -> None:
+    announced(client, "s1", "s2", "s3")
+    with joined(client.url, "a", moves=0.001) as balancer:
+        added = hear_added(balancer, 3)
+        balancer.expect("s1", 100)
+        balancer.expect("s3", 100)
+        balancer.expect("s3", None)
+        began_s = time.monotonic()
+        lost = hear(balancer, StreamDisowned)
+        assert (lost.lease, lost.why) == (added["s1"].lease, "stuck")
+        assert 0.09 < time.monotonic() - began_s < 0.1 + LEASE_MS / 1000
+        again = hear(balancer, StreamAdded).lease  # there is nobody else
+        assert (again.stream, again.losses) == ("s1", 1)
+        assert again.token > lost.lease.token
+        assert balancer.leases == [added["s2"].lease, added["s3"].lease, again]
+
+
+def test_a_stream_that_is_stuck_goes_to_others_if_they_have_room_for_it(client: Client) -> None:
+    announced(client, *names(3))
+    held = round_of(client, "a").given
+    round_of(client, "b", weight=2.0, moves=0)
+    lost = round_of(client, "a", expired=held[:1])
+    assert (lost.given, lost.found_lost, lost.has, lost.share) == ([], 1, 2, 1)
+    taken = round_of(client, "b", weight=2.0).given
+    assert [(lease.stream, lease.losses) for lease in taken] == [(held[0].stream, 1)]
+    assert taken[0].token > held[0].token
+    assert round_of(client, "a", expired=held[:1]).found_lost == 0, "it is not its own any more"
+
+
+def test_a_stuck_stream_that_nobody_else_takes_comes_back_under_a_new_token(client: Client) -> None:
+    announced(client, "s")
+    with joined(client.url, "a", lease_ms=300) as balancer:
+        old = hear(balancer, StreamAdded).lease
+        balancer.expect("s", 100)
+        assert hear(balancer, StreamDisowned).lease == old
+        new = hear(balancer, StreamAdded).lease
+        assert new.token > old.token
+        assert new.losses == 1
+        assert balancer.lease("s") == new
+        assert owners(client) == {"s": "a"}
+
+
+def test_a_process_that_slept_beyond_its_lease_is_told_that_its_streams_are_gone_before_it_has_any_again(
+    client: Client,
+) -> None:
+    watch = Watch()
+    announced(client, "s1", "s2")
+    with joined(client.url, "a", lease_ms=5_000, options={"clock": watch}) as balancer:
+        added = hear_added(balancer, 2)
+        watch.ahead_ms += 5_000
+        assert balancer.lease("s1") is None
+        assert balancer.leases == []
+        began_s = time.monotonic()
+        announced(client, "s3")
+        gone = [hear(balancer, StreamDisowned) for _ in range(2)]
+        assert {one.stream for one in gone} == {"s1", "s2"}
+        assert {one.why for one in gone} == {"expired"}
+        again = hear_added(balancer, 3)
+        assert all(again[stream].lease.token > added[stream].lease.token for stream in added)
+        assert time.monotonic() - began_s < 2.0, "it need not wait for its own former life to end"
+
+
+def test_a_consumer_that_others_took_for_dead_is_told_so(client: Client) -> None:
+    announced(client, "s")
+    with joined(client.url, "a", lease_ms=3_000) as balancer:
+        hear(balancer, StreamAdded)
+        expire(client, "a")
+        round_of(client, "b")
+        assert hear(balancer, StreamDisowned).why == "expired"
+
+
+def test_without_redis_the_streams_are_disowned_when_the_lease_ends_and_added_again_later(
+    client: Client, millstream_server: EmbeddedServer
+) -> None:
+    announced(client, "s")
+    with Proxy(millstream_server.port) as proxy, joined(proxy.url, "a") as balancer:
+        old = hear(balancer, StreamAdded).lease
+        proxy.freeze()
+        began_s = time.monotonic()
+        gone = hear(balancer, StreamDisowned)
+        assert (gone.lease, gone.why) == (old, "lost contact")
+        assert LEASE_MS / 2000 < time.monotonic() - began_s < LEASE_MS / 1000 + 1
+        assert balancer.leases == []
+        proxy.resume()
+        again = hear(balancer, StreamAdded).lease
+        assert again.stream == "s"
+        assert balancer.leases == [again]
+
+
+def test_terminated_is_the_last_word(client: Client) -> None:
+    announced(client, "s")
+    with joined(client.url, "a") as balancer:
+        hear(balancer, StreamAdded)
+        assert balancer.close() == 1
+        assert hear(balancer, Terminated).error is None
+        assert balancer.next() is None
+        assert list(balancer) == []
+        assert free(client) == ["s"]
+
+
+def test_what_cannot_be_mended_ends_the_balancer_and_says_why(client: Client) -> None:
+    announced(client, "s")
+    with joined(client.url, "a") as balancer:
+        hear(balancer, StreamAdded)
+        client.execute("DEL", KEYS.alive)
+        client.execute("SET", KEYS.alive, "somebody's own")
+        assert hear(balancer, StreamDisowned).why == "lost contact"
+        assert isinstance(hear(balancer, Terminated).error, WrongType)
+        client.execute("DEL", KEYS.alive)
+
+
+def test_a_weight_that_cannot_be_said_ends_the_balancer_with_its_error(client: Client) -> None:
+    weights = [1.0, 1.0]
+    with joined(client.url, "a", weight=weights.pop) as balancer:
+        error = hear(balancer, Terminated).error
+        assert isinstance(error, ConfigError)
+        assert "weight" in str(error)

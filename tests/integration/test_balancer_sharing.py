@@ -1,0 +1,354 @@
+"""Who gets how many streams, what moves for it, and what is given up."""
+
+import math
+import time
+from collections.abc import Iterator
+from functools import partial
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from millstream.balancer import StreamAdded, StreamDisowned, StreamExpired
+from millstream.client import Client
+from millstream.naming import ServiceKeys
+from tests.integration.balancers import (
+    KEYS,
+    LEASE_MS,
+    add_raw,
+    announced,
+    bid,
+    counts,
+    dead,
+    eventually,
+    expire,
+    free,
+    hear,
+    hear_added,
+    joined,
+    names,
+    owners,
+    peer,
+    pending,
+    round_of,
+    settle,
+    silent,
+    streams_of,
+)
+
+
+@pytest.fixture
+def client(millstream_url: str) -> Iterator[Client]:
+    with Client(millstream_url) as opened:
+        yield opened
+
+
+# --- Shares ---
+
+
+def test_a_backlog_is_divided_evenly_from_the_start(client: Client) -> None:
+    for name in "abc":
+        round_of(client, name)
+    announced(client, *names(100))
+    for name in "abc":
+        round_of(client, name)
+    assert sorted(counts(client).values()) == [33, 33, 34]
+
+
+def test_shares_follow_weights_and_limits_and_the_rest_is_taken_by_those_without(client: Client) -> None:
+    announced(client, *names(100))
+    options = {"a": {"weight": 3.0}, "b": {"weight": 1.0}, "c": {"weight": 6.0, "limit": 10}}
+    for _ in range(8):
+        for name, option in options.items():
+            found = round_of(client, name, wants_all=True, **option)
+            peer(client, name).hand_in("released", found.all[: found.excess])
+    assert counts(client) == {"a": 68, "b": 22, "c": 10} or counts(client) == {"a": 67, "b": 23, "c": 10}
+
+
+def test_a_limit_that_is_just_met_is_kept_and_no_stream_stays_behind(client: Client) -> None:
+    """The consumer whose share is exactly its limit comes first for what cannot be divided."""
+    announced(client, *names(7))
+    options = {"a": {"weight": 2.0, "limit": 2}, "b": {"weight": 2.5}, "c": {"weight": 2.5}}
+    round_of(client, "a", **options["a"])
+    for name in "bc":
+        round_of(client, name, take=0, **options[name])
+    for _ in range(3):
+        shares = {name: round_of(client, name, **option).share for name, option in options.items()}
+    assert shares["a"] == 2
+    assert sum(shares.values()) == 7
+    assert sorted(counts(client).items())[0] == ("a", 2)
+    assert sum(counts(client).values()) == 7
+
+
+def test_with_limits_that_do_not_suffice_the_rest_waits_for_others(client: Client) -> None:
+    announced(client, *names(10))
+    settle(client, "a", "b", limit=3)
+    assert counts(client) == {"a": 3, "b": 3}
+    assert sum(found.total for found in settle(client, "c", rounds=1).values()) == 10
+    assert counts(client) == {"a": 3, "b": 3, "c": 4}
+
+
+@settings(max_examples=40, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+@given(
+    total=st.integers(0, 30),
+    bids=st.lists(
+        st.tuples(st.sampled_from([0.001, 0.1, 1, 1, 2.5, 7, 1e6]), st.integers(0, 12)), min_size=1, max_size=5
+    ),
+)
+def test_shares_add_up_to_all_streams_within_the_limits(
+    millstream_url: str, total: int, bids: list[tuple[float, int]]
+) -> None:
+    with Client(millstream_url) as client:
+        client.execute("FLUSHALL")
+        announced(client, *names(total))
+        for _ in range(2):  # in the second each knows of all others
+            shares = [
+                round_of(client, f"c{n}", weight=weight, limit=limit or None, take=0).share
+                for n, (weight, limit) in enumerate(bids)
+            ]
+        assert all(0 <= share <= (limit or total) for share, (_, limit) in zip(shares, bids, strict=True))
+        room = sum(limit or math.inf for _, limit in bids)
+        assert sum(shares) == min(total, room)
+
+
+def test_a_stream_that_cannot_be_divided_stays_where_it_is(client: Client) -> None:
+    announced(client, *names(3))
+    round_of(client, "b", limit=2)
+    round_of(client, "a")
+    before = owners(client)
+    assert counts(client) == {"b": 2, "a": 1}
+    settle(client, "a", "b", rounds=5)
+    assert owners(client) == before
+
+
+def test_a_weight_is_asked_for_in_every_round(client: Client) -> None:
+    weights = {"a": 1.0}
+    announced(client, *names(10))
+    with joined(client.url, "a", weight=lambda: weights["a"], moves=1.0, drain_ms=60_000) as balancer:
+        hear_added(balancer, 10)
+        round_of(client, "b")
+        lost = [hear(balancer, StreamDisowned) for _ in range(5)]
+        assert {one.why for one in lost} == {"rebalanced"}
+        assert silent(balancer)
+        weights["a"] = 0.25
+        lost += [hear(balancer, StreamDisowned) for _ in range(3)]
+        balancer.release(*(one.stream for one in lost))
+        assert len(round_of(client, "b").given) == 8
+
+
+# --- Moves ---
+
+
+def test_no_more_than_a_part_of_the_streams_moves_in_a_second(client: Client) -> None:
+    announced(client, *names(400))
+    round_of(client, "a")
+    round_of(client, "b")
+    assert round_of(client, "a", moves=0.05).excess == 20
+    assert round_of(client, "a", moves=0.05).excess == 0
+    assert round_of(client, "a", moves=0.07).excess == 8
+    assert 0 < client.execute("PTTL", KEYS.base + ":moves") <= 1_000
+    time.sleep(1.05)
+    assert round_of(client, "a", moves=0.05, leaving=7).excess == 20
+    assert round_of(client, "a", moves=1.0, leaving=199).excess == 1, "what is on its way counts"
+    assert round_of(client, "a", moves=1.0, leaving=200).excess == 0
+    assert counts(client) == {"a": 400}, "until it is released"
+
+
+def test_ten_streams_may_move_in_any_case(client: Client) -> None:
+    announced(client, *names(100))
+    round_of(client, "a")
+    round_of(client, "b")
+    assert round_of(client, "a", moves=0.05).excess == 10
+
+
+def test_one_stream_at_least_moves_and_nothing_does_while_others_are_free(client: Client) -> None:
+    announced(client, *names(4))
+    held = round_of(client, "a").given
+    round_of(client, "b", take=0)
+    peer(client, "a").hand_in("released", held[:1])
+    assert round_of(client, "a", take=0, moves=0.05).excess == 0
+    round_of(client, "b")
+    assert round_of(client, "a", moves=0.05).excess == 1
+
+
+def test_what_the_program_has_not_heard_of_moves_without_its_notice(client: Client) -> None:
+    announced(client, *names(6))
+    with joined(client.url, "a", moves=1.0, drain_ms=60_000) as old:
+        eventually(lambda: len(old.leases) == 6, "its streams")
+        heard = [hear(old, StreamAdded).stream for _ in range(2)]
+        with joined(client.url, "b") as new:
+            moved = hear_added(new, 3)
+            assert set(moved).isdisjoint(heard)
+            assert streams_of([old, new])[0] == set(names(6)) - set(moved)
+            rest = hear_added(old, 1)
+            assert set(rest) | set(heard) | set(moved) == set(names(6))
+            assert {one.lease.losses for one in moved.values()} == {0}
+            assert silent(old)
+
+
+def test_among_those_it_works_on_the_ones_with_a_time_limit_move_last(client: Client) -> None:
+    announced(client, *names(4))
+    with joined(client.url, "a", moves=1.0, drain_ms=60_000) as old:
+        hear_added(old, 4)
+        for stream in names(4)[1:3]:
+            old.expect(stream, 30_000)
+        round_of(client, "b")
+        assert {hear(old, StreamDisowned).stream for _ in range(2)} == {"s0000", "s0003"}
+
+
+def test_a_program_that_claims_gives_nothing_back_for_balance(client: Client) -> None:
+    announced(client, *names(4))
+    with joined(client.url, "a", recover="claim", moves=1.0) as old:
+        hear_added(old, 4)
+        round_of(client, "b")
+        assert silent(old, 0.8)
+        assert counts(client) == {"a": 4}
+
+
+# --- Back-pressure ---
+
+
+def has(client: Client, consumer: str, count: int) -> bool:
+    return counts(client)[consumer] == count
+
+
+def test_a_program_that_does_not_listen_gets_no_more_than_it_lets_wait(client: Client) -> None:
+    announced(client, *names(5))
+    with joined(client.url, "a", most_waiting=2) as balancer:
+        time.sleep(LEASE_MS / 1000)
+        assert counts(client) == {"a": 2}
+        assert sum(not name.startswith("a") for name in pending(client).values()) == 0, "the others are not even read"
+        for have in (3, 4, 5):
+            hear(balancer, StreamAdded)
+            eventually(partial(has, client, "a", have), "one more")
+
+
+def test_a_program_that_does_not_listen_leaves_streams_to_one_that_does(client: Client) -> None:
+    with joined(client.url, "deaf", "b", most_waiting=1, moves=1.0) as (deaf, other):
+        announced(client, *names(6))
+        seen = set()
+        for _ in range(3):
+            seen.add(hear(other, StreamAdded).stream)
+        eventually(lambda: counts(client)["deaf"] == 1, "its one")
+        assert counts(client) == {"deaf": 1, "b": 3}
+        assert len(deaf.leases) == 1
+
+
+def test_free_streams_are_not_told_beyond_what_may_wait(client: Client) -> None:
+    announced(client, *names(5))
+    held = round_of(client, "b").given
+    with joined(client.url, "a", recover="claim", most_waiting=2, lease_ms=300) as balancer:
+        peer(client, "b").hand_in("released", held)
+        time.sleep(0.8)
+        told = [hear(balancer, StreamExpired, 0).stream for _ in range(2)]
+        assert len(set(told)) == 2
+        assert balancer.next(0) is None
+        assert len(owners(client)) == 0
+
+
+# --- What is given up ---
+
+
+def test_a_stream_that_kills_its_owners_is_given_up_as_a_dead_letter(client: Client) -> None:
+    announcement, other = announced(client, "poison", "good")
+    for n, name in enumerate("abc"):
+        given = {lease.stream: lease.losses for lease in round_of(client, name, most_losses=3).given}
+        assert given == {"poison": n, "good": 0}
+        lease = next(lease for lease in round_of(client, name, wants_all=True).all if lease.stream == "good")
+        expire(client, name)
+        peer(client, name).hand_in("released", [lease])
+    found = round_of(client, "d", most_losses=3)
+    assert [lease.stream for lease in found.given] == ["good"]
+    letter = dead(client)[0]
+    assert (letter["stream"], letter["id"]) == ("poison", announcement)
+    assert "3 times" in letter["reason"]
+    assert '"poison"' in letter["lbs-input"]
+    assert list(pending(client)) == [other]
+    assert client.execute("HEXISTS", KEYS.base + ":falls", "poison") == 0
+    announced(client, "poison")
+    assert round_of(client, "d", most_losses=3).given[0].losses == 0
+
+
+def test_an_orderly_release_wipes_out_the_losses(client: Client) -> None:
+    announced(client, "s")
+    for name in "abc":
+        round_of(client, name, most_losses=2)
+        expire(client, name)
+        lease = round_of(client, "x", most_losses=2).given[0]
+        assert lease.losses == 1
+        peer(client, "x").hand_in("released", [lease])
+        peer(client, "x").retire()
+    assert dead(client) == []
+
+
+def test_a_balancer_gives_up_what_is_stuck_too_often(client: Client) -> None:
+    announced(client, "s")
+    with joined(client.url, "a", most_losses=2, lease_ms=300) as balancer:
+        for losses in (0, 1):
+            assert hear(balancer, StreamAdded).lease.losses == losses
+            balancer.expect("s", 10)
+            assert hear(balancer, StreamDisowned).why == "stuck"
+        eventually(lambda: len(dead(client)) == 1, "the dead letter")
+        assert silent(balancer)
+        assert owners(client) == {}
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("no JSON", "no JSON object"),
+        ("[1]", "no JSON object"),
+        ('"text"', "no JSON object"),
+        ("", "no JSON object"),
+        ('{"Info": 1}', "no JSON object"),
+        ('{"DataStreamName": 7}', "no JSON object"),
+        ('{"DataStreamName": ""}', "no JSON object"),
+        ('{"DataStreamName": null}', "no JSON object"),
+        (b'{"DataStreamName": "\xff', "no JSON object"),
+        ("[" * 5_000, "no JSON object"),
+    ],
+)
+def test_what_is_no_announcement_is_a_dead_letter(client: Client, text: str | bytes, reason: str) -> None:
+    bad = add_raw(client, text)
+    announced(client, "good")
+    assert [lease.stream for lease in round_of(client, "a").given] == ["good"]
+    (letter,) = dead(client)
+    assert (letter["id"], reason in letter["reason"]) == (bad, True)
+    assert bad not in pending(client)
+    assert client.execute("XLEN", KEYS.input) == 1
+
+
+def test_an_announcement_without_the_field_or_with_thousands_of_others_is_a_dead_letter(client: Client) -> None:
+    add_raw(client, '{"DataStreamName": "s"}', field="other")
+    client.execute("XADD", KEYS.input, "*", *(part for n in range(10_000) for part in (f"f{n}", n)))
+    announced(client, "good")
+    assert [lease.stream for lease in round_of(client, "a").given] == ["good"]
+    letters = dead(client)
+    assert [letter["reason"] for letter in letters] == ["it has no field lbs-input"] * 2
+    assert (letters[0]["other"], letters[1]["f0"]) == ('{"DataStreamName": "s"}', "0")
+
+
+@pytest.mark.parametrize("info", ["[" * 990 + "]" * 990, "1e999", "0x10", '"\\ud800"'])
+def test_information_that_cannot_be_read_costs_the_information_only(client: Client, info: str) -> None:
+    add_raw(client, f'{{"DataStreamName": "s", "Info": {info}}}')
+    found = round_of(client, "a")
+    assert [lease.stream for lease in found.given] == ["s"] or (info == '"\\ud800"' and len(dead(client)) == 1)
+
+
+def test_a_name_that_is_no_utf8_goes_through(client: Client) -> None:
+    odd = b"s\xff\xfe".decode("utf-8", "surrogateescape")
+    announced(client, odd, "with space and ünïcode")
+    with joined(client.url, "a") as balancer:
+        assert set(hear_added(balancer, 2)) == {odd, "with space and ünïcode"}
+        balancer.done(odd)
+        balancer.release("with space and ünïcode")
+        assert hear(balancer, StreamAdded).stream == "with space and ünïcode"
+
+
+def test_services_know_nothing_of_each_other(client: Client) -> None:
+    other = ServiceKeys("other")
+    announced(client, "s")
+    round_of(client, "a")
+    assert client.execute("EXISTS", other.input, other.meta, other.owners) == 0
+    assert peer(client, "a").round(bid()).has == 1
+    assert free(client) == []

@@ -1,0 +1,233 @@
+"""Requests, replies and time are lost: what a balancer does about it."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from millstream.balancer import Balancer, BalancerPolicy, StreamAdded, StreamDisowned
+from millstream.balancer.service import BALANCE, CLAIM, HAND_IN, RETIRE
+from millstream.client import Client
+from millstream.errors import LeaseLost, Unavailable
+from millstream.server import EmbeddedServer
+from millstream.testing.proxy import Proxy
+from tests.integration.balancers import (
+    KEYS,
+    SERVICE,
+    announced,
+    bid,
+    counts,
+    eventually,
+    expire,
+    free,
+    hear,
+    hear_added,
+    joined,
+    names,
+    owners,
+    peer,
+    round_of,
+    silent,
+)
+
+STEADY_MS = 3_000  # so that a slow machine costs no lease
+
+
+@pytest.fixture
+def client(millstream_url: str) -> Iterator[Client]:
+    with Client(millstream_url) as opened:
+        round_of(opened, "loader")  # so that the scripts are loaded, and called by their hash
+        peer(opened, "loader").retire()
+        for script in (CLAIM, HAND_IN, RETIRE):
+            opened.execute("SCRIPT", "LOAD", script.text)
+        yield opened
+
+
+@pytest.fixture
+def proxy(client: Client, millstream_server: EmbeddedServer) -> Iterator[Proxy]:
+    with Proxy(millstream_server.port) as made:
+        yield made
+
+
+# --- Lost requests and replies ---
+
+
+@pytest.mark.parametrize("side", ["before", "after"])
+def test_streams_that_were_given_in_a_lost_reply_are_added_all_the_same(
+    client: Client, proxy: Proxy, side: str
+) -> None:
+    with joined(proxy.url, "a", lease_ms=STEADY_MS) as balancer:
+        (proxy.cut_before if side == "before" else proxy.cut_after)("EVALSHA", containing=BALANCE.sha, times=2)
+        announced(client, "s1", "s2")
+        added = hear_added(balancer, 2)
+        assert {one.lease.info["of"] for one in added.values()} == {"s1", "s2"}
+        assert sum(proxy.cuts.values()) == 2
+        assert silent(balancer)
+        assert owners(client) == {"s1": "a", "s2": "a"}
+
+
+def test_a_start_whose_reply_was_lost_may_be_repeated_and_misses_nothing(client: Client, proxy: Proxy) -> None:
+    announced(client, "s")
+    proxy.cut_after("EVALSHA", containing=BALANCE.sha)
+    balancer = Balancer(proxy.url, SERVICE, consumer="a", policy=BalancerPolicy(lease_ms=STEADY_MS))
+    with pytest.raises(Unavailable):
+        balancer.start()
+    assert owners(client) == {"s": "a"}
+    with balancer:
+        assert hear(balancer, StreamAdded).stream == "s"
+
+
+@pytest.mark.parametrize("side", ["before", "after"])
+def test_a_claim_whose_reply_was_lost_is_repeated_or_told(client: Client, proxy: Proxy, side: str) -> None:
+    announced(client, "s1", "s2")
+    given = round_of(client, "b").given
+    with joined(proxy.url, "a", recover="claim", lease_ms=STEADY_MS) as balancer:
+        peer(client, "b").hand_in("released", given)
+        while not all(balancer.next(1.0) for _ in range(2)):
+            pass
+        (proxy.cut_before if side == "before" else proxy.cut_after)("EVALSHA", containing=CLAIM.sha, times=2)
+        for stream in ("s1", "s2"):
+            with pytest.raises(Unavailable):
+                balancer.claim(stream)
+        assert balancer.claim("s1").stream == "s1"
+        if side == "after":
+            assert hear(balancer, StreamAdded).stream == "s2", "it is ours, and nobody has asked again"
+            assert owners(client) == {"s1": "a", "s2": "a"}
+        else:
+            assert owners(client) == {"s1": "a"}
+        assert {lease.stream for lease in balancer.leases} == owners(client).keys()
+
+
+@pytest.mark.parametrize("side", ["before", "after"])
+def test_a_done_whose_reply_was_lost_may_be_repeated(client: Client, proxy: Proxy, side: str) -> None:
+    announced(client, "s")
+    with joined(proxy.url, "a", lease_ms=STEADY_MS) as balancer:
+        hear(balancer, StreamAdded)
+        (proxy.cut_before if side == "before" else proxy.cut_after)("EVALSHA", containing=HAND_IN.sha)
+        with pytest.raises(Unavailable):
+            balancer.done("s")
+        balancer.done("s")
+        assert balancer.leases == []
+        assert client.execute("XLEN", KEYS.input) == 0
+        assert silent(balancer)
+
+
+def test_a_release_whose_reply_was_lost_is_found_out(client: Client, proxy: Proxy) -> None:
+    announced(client, "s")
+    with joined(proxy.url, "a", lease_ms=STEADY_MS, most_streams=1) as balancer:
+        old = hear(balancer, StreamAdded).lease
+        proxy.cut_after("EVALSHA", containing=HAND_IN.sha)
+        with pytest.raises(Unavailable):
+            balancer.release("s")
+        round_of(client, "0", weight=1_000.0)
+        gone = hear(balancer, StreamDisowned)
+        assert (gone.lease, gone.why) == (old, "forgotten")
+        assert balancer.leases == []
+        assert owners(client) == {"s": "0"}
+
+
+def test_streams_that_could_not_be_given_back_for_balance_are_not_forgotten(client: Client, proxy: Proxy) -> None:
+    announced(client, *names(6))
+    with joined(proxy.url, "a", lease_ms=STEADY_MS, moves=1.0, drain_ms=60_000) as balancer:
+        eventually(lambda: len(balancer.leases) == 6, "its streams")
+        proxy.cut_before("EVALSHA", containing=HAND_IN.sha)
+        with joined(client.url, "b", lease_ms=STEADY_MS) as other:
+            eventually(lambda: counts(client) == {"a": 3, "b": 3}, "balance", 10)
+            assert sum(proxy.cuts.values()) == 1
+            heard = hear_added(balancer, 3)
+            assert heard.keys() == {lease.stream for lease in balancer.leases}
+            assert heard.keys() | hear_added(other, 3).keys() == set(names(6))
+
+
+def test_a_close_whose_reply_was_lost_has_left(client: Client, proxy: Proxy) -> None:
+    announced(client, "s")
+    with joined(proxy.url, "a", lease_ms=STEADY_MS) as balancer:
+        hear(balancer, StreamAdded)
+        proxy.cut_after("EVALSHA", containing=RETIRE.sha)
+        assert balancer.close() == 0
+        assert free(client) == ["s"]
+
+
+def test_a_late_stream_whose_end_was_lost_in_a_reply_is_known_under_its_new_token(client: Client, proxy: Proxy) -> None:
+    announced(client, "s")
+    with joined(proxy.url, "a", lease_ms=STEADY_MS) as balancer:
+        old = hear(balancer, StreamAdded).lease
+        proxy.cut_after("EVALSHA", containing=BALANCE.sha, times=2)
+        balancer.expect("s", 1)
+        gone = hear(balancer, StreamDisowned)
+        assert (gone.lease, gone.why) == (old, "stuck")
+        new = hear(balancer, StreamAdded).lease
+        assert new.token > old.token
+        assert balancer.leases == [new]
+        assert new.losses == 1, "what was named late once more was not taken away again"
+        assert client.execute("HGET", KEYS.owners, "s") == b"%d a" % new.token
+
+
+def test_a_consumer_that_is_late_with_a_stream_and_lost_is_told_once(client: Client) -> None:
+    announced(client, "s1", "s2")
+    with joined(client.url, "a", lease_ms=STEADY_MS) as balancer:
+        hear_added(balancer, 2)
+        balancer.expect("s1", 1)
+        client.execute("HDEL", KEYS.consumers, "a")
+        gone = [hear(balancer, StreamDisowned) for _ in range(2)]
+        assert {one.stream for one in gone} == {"s1", "s2"}
+        assert {one.why for one in gone} == {"expired"}
+        assert hear_added(balancer, 2).keys() == {"s1", "s2"}
+
+
+def test_a_redis_that_is_away_for_all_costs_nobody_a_stream(client: Client) -> None:
+    announced(client, *names(4))
+    short = bid(lease_ms=400)
+    peer(client, "a").round(short)
+    peer(client, "b").round(short)
+    expire(client, "a", "b", ago_ms=5_000)
+    client.execute("HINCRBY", KEYS.meta, "pulse", -5_000)
+    found = peer(client, "b").round(short)
+    assert (found.is_new, found.found_lost) == (False, 0)
+    assert found.next_ms is not None
+    assert found.next_ms > 300
+    assert peer(client, "a").round(bid(lease_ms=400, wants_all=True)).is_new is False
+    expire(client, "a")
+    assert peer(client, "b").round(short).found_lost > 0, "but if b was heard of meanwhile, a is dead"
+
+
+def test_who_was_away_itself_claims_nothing_of_those_who_were_away_with_it(client: Client) -> None:
+    announced(client, "s")
+    round_of(client, "a")
+    round_of(client, "b")
+    expire(client, "a", "b")
+    with pytest.raises(LeaseLost, match="joins again"):
+        peer(client, "b").claim("s")
+    assert owners(client) == {"s": "a"}
+    round_of(client, "b", take=0)
+    assert free(client) == ["s"]
+    assert peer(client, "b").claim("s").losses == 1
+
+
+def test_a_server_clock_that_went_back_keeps_no_dead_alive(client: Client) -> None:
+    announced(client, "s")
+    round_of(client, "a", lease_ms=300)
+    expire(client, "a", ago_ms=-86_400_000)
+    found = round_of(client, "b", lease_ms=300)
+    assert found.next_ms is not None
+    assert found.next_ms < 400
+
+
+def test_tokens_grow_even_if_the_server_clock_went_back(client: Client) -> None:
+    announced(client, "s")
+    first = round_of(client, "a").given[0]
+    ahead = first.token + 3_600_000_000
+    assert int(client.execute("HGET", KEYS.meta, "fence")) == first.token
+    client.execute("HSET", KEYS.meta, "fence", ahead)
+    peer(client, "a").hand_in("released", [first])
+    assert round_of(client, "a").given[0].token == ahead + 1
+
+
+def test_only_the_one_survivor_is_enough_to_find_the_dead_with_the_shortest_lease(client: Client) -> None:
+    announced(client, "s")
+    with joined(client.url, "a", lease_ms=300) as balancer:
+        hear(balancer, StreamAdded)
+        balancer.release("s")
+        hear(balancer, StreamAdded)
+        announced(client, "s2")
+        peer(client, "b").round(bid(lease_ms=300, weight=100.0))
+        eventually(lambda: counts(client)["a"] == 2, "the dead one's", 3)

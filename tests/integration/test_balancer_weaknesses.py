@@ -1,0 +1,263 @@
+"""Sixteen ways in which balancers of whole streams go wrong, and that this one does not."""
+
+import json
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from millstream.balancer import StreamAdded
+from millstream.balancer.service import BALANCE, FIELD, HAND_IN
+from millstream.client import Client
+from millstream.errors import NameHeld, Unavailable
+from millstream.metrics import CATALOGUE, LEASES_ENDED, LEASES_LASTED, Recorder
+from millstream.server import EmbeddedServer
+from millstream.testing.proxy import Proxy
+from millstream.testing.topologies import acl_server
+from tests.integration.balancers import (
+    KEYS,
+    LEASE_MS,
+    SERVICE,
+    add_raw,
+    announced,
+    bid,
+    counts,
+    dead,
+    eventually,
+    expire,
+    free,
+    group_consumers,
+    hear,
+    hear_added,
+    joined,
+    names,
+    owners,
+    peer,
+    pending,
+    round_of,
+    silent,
+)
+
+STEADY_MS = 3_000
+
+
+@pytest.fixture
+def client(millstream_url: str) -> Iterator[Client]:
+    with Client(millstream_url) as opened:
+        yield opened
+
+
+def scripts_run(client: Client) -> int:
+    """How many scripts the server has run so far."""
+    lines = client.execute("INFO", "commandstats").decode().splitlines()
+    return sum(int(line.partition("calls=")[2].partition(",")[0]) for line in lines if line.startswith("cmdstat_eval"))
+
+
+def test_01_to_close_hands_unfinished_streams_on_instead_of_deleting_them(client: Client) -> None:
+    announced(client, *names(5))
+    with joined(client.url, "a", lease_ms=STEADY_MS) as leaving:
+        hear_added(leaving, 5)
+        leaving.done("s0000")
+        assert leaving.close() == 4
+    assert client.execute("XLEN", KEYS.input) == 4
+    with joined(client.url, "b") as other:
+        assert sorted(hear_added(other, 4)) == names(4, first=1)
+
+
+def test_02_no_stream_is_orphaned_by_a_notification_that_nobody_hears(client: Client) -> None:
+    assert client.execute("CONFIG", "GET", "notify-keyspace-events")[1] == b""
+    announced(client, *names(3))
+    held = round_of(client, "b", lease_ms=LEASE_MS).given
+    with joined(client.url, "a", most_streams=3) as balancer:
+        time.sleep(0.05)
+        peer(client, "b").hand_in("released", held[:1])
+        client.execute("DEL", KEYS.events)
+        added = hear_added(balancer, 3)  # the rest when b is dead, of which it is not told by anybody
+        assert [added[lease.stream].lease.losses for lease in held] == [0, 1, 1]
+
+
+def test_03_recovery_of_any_number_of_streams_comes_to_an_end_and_takes_each_once(client: Client) -> None:
+    count = 11_000
+    client.pipeline([("XADD", KEYS.input, "*", FIELD, json.dumps({"DataStreamName": name})) for name in names(count)])
+    while round_of(client, "dying").more:
+        pass
+    assert counts(client) == {"dying": count}
+    expire(client, "dying")
+    taken: list[str] = []
+    rounds = 0
+    more = True
+    while more:
+        found = round_of(client, "a")
+        taken += (lease.stream for lease in found.given)
+        more = found.more
+        rounds += 1
+    assert rounds <= count / 1_000 + 1
+    assert sorted(taken) == sorted(names(count))
+    assert round_of(client, "a").given == []
+
+
+def test_04_a_newcomer_takes_nothing_of_the_healthy_however_long_they_have_had_it(client: Client) -> None:
+    announced(client, *names(4))
+    old = round_of(client, "a").given
+    ids = [lease.announced for lease in old]
+    client.execute("XCLAIM", KEYS.input, KEYS.group, "a", 0, *ids, "IDLE", 3_600_000, "JUSTID")
+    found = round_of(client, "b")
+    assert (found.given, found.found_lost) == ([], 0)
+    assert counts(client) == {"a": 4}
+    assert set(pending(client).values()) == {"a"}
+    assert peer(client, "a").hand_in("done", old) == set()
+
+
+def test_05_a_bad_announcement_stops_nobody_and_is_met_once(client: Client) -> None:
+    bad = add_raw(client, "{")
+    announced(client, "good")
+    with joined(client.url, "a", lease_ms=STEADY_MS) as balancer:
+        assert hear(balancer, StreamAdded).stream == "good"
+        worse = add_raw(client, "nothing", field="of ours")
+        announced(client, "better")
+        assert hear(balancer, StreamAdded).stream == "better"
+        assert [letter["id"] for letter in dead(client)] == [bad, worse]
+        assert pending(client).keys().isdisjoint({bad, worse})
+    assert round_of(client, "b").total == 2
+
+
+def test_06_a_backlog_is_not_the_first_consumers_alone(client: Client) -> None:
+    client.pipeline([("XADD", KEYS.input, "*", FIELD, json.dumps({"DataStreamName": name})) for name in names(3_000)])
+    for _ in range(4):
+        moved = [round_of(client, name).excess for name in "ab"]
+        assert moved == [0, 0], "nothing needs to move"
+    assert counts(client) == {"a": 1_500, "b": 1_500}
+
+
+def test_07_what_was_announced_before_the_first_consumer_is_not_skipped(client: Client) -> None:
+    announced(client, *names(3))
+    with joined(client.url, "a") as balancer:
+        assert sorted(hear_added(balancer, 3)) == names(3)
+
+
+def test_08_a_zombie_is_told_by_its_token_and_its_name_is_not_shared(client: Client) -> None:
+    announced(client, "s")
+    zombie = round_of(client, "a").given[0]
+    with pytest.raises(NameHeld):
+        peer(client, "a", "i2").round(bid())
+    expire(client, "a")
+    successor = peer(client, "a", "i2").round(bid()).given[0]
+    assert successor.token > zombie.token
+    with pytest.raises(NameHeld):
+        round_of(client, "a")
+    for how in ("done", "released"):
+        assert peer(client, "a").hand_in(how, [zombie]) == {"s"}
+    assert owners(client) == {"s": "a"}
+    assert peer(client, "a", "i2").hand_in("done", [successor]) == set()
+
+
+def test_09_a_claimed_stream_is_renewed_from_the_start(client: Client) -> None:
+    announced(client, "s")
+    given = round_of(client, "b").given
+    with joined(client.url, "a", recover="claim") as balancer:
+        peer(client, "b").hand_in("released", given)
+        lease = balancer.claim("s")
+        while balancer.next(0.1):  # that it was free
+            pass
+        assert silent(balancer, 2 * LEASE_MS / 1000)
+        assert balancer.lease("s") == lease
+        assert round_of(client, "b").found_lost == 0
+        assert owners(client) == {"s": "a"}
+
+
+def test_10_a_stream_that_is_announced_twice_has_one_owner(client: Client) -> None:
+    announced(client, "s", "s", "s")
+    given = [lease.stream for name in "abc" for lease in round_of(client, name).given]
+    announced(client, "s")
+    given += [lease.stream for name in "abc" for lease in round_of(client, name).given]
+    assert given == ["s"]
+    assert len(pending(client)) == 1
+
+
+def test_11_a_death_costs_the_others_no_request_for_each_stream_and_other_services_none(client: Client) -> None:
+    announced(client, *names(300))
+    round_of(client, "dying", lease_ms=LEASE_MS)
+    with joined(client.url, "a", "b", "c", "d", lease_ms=STEADY_MS, most_waiting=1_000):
+        before, began_s = scripts_run(client), time.monotonic()
+        eventually(lambda: len(counts(client)) == 4 and free(client) == [], "the recovery")
+        took_s = time.monotonic() - began_s
+        assert sum(counts(client).values()) == 300
+        usual = 4 * 3 * took_s / (STEADY_MS / 1000)
+        assert scripts_run(client) - before < usual + 4 * 15
+
+
+def test_12_it_needs_no_configuration_no_events_and_no_certain_database() -> None:
+    rules = [
+        "app >p ~flights-* ~millstream:* resetchannels +@all -config -psubscribe -subscribe",
+        "boss >p ~* &* +@all",
+    ]
+    with acl_server(rules) as deployment:
+        urls = {name: url.rpartition("/")[0] + "/7" for name, url in deployment.urls.items()}
+        with Client(urls["boss"]) as boss:
+            boss.execute("CONFIG", "SET", "notify-keyspace-events", "Ex")  # somebody else's
+            announced(boss, "s")
+            round_of(boss, "dying", lease_ms=LEASE_MS)
+            with joined(urls["app"], "a") as balancer:
+                assert hear(balancer, StreamAdded).lease.losses == 1
+            assert boss.execute("CONFIG", "GET", "notify-keyspace-events")[1] == b"xE"
+
+
+def test_13_a_failed_renewal_costs_nothing_and_a_thousand_streams_no_more_than_one(
+    client: Client, millstream_server: EmbeddedServer
+) -> None:
+    client.pipeline([("XADD", KEYS.input, "*", FIELD, json.dumps({"DataStreamName": name})) for name in names(1_000)])
+    with Proxy(millstream_server.port) as proxy, joined(proxy.url, "a", lease_ms=900, most_waiting=2_000) as balancer:
+        leases = {one.lease.token for one in hear_added(balancer, 1_000).values()}
+        proxy.cut_before("EVALSHA", containing=BALANCE.sha)
+        eventually(lambda: sum(proxy.cuts.values()) == 1, "a failed renewal")
+        before = scripts_run(client)
+        assert silent(balancer, 1.2)
+        assert scripts_run(client) - before < 20
+        assert {lease.token for lease in balancer.leases} == leases
+
+
+def test_14_to_be_done_is_one_step_that_may_be_repeated_when_it_failed(
+    client: Client, millstream_server: EmbeddedServer
+) -> None:
+    announced(client, "s1", "s2")
+    with Proxy(millstream_server.port) as proxy, joined(proxy.url, "a", lease_ms=STEADY_MS) as balancer:
+        hear_added(balancer, 2)
+        client.execute("SCRIPT", "LOAD", HAND_IN.text)
+        proxy.cut_before("EVALSHA", containing=HAND_IN.sha)
+        with pytest.raises(Unavailable):
+            balancer.done("s1")
+        assert balancer.lease("s1") is not None
+        assert (len(owners(client)), len(pending(client)), client.execute("XLEN", KEYS.input)) == (2, 2, 2)
+        balancer.done("s1")
+        assert (len(owners(client)), len(pending(client)), client.execute("XLEN", KEYS.input)) == (1, 1, 1)
+
+
+def test_15_the_dead_are_removed_from_the_group(client: Client) -> None:
+    announced(client, *names(3))
+    for name in ("a", "b", "c"):
+        round_of(client, name)
+        expire(client, name)
+    assert "c" in group_consumers(client)
+    round_of(client, "d", limit=2)
+    assert group_consumers(client) == {"d", "waiting"}
+    peer(client, "d").retire()
+    assert group_consumers(client) == {"waiting"}
+    assert client.execute("HLEN", KEYS.consumers) == client.execute("ZCARD", KEYS.alive) == 0
+
+
+def test_16_no_figure_is_kept_for_each_stream_and_claims_are_measured_too(client: Client) -> None:
+    recorder = Recorder()
+    announced(client, *names(20))
+    given = round_of(client, "b").given
+    with joined(client.url, "a", options={"metrics": recorder}, recover="claim", lease_ms=STEADY_MS) as balancer:
+        peer(client, "b").hand_in("released", given)
+        for lease in given:
+            balancer.claim(lease.stream)
+        balancer.done(*names(19))
+    assert recorder.value(LEASES_LASTED, service=SERVICE) == 20
+    assert recorder.value(LEASES_ENDED, service=SERVICE, how="done") == 19
+    leases = [metric for metric in CATALOGUE if metric.name.startswith("millstream_lease")]
+    assert len(leases) >= 10
+    assert {label for metric in leases for label in metric.labels} <= {"service", "state", "how", "outcome", "notice"}
+    for family in recorder.collect():
+        assert len({tuple(sample.labels.items()) for sample in family.samples}) < 20 + 20 * (family.type == "histogram")

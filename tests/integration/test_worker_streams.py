@@ -1,0 +1,191 @@
+"""Workers of a handler with order="stream": whole streams have one owner at a time, and stay in order."""
+
+import asyncio
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from millstream import App, Message, Retry, State
+from millstream.balancer import announce
+from millstream.client import Client
+from millstream.errors import ConfigError
+from millstream.naming import HandlerKeys, ServiceKeys
+from tests.integration.test_worker import eventually, make, working
+
+SERVICE = ServiceKeys("millstream:app.handle")
+
+
+@pytest.fixture
+def client(millstream_url: str) -> Iterator[Client]:
+    with Client(millstream_url) as connected:
+        yield connected
+
+
+def count(message: Message, state: State) -> dict[str, Any]:
+    state["count"] = state.get("count", 0) + 1
+    fields: dict[str, Any] = {"stream": message.stream, "n": message.text("n"), "count": state["count"]}
+    return {**fields, "fence": message.fence, "key": message.key or b"-"}
+
+
+def fill(client: Client, streams: int, each: int, first: int = 0) -> None:
+    """Entries in turns, so that no stream is done before another."""
+    client.pipeline([("XADD", f"s:{s}", "*", "n", n) for n in range(first, first + each) for s in range(streams)])
+
+
+def rows(client: Client) -> dict[str, list[dict[str, str]]]:
+    """The outputs of each stream, in the order of their commits."""
+    found: dict[str, list[dict[str, str]]] = defaultdict(list)
+    for _, pairs in client.execute("XRANGE", "out", "-", "+"):
+        row = {pairs[i].decode(): pairs[i + 1].decode() for i in range(0, len(pairs), 2)}
+        found[row["stream"]].append(row)
+    return found
+
+
+def check_order(client: Client, streams: int, each: int) -> None:
+    """Each message once, each stream in order, on the state that the message before has committed, fences growing."""
+    found = rows(client)
+    assert set(found) == {f"s:{s}" for s in range(streams)}
+    for name, some in found.items():
+        assert [int(row["n"]) for row in some] == list(range(each)), name
+        assert [int(row["count"]) for row in some] == list(range(1, each + 1)), name
+        fences = [int(row["fence"]) for row in some]
+        assert fences == sorted(fences), name
+        assert {row["key"] for row in some} == {name}
+
+
+def owners(client: Client) -> dict[str, str]:
+    found = client.execute("HGETALL", SERVICE.owners)
+    return {found[i].decode(): found[i + 1].decode().split(" ", 1)[1] for i in range(0, len(found), 2)}
+
+
+async def count_async(message: Message, state: State) -> dict[str, Any]:
+    await asyncio.sleep(0.001 * (int(message.fields["n"]) % 3))
+    return count(message, state)
+
+
+@pytest.mark.parametrize("function", [count, count_async])
+def test_messages_of_a_stream_keep_their_order_while_workers_come_and_go(
+    client: Client, function: Callable[..., Any]
+) -> None:
+    handler = make(function, pattern="s:*", order="stream")
+    fill(client, 10, 20)
+    with working(client, handler, "w1"):
+        eventually(lambda: sum(map(len, rows(client).values())) >= 50)
+        with working(client, handler, "w2"):
+            fill(client, 10, 20, first=20)
+            eventually(lambda: len(set(owners(client).values())) == 2)
+            fill(client, 10, 20, first=40)
+            eventually(lambda: sum(map(len, rows(client).values())) >= 500)
+        fill(client, 10, 20, first=60)
+        eventually(lambda: sum(map(len, rows(client).values())) >= 800)
+    check_order(client, 10, 80)
+
+
+def test_one_message_of_a_stream_runs_at_a_time_and_other_streams_meanwhile(client: Client) -> None:
+    running: dict[str, int] = defaultdict(int)
+    most: dict[str, int] = defaultdict(int)
+    lock = threading.Lock()
+
+    def watch(message: Message) -> None:
+        for name in (message.stream, "all"):
+            with lock:
+                running[name] += 1
+                most[name] = max(most[name], running[name])
+        time.sleep(0.02)
+        for name in (message.stream, "all"):
+            with lock:
+                running[name] -= 1
+
+    fill(client, 5, 5)
+    with working(client, make(watch, pattern="s:*", order="stream")) as loop:
+        eventually(lambda: loop.report.committed == 25)
+    assert most.pop("all") > 1
+    assert set(most.values()) == {1}
+
+
+def test_a_worker_that_stops_hands_its_streams_on_at_once(client: Client) -> None:
+    handler = make(count, pattern="s:*", order="stream")
+    fill(client, 6, 1)
+    with working(client, handler, "stays"):
+        with working(client, handler, "leaves"):
+            eventually(lambda: len(set(owners(client).values())) == 2)
+            eventually(lambda: sum(map(len, rows(client).values())) == 6)
+        began = time.monotonic()
+        fill(client, 6, 1, first=1)
+        eventually(lambda: sum(map(len, rows(client).values())) == 12)
+        assert time.monotonic() - began < 2.0
+        assert set(owners(client).values()) == {"stays"}
+    assert owners(client) == {}
+    check_order(client, 6, 2)
+
+
+def test_a_failing_message_keeps_its_place_in_its_stream_while_others_go_on(client: Client) -> None:
+    def handle(message: Message, state: State) -> dict[str, Any]:
+        if message.stream == "s:0" and message.fields["n"] == b"0" and message.attempt < 3:
+            raise RuntimeError("not yet")
+        return count(message, state)
+
+    fill(client, 3, 4)
+    retry = Retry(attempts=3, delay_ms=300, jitter=0)
+    with working(client, make(handle, pattern="s:*", order="stream", retry=retry)):
+        eventually(lambda: sum(map(len, rows(client).values())) >= 8)
+        assert "s:0" not in rows(client)
+        eventually(lambda: sum(map(len, rows(client).values())) >= 12)
+    check_order(client, 3, 4)
+
+
+def test_new_streams_of_the_pattern_are_found_while_it_works(client: Client) -> None:
+    with working(client, make(count, pattern="s:*", order="stream")):
+        fill(client, 3, 2)
+        eventually(lambda: sum(map(len, rows(client).values())) == 6)
+        fill(client, 5, 2, first=2)
+        eventually(lambda: sum(map(len, rows(client).values())) == 16)
+
+
+def test_announced_streams_are_read_and_no_others(client: Client) -> None:
+    fill(client, 3, 2)
+    announce(client, "calls", "s:0")
+    with working(client, make(count, announced="calls", order="stream")):
+        announce(client, "calls", "s:2", {"priority": 1})
+        eventually(lambda: sum(map(len, rows(client).values())) == 4)
+    assert set(rows(client)) == {"s:0", "s:2"}
+
+
+def test_a_parked_stream_is_shown_like_a_parked_key(client: Client) -> None:
+    def refuse(message: Message) -> None:
+        raise RuntimeError("never")
+
+    fill(client, 1, 2)
+    retry = Retry(attempts=1, then="park")
+    with working(client, make(refuse, pattern="s:*", order="stream", retry=retry)) as loop:
+        eventually(lambda: loop.report.parked == 1)
+    assert client.execute("HKEYS", HandlerKeys("app", "handle", "s:0").parked) == [b"ks:0"]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"order": "stream", "key": "k"}, 'order="stream" keeps whole streams in order'),
+        ({"order": "stream", "partitions": 4}, "no partitions"),
+        ({"order": "sideways"}, "order must be"),
+        ({"announced": "calls"}, 'add order="stream"'),
+        ({"announced": "no good", "order": "stream"}, "service name"),
+        ({"announced": "calls", "pattern": "s:*", "order": "stream"}, "one of the three"),
+    ],
+)
+def test_options_that_contradict_each_other_are_named(options: dict[str, Any], words: str) -> None:
+    streams = () if {"pattern", "announced"} & options.keys() else ("in",)
+    with pytest.raises(ConfigError, match=words.replace('"', ".")):
+        App("app").handler(*streams, **options)(count)
+
+
+def test_lists_are_refused_since_a_batch_is_in_no_order() -> None:
+    def handle(messages: list[Message]) -> None:
+        pass
+
+    with pytest.raises(ConfigError, match="takes lists and has a key"):
+        App("app").handler("in", order="stream")(handle)

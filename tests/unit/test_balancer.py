@@ -1,0 +1,205 @@
+"""How a balancer is told to behave, and the queue between it and its program."""
+
+import asyncio
+import threading
+import time
+from typing import Any
+
+import pytest
+
+from millstream.balancer import Balancer, BalancerPolicy, Lease, StreamAdded, StreamDisowned
+from millstream.balancer.postbox import Postbox
+from millstream.errors import ConfigError
+
+# --- The policy ---
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ({"lease_ms": 299}, "lease_ms=299: use 300 to 300,000"),
+        ({"lease_ms": 300_001}, "lease_ms=300001"),
+        ({"weight": 0}, "weight=0"),
+        ({"weight": -1.0}, "weight=-1.0"),
+        ({"weight": float("nan")}, "weight=nan"),
+        ({"weight": float("inf")}, "weight=inf"),
+        ({"moves": 0}, "moves=0"),
+        ({"moves": 1.5}, "moves=1.5"),
+        ({"recover": "never"}, "recover='never'"),
+        ({"most_streams": 0}, "most_streams=0"),
+        ({"most_waiting": 0}, "most_waiting=0"),
+        ({"most_losses": 0}, "most_losses=0"),
+        ({"drain_ms": 0}, "drain_ms=0"),
+    ],
+)
+def test_a_policy_that_makes_no_sense_is_refused(option: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        BalancerPolicy(**option)
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        {"lease_ms": 300}, {"lease_ms": 300_000}, {"weight": 0.001}, {"weight": 1_000_000}, {"moves": 1}, {"moves": 1e-9},
+        {"recover": "claim"}, {"most_streams": 1}, {"most_waiting": 1}, {"most_losses": 1}, {"drain_ms": 1},
+        {"most_streams": None, "most_losses": None},
+    ],
+)  # fmt: skip
+def test_a_policy_at_the_edge_of_sense_is_accepted(option: dict[str, Any]) -> None:
+    BalancerPolicy(**option)
+
+
+def test_a_weight_is_a_number_or_is_asked_for_each_time() -> None:
+    weights = iter([1.0, 2.5])
+    policy = BalancerPolicy(weight=lambda: next(weights))
+    assert [policy.weight_now(), policy.weight_now()] == [1.0, 2.5]
+    assert BalancerPolicy(weight=3).weight_now() == 3
+
+
+@pytest.mark.parametrize("weight", [lambda: 0.0, lambda: float("nan"), lambda: 1 / 0, lambda: "heavy", lambda: None])
+def test_a_function_that_tells_no_weight_is_the_programs_mistake(weight: Any) -> None:
+    with pytest.raises(ConfigError, match="weight"):
+        BalancerPolicy(weight=weight).weight_now()
+
+
+def test_the_consumer_is_named_after_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("socket.gethostname", lambda: "pod-1.example.org")
+    assert Balancer("redis://127.0.0.1:1", "service").consumer == "pod-1-example-org"
+
+
+@pytest.mark.parametrize("service", ["", "two words", "{tag}", "x" * 300])
+def test_a_service_has_a_name_that_keys_can_hold(service: str) -> None:
+    with pytest.raises(ConfigError, match="service name"):
+        Balancer("redis://127.0.0.1:1", service)
+
+
+def test_notifications_say_the_name_of_their_stream() -> None:
+    lease = Lease(stream="s", token=7)
+    assert (StreamAdded(lease=lease).stream, StreamDisowned(lease=lease, why="stuck").stream) == ("s", "s")
+
+
+# --- The postbox ---
+
+
+def fill(box: Postbox[int], count: int) -> None:
+    for n in range(count):
+        box.put(n)
+
+
+def test_items_are_taken_in_order_and_waited_for() -> None:
+    box: Postbox[int] = Postbox()
+    assert box.take(0) is None
+    threading.Timer(0.05, fill, (box, 3)).start()
+    assert [box.take(2.0) for _ in range(3)] == [0, 1, 2]
+    began_s = time.monotonic()
+    assert box.take(0.05) is None
+    assert 0.04 < time.monotonic() - began_s < 1.0
+
+
+def test_many_threads_take_each_item_once() -> None:
+    box: Postbox[int] = Postbox()
+    taken: list[int] = []
+
+    def take() -> None:
+        while (item := box.take()) is not None:
+            taken.append(item)
+
+    threads = [threading.Thread(target=take, daemon=True) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for n in range(1_000):
+        box.put(n)
+    box.end()
+    for thread in threads:
+        thread.join(5)
+    assert not any(thread.is_alive() for thread in threads)
+    assert sorted(taken) == list(range(1_000))
+
+
+def test_what_is_unwanted_is_withdrawn_and_the_rest_stays_in_order() -> None:
+    box: Postbox[int] = Postbox()
+    for n in range(6):
+        box.put(n)
+    assert box.take() == 0
+    assert box.withdraw(lambda n: n % 2 == 1 or n == 0) == [1, 3, 5]
+    assert (box.waiting(), len(box)) == ([2, 4], 2)
+
+
+def test_after_the_end_what_is_left_is_taken_and_nobody_waits() -> None:
+    box: Postbox[int] = Postbox()
+    box.put(1)
+    box.end()
+    assert [box.take(), box.take()] == [1, None]
+    assert asyncio.run(box.take_soon()) is None
+
+
+def test_those_who_wait_in_an_event_loop_hear_of_the_end() -> None:
+    box: Postbox[int] = Postbox()
+
+    async def program() -> list[int | None]:
+        waiting = [asyncio.create_task(box.take_soon()) for _ in range(3)]
+        await asyncio.sleep(0.02)
+        threading.Timer(0.02, box.end).start()
+        return await asyncio.wait_for(asyncio.gather(*waiting), 5)
+
+    assert asyncio.run(program()) == [None] * 3
+
+
+def test_items_put_by_a_thread_wake_the_event_loop() -> None:
+    box: Postbox[int] = Postbox()
+
+    async def program() -> list[int | None]:
+        threading.Timer(0.05, fill, (box, 3)).start()
+        return [await asyncio.wait_for(box.take_soon(), 5) for _ in range(3)]
+
+    assert asyncio.run(program()) == [0, 1, 2]
+
+
+def test_many_tasks_take_each_item_once() -> None:
+    box: Postbox[int] = Postbox()
+
+    async def program() -> list[int | None]:
+        tasks = [asyncio.create_task(box.take_soon()) for _ in range(50)]
+        await asyncio.sleep(0)
+        await asyncio.to_thread(fill, box, 50)
+        return await asyncio.wait_for(asyncio.gather(*tasks), 5)
+
+    assert sorted(item for item in asyncio.run(program()) if item is not None) == list(range(50))
+    assert not box._sleepers, "those who wait no more are forgotten"
+
+
+def test_a_wait_that_is_cancelled_costs_no_item() -> None:
+    box: Postbox[int] = Postbox()
+
+    async def program() -> list[int]:
+        taken = []
+        for n in range(200):
+            task = asyncio.create_task(box.take_soon())
+            await asyncio.sleep(0)
+            box.put(n)
+            if n % 3 == 0:
+                await asyncio.sleep(0)
+            task.cancel()
+            try:
+                item = await task
+            except asyncio.CancelledError:
+                continue
+            assert item is not None
+            taken.append(item)
+        while (item := box.take(0)) is not None:
+            taken.append(item)
+        return taken
+
+    assert sorted(asyncio.run(program())) == list(range(200))
+
+
+def test_a_loop_that_ended_while_it_waited_does_not_stop_the_filler() -> None:
+    box: Postbox[int] = Postbox()
+    loop = asyncio.new_event_loop()
+    waiting = loop.create_task(box.take_soon())
+    loop.run_until_complete(asyncio.sleep(0))
+    loop.close()
+    box.put(1)
+    assert box.take(0) == 1
+    waiting.get_coro().close()
+    waiting._log_destroy_pending = False  # type: ignore[attr-defined]
