@@ -190,6 +190,12 @@ class ReliableStream:
             )  # fmt: skip
         self._done_before = frozenset(self._ledger.marked(self.stream))
 
+    def join_as(self, other: "ReliableStream") -> None:
+        """Take part as `other` does, the same worker on the same stream, which has joined over another connection."""
+        self._ledger = self._ledger.renewed(other.token)
+        self._start = "0"
+        self._done_before = other._done_before
+
     def look(self) -> None:
         """See whether the stream is paused, and whether workers are still in charge of it."""
         self.paused = self._as_member(lambda: self._ledger.look(self.stream))

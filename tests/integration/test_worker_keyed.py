@@ -274,6 +274,7 @@ def test_what_runs_on_through_a_stop_keeps_its_lease(client: Client) -> None:
 
 def test_a_stream_whose_first_joins_fail_is_routed_all_the_same(client: Client, proxy: Proxy) -> None:
     fill(client, 20, 4)
+    client.execute("SCRIPT", "LOAD", Script("join").text)
     proxy.cut_before("EVALSHA", containing=Script("join").sha, times=1)
     proxy.cut_after("EVALSHA", containing=Script("join").sha, times=1)
     with Client(proxy.url) as through, working(through, make(count, key="key")):

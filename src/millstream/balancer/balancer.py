@@ -79,6 +79,7 @@ class Balancer:
         self._until_ms = 0.0
         self._born: str | None = None
         self._wants_all = False
+        self._is_full = False  # there was more to take, but the program has too many notifications waiting
         self._told_free: dict[str, float] = {}
         self._notices: Postbox[Notice] = Postbox()
         self._stopping = threading.Event()
@@ -290,7 +291,9 @@ class Balancer:
             overdue = [one for one in self._held.values() if one.expected_ms is not None and one.expected_ms <= now_ms]
             too_slow = [one for one in self._held.values() if one.leaves_ms is not None and one.leaves_ms <= now_ms]
             expired = {id(one): one for one in (*overdue, *too_slow)}
-            found = self._service.round(self._bid([one.lease for one in expired.values()]))
+            bid = self._bid([one.lease for one in expired.values()])
+            found = self._service.round(bid)
+            self._is_full = len(found.given) >= bid.take and found.has < found.share
             self._measures.round(found, self._clock.monotonic_ms() - now_ms)
             self._conclude(found, list(expired.values()), now_ms)
             return found
@@ -409,7 +412,9 @@ class Balancer:
         wait_ms = self._until_ms - self.policy.lease_ms * (_HEARTBEATS - 1) / _HEARTBEATS - now_ms
         if found.next_ms is not None:
             wait_ms = min(wait_ms, found.next_ms)
-        if any(one.expected_ms is not None or one.leaves_ms is not None for one in list(self._held.values())):
+        if self._is_full or any(
+            one.expected_ms is not None or one.leaves_ms is not None for one in list(self._held.values())
+        ):
             wait_ms = min(wait_ms, _LIMITS_LOOKED_AT_MS)
         if wait_ms <= _SERVER_TICK_MS:  # it could not be told so exactly, and that would be too late for a lease
             self._stopping.wait(max(wait_ms, _LEAST_GAP_MS) / 1000)

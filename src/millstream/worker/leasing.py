@@ -4,7 +4,8 @@ import contextlib
 import logging
 import math
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from queue import Empty, SimpleQueue
 from typing import Any
 
 from millstream.client import Client, Script
@@ -45,6 +46,8 @@ class LineTaker(Taker[KeyedStream]):
         self._on_suspect = on_suspect
         self.sweep_ms_each = _SWEEP_MS_EACH
         """The more streams there are, the less often each is asked: every so many milliseconds times their number."""
+        self.routed: SimpleQueue[str] | None = None
+        """Streams that have new lines, where only this process's own router makes them; else Redis is waited for."""
         self._due_ms: dict[str, float] = {}
         self._turn = 0
 
@@ -103,6 +106,9 @@ class LineTaker(Taker[KeyedStream]):
         now_ms = self._clock.monotonic_ms()
         due_ms = min(self._due_ms.get(name, now_ms) for name in names)
         wait_ms = max(1.0, min(self._policy.block_ms, until_ms, due_ms - now_ms))
+        if self.routed is not None:
+            self._wait_here(self.routed, wait_ms)
+            return
         if self._client.is_cluster and len(names) > 1:  # keys of several slots cannot be waited for at once
             stopping.wait(min(wait_ms / 1000, _IDLE_S))
             self._due_ms.clear()
@@ -112,17 +118,25 @@ class LineTaker(Taker[KeyedStream]):
         if found:
             self._due_ms.pop(places[found[0]], None)
 
+    def _wait_here(self, routed: "SimpleQueue[str]", wait_ms: float) -> None:
+        with contextlib.suppress(Empty):
+            self._due_ms.pop(routed.get(timeout=wait_ms / 1000), None)
+            while True:
+                self._due_ms.pop(routed.get_nowait(), None)
+
 
 class Router:
     """Routes new entries to their lines, of each stream on which this worker is the router. Used by one thread.
 
     One worker at a time is, so that the others need not read all entries, too: it keeps the role by using it, and if it is
-    gone for three seconds another takes it. Nothing depends on there being one only.
+    gone for three seconds another takes it. Nothing depends on there being one only. `routed`: no other worker would route
+    these streams, so that the role need not be asked for; it is told which have new lines.
     """
 
     def __init__(
         self, client: Client, clock: Clock, policy: WorkerPolicy, *, token: str,
         keys_of: Callable[[str], HandlerKeys], readable: Callable[[str], bool],
+        routed: "SimpleQueue[str] | None" = None,
     ) -> None:  # fmt: skip
         self._client = client
         self._clock = clock
@@ -130,8 +144,9 @@ class Router:
         self._token = token
         self._keys_of = keys_of
         self._readable = readable
+        self._routed = routed
         self._ask_due_ms = 0.0
-        self._asked: list[str] = []
+        self._asked: set[str] = set()
         self._held: list[str] = []
         self._full: set[str] = set()
         self._fresh: set[str] = set()
@@ -153,6 +168,9 @@ class Router:
                 routed = [one.route(count=_ROUTED_AT_ONCE, most_pending=self._policy.look_ahead) for one in due]
                 self._say_full(due)
                 self._fresh = {one.stream for one, count in zip(due, routed, strict=True) if count}
+                if self._routed is not None:
+                    for name in self._fresh:
+                        self._routed.put(name)
                 if not self._fresh:
                     self._wait([one for one in mine if one.stream not in self._full], stopping)
             except Unavailable as error:
@@ -163,20 +181,31 @@ class Router:
 
     def _mine(self) -> list[KeyedStream]:
         """The streams on which this worker is the router, as of a second ago at the most."""
-        now_ms = self._clock.monotonic_ms()
-        if now_ms >= self._ask_due_ms or self.streams.keys() - self._asked:
-            self._ask_due_ms = now_ms + _ROUTER_MS / 3
-            self._asked = list(self.streams)
-            calls = [(NAME, (self._keys_of(name).router,), (self._token, _ROUTER_MS)) for name in self._asked]
-            held = self._client.scripts(calls)
-            self._held = [name for name, is_held in zip(self._asked, held, strict=True) if is_held]
-        # Others may have taken some away meanwhile.
+        # Others may take some away meanwhile.
         streams = self.streams.copy()
-        return [streams[name] for name in self._held if name in streams and self._readable(name)]
+        if self._routed is None:
+            self._ask_for(streams)
+        names = [name for name in self._held if name in streams] if self._routed is None else streams
+        return [streams[name] for name in names if self._readable(name)]
+
+    def _ask_for(self, names: Collection[str]) -> None:
+        """Take or keep the role on these, on new ones at once, on all every second."""
+        now_ms = self._clock.monotonic_ms()
+        if now_ms >= self._ask_due_ms:
+            self._ask_due_ms = now_ms + _ROUTER_MS / 3
+            self._asked.clear()
+        new = [name for name in names if name not in self._asked]
+        if not new:
+            return
+        held = self._client.scripts([(NAME, (self._keys_of(name).router,), (self._token, _ROUTER_MS)) for name in new])
+        if not self._asked:
+            self._held = []
+        self._asked.update(new)
+        self._held += [name for name, is_held in zip(new, held, strict=True) if is_held]
 
     def leave(self, name: str) -> None:
         """Route a stream no more, and let another worker begin at once. For another thread than the router's."""
-        if self.streams.pop(name, None) is not None:
+        if self.streams.pop(name, None) is not None and self._routed is None:
             with contextlib.suppress(Unavailable):
                 self._client.script(NAME, (self._keys_of(name).router,), (self._token, 0))
 

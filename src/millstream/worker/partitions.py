@@ -62,8 +62,8 @@ class PartitionSide(LineSide):
         has_begun = m.client.execute("HEXISTS", self._keys_of(self._layouts[base].stream(0)).meta, "frontier")
         start = "earliest" if has_begun else m.start
         # What may fail comes before the stream is known. The first to join says where it begins.
-        working = self._opened(PartitionStream, m.client, name, start)
-        routed = self._opened(PartitionStream, self._routing, name, "earliest")
+        working = self._opened(PartitionStream, name, start)
+        routed = self._to_route(PartitionStream, working)
         routed.place, routed.moves, routed.send_on = place, self._routing_moves[base], self._send_on
         self._work_on(working)
         self._router.streams[name] = routed

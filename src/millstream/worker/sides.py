@@ -7,6 +7,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from queue import SimpleQueue
 from typing import Literal, Protocol, TypeVar
 
 from millstream.client import Client
@@ -163,7 +164,7 @@ class EntrySide:
 class LineSide:
     """For a handler with a key: workers share the lines of its keys, of which each has one worker at a time."""
 
-    def __init__(self, means: Means) -> None:
+    def __init__(self, means: Means, *, routed: "SimpleQueue[str] | None" = None) -> None:
         m = means
         self._means = m
         self.streams: dict[str, KeyedStream] = {}
@@ -171,6 +172,7 @@ class LineSide:
         self._router = Router(
             self._routing, m.clock, m.policy, token=secrets.token_hex(8), keys_of=self._keys_of,
             readable=lambda name: name in self.streams and self.streams[name].readable,
+            routed=routed,
         )  # fmt: skip
         self.keeper = LeaseKeeper(
             m.pipeline, m.hand, m.report, m.clock, m.policy, streams=self.streams, on_suspect=m.suspect,
@@ -183,19 +185,29 @@ class LineSide:
             m.reading, m.hand, m.report, m.clock, m.policy, streams=self.streams, keys_of=self._keys_of,
             allowance=Allowance(m.handler.rate, m.clock), with_state=m.handler.wants_state, on_suspect=m.suspect,
         )  # fmt: skip
+        self.taker.routed = routed
 
     def _keys_of(self, name: str) -> HandlerKeys:
         return HandlerKeys(self._means.handler.app, self._means.handler.name, name)
 
-    def _opened(self, kind: Callable[..., S], client: Client, name: str, start: Literal["earliest", "latest"]) -> S:
+    def _opened(self, kind: Callable[..., S], name: str, start: Literal["earliest", "latest"]) -> S:
+        stream = self._made(kind, self._means.client, name, start)
+        stream.join()
+        return stream
+
+    def _to_route(self, kind: Callable[..., S], working: KeyedStream) -> S:
+        # Whoever routes waits for entries on its connection: nobody else may need an answer there.
+        stream = self._made(kind, self._routing, working.stream, "earliest")
+        stream.join_as(working)
+        return stream
+
+    def _made(self, kind: Callable[..., S], client: Client, name: str, start: Literal["earliest", "latest"]) -> S:
         m, handler, line_of = self._means, self._means.handler, self._means.pipeline.line_of
-        stream = kind(
+        return kind(
             client, name, line_of=lambda entry_id, pairs: line_of(name, entry_id, pairs), app=handler.app,
             handler=handler.name, consumer=m.consumer, into=handler.into, into_maxlen=handler.into_maxlen,
             start=start, on_trimmed=m.report.trimmed_some,
         )  # fmt: skip
-        stream.join()
-        return stream
 
     def find(self, looking: Client) -> Sequence[str]:
         """See Side."""
@@ -203,10 +215,9 @@ class LineSide:
 
     def join(self, name: str) -> None:
         """See Side."""
-        # What may fail comes before the stream is known: it is tried again until then.
-        routed = self._opened(KeyedStream, self._routing, name, self._means.start)
-        self._work_on(self._opened(KeyedStream, self._means.client, name, self._means.start))
-        self._router.streams[name] = routed
+        working = self._opened(KeyedStream, name, self._means.start)
+        self._work_on(working)
+        self._router.streams[name] = self._to_route(KeyedStream, working)
 
     def _work_on(self, stream: KeyedStream) -> None:
         stream.look()

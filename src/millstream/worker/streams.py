@@ -3,6 +3,7 @@
 import logging
 import threading
 from collections.abc import Mapping, Sequence
+from queue import SimpleQueue
 
 from millstream.balancer import Balancer, BalancerPolicy, Lease, StreamAdded, StreamDisowned, Terminated, announce
 from millstream.client import Client
@@ -17,7 +18,7 @@ logger = logging.getLogger(__name__)
 _LOOK_S = 0.05
 _LONGEST_LEASE_MS = 10_000
 _ASKED_AT_ONCE = 1_000
-_SWEEP_MS_EACH = 20.0  # nobody else takes lines of its streams
+_SWEEP_MS_EACH = 5.0
 
 
 def service_of(handler: Handler) -> str:
@@ -33,7 +34,7 @@ class StreamSide(LineSide):
     """
 
     def __init__(self, means: Means) -> None:
-        super().__init__(means)
+        super().__init__(means, routed=SimpleQueue())  # nobody else works on these streams
         m = means
         self.taker.sweep_ms_each = _SWEEP_MS_EACH
         self._service = service_of(m.handler)
@@ -92,8 +93,8 @@ class StreamSide(LineSide):
                 raise
 
     def _rejoin(self, name: str) -> None:
-        self._router.streams[name] = self._opened(KeyedStream, self._routing, name, self._means.start)
         self.streams[name].leaving = False
+        self._router.streams[name] = self._to_route(KeyedStream, self.streams[name])
 
     def _end(self, lease: Lease, *, hand_in: bool) -> None:
         stream = self.streams.get(lease.stream)
