@@ -18,6 +18,7 @@ app = App("steady")
 strict = App("strict")
 coroutine = App("coroutine")
 keyed = App("keyed")
+streamed = App("streamed")
 
 
 @functools.cache
@@ -84,8 +85,16 @@ def work_keyed(message: Message, state: State) -> dict[str, Any]:
     return {**work(message), "key": message.key or b"", "count": state["count"]}
 
 
+def work_stream(message: Message, state: State) -> dict[str, Any]:
+    """The same for a message of a stream that keeps its order, which also tells the stream and its lease's token."""
+    return {**work_keyed(message, state), "stream": message.stream, "fence": message.fence}
+
+
 SHORT = Retry(attempts=3, delay_ms=20)
 app.handler("in", name="work", into="out", retry=Retry(attempts=10, delay_ms=20))(work)
 strict.handler("in", name="work", into="out", retry=SHORT, time_limit_ms=500)(work)
 keyed.handler("in", name="work", into="out", key="key", retry=Retry(attempts=6, delay_ms=20))(work_keyed)
 coroutine.handler("in", name="work", into="out", retry=SHORT)(work_async)
+streamed.handler(pattern="call:*", name="work", into="out", order="stream", retry=Retry(attempts=6, delay_ms=20))(
+    work_stream
+)
