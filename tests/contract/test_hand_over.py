@@ -45,13 +45,13 @@ def handle_keyed(message: Message, state: State) -> dict[str, Any]:
     return {**output, "key": message.key or b"", "count": state["count"]}
 
 
-def app_of_one(*, keyed: bool = False) -> App:
+def app_of_one(*, keyed: bool = False, stream: str = "in") -> App:
     app = App("app")
     options: dict[str, Any] = {"into": "out", "retry": Retry(attempts=3, delay_ms=150), "name": "handle"}
     if keyed:
-        app.handler("in", key=lambda message: int(message.fields["n"]) % KEY_COUNT, **options)(handle_keyed)
+        app.handler(stream, key=lambda message: int(message.fields["n"]) % KEY_COUNT, **options)(handle_keyed)
     else:
-        app.handler("in", **options)(handle)
+        app.handler(stream, **options)(handle)
     return app
 
 
@@ -174,6 +174,36 @@ def test_an_app_with_keys_moves_between_the_engines_in_mid_stream_and_keeps_orde
     with bench.worker():
         bench.goes_on(len(bench.ids) - bench.done())
     bench.check()
+
+
+@pytest.mark.spark
+def test_both_engines_run_an_app_at_once_on_different_streams_with_one_output(
+    client: Client, spark: SparkSession, tmp_path: Path
+) -> None:
+    client.execute("FLUSHALL")
+    streams = {
+        name: [f"{which}-{n + 1}" for n in range(200)] for which, name in enumerate(("for-spark", "for-workers"))
+    }
+    for name, ids in streams.items():
+        client.pipeline([("XADD", name, one, "n", n) for n, one in enumerate(ids)])
+    apps = {name: app_of_one(keyed=True, stream=name) for name in streams}
+    loop = ReadingLoop(apps["for-workers"].handlers["handle"], client.url, consumer="w1", policy=POLICY)
+    settings = RunSettings(url=client.url, checkpoint=str(tmp_path / "one"), max_per_batch=50)
+    runner = Runner(apps["for-spark"], spark, settings, on_event=lambda event: None)
+    deadline = time.monotonic() + 90
+    with running(loop.run, loop.stop) as worker, running(runner.run, runner.stop) as pipeline:
+        while client.execute("XLEN", "out") < 2 * 196:
+            assert time.monotonic() < deadline, (worker.error, pipeline.error)
+            time.sleep(0.02)
+    assert (worker.error, pipeline.error) == (None, None)
+    outputs = [(pairs[1].decode(), int(pairs[7])) for _, pairs in client.execute("XRANGE", "out", "-", "+")]
+    for name, ids in streams.items():
+        letters = client.execute("XRANGE", HandlerKeys("app", "handle", name).dead, "-", "+")
+        assert sorted(pairs[pairs.index(b"id") + 1].decode() for _, pairs in letters) == sorted(ids[49::50])
+        for key in range(KEY_COUNT):
+            of_key = [one for n, one in enumerate(ids) if n % KEY_COUNT == key]
+            wanted = [one for one in of_key if one not in ids[49::50]]
+            assert [pair for pair in outputs if pair[0] in of_key] == [(one, at + 1) for at, one in enumerate(wanted)]
 
 
 @pytest.mark.spark

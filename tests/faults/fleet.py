@@ -191,6 +191,10 @@ class Books:
 
     def drained(self) -> bool:
         """Nothing is pending and nothing is left to read."""
+        return self.all_given() and not self.pending()
+
+    def all_given(self) -> bool:
+        """Nothing is left to read."""
         try:
             groups = self._ask("XINFO", "GROUPS", "in")
             last = self._ask("XINFO", "STREAM", "in")
@@ -200,7 +204,7 @@ class Books:
         for group in groups:
             found = dict(zip(group[::2], group[1::2], strict=True))
             if found[b"name"].decode() == self.keys.group:
-                return not found[b"pending"] and bool(found[b"last-delivered-id"] == told[b"last-generated-id"])
+                return bool(found[b"last-delivered-id"] == told[b"last-generated-id"])
         return False
 
     def check(
