@@ -100,9 +100,10 @@ def test_one_message_of_a_stream_runs_at_a_time_and_other_streams_meanwhile(clie
             with lock:
                 running[name] -= 1
 
-    fill(client, 5, 5)
-    with working(client, make(watch, pattern="s:*", order="stream")) as loop:
-        eventually(lambda: loop.report.committed == 25)
+    fill(client, 6, 5)
+    handler = make(watch, pattern="s:*", order="stream")
+    with working(client, handler, "w1") as one, working(client, handler, "w2") as two:
+        eventually(lambda: one.report.committed + two.report.committed == 30)
     assert most.pop("all") > 1
     assert set(most.values()) == {1}
 

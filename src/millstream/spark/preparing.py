@@ -20,6 +20,7 @@ def check_runnable(handlers: Iterable[Handler]) -> None:
         then = handler.retry.then
         what = "takes lists" if handler.in_batches else "has a rate" if handler.rate is not None else ""
         what = what or ("reads partitions" if handler.partitions else "")
+        what = what or ("reads announced streams" if handler.announced else "")
         what = what or ("" if then == "dead-letter" else f'has Retry(then="{then}")')
         if what:
             raise ConfigError(f"{handler.label} {what}, which Spark does not do yet: use millstream worker")

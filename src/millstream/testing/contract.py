@@ -96,7 +96,7 @@ class Case:
     @property
     def keyed(self) -> bool:
         """True if its handler has a key, which not every engine can keep."""
-        return "key" in self.options
+        return "key" in self.options or self.options.get("order") == "stream"
 
     @property
     def keys(self) -> HandlerKeys:

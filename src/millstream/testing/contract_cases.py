@@ -317,6 +317,17 @@ _KEYED: dict[str, Any] = {
     ],
 }
 _KEYED_OPTIONS = {"key": "key", "retry": Retry(attempts=3, delay_ms=20)}
+_STREAM: dict[str, Any] = {
+    "entries": [entry(key="all", n=n, ask=ask) for n, ask in enumerate(_ASKS)],
+    "outputs": [{"key": "all", "n": n, "count": count} for n, count in enumerate(_COUNTS) if count is not None],
+    "order_by": "key",
+    "letters": [
+        Letter(entry=n, reason="rejected" if _ASKS[n] == "reject" else "bad-output")
+        for n, count in enumerate(_COUNTS)
+        if count is None
+    ],
+}
+_STREAM_OPTIONS = {"order": "stream", "retry": Retry(attempts=3, delay_ms=20)}
 
 
 def key_length(message: Message) -> str | None:
@@ -447,6 +458,20 @@ CASES: tuple[Case, ...] = (
         function=keyed_async,
         options=_KEYED_OPTIONS,
         **_KEYED,
+    ),
+    Case(
+        name="whole_stream",
+        promise='with order="stream" all messages of a stream run one by one, on the state of the stream',
+        function=keyed,
+        options=_STREAM_OPTIONS,
+        **_STREAM,
+    ),
+    Case(
+        name="whole_stream_async",
+        promise="so do those of an async handler",
+        function=keyed_async,
+        options=_STREAM_OPTIONS,
+        **_STREAM,
     ),
     Case(
         name="key_function",
