@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import msgspec
 
 from millstream.client import Client, Script, raise_if_error
-from millstream.errors import Unavailable
+from millstream.errors import Unavailable, WrongType
 from millstream.naming import StreamKeys, to_wire
 
 logger = logging.getLogger(__name__)
@@ -82,7 +82,7 @@ class DelayedMessages:
             wait_ms = every_ms
             try:
                 movement = self.move_due(streams())
-            except Unavailable as error:
+            except (Unavailable, WrongType) as error:  # of one stream, which whoever reads it will say
                 logger.debug("no delayed message is moved for now: %s", error)
             else:
                 on_moved(movement.moved)

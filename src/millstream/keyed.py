@@ -77,13 +77,6 @@ class KeyedStream(ReliableStream):
         self._routed: bytes | None = None
         self.pending = 0
         """How many entries are pending in all, as of the last `route`."""
-        self.leaving = False
-        """The worker has to leave the stream to another: nothing new of it is to be taken or routed."""
-
-    @property
-    def readable(self) -> bool:
-        """True if entries may be taken from it for now."""
-        return not (self.paused or self.leaving)
 
     # Routing
 

@@ -333,13 +333,17 @@ class Ledger:
 
     # Workers
 
-    def joined(self, stream: str, start: Literal["0", "$"], kind: Kind = "workers") -> tuple["Ledger", bool]:
+    def joined(
+        self, stream: str, start: Literal["0", "$"], kind: Kind = "workers", newest: int | None = None
+    ) -> tuple["Ledger", bool]:
         """Join the workers of `stream` and return the ledger in their hands, and whether their group was lost.
 
         The first worker takes the stream over from Spark, or from workers of another `kind`, and begins at `start` if
-        nothing was done before.
+        nothing was done before. Raises StaleOwner where it would take over from a run that began after `newest`, a time
+        of the server in microseconds.
         """
-        ((token, lost),) = self._run(JOIN, [(self._written(stream), (self._group, start, kind))])
+        args = (self._group, start, kind, "" if newest is None else newest)
+        ((token, lost),) = self._run(JOIN, [(self._written(stream), args)])
         return self.renewed(int(token)), bool(lost)
 
     def look(self, stream: str) -> bool:

@@ -153,13 +153,17 @@ class ReliableStream:
         self._calls = count(1)
         self._done_before: frozenset[bytes] = frozenset()
         self._watched: dict[tuple[bytes, str], float] = {}
+        self.newest: int | None = None
+        """Runs on Spark that began after this time of the server, in microseconds, are not taken over from."""
+        self.leaving = False
+        """The worker has to leave the stream: nothing new of it is to be taken."""
         self.paused = False
         """Somebody wants no more entries of this stream to be read for now; as of the last `look`."""
 
     @property
     def readable(self) -> bool:
         """True if entries may be taken from it for now."""
-        return not self.paused
+        return not (self.paused or self.leaving)
 
     @property
     def token(self) -> int:
@@ -178,7 +182,7 @@ class ReliableStream:
         Raises AccessDenied if the Redis user lacks a right that is needed later.
         """
         before = self.token
-        self._ledger, lost = self._ledger.joined(self.stream, self._start, self.kind)
+        self._ledger, lost = self._ledger.joined(self.stream, self._start, self.kind, self.newest)
         # Where nothing is known of us any more, "latest" would skip what came since.
         self._start = "0"
         if lost:

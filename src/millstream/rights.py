@@ -5,13 +5,13 @@ Lua"), so what a script does is listed beside what is sent. Tests hold the lists
 role without each of its rights.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Literal
 
 from millstream.errors import ConfigError
-from millstream.naming import PREFIX, ServiceKeys, check_identifier, check_stream, hash_tag, to_wire
+from millstream.naming import MASTER, PREFIX, ServiceKeys, check_identifier, check_stream, hash_tag, to_wire
 
 ANY = "*"
 """The pattern of all streams."""
@@ -24,6 +24,8 @@ class RoleName(StrEnum):
     SPARK = "spark"
     PRODUCER = "producer"
     LEASES = "leases"
+    MASTER = "master"
+    CONSUMER = "consumer"
     OPERATOR = "operator"
 
 
@@ -87,8 +89,10 @@ class Role:
     * `unreached`: commands of these scripts that it never gets to
     * `writes`: it writes outputs, or looks at them
     * `looks`: when it looks for streams
+    * `touches`: it touches the streams themselves
     * `own_keys`: which of the keys that millstream keeps for a stream, with `{app}` for the app's name
     * `app_keys`: keys that belong to no stream
+    * `serves`: it has to do with services
     """
 
     scripts: Sequence[str]
@@ -96,8 +100,10 @@ class Role:
     unreached: str = ""
     writes: bool = True
     looks: Literal["never", "by pattern", "always"] = "by pattern"
-    own_keys: Sequence[str]
+    touches: bool = True
+    own_keys: Sequence[str] = ()
     app_keys: Sequence[str] = ()
+    serves: bool = False
 
     def commands(self, *, looking: bool) -> frozenset[str]:
         """Everything that it runs; `looking`: its streams are given by a pattern."""
@@ -143,17 +149,28 @@ ROLES: Mapping[RoleName, Role] = {
         direct="xadd xread",
         writes=False,
         looks="never",
-        own_keys=(),
-        app_keys=(f"{PREFIX}:{{app}}.*-input", f"{PREFIX}:{{{{{PREFIX}:{{app}}.*-input}}}}:*"),
+        touches=False,
+        serves=True,
     ),
+    RoleName.MASTER: Role(
+        scripts=("join", "commit", "route", "take", "release", "tend", "adopt", "settle", "steer", "swap"),
+        direct="hget hgetall hlen hmget hscan hvals lindex llen lpos lrange time xack xinfo|consumers xpending xrange xread "
+        "zrange",
+        unreached="get set",
+        writes=False,
+        looks="never",
+        own_keys=(f"{MASTER}.*",),
+    ),
+    RoleName.CONSUMER: Role(scripts=("ack",), direct="xreadgroup", writes=False, looks="never"),
     RoleName.OPERATOR: Role(
         scripts=("count", "dismiss", "redrive", "steer", "hand_in", *_GROW),
         direct="hdel hget hgetall hlen hmget hscan hset lindex llen lrange time xautoclaim xclaim xdel xgroup|create "
         "xgroup|delconsumer xgroup|destroy xgroup|setid xinfo|consumers xinfo|groups xinfo|stream xlen xpending xrange "
         "xread xrevrange zrange",
-        unreached="hkeys unlink",
+        unreached="hkeys sadd scard srandmember unlink",
         looks="always",
         own_keys=("*",),
+        serves=True,
     ),
 }
 
@@ -192,7 +209,8 @@ def rule(
     * `streams`: names or glob patterns of the streams that are read, or published to
     * `outputs`: those that handlers write to
     * `app`: whose handlers; None for all apps
-    * `services`: those that streams are announced to, beside the handlers' own
+    * `services`: those that streams are announced to, ANY for all; the handlers' own come with `app`, or where a consumer of
+      services has no others
     * `cluster`: with what a client of Redis Cluster asks
 
     Raises ConfigError for names that cannot be used.
@@ -201,10 +219,11 @@ def rule(
     named = check_identifier("app name", app) if app else ANY
     looking = any(map(_is_pattern, streams))
     commands = set(_CLUSTER if cluster else ())
-    touched = streams if any(ROLES[role].own_keys for role in roles) else ()
+    touched = streams if any(ROLES[role].touches for role in roles) else ()
     keys = dict.fromkeys(map(_literal, touched))
-    for names in map(ServiceKeys, services):
-        keys |= dict.fromkeys((names.input, f"{names.base}:*"))
+    if any(ROLES[role].serves for role in roles):
+        serving = ANY if RoleName.LEASES in roles and not services else None
+        keys |= dict.fromkeys(_service_keys(services, app or serving))
     for role in map(ROLES.__getitem__, roles):
         commands |= role.commands(looking=looking)
         keys |= dict.fromkeys(map(_literal, outputs if role.writes else ()))
@@ -215,6 +234,17 @@ def rule(
     return Rule(
         user=user, roles=tuple(roles), commands=tuple(sorted(commands)), keys=(ANY,) if ANY in keys else tuple(keys)
     )
+
+
+def _service_keys(services: Sequence[str], app: str | None) -> Iterator[str]:
+    """The keys of these services, and those of the app's handlers."""
+    inputs = [ServiceKeys(service).input for service in services if service != ANY]
+    if app:
+        inputs.append(f"{PREFIX}:{app}.*-input")
+    for one in inputs:
+        yield from (one, f"{_base(one)}:*")
+    if ANY in services:
+        yield ANY
 
 
 def _is_pattern(stream: str) -> bool:

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 
 from millstream import App, Message, Reject
+from millstream.balancer import announce
+from millstream.balancer.service import Service
 from millstream.channel import PUBLISH
 from millstream.client import Client
 from millstream.clock import SYSTEM_CLOCK
@@ -20,9 +22,12 @@ from millstream.handlers import Handler
 from millstream.keyed import Ending, KeyedStream, Lease, line_of_key
 from millstream.ledger import Ledger, Unit
 from millstream.lines import park, skip, survey, unpark
+from millstream.master.consumer import ACK
+from millstream.master.desk import Desk
+from millstream.master.registry import Registry
 from millstream.model import EntryId
 from millstream.moves import Moves
-from millstream.naming import HandlerKeys, StreamKeys
+from millstream.naming import PREFIX, HandlerKeys, ServiceKeys, StreamKeys
 from millstream.partitioned import PartitionedProducer
 from millstream.partitions import Partitions
 from millstream.producer import Producer
@@ -33,12 +38,17 @@ from millstream.testing.topologies import cluster
 from millstream.worker import ReadingLoop, WorkerPolicy
 from millstream.worker.names import Names
 from millstream.worker.partitions import PartitionSide
+from tests.integration import masters
+from tests.integration.balancers import bid
 from tests.integration.commandline import call
+from tests.integration.lease_duties import oversee, serve
+from tests.integration.master_duties import SETTINGS, consume, direct
 from tests.integration.partition_bench import BASE, growth_killed_after, moved_key
 from tests.integration.partition_bench import Publisher as PartitionPublisher
 from tests.integration.partition_bench import Worker as PartitionWorker
+from tests.integration.test_worker import eventually, working
 
-NARROW = ("--stream", "orders*", "--stream", "{orders.*}", "--into", "out", "--app", "shop")
+NARROW = ("--stream", "orders*", "--stream", "{orders.*}", "--into", "out", "--app", "shop", "--service", "calls")
 KEYS = HandlerKeys("shop", "bill", "orders")
 LETTERS = "ABCDEFGH"
 
@@ -322,6 +332,7 @@ def operate(url: str, admin: Client) -> None:
     command(url, "pause", "bill")
     command(url, "resume", "bill")
     operate_lines(url, admin)
+    oversee(command, url, admin)
     PartitionWorker(admin, app="shop", handler="bill")
     operate_partitions(url)
     command(url, "groups", "--pattern", "orders*")
@@ -371,6 +382,9 @@ DUTIES: dict[RoleName, Callable[[str, Client], None]] = {
     RoleName.WORKER: work,
     RoleName.SPARK: run_on_spark,
     RoleName.PRODUCER: produce,
+    RoleName.LEASES: serve,
+    RoleName.MASTER: direct,
+    RoleName.CONSUMER: consume,
     RoleName.OPERATOR: operate,
 }
 
@@ -420,6 +434,55 @@ def test_a_worker_runs_under_the_rights_for_named_streams(admin: Client) -> None
     assert written == [n for n in range(1_001) if n != 3]
     assert admin.execute("XLEN", KEYS.dead) == 1
     assert admin.execute("ACL", "LOG") == []
+
+
+def test_workers_that_share_whole_streams_run_under_the_rights_of_both_roles(admin: Client) -> None:
+    app = App("shop")
+    app.handler(pattern="orders:*", into="out", name="bill", order="stream")(lambda message: {"n": message.text("n")})
+    options = ("leases", "--user", "both", "--stream", "orders:*", "--into", "out", "--app", "shop")
+    with Client(login(admin, printed("worker", *options))) as client:
+        for stream in range(4):
+            add(admin, 20, f"orders:{stream}")
+        with working(client, app.handlers["bill"], "w1"), working(client, app.handlers["bill"], "w2"):
+            owners = ServiceKeys(f"{PREFIX}:shop.bill").owners
+            eventually(lambda: len({one.split()[1] for one in admin.execute("HVALS", owners)}) == 2)
+            for stream in range(4):
+                add(admin, 20, f"orders:{stream}")
+            eventually(lambda: admin.execute("XLEN", "out") == 160)
+    assert admin.execute("ACL", "LOG") == []
+
+
+def test_a_master_and_its_consumers_run_under_their_rights(admin: Client) -> None:
+    options = ("--stream", masters.STREAM)
+    url = login(admin, printed("consumer", *options))
+    with Client(url) as client, masters.Master(login(admin, printed("master", *options))) as master:
+        masters.publish(admin, "A", "A", "B")
+        with masters.Foreign(client, "c1", max_tickets=2) as consumer:
+            consumer.register(master)
+            for _ in range(3):
+                consumer.finish(master, consumer.next()[0])
+        masters.eventually(lambda: masters.is_clean(admin), "the end of all")
+        assert client.script(ACK, (masters.STREAM,), (masters.GROUP, "c1", "1-1")) == 0
+    assert admin.execute("ACL", "LOG") == []
+
+
+def test_leases_end_at_the_services_that_were_named(admin: Client) -> None:
+    with Client(login(admin, printed("leases", "--service", "calls"))) as client:
+        for service in ("callers", f"{PREFIX}:shop.bill"):
+            with pytest.raises(AccessDenied):
+                Service(client, service, consumer="w", incarnation="1").round(bid())
+        Service(client, "calls", consumer="w", incarnation="1").round(bid())
+
+
+def test_a_consumer_that_lacks_a_right_changes_nothing(admin: Client) -> None:
+    announce(admin, "calls", "orders")
+    keys = ServiceKeys("calls")
+    for right in ("hdel", "lpush", "sadd", "srem", "xack", "xclaim", "xdel", "xpending", "xgroup|delconsumer", "zrem"):
+        url = login(admin, printed("leases"), without=right)
+        with Client(url) as client, pytest.raises(AccessDenied):
+            Service(client, "calls", consumer="w", incarnation="1").round(bid())
+    assert admin.execute("XLEN", keys.input) == 1
+    assert admin.execute("KEYS", f"{keys.base}:*") == []
 
 
 def test_the_rights_end_at_the_streams_and_the_app_that_were_named(admin: Client) -> None:
@@ -514,5 +577,14 @@ def test_on_a_cluster_the_roles_need_a_few_rights_more() -> None:
                 elif role is RoleName.PRODUCER:
                     with Producer(limited) as producer:
                         producer.publish("orders", {"n": 1})
+                elif role is RoleName.LEASES:
+                    consumer = Service(limited, "calls", consumer="w", incarnation="1")
+                    announce(limited, "calls", "orders")
+                    assert consumer.hand_in("done", consumer.round(bid()).given) == set()
+                elif role is RoleName.MASTER:
+                    Desk(limited, Registry(limited, SETTINGS.keys), SETTINGS).join()
+                elif role is RoleName.CONSUMER:
+                    client.execute("XGROUP", "CREATE", "orders", "bill", "$", "MKSTREAM")
+                    assert limited.script(ACK, ("orders",), ("bill", "c1", "1-1")) == 0
                 else:
                     limited.scan_streams()

@@ -115,9 +115,11 @@ def test_names_that_are_no_text_are_sent_as_they_were_received(client: Client) -
     assert client.pipeline([("GET", b"a\xff"), ("GET", "a\udcff")]) == [b"1", b"1"]
 
 
-def test_after_a_broken_connection_the_next_command_opens_a_new_one(client: Client, millstream_url: str) -> None:
+def test_after_a_broken_connection_the_next_command_opens_a_new_one(
+    client: Client, millstream_server: EmbeddedServer
+) -> None:
     number = client.execute("CLIENT", "ID")
-    with Client(millstream_url) as other:
+    with Client(millstream_server.url) as other:
         other.execute("CLIENT", "KILL", "ID", number)
     with pytest.raises(Unavailable):
         client.execute("PING")

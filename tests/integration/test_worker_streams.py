@@ -5,6 +5,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -12,8 +13,10 @@ import pytest
 from millstream import App, Message, Retry, State
 from millstream.balancer import announce
 from millstream.client import Client
-from millstream.errors import ConfigError
+from millstream.errors import ConfigError, StaleOwner
+from millstream.ledger import Ledger
 from millstream.naming import HandlerKeys, ServiceKeys
+from millstream.worker import WorkerPolicy
 from tests.integration.test_worker import eventually, make, working
 
 SERVICE = ServiceKeys("millstream:app.handle")
@@ -165,6 +168,96 @@ def test_a_parked_stream_is_shown_like_a_parked_key(client: Client) -> None:
     with working(client, make(refuse, pattern="s:*", order="stream", retry=retry)) as loop:
         eventually(lambda: loop.report.parked == 1)
     assert client.execute("HKEYS", HandlerKeys("app", "handle", "s:0").parked) == [b"ks:0"]
+
+
+SLOW_TO_LOOK = WorkerPolicy(block_ms=100, claim_ms=1_000, sweep_ms=5_000, stop_ms=5_000)
+
+
+def test_the_next_turn_of_a_stream_waits_for_no_sweep(client: Client) -> None:
+    fill(client, 1, 300)
+    with working(client, make(count, pattern="s:*", order="stream"), policy=SLOW_TO_LOOK):
+        eventually(lambda: len(rows(client)["s:0"]) == 300, within_s=15)
+    check_order(client, 1, 300)
+
+
+def test_a_back_off_is_over_when_it_is_over(client: Client) -> None:
+    def handle(message: Message, state: State) -> dict[str, Any]:
+        if message.attempt < 6:
+            raise RuntimeError("not yet")
+        return count(message, state)
+
+    fill(client, 2, 1)
+    handler = make(handle, pattern="s:*", order="stream", retry=Retry(attempts=6, delay_ms=50, factor=1, jitter=0))
+    with working(client, handler, policy=SLOW_TO_LOOK):
+        eventually(lambda: len(rows(client)) == 2, within_s=15)
+
+
+def test_one_stream_that_cannot_be_worked_on_is_nobody_elses_trouble(
+    client: Client, caplog: pytest.LogCaptureFixture
+) -> None:
+    fill(client, 3, 1)
+    client.execute("XADD", "s:a}b", "*", "n", 0)
+    with working(client, make(count, pattern="s:*", order="stream")):
+        eventually(lambda: len(rows(client)) == 3)
+        client.execute("DEL", "s:2")
+        client.execute("SET", "s:2", "no stream")
+        eventually(lambda: "s:2 is left out from now on" in caplog.text)
+        fill(client, 2, 1, first=1)
+        eventually(lambda: sum(map(len, rows(client).values())) == 5)
+    assert "leaves a stream out: the stream name 's:a}b'" in caplog.text
+
+
+def test_what_is_announced_and_is_no_stream_is_left_out(client: Client, caplog: pytest.LogCaptureFixture) -> None:
+    fill(client, 1, 1)
+    client.execute("SET", "text", "no stream")
+    for name in ("text", "s:0"):
+        announce(client, "calls", name)
+    with working(client, make(count, announced="calls", order="stream")):
+        eventually(lambda: len(rows(client)) == 1)
+        eventually(lambda: "leaves a stream out" in caplog.text)
+
+
+def test_a_service_has_the_workers_of_one_handler(client: Client) -> None:
+    with working(client, make(count, announced="calls", order="stream")):
+        eventually(lambda: client.execute("HGET", ServiceKeys("calls").meta, "handler") == b"app.handle")
+        other = App("other")
+        other.handler(announced="calls", order="stream", into="out", name="handle")(count)
+        with (
+            pytest.raises(ConfigError, match=r"are shared by the workers of app\.handle"),
+            working(client, other.handlers["handle"], "w2"),
+        ):
+            time.sleep(5)
+
+
+def test_streams_that_the_service_has_forgotten_are_announced_again(client: Client) -> None:
+    fill(client, 2, 1)
+    with working(client, make(count, pattern="s:*", order="stream")):
+        eventually(lambda: len(rows(client)) == 2)
+        client.execute("DEL", SERVICE.input, *client.execute("KEYS", f"{SERVICE.base}:*"))
+        fill(client, 2, 1, first=1)
+        eventually(lambda: sum(map(len, rows(client).values())) == 4)
+        eventually(lambda: len(owners(client)) == 2)
+
+
+def test_a_lease_that_moves_takes_nothing_over_from_a_newer_run_on_spark(client: Client) -> None:
+    fill(client, 4, 1)
+    handler = make(count, pattern="s:*", order="stream")
+    names = [f"s:{s}" for s in range(4)]
+    spark = Ledger(client, app="app", handler="handle", into="out")
+    with ExitStack() as ending:
+        for name in ("w1", "w2"):
+            ending.enter_context(pytest.raises(StaleOwner))
+            ending.enter_context(working(client, handler, name))
+        eventually(lambda: len(set(owners(client).values())) == 2)
+        spark = spark.renewed(spark.new_token(names))
+        spark.begin(names)
+        time.sleep(2)  # whoever is first to notice gives its streams back, and the other is given them
+    spark.begin(names)
+    assert [client.execute("HGET", HandlerKeys("app", "handle", name).meta, "engine") for name in names] == [None] * 4
+    with working(client, handler, "w3"):  # one that was started after it does
+        fill(client, 4, 1, first=1)
+        eventually(lambda: sum(map(len, rows(client).values())) == 8)
+    check_order(client, 4, 2)
 
 
 @pytest.mark.parametrize(

@@ -3,17 +3,20 @@
 import fnmatch
 import re
 from importlib import resources
+from typing import Any
 
 import pytest
 
 from millstream.client import Script
 from millstream.errors import ConfigError
-from millstream.naming import HandlerKeys, StreamKeys
+from millstream.naming import HandlerKeys, ServiceKeys, StreamKeys
 from millstream.rights import ROLES, SCRIPTS, RoleName, rule
 
 CALL = re.compile(r"(?:redis\.p?call|\bcall|\btry|\bmay)\(\s*'([A-Z]+)'(?:,\s*'([A-Z]+)')?")
 CONTAINERS = ("XGROUP", "XINFO")
 PARTS = {"ids", "moving", "sealed", "rights", "group", "lines", "takeover", "service"}
+
+BAD_SERVICE = {"roles": [RoleName.LEASES], "services": ["a*"]}
 
 
 def commands_in(lua: str) -> set[str]:
@@ -61,6 +64,35 @@ def test_a_producer_may_not_touch_what_handlers_keep() -> None:
     assert not covers(found, "out")
 
 
+@pytest.mark.parametrize(
+    ("given", "covered"),
+    [
+        ({"services": ["calls"]}, {"calls"}),
+        ({"app": "shop"}, {"millstream:shop.bill"}),
+        ({"services": ["calls"], "app": "shop"}, {"calls", "millstream:shop.bill"}),
+        ({}, {"millstream:shop.bill", "millstream:bank.bill"}),
+        ({"services": ["*"]}, {"calls", "callers", "millstream:shop.bill", "millstream:bank.bill"}),
+    ],
+)
+def test_leases_are_on_the_services_that_are_named_and_on_those_of_the_apps_handlers(
+    given: dict[str, Any], covered: set[str]
+) -> None:
+    found = rule("u", [RoleName.LEASES], **given).keys
+    for service in ("calls", "callers", "millstream:shop.bill", "millstream:bank.bill"):
+        names = ServiceKeys(service)
+        for key in (names.input, names.meta, names.owners, f"{names.base}:of:w-0"):
+            assert covers(found, key) == (service in covered), key
+    assert covers(found, "orders") == ("*" in found)
+
+
+def test_an_operator_has_to_do_with_services_if_they_are_named() -> None:
+    streams: dict[str, Any] = {"streams": ["orders"]}
+    assert not covers(rule("u", [RoleName.OPERATOR], **streams).keys, "millstream:shop.bill-input")
+    assert covers(rule("u", [RoleName.OPERATOR], app="shop", **streams).keys, "millstream:shop.bill-input")
+    assert covers(rule("u", [RoleName.OPERATOR], services=["calls"], **streams).keys, "calls-input")
+    assert not covers(rule("u", [RoleName.WORKER], services=["calls"], **streams).keys, "calls-input")
+
+
 def test_what_cannot_stand_in_a_rule_stands_for_any_byte() -> None:
     assert rule("u", [RoleName.PRODUCER], streams=["a \"b'é\n"]).keys[0] == "a??b????"
 
@@ -70,10 +102,12 @@ def test_only_who_looks_for_streams_may_scan() -> None:
         named = rule("u", [role], streams=["orders"]).commands
         assert ("scan" in named) == (role is RoleName.OPERATOR)
         by_pattern = rule("u", [role], streams=["orders*"]).commands
-        assert ("scan" in by_pattern) == (role not in (RoleName.PRODUCER, RoleName.LEASES))
+        assert ("scan" in by_pattern) == (role in (RoleName.WORKER, RoleName.SPARK, RoleName.OPERATOR))
 
 
-@pytest.mark.parametrize("options", [{"user": "a b"}, {"app": "a.b"}, {"streams": [""]}, {"streams": ["a}b"]}])
+@pytest.mark.parametrize(
+    "options", [{"user": "a b"}, {"app": "a.b"}, {"streams": [""]}, {"streams": ["a}b"]}, BAD_SERVICE]
+)
 def test_names_that_make_no_rule_are_refused(options: dict[str, object]) -> None:
     with pytest.raises(ConfigError):
         rule(**{"user": "u", "roles": [RoleName.WORKER], **options})  # type: ignore[arg-type]

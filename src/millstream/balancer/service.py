@@ -159,6 +159,8 @@ def announce(client: Client, service: str, stream: str, info: object = None) -> 
     if not stream:
         raise ConfigError("a stream that is announced must have a name")
     check_stream(stream)
+    if stream == ServiceKeys(service).input:
+        raise ConfigError(f"{stream!r} is where the streams of {service!r} are announced; it cannot be one of them")
     try:
         text = json.dumps({_NAME: stream, _INFO: info}, ensure_ascii=False)
     except (TypeError, ValueError) as error:

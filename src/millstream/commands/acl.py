@@ -1,4 +1,4 @@
-"""`millstream acl`: the rights that workers, pipelines, producers and operators need in Redis."""
+"""`millstream acl`: the rights that workers, pipelines, producers, balancers and operators need in Redis."""
 
 from dataclasses import asdict
 from typing import Annotated
@@ -24,7 +24,8 @@ def acl(
     into: Annotated[list[str] | None, typer.Option(help="A stream that handlers write to; may be repeated.")] = None,
     app: Annotated[str | None, typer.Option(help="Only this app's handlers.")] = None,
     service: Annotated[
-        list[str] | None, typer.Option(help="A service that streams are announced to; may be repeated.")
+        list[str] | None,
+        typer.Option(help="A service that streams are announced to; may be repeated. Handlers' own: --app."),
     ] = None,
     cluster: Annotated[
         bool, typer.Option("--cluster", help="For a Redis Cluster: run the lines on every node.")
@@ -34,12 +35,14 @@ def acl(
     """Print ACL SETUSER lines with the rights that are needed, and no more. Nothing is changed.
 
     Roles: worker (millstream worker), spark (millstream run), producer (Producer, millstream publish), leases (a
-    Balancer; for order="stream" beside worker) and operator (all commands that look or mend). Run the lines with redis-cli, then give each user a password.
+    Balancer; beside worker, for order="stream"), master and consumer (millstream master, and who gets messages from
+    it) and operator (all commands that look or mend). Run the lines with redis-cli, then give each user a password.
     """
     chosen = tuple(dict.fromkeys(roles or ROLES))
     users = {user: chosen} if user else {f"{PREFIX}-{role}": (role,) for role in chosen}
+    services = service or (() if stream or app else (ANY,))
     found = [
-        rule(name, some, streams=stream or (ANY,), outputs=into or (), app=app, services=service or (), cluster=cluster)
+        rule(name, some, streams=stream or (ANY,), outputs=into or (), app=app, services=services, cluster=cluster)
         for name, some in users.items()
     ]
     if as_json:
@@ -47,6 +50,6 @@ def acl(
         return
     for one in found:
         say(one.line)
-    if not stream:
-        talk("these users may use every key: --stream, --into and --app narrow it down")
+    if any(ANY in one.keys for one in found):
+        talk("some users may use every key: --stream, --into, --app and --service narrow it down")
     talk("a user without a password cannot log in; give each one, as in: ACL SETUSER NAME '>PASSWORD'")

@@ -14,7 +14,7 @@ from millstream.client import Client
 from millstream.commands.escaping import visible
 from millstream.commands.options import DEFAULT_URL, Json, Url, Yes
 from millstream.commands.terminal import age, clip, confirm, counted, say, say_json, table, talk
-from millstream.errors import ConfigError, GroupMissing
+from millstream.errors import AccessDenied, ConfigError, GroupMissing
 from millstream.groups import groups_of
 from millstream.naming import PREFIX, ServiceKeys
 
@@ -142,9 +142,14 @@ def _end(service: str, names: Sequence[str], how: Literal["done", "released"], u
 
 
 def _meant(client: Client, service: str) -> str:
-    """The service of this name, or that of the handler of this name. Raises ConfigError if there is neither."""
-    names = (service, f"{PREFIX}:{service}")
-    for name in names:
-        if client.execute("EXISTS", ServiceKeys(name).input):
-            return name
+    """The service of this name, or that of the handler of this name. Raises ConfigError if there is neither, RedisError."""
+    refusal: AccessDenied | None = None
+    for name in (service, f"{PREFIX}:{service}"):
+        try:
+            if client.execute("EXISTS", ServiceKeys(name).input):
+                return name
+        except AccessDenied as error:  # a user may have rights on one of the two
+            refusal = error
+    if refusal is not None:
+        raise refusal
     raise ConfigError(f"nothing was ever announced to {service!r} here; check the name, and --url")

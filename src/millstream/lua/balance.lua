@@ -1,4 +1,4 @@
-#!lua
+#!lua flags=allow-oom
 -- One round of a consumer: stay alive, bury the dead, take a fair share of the streams, learn what to give back.
 --
 -- KEYS  1 the input stream   2 meta (hash)
@@ -11,13 +11,16 @@
 --       memory, whether the consumer had been buried or is new, milliseconds until another consumer may be dead (-1 =
 --       there is none), streams in all, streams that it has, its share, how many of them to give back now, whether
 --       there is more to do at once, newest ids of the input stream and of events, how many streams were found to have
---       lost their owner, milliseconds since the longest lease of the dead ended, what it was given (stream, token, announcement: id and items, times its owner was lost),
---       streams that nobody has (if it may not take them), and if it asked, all that it has: stream and token
+--       lost their owner, milliseconds since the first lease of the dead ended, what it was given (stream, token, id and
+--       items of the announcement, times its owner was lost), streams that nobody has (if it may not take them), and if it
+--       asked, all that it has
+-- ERROR NOPERM when a step would be refused one of its writes
 --
 -- INVARIANTS  A stream has one owner at a time by the server's clock, each under a token of its own that is greater than
 --   all before. Nobody is buried because Redis itself, or everybody, was away. Malformed announcements are dead letters.
 
 -- include service
+-- include rights
 
 local group, consumer, incarnation, lease_ms = ARGV[1], ARGV[2], ARGV[3], tonumber(ARGV[4])
 local weight, limit, most = tonumber(ARGV[5]), tonumber(ARGV[6]), tonumber(ARGV[7])
@@ -32,8 +35,18 @@ local ms = math.floor(us / 1000)
 local problem = make_group(group)
 if problem then return problem end
 
+-- A step that is broken off midway would lose a stream. What is asked here of the wrong type changes nothing.
+local function may_serve()
+  return may_write_hash(META) or may_write_stream(EVENTS) or may('LPUSH', INPUT, '') or may('SADD', INPUT, '')
+    or may('SREM', INPUT, '') or may('ZREM', INPUT, '') or may('XACK', INPUT, group, '0-0') or may('XDEL', INPUT, '0-0')
+    or may('XCLAIM', INPUT, group, consumer, 0, '') or may('XPENDING', INPUT, group)
+    or may('XGROUP', 'DELCONSUMER', INPUT, '', '')
+end
+
 -- Who it is
 local is_new = not is_alive(consumer, incarnation)
+local refusal = is_new and may_serve()
+if refusal then return refusal end
 if is_new and redis.call('HEXISTS', CONSUMERS, consumer) == 1 then
   local left = tonumber(redis.call('ZSCORE', ALIVE, consumer) or 0) - ms
   if left > 0 and not replaces then return {'HELD', left} end
@@ -99,7 +112,8 @@ local function has_unread()
 end
 
 -- Announcements may have been deleted, with the input stream or by hand, so their number is no more than a hint.
-local total = math.max(redis.call('XLEN', INPUT), redis.call('HLEN', STREAMS) + (has_unread() and 1 or 0))
+local announced = redis.call('HLEN', STREAMS) + (has_unread() and 1 or 0)
+local total = math.max(redis.call('XLEN', INPUT), announced)
 
 -- By weight, none above its limit; a stream that cannot be split stays with who has it.
 local function share_of_mine()

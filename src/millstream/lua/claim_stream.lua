@@ -1,4 +1,4 @@
-#!lua
+#!lua flags=allow-oom
 -- Take one stream that nobody has, whatever the share.
 --
 -- KEYS  1 the input stream   2 meta (hash)

@@ -1,4 +1,4 @@
-#!lua
+#!lua flags=allow-oom
 -- End leases on streams: they are done, or others may have them.
 --
 -- KEYS  1 the input stream   2 meta (hash)

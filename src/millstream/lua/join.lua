@@ -4,8 +4,9 @@
 -- KEYS  as of commit.lua
 -- ARGV  1 consumer group   2 where a handler begins that has done nothing yet: '0' (earliest) or '$' (latest)
 --       3 kind of workers: 'workers', who share the entries, or 'keyed', who share the lines of keys
+--       4 the newest epoch that they take over from, or '' for any
 -- REPLY epoch; 1 if the group was lost and has been made again, else 0
--- ERROR NOPERM when a commit would be refused one of its writes
+-- ERROR NOPERM when a commit would be refused one of its writes; STALE when a run on Spark is newer than it may be
 --
 -- INVARIANT  The epoch is raised when workers take over from Spark, or from workers of the other kind, so that those who
 --   are still alive are refused, and by nothing else that workers do. A lost group is made again where it stood: nothing
@@ -35,6 +36,7 @@ local found = redis.call('HMGET', KEYS[1], 'epoch', 'frontier', 'engine')
 local epoch, frontier, engine = found[1], found[2], found[3]
 local refusal = may_commit() or may('XACK', KEYS[7], name, '0-0')
 if engine == 'keyed' and kind ~= engine then refusal = refusal or parked_lines() end
+if engine ~= kind and ARGV[4] ~= '' then refusal = refusal or stale(ARGV[4], epoch) end
 if refusal then return refusal end
 
 if engine and engine ~= kind then

@@ -1,4 +1,4 @@
-#!lua
+#!lua flags=allow-oom
 -- A consumer leaves: others may have all its streams at once, and its name is free.
 --
 -- KEYS  1 the input stream   2 meta (hash)

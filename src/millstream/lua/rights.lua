@@ -3,9 +3,9 @@
 local function may(...)
   local reply = redis.pcall(...)
   local text = type(reply) == 'table' and reply.err
-  -- Redis names neither the command nor the key in the refusal, so we do.
+  -- Redis names neither the command nor the key in the refusal, so we do: HSET and the key, XGROUP and the subcommand.
   if text and string.find(text, 'The user executing the script', 1, true) then
-    return redis.error_reply('NOPERM ' .. select(1, ...) .. ' on ' .. select(2, ...))
+    return redis.error_reply('NOPERM ' .. select(1, ...) .. ' ' .. select(2, ...))
   end
 end
 

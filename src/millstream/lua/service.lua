@@ -27,7 +27,9 @@ end
 
 local function make_group(group)
   local made = redis.pcall('XGROUP', 'CREATE', INPUT, group, '0', 'MKSTREAM')
-  if type(made) == 'table' and made.err and not string.find(made.err, 'BUSYGROUP', 1, true) then return made end
+  if type(made) == 'table' and made.err and not string.find(made.err, 'BUSYGROUP', 1, true) then
+    return redis.error_reply(made.err .. ' (XGROUP CREATE)')
+  end
 end
 
 -- Show in the pending list, where any tool can see it, who has an announcement. No more than that depends on it.

@@ -126,7 +126,11 @@ while #taken < most_lines and count < most_entries and #gone < MOST_GONE do
   end
 end
 if #taken > 0 then redis.call('HSET', KEYS[1], 'fence', string.format('%.0f', fence)) end
-if (#taken >= most_lines or count >= most_entries) and redis.call('LLEN', READY) > 0 then wake(1) end
+if redis.call('LLEN', READY) == 0 then
+  redis.call('UNLINK', WAKE) -- nobody need look
+elseif #taken >= most_lines or count >= most_entries then
+  wake(1)
+end
 
 local wait_ms = -1
 for _, times in ipairs({LEASES, BACKOFF}) do

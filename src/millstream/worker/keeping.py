@@ -101,7 +101,7 @@ class Keeper:
         self._look_for_stuck()
         if self._report.is_heard and self._clock.monotonic_ms() >= self._measure_due_ms:
             self._measure_due_ms = self._clock.monotonic_ms() + _MEASURE_MS
-            self._report.waiting([stream.waiting() for stream in self.streams])
+            self._report.waiting([stream.waiting() for stream in self.streams if not stream.leaving])
         self._report.stands(in_flight=len(self._hand), buffered=self._hand.buffer.qsize())
         self._report.answered()
         self._report.paused(bool(self._streams) and all(stream.paused for stream in self.streams))
@@ -155,6 +155,10 @@ class Keeper:
 
     def _tend(self, stream: ReliableStream, *, extends: bool) -> bool:
         """Look after one stream; False if it has to be noted later how far the work is."""
+        if stream.leaving:  # only what runs is looked after
+            if extends:
+                self._extend(stream)
+            return True
         was_paused = stream.paused
         stream.look()
         if was_paused and not stream.paused:

@@ -2,7 +2,7 @@
 
 import logging
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
@@ -39,10 +39,14 @@ class _Turn:
 
 
 class LeaseSettler(Settler):
-    """A Settler for handlers with a key. What fails waits in Redis, with its line, for its next attempt."""
+    """A Settler for handlers with a key. What fails waits in Redis, with its line, for its next attempt.
 
-    def __init__(self, *means: Any, **options: Any) -> None:
+    `on_turned` is told of a stream of which the turn of a line is over: there may be more of it.
+    """
+
+    def __init__(self, *means: Any, on_turned: Callable[[str], None] = lambda stream: None, **options: Any) -> None:
         super().__init__(*means, **options)
+        self._on_turned = on_turned
         self._kept: dict[Lease, Runs] = {}
 
     def settle(self, found: Sequence[Ran]) -> None:
@@ -92,9 +96,11 @@ class LeaseSettler(Settler):
             self._report.parked_some(sum(ending.how == "park" for ending in endings))
             for lease in self._patiently(lambda: stream.release(endings)):
                 self._lose(lease)
-        for turn in turns:
-            if turn.is_over:
-                self._hand.end_lease(turn.lease)
+        over = [turn for turn in turns if turn.is_over]
+        for turn in over:
+            self._hand.end_lease(turn.lease)
+        if over:
+            self._on_turned(stream.stream)
 
     def _commit_or_keep(self, stream: KeyedStream, turns: Sequence[_Turn]) -> list[_Turn]:
         """Commit what has effects; return what Redis has no memory for, which is kept, with its lease."""

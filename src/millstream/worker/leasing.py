@@ -4,13 +4,13 @@ import contextlib
 import logging
 import math
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from queue import Empty, SimpleQueue
 from typing import Any
 
 from millstream.client import Client, Script
 from millstream.clock import Clock
-from millstream.errors import Unavailable
+from millstream.errors import Unavailable, WrongType
 from millstream.keyed import KeyedStream, Lease
 from millstream.naming import HandlerKeys, from_wire, to_wire
 from millstream.reliable import Delivery
@@ -27,6 +27,7 @@ _ROUTED_AT_ONCE = 1_000
 _IDLE_S = 0.02
 _SWEEP_MS_EACH = 1.0
 _LOOK_MS_EACH = 20.0
+_FOREIGN_MS = 100.0
 _TRUSTED_LOSSES = 1
 
 
@@ -46,8 +47,8 @@ class LineTaker(Taker[KeyedStream]):
         self._on_suspect = on_suspect
         self.sweep_ms_each = _SWEEP_MS_EACH
         """The more streams there are, the less often each is asked: every so many milliseconds times their number."""
-        self.routed: SimpleQueue[str] | None = None
-        """Streams that have new lines, where only this process's own router makes them; else Redis is waited for."""
+        self.woken: SimpleQueue[str] | None = None
+        """Streams that have lines to take, where only this process has them; else Redis is asked to wake it."""
         self._due_ms: dict[str, float] = {}
         self._turn = 0
 
@@ -60,7 +61,8 @@ class LineTaker(Taker[KeyedStream]):
         for name in (*due[at:], *due[:at]):
             stream = self._streams.get(name)  # it may have gone to another worker meanwhile
             if taken < room and stream is not None:
-                taken += self._take_of(stream, room - taken, allowed.count)
+                with self._leaving_out(stream):
+                    taken += self._take_of(stream, room - taken, allowed.count)
         self._hand.found(taken, room)
         if not taken:
             self._wait(allowed.streams, allowed.until_ms, stopping)
@@ -74,7 +76,11 @@ class LineTaker(Taker[KeyedStream]):
         if not taken.leases:
             # Leases that others take meanwhile may run out, too; the more streams there are, the less often each is asked.
             sweep_ms = max(self._policy.sweep_ms, self.sweep_ms_each * len(self._streams))
-            self._due_ms[stream.stream] = now_ms + (sweep_ms if taken.wait_ms is None else min(sweep_ms, taken.wait_ms))
+            wait_ms = sweep_ms if taken.wait_ms is None else min(sweep_ms, taken.wait_ms)
+            if self.woken is not None and taken.wait_ms is not None:
+                # Somebody else may be at the end of what was its own, and nobody here would hear of it.
+                wait_ms = min(wait_ms, max(_FOREIGN_MS, len(self._streams)))
+            self._due_ms[stream.stream] = now_ms + wait_ms
         new = 0
         trusted: list[Lease] = []
         suspects: list[Delivery] = []
@@ -106,8 +112,8 @@ class LineTaker(Taker[KeyedStream]):
         now_ms = self._clock.monotonic_ms()
         due_ms = min(self._due_ms.get(name, now_ms) for name in names)
         wait_ms = max(1.0, min(self._policy.block_ms, until_ms, due_ms - now_ms))
-        if self.routed is not None:
-            self._wait_here(self.routed, wait_ms)
+        if self.woken is not None:
+            self._wait_here(self.woken, wait_ms)
             return
         if self._client.is_cluster and len(names) > 1:  # keys of several slots cannot be waited for at once
             stopping.wait(min(wait_ms / 1000, _IDLE_S))
@@ -118,25 +124,42 @@ class LineTaker(Taker[KeyedStream]):
         if found:
             self._due_ms.pop(places[found[0]], None)
 
-    def _wait_here(self, routed: "SimpleQueue[str]", wait_ms: float) -> None:
+    def _wait_here(self, woken: "SimpleQueue[str]", wait_ms: float) -> None:
         with contextlib.suppress(Empty):
-            self._due_ms.pop(routed.get(timeout=wait_ms / 1000), None)
+            self._due_ms.pop(woken.get(timeout=wait_ms / 1000), None)
             while True:
-                self._due_ms.pop(routed.get_nowait(), None)
+                self._due_ms.pop(woken.get_nowait(), None)
+
+    @contextlib.contextmanager
+    def _leaving_out(self, stream: KeyedStream) -> Iterator[None]:
+        """Of many streams, one that is none any more concerns nobody else."""
+        try:
+            yield
+        except WrongType as error:
+            if self.woken is None:
+                raise
+            leave_out(stream, error)
+
+
+def leave_out(stream: KeyedStream, error: WrongType) -> None:
+    """Work on a stream no more, as its key holds something else, and say so."""
+    if not stream.leaving:
+        logger.error("%s is left out from now on: %s", stream.stream, error)
+    stream.leaving = True
 
 
 class Router:
     """Routes new entries to their lines, of each stream on which this worker is the router. Used by one thread.
 
     One worker at a time is, so that the others need not read all entries, too: it keeps the role by using it, and if it is
-    gone for three seconds another takes it. Nothing depends on there being one only. `routed`: no other worker would route
+    gone for three seconds another takes it. Nothing depends on there being one only. `woken`: no other worker would route
     these streams, so that the role need not be asked for; it is told which have new lines.
     """
 
     def __init__(
         self, client: Client, clock: Clock, policy: WorkerPolicy, *, token: str,
         keys_of: Callable[[str], HandlerKeys], readable: Callable[[str], bool],
-        routed: "SimpleQueue[str] | None" = None,
+        woken: "SimpleQueue[str] | None" = None,
     ) -> None:  # fmt: skip
         self._client = client
         self._clock = clock
@@ -144,7 +167,7 @@ class Router:
         self._token = token
         self._keys_of = keys_of
         self._readable = readable
-        self._routed = routed
+        self._woken = woken
         self._ask_due_ms = 0.0
         self._asked: set[str] = set()
         self._held: list[str] = []
@@ -165,27 +188,40 @@ class Router:
             try:
                 mine = self._mine()
                 due = self._due(mine)
-                routed = [one.route(count=_ROUTED_AT_ONCE, most_pending=self._policy.look_ahead) for one in due]
+                self._fresh = {one.stream for one in due if self._route(one)}
                 self._say_full(due)
-                self._fresh = {one.stream for one, count in zip(due, routed, strict=True) if count}
-                if self._routed is not None:
+                if self._woken is not None:
                     for name in self._fresh:
-                        self._routed.put(name)
+                        self._woken.put(name)
                 if not self._fresh:
                     self._wait([one for one in mine if one.stream not in self._full], stopping)
             except Unavailable as error:
                 self._ask_due_ms = 0.0
                 logger.debug("nothing is routed while Redis is away: %s", error)
                 stopping.wait(self._policy.sweep_ms / 1000)
+            except WrongType:  # of one of many that were waited for
+                if self._woken is None:
+                    raise
+                self._all_due_ms = 0.0
         self._let_go()
+
+    def _route(self, stream: KeyedStream) -> int:
+        try:
+            return stream.route(count=_ROUTED_AT_ONCE, most_pending=self._policy.look_ahead)
+        except WrongType as error:
+            if self._woken is None:
+                raise
+            leave_out(stream, error)
+            self.streams.pop(stream.stream, None)
+            return 0
 
     def _mine(self) -> list[KeyedStream]:
         """The streams on which this worker is the router, as of a second ago at the most."""
         # Others may take some away meanwhile.
         streams = self.streams.copy()
-        if self._routed is None:
+        if self._woken is None:
             self._ask_for(streams)
-        names = [name for name in self._held if name in streams] if self._routed is None else streams
+        names = [name for name in self._held if name in streams] if self._woken is None else streams
         return [streams[name] for name in names if self._readable(name)]
 
     def _ask_for(self, names: Collection[str]) -> None:
@@ -205,7 +241,7 @@ class Router:
 
     def leave(self, name: str) -> None:
         """Route a stream no more, and let another worker begin at once. For another thread than the router's."""
-        if self.streams.pop(name, None) is not None and self._routed is None:
+        if self.streams.pop(name, None) is not None and self._woken is None:
             with contextlib.suppress(Unavailable):
                 self._client.script(NAME, (self._keys_of(name).router,), (self._token, 0))
 

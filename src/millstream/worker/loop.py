@@ -172,7 +172,7 @@ class ReadingLoop:
     def _look_for_streams(self) -> None:
         """Find the new streams of a pattern, however many keys there are: the more, the less often; and partitions."""
         wait_ms: float = self._policy.sweep_ms
-        may_come = self.handler.pattern or self.handler.partitions
+        may_come = self.handler.pattern or self.handler.partitions or self.handler.order == "stream"
         while may_come and not self._stopping.wait(wait_ms / 1000):
             began_ms = self._clock.monotonic_ms()
             try:

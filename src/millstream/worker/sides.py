@@ -162,36 +162,42 @@ class EntrySide:
 
 
 class LineSide:
-    """For a handler with a key: workers share the lines of its keys, of which each has one worker at a time."""
+    """For a handler with a key: workers share the lines of its keys, of which each has one worker at a time.
 
-    def __init__(self, means: Means, *, routed: "SimpleQueue[str] | None" = None) -> None:
+    `woken`: put in it are the streams that may have lines to take, where no other worker works on them.
+    """
+
+    def __init__(self, means: Means, *, woken: "SimpleQueue[str] | None" = None) -> None:
         m = means
         self._means = m
+        self._newest: int | None = None
         self.streams: dict[str, KeyedStream] = {}
         self._routing = Client(m.url, clock=m.clock)
         self._router = Router(
             self._routing, m.clock, m.policy, token=secrets.token_hex(8), keys_of=self._keys_of,
             readable=lambda name: name in self.streams and self.streams[name].readable,
-            routed=routed,
+            woken=woken,
         )  # fmt: skip
         self.keeper = LeaseKeeper(
             m.pipeline, m.hand, m.report, m.clock, m.policy, streams=self.streams, on_suspect=m.suspect,
             break_off=m.break_off,
         )  # fmt: skip
         self.settler: Settler = LeaseSettler(
-            m.pipeline, m.hand, m.client, m.report, m.clock, batch=m.policy.batch, give_up=m.give_up
-        )
+            m.pipeline, m.hand, m.client, m.report, m.clock, batch=m.policy.batch, give_up=m.give_up,
+            on_turned=(lambda name: None) if woken is None else woken.put,
+        )  # fmt: skip
         self.taker = LineTaker(
             m.reading, m.hand, m.report, m.clock, m.policy, streams=self.streams, keys_of=self._keys_of,
             allowance=Allowance(m.handler.rate, m.clock), with_state=m.handler.wants_state, on_suspect=m.suspect,
         )  # fmt: skip
-        self.taker.routed = routed
+        self.taker.woken = woken
 
     def _keys_of(self, name: str) -> HandlerKeys:
         return HandlerKeys(self._means.handler.app, self._means.handler.name, name)
 
     def _opened(self, kind: Callable[..., S], name: str, start: Literal["earliest", "latest"]) -> S:
         stream = self._made(kind, self._means.client, name, start)
+        stream.newest = self._newest
         stream.join()
         return stream
 

@@ -7,10 +7,10 @@ from queue import SimpleQueue
 
 from millstream.balancer import Balancer, BalancerPolicy, Lease, StreamAdded, StreamDisowned, Terminated, announce
 from millstream.client import Client
-from millstream.errors import ConfigError, LeaseError, RedisError, Unavailable
+from millstream.errors import ConfigError, LeaseError, MillstreamError, RedisError, Unavailable, WrongType
 from millstream.handlers import Handler
 from millstream.keyed import KeyedStream
-from millstream.naming import PREFIX, ServiceKeys, to_wire
+from millstream.naming import PREFIX, ServiceKeys, check_stream, from_wire, to_wire
 from millstream.worker.sides import LineSide, Means, Round, streams_of
 
 logger = logging.getLogger(__name__)
@@ -34,7 +34,7 @@ class StreamSide(LineSide):
     """
 
     def __init__(self, means: Means) -> None:
-        super().__init__(means, routed=SimpleQueue())  # nobody else works on these streams
+        super().__init__(means, woken=SimpleQueue())  # nobody else works on these streams
         m = means
         self.taker.sweep_ms_each = _SWEEP_MS_EACH
         self._service = service_of(m.handler)
@@ -45,15 +45,17 @@ class StreamSide(LineSide):
         )  # fmt: skip
         self._is_member = False
         self._leaving: dict[str, Lease] = {}
+        self._left_out: set[str] = set()
 
     def find(self, looking: Client) -> Sequence[str]:
         """See Side. Streams that nobody has announced are announced; which are its own, the worker is told later."""
         if not self._is_member:
-            self._balancer.start()
+            # A lease that moves here later takes nothing over from a run on Spark that began after this worker.
+            self._newest = self._begin_all(looking)
             self._is_member = True
         if self._means.handler.announced is None:
             keys = ServiceKeys(self._service)
-            names = [name for name in streams_of(self._means.handler, looking) if name != keys.input]
+            names = [name for name in streams_of(self._means.handler, looking) if self._can_be_leased(name)]
             for at in range(0, len(names), _ASKED_AT_ONCE):
                 some = names[at : at + _ASKED_AT_ONCE]
                 known = looking.execute("HMGET", keys.streams, *map(to_wire, some))
@@ -61,6 +63,33 @@ class StreamSide(LineSide):
                     if announcement is None:
                         announce(looking, self._service, name)
         return ()
+
+    def _begin_all(self, looking: Client) -> int:
+        """Join the consumers of the service; return the server's time. Raises ConfigError if they run another handler."""
+        label, meta = self._means.handler.label, ServiceKeys(self._service).meta
+        looking.execute("HSETNX", meta, "handler", label)
+        known = from_wire(looking.execute("HGET", meta, "handler"))
+        if known != label:
+            raise ConfigError(
+                f"the streams of service {self._service!r} are shared by the workers of {known}: give {label} a service of "
+                f"its own, or, if {known} is no more, HDEL {meta} handler"
+            )
+        self._balancer.start()
+        seconds, microseconds = looking.execute("TIME")
+        return int(seconds) * 1_000_000 + int(microseconds)
+
+    def _can_be_leased(self, name: str) -> bool:
+        try:
+            check_stream(name)
+        except ConfigError as error:
+            self._leave_out(name, error)
+            return False
+        return True
+
+    def _leave_out(self, name: str, error: MillstreamError) -> None:
+        if name not in self._left_out:
+            self._left_out.add(name)
+            logger.warning("%s leaves a stream out: %s", self._means.handler.label, error)
 
     def rounds(self) -> Mapping[str, Round]:
         """See Side."""
@@ -86,8 +115,8 @@ class StreamSide(LineSide):
         join = self._rejoin if name in self.streams else self.join
         try:
             client.patiently(lambda: join(name), what=self._means.handler.label, give_up=stopping.is_set)
-        except ConfigError as error:
-            logger.warning("%s leaves out a stream that it has a lease on: %s", self._means.handler.label, error)
+        except (ConfigError, WrongType) as error:  # it concerns this stream only, whoever has announced it
+            self._leave_out(name, error)
         except Unavailable:
             if not stopping.is_set():
                 raise

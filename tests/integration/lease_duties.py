@@ -1,0 +1,68 @@
+"""Everything that a balancer's consumer asks of Redis, and everything that people ask about a service."""
+
+from typing import Any
+
+import pytest
+
+from millstream.balancer import Balancer, BalancerPolicy, StreamAdded, Terminated, announce
+from millstream.balancer.service import Service
+from millstream.client import Client
+from millstream.errors import NameHeld
+from millstream.naming import PREFIX, ServiceKeys
+from tests.integration.balancers import bid
+
+SERVICES = ("calls", f"{PREFIX}:shop.bill")
+"""One of a program's own, and a handler's."""
+STREAMS = ("orders:1", "orders:2", "orders:3")
+
+
+def serve(url: str, admin: Client) -> None:
+    """Everything that a program or a worker does with leases."""
+    with Client(url) as client:
+        for service in SERVICES:
+            wait_for_a_stream(client, service)
+            share(client, admin, service)
+
+
+def wait_for_a_stream(client: Client, service: str) -> None:
+    """Also raises what ends the balancer's thread."""
+    with Balancer(client.url, service, consumer="waits", policy=BalancerPolicy(lease_ms=600)) as balancer:
+        balancer.announce("orders:0")
+        notice = balancer.next(5)
+        if isinstance(notice, Terminated) and notice.error is not None:
+            raise notice.error
+        assert isinstance(notice, StreamAdded)
+        balancer.done(notice.lease)
+
+
+def share(client: Client, admin: Client, service: str) -> None:
+    """Two consumers, every kind of round that they make, and all that may become of a stream."""
+    keys = ServiceKeys(service)
+    one, other = (Service(client, service, consumer=name, incarnation="1") for name in ("one", "other"))
+    for stream in STREAMS:
+        announce(client, service, stream)
+    admin.execute("XADD", keys.input, "*", "no", "announcement")
+    held = one.round(bid(wants_all=True)).given
+    assert admin.execute("XLEN", keys.dead) == 1
+    with pytest.raises(NameHeld):
+        Service(client, service, consumer="one", incarnation="2").round(bid())
+    other.round(bid())
+    assert one.round(bid(wants_all=True)).excess == 1
+    assert one.hand_in("released", held[:1]) == set()
+    assert other.round(bid(recovers=False)).free == [held[0].stream]
+    assert other.hand_in("done", [other.claim(held[0].stream)]) == set()
+    admin.execute("ZADD", keys.alive, 1, "one")
+    assert len(other.round(bid()).given) == 2
+    assert other.retire() == 2
+
+
+def oversee(command: Any, url: str, admin: Client) -> None:
+    """Every command about a service, of streams that somebody has and that nobody has."""
+    for service, name in zip(SERVICES, ("calls", "shop.bill"), strict=True):
+        for stream in STREAMS:
+            announce(admin, service, stream)
+        Service(admin, service, consumer="one", incarnation="1").round(bid())
+        command(url, "announce", service, "orders:4")
+        command(url, "streams", name)
+        command(url, "release", name, "orders:1")
+        command(url, "done", name, "orders:1", "orders:2", "--yes")

@@ -1,0 +1,111 @@
+"""Everything that a master asks of Redis, in its rounds and for its consumers, and what these ask."""
+
+import threading
+import time
+from dataclasses import replace
+
+from millstream.client import Client
+from millstream.clock import SYSTEM_CLOCK
+from millstream.health import Progress
+from millstream.lines import survey
+from millstream.master.consumer import ACK
+from millstream.master.desk import Desk
+from millstream.master.registry import Registry
+from millstream.master.rounds import Rounds
+from millstream.master.settings import MasterSettings
+from millstream.master.views import Views
+from millstream.model import Retry
+from millstream.reliable import ReliableStream
+
+SETTINGS = MasterSettings(
+    ticket_stream="orders", group="bill", min_idle_ms=1, max_tickets=10, retry=Retry(attempts=2, delay_ms=1, jitter=0)
+)
+KEYS = SETTINGS.keys
+
+
+def publish(admin: Client, *tickets: str) -> list[str]:
+    return [admin.execute("XADD", "orders", "*", "ticket_id", ticket).decode() for ticket in tickets]
+
+
+def give(desk: Desk, registry: Registry, name: str, count: int = 10) -> list[str]:
+    """Register a consumer, in a new life; return the ids that it is given."""
+    found = registry.register(name, health_url=None, max_tickets=10, instance="", silent_ms=1)
+    desk.stream.route(count=100, most_pending=1_000)
+    return [one.decode() for one in desk.deal(name, found, count=count)]
+
+
+def direct(url: str, admin: Client) -> None:
+    """Everything that a master ever does. Before, workers of another kind were here."""
+    with Client(url) as client:
+        registry = Registry(client, KEYS)
+        desk = Desk(client, registry, SETTINGS)
+        publish(admin, "A")
+        before = ReliableStream(admin, "orders", app="master", handler="bill", consumer="w")
+        before.join()
+        before.read(count=1)
+        desk.join()
+        admin.execute("XGROUP", "DESTROY", "orders", KEYS.group)
+        desk.stream.look()
+        take_in(desk, registry, admin)
+        look_after(desk, registry, admin)
+        adopt(client, admin)
+        views = Views(client, registry, SETTINGS)
+        assert views.consumers(None, 10).consumers
+        views.tickets(None, 10)
+        survey(client, KEYS)
+        progress = Progress(read_within_ms=1_000, run_within_ms=1_000, clock=SYSTEM_CLOCK)
+        stopping = threading.Event()
+        threading.Timer(0.5, stopping.set).start()
+        Rounds(url, desk, registry, SETTINGS, progress=progress).run(stopping)
+
+
+def take_in(desk: Desk, registry: Registry, admin: Client) -> None:
+    """What consumers say of their messages."""
+    publish(admin, "A", "A", "B", "C", "D")
+    a, b, c, d = give(desk, registry, "c1")
+    desk.acknowledge("c1", a)
+    desk.fail("c1", b, "why")
+    desk.fail("c1", c, "why", retry=False)
+    desk.release("c1", d)
+    desk.release("c1")
+    while desk.stream.route(count=100, most_pending=1_000):
+        pass
+
+
+def look_after(desk: Desk, registry: Registry, admin: Client) -> None:
+    """What becomes of messages whose consumers die, each time, or are done without a word."""
+    (lost,) = publish(admin, "E")
+    for _ in range(2):
+        assert lost in give(desk, registry, "c2")
+        give(desk, registry, "c2", count=0)
+        desk.stream.tend()
+    (done,) = publish(admin, "F")
+    desk.stream.route(count=100, most_pending=1_000)
+    admin.execute("XACK", "orders", KEYS.group, done)
+    assert desk.acknowledge("c2", done)[0]
+
+
+def adopt(client: Client, admin: Client) -> None:
+    """Take over a group in which others have messages, for one that has newer ones in its line already."""
+    settings = replace(SETTINGS, group="ship")
+    admin.execute("XGROUP", "CREATE", "orders", "ship", "$", "MKSTREAM")
+    (older,) = publish(admin, "A")
+    admin.execute("XREADGROUP", "GROUP", "ship", "outsider", "STREAMS", "orders", ">")
+    desk = Desk(client, Registry(client, settings.keys), settings)
+    desk.join()
+    publish(admin, "A")
+    desk.stream.route(count=100, most_pending=1_000)
+    time.sleep(0.005)
+    assert desk.stream.adopt_idle(0.0) == [older.encode()]
+
+
+def consume(url: str, admin: Client) -> None:
+    """What a consumer does that gets its messages from a master."""
+    publish(admin, "A")
+    desk, registry = Desk(admin, Registry(admin, KEYS), SETTINGS), Registry(admin, KEYS)
+    desk.join()
+    (given,) = give(desk, registry, "c1")
+    with Client(url) as client:
+        found = client.execute("XREADGROUP", "GROUP", KEYS.group, "c1", "COUNT", 10, "STREAMS", "orders", "0")
+        assert found[0][1][0][0].decode() == given
+        assert client.script(ACK, ("orders",), (KEYS.group, "c1", given)) == 1
