@@ -24,7 +24,7 @@ _POLICY = BalancerPolicy(lease_ms=LEASE_MS, moves=1.0)
 
 VICTIM = f"""
 import sys
-from millstream.balancer import Balancer, BalancerPolicy, StreamDisowned
+from millstream.balancer import Balancer, BalancerPolicy
 with Balancer(sys.argv[1], "bench", consumer=sys.argv[2], policy=BalancerPolicy(lease_ms={LEASE_MS}, moves=1.0)) as one:
     for notice in one:
         pass

@@ -43,7 +43,7 @@ def main(url: str, store: str, name: str, policy: BalancerPolicy) -> None:
                 elif isinstance(notice, StreamDisowned):
                     mine.pop(notice.stream, None)
                     if notice.why == "rebalanced":
-                        balancer.release(notice.stream)
+                        balancer.release(notice.lease)
             held = [part for stream, token in list(mine.items()) for part in (stream, token)]
             write = partial(client.execute, "EVAL", _WRITE, 3, FENCES, WRITES, REFUSED, name, *held)
             client.patiently(write, what=name, give_up=stopping.is_set)

@@ -21,7 +21,7 @@ from millstream.balancer.postbox import Postbox
 from millstream.balancer.service import Bid, Round, Service, announce
 from millstream.client import Client
 from millstream.clock import SYSTEM_CLOCK, Clock
-from millstream.errors import ConfigError, LeaseLost, MillstreamError, NameHeld, RedisError, Unavailable
+from millstream.errors import ConfigError, LeaseLost, MillstreamError, NameHeld, RedisError, Unavailable, text_of
 from millstream.metrics import NOBODY, Metrics
 from millstream.naming import check_identifier
 
@@ -135,7 +135,9 @@ class Balancer:
                 raise
             self._measures.claimed("ok", self._clock.monotonic_ms() - began_ms)
             self._told_free.pop(stream, None)
-            self._hold(lease)
+            known = self._held.get(stream)
+            if known is None or known.lease.token != lease.token:
+                self._hold(lease)
             return lease
 
     def done(self, *streams: str | Lease) -> None:
@@ -247,10 +249,11 @@ class Balancer:
                 found = self._outlasting()
         except _Closed:
             pass
-        except MillstreamError as fatal:
-            logger.error("%s of %s has ended: %s", self.consumer, self._service.keys.service, fatal)
+        except Exception as fatal:  # noqa: BLE001 - whatever it is, the program must hear that nothing is renewed
+            logger.error("%s of %s has ended: %s", self.consumer, self._service.keys.service, text_of(fatal))
             error = fatal
-            self._lose_all("lost contact")
+            with self._turn:
+                self._lose_all("lost contact")
         finally:
             self._waiting.close()
             self._terminate(error)
@@ -269,8 +272,9 @@ class Balancer:
                 self._wants_all = True
                 if wait_ms == _FIRST_WAIT_MS:
                     logger.warning("%s cannot be heard of: %s", self.consumer, error)
-                if self._held and self._clock.monotonic_ms() >= self._until_ms:
-                    self._lose_all("lost contact")
+                with self._turn:
+                    if self._held and self._clock.monotonic_ms() >= self._until_ms:
+                        self._lose_all("lost contact")
                 self._stopping.wait(wait_ms / 1000)
                 wait_ms = min(2 * wait_ms, _LAST_WAIT_MS)
             else:
@@ -344,10 +348,16 @@ class Balancer:
         if self._born not in (None, found.born) and (found.is_new or self._wants_all):
             logger.warning("%s has lost its memory: its streams are announced again", self._service.keys.service)
             for lease in (*self._lost, *(held.lease for held in self._held.values())):
-                self.announce(lease.stream, lease.info)
+                self._announce_again(lease)
             self._lose_all("forgotten")
         elif found.is_new:
             self._lose_all("expired")
+
+    def _announce_again(self, lease: Lease) -> None:
+        try:
+            self.announce(lease.stream, lease.info)
+        except ConfigError:  # others may announce what we would not
+            self.announce(lease.stream)
 
     def _begin_anew(self) -> None:
         """Too late for the leases, whoever has them: those that may still count are ended, so that new ones have new tokens."""

@@ -60,10 +60,12 @@ class Postbox(Generic[T]):
         with self._changed:
             self._sleepers.add(sleeper)
         try:
-            while (item := self.take(0)) is None and not self._ended:
+            while True:
+                ended = self._ended  # looked at first: what was put before it is still taken
+                if (item := self.take(0)) is not None or ended:
+                    return item
                 await sleeper[1].wait()
                 sleeper[1].clear()
-            return item
         finally:
             with self._changed:
                 self._sleepers.discard(sleeper)

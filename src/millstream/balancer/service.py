@@ -162,7 +162,7 @@ def announce(client: Client, service: str, stream: str, info: object = None) -> 
     if stream == ServiceKeys(service).input:
         raise ConfigError(f"{stream!r} is where the streams of {service!r} are announced; it cannot be one of them")
     try:
-        text = json.dumps({_NAME: stream, _INFO: info}, ensure_ascii=False)
+        text = to_wire(json.dumps({_NAME: stream, _INFO: info}, ensure_ascii=False))
     except (TypeError, ValueError) as error:
         raise ConfigError(f"the information on stream {stream!r} cannot be announced: {error}") from error
     return bytes(client.execute("XADD", ServiceKeys(service).input, "*", FIELD, text)).decode()

@@ -14,7 +14,7 @@ from millstream.client import Client
 from millstream.commands.escaping import visible
 from millstream.commands.options import DEFAULT_URL, Json, Url, Yes
 from millstream.commands.terminal import age, clip, confirm, counted, say, say_json, table, talk
-from millstream.errors import AccessDenied, ConfigError, GroupMissing
+from millstream.errors import AccessDenied, ConfigError, GroupMissing, WrongType
 from millstream.groups import groups_of
 from millstream.naming import PREFIX, ServiceKeys
 
@@ -94,8 +94,8 @@ def _say_json(found: ServiceState, shown: Sequence[StreamState], lags: Mapping[s
 def _lag(client: Client, stream: str, group: str) -> int | None:
     try:
         return next((one.lag for one in groups_of(client, stream) if one.name == group), None)
-    except GroupMissing:
-        return None  # there is no such stream yet
+    except (GroupMissing, WrongType, AccessDenied):
+        return None  # there is no such stream yet, or it is none, or none of this user's
 
 
 def announce(
@@ -107,11 +107,13 @@ def announce(
     except ValueError as error:
         raise ConfigError(f"--info is not JSON ({error}); text needs quotes of its own, like '\"night\"'") from error
     with Client(url) as client:
-        entry_id = announce_stream(client, service, stream, about)
+        own = f"{PREFIX}:{service}"
+        name = own if client.execute("EXISTS", ServiceKeys(own).input) else service
+        entry_id = announce_stream(client, name, stream, about)
     if as_json:
-        say_json({"service": service, "stream": stream, "id": entry_id})
+        say_json({"service": name, "stream": stream, "id": entry_id})
     else:
-        say(f"{visible(stream)} is announced to {service}")
+        say(f"{visible(stream)} is announced to {name}")
 
 
 def release(service: Service, names: Streams, url: Url = DEFAULT_URL, as_json: Json = False) -> None:
@@ -144,7 +146,7 @@ def _end(service: str, names: Sequence[str], how: Literal["done", "released"], u
 def _meant(client: Client, service: str) -> str:
     """The service of this name, or that of the handler of this name. Raises ConfigError if there is neither, RedisError."""
     refusal: AccessDenied | None = None
-    for name in (service, f"{PREFIX}:{service}"):
+    for name in (f"{PREFIX}:{service}", service):
         try:
             if client.execute("EXISTS", ServiceKeys(name).input):
                 return name

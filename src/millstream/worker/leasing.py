@@ -8,12 +8,12 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from queue import Empty, SimpleQueue
 from typing import Any
 
-from millstream.client import Client, Script
+from millstream.client import Arg, Client, Script
 from millstream.clock import Clock
 from millstream.errors import Unavailable, WrongType
 from millstream.keyed import KeyedStream, Lease
 from millstream.naming import HandlerKeys, from_wire, to_wire
-from millstream.reliable import Delivery
+from millstream.reliable import Delivery, ReliableStream
 from millstream.worker.allowance import Allowed
 from millstream.worker.policy import WorkerPolicy
 from millstream.worker.taking import Taker
@@ -28,6 +28,7 @@ _IDLE_S = 0.02
 _SWEEP_MS_EACH = 1.0
 _LOOK_MS_EACH = 20.0
 _FOREIGN_MS = 100.0
+_OTHERS_MS = 50.0
 _TRUSTED_LOSSES = 1
 
 
@@ -53,6 +54,7 @@ class LineTaker(Taker[KeyedStream]):
         self._turn = 0
 
     def _take(self, allowed: Allowed, room: int, stopping: threading.Event) -> None:
+        self._hear(None)
         now_ms = self._clock.monotonic_ms()
         due = [name for name in allowed.streams if self._due_ms.get(name, 0.0) <= now_ms]
         taken = 0
@@ -60,7 +62,7 @@ class LineTaker(Taker[KeyedStream]):
         at = self._turn % max(1, len(due))
         for name in (*due[at:], *due[:at]):
             stream = self._streams.get(name)  # it may have gone to another worker meanwhile
-            if taken < room and stream is not None:
+            if taken < room and stream is not None and not stream.leaving:
                 with self._leaving_out(stream):
                     taken += self._take_of(stream, room - taken, allowed.count)
         self._hand.found(taken, room)
@@ -113,7 +115,7 @@ class LineTaker(Taker[KeyedStream]):
         due_ms = min(self._due_ms.get(name, now_ms) for name in names)
         wait_ms = max(1.0, min(self._policy.block_ms, until_ms, due_ms - now_ms))
         if self.woken is not None:
-            self._wait_here(self.woken, wait_ms)
+            self._hear(wait_ms)
             return
         if self._client.is_cluster and len(names) > 1:  # keys of several slots cannot be waited for at once
             stopping.wait(min(wait_ms / 1000, _IDLE_S))
@@ -124,11 +126,15 @@ class LineTaker(Taker[KeyedStream]):
         if found:
             self._due_ms.pop(places[found[0]], None)
 
-    def _wait_here(self, woken: "SimpleQueue[str]", wait_ms: float) -> None:
+    def _hear(self, wait_ms: float | None) -> None:
+        """Note which streams have been woken here, after a wait for the first if `wait_ms` is given."""
+        if self.woken is None:
+            return
         with contextlib.suppress(Empty):
-            self._due_ms.pop(woken.get(timeout=wait_ms / 1000), None)
+            if wait_ms is not None:
+                self._due_ms.pop(self.woken.get(timeout=wait_ms / 1000), None)
             while True:
-                self._due_ms.pop(woken.get_nowait(), None)
+                self._due_ms.pop(self.woken.get_nowait(), None)
 
     @contextlib.contextmanager
     def _leaving_out(self, stream: KeyedStream) -> Iterator[None]:
@@ -141,7 +147,7 @@ class LineTaker(Taker[KeyedStream]):
             leave_out(stream, error)
 
 
-def leave_out(stream: KeyedStream, error: WrongType) -> None:
+def leave_out(stream: ReliableStream, error: WrongType) -> None:
     """Work on a stream no more, as its key holds something else, and say so."""
     if not stream.leaving:
         logger.error("%s is left out from now on: %s", stream.stream, error)
@@ -174,6 +180,7 @@ class Router:
         self._full: set[str] = set()
         self._fresh: set[str] = set()
         self._all_due_ms = 0.0
+        self._look_due_ms = 0.0
         self.streams: dict[str, KeyedStream] = {}
         """Those to route, on a connection of their own; others add to them."""
 
@@ -188,13 +195,13 @@ class Router:
             try:
                 mine = self._mine()
                 due = self._due(mine)
-                self._fresh = {one.stream for one in due if self._route(one)}
+                self._route_all(due)
                 self._say_full(due)
-                if self._woken is not None:
-                    for name in self._fresh:
-                        self._woken.put(name)
+                open_ones = [one for one in mine if one.stream not in self._full]
                 if not self._fresh:
-                    self._wait([one for one in mine if one.stream not in self._full], stopping)
+                    self._wait(open_ones, stopping)
+                elif self._clock.monotonic_ms() >= self._look_due_ms and not self._client.is_cluster:
+                    self._look(open_ones)  # a stream that always has something hides no other
             except Unavailable as error:
                 self._ask_due_ms = 0.0
                 logger.debug("nothing is routed while Redis is away: %s", error)
@@ -205,15 +212,35 @@ class Router:
                 self._all_due_ms = 0.0
         self._let_go()
 
+    def _route_all(self, due: Sequence[KeyedStream]) -> None:
+        """Route what is new on each; then raise what kept some from it, perhaps only the server of that stream."""
+        self._fresh = set()
+        away: Unavailable | None = None
+        for stream in due:
+            try:
+                count = self._route(stream)
+            except Unavailable as error:
+                away = error
+                if not self._client.is_cluster:
+                    break
+            else:
+                if count:
+                    self._fresh.add(stream.stream)
+        if away is not None:
+            raise away
+
     def _route(self, stream: KeyedStream) -> int:
         try:
-            return stream.route(count=_ROUTED_AT_ONCE, most_pending=self._policy.look_ahead)
+            count = stream.route(count=_ROUTED_AT_ONCE, most_pending=self._policy.look_ahead)
         except WrongType as error:
             if self._woken is None:
                 raise
             leave_out(stream, error)
             self.streams.pop(stream.stream, None)
             return 0
+        if count and self._woken is not None:
+            self._woken.put(stream.stream)
+        return count
 
     def _mine(self) -> list[KeyedStream]:
         """The streams on which this worker is the router, as of a second ago at the most."""
@@ -239,12 +266,6 @@ class Router:
         self._asked.update(new)
         self._held += [name for name, is_held in zip(new, held, strict=True) if is_held]
 
-    def leave(self, name: str) -> None:
-        """Route a stream no more, and let another worker begin at once. For another thread than the router's."""
-        if self.streams.pop(name, None) is not None and self._woken is None:
-            with contextlib.suppress(Unavailable):
-                self._client.script(NAME, (self._keys_of(name).router,), (self._token, 0))
-
     def _due(self, mine: Sequence[KeyedStream]) -> Sequence[KeyedStream]:
         """Those that have new entries, as far as is known; now and then all: what is known is no more than a hint."""
         now_ms = self._clock.monotonic_ms()
@@ -268,11 +289,15 @@ class Router:
             stopping.wait(_IDLE_S if mine else self._policy.sweep_ms / 1000)
             self._fresh = {one.stream for one in mine}
             return
-        block_ms = min(self._policy.block_ms, _ROUTER_MS // 3)
+        self._look(mine, "BLOCK", min(self._policy.block_ms, _ROUTER_MS // 3))
+
+    def _look(self, mine: Sequence[KeyedStream], *block: Arg) -> None:
+        """Find out which have new entries."""
         after = [one.routed for one in mine]
         names = [one.stream for one in mine]
-        found = self._client.execute("XREAD", "COUNT", 1, "BLOCK", block_ms, "STREAMS", *names, *after)
-        self._fresh = {from_wire(name) for name, _ in found or ()}
+        found = self._client.execute("XREAD", "COUNT", 1, *block, "STREAMS", *names, *after) if mine else ()
+        self._fresh |= {from_wire(name) for name, _ in found or ()}
+        self._look_due_ms = self._clock.monotonic_ms() + _OTHERS_MS
 
     def _let_go(self) -> None:
         with contextlib.suppress(Unavailable):

@@ -15,14 +15,15 @@ from typing import Literal
 from millstream.client import Client
 from millstream.clock import SYSTEM_CLOCK, Clock
 from millstream.delayed import DelayedMessages
-from millstream.errors import ConfigError, GroupMissing, HandlerStuck, Unavailable
+from millstream.errors import ConfigError, GroupMissing, HandlerStuck, Unavailable, WrongType
 from millstream.handlers import Handler
 from millstream.health import Health
 from millstream.metrics import NOBODY, Metrics
-from millstream.reliable import Delivery
+from millstream.reliable import Delivery, ReliableStream
 from millstream.worker.batches import AsyncBatchRunner, PlainBatchRunner
 from millstream.worker.guard import Guard, Quiet
 from millstream.worker.hand import Hand
+from millstream.worker.leasing import leave_out
 from millstream.worker.partitions import PartitionSide
 from millstream.worker.pipeline import MakePipeline, Pipeline
 from millstream.worker.policy import WorkerPolicy
@@ -213,13 +214,20 @@ class ReadingLoop:
                     self.report.redis_is_back()
 
     def _rejoin(self) -> None:
-        for stream in self._side.keeper.streams:
-            stream.join()
-        self._side.taker.look_again()
+        self._with_each(lambda stream: stream.join())
 
     def _take_unseen(self) -> None:
+        self._with_each(self._side.keeper.recover)
+
+    def _with_each(self, step: Callable[[ReliableStream], None]) -> None:
         for stream in self._side.keeper.streams:
-            self._side.keeper.recover(stream)
+            try:
+                if not stream.leaving:
+                    step(stream)
+            except WrongType as error:
+                if self.handler.order != "stream":
+                    raise
+                leave_out(stream, error)
         self._side.taker.look_again()
 
     def _keep(self) -> None:

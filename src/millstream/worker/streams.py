@@ -7,7 +7,15 @@ from queue import SimpleQueue
 
 from millstream.balancer import Balancer, BalancerPolicy, Lease, StreamAdded, StreamDisowned, Terminated, announce
 from millstream.client import Client
-from millstream.errors import ConfigError, LeaseError, MillstreamError, RedisError, Unavailable, WrongType
+from millstream.errors import (
+    ConfigError,
+    LeaseError,
+    MillstreamError,
+    PipelineFailed,
+    RedisError,
+    Unavailable,
+    WrongType,
+)
 from millstream.handlers import Handler
 from millstream.keyed import KeyedStream
 from millstream.naming import PREFIX, ServiceKeys, check_stream, from_wire, to_wire
@@ -16,6 +24,7 @@ from millstream.worker.sides import LineSide, Means, Round, streams_of
 logger = logging.getLogger(__name__)
 
 _LOOK_S = 0.05
+_TAKEN_MS = 2_000.0
 _LONGEST_LEASE_MS = 10_000
 _ASKED_AT_ONCE = 1_000
 _SWEEP_MS_EACH = 5.0
@@ -34,7 +43,8 @@ class StreamSide(LineSide):
     """
 
     def __init__(self, means: Means) -> None:
-        super().__init__(means, woken=SimpleQueue())  # nobody else works on these streams
+        self._woken: SimpleQueue[str] = SimpleQueue()
+        super().__init__(means, woken=self._woken)  # nobody else works on these streams
         m = means
         self.taker.sweep_ms_each = _SWEEP_MS_EACH
         self._service = service_of(m.handler)
@@ -44,7 +54,7 @@ class StreamSide(LineSide):
             replaces=True,  # the supervisor holds the name, and has one process of that name at a time
         )  # fmt: skip
         self._is_member = False
-        self._leaving: dict[str, Lease] = {}
+        self._leaving: dict[str, float] = {}
         self._left_out: set[str] = set()
 
     def find(self, looking: Client) -> Sequence[str]:
@@ -74,8 +84,8 @@ class StreamSide(LineSide):
                 f"the streams of service {self._service!r} are shared by the workers of {known}: give {label} a service of "
                 f"its own, or, if {known} is no more, HDEL {meta} handler"
             )
-        self._balancer.start()
         seconds, microseconds = looking.execute("TIME")
+        self._balancer.start()  # last: it can be done once only
         return int(seconds) * 1_000_000 + int(microseconds)
 
     def _can_be_leased(self, name: str) -> bool:
@@ -103,8 +113,8 @@ class StreamSide(LineSide):
                     self._begin(lease, stopping)
                 case StreamDisowned(lease=lease, why=why):
                     self._end(lease, hand_in=why == "rebalanced")
-                case Terminated(error=error) if error is not None:
-                    raise error
+                case Terminated(error=error) if not stopping.is_set():
+                    raise error or PipelineFailed(f"{self._means.handler.label} has lost its leases for good")
             self._forget_left()
         self._balancer.close()
 
@@ -115,6 +125,7 @@ class StreamSide(LineSide):
         join = self._rejoin if name in self.streams else self.join
         try:
             client.patiently(lambda: join(name), what=self._means.handler.label, give_up=stopping.is_set)
+            self._woken.put(name)  # its entries may have been routed by somebody else
         except (ConfigError, WrongType) as error:  # it concerns this stream only, whoever has announced it
             self._leave_out(name, error)
         except Unavailable:
@@ -129,11 +140,11 @@ class StreamSide(LineSide):
         stream = self.streams.get(lease.stream)
         if stream is not None:
             stream.leaving = True
-            self._router.leave(lease.stream)
-            self._leaving[lease.stream] = lease
+            self._router.streams.pop(lease.stream, None)
+            self._leaving[lease.stream] = self._means.clock.monotonic_ms()
         if hand_in:
             try:
-                self._balancer.release(lease.stream)
+                self._balancer.release(lease)
             except (LeaseError, RedisError) as error:
                 logger.debug("the lease on %s is not given back: %s", lease.stream, error)
 
@@ -141,8 +152,11 @@ class StreamSide(LineSide):
         """Forget streams on which nothing of this worker's runs or waits any more."""
         if not self._leaving:
             return
+        now_ms = self._means.clock.monotonic_ms()
         busy = {lease.stream.stream for lease in self._means.hand.leases.copy()}
-        for name in [name for name in self._leaving if name not in busy]:
+        self._leaving |= dict.fromkeys(self._leaving.keys() & busy, now_ms)
+        # Something may just have been taken, and not be in hand yet.
+        for name in [name for name, since_ms in self._leaving.items() if now_ms - since_ms > _TAKEN_MS]:
             del self._leaving[name]
             self.streams.pop(name, None)
 
