@@ -3,6 +3,7 @@
 import json
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Annotated, Literal
 
 import typer
@@ -107,8 +108,9 @@ def announce(
     except ValueError as error:
         raise ConfigError(f"--info is not JSON ({error}); text needs quotes of its own, like '\"night\"'") from error
     with Client(url) as client:
-        own = f"{PREFIX}:{service}"
-        name = own if client.execute("EXISTS", ServiceKeys(own).input) else service
+        name = service
+        with suppress(AccessDenied):  # who may not even ask may announce to the service of this very name
+            name = f"{PREFIX}:{service}" if _is_there(client, f"{PREFIX}:{service}") else service
         entry_id = announce_stream(client, name, stream, about)
     if as_json:
         say_json({"service": name, "stream": stream, "id": entry_id})
@@ -143,12 +145,16 @@ def _end(service: str, names: Sequence[str], how: Literal["done", "released"], u
         )
 
 
+def _is_there(client: Client, service: str) -> bool:
+    return bool(client.execute("EXISTS", ServiceKeys(service).input))
+
+
 def _meant(client: Client, service: str) -> str:
     """The service of this name, or that of the handler of this name. Raises ConfigError if there is neither, RedisError."""
     refusal: AccessDenied | None = None
     for name in (f"{PREFIX}:{service}", service):
         try:
-            if client.execute("EXISTS", ServiceKeys(name).input):
+            if _is_there(client, name):
                 return name
         except AccessDenied as error:  # a user may have rights on one of the two
             refusal = error
