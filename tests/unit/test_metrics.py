@@ -161,6 +161,7 @@ def test_a_wrong_label_or_kind_is_an_error_where_somebody_listens(mistake: Calla
         mistake(Recorder())
 
 
+@pytest.mark.alone
 def test_it_costs_less_than_0_3_microseconds_when_nobody_listens() -> None:
     def calls() -> None:
         NOBODY.count(metrics.READ, 10, handler="a.b")
