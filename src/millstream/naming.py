@@ -5,6 +5,7 @@ on Redis Cluster too (Redis Cluster specification, "hash tags").
 """
 
 import re
+import socket
 from dataclasses import dataclass
 from hashlib import blake2b
 
@@ -26,6 +27,11 @@ def check_identifier(kind: str, name: str) -> str:
     if not _IDENTIFIER.fullmatch(name):
         raise ConfigError(f"{kind} {name!r} must be 1 to 100 letters, digits, '_' or '-'")
     return name
+
+
+def host_name(most: int) -> str:
+    """The first `most` characters of this machine's name, as they may stand in the name of a consumer."""
+    return "".join(char if char.isalnum() else "-" for char in socket.gethostname())[:most]
 
 
 def check_service(name: str) -> str:

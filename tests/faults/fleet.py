@@ -139,6 +139,14 @@ def _lives(process: psutil.Process) -> bool:
     return False
 
 
+def wake_up(stopped: list[psutil.Process]) -> None:
+    """Let processes go on that are stopped; their supervisor may have ended some."""
+    for process in stopped:
+        with suppress(psutil.NoSuchProcess):
+            process.resume()
+    stopped.clear()
+
+
 class Books:
     """What was published to the handler `work` of one app, and what must have come of it in the end."""
 

@@ -5,7 +5,7 @@ import random
 import statistics
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from pathlib import Path
 
 import psutil
@@ -14,7 +14,7 @@ import pytest
 from millstream.client import Client
 from millstream.server import EmbeddedServer
 from millstream.testing.proxy import Proxy
-from tests.faults.fleet import Fleet, Tell, eventually, watched
+from tests.faults.fleet import Fleet, Tell, eventually, wake_up, watched
 from tests.faults.keyed_books import KeyedBooks
 
 SOAK = bool(os.environ.get("MILLSTREAM_SOAK"))
@@ -73,14 +73,6 @@ def test_chaos_keeps_every_key_in_order_and_loses_and_doubles_nothing(
         wake_up(stopped)
         report = books.check_keys(overlap=False, log=fleets[0].log, within_s=600 if SOAK else 60)
     tell(report, watch, seed=seed, **harm)
-
-
-def wake_up(stopped: list[psutil.Process]) -> None:
-    """Let processes go on that are stopped; their supervisor may have ended some."""
-    for process in stopped:
-        with suppress(psutil.NoSuchProcess):
-            process.resume()
-    stopped.clear()
 
 
 @pytest.mark.alone

@@ -15,8 +15,7 @@ from millstream.client import Client
 from millstream.server import EmbeddedServer
 from millstream.testing.history import Event, Report, check, read_events
 from millstream.testing.proxy import Proxy
-from tests.faults.fleet import Books, Fleet, Tell, eventually
-from tests.faults.test_keyed_faults import wake_up
+from tests.faults.fleet import Books, Fleet, Tell, eventually, wake_up
 
 SOAK = bool(os.environ.get("MILLSTREAM_SOAK"))
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(3600 if SOAK else 120)]

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from millstream.balancer import Balancer, BalancerPolicy, Notice, StreamAdded, announce
-from millstream.balancer.service import FIELD, Bid, Round, Service
+from millstream.balancer.service import BALANCE, CLAIM, FIELD, HAND_IN, RETIRE, Bid, Round, Service
 from millstream.client import Client
 from millstream.naming import ServiceKeys
 
@@ -52,6 +52,12 @@ def expire(client: Client, *names: str, ago_ms: int = 0) -> None:
     seconds, micros = client.execute("TIME")
     for name in names:
         client.execute("ZADD", KEYS.alive, int(seconds) * 1000 + int(micros) // 1000 - ago_ms, name)
+
+
+def load_scripts(client: Client) -> None:
+    """Have Redis know them all, so that they are called by their hash."""
+    for script in (BALANCE, CLAIM, HAND_IN, RETIRE):
+        client.execute("SCRIPT", "LOAD", script.text)
 
 
 # What is in Redis

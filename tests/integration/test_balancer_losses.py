@@ -7,7 +7,6 @@ from collections.abc import Iterator
 import pytest
 
 from millstream.balancer import Balancer, BalancerPolicy, StreamAdded, StreamDisowned, announce
-from millstream.balancer.service import CLAIM, HAND_IN, RETIRE
 from millstream.client import Client
 from millstream.errors import LeaseLost, NameHeld
 from millstream.server import EmbeddedServer
@@ -27,6 +26,7 @@ from tests.integration.balancers import (
     hear,
     hear_added,
     joined,
+    load_scripts,
     names,
     owners,
     peer,
@@ -41,10 +41,7 @@ STEADY_MS = 3_000  # so that a slow machine costs no lease
 @pytest.fixture
 def client(millstream_url: str) -> Iterator[Client]:
     with Client(millstream_url) as opened:
-        round_of(opened, "loader")  # so that the scripts are loaded, and called by their hash
-        peer(opened, "loader").retire()
-        for script in (CLAIM, HAND_IN, RETIRE):
-            opened.execute("SCRIPT", "LOAD", script.text)
+        load_scripts(opened)
         yield opened
 
 

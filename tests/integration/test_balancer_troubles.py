@@ -22,6 +22,7 @@ from tests.integration.balancers import (
     hear,
     hear_added,
     joined,
+    load_scripts,
     names,
     owners,
     peer,
@@ -35,10 +36,7 @@ STEADY_MS = 3_000  # so that a slow machine costs no lease
 @pytest.fixture
 def client(millstream_url: str) -> Iterator[Client]:
     with Client(millstream_url) as opened:
-        round_of(opened, "loader")  # so that the scripts are loaded, and called by their hash
-        peer(opened, "loader").retire()
-        for script in (CLAIM, HAND_IN, RETIRE):
-            opened.execute("SCRIPT", "LOAD", script.text)
+        load_scripts(opened)
         yield opened
 
 

@@ -8,7 +8,6 @@ After redis-stream-client-go ("Architecture"), whose wire form, notifications an
 
 import logging
 import secrets
-import socket
 import threading
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
@@ -23,7 +22,7 @@ from millstream.client import Client
 from millstream.clock import SYSTEM_CLOCK, Clock
 from millstream.errors import ConfigError, LeaseLost, MillstreamError, NameHeld, RedisError, Unavailable, text_of
 from millstream.metrics import NOBODY, Metrics
-from millstream.naming import check_identifier
+from millstream.naming import check_identifier, host_name
 
 logger = logging.getLogger(__name__)
 
@@ -64,8 +63,7 @@ class Balancer:
     ) -> None:  # fmt: skip
         self._replaces = replaces
         self.policy = policy or BalancerPolicy()
-        name = "".join(c if c.isalnum() else "-" for c in socket.gethostname())[:100]
-        self.consumer = check_identifier("consumer name", consumer or name)
+        self.consumer = check_identifier("consumer name", consumer or host_name(100))
         # A wait and a round that are not answered are over when the lease is.
         timeout_ms = max(_LEAST_TIMEOUT_MS, self.policy.lease_ms // _HEARTBEATS)
         self._client = Client(url, timeout_ms=timeout_ms, clock=clock)

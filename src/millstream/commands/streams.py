@@ -110,7 +110,7 @@ def announce(
     with Client(url) as client:
         name = service
         with suppress(AccessDenied):  # who may not even ask may announce to the service of this very name
-            name = f"{PREFIX}:{service}" if _is_there(client, f"{PREFIX}:{service}") else service
+            name = _known(client, service) or service
         entry_id = announce_stream(client, name, stream, about)
     if as_json:
         say_json({"service": name, "stream": stream, "id": entry_id})
@@ -145,19 +145,22 @@ def _end(service: str, names: Sequence[str], how: Literal["done", "released"], u
         )
 
 
-def _is_there(client: Client, service: str) -> bool:
-    return bool(client.execute("EXISTS", ServiceKeys(service).input))
-
-
 def _meant(client: Client, service: str) -> str:
     """The service of this name, or that of the handler of this name. Raises ConfigError if there is neither, RedisError."""
+    name = _known(client, service)
+    if name is None:
+        raise ConfigError(f"nothing was ever announced to {service!r} here; check the name, and --url")
+    return name
+
+
+def _known(client: Client, service: str) -> str | None:
     refusal: AccessDenied | None = None
     for name in (f"{PREFIX}:{service}", service):
         try:
-            if _is_there(client, name):
+            if client.execute("EXISTS", ServiceKeys(name).input):
                 return name
         except AccessDenied as error:  # a user may have rights on one of the two
             refusal = error
     if refusal is not None:
         raise refusal
-    raise ConfigError(f"nothing was ever announced to {service!r} here; check the name, and --url")
+    return None

@@ -6,7 +6,8 @@
 --       7 most streams to take now   8 '1' if those that others had may be among them   9 how many it is giving back
 --       10 '1' to be told all it has   11 milliseconds of a round of moves   12 how many of the streams may move in a round,
 --       as a fraction (0 = none)   13 times that the owner of a stream may be lost before it is given up (0 = any)
---       14 '1' if whoever has the name is known to be dead   15.. stream and token of each lease that it does not want to be renewed
+--       14 '1' if whoever has the name is known to be dead   15.. stream and token of each lease that it does not want to
+--       be renewed
 -- REPLY 'HELD' and milliseconds, while another process has the consumer's name; or: 'OK', the birth of the service's
 --       memory, whether the consumer had been buried or is new, milliseconds until another consumer may be dead (-1 =
 --       there is none), streams in all, streams that it has, its share, how many of them to give back now, whether
@@ -203,13 +204,11 @@ while room > 0 do
     local known = stream and redis.call('HGET', STREAMS, stream)
     if not stream then
       give_up('', id, items, why)
-      redis.call('XACK', INPUT, group, id)
-      redis.call('XDEL', INPUT, id)
+      drop(group, id)
     elseif known == id then -- the group was lost and made again
       hold_by(group, owner_of(stream) or WAITING, id)
     elseif known then -- announced twice: one stream has one owner
-      redis.call('XACK', INPUT, group, id)
-      redis.call('XDEL', INPUT, id)
+      drop(group, id)
     else
       redis.call('HSET', STREAMS, stream, id)
       given[#given + 1] = give(group, stream, consumer)

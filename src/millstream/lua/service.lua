@@ -74,15 +74,18 @@ local function bury(group, consumer, what, most)
   return left
 end
 
+-- Nobody needs an announcement any more.
+local function drop(group, id)
+  redis.call('XACK', INPUT, group, id)
+  redis.call('XDEL', INPUT, id)
+end
+
 -- Forget a stream that is done, or given up.
 local function strike_off(group, stream)
   local id = redis.call('HGET', STREAMS, stream)
   redis.call('HDEL', STREAMS, stream)
   redis.call('HDEL', FALLS, stream)
-  if id then
-    redis.call('XACK', INPUT, group, id)
-    redis.call('XDEL', INPUT, id)
-  end
+  if id then drop(group, id) end
 end
 
 local function describe(id)

@@ -26,6 +26,7 @@ _ROUTER_MS = 3_000
 _ROUTED_AT_ONCE = 1_000
 _IDLE_S = 0.02
 _SWEEP_MS_EACH = 1.0
+_SWEEP_MS_EACH_ALONE = 5.0
 _LOOK_MS_EACH = 20.0
 _FOREIGN_MS = 100.0
 _OTHERS_MS = 50.0
@@ -35,21 +36,19 @@ _TRUSTED_LOSSES = 1
 class LineTaker(Taker[KeyedStream]):
     """Leases lines, of those streams that may have some; room is counted in lines.
 
-    `on_suspect` takes an entry on which so many leases ran out that whoever ran it may have died of it.
+    `on_suspect` takes an entry on which so many leases ran out that whoever ran it may have died of it. `woken`: streams
+    that have lines to take, where only this process works on them; else Redis is asked to wake it.
     """
 
     def __init__(
         self, *means: Any, keys_of: Callable[[str], HandlerKeys], with_state: bool,
-        on_suspect: Callable[[Delivery], None], **options: Any,
+        on_suspect: Callable[[Delivery], None], woken: "SimpleQueue[str] | None" = None, **options: Any,
     ) -> None:  # fmt: skip
         super().__init__(*means, **options)
         self._keys_of = keys_of
         self._with_state = with_state
         self._on_suspect = on_suspect
-        self.sweep_ms_each = _SWEEP_MS_EACH
-        """The more streams there are, the less often each is asked: every so many milliseconds times their number."""
-        self.woken: SimpleQueue[str] | None = None
-        """Streams that have lines to take, where only this process has them; else Redis is asked to wake it."""
+        self._woken = woken
         self._due_ms: dict[str, float] = {}
         self._turn = 0
 
@@ -63,7 +62,7 @@ class LineTaker(Taker[KeyedStream]):
         for name in (*due[at:], *due[:at]):
             stream = self._streams.get(name)  # it may have gone to another worker meanwhile
             if taken < room and stream is not None and not stream.leaving:
-                with self._leaving_out(stream):
+                with leaving_out(stream, one_of_many=self._woken is not None):
                     taken += self._take_of(stream, room - taken, allowed.count)
         self._hand.found(taken, room)
         if not taken:
@@ -77,9 +76,10 @@ class LineTaker(Taker[KeyedStream]):
         )  # fmt: skip
         if not taken.leases:
             # Leases that others take meanwhile may run out, too; the more streams there are, the less often each is asked.
-            sweep_ms = max(self._policy.sweep_ms, self.sweep_ms_each * len(self._streams))
+            each_ms = _SWEEP_MS_EACH if self._woken is None else _SWEEP_MS_EACH_ALONE
+            sweep_ms = max(self._policy.sweep_ms, each_ms * len(self._streams))
             wait_ms = sweep_ms if taken.wait_ms is None else min(sweep_ms, taken.wait_ms)
-            if self.woken is not None and taken.wait_ms is not None:
+            if self._woken is not None and taken.wait_ms is not None:
                 # Somebody else may be at the end of what was its own, and nobody here would hear of it.
                 wait_ms = min(wait_ms, max(_FOREIGN_MS, len(self._streams)))
             self._due_ms[stream.stream] = now_ms + wait_ms
@@ -114,7 +114,7 @@ class LineTaker(Taker[KeyedStream]):
         now_ms = self._clock.monotonic_ms()
         due_ms = min(self._due_ms.get(name, now_ms) for name in names)
         wait_ms = max(1.0, min(self._policy.block_ms, until_ms, due_ms - now_ms))
-        if self.woken is not None:
+        if self._woken is not None:
             self._hear(wait_ms)
             return
         if self._client.is_cluster and len(names) > 1:  # keys of several slots cannot be waited for at once
@@ -128,30 +128,29 @@ class LineTaker(Taker[KeyedStream]):
 
     def _hear(self, wait_ms: float | None) -> None:
         """Note which streams have been woken here, after a wait for the first if `wait_ms` is given."""
-        if self.woken is None:
+        if self._woken is None:
             return
         with contextlib.suppress(Empty):
             if wait_ms is not None:
-                self._due_ms.pop(self.woken.get(timeout=wait_ms / 1000), None)
+                self._due_ms.pop(self._woken.get(timeout=wait_ms / 1000), None)
             while True:
-                self._due_ms.pop(self.woken.get_nowait(), None)
-
-    @contextlib.contextmanager
-    def _leaving_out(self, stream: KeyedStream) -> Iterator[None]:
-        """Of many streams, one that is none any more concerns nobody else."""
-        try:
-            yield
-        except WrongType as error:
-            if self.woken is None:
-                raise
-            leave_out(stream, error)
+                self._due_ms.pop(self._woken.get_nowait(), None)
 
 
-def leave_out(stream: ReliableStream, error: WrongType) -> None:
-    """Work on a stream no more, as its key holds something else, and say so."""
-    if not stream.leaving:
-        logger.error("%s is left out from now on: %s", stream.stream, error)
-    stream.leaving = True
+@contextlib.contextmanager
+def leaving_out(stream: ReliableStream, *, one_of_many: bool) -> Iterator[None]:
+    """Work on a stream no more, and say so, if its key turns out to hold something else: others are not concerned.
+
+    Raises WrongType if it is not one of many.
+    """
+    try:
+        yield
+    except WrongType as error:
+        if not one_of_many:
+            raise
+        if not stream.leaving:
+            logger.error("%s is left out from now on: %s", stream.stream, error)
+        stream.leaving = True
 
 
 class Router:
@@ -230,14 +229,11 @@ class Router:
             raise away
 
     def _route(self, stream: KeyedStream) -> int:
-        try:
+        count = 0
+        with leaving_out(stream, one_of_many=self._woken is not None):
             count = stream.route(count=_ROUTED_AT_ONCE, most_pending=self._policy.look_ahead)
-        except WrongType as error:
-            if self._woken is None:
-                raise
-            leave_out(stream, error)
+        if stream.leaving:
             self.streams.pop(stream.stream, None)
-            return 0
         if count and self._woken is not None:
             self._woken.put(stream.stream)
         return count
@@ -246,9 +242,10 @@ class Router:
         """The streams on which this worker is the router, as of a second ago at the most."""
         # Others may take some away meanwhile.
         streams = self.streams.copy()
+        names: Collection[str] = streams
         if self._woken is None:
             self._ask_for(streams)
-        names = [name for name in self._held if name in streams] if self._woken is None else streams
+            names = [name for name in self._held if name in streams]
         return [streams[name] for name in names if self._readable(name)]
 
     def _ask_for(self, names: Collection[str]) -> None:

@@ -15,7 +15,7 @@ from typing import Literal
 from millstream.client import Client
 from millstream.clock import SYSTEM_CLOCK, Clock
 from millstream.delayed import DelayedMessages
-from millstream.errors import ConfigError, GroupMissing, HandlerStuck, Unavailable, WrongType
+from millstream.errors import ConfigError, GroupMissing, HandlerStuck, Unavailable
 from millstream.handlers import Handler
 from millstream.health import Health
 from millstream.metrics import NOBODY, Metrics
@@ -23,7 +23,7 @@ from millstream.reliable import Delivery, ReliableStream
 from millstream.worker.batches import AsyncBatchRunner, PlainBatchRunner
 from millstream.worker.guard import Guard, Quiet
 from millstream.worker.hand import Hand
-from millstream.worker.leasing import leave_out
+from millstream.worker.leasing import leaving_out
 from millstream.worker.partitions import PartitionSide
 from millstream.worker.pipeline import MakePipeline, Pipeline
 from millstream.worker.policy import WorkerPolicy
@@ -221,13 +221,9 @@ class ReadingLoop:
 
     def _with_each(self, step: Callable[[ReliableStream], None]) -> None:
         for stream in self._side.keeper.streams:
-            try:
-                if not stream.leaving:
+            if not stream.leaving:
+                with leaving_out(stream, one_of_many=self.handler.order == "stream"):
                     step(stream)
-            except WrongType as error:
-                if self.handler.order != "stream":
-                    raise
-                leave_out(stream, error)
         self._side.taker.look_again()
 
     def _keep(self) -> None:

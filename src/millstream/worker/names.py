@@ -1,12 +1,11 @@
 """The names of workers: each is held by one supervisor at a time, so that nobody goes on with another's entries."""
 
 import secrets
-import socket
 
 from millstream.client import Client, Script
 from millstream.clock import SYSTEM_CLOCK, Clock
 from millstream.errors import ConfigError, StaleOwner
-from millstream.naming import PREFIX, check_identifier
+from millstream.naming import PREFIX, check_identifier, host_name
 
 NAME = Script("name")
 
@@ -35,7 +34,7 @@ class Names:
         May be repeated. Raises ConfigError if another supervisor keeps one of them.
         """
         if self._base is None:
-            host = "".join(c if c.isalnum() else "-" for c in socket.gethostname())[:80] or "worker"
+            host = host_name(80) or "worker"
             numbers = iter(range(_MOST_NAMES))
             while len(self.held) < count:
                 self._try(f"{host}-{next(numbers)}")

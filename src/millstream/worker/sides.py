@@ -189,8 +189,8 @@ class LineSide:
         self.taker = LineTaker(
             m.reading, m.hand, m.report, m.clock, m.policy, streams=self.streams, keys_of=self._keys_of,
             allowance=Allowance(m.handler.rate, m.clock), with_state=m.handler.wants_state, on_suspect=m.suspect,
+            woken=woken,
         )  # fmt: skip
-        self.taker.woken = woken
 
     def _keys_of(self, name: str) -> HandlerKeys:
         return HandlerKeys(self._means.handler.app, self._means.handler.name, name)

@@ -5,7 +5,8 @@ import threading
 from collections.abc import Mapping, Sequence
 from queue import SimpleQueue
 
-from millstream.balancer import Balancer, BalancerPolicy, Lease, StreamAdded, StreamDisowned, Terminated, announce
+from millstream.balancer import Balancer, BalancerPolicy, Lease, StreamAdded, StreamDisowned, Terminated
+from millstream.balancer.service import announce_all
 from millstream.client import Client
 from millstream.errors import (
     ConfigError,
@@ -27,7 +28,6 @@ _LOOK_S = 0.05
 _TAKEN_MS = 2_000.0
 _LONGEST_LEASE_MS = 10_000
 _ASKED_AT_ONCE = 1_000
-_SWEEP_MS_EACH = 5.0
 
 
 def service_of(handler: Handler) -> str:
@@ -46,7 +46,6 @@ class StreamSide(LineSide):
         self._woken: SimpleQueue[str] = SimpleQueue()
         super().__init__(means, woken=self._woken)  # nobody else works on these streams
         m = means
-        self.taker.sweep_ms_each = _SWEEP_MS_EACH
         self._service = service_of(m.handler)
         self._balancer = Balancer(
             m.url, self._service, consumer=m.consumer, clock=m.clock, metrics=m.report.metrics,
@@ -69,9 +68,9 @@ class StreamSide(LineSide):
             for at in range(0, len(names), _ASKED_AT_ONCE):
                 some = names[at : at + _ASKED_AT_ONCE]
                 known = looking.execute("HMGET", keys.streams, *map(to_wire, some))
-                for name, announcement in zip(some, known, strict=True):
-                    if announcement is None:
-                        announce(looking, self._service, name)
+                announce_all(
+                    looking, self._service, [name for name, one in zip(some, known, strict=True) if one is None]
+                )
         return ()
 
     def _begin_all(self, looking: Client) -> int:
