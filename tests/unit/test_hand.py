@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -18,7 +19,7 @@ from millstream.worker.batches import AsyncBatchRunner, PlainBatchRunner
 from millstream.worker.guard import Guard, Quiet
 from millstream.worker.hand import Hand
 from millstream.worker.report import Report
-from millstream.worker.runners import AsyncRunner, PlainRunner, Runner
+from millstream.worker.runners import AsyncRunner, Look, PlainRunner, Runner
 
 
 @pytest.fixture
@@ -67,6 +68,31 @@ def test_what_is_given_up_is_not_begun_and_what_has_begun_is_not_given_up(stream
     assert hand.buffer.empty()
 
 
+def test_commits_wait_for_more_no_longer_than_two_runs_and_only_while_more_is_in_hand(
+    stream: ReliableStream, hand: Hand
+) -> None:
+    assert hand.pause_ms == 0
+    for _ in range(50):
+        hand.took(1.0)
+    hand.take([delivery(stream, 1)], 0)
+    assert hand.pause_ms == 0
+    hand.take([delivery(stream, 2)], 0)
+    assert hand.pause_ms == pytest.approx(2.0, rel=0.01)
+    for _ in range(50):
+        hand.took(100.0)
+    assert hand.pause_ms == 4.0
+
+
+def test_whoever_reads_is_woken_once_there_is_room_worth_a_read(stream: ReliableStream) -> None:
+    hand = Hand(WorkerPolicy(prefetch=4), 2)
+    entries = [delivery(stream, number) for number in range(4)]
+    hand.take(entries, 0)
+    hand.drop(entries[:1])
+    assert (hand.freed.is_set(), hand.room()) == (False, 0)
+    hand.drop(entries[1:2])
+    assert (hand.freed.is_set(), hand.room()) == (True, 2)
+
+
 # Runners
 
 
@@ -88,12 +114,12 @@ RUNNERS: dict[Callable[..., Any], type[Any]] = {
 ALL = pytest.mark.parametrize("function", RUNNERS, ids=lambda function: function.__name__)
 
 
-def runner_of(function: Callable[..., Any], kind: type[Any], hand: Hand) -> Runner:
+def runner_of(function: Callable[..., Any], kind: type[Any], hand: Hand, threads: int = 1) -> Runner:
     app = App("app")
     app.handler("in", name="handle")(function)
     handler = app.handlers["handle"]
     means = Pipeline(handler), hand, Report(handler.label, time_limit_ms=1_000), SYSTEM_CLOCK
-    runner: Runner = kind(*means) if handler.is_async else kind(*means, 1)
+    runner: Runner = kind(*means) if handler.is_async else kind(*means, threads)
     return runner
 
 
@@ -121,6 +147,69 @@ def test_an_attempt_that_has_ended_is_told_from_one_that_hangs(
     assert ran is not None
     assert ran[0] == (one,)
     assert (one.running, one.ran) == (True, True)
+
+
+# Threads
+
+
+def helpers() -> int:
+    return sum(thread.name == "millstream-handler" for thread in threading.enumerate())
+
+
+def nudged_while_it_runs(runner: Runner, hand: Hand, entries: int) -> int:
+    """Nudge it as a reading loop does until that many have run; return how many threads there were besides the first."""
+    with running(runner, hand):
+        while hand.outbox.qsize() < entries:
+            runner.nudge()
+            time.sleep(0.002)
+        return helpers()
+
+
+def test_messages_that_wait_for_runs_that_wait_get_more_threads(stream: ReliableStream, hand: Hand) -> None:
+    def waits(message: Message) -> None:
+        time.sleep(0.02)
+
+    hand.take([delivery(stream, number) for number in range(100)], 0)
+    assert nudged_while_it_runs(runner_of(waits, PlainRunner, hand, 4), hand, 100) == 3
+
+
+BEFORE = Look(starved=0, finished=0, took_ms=0.0, at_ms=0.0, cpu_ms=0.0, since_ms=0.0)
+
+
+@pytest.mark.parametrize(
+    ("ended", "took_ms", "cpu_ms", "since_ms", "asks"),
+    [
+        pytest.param(2, 8.0, 1.0, 10.0, True, id="runs that wait in a process that is idle"),
+        pytest.param(0, 0.0, 1.0, 0.0, True, id="a run that waits since it began"),
+        pytest.param(2, 8.0, 9.0, 10.0, False, id="runs that compute"),
+        pytest.param(500, 8.0, 1.0, 10.0, False, id="quick runs, though other processes keep this one from computing"),
+        pytest.param(0, 0.0, 9.0, -60.0, True, id="a run that computes for long"),
+    ],
+)
+def test_another_thread_is_made_where_it_is_of_use(
+    ended: int, took_ms: float, cpu_ms: float, since_ms: float, asks: bool
+) -> None:
+    now = Look(starved=0, finished=ended, took_ms=took_ms, at_ms=10.0, cpu_ms=cpu_ms, since_ms=since_ms)
+    assert now.asks_for_more(BEFORE) == asks
+
+
+def test_quick_runs_get_no_more_threads_however_many_wait(stream: ReliableStream, hand: Hand) -> None:
+    hand.take([delivery(stream, number) for number in range(20_000)], 0)
+    assert nudged_while_it_runs(runner_of(plain, PlainRunner, hand, 4), hand, 20_000) == 0
+
+
+def test_a_runner_that_had_nothing_to_do_gets_no_more_threads_for_the_next_message(
+    stream: ReliableStream, hand: Hand
+) -> None:
+    runner = runner_of(plain, PlainRunner, hand, 4)
+    hand.nudge = runner.nudge
+    with running(runner, hand):
+        for number in range(20):
+            time.sleep(0.01)
+            runner.nudge()
+            time.sleep(0.01)
+            hand.take([delivery(stream, number)], 0)
+        assert helpers() == 0
 
 
 @ALL

@@ -13,6 +13,7 @@ from millstream.worker.policy import WorkerPolicy
 _PATIENCE_MS = 1_000.0
 _TURN_MS = 50.0
 _LONGEST_RUN = 16
+_LONGEST_PAUSE_MS = 4.0
 _WEIGHT = 0.2
 
 Ran = tuple[Sequence[Delivery], Outcome]
@@ -65,8 +66,11 @@ class Hand:
         starved = self.buffer.empty()
         if starved and self._backlog:
             self._limit = min(2 * self._limit, self._most)
-        room = self._limit - (len(self.leases) or len(self._held))
+        room = self._room()
         return room if starved or 2 * room >= self._limit else 0
+
+    def _room(self) -> int:
+        return self._limit - (len(self.leases) or len(self._held))
 
     def found(self, count: int, asked: int) -> None:
         """Note that a read gave `count` of at most `asked` entries."""
@@ -92,6 +96,14 @@ class Hand:
     def run_length(self) -> int:
         """How many entries of a line are worth a turn: what takes about 50 ms, so that lines take turns quickly."""
         return _LONGEST_RUN if self._run_ms <= 0 else max(1, min(_LONGEST_RUN, int(_TURN_MS / self._run_ms)))
+
+    @property
+    def pause_ms(self) -> float:
+        """How long to wait for more to end before what has ended is committed, so that few commits do for many messages.
+
+        No longer than two runs take; and not at all if nothing else is in hand, since what comes next may wait for this.
+        """
+        return min(2 * self._run_ms, _LONGEST_PAUSE_MS) if len(self._held) > 1 else 0.0
 
     def took(self, run_ms: float) -> None:
         """Note how long a run of the handler has taken."""
@@ -176,7 +188,8 @@ class Hand:
                 # The same entry may have come to this worker once more since.
                 if delivery in self:
                     del self._held[delivery.place]
-        self.freed.set()
+        if self.buffer.empty() or 2 * self._room() >= self._limit:  # whoever reads need not be woken for less
+            self.freed.set()
 
     def drop_waiting(self) -> list[Delivery]:
         """Let go of all that has not begun, which nothing will then run any more; return it."""

@@ -9,10 +9,11 @@ import contextlib
 import select
 import selectors
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError
 from queue import Empty
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from millstream.clock import Clock
 from millstream.errors import Unfinished
@@ -22,7 +23,10 @@ from millstream.worker.hand import Hand
 from millstream.worker.pipeline import Pipeline
 from millstream.worker.report import Report
 
-_SLOW_MS = 5.0
+_LOOK_MS = 5.0
+_LONG_MS = 50.0
+_BUSY_SHARE = 0.7
+_SHORT_MS = 0.2
 GATE_S = 0.01
 _FD_SETSIZE = 1024
 
@@ -72,15 +76,44 @@ class _Beginning:
         delivery.ran = True
 
 
+class Look(NamedTuple):
+    """What a runner of threads saw when it looked.
+
+    How often one had nothing to run; how many runs had ended, and took how long together; when it was, and what the
+    process had computed; since when no run has ended.
+    """
+
+    starved: int
+    finished: int
+    took_ms: float
+    at_ms: float
+    cpu_ms: float
+    since_ms: float
+
+    def asks_for_more(self, before: "Look") -> bool:
+        """True if another thread would have been of use since."""
+        ended = self.finished - before.finished
+        are_short = ended and self.took_ms - before.took_ms < _SHORT_MS * ended
+        is_busy = self.cpu_ms - before.cpu_ms >= _BUSY_SHARE * (self.at_ms - before.at_ms)
+        return self.at_ms - self.since_ms > _LONG_MS or not (are_short or is_busy)
+
+
 class PlainRunner(_Beginning):
-    """Threads, each of which takes a message and runs it: one at first, more when messages take long."""
+    """Threads, each of which takes a message and runs it: one at first, more where messages wait for runs that wait.
+
+    More would only be in each other's way where the process is busy: one thread at a time can have the interpreter. What
+    computes outside of it shows by none ending for long.
+    """
 
     def __init__(self, pipeline: Pipeline, hand: Hand, report: Report, clock: Clock, most: int) -> None:
         super().__init__(pipeline, hand, report, clock)
         self._most = most
         self._threads: list[threading.Thread] = []
-        self._finished = 0
-        self._seen = (0, 0.0)
+        self._finished = self._starved = 0
+        self._took_ms = 0.0
+        self._idle: set[int] = set()
+        now_ms = clock.monotonic_ms()
+        self._looked = self._look(now_ms, now_ms)
         self._failure: BaseException | None = None
 
     def run(self) -> None:
@@ -92,15 +125,19 @@ class PlainRunner(_Beginning):
             raise self._failure
 
     def nudge(self) -> None:
-        """See Runner: another thread, if messages wait and none was finished for a while."""
-        now_ms = self._clock.monotonic_ms()
-        finished, since_ms = self._seen
-        if finished != self._finished or self._hand.buffer.empty():
-            self._seen = (self._finished, now_ms)
-        elif now_ms - since_ms > _SLOW_MS and len(self._threads) < self._most - 1:
-            thread = threading.Thread(target=self._serve, name="millstream-handler", daemon=True)
-            thread.start()
-            self._threads.append(thread)
+        """See Runner: another thread, if messages have waited for a while though the process had time to run them."""
+        now_ms, before = self._clock.monotonic_ms(), self._looked
+        if self._idle or self._hand.buffer.empty() or before.starved != self._starved:
+            self._looked = self._look(now_ms, now_ms)
+        elif now_ms - before.at_ms >= _LOOK_MS:
+            self._looked = now = self._look(now_ms, before.since_ms if self._finished == before.finished else now_ms)
+            if now.asks_for_more(before) and len(self._threads) < self._most - 1:
+                thread = threading.Thread(target=self._serve, name="millstream-handler", daemon=True)
+                thread.start()
+                self._threads.append(thread)
+
+    def _look(self, now_ms: float, since_ms: float) -> "Look":
+        return Look(self._starved, self._finished, self._took_ms, now_ms, time.process_time() * 1000, since_ms)
 
     def alone(self, delivery: Delivery) -> Outcome | None:
         """See Runner."""
@@ -120,14 +157,29 @@ class PlainRunner(_Beginning):
         self._hand.buffer.put(None)  # the end is for all of them
 
     def _work(self) -> None:
-        get, conclude = self._hand.buffer.get, self._hand.conclude
-        while (first := get()) is not None:
+        conclude = self._hand.conclude
+        while (first := self._next()) is not None:
             delivery: Delivery | None = first
             while delivery is not None:
                 while (begins := self._begin(delivery)) is None:
                     self._hand.gate.wait()
-                delivery = conclude(delivery, self._outcome(delivery)) if begins else None
+                if begins:
+                    outcome = self._outcome(delivery)
+                    self._took_ms += delivery.took_ms
+                    delivery = conclude(delivery, outcome)
+                else:
+                    delivery = None
             self._finished += 1
+
+    def _next(self) -> Delivery | None:
+        try:
+            return self._hand.buffer.get_nowait()
+        except Empty:
+            self._starved += 1
+            self._idle.add(threading.get_ident())
+            delivery = self._hand.buffer.get()
+            self._idle.discard(threading.get_ident())
+            return delivery
 
     def _outcome(self, delivery: Delivery) -> Outcome:
         message = self._pipeline.decode(delivery)
@@ -188,8 +240,9 @@ class AsyncRunner(_Beginning):
             loop.close()
 
     def nudge(self) -> None:
-        """See Runner."""
-        self._tell(self._nudged.set)
+        """See Runner. Where as many run as may, the one that ends first looks itself."""
+        if self._free and not self._hand.buffer.empty():
+            self._tell(self._nudged.set)
 
     def alone(self, delivery: Delivery) -> Outcome | None:
         """See Runner."""
