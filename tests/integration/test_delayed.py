@@ -279,3 +279,27 @@ def test_a_delay_that_makes_no_sense_is_wrong_usage(
     assert done.code == 2
     assert complaint in done.err
     assert not client.execute("DBSIZE")
+
+
+def test_the_command_lists_what_waits_in_due_order_and_cancels_it(client: Client, producer: Producer) -> None:
+    late = producer.publish("s", {"n": "2", "raw": b"\xff"}, delay_ms=7_200_000)
+    soon = producer.publish("s", {"n": "1"}, delay_ms=3_600_000)
+    listed = call("delayed", "list", "s", "--json", url=client.url).json_lines()
+    assert [(one["id"], one["fields"]) for one in listed] == [
+        (soon, {"n": "1"}),
+        (late, {"n": "2", "raw": {"hex": "ff"}}),
+    ]
+    assert listed[1]["due_ms"] - listed[0]["due_ms"] == pytest.approx(3_600_000, abs=60_000)
+    shown = call("delayed", "list", "s", "--limit", "1", url=client.url)
+    assert "60 min" in shown.out
+    assert "n=1" in shown.out
+    assert "1 more wait" in shown.err
+
+    refused = call("delayed", "cancel", "s", soon, url=client.url)
+    assert (refused.code, DelayedMessages(client).count("s")) == (2, 2)  # nobody said yes
+    done = call("delayed", "cancel", "s", soon, "--yes", url=client.url)
+    assert (done.code, done.out) == (0, "1 delayed message cancelled\n")
+    again = call("delayed", "cancel", "s", soon, late, "--yes", "--json", url=client.url)
+    assert (again.code, again.json()) == (1, {"stream": "s", "asked": 2, "cancelled": 1})
+    assert "1 of 2 did not wait any more" in again.err
+    assert "nothing waits" in call("delayed", "list", "s", url=client.url).err

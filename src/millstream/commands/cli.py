@@ -29,6 +29,7 @@ FAMILIES: Mapping[str, tuple[str, str]] = {
     "dev": ("millstream.commands.dev:dev", "Run a redis-server here, for development."),
     "demo": ("millstream.commands.demo:demo", "Run a pipeline over real flights and check it."),
     "publish": ("millstream.commands.publish:publish", "Publish a CSV or JSON lines file to a stream."),
+    "delayed": ("millstream.commands.delayed:delayed", "List and cancel delayed messages."),
     "tail": ("millstream.commands.tail:tail", "Show the entries of streams as they come."),
     "info": ("millstream.commands.info:info", "Show streams, handlers, their lag and their dead letters."),
     "state": ("millstream.commands.state:state", "Show, list and reset what handlers keep for a key."),
