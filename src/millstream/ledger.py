@@ -47,6 +47,7 @@ _LOAD_CHUNK = 1_000
 _MOST_OPEN = 100_000
 _PORTION_BYTES = 8 << 20
 _OUTPUT_KEY = 8
+_BURST_S = 0.2
 
 
 @dataclass(slots=True)
@@ -140,6 +141,11 @@ def _extended(some: Sequence[T], more: Sequence[T]) -> Sequence[T]:
     assert isinstance(some, list)
     some += more
     return some
+
+
+def burst(rate: float) -> int:
+    """How many messages of a handler's `rate` a second are reserved at a time: a fifth of a second's worth, or one."""
+    return max(1, int(rate * _BURST_S))
 
 
 def portions(some: Sequence[T], unit_of: Callable[[T], Unit]) -> Iterator[Sequence[T]]:

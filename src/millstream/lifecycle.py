@@ -121,10 +121,10 @@ async def attempt_batch(handler: Handler, messages: Sequence[Message]) -> BatchO
     return dead, _judge_batch(handler, run, await _run(handler, arguments)) if run else NOTHING
 
 
-def attempt_batch_plain(handler: Handler, messages: Sequence[Message]) -> BatchOutcome:
-    """Run a plain `handler` once on all of `messages` that can be decoded. Never raises."""
+def attempt_batch_plain(handler: Handler, messages: Sequence[Message], guard: Guard | None = None) -> BatchOutcome:
+    """Run a plain `handler` once, under `guard` if given, on all of `messages` that can be decoded. Never raises."""
     run, dead, arguments = _prepare_batch(handler, messages)
-    return dead, _judge_batch(handler, run, _called(handler, arguments)) if run else NOTHING
+    return dead, _judge_batch(handler, run, _run_plain(handler, arguments, guard)) if run else NOTHING
 
 
 def _prepare_batch(

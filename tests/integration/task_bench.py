@@ -13,6 +13,7 @@ from millstream.client import Client
 from millstream.deadletters import DeadLetter
 from millstream.handlers import Handler
 from millstream.naming import HandlerKeys
+from millstream.spark.partition import task_of
 from millstream.spark.task import Job, PartitionTask
 
 SCHEMA = pa.schema(
@@ -60,7 +61,7 @@ class Bench:
 
     def task(self, handler: Handler, *, retried: bool = False) -> PartitionTask:
         job = Job(handler=handler, url=self.client.url, token=self.token)
-        return PartitionTask(job, self.client, retried=retried)
+        return task_of(job, self.client, retried=retried)
 
     def process(self, handler: Handler, *batches: pa.RecordBatch, retried: bool = False) -> dict[str, Any]:
         task = self.task(handler, retried=retried)

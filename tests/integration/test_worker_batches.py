@@ -232,20 +232,17 @@ def test_a_stop_hands_back_a_batch_that_is_still_waiting_for_more(client: Client
     assert pending(client) == 5
 
 
-@pytest.mark.parametrize(
-    ("options", "argument", "says"),
-    [("", "list[Message]", "app.handle takes lists"), (", rate=5", "Message", "app.handle has a rate")],
-)
-def test_spark_refuses_what_only_workers_do_in_one_line(tmp_path: Path, options: str, argument: str, says: str) -> None:
-    text = f"""
-from millstream import App, Message
+def test_spark_refuses_what_only_workers_do_in_one_line(tmp_path: Path) -> None:
+    text = """
+from millstream import App, Message, Retry
 app = App("app")
-@app.handler("in"{options})
-def handle(message: {argument}) -> None: ...
+@app.handler("in", key="k", retry=Retry(then="park"))
+def handle(message: Message) -> None: ...
 """
     (tmp_path / "refused_app.py").write_text(text)
     done = run("run", str(tmp_path / "refused_app.py"), "--checkpoint", str(tmp_path / "checkpoint"))
-    assert (done.code, done.err) == (2, f"error: {says}, which Spark does not do yet: use millstream worker\n")
+    says = 'app.handle has Retry(then="park"), which Spark does not do yet: use millstream worker'
+    assert (done.code, done.err) == (2, f"error: {says}\n")
 
 
 # The step in Redis

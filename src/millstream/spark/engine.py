@@ -19,7 +19,8 @@ from millstream.errors import DecodeError
 from millstream.handlers import Handler
 from millstream.ledger import Ledger
 from millstream.model import EntryId, Message
-from millstream.spark.task import TALLY_SCHEMA, Job, open_fields, run_partition
+from millstream.spark.partition import run_partition
+from millstream.spark.task import TALLY_SCHEMA, Job, open_fields
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,8 +18,7 @@ def check_runnable(handlers: Iterable[Handler]) -> None:
     """Raise ConfigError for a handler that only workers can run."""
     for handler in handlers:
         then = handler.retry.then
-        what = "takes lists" if handler.in_batches else "has a rate" if handler.rate is not None else ""
-        what = what or ("reads partitions" if handler.partitions else "")
+        what = "reads partitions" if handler.partitions else ""
         what = what or ("reads announced streams" if handler.announced else "")
         what = what or ("" if then == "dead-letter" else f'has Retry(then="{then}")')
         if what:

@@ -6,16 +6,16 @@ was faster, is loaded again and goes on from there.
 """
 
 import asyncio
-from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator
+from collections import Counter, defaultdict, deque
+from collections.abc import Coroutine, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any, TypeVar
 
 import msgspec
 import pyarrow as pa
-from pyspark import TaskContext
 
-from millstream.client import Client, shared_client
+from millstream.client import Client
 from millstream.errors import Unfinished
 from millstream.handlers import Handler
 from millstream.ledger import ENTRY_MARK, KEY_MARK, Ledger, Standing, Unit
@@ -23,6 +23,7 @@ from millstream.lifecycle import Again, Dead, Done, Outcome, Parked, attempt, at
 from millstream.model import ZERO_ID, EntryId, Message
 from millstream.naming import REDRIVE_FIELD
 from millstream.spark.alarm import Alarm
+from millstream.spark.pace import Pace
 
 COMMIT_MESSAGES = 500
 COMMIT_BYTES = 1 << 20
@@ -39,6 +40,8 @@ TALLY_SCHEMA = pa.schema(
         ("refused", pa.int64()),
     ]
 )
+
+T = TypeVar("T")
 
 _unpack = msgspec.msgpack.Decoder(list[bytes]).decode
 
@@ -76,7 +79,7 @@ class Entry:
 class Run:
     """The messages of one key of one stream, in order; or a single message that has no key.
 
-    `entries` are still to do, `covered` are in `unit`, not committed yet.
+    `entries` are still to do, `covered` are in `unit`, not committed yet; so are those of `others`.
     """
 
     stream: str
@@ -88,6 +91,7 @@ class Run:
     state: bytes = b""
     committed_state: bytes = b""
     attempt: int = 1
+    others: list["Run"] = field(default_factory=list)
 
     def resume(self, mark: bytes, state: bytes, frontier: EntryId | None) -> None:
         """Begin, or begin again, after what is committed by now."""
@@ -107,6 +111,7 @@ class Run:
 
     def _begin_unit(self, mark: bytes) -> None:
         self.covered = []
+        self.others = []
         self.unit = Unit(self.mark, mark, self.key or b"")
 
 
@@ -126,14 +131,6 @@ def open_fields(packed: bytes) -> tuple[list[bytes], bytes | None]:
     if pairs and pairs[0] == REDRIVE_FIELD:
         return pairs[2:], pairs[1]
     return pairs, None
-
-
-def run_partition(job: Job, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-    """Process one partition and yield one row per stream that says what was done (for `mapInArrow`)."""
-    context = TaskContext.get()
-    task = PartitionTask(job, shared_client(job.url), retried=context is not None and context.attemptNumber() > 0)
-    asyncio.run(task.process(batches))
-    yield task.report()
 
 
 class PartitionTask:
@@ -164,6 +161,7 @@ class PartitionTask:
         self._alarm = Alarm()
         self._slots = asyncio.Semaphore(handler.concurrency)
         self._alone = asyncio.Lock()
+        self._pace = Pace(handler.rate, self._ledger, client, what=handler.label)
 
     # The spine
 
@@ -172,6 +170,7 @@ class PartitionTask:
         for batch in batches:
             runs = self._runs_of(batch)
             self._begin_streams({run.stream for run in runs})
+            self._pace.expect(Counter(batch.column("stream").to_pylist()) if self._handler.rate else {})
             while runs:
                 self._load(runs)
                 await self._drive_all(runs)
@@ -195,13 +194,13 @@ class PartitionTask:
     async def _drive(self, run: Run, waiting: Iterator[Run], group: asyncio.TaskGroup) -> None:
         """Take one run through the handler, message by message."""
         while run.entries:
-            entry = run.entries[0]
-            pairs, meant_for = open_fields(entry.packed)
-            message = Message(run.stream, str(entry.id), pairs, run.key, run.attempt, self._token)
-            if meant_for in (None, self._label):
+            message, is_meant = self._opened(run)
+            if is_meant:
+                if run.attempt == 1:
+                    await self._pace.wait(run.stream)
                 outcome = await self._outcome(run, message)
             else:
-                outcome = Done((), run.state)  # redriven for another handler of this stream
+                outcome = Done((), run.state)
             if isinstance(outcome, Again):
                 self._tallies[run.stream].retries += 1
                 self._post(run)
@@ -222,10 +221,15 @@ class PartitionTask:
                 if run in self._refused:
                     return
         self._post(run)
-        if self._outbox_messages >= COMMIT_MESSAGES or self._outbox_bytes >= COMMIT_BYTES:
-            self._flush()
+        self._flush_if_full()
 
     # Reading
+
+    def _opened(self, run: Run) -> tuple[Message, bool]:
+        """The next message of a run; False if it was redriven for another handler of the stream."""
+        pairs, meant_for = open_fields(run.entries[0].packed)
+        message = Message(run.stream, str(run.entries[0].id), pairs, run.key, run.attempt, self._token)
+        return message, meant_for in (None, self._label)
 
     def _runs_of(self, batch: pa.RecordBatch) -> list[Run]:
         """Cut a sorted batch into runs of one stream and key; messages without a key stand alone."""
@@ -311,8 +315,11 @@ class PartitionTask:
     async def _attempt(self, run: Run, message: Message) -> Outcome:
         if not self._handler.is_async:
             return attempt_plain(self._handler, message, run.state, self._alarm.guard)
+        return await self._in_a_task(attempt(self._handler, message, run.state))
+
+    async def _in_a_task(self, run: Coroutine[Any, Any, T]) -> T:
         async with self._slots:
-            outcome = await asyncio.create_task(attempt(self._handler, message, run.state))
+            outcome = await asyncio.create_task(run)
         if (task := asyncio.current_task()) is not None and task.cancelling():
             raise asyncio.CancelledError  # a sibling has failed: the whole task is given up, not this message
         return outcome
@@ -343,6 +350,10 @@ class PartitionTask:
             self._outbox.append(run)
             self._outbox_messages += run.unit.messages
 
+    def _flush_if_full(self) -> None:
+        if self._outbox_messages >= COMMIT_MESSAGES or self._outbox_bytes >= COMMIT_BYTES:
+            self._flush()
+
     def _flush(self) -> None:
         """Commit the outbox. Repeating a commit is safe: what was executed already is refused, then left out."""
         if not self._outbox:
@@ -357,10 +368,12 @@ class PartitionTask:
             tally = self._tallies[run.stream]
             if id(run.unit) in refused_marks:
                 tally.refused += 1
-                self._refused.append(run)
+                self._refused += (run, *run.others)
             else:
                 tally.committed += run.unit.messages
                 tally.dead += len(run.unit.dead)
+                for other in run.others:
+                    other.covered = []
                 run.accepted()
 
     def report(self) -> pa.RecordBatch:

@@ -155,6 +155,30 @@ def redriven_entries(message: Message) -> Output:
     return {"n": message.text("n"), "fields": ",".join(message.fields)}
 
 
+# --- Lists ---
+
+
+def lists(messages: list[Message]) -> list[Output]:
+    """Give back the numbers of a list, but refuse one that has an unlucky one in it."""
+    if any(message.text("n") == "13" for message in messages):
+        raise Reject("unlucky")
+    return [{"n": message.text("n")} for message in messages]
+
+
+async def lists_async(messages: list[Message]) -> list[Output]:
+    """As `lists`."""
+    await asyncio.sleep(0)
+    return lists(messages)
+
+
+_LISTS: dict[str, Any] = {
+    "options": {"retry": Retry(attempts=2, delay_ms=1), "batch_size": 5, "rate": 500},
+    "entries": [entry(n=n) for n in range(20)],
+    "outputs": [{"n": n} for n in range(20) if n != 13],
+    "letters": [Letter(entry=13, reason="rejected", attempts=2, says="unlucky")],
+}
+
+
 # --- What a handler is given ---
 
 
@@ -428,6 +452,13 @@ CASES: tuple[Case, ...] = (
             for n, pairs in enumerate(_RAW)
         ],
     ),
+    Case(
+        name="lists",
+        promise="a handler may take lists, of which only the guilty message dies, at most so many messages a second",
+        function=lists,
+        **_LISTS,
+    ),
+    Case(name="lists_async", promise="so may an async handler", function=lists_async, **_LISTS),
     Case(
         name="time_limit",
         promise="an attempt that takes longer than the time limit has failed, and holds up no other message",

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from millstream.clock import Clock
+from millstream.ledger import burst
 from millstream.reliable import ReliableStream
 
-_BURST_S = 0.2
 _NO_LIMIT = 1_000_000
 
 
@@ -39,7 +39,7 @@ class Allowance:
             return Allowed([one.stream for one in streams], _NO_LIMIT, float("inf"))
         for stream in streams:
             if not self._left[stream.stream]:
-                count = max(1, int(self._rate * _BURST_S))
+                count = burst(self._rate)
                 wait_ms = stream.reserve(self._rate, count)
                 self._due_ms[stream.stream] = self._clock.monotonic_ms() + wait_ms
                 self._left[stream.stream] = count

@@ -1,0 +1,24 @@
+"""One partition of a micro-batch, in an executor's Python worker."""
+
+import asyncio
+from collections.abc import Iterable, Iterator
+
+import pyarrow as pa
+from pyspark import TaskContext
+
+from millstream.client import Client, shared_client
+from millstream.spark.batches import BatchTask
+from millstream.spark.task import Job, PartitionTask
+
+
+def run_partition(job: Job, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    """Process one partition and yield one row per stream that says what was done (for `mapInArrow`)."""
+    context = TaskContext.get()
+    task = task_of(job, shared_client(job.url), retried=context is not None and context.attemptNumber() > 0)
+    asyncio.run(task.process(batches))
+    yield task.report()
+
+
+def task_of(job: Job, client: Client, *, retried: bool) -> PartitionTask:
+    """The task that runs the job's handler. `retried`: an earlier attempt of it has died."""
+    return (BatchTask if job.handler.in_batches else PartitionTask)(job, client, retried=retried)

@@ -1,0 +1,185 @@
+"""The engine's task with a handler that takes lists, and one with a rate, on real Redis and Arrow batches."""
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from millstream import App, Message, Retry
+from millstream.client import Client
+from millstream.handlers import Handler
+from millstream.ledger import ENTRY_MARK, Ledger, Unit
+from millstream.naming import REDRIVE_FIELD
+from tests.integration.task_bench import Bench, Item, Row, only
+
+KINDS = pytest.mark.parametrize("kind", ["plain", "async"])
+
+
+@pytest.fixture
+def bench(millstream_url: str) -> Iterator[Bench]:
+    with Client(millstream_url) as client:
+        yield Bench(client)
+
+
+def listing(kind: str, took: list[list[int]], **options: Any) -> Handler:
+    """A handler that notes which lists it took, refuses those with 13 in them, and gives each number back."""
+
+    def handle(items: list[Item]) -> list[dict[str, int]]:
+        took.append([item.n for item in items])
+        if any(item.n == 13 for item in items):
+            raise RuntimeError("unlucky")
+        return [{"n": item.n} for item in items]
+
+    async def handle_async(items: list[Item]) -> list[dict[str, int]]:
+        await asyncio.sleep(0)
+        return handle(items)
+
+    function: Callable[..., Any] = handle if kind == "plain" else handle_async
+    defaults: dict[str, Any] = {"into": "out", "retry": Retry(attempts=2, delay_ms=1), "batch_size": 8}
+    return only(App("app"), function, **{"name": "handle", **defaults, **options})
+
+
+def numbered(count: int) -> list[Row]:
+    return [(n, None, {"n": n}) for n in range(1, count + 1)]
+
+
+@KINDS
+def test_a_list_holds_what_a_stream_has_and_each_message_is_committed_once(bench: Bench, kind: str) -> None:
+    took: list[list[int]] = []
+    handler = listing(kind, took)
+    report = bench.process(handler, bench.rows(*numbered(12)), bench.rows(*numbered(12)))
+    assert took == [list(range(1, 9)), list(range(9, 13))]
+    assert bench.outputs() == list(range(1, 13))
+    assert (report["committed"], report["refused"]) == (12, 0)
+
+
+@KINDS
+def test_only_the_guilty_one_of_a_list_dies(bench: Bench, kind: str) -> None:
+    took: list[list[int]] = []
+    report = bench.process(listing(kind, took), bench.rows(*numbered(16)))
+    assert sorted(took, key=len) == [*([n] for n in range(9, 17)), list(range(1, 9)), list(range(9, 17))]
+    assert sorted(bench.outputs()) == [n for n in range(1, 17) if n != 13]
+    (letter,) = bench.dead()
+    assert (letter.id, letter.reason, letter.attempts) == ("13-0", "failed", 2)
+    assert (report["committed"], report["dead"], report["retries"]) == (16, 1, 8)
+
+
+@KINDS
+def test_what_cannot_be_decoded_or_is_meant_for_another_is_not_in_the_list(bench: Bench, kind: str) -> None:
+    took: list[list[int]] = []
+    rows = numbered(3)
+    rows[0] = (1, None, {"n": "one"})
+    rows[1] = (2, None, {REDRIVE_FIELD: "app.other", "n": 2})
+    report = bench.process(listing(kind, took), bench.rows(*rows))
+    assert took == [[3]]
+    assert [letter.id for letter in bench.dead()] == ["1-0"]
+    assert (bench.outputs(), report["committed"]) == ([3], 3)
+
+
+@KINDS
+def test_lists_are_of_one_stream_each(bench: Bench, kind: str) -> None:
+    took: list[list[int]] = []
+    handler = listing(kind, took)
+    task = bench.task(handler)
+    asyncio.run(task.process([bench.rows(*numbered(3)), bench.rows(*numbered(2), stream="other")]))
+    assert took == [[1, 2, 3], [1, 2]]
+    assert len(task.report()) == 2
+
+
+def test_a_list_is_committed_as_a_whole_or_run_again_without_what_is_done(bench: Bench) -> None:
+    took: list[list[int]] = []
+    handler = listing("plain", took)
+    rival = Ledger(bench.client, app="app", handler="handle", token=bench.token)
+
+    def handle(items: list[Item]) -> list[dict[str, int]]:
+        took.append([item.n for item in items])
+        if len(took) == 1:  # another execution of the same task is faster with one of them
+            unit = Unit(ENTRY_MARK + b"2-0", b"", first_id="2-0", last_id="2-0", messages=1)
+            assert not rival.commit({"in": [unit]})
+        return [{"n": item.n} for item in items]
+
+    report = bench.process(replace(handler, function=handle), bench.rows(*numbered(4)))
+    assert took == [[1, 2, 3, 4], [1, 3, 4]]
+    assert bench.outputs() == [1, 3, 4]
+    assert (report["committed"], report["refused"]) == (3, 1)
+
+
+def test_a_list_without_outputs_is_committed_message_by_message(bench: Bench) -> None:
+    def handle(items: list[Item]) -> None: ...
+
+    report = bench.process(only(App("app"), handle, name="handle"), bench.rows(*numbered(30)))
+    assert (report["committed"], bench.outputs()) == (30, [])
+
+
+@KINDS
+def test_a_list_beyond_its_time_limit_is_split_and_the_guilty_one_dies(bench: Bench, kind: str) -> None:
+    def handle(items: list[Item]) -> list[dict[str, int]]:
+        if any(item.n == 3 for item in items):
+            time.sleep(5)
+        return [{"n": item.n} for item in items]
+
+    async def handle_async(items: list[Item]) -> list[dict[str, int]]:
+        if any(item.n == 3 for item in items):
+            await asyncio.sleep(5)
+        return [{"n": item.n} for item in items]
+
+    handler = replace(listing(kind, [], time_limit_ms=100), function=handle if kind == "plain" else handle_async)
+    began = time.monotonic()
+    bench.process(handler, bench.rows(*numbered(4)))
+    assert sorted(bench.outputs()) == [1, 2, 4]
+    assert [letter.id for letter in bench.dead()] == ["3-0"]
+    assert time.monotonic() - began < 5
+
+
+def test_after_a_crash_each_message_of_a_list_is_tried_by_itself(bench: Bench) -> None:
+    took: list[list[int]] = []
+    bench.process(listing("plain", took), bench.rows(*numbered(4)), retried=True)
+    assert took == [[1], [2], [3], [4]]
+
+
+# A rate
+
+
+def test_tasks_keep_a_rate_together_and_nothing_is_reserved_in_vain(bench: Bench) -> None:
+    def handle(message: Message) -> None: ...
+
+    handler = only(App("app"), handle, name="handle", rate=50)
+    began = time.monotonic()
+    for at in range(1, 31, 3):  # as many tasks, of fewer messages than are reserved at a time
+        bench.process(handler, bench.rows(*((n, None, {"n": n}) for n in range(at, at + 3))))
+    took_s = time.monotonic() - began
+    # All but the last have to wait for the one before: 27 of them at 50 a second.
+    assert took_s >= 27 / 50
+    assert float(bench.client.execute("HGET", "millstream:{in}:in:app.handle:meta", "rate_at")) / 1e6 == pytest.approx(
+        time.time() + 3 / 50, abs=0.5
+    )
+
+
+@KINDS
+def test_a_list_waits_for_the_rate_of_all_its_messages(bench: Bench, kind: str) -> None:
+    took: list[list[int]] = []
+    began = time.monotonic()
+    bench.process(
+        listing(kind, took, rate=40),
+        bench.rows(*numbered(12)),
+        bench.rows(*((n, None, {"n": n}) for n in range(20, 24))),
+    )
+    assert len(took) == 3
+    assert time.monotonic() - began >= 12 / 40
+
+
+def test_an_attempt_that_is_repeated_takes_nothing_of_the_rate(bench: Bench) -> None:
+    tried: list[int] = []
+
+    def handle(message: Message) -> None:
+        tried.append(message.attempt)
+        raise RuntimeError("never")
+
+    handler = only(App("app"), handle, name="handle", rate=0.1, retry=Retry(attempts=5, delay_ms=1))
+    began = time.monotonic()
+    bench.process(handler, bench.rows((1, None, {"n": 1})))
+    assert tried == [1, 2, 3, 4, 5]
+    assert time.monotonic() - began < 5
