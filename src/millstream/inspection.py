@@ -105,6 +105,14 @@ def inspect(
     return Inspection(streams=shown, handlers=handlers)
 
 
+def inspect_handlers(
+    client: Client, found: Sequence[HandlerKeys], *, budget_ms: float = 1_000.0, clock: Clock = SYSTEM_CLOCK
+) -> Sequence[HandlerReport]:
+    """Look at these only, as `inspect` does. Streams that this user may not see are left out."""
+    streams = {stream.name: stream for stream in _streams(client, [keys.stream for keys in found])}
+    return [*_handler_reports(client, found, streams, budget_ms, clock)]
+
+
 def find_handlers(client: Client) -> list[HandlerKeys]:
     """Every handler that has left something in Redis, on each of its streams, sorted. Raises RedisError."""
     return _handlers(client, _streams(client, client.scan_streams()))

@@ -1,12 +1,16 @@
 """A process that holds leases on streams, and writes under each of them, with its token, as often as it can.
 
 Called with the URL of the Redis that its balancer is to use, that of the one that it writes to, its name, its lease in
-milliseconds, and the fraction of the streams that may move in a second. A write is refused where one under a greater token was before it, as any fenced store would.
+milliseconds, and the fraction of the streams that may move in a second. A write is refused where one under a greater
+token was before it, as any fenced store would. On SIGUSR1 it stands still, as by SIGSTOP, where that is worst: when it
+has made sure that a lease holds, and not yet written under it.
 """
 
+import os
 import signal
 import sys
 import threading
+import time
 from functools import partial
 
 from millstream.balancer import Balancer, BalancerPolicy, StreamAdded, StreamDisowned
@@ -31,7 +35,9 @@ end"""
 def main(url: str, store: str, name: str, policy: BalancerPolicy) -> None:
     """Hold leases until SIGTERM."""
     stopping = threading.Event()
+    drowsy = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stopping.set())
+    signal.signal(signal.SIGUSR1, lambda *_: drowsy.set())
     mine: dict[str, int] = {}
     with Client(store) as client, Balancer(url, SERVICE, consumer=name, policy=policy) as balancer:
         while not stopping.is_set():
@@ -45,6 +51,10 @@ def main(url: str, store: str, name: str, policy: BalancerPolicy) -> None:
                     if notice.why == "rebalanced":
                         balancer.release(notice.lease)
             held = [part for stream, token in list(mine.items()) for part in (stream, token)]
+            if drowsy.is_set():
+                drowsy.clear()
+                os.kill(os.getpid(), signal.SIGSTOP)
+                time.sleep(0.05)  # by the end of this it has stood still
             write = partial(client.execute, "EVAL", _WRITE, 3, FENCES, WRITES, REFUSED, name, *held)
             client.patiently(write, what=name, give_up=stopping.is_set)
 

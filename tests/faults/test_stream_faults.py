@@ -4,14 +4,17 @@ import os
 import random
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
 import psutil
 import pytest
 
+from millstream.balancer.service import BALANCE
 from millstream.client import Client
+from millstream.keyed import ROUTE, TAKE
+from millstream.ledger import JOIN
 from millstream.server import EmbeddedServer
 from millstream.testing.history import Event, Report, check, read_events
 from millstream.testing.proxy import Proxy
@@ -41,7 +44,10 @@ class StreamBooks:
 
     def publish(self, count: int, ms: int) -> None:
         """Add messages to all streams in turns."""
-        names = [f"call:{n % STREAMS}" for n in range(count)]
+        self.publish_to([f"call:{n % STREAMS}" for n in range(count)], ms)
+
+    def publish_to(self, names: Sequence[str], ms: int = 0) -> None:
+        """Add a message to each of these streams."""
         ids = self._client.patiently(
             lambda: self._client.pipeline([("XADD", name, "*", "ms", ms) for name in names]), what="test"
         )
@@ -51,13 +57,20 @@ class StreamBooks:
     def _done(self) -> int:
         return int(self._client.patiently(lambda: self._client.execute("XLEN", "out"), what="test"))
 
+    @property
+    def total(self) -> int:
+        """How many messages there were so far."""
+        return sum(map(len, self.enqueued.values()))
+
+    def is_done(self) -> bool:
+        """Whether each has its effect."""
+        return self._done() >= self.total
+
     def check(self, log: Callable[[], str], *, within_s: float) -> Report:
         """Wait for the end, then judge the history."""
-        total = sum(map(len, self.enqueued.values()))
         eventually(
-            lambda: self._done() >= total, "all effects", within_s=within_s,
-            log=lambda: f"{self._done()} of {total}\n{log()}",
-        )  # fmt: skip
+            self.is_done, "all effects", within_s=within_s, log=lambda: f"{self._done()} of {self.total}\n{log()}"
+        )
         rows = self._outputs()
         enqueued = [
             Event(kind="enqueued", stream=name, id=one, key=name.encode())
@@ -130,6 +143,58 @@ def test_chaos_keeps_every_stream_in_order_and_loses_and_doubles_nothing(
     tell(report, seed=seed, streams=STREAMS, rounds=ROUNDS)
 
 
+@pytest.mark.parametrize("side", ["before", "after"])
+def test_connections_that_are_cut_while_workers_join_cost_no_message_and_no_order(
+    millstream_fresh_server: EmbeddedServer, client: Client, tmp_path: Path, side: str
+) -> None:
+    """Before a step is executed, or its reply is lost: the first of the service, of the streams, of their lines."""
+    books = StreamBooks(client, tmp_path)
+    books.publish(STREAMS * 3, 0)
+    with Proxy(millstream_fresh_server.port) as proxy:
+        for script in (BALANCE, JOIN, ROUTE, TAKE):
+            client.execute("SCRIPT", "LOAD", script.text)  # so that it is called by its hash
+            cut = proxy.cut_before if side == "before" else proxy.cut_after
+            cut("EVALSHA", containing=script.sha, times=3)
+        with (
+            Fleet(proxy.url, tmp_path, "--name", "one", processes=1, **APP) as one,
+            Fleet(proxy.url, tmp_path, "--name", "two", processes=1, **APP) as two,
+        ):
+            one.ready()
+            two.ready()
+            books.publish(STREAMS * 3, 0)
+            books.check(lambda: one.log() + two.log(), within_s=60)
+            eventually(lambda: sum(proxy.cuts.values()) == 12, "all cuts", log=lambda: str(proxy.cuts))
+            books.publish(STREAMS, 0)
+            books.check(lambda: one.log() + two.log(), within_s=60)
+
+
+def test_connections_that_are_cut_beside_a_stream_that_is_left_out_cost_the_others_nothing(
+    millstream_fresh_server: EmbeddedServer, client: Client, tmp_path: Path
+) -> None:
+    books = StreamBooks(client, tmp_path)
+    client.execute("XADD", "call:a}b", "*", "ms", 0)  # nothing can be kept beside a stream of this name
+    with (
+        Proxy(millstream_fresh_server.port) as proxy,
+        Fleet(proxy.url, tmp_path, "--name", "one", processes=1, **APP) as one,
+        Fleet(proxy.url, tmp_path, "--name", "two", processes=1, **APP) as two,
+    ):
+        books.publish(STREAMS, 0)
+        books.publish_to(["call:odd"])
+        books.check(one.log, within_s=60)
+        client.pipeline([("DEL", "call:odd"), ("SET", "call:odd", "no stream any more")])
+        for _ in range(6):
+            books.publish(STREAMS, 0)
+            proxy.cut_all()
+            time.sleep(0.3)
+        eventually(lambda: "call:odd is left out from now on" in one.log() + two.log(), "it to be left out")
+        for _ in range(6):
+            books.publish(STREAMS, 0)
+            proxy.cut_all()
+            time.sleep(0.3)
+        books.check(lambda: one.log() + two.log(), within_s=60)
+        assert [fleet.supervisor.poll() for fleet in (one, two)] == [None, None]
+
+
 @pytest.mark.alone
 def test_streams_of_a_worker_that_is_killed_go_on_elsewhere(client: Client, tmp_path: Path, tell: Tell) -> None:
     books = StreamBooks(client, tmp_path)
@@ -137,12 +202,21 @@ def test_streams_of_a_worker_that_is_killed_go_on_elsewhere(client: Client, tmp_
         heir.ready()
         with Fleet(client.url, tmp_path, "--name", "dying", processes=1, **APP) as dying:
             dying.ready()
-            books.publish(STREAMS * 10, 1)
-            eventually(lambda: dying.figures()["committed"] > 0, "work on both", log=dying.log)
+
+            def both_work() -> bool:
+                if books.is_done():
+                    books.publish(STREAMS, 1)
+                return dying.figures()["committed"] > 0 and heir.figures()["committed"] > 0
+
+            eventually(both_work, "work on both", log=dying.log)
             (child,) = dying.children()
+            runs = tmp_path / f"events.{child.pid}"
+            before = runs.stat().st_size
+            books.publish(STREAMS * 2, 20)
+            eventually(lambda: runs.stat().st_size > before, "the one to die at work", log=dying.log)
             dying.supervisor.kill()
             child.kill()
-            books.publish(STREAMS * 10, 0)
+            books.publish(STREAMS, 0)
             began = time.monotonic()
             report = books.check(heir.log, within_s=30)
             took_s = time.monotonic() - began

@@ -22,6 +22,7 @@ from millstream.errors import AlreadyOwned, ConfigError, LeaseLost, StreamNotFou
 from millstream.metrics import (
     LEASE_CLAIMS,
     LEASE_NOTICES,
+    LEASE_RECOVERY_SECONDS,
     LEASE_STREAMS,
     LEASES_ENDED,
     LEASES_LASTED,
@@ -268,6 +269,28 @@ def test_it_does_not_start_without_redis() -> None:
         balancer.start()
 
 
+def test_one_that_was_closed_says_so_when_it_is_to_begin_or_to_take_anything(client: Client) -> None:
+    announced(client, "s")
+    never = Balancer(client.url, SERVICE, consumer="never")
+    never.close()
+    with pytest.raises(ConfigError, match="closed"):
+        never.start()
+    with joined(client.url, "a") as balancer:
+        hear(balancer, StreamAdded)
+        balancer.close()
+        with pytest.raises(LeaseLost, match="closed"):
+            balancer.claim("s")
+    assert owners(client) == {}
+
+
+def test_one_that_is_closed_while_it_waits_for_its_name_does_not_start(client: Client) -> None:
+    round_of(client, "a")
+    waiting = Balancer(client.url, SERVICE, consumer="a", policy=BalancerPolicy(lease_ms=10_000))
+    threading.Timer(0.2, waiting.close).start()
+    with pytest.raises(ConfigError, match="closed"):
+        waiting.start()
+
+
 @pytest.mark.parametrize("name", ["", "a b", "x" * 101, "a/b"])
 def test_a_consumer_has_a_name_that_keys_can_hold(name: str) -> None:
     if name:
@@ -309,6 +332,7 @@ def test_what_happens_is_measured(client: Client) -> None:
         hear(balancer, StreamAdded)
         assert recorder.value(LEASES_LOST, service=SERVICE) == 1
         assert recorder.value(LEASES_TAKEN, service=SERVICE) == 1
+        assert recorder.value(LEASE_RECOVERY_SECONDS, service=SERVICE) == 1
         balancer.done(dying[1].stream)
         assert recorder.value(LEASES_ENDED, service=SERVICE, how="done") == 1
         assert recorder.value(LEASES_LASTED, service=SERVICE) == 1
@@ -321,3 +345,33 @@ def test_what_happens_is_measured(client: Client) -> None:
         assert recorder.value(LEASE_STREAMS, service=SERVICE, state="share") == 1
     assert recorder.value(LEASES_ENDED, service=SERVICE, how="closed") == 1
     assert dead(client) == []
+
+
+def test_only_what_is_found_after_the_end_of_its_lease_is_measured_as_recovered(client: Client) -> None:
+    recorder = Recorder()
+    announced(client, "s1", "s2")
+    earlier = round_of(client, "a").given
+    with joined(client.url, "a", options={"metrics": recorder, "replaces": True}) as balancer:
+        assert [hear(balancer, StreamAdded).lease.losses for _ in earlier] == [1, 1]
+        balancer.expect("s1", 1)
+        assert hear(balancer, StreamDisowned).why == "stuck"
+        hear(balancer, StreamAdded)
+        assert recorder.value(LEASES_LOST, service=SERVICE) == 3
+        assert recorder.value(LEASE_RECOVERY_SECONDS, service=SERVICE) == 0, "no lease of these had ended by itself"
+        balancer.close()
+    round_of(client, "dead")
+    expire(client, "dead", ago_ms=2_000)
+    late_ms = round_of(client, "b").late_ms
+    assert late_ms is not None
+    assert 2_000 <= late_ms < 4_000
+    peer(client, "b", "i1").retire()
+    round_of(client, "b")
+    expire(client, "b", ago_ms=3_000)
+    late_ms = peer(client, "b", "i2").round(bid()).late_ms
+    assert late_ms is not None, "nor is the end of an earlier life under its name left out"
+    assert 3_000 <= late_ms < 5_000
+    expire(client, "b")
+    assert peer(client, "c").round(bid(take=0)).found_lost == 2
+    round_of(client, "nothing at all", take=0)
+    expire(client, "nothing at all")
+    assert peer(client, "c").round(bid(take=0)).late_ms is None

@@ -2,7 +2,8 @@
 
 import os
 from collections import Counter
-from typing import Any, ClassVar
+from collections.abc import Sequence
+from typing import Any, ClassVar, Literal
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -49,6 +50,7 @@ class BalancerMachine(RuleBasedStateMachine):
         self.open: set[str] = set()  # announced, and not done or given up
         self.newest: dict[str, int] = {}
         self.leases: list[tuple[Service, Lease]] = []  # all there ever were: zombies keep theirs
+        self.returned: dict[str, int] = {}  # under which token a stream was last given back by its owner
         self.disturbed = False
 
     def service(self, name: str, life: int | None = None) -> Service:
@@ -79,18 +81,18 @@ class BalancerMachine(RuleBasedStateMachine):
         who=WHO, take=st.sampled_from([0, 1, 1_000, 1_000]), limit=st.sampled_from([None, None, 1, 3]),
         weight=st.sampled_from([1.0, 1.0, 3.0]), recovers=st.sampled_from([True, True, False]),
         moves=st.sampled_from([0, 0.2, 1.0]), expired=st.sampled_from([None, None, 0, 1]),
-        most_losses=st.sampled_from([None, None, 3]), gives=st.booleans(),
+        most_losses=st.sampled_from([None, None, 3]), gives=st.booleans(), why=st.sampled_from(["stuck", "overran"]),
     )  # fmt: skip
     def round(
         self, who: str, take: int, limit: int | None, weight: float, recovers: bool, moves: float, expired: int | None,
-        most_losses: int | None, gives: bool,
+        most_losses: int | None, gives: bool, why: str,
     ) -> None:  # fmt: skip
         service = self.service(who)
         before = len(dead(self.client))
         late = [lease for other, lease in self.leases if other.consumer == who][-1 - (expired or 0) :][:1]
         changes: dict[str, Any] = {
             "take": take, "limit": limit, "weight": weight, "recovers": recovers, "moves": moves, "wants_all": True,
-            "most_losses": most_losses, "expired": late if expired is not None else (),
+            "most_losses": most_losses, why: late if expired is not None else (),
         }  # fmt: skip
         try:
             found = service.round(bid(**changes))
@@ -104,7 +106,12 @@ class BalancerMachine(RuleBasedStateMachine):
         self.checked_share(found, limit)
         if gives and found.excess:
             assert moves > 0
-            assert service.hand_in("released", found.all[: found.excess]) == set()
+            self.give_back(service, found.all[: found.excess])
+
+    def give_back(self, service: Service, leases: Sequence[Lease]) -> None:
+        assert service.hand_in("released", leases) == set()
+        self.returned |= {lease.stream: lease.token for lease in leases}
+        assert service.hand_in("released", leases) == set(), "it may be repeated when its reply was lost"
 
     def checked_share(self, found: Round, limit: int | None) -> None:
         assert 0 <= found.share <= found.total
@@ -114,6 +121,7 @@ class BalancerMachine(RuleBasedStateMachine):
     def given_up(self, before: int) -> None:
         for letter in dead(self.client)[before:]:
             self.open.discard(letter["stream"])
+            self.returned.pop(letter["stream"], None)
 
     @rule(who=WHO, stream=STREAM)
     def claim(self, who: str, stream: str) -> None:
@@ -147,11 +155,14 @@ class BalancerMachine(RuleBasedStateMachine):
         for stream, lease in chosen.items():
             if held.get(stream) == lease.token:
                 assert stream not in refused
+                self.returned[stream] = lease.token
                 if done:
+                    del self.returned[stream]
                     self.open.discard(stream)
                     self.reopen_if_announced_again(stream)
             else:
-                assert (stream in refused) == (not done or stream in known), "a stale token changed something"
+                repeated = stream not in known if done else self.returned.get(stream) == lease.token
+                assert (stream in refused) == (not repeated), "a stale token changed something"
         gone = held.keys() - self.tokens_of(service.consumer).keys()
         assert gone == {stream for stream, lease in chosen.items() if held.get(stream) == lease.token}
 
@@ -161,10 +172,10 @@ class BalancerMachine(RuleBasedStateMachine):
         if any(f'"{stream}"' in text for text in waiting):
             self.open.add(stream)
 
-    @rule(who=WHO)
-    def retire(self, who: str) -> None:
+    @rule(who=WHO, how=st.sampled_from(["released", "expired", "lapsed"]))
+    def retire(self, who: str, how: Literal["released", "expired", "lapsed"]) -> None:
         count = len(self.tokens_of(who)) if self.is_known(who) else 0
-        assert self.service(who).retire() == count
+        assert self.service(who).retire(how) == count
         assert not self.is_known(who)
 
     @rule(who=WHO)

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Iterator
+from typing import Literal
 
 import pytest
 
@@ -13,6 +14,7 @@ from millstream.balancer import (
     Terminated,
     announce,
 )
+from millstream.balancer.service import end_leases
 from millstream.client import Client
 from millstream.errors import ConfigError, LeaseLost, WrongType
 from millstream.server import EmbeddedServer
@@ -134,7 +136,7 @@ def test_a_stream_that_is_not_released_for_balance_is_taken_away_after_the_time_
             gone = hear(old, StreamDisowned)
             assert (gone.lease, gone.why, gone.drain_ms) == (asked.lease, "stuck", 0)
             assert 0.25 < time.monotonic() - began_s < 1.5
-            assert hear(new, StreamAdded).stream == asked.stream
+            assert hear(new, StreamAdded).lease.losses == 0, "an owner that takes its time is not lost"
             with pytest.raises(LeaseLost):
                 old.release(asked.stream)
 
@@ -160,12 +162,12 @@ def test_a_stream_that_is_stuck_goes_to_others_if_they_have_room_for_it(client: 
     announced(client, *names(3))
     held = round_of(client, "a").given
     round_of(client, "b", weight=2.0, moves=0)
-    lost = round_of(client, "a", expired=held[:1])
+    lost = round_of(client, "a", stuck=held[:1])
     assert (lost.given, lost.found_lost, lost.has, lost.share) == ([], 1, 2, 1)
     taken = round_of(client, "b", weight=2.0).given
     assert [(lease.stream, lease.losses) for lease in taken] == [(held[0].stream, 1)]
     assert taken[0].token > held[0].token
-    assert round_of(client, "a", expired=held[:1]).found_lost == 0, "it is not its own any more"
+    assert round_of(client, "a", stuck=held[:1]).found_lost == 0, "it is not its own any more"
 
 
 def test_a_stuck_stream_that_nobody_else_takes_comes_back_under_a_new_token(client: Client) -> None:
@@ -198,6 +200,7 @@ def test_a_process_that_slept_beyond_its_lease_is_told_that_its_streams_are_gone
         assert {one.why for one in gone} == {"expired"}
         again = hear_added(balancer, 3)
         assert all(again[stream].lease.token > added[stream].lease.token for stream in added)
+        assert {name: one.lease.losses for name, one in again.items()} == {"s1": 1, "s2": 1, "s3": 0}
         assert time.monotonic() - began_s < 2.0, "it need not wait for its own former life to end"
 
 
@@ -210,12 +213,28 @@ def test_a_consumer_that_others_took_for_dead_is_told_so(client: Client) -> None
         assert hear(balancer, StreamDisowned).why == "expired"
 
 
+@pytest.mark.parametrize("how", ["released", "done"])
+def test_a_stream_that_a_person_takes_away_is_said_to_be(client: Client, how: Literal["released", "done"]) -> None:
+    announced(client, "s1", "s2")
+    with joined(client.url, "a", lease_ms=3_000) as balancer:
+        added = hear_added(balancer, 2)
+        end_leases(client, SERVICE, how, ["s1"])
+        gone = hear(balancer, StreamDisowned)
+        assert (gone.lease, gone.why) == (added["s1"].lease, "taken away")
+        if how == "released":
+            assert hear(balancer, StreamAdded).lease.token > gone.lease.token
+        assert silent(balancer)
+
+
 def test_without_redis_the_streams_are_disowned_when_the_lease_ends_and_added_again_later(
     client: Client, millstream_server: EmbeddedServer
 ) -> None:
     announced(client, "s")
+    round_of(client, "died")
+    expire(client, "died")
     with Proxy(millstream_server.port) as proxy, joined(proxy.url, "a") as balancer:
         old = hear(balancer, StreamAdded).lease
+        assert old.losses == 1
         proxy.freeze()
         began_s = time.monotonic()
         gone = hear(balancer, StreamDisowned)
@@ -224,7 +243,7 @@ def test_without_redis_the_streams_are_disowned_when_the_lease_ends_and_added_ag
         assert balancer.leases == []
         proxy.resume()
         again = hear(balancer, StreamAdded).lease
-        assert again.stream == "s"
+        assert (again.stream, again.losses) == ("s", 1), "its owner was not lost once more, nor did it give it back"
         assert balancer.leases == [again]
 
 

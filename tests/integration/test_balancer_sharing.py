@@ -1,20 +1,26 @@
 """Who gets how many streams, what moves for it, and what is given up."""
 
+import contextlib
 import math
+import threading
 import time
 from collections.abc import Iterator
 from functools import partial
+from typing import Literal
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from millstream.balancer import StreamAdded, StreamDisowned, StreamExpired
+from millstream.balancer import Balancer, StreamAdded, StreamDisowned, StreamExpired
+from millstream.balancer.service import FIELD
 from millstream.client import Client
+from millstream.errors import LeaseLost, WrongType
 from millstream.naming import ServiceKeys
 from tests.integration.balancers import (
     KEYS,
     LEASE_MS,
+    Watch,
     add_raw,
     announced,
     bid,
@@ -134,6 +140,28 @@ def test_a_weight_is_asked_for_in_every_round(client: Client) -> None:
         lost += [hear(balancer, StreamDisowned) for _ in range(3)]
         balancer.release(*(one.stream for one in lost))
         assert len(round_of(client, "b").given) == 8
+
+
+def test_a_consumer_whose_streams_lag_has_fewer_of_them_until_it_has_caught_up(client: Client) -> None:
+    waiting = {"a": 30_000}
+    announced(client, *names(25))
+
+    def weight() -> float:  # as in docs/leases.md
+        return max(0.25, 1 / (1 + waiting["a"] / 10_000))
+
+    with joined(client.url, "a", weight=weight, moves=1.0) as slow, joined(client.url, "b", moves=1.0) as quick:
+        for one in (slow, quick):
+            threading.Thread(target=give_back_all, args=(one,), daemon=True).start()
+        eventually(lambda: counts(client) == {"a": 5, "b": 20}, "fewer streams where they lag")
+        waiting["a"] = 0
+        eventually(lambda: abs(counts(client)["a"] - counts(client)["b"]) == 1, "equal parts", 10)
+
+
+def give_back_all(balancer: Balancer) -> None:
+    for notice in balancer:
+        if isinstance(notice, StreamDisowned) and notice.why == "rebalanced":
+            with contextlib.suppress(LeaseLost):
+                balancer.release(notice.lease)
 
 
 # --- Moves ---
@@ -281,6 +309,40 @@ def test_an_orderly_release_wipes_out_the_losses(client: Client) -> None:
     assert dead(client) == []
 
 
+def test_to_overrun_the_time_to_give_back_neither_adds_to_the_losses_nor_wipes_them_out(client: Client) -> None:
+    announced(client, "s")
+    round_of(client, "dies")
+    expire(client, "dies")
+    for _ in range(3):
+        (lease,) = round_of(client, "a", most_losses=2).given
+        assert lease.losses == 1
+        found = round_of(client, "a", most_losses=2, overran=[lease], take=0)
+        assert (found.has, found.found_lost) == (0, 0)
+    assert dead(client) == []
+
+
+@pytest.mark.parametrize(("how", "losses"), [("released", 0), ("lapsed", 1), ("expired", 2)])
+def test_who_leaves_after_the_end_of_its_leases_gives_nothing_back_in_order(
+    client: Client, how: Literal["released", "lapsed", "expired"], losses: int
+) -> None:
+    announced(client, "s")
+    round_of(client, "dies")
+    expire(client, "dies")
+    round_of(client, "a")
+    assert peer(client, "a").retire(how) == 1
+    assert round_of(client, "b").given[0].losses == losses
+
+
+def test_to_close_after_the_end_of_the_lease_counts_as_a_loss(client: Client) -> None:
+    watch = Watch()
+    announced(client, "s")
+    with joined(client.url, "a", lease_ms=60_000, options={"clock": watch}) as balancer:
+        hear(balancer, StreamAdded)
+        watch.ahead_ms += 60_000
+        assert balancer.close() == 1
+    assert round_of(client, "b").given[0].losses == 1
+
+
 def test_a_balancer_gives_up_what_is_stuck_too_often(client: Client) -> None:
     announced(client, "s")
     with joined(client.url, "a", most_losses=2, lease_ms=300) as balancer:
@@ -326,6 +388,64 @@ def test_an_announcement_without_the_field_or_with_thousands_of_others_is_a_dead
     letters = dead(client)
     assert [letter["reason"] for letter in letters] == ["it has no field lbs-input"] * 2
     assert (letters[0]["other"], letters[1]["f0"]) == ('{"DataStreamName": "s"}', "0")
+
+
+@pytest.mark.parametrize("text", ["no JSON", '{"DataStreamName": "s0000"}', None])
+def test_any_number_of_announcements_that_give_nothing_is_read_in_calls_that_end(
+    client: Client, text: str | None
+) -> None:
+    """Malformed, or doubled, or of streams that are given up: Redis serves nobody else while a call lasts."""
+    count, name = 2_500, "good"
+    announced(client, "s0000")
+    round_of(client, "a")
+    if text is None:
+        client.pipeline([("XADD", KEYS.input, "*", FIELD, f'{{"DataStreamName": "{one}"}}') for one in names(count, 1)])
+        while round_of(client, "dying", weight=1e6, take=1_000).more:
+            pass
+        expire(client, "dying")
+        while peer(client, "b").round(bid(take=0)).more:
+            pass
+    else:
+        client.pipeline([("XADD", KEYS.input, "*", FIELD, text)] * count)
+    announced(client, name)
+    began, left = commands_run(client), [count]
+    while name not in owners(client):
+        found = round_of(client, "a", most_losses=1, weight=1e6)
+        assert commands_run(client) - began < 15_000, "of all that there is, a call takes a thousand"
+        left.append(int(client.execute("XLEN", KEYS.input)))
+        assert found.more or name in owners(client), "what is left is looked at at once"
+        began = commands_run(client)
+    assert len(left) - 1 == count // 1_000 + 1
+    assert len(dead(client)) == (0 if text and "s0000" in text else count)
+
+
+def commands_run(client: Client) -> int:
+    """How many commands the server has run so far, those of scripts included."""
+    lines = client.execute("INFO", "commandstats").decode().splitlines()
+    return sum(int(line.partition("calls=")[2].partition(",")[0]) for line in lines if line.startswith("cmdstat_"))
+
+
+@pytest.mark.parametrize("key", ["dead", "events", "falls", "free", "streams", "owners", "returned", "consumers"])
+def test_a_key_of_the_wrong_type_is_named_before_anything_is_taken(client: Client, key: str) -> None:
+    announced(client, "fallen")
+    round_of(client, "dies")
+    expire(client, "dies")
+    round_of(client, "a", take=0)
+    bad = add_raw(client, "no JSON")
+    announced(client, "new")
+    place = f"{KEYS.base}:{key}"
+    if client.execute("EXISTS", place):
+        client.execute("RENAME", place, "aside")
+    client.execute("SET", place, "somebody's own")
+    for _ in range(2):
+        with pytest.raises(WrongType, match=place):
+            round_of(client, "a", most_losses=1)
+    client.execute("DEL", place)
+    if client.execute("EXISTS", "aside"):
+        client.execute("RENAME", "aside", place)
+    found = round_of(client, "a", most_losses=1)
+    assert [lease.stream for lease in found.given] == ["new"]
+    assert [letter["stream"] or letter["id"] for letter in dead(client)] == ["fallen", bad]
 
 
 @pytest.mark.parametrize("info", ["[" * 990 + "]" * 990, "1e999", "0x10", '"\\ud800"'])

@@ -1,13 +1,16 @@
 """Requests, replies and time are lost: what a balancer does about it."""
 
-from collections.abc import Iterator
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator
 
 import pytest
 
-from millstream.balancer import Balancer, BalancerPolicy, StreamAdded, StreamDisowned
+from millstream.balancer import Balancer, BalancerPolicy, StreamAdded, StreamDisowned, Terminated
 from millstream.balancer.service import BALANCE, CLAIM, HAND_IN, RETIRE
 from millstream.client import Client
-from millstream.errors import LeaseLost, Unavailable
+from millstream.errors import LeaseLost, MillstreamError, Unavailable
 from millstream.server import EmbeddedServer
 from millstream.testing.proxy import Proxy
 from tests.integration.balancers import (
@@ -123,6 +126,24 @@ def test_a_release_whose_reply_was_lost_is_found_out(client: Client, proxy: Prox
         assert owners(client) == {"s": "0"}
 
 
+@pytest.mark.parametrize("side", ["before", "after"])
+def test_a_release_whose_reply_was_lost_may_be_repeated(client: Client, proxy: Proxy, side: str) -> None:
+    announced(client, "s1", "s2")
+    leases = round_of(client, "a").given
+    with Client(proxy.url) as cut:
+        (proxy.cut_before if side == "before" else proxy.cut_after)("EVALSHA", containing=HAND_IN.sha)
+        with pytest.raises(Unavailable):
+            peer(cut, "a").hand_in("released", leases)
+        round_of(client, "b", take=0)
+        taken = [peer(client, "b").claim(stream) for stream in free(client)]  # others may have it meanwhile
+        assert {lease.stream for lease in taken} == (set() if side == "before" else {"s1", "s2"})
+        assert peer(cut, "a").hand_in("released", leases) == set()
+    assert owners(client) == {lease.stream: "b" for lease in taken}
+    assert peer(client, "b").hand_in("released", taken) == set()
+    expected = set() if side == "before" else {"s1", "s2"}
+    assert peer(client, "a").hand_in("released", leases) == expected, "but not for ever"
+
+
 def test_streams_that_could_not_be_given_back_for_balance_are_not_forgotten(client: Client, proxy: Proxy) -> None:
     announced(client, *names(6))
     with joined(proxy.url, "a", lease_ms=STEADY_MS, moves=1.0, drain_ms=60_000) as balancer:
@@ -143,6 +164,34 @@ def test_a_close_whose_reply_was_lost_has_left(client: Client, proxy: Proxy) -> 
         proxy.cut_after("EVALSHA", containing=RETIRE.sha)
         assert balancer.close() == 0
         assert free(client) == ["s"]
+
+
+@pytest.mark.parametrize("busy", [False, True])
+def test_to_close_takes_no_longer_than_it_is_given_and_what_is_left_is_said(
+    client: Client, proxy: Proxy, caplog: pytest.LogCaptureFixture, busy: bool
+) -> None:
+    announced(client, "s1", "s2")
+    with joined(proxy.url, "a", lease_ms=9_000) as balancer:
+        hear_added(balancer, 2)
+        proxy.freeze()
+        if busy:  # somebody has the word already
+            threading.Thread(target=lambda: suppressed(balancer.claim, "s3"), daemon=True).start()
+            time.sleep(0.1)
+        began_s = time.monotonic()
+        assert balancer.close(timeout_s=0.5) == 0
+        assert 0.4 < time.monotonic() - began_s < 1.5
+        assert "a leaves 2 streams to others when its leases end (no answer within 0.5 s)" in caplog.text
+        assert balancer.leases == []
+        assert isinstance(balancer.next(0), Terminated)
+        assert balancer.next(0) is None
+        proxy.resume()
+        eventually(lambda: sorted(free(client)) == ["s1", "s2"], "what it says late is heard all the same")
+        assert silent(balancer), "Terminated was the last word"
+
+
+def suppressed(call: Callable[..., object], *args: object) -> None:
+    with contextlib.suppress(MillstreamError):
+        call(*args)
 
 
 def test_a_late_stream_whose_end_was_lost_in_a_reply_is_known_under_its_new_token(client: Client, proxy: Proxy) -> None:

@@ -1,6 +1,7 @@
 """Workers of a handler with order="stream": whole streams have one owner at a time, and stay in order."""
 
 import asyncio
+import json
 import threading
 import time
 from collections import defaultdict
@@ -16,7 +17,9 @@ from millstream.client import Client
 from millstream.errors import ConfigError, StaleOwner
 from millstream.ledger import Ledger
 from millstream.naming import HandlerKeys, ServiceKeys
+from millstream.testing.topologies import cluster
 from millstream.worker import WorkerPolicy
+from tests.integration.commandline import call
 from tests.integration.test_worker import eventually, make, working
 
 SERVICE = ServiceKeys("millstream:app.handle")
@@ -159,6 +162,19 @@ def test_announced_streams_are_read_and_no_others(client: Client) -> None:
     assert set(rows(client)) == {"s:0", "s:2"}
 
 
+@pytest.mark.parametrize("options", [{"announced": "calls"}, {"pattern": "s:*"}])
+def test_the_command_shows_how_far_behind_its_handler_each_stream_is(client: Client, options: dict[str, Any]) -> None:
+    fill(client, 1, 2)
+    service = "calls" if "announced" in options else "app.handle"
+    if service == "calls":
+        announce(client, service, "s:0")
+    with working(client, make(count, order="stream", **options), "w1"):
+        eventually(lambda: len(rows(client)["s:0"]) == 2)
+    fill(client, 1, 3)
+    found = json.loads(call("streams", service, "--json", "--url", client.url).out)
+    assert [(row["stream"], row["lag"]) for row in found["shown"]] == [("s:0", 3)]
+
+
 def test_a_parked_stream_is_shown_like_a_parked_key(client: Client) -> None:
     def refuse(message: Message) -> None:
         raise RuntimeError("never")
@@ -249,6 +265,7 @@ def test_a_lease_that_moves_takes_nothing_over_from_a_newer_run_on_spark(client:
             ending.enter_context(pytest.raises(StaleOwner))
             ending.enter_context(working(client, handler, name))
         eventually(lambda: len(set(owners(client).values())) == 2)
+        eventually(lambda: sum(map(len, rows(client).values())) == 4)  # so that they are at work on every stream
         spark = spark.renewed(spark.new_token(names))
         spark.begin(names)
         time.sleep(2)  # whoever is first to notice gives its streams back, and the other is given them
@@ -258,6 +275,34 @@ def test_a_lease_that_moves_takes_nothing_over_from_a_newer_run_on_spark(client:
         fill(client, 4, 1, first=1)
         eventually(lambda: sum(map(len, rows(client).values())) == 8)
     check_order(client, 4, 2)
+
+
+@pytest.mark.parametrize("options", [{"announced": "calls"}, {"pattern": "s:*"}])
+def test_on_a_cluster_streams_of_all_nodes_stay_in_order_while_workers_come_and_go(options: dict[str, Any]) -> None:
+    ran: dict[str, dict[tuple[int, int], None]] = defaultdict(dict)  # a run that is refused is repeated
+
+    def note(message: Message, state: State) -> None:
+        state["count"] = state.get("count", 0) + 1
+        ran[message.stream][int(message.fields["n"]), state["count"]] = None
+
+    handler = make(note, order="stream", into=None, **options)
+    with cluster() as deployment, Client(deployment.url) as client:
+        fill(client, 12, 5)
+        if "announced" in options:
+            for number in range(12):
+                announce(client, "calls", f"s:{number}")
+        with working(client, handler, "w1"):
+            eventually(lambda: sum(map(len, ran.values())) == 60)
+            with working(client, handler, "w2"):
+                shared = ServiceKeys("calls" if "announced" in options else SERVICE.service)
+                eventually(lambda: len({one.split(b" ")[1] for one in client.execute("HVALS", shared.owners)}) == 2)
+                fill(client, 12, 5, first=5)
+                eventually(lambda: sum(map(len, ran.values())) == 120)
+            fill(client, 12, 5, first=10)
+            eventually(lambda: sum(map(len, ran.values())) == 180)
+        assert all(node.call("DBSIZE") > 0 for node in deployment.nodes)
+    found = {name: [*some] for name, some in ran.items()}
+    assert found == {f"s:{number}": [(n, n + 1) for n in range(15)] for number in range(12)}
 
 
 @pytest.mark.parametrize(

@@ -133,6 +133,14 @@ def test_after_the_end_what_is_left_is_taken_and_nobody_waits() -> None:
     assert asyncio.run(box.take_soon()) is None
 
 
+def test_the_end_comes_once_and_nothing_after_it() -> None:
+    box: Postbox[int] = Postbox()
+    assert box.end(1, 2)
+    assert not box.end(3)
+    box.put(4)
+    assert [box.take(0), box.take(0), box.take(0)] == [1, 2, None]
+
+
 def test_those_who_wait_in_an_event_loop_hear_of_the_end() -> None:
     box: Postbox[int] = Postbox()
 

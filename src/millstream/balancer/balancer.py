@@ -20,7 +20,7 @@ from millstream.balancer.postbox import Postbox
 from millstream.balancer.service import Bid, Round, Service, announce
 from millstream.client import Client
 from millstream.clock import SYSTEM_CLOCK, Clock
-from millstream.errors import ConfigError, LeaseLost, MillstreamError, NameHeld, RedisError, Unavailable, text_of
+from millstream.errors import ConfigError, LeaseLost, MillstreamError, NameHeld, Unavailable, text_of
 from millstream.metrics import NOBODY, Metrics
 from millstream.naming import check_identifier, host_name
 
@@ -76,7 +76,8 @@ class Balancer:
         self._lost: list[Lease] = []  # since Redis was last heard of: it may have forgotten them
         self._until_ms = 0.0
         self._born: str | None = None
-        self._wants_all = False
+        self._wants_all = False  # what Redis knows may be something else than what is known here
+        self._unheard = False  # because a call failed, and may have been executed
         self._is_full = False  # there was more to take, but the program has too many notifications waiting
         self._told_free: dict[str, float] = {}
         self._notices: Postbox[Notice] = Postbox()
@@ -89,7 +90,10 @@ class Balancer:
         """Join. Raises NameHeld if another process keeps the name for longer than a lease, and RedisError."""
         if self._thread is not None:
             raise ConfigError("a balancer is started once; make another one")
-        first = self._join()
+        try:
+            first = self._join()
+        except _Closed:
+            raise ConfigError("a balancer that was closed is not started any more; make another one") from None
         self._thread = threading.Thread(target=self._live, args=(first,), name=f"balancer-{self.consumer}", daemon=True)
         self._thread.start()
         return self
@@ -124,11 +128,14 @@ class Balancer:
         Raises StreamNotFound, AlreadyOwned, LeaseLost, RedisError.
         """
         with self._turn:
+            if self._stopping.is_set():
+                raise LeaseLost(f"{self.consumer!r} is closed, and takes no stream any more", stream=stream)
             began_ms = self._clock.monotonic_ms()
             try:
                 lease = self._service.claim(stream)
             except MillstreamError as error:
-                self._wants_all |= isinstance(error, Unavailable)  # it may be ours
+                if isinstance(error, Unavailable):
+                    self._doubt()  # it may be ours
                 self._measures.claimed(type(error).__name__, self._clock.monotonic_ms() - began_ms)
                 raise
             self._measures.claimed("ok", self._clock.monotonic_ms() - began_ms)
@@ -152,13 +159,12 @@ class Balancer:
     def lease(self, stream: str) -> Lease | None:
         """The lease on a stream, as long as this process may believe in it."""
         held = self._held.get(stream)
-        return held.lease if held is not None and self._clock.monotonic_ms() < self._until_ms else None
+        return held.lease if held is not None and self._may_believe() else None
 
     @property
     def leases(self) -> Sequence[Lease]:
         """All leases that this process may believe in."""
-        lasting = self._clock.monotonic_ms() < self._until_ms
-        return [held.lease for held in list(self._held.values())] if lasting else []
+        return [held.lease for held in list(self._held.values())] if self._may_believe() else []
 
     def expect(self, stream: str, within_ms: float | None) -> None:
         """Say that work on a stream gets on within so many milliseconds: if nothing is said until then, its lease ends.
@@ -173,27 +179,39 @@ class Balancer:
     def close(self, timeout_s: float = 10.0) -> int:
         """Leave: take no more, give back every stream, and say Terminated. Return how many streams others may have now.
 
-        Nothing is taken as done that was not. Safe to repeat. If Redis is away, others get the streams when the leases end.
+        Nothing is taken as done that was not. Safe to repeat. If Redis does not answer within `timeout_s` seconds, others get
+        the streams when the leases end; the log says how many.
         """
         if self._stopping.is_set():
             return 0
         self._stopping.set()
-        left = 0
+        end_ms, count = self._clock.monotonic_ms() + timeout_s * 1000, len(self._held)
+        outcome: list[int | str] = []
+        leaving = threading.Thread(target=lambda: outcome.append(self._leave()), name="balancer-leaves", daemon=True)
+        leaving.start()
+        if self._thread is threading.current_thread():  # which has to come to its own end first
+            return 0
+        for thread in (leaving, self._thread):
+            if thread is not None:
+                thread.join(max(0.0, end_ms - self._clock.monotonic_ms()) / 1000)
+        self._terminate(None)
+        said = outcome[0] if outcome else f"no answer within {timeout_s:g} s"
+        if isinstance(said, int):
+            return said
+        logger.warning("%s leaves %d streams to others when its leases end (%s)", self.consumer, count, said)
+        return 0
+
+    def _leave(self) -> int | str:
+        """End with Redis, after whatever is being said to it; how many streams others may have now, or why none."""
         with self._turn:
             try:
-                left = self._service.retire()
-            except RedisError as error:
-                logger.warning(
-                    "%s could not say that it leaves: others wait for its leases to end (%s)", self.consumer, error
-                )
-            for held in list(self._held.values()):
-                self._drop(held, "closed")
-        if self._thread is None:
-            self._terminate(None)
-        elif self._thread is not threading.current_thread():
-            self._thread.join(timeout_s)
-        self._client.close()
-        return left
+                return self._service.retire(self._ended_how())
+            except MillstreamError as error:
+                return text_of(error)
+            finally:
+                for held in list(self._held.values()):
+                    self._drop(held, "closed")
+                self._client.close()
 
     def _hand_in(self, how: Literal["done", "released"], streams: Sequence[str | Lease]) -> None:
         with self._turn:
@@ -209,7 +227,7 @@ class Balancer:
             try:
                 refused = self._service.hand_in(how, [one.lease for one in held.values()])
             except Unavailable:
-                self._wants_all = True  # they may be ours no more
+                self._doubt()  # they may be ours no more
                 raise
             for name, ours in held.items():
                 self._drop(ours, "refused" if name in refused else how)
@@ -228,7 +246,7 @@ class Balancer:
             try:
                 return self._round()
             except Unavailable:
-                self._wants_all = True
+                self._doubt()
                 raise
             except NameHeld:
                 if self._clock.monotonic_ms() >= end_ms:
@@ -257,8 +275,8 @@ class Balancer:
             self._terminate(error)
 
     def _terminate(self, error: Exception | None) -> None:
-        self._put(Terminated(error=error))
-        self._notices.end()
+        if self._notices.end(Terminated(error=error)):
+            self._measures.told(Terminated.__name__)
 
     def _outlasting(self) -> Round:
         """A round, however long Redis is away meanwhile."""
@@ -267,7 +285,7 @@ class Balancer:
             try:
                 found = self._round()
             except (Unavailable, NameHeld) as error:
-                self._wants_all = True
+                self._doubt()
                 if wait_ms == _FIRST_WAIT_MS:
                     logger.warning("%s cannot be heard of: %s", self.consumer, error)
                 with self._turn:
@@ -290,17 +308,17 @@ class Balancer:
             if self._until_ms and self._clock.monotonic_ms() >= self._until_ms:
                 self._begin_anew()
             now_ms = self._clock.monotonic_ms()
-            overdue = [one for one in self._held.values() if one.expected_ms is not None and one.expected_ms <= now_ms]
-            too_slow = [one for one in self._held.values() if one.leaves_ms is not None and one.leaves_ms <= now_ms]
-            expired = {id(one): one for one in (*overdue, *too_slow)}
-            bid = self._bid([one.lease for one in expired.values()])
+            held = self._held.values()
+            stuck = [one for one in held if _is_past(one.expected_ms, now_ms)]
+            overran = [one for one in held if _is_past(one.leaves_ms, now_ms) and not _is_past(one.expected_ms, now_ms)]
+            bid = self._bid(stuck, overran)
             found = self._service.round(bid)
             self._is_full = len(found.given) >= bid.take and found.has < found.share
             self._measures.round(found, self._clock.monotonic_ms() - now_ms)
-            self._conclude(found, list(expired.values()), now_ms)
+            self._conclude(found, [*stuck, *overran], now_ms)
             return found
 
-    def _bid(self, expired: Sequence[Lease]) -> Bid:
+    def _bid(self, stuck: Sequence[_Held], overran: Sequence[_Held]) -> Bid:
         policy = self.policy
         return Bid(
             lease_ms=policy.lease_ms,
@@ -313,7 +331,8 @@ class Balancer:
             moves=policy.moves if policy.recover == "share" else 0,
             most_losses=policy.most_losses,
             replaces=self._replaces and self._born is None,
-            expired=expired,
+            stuck=[one.lease for one in stuck],
+            overran=[one.lease for one in overran],
         )
 
     def _conclude(self, found: Round, expired: Sequence[_Held], asked_ms: float) -> None:
@@ -324,7 +343,7 @@ class Balancer:
             tokens = {lease.stream: lease.token for lease in found.all}
             for held in list(self._held.values()):
                 if tokens.get(held.lease.stream) != held.lease.token:
-                    self._disown(held, "forgotten")
+                    self._disown(held, "forgotten" if self._unheard else "taken away")
             given = [lease for lease in found.all if lease.stream not in self._held]  # in replies that were lost, too
         else:
             given = [*found.given]
@@ -332,10 +351,11 @@ class Balancer:
         self._until_ms = asked_ms + self.policy.lease_ms
         self._lost.clear()
         for lease in given:
-            if lease.stream in self._held:  # a person took it away, and the same round gave it back
-                self._disown(self._held[lease.stream], "forgotten")
+            if lease.stream in self._held:  # and the same round gave it back
+                self._disown(self._held[lease.stream], "taken away")
             self._hold(lease)
             self._put(StreamAdded(lease=lease))
+        self._unheard = False
         self._wants_all = found.has != len(self._held)  # somebody has ended a lease from outside
         if found.excess:
             self._give_back(found.excess)
@@ -359,8 +379,9 @@ class Balancer:
 
     def _begin_anew(self) -> None:
         """Too late for the leases, whoever has them: those that may still count are ended, so that new ones have new tokens."""
-        self._lose_all("lost contact" if self._wants_all else "expired")
-        self._service.retire()
+        how = self._ended_how()
+        self._lose_all("lost contact" if self._unheard else "expired")
+        self._service.retire(how)
         self._service.incarnation = secrets.token_hex(8)
         self._until_ms = 0.0
 
@@ -393,6 +414,19 @@ class Balancer:
                 told[stream] = now_ms
                 self._put(StreamExpired(stream=stream))
         self._told_free = told
+
+    def _may_believe(self) -> bool:
+        return self._clock.monotonic_ms() < self._until_ms and not self._stopping.is_set()
+
+    def _ended_how(self) -> Literal["released", "expired", "lapsed"]:
+        """What becomes of the leases if this consumer leaves now."""
+        if not self._until_ms or self._clock.monotonic_ms() < self._until_ms:
+            return "released"
+        return "lapsed" if self._unheard else "expired"
+
+    def _doubt(self) -> None:
+        """A call has failed, and may have been executed."""
+        self._wants_all = self._unheard = True
 
     def _hold(self, lease: Lease) -> None:
         self._held[lease.stream] = _Held(lease, self._clock.monotonic_ms())
@@ -432,10 +466,14 @@ class Balancer:
         try:
             self._waiting.execute("XREAD", "BLOCK", int(wait_ms), "STREAMS", keys.input, keys.events, *found.newest)
         except Unavailable:
-            self._wants_all = True
+            self._doubt()
             self._stopping.wait(_FIRST_WAIT_MS / 1000)
         else:
             self._stopping.wait(_LEAST_GAP_MS / 1000)  # what comes in one go is seen in one go
+
+
+def _is_past(end_ms: float | None, now_ms: float) -> bool:
+    return end_ms is not None and end_ms <= now_ms
 
 
 class _Closed(Exception):

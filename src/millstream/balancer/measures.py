@@ -26,6 +26,7 @@ class Measures:
             metrics.count(m.LEASES_TAKEN, len(found.given), service=service)
         if found.found_lost:
             metrics.count(m.LEASES_LOST, found.found_lost, service=service)
+        if found.late_ms is not None:
             metrics.observe(m.LEASE_RECOVERY_SECONDS, found.late_ms / 1000, service=service)
 
     def claimed(self, outcome: str, took_ms: float) -> None:

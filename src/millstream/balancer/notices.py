@@ -3,9 +3,10 @@
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-Why = Literal["rebalanced", "stuck", "expired", "lost contact", "forgotten"]
+Why = Literal["rebalanced", "stuck", "expired", "lost contact", "forgotten", "taken away"]
 """Why a stream is not to be worked on any more: others are to have it; its own time ran out; the consumer was not heard
-of for too long; it does not hear of Redis; Redis has lost what it knew."""
+of for too long; it does not hear of Redis; Redis does not know of the lease any more, after a failure or because a call
+whose reply was lost has ended it; a person has ended it (`millstream release`, `millstream done`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

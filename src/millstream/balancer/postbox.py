@@ -30,16 +30,21 @@ class Postbox(Generic[T]):
             return [*self._items]
 
     def put(self, item: T) -> None:
-        """Add an item, and wake whoever waits."""
+        """Add an item, and wake whoever waits. After the end nothing is added."""
         with self._changed:
-            self._items.append(item)
-            self._wake()
+            if not self._ended:
+                self._items.append(item)
+                self._wake()
 
-    def end(self) -> None:
-        """Say that nothing will be put any more."""
+    def end(self, *last: T) -> bool:
+        """Put the last items of all, and say that there are no more; False if it had ended before."""
         with self._changed:
+            if self._ended:
+                return False
+            self._items.extend(last)
             self._ended = True
             self._wake()
+            return True
 
     def withdraw(self, unwanted: Callable[[T], bool]) -> list[T]:
         """Take back what is unwanted and nobody has taken yet; return it."""

@@ -30,7 +30,8 @@ class Bid:
 
     * `take`: most streams that it takes now; `leaving`: how many it is giving back already
     * `replaces`: another process that has the name, or had it a moment ago, is known to be dead
-    * `expired`: leases that are not to be renewed
+    * `stuck`, `overran`: leases that are not to be renewed, since the work on them stands still, or since the time to give
+      them back is over
     * `wants_all`: ask for all that it has
     """
 
@@ -44,7 +45,8 @@ class Bid:
     moves: float
     most_losses: int | None
     replaces: bool = False
-    expired: Sequence[Lease] = ()
+    stuck: Sequence[Lease] = ()
+    overran: Sequence[Lease] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +58,8 @@ class Round:
     * `total`, `has`, `share`: streams of the service, of this consumer, and its part
     * `excess`: how many of its streams it is to give back; `more`: there is more to take at once
     * `newest`: ids of the last announcement and the last event
-    * `found_lost`, `late_ms`: streams that were found without their owner, and how long after their lease
+    * `found_lost`: streams that were found without their owner; `late_ms`: how long after their leases had ended, None if
+      none had ended by themselves
     * `given`: new leases; `free`: streams to claim; `all`: all that it has, if it asked
     """
 
@@ -70,7 +73,7 @@ class Round:
     more: bool
     newest: tuple[bytes, bytes]
     found_lost: int
-    late_ms: int
+    late_ms: int | None
     given: Sequence[Lease]
     free: Sequence[str]
     all: Sequence[Lease]
@@ -92,7 +95,9 @@ class Service:
         """Stay alive and take part. Raises NameHeld while another process has the consumer's name."""
         fixed: list[Arg] = [self.keys.group, self.consumer, self.incarnation, bid.lease_ms, bid.weight, bid.limit or 0]
         fixed += (bid.take, int(bid.recovers), bid.leaving, int(bid.wants_all), _ROUND_MS, bid.moves)
-        fixed += (bid.most_losses or 0, int(bid.replaces), *_pairs(bid.expired))
+        fixed += (bid.most_losses or 0, int(bid.replaces))
+        for why, leases in (("stuck", bid.stuck), ("overran", bid.overran)):
+            fixed += [part for lease in leases for part in (to_wire(lease.stream), lease.token, why)]
         reply = self._run(BALANCE, fixed)
         if reply[0] == b"HELD":
             raise NameHeld(
@@ -104,7 +109,7 @@ class Service:
         return Round(
             born=born.decode(), is_new=bool(is_new), next_ms=None if next_ms < 0 else float(next_ms), total=total, has=has,
             share=share, excess=excess, more=bool(more), newest=(announced, event), found_lost=found_lost,
-            late_ms=late_ms, given=[*map(_lease, given)], free=[*map(from_wire, free)], all=[*map(_lease, everything)],
+            late_ms=None if late_ms < 0 else late_ms, given=[*map(_lease, given)], free=[*map(from_wire, free)], all=[*map(_lease, everything)],
         )  # fmt: skip
 
     def claim(self, stream: str) -> Lease:
@@ -132,9 +137,12 @@ class Service:
             return set()
         return {*map(from_wire, self._run(HAND_IN, (self.keys.group, self.consumer, how, *_pairs(leases))))}
 
-    def retire(self) -> int:
-        """Leave; return how many streams others may have now."""
-        return int(self._run(RETIRE, (self.keys.group, self.consumer, self.incarnation)))
+    def retire(self, how: Literal["released", "expired", "lapsed"] = "released") -> int:
+        """Leave; return how many streams others may have now.
+
+        If the leases have ended before: "expired" counts as a loss of their owner, "lapsed" does not, as Redis was away.
+        """
+        return int(self._run(RETIRE, (self.keys.group, self.consumer, self.incarnation, how)))
 
     def _run(self, script: Script, args: Sequence[Arg]) -> Reply:
         return self._client.script(script, (self.keys.input, self.keys.meta), args)

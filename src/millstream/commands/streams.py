@@ -4,6 +4,7 @@ import json
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Annotated, Literal
 
 import typer
@@ -17,7 +18,8 @@ from millstream.commands.options import DEFAULT_URL, Json, Url, Yes
 from millstream.commands.terminal import age, clip, confirm, counted, say, say_json, table, talk
 from millstream.errors import AccessDenied, ConfigError, GroupMissing, WrongType
 from millstream.groups import groups_of
-from millstream.naming import PREFIX, ServiceKeys
+from millstream.inspection import inspect_handlers
+from millstream.naming import PREFIX, HandlerKeys, ServiceKeys, from_wire
 
 Service = Annotated[str, typer.Argument(help="The service that is announced to, or APP.HANDLER.", metavar="SERVICE")]
 Stream = Annotated[str, typer.Argument(metavar="STREAM")]
@@ -29,6 +31,14 @@ Info = Annotated[str, typer.Option(help="What consumers are told of the stream, 
 _NAME_CHARS = 60
 
 
+@dataclass(frozen=True)
+class _Lag:
+    """How many entries wait; None if that is not known. A lower bound unless `exact`."""
+
+    count: int | None = None
+    exact: bool = True
+
+
 def streams(
     service: Service, count: Count = 20, group: Group = None, url: Url = DEFAULT_URL, as_json: Json = False
 ) -> None:
@@ -37,7 +47,7 @@ def streams(
         name = _meant(client, service)
         found = survey(client, name)
         shown = found.streams[:count]
-        lags = {one.name: _lag(client, one.name, group or name) for one in shown}
+        lags = _lags_of(client, name, [one.name for one in shown], group)
     if as_json:
         _say_json(found, shown, lags)
         return
@@ -59,17 +69,20 @@ def streams(
     ]
     table(("consumer", ">streams", ">weight", ">limit", ">lease left"), rows)
     say("")
-    table(("stream", "consumer", ">lease age", ">lag"), [_row(one, lags[one.name], now_ms) for one in shown])
+    table(
+        ("stream", "consumer", ">lease age", ">lag"), [_row(one, lags.get(one.name, _Lag()), now_ms) for one in shown]
+    )
     if len(found.streams) > count:
         talk(f"{len(found.streams) - count:,} more; --count shows them")
 
 
-def _row(one: StreamState, lag: int | None, now_ms: float) -> tuple[str, ...]:
+def _row(one: StreamState, lag: _Lag, now_ms: float) -> tuple[str, ...]:
     held_ms = None if one.since_ms is None else now_ms - one.since_ms
-    return clip(visible(one.name), _NAME_CHARS), one.consumer or "-", age(held_ms), "-" if lag is None else f"{lag:,}"
+    behind = "-" if lag.count is None else f"{'' if lag.exact else '>'}{lag.count:,}"
+    return clip(visible(one.name), _NAME_CHARS), one.consumer or "-", age(held_ms), behind
 
 
-def _say_json(found: ServiceState, shown: Sequence[StreamState], lags: Mapping[str, int | None]) -> None:
+def _say_json(found: ServiceState, shown: Sequence[StreamState], lags: Mapping[str, _Lag]) -> None:
     consumers = [
         {"name": one.name, "streams": one.streams, "weight": one.weight, "limit": one.limit, "until_ms": one.until_ms}
         for one in found.consumers
@@ -77,7 +90,7 @@ def _say_json(found: ServiceState, shown: Sequence[StreamState], lags: Mapping[s
     rows = [
         {
             "stream": one.name, "consumer": one.consumer, "since_ms": one.since_ms, "token": one.token,
-            "lag": lags[one.name],
+            "lag": lags.get(one.name, _Lag()).count, "lag_exact": lags.get(one.name, _Lag()).exact,
         }
         for one in shown
     ]  # fmt: skip
@@ -92,7 +105,23 @@ def _say_json(found: ServiceState, shown: Sequence[StreamState], lags: Mapping[s
     )
 
 
-def _lag(client: Client, stream: str, group: str) -> int | None:
+def _lags_of(client: Client, service: str, names: Sequence[str], group: str | None) -> Mapping[str, _Lag]:
+    """Of each stream, how many entries wait for `group`, or for the handler whose workers share the streams."""
+    label = client.execute("HGET", ServiceKeys(service).meta, "handler")
+    if group is not None or label is None:
+        return {name: _Lag(_lag_in_group(client, name, group or service)) for name in names}
+    app, _, handler = from_wire(label).partition(".")
+    found = []
+    for name in names:
+        with suppress(ConfigError):  # whoever has announced it, no handler can read it
+            found.append(HandlerKeys(app, handler, name))
+    try:
+        return {one.stream: _Lag(one.lag, exact=one.lag_exact) for one in inspect_handlers(client, found)}
+    except AccessDenied:
+        return {}  # none of this user's
+
+
+def _lag_in_group(client: Client, stream: str, group: str) -> int | None:
     try:
         return next((one.lag for one in groups_of(client, stream) if one.name == group), None)
     except (GroupMissing, WrongType, AccessDenied):

@@ -6,19 +6,20 @@
 --       7 most streams to take now   8 '1' if those that others had may be among them   9 how many it is giving back
 --       10 '1' to be told all it has   11 milliseconds of a round of moves   12 how many of the streams may move in a round,
 --       as a fraction (0 = none)   13 times that the owner of a stream may be lost before it is given up (0 = any)
---       14 '1' if whoever has the name is known to be dead   15.. stream and token of each lease that it does not want to
---       be renewed
+--       14 '1' if whoever has the name is known to be dead   15.. of each lease that it does not want to be renewed: stream,
+--       token, and why: 'stuck', or 'overran' the time to give it back
 -- REPLY 'HELD' and milliseconds, while another process has the consumer's name; or: 'OK', the birth of the service's
 --       memory, whether the consumer had been buried or is new, milliseconds until another consumer may be dead (-1 =
 --       there is none), streams in all, streams that it has, its share, how many of them to give back now, whether
 --       there is more to do at once, newest ids of the input stream and of events, how many streams were found to have
---       lost their owner, milliseconds since the first lease of the dead ended, what it was given (stream, token, id and
---       items of the announcement, times its owner was lost), streams that nobody has (if it may not take them), and if it
---       asked, all that it has
--- ERROR NOPERM when a step would be refused one of its writes
+--       lost their owner, milliseconds since the first lease of the dead ended (-1 = no stream was found with the dead),
+--       what it was given (stream, token, id and items of the announcement, times its owner was lost), streams that nobody
+--       has (if it may not take them), and if it asked, all that it has
+-- ERROR NOPERM, WRONGTYPE when a step would be refused one of its writes
 --
 -- INVARIANTS  A stream has one owner at a time by the server's clock, each under a token of its own that is greater than
 --   all before. Nobody is buried because Redis itself, or everybody, was away. Malformed announcements are dead letters.
+--   However many of them there are, or are announced twice, or are given up, one call looks at a thousand.
 
 -- include service
 -- include rights
@@ -36,7 +37,26 @@ local ms = math.floor(us / 1000)
 local problem = make_group(group)
 if problem then return problem end
 
--- A step that is broken off midway would lose a stream. What is asked here of the wrong type changes nothing.
+-- A step that is broken off midway would lose a stream, so what would break it off is found out before.
+local function is_unsound()
+  local wrong
+  local function check(wanted, key, reply)
+    local text = type(reply) == 'table' and reply.err
+    if text and string.find(text, 'WRONGTYPE', 1, true) then
+      wrong = redis.error_reply('WRONGTYPE ' .. key .. ' holds a value that is no ' .. wanted)
+    end
+  end
+  for _, key in ipairs({META, STREAMS, OWNERS, FALLS, RETURNED, CONSUMERS}) do
+    check('hash', key, redis.pcall('HLEN', key))
+  end
+  for _, key in ipairs({EVENTS, DEAD}) do check('stream', key, redis.pcall('XLEN', key)) end
+  check('list', FREE, redis.pcall('LLEN', FREE))
+  check('sorted set', ALIVE, redis.pcall('ZSCORE', ALIVE, ''))
+  check('set', set_of(consumer), redis.pcall('SCARD', set_of(consumer)))
+  return wrong
+end
+
+-- What is asked here of the wrong type changes nothing.
 local function may_serve()
   return may_write_hash(META) or may_write_stream(EVENTS) or may('LPUSH', INPUT, '') or may('SADD', INPUT, '')
     or may('SREM', INPUT, '') or may('ZREM', INPUT, '') or may('XACK', INPUT, group, '0-0') or may('XDEL', INPUT, '0-0')
@@ -45,18 +65,28 @@ local function may_serve()
 end
 
 -- Who it is
+local refusal = is_unsound()
+if refusal then return refusal end
 local is_new = not is_alive(consumer, incarnation)
-local refusal = is_new and may_serve()
+refusal = is_new and may_serve()
 if refusal then return refusal end
 if is_new and redis.call('HEXISTS', CONSUMERS, consumer) == 1 then
   local left = tonumber(redis.call('ZSCORE', ALIVE, consumer) or 0) - ms
   if left > 0 and not replaces then return {'HELD', left} end
 end
 -- Whatever is under its name was of an earlier life, which may still believe in it.
-local found_lost = 0
+local found_lost, late_ms = 0, -1
+local function found_dead(until_ms, count)
+  if count > 0 then
+    found_lost = found_lost + count
+    late_ms = math.max(late_ms, ms - until_ms)
+  end
+end
 if is_new then
-  found_lost = redis.call('SCARD', set_of(consumer))
-  bury(group, consumer, 'expired', found_lost)
+  local count = redis.call('SCARD', set_of(consumer))
+  local until_ms = tonumber(redis.call('ZSCORE', ALIVE, consumer) or ms)
+  bury(group, consumer, 'expired', count)
+  found_dead(until_ms, count)
 end
 
 -- Time: if nobody was heard for long, Redis was away, and everybody gets a lease more. Nor does a clock that went back
@@ -80,20 +110,19 @@ redis.call('HSET', CONSUMERS, consumer, incarnation .. ' ' .. weight .. ' ' .. l
 
 -- What has lost its owner
 local more = false
-local late_ms = 0
 local dead = redis.call('ZRANGEBYSCORE', ALIVE, '-inf', ms, 'WITHSCORES')
 for i = 1, #dead, 2 do
   local before = redis.call('SCARD', set_of(dead[i]))
   local left = bury(group, dead[i], 'expired', AT_ONCE)
-  found_lost = found_lost + before - left
-  late_ms = math.max(late_ms, ms - tonumber(dead[i + 1]))
+  found_dead(tonumber(dead[i + 1]), before - left)
   more = more or left > 0
 end
-for i = 15, #ARGV, 2 do
-  local owner, token = owner_of(ARGV[i])
-  if owner == consumer and token == ARGV[i + 1] then
-    free(group, ARGV[i], consumer, 'stuck')
-    found_lost = found_lost + 1
+for i = 15, #ARGV, 3 do
+  local stream, its_token, why = ARGV[i], ARGV[i + 1], ARGV[i + 2]
+  local owner, token = owner_of(stream)
+  if owner == consumer and token == its_token then
+    free(group, stream, consumer, why)
+    if is_loss(why) then found_lost = found_lost + 1 end
   end
 end
 
@@ -167,7 +196,9 @@ local function give_up(stream, id, items, reason)
 end
 
 local given = {}
-while recovers and room > 0 do
+local steps = AT_ONCE -- what is not to be given to anybody makes no less room, and there may be any number of it
+while recovers and room > 0 and steps > 0 do
+  steps = steps - 1
   local stream = redis.call('LPOP', FREE)
   if not stream then break end
   local falls = tonumber(redis.call('HGET', FALLS, stream) or 0)
@@ -195,9 +226,10 @@ local function stream_in(items)
 end
 
 -- New announcements
-while room > 0 do
-  local reply = redis.call('XREADGROUP', 'GROUP', group, consumer, 'COUNT', room, 'STREAMS', INPUT, '>')
+while room > 0 and steps > 0 do
+  local reply = redis.call('XREADGROUP', 'GROUP', group, consumer, 'COUNT', math.min(room, steps), 'STREAMS', INPUT, '>')
   if not reply then break end
+  steps = steps - #reply[1][2]
   for _, entry in ipairs(reply[1][2]) do
     local id, items = entry[1], entry[2]
     local stream, why = stream_in(items)
@@ -217,7 +249,7 @@ while room > 0 do
   end
 end
 has = redis.call('SCARD', set_of(consumer))
-more = more or (room <= 0 and #given > 0 and has < share)
+more = more or (room > 0 and steps <= 0) or (room <= 0 and #given > 0 and has < share)
 
 -- What to give back: some of what is too much in each round, so that nothing stands still while streams move.
 local excess = 0

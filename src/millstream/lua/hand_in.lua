@@ -6,12 +6,20 @@
 --       (token '' for a person)
 -- REPLY streams that are not the consumer's under this token, or unknown to the service; nothing was changed of them
 --
--- INVARIANT  Only the owner ends a lease, or a person. To repeat it changes nothing: what is done already is not refused.
+-- INVARIANT  Only the owner ends a lease, or a person. To repeat it changes nothing: what is done already, or was given
+--   back under this very token, is not refused.
 
 -- include service
 
 local group, consumer, how = ARGV[1], ARGV[2], ARGV[3]
 local refused = {}
+
+-- Whether this was asked for before, and its reply lost.
+local function was_ended(stream, token, is_known)
+  if how == 'done' then return not is_known end
+  return redis.call('HGET', RETURNED, stream) == token
+end
+
 for i = 4, #ARGV, 2 do
   local stream = ARGV[i]
   local owner, token = owner_of(stream)
@@ -24,7 +32,8 @@ for i = 4, #ARGV, 2 do
     tell('done', stream, owner or '')
   elseif may_end then
     if owner then free(group, stream, owner, 'released') end
-  elseif how ~= 'done' or consumer == '' or is_known then
+    if consumer ~= '' then redis.call('HSET', RETURNED, stream, token) end
+  elseif consumer == '' or not was_ended(stream, ARGV[i + 1], is_known) then
     refused[#refused + 1] = stream
   end
 end

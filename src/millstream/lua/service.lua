@@ -8,6 +8,7 @@ local BASE = string.sub(META, 1, -5) -- without 'meta'
 local STREAMS, OWNERS, FREE, FALLS = BASE .. 'streams', BASE .. 'owners', BASE .. 'free', BASE .. 'falls'
 local ALIVE, CONSUMERS = BASE .. 'alive', BASE .. 'consumers'
 local EVENTS, DEAD = BASE .. 'events', BASE .. 'dead'
+local RETURNED = BASE .. 'returned' -- stream -> the last token that its owner gave it back under
 local WAITING = 'waiting' -- the consumer whose announcements nobody works on
 local KEPT_EVENTS = 10000
 
@@ -47,6 +48,12 @@ local function let_go(stream, consumer)
   redis.call('SREM', set_of(consumer), stream)
 end
 
+-- Whether the owner of a stream was lost; otherwise it was 'released', or nobody is to blame: the time to give it back
+-- ran out, or Redis was away.
+local function is_loss(what)
+  return what == 'expired' or what == 'stuck'
+end
+
 -- End a lease so that somebody else may have the stream, before those that wait for their first owner.
 local function free(group, stream, consumer, what)
   let_go(stream, consumer)
@@ -54,7 +61,7 @@ local function free(group, stream, consumer, what)
   hold_by(group, WAITING, redis.call('HGET', STREAMS, stream))
   if what == 'released' then
     redis.call('HDEL', FALLS, stream)
-  else
+  elseif is_loss(what) then
     redis.call('HINCRBY', FALLS, stream, 1)
   end
   tell(what, stream, consumer)
@@ -85,6 +92,7 @@ local function strike_off(group, stream)
   local id = redis.call('HGET', STREAMS, stream)
   redis.call('HDEL', STREAMS, stream)
   redis.call('HDEL', FALLS, stream)
+  redis.call('HDEL', RETURNED, stream)
   if id then drop(group, id) end
 end
 

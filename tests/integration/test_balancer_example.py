@@ -1,0 +1,62 @@
+"""examples/leases.py does what it says: sensors are shared, each in order, and the command shows who has which."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from examples.leases import app
+from millstream.client import Client
+from millstream.inspection import read_state
+from millstream.naming import HandlerKeys
+from tests.integration.commandline import call
+from tests.integration.test_worker import eventually, working
+
+EXAMPLE = Path(__file__).parents[2] / "examples/leases.py"
+SENSORS = [f"sensor:{name}" for name in ("attic", "cellar", "hall", "roof")]
+
+
+@pytest.fixture
+def client(millstream_url: str) -> Iterator[Client]:
+    with Client(millstream_url) as connected:
+        yield connected
+
+
+def add(client: Client, *celsius: float) -> None:
+    client.pipeline([("XADD", sensor, "*", "celsius", one) for one in celsius for sensor in SENSORS])
+
+
+def readings(client: Client) -> list[int]:
+    states = [read_state(client, HandlerKeys("sensors", "watch", sensor), sensor.encode()) for sensor in SENSORS]
+    return [state["readings"] if state else 0 for state in states]
+
+
+def shown(client: Client) -> dict[str, tuple[str, int]]:
+    """Who has each sensor, and its lag, as the command of the example says."""
+    found = call("streams", "sensors.watch", "--json", "--url", client.url).json()
+    return {row["stream"]: (row["consumer"], row["lag"]) for row in found["shown"]}
+
+
+def test_the_example_shares_sensors_and_keeps_each_in_order(client: Client) -> None:
+    handler = app.handlers["watch"]
+    add(client, 20.0, 21.0, 31.0)
+    with working(client, handler, "one"):
+        eventually(lambda: readings(client) == [3] * 4)
+        with working(client, handler, "two"):
+            eventually(lambda: {owner for owner, _ in shown(client).values()} == {"one", "two"})
+            add(client, 22.0, -300.0, 10.0)
+            eventually(lambda: readings(client) == [5] * 4)
+            text = call("streams", "sensors.watch", "--url", client.url).out
+            assert "4 streams: 4 with an owner" in text
+        add(client, 10.0)
+        eventually(lambda: shown(client) == dict.fromkeys(SENSORS, ("one", 0)))
+    alarms = client.execute("XRANGE", "alarms", "-", "+")
+    rows = [dict(zip(pairs[::2], pairs[1::2], strict=True)) for _, pairs in alarms]
+    for sensor in SENSORS:
+        mine = [row for row in rows if row[b"sensor"] == sensor.encode()]
+        assert [row[b"celsius"] for row in mine] == [b"31.0", b"10.0", b"10.0"]
+        assert client.execute("XLEN", HandlerKeys("sensors", "watch", sensor).dead) == 1
+
+
+def test_the_example_is_small() -> None:
+    assert len(EXAMPLE.read_text().splitlines()) < 80
