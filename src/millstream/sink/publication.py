@@ -84,6 +84,7 @@ class Publication:
         manifest = Manifest(shares)
         self._seal(manifest, keep="")
         self._drain(manifest)
+        self._each("UNLINK", self._progress(manifest))
 
     def withdraw(self, shares: Sequence[Share], *, epoch: int) -> bool:
         """Free what was staged for a batch that failed; return False if it is decided, and so will be published."""
@@ -144,8 +145,7 @@ class Publication:
                 raise
             return  # another process has ended it, and gone on
         self._turn(manifest, 0, "finish")
-        names = [manifest.keys(self._sink, stream)[1] for stream in manifest.streams]
-        self._each("EXPIRE", names, STAGED_S)
+        self._each("EXPIRE", self._progress(manifest), STAGED_S)
 
     def _drain(self, manifest: Manifest) -> None:
         skip = "1" if self._terms.skip_old_ids else ""
@@ -158,6 +158,9 @@ class Publication:
             replies: list[Reply] = self._explained(partial(self._client.scripts, calls))
             ended = [replies[(place + 1) * times - 1] == 0 for place in range(len(some))]
             left = [call for call, done in zip(some, ended, strict=True) if not done] + left[len(some) :]
+
+    def _progress(self, manifest: Manifest) -> list[Arg]:
+        return [manifest.keys(self._sink, stream)[1] for stream in manifest.streams]
 
     def _drop(self, manifest: Manifest) -> None:
         self._each("UNLINK", list(manifest.staged(self._sink)))
