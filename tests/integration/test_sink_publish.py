@@ -92,7 +92,7 @@ def test_a_stream_shows_a_decided_batch_in_order_while_it_is_published(
 
 def test_what_lost_task_attempts_have_staged_is_not_published_and_is_swept(client: Client) -> None:
     run = Run(client, "one")
-    failed, winner, twin = (run.task(0, 0, range(0, 50)) for _ in range(3))
+    failed, winner, twin = (run.task(0, 0, range(50)) for _ in range(3))
     other = run.task(0, 1, range(50, 100))
     assert len({failed.token, winner.token, twin.token}) == 3
     assert run.commit(0, [other, winner])
@@ -130,7 +130,7 @@ def test_a_zombie_that_wakes_up_after_its_proposal_decides_nothing(client: Clien
         woken.set()
         return turn(*args)  # type: ignore[arg-type]
 
-    zombie.publication._turn = sleep_first  # type: ignore[method-assign]
+    zombie.publication._turn = sleep_first  # type: ignore[method-assign, assignment]
     with pytest.raises(StaleOwner):
         zombie.batch(0, range(100))
     assert woken.is_set()
@@ -173,7 +173,7 @@ def test_a_checkpoint_that_was_set_back_is_refused(client: Client) -> None:
     run = Run(client, "one")
     for batch in range(3):
         run.batch(batch, range(batch * 10, batch * 10 + 10))
-    with pytest.raises(StaleOwner, match="batch 1 comes before the last one .* its checkpoint was set back"):
+    with pytest.raises(StaleOwner, match=r"batch 1 comes before the last one .* its checkpoint was set back"):
         run.batch(1, range(100, 200))
     numbered = run.stage(1, range(100, 200))
     assert not run.publication.publish(numbered, batch=1, epoch=numbered[0].epoch, before="skip")
@@ -200,7 +200,7 @@ def test_staged_rows_that_redis_has_forgotten_are_an_error_before_anything_is_pu
     run = Run(client, "one")
     shares = run.stage(0, range(9_000))
     client.execute("LPOP", next(key for key in staged(client) if b"{c}" in key))
-    with pytest.raises(DataLoss, match="LOST|forgotten rows that were staged"):
+    with pytest.raises(DataLoss, match="forgotten rows that were staged"):
         run.commit(0, shares)
     assert not any(client.execute("EXISTS", stream) for stream in STREAMS)
     run.publication.withdraw(shares, epoch=shares[0].epoch)
