@@ -252,12 +252,8 @@ class StreamKeys:
         """String: sequence number of the last batch of the producer `token`, and the ids of its entries."""
         return f"{self.base}:producer:{token}"
 
-    def sink(self, sink: str) -> str:
-        """Hash: how much of a batch of the sink `sink` is still to be published to the stream."""
-        return f"{self.base}:sink:{sink}"
-
     def staged(self, sink: str, token: str) -> str:
-        """List: chunks of rows for the stream, of the attempt `token` at a task of the sink `sink`."""
+        """List: chunks of rows for the stream, staged for the sink `sink` by the attempt `token` at a task; or their seal."""
         return f"{self.base}:sink:{sink}:{token}"
 
     def once(self, dedupe_id: bytes) -> str:

@@ -3,15 +3,16 @@
 import threading
 from collections.abc import Iterator
 from contextlib import suppress
+from typing import Any, NoReturn
 
 import pytest
 
-from millstream.client import Client
+from millstream.client import Client, Script
 from millstream.errors import DataLoss, OutOfMemory, OutputError, StaleOwner, WrongType
 from millstream.server import EmbeddedServer
-from millstream.sink import Stage, Terms, raw
+from millstream.sink import Share, Stage, Terms, raw
 from millstream.sink import publication as publication_module
-from tests.integration.sink_bench import SINK, STREAMS, Run, check, killed_at, published, rows_of, staged
+from tests.integration.sink_bench import SINK, STREAMS, Killed, Run, check, killed_at, published, rows_of, staged
 
 
 @pytest.fixture
@@ -99,6 +100,15 @@ def test_what_lost_task_attempts_have_staged_is_not_published_and_is_swept(clien
     check(client, range(100))
 
 
+def test_a_run_that_begins_sweeps_nothing_of_a_batch_that_is_decided(client: Client) -> None:
+    Run(client, "killed").decide_and_die(0, range(9_000))
+    kept = set(staged(client))
+    Run(client, "next").task(0, 0, [])
+    assert set(staged(client)) == kept
+    Run(client, "one more").batch(0, range(9_000))
+    check(client, range(9_000))
+
+
 def test_a_dead_runs_rows_are_swept_as_soon_as_the_next_run_begins(client: Client) -> None:
     Run(client, "dead").stage(0, range(3_000))
     assert staged(client)
@@ -120,22 +130,88 @@ def test_a_zombie_cannot_publish_over_a_newer_run(client: Client) -> None:
     check(client, range(100))
 
 
-def test_a_zombie_that_wakes_up_after_its_proposal_decides_nothing(client: Client) -> None:
+def dies(*_: object) -> NoReturn:
+    raise Killed
+
+
+@pytest.mark.parametrize("before", ["_seal", "_about_record"])
+@pytest.mark.parametrize("commits", [0, 1, 2])
+def test_a_zombie_that_wakes_up_before_any_step_to_its_decision_decides_nothing_and_spoils_nothing(
+    client: Client, before: str, commits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     zombie, newer = Run(client, "zombie"), Run(client, "newer")
-    woken = threading.Event()
-    turn = zombie.publication._turn
+    step = getattr(zombie.publication, before)
+    staged_since: list[list[Share]] = []
 
-    def sleep_first(*args: object) -> bool:
-        newer.batch(0, range(100), tasks=1)
-        woken.set()
-        return turn(*args)  # type: ignore[arg-type]
+    def sleep_first(*args: Any, **options: Any) -> Any:
+        if not staged_since and (before != "_about_record" or args[0] is publication_module.DECIDE):
+            staged_since.append(newer.stage(0, range(9_000), tasks=1))
+            if commits == 1:
+                newer.commit(0, staged_since[0])
+            if commits == 2:  # it dies of it
+                newer.publication._drain = dies  # type: ignore[method-assign, assignment]
+                with suppress(Killed):
+                    newer.commit(0, staged_since[0])
+        return step(*args, **options)
 
-    zombie.publication._turn = sleep_first  # type: ignore[method-assign, assignment]
+    monkeypatch.setattr(zombie.publication, before, sleep_first)
+    with pytest.raises((StaleOwner, DataLoss)):
+        zombie.batch(0, range(9_000))
+    assert staged_since
+    if commits == 0:
+        assert newer.commit(0, staged_since[0])
+    Run(client, "last").batch(1, range(9_000, 9_100))
+    check(client, range(9_100))
+
+
+def test_a_zombie_that_says_late_that_a_batch_is_published_does_not_speak_of_a_later_one(client: Client) -> None:
+    zombie, newer = Run(client, "zombie"), Run(client, "newer")
+    drain = zombie.publication._drain
+
+    def sleep_after(manifest: Any) -> None:
+        drain(manifest)
+        newer.batch(0, range(100))
+        newer.decide_and_die(1, range(100, 200))
+
+    zombie.publication._drain = sleep_after  # type: ignore[method-assign]
+    assert zombie.batch(0, range(100))
+    Run(client, "last").batch(2, range(200, 300))
+    check(client, range(300))
+
+
+def test_of_two_attempts_that_one_run_commits_one_is_decided(client: Client) -> None:
+    run = Run(client, "one")
+    first, second = run.stage(0, range(100)), run.stage(0, range(100))
+    seal = run.publication._seal
+
+    def commit_the_other_first(*args: Any, **options: Any) -> None:
+        run.publication._seal = seal  # type: ignore[method-assign]
+        assert run.commit(0, second)
+        seal(*args, **options)
+
+    run.publication._seal = commit_the_other_first  # type: ignore[method-assign]
+    with pytest.raises((StaleOwner, DataLoss)):
+        run.commit(0, first)
+    run.batch(1, [])
+    check(client, range(100))
+
+
+def test_an_attempt_that_was_withdrawn_is_not_decided_by_a_call_that_was_on_its_way(client: Client) -> None:
+    run = Run(client, "one")
+    shares = run.stage(0, range(100))
+    ask = run.publication._about_record
+
+    def withdraw_first(script: Script, args: Any) -> Any:
+        if script is publication_module.DECIDE:
+            run.publication._about_record = ask  # type: ignore[method-assign]
+            assert run.publication.withdraw(shares)
+        return ask(script, args)
+
+    run.publication._about_record = withdraw_first  # type: ignore[method-assign]
     with pytest.raises(StaleOwner):
-        zombie.batch(0, range(100))
-    assert woken.is_set()
-    assert newer.batch(1, range(100, 200))
-    check(client, range(200))
+        run.commit(0, shares)
+    run.batch(0, range(100))
+    check(client, range(100))
 
 
 def test_a_zombie_and_a_newer_run_may_both_end_a_decided_batch(client: Client) -> None:
@@ -183,12 +259,12 @@ def test_a_checkpoint_that_was_set_back_is_refused(client: Client) -> None:
 def test_an_aborted_batch_frees_what_was_staged_but_not_what_is_decided(client: Client) -> None:
     run = Run(client, "one")
     shares = run.stage(0, range(9_000))
-    assert run.publication.withdraw(shares, epoch=shares[0].epoch)
+    assert run.publication.withdraw(shares)
     assert staged(client) == []
     shares = run.stage(0, range(9_000))
     run.stage = lambda *_: shares  # type: ignore[method-assign]
     run.decide_and_die(0, ())
-    assert not Run(client, "one").publication.withdraw(shares, epoch=shares[0].epoch)
+    assert not Run(client, "one").publication.withdraw(shares)
     Run(client, "next").batch(0, range(9_000))
     check(client, range(9_000))
 
@@ -203,14 +279,15 @@ def test_staged_rows_that_redis_has_forgotten_are_an_error_before_anything_is_pu
     with pytest.raises(DataLoss, match="forgotten rows that were staged"):
         run.commit(0, shares)
     assert not any(client.execute("EXISTS", stream) for stream in STREAMS)
-    run.publication.withdraw(shares, epoch=shares[0].epoch)
+    run.publication.withdraw(shares)
     assert run.batch(0, range(9_000))
     check(client, range(9_000))
 
 
-def test_decided_rows_that_redis_has_forgotten_are_an_error_and_never_passed_over(client: Client) -> None:
+@pytest.mark.parametrize("gone", [b"{c}", b".seal."])
+def test_decided_rows_that_redis_has_forgotten_are_an_error_and_never_passed_over(client: Client, gone: bytes) -> None:
     Run(client, "killed").decide_and_die(0, range(9_000))
-    client.execute("DEL", *(key for key in staged(client) if b"{c}" in key))
+    client.execute("DEL", *(key for key in staged(client) if gone in key))
     for name in ("next", "one more"):
         with pytest.raises(DataLoss):
             Run(client, name).batch(0, range(9_000))

@@ -1,7 +1,7 @@
 #!lua
 -- Begin a run of a sink: give it an epoch above those of all runs before it, or the one that it has.
 --
--- KEYS  1 record (hash: epoch, batch, state, attempt, proposed, manifest)   2 the run (string: its epoch)
+-- KEYS  1 record (hash: epoch, batch, state, attempt, manifest, withdrawn)   2 the run (string: its epoch)
 -- ARGV  1 how long a run is remembered, in seconds
 -- REPLY epoch, 1 if it was given just now, the manifest of a batch that is under way ('' = none)
 -- ERROR STALE when a newer run has begun

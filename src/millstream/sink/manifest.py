@@ -1,6 +1,6 @@
 """What a batch consists of: which task attempts count, and what each has staged for which stream."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from hashlib import blake2b
 from itertools import pairwise
@@ -65,19 +65,24 @@ class Manifest:
         return blake2b(self.blob, digest_size=12).hexdigest()
 
     @property
+    def seal(self) -> str:
+        """The token of its seals: what is left to be published to each stream. Each attempt has its own."""
+        epoch, batch, *_ = self._shares[0].token.split(".") if self._shares else ("0", "0")
+        return f"{epoch}.{batch}.seal.{self.attempt}"
+
+    @property
     def tokens(self) -> set[str]:
-        """The task attempts that have staged it."""
-        return {share.token for share in self._shares}
+        """The task attempts that have staged it, and its seals."""
+        return {self.seal, *(share.token for share in self._shares)}
 
     def keys(self, sink: str, stream: str) -> list[Arg]:
-        """The keys of one stream, for the scripts: stream, progress, staged chunks."""
+        """The keys of one stream, for the scripts: stream, seal, staged chunks."""
         names = StreamKeys(stream)
-        return [stream, names.sink(sink), *(names.staged(sink, token) for token, _ in self.streams[stream])]
-
-    def staged(self, sink: str) -> Iterator[str]:
-        """The keys of all that is staged."""
-        for stream, parts in self.streams.items():
-            yield from (StreamKeys(stream).staged(sink, token) for token, _ in parts)
+        return [
+            stream,
+            names.staged(sink, self.seal),
+            *(names.staged(sink, token) for token, _ in self.streams[stream]),
+        ]
 
 
 def _by_id(stream: str, parts: list[tuple[str, Portion]]) -> list[tuple[str, Portion]]:

@@ -5,14 +5,15 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal, TypeVar
 
-from millstream.client import Arg, Client, Command, Reply, Script
+from millstream.client import Arg, Client, Reply, Script
 from millstream.errors import CommandFailed, DataLoss, OutputError, StaleOwner
 from millstream.naming import SinkKeys
 from millstream.sink.manifest import Manifest, Share
 from millstream.sink.staging import STAGED_S, stale, sweep
 
 # What publishes was staged before and takes no more room as entries: it ends what a full Redis would else be stuck with.
-PROPOSE = Script("sink_propose", allow_oom=True)
+ASK = Script("sink_ask", allow_oom=True)
+DECIDE = Script("sink_decide", allow_oom=True)
 TURN = Script("sink_turn", allow_oom=True)
 SEAL = Script("sink_seal", allow_oom=True)
 DRAIN = Script("sink_drain", allow_oom=True)
@@ -58,7 +59,7 @@ class Publication:
         self._sink = sink
         self._terms = terms
         self._patience_ms = patience_ms
-        self._record = SinkKeys(sink).record
+        self._record, self._staged = SinkKeys(sink).record, SinkKeys(sink).staged
 
     def publish(
         self, shares: Sequence[Share], *, batch: int, epoch: int, before: Literal["refuse", "skip"] = "refuse"
@@ -69,10 +70,10 @@ class Publication:
         a newer run has begun, DataLoss if staged rows are gone, OutputError for ids that do not ascend.
         """
         manifest = Manifest(shares)
-        new = self._propose(manifest, batch, epoch, before)
+        new = self._is_new(manifest, batch, epoch, before)
         if new:
-            self._seal(manifest, keep="1")
-            self._turn(manifest, epoch, "decide")
+            self._seal(manifest, keep_s="")
+            self._about_record(DECIDE, (epoch, batch, manifest.attempt, manifest.blob))
             self._roll_forward(manifest)
         else:
             self._drop(manifest)
@@ -82,54 +83,45 @@ class Publication:
     def publish_once(self, shares: Sequence[Share]) -> None:
         """Publish what is nobody's numbered batch: killed in the midst of it, the rest expires."""
         manifest = Manifest(shares)
-        self._seal(manifest, keep="")
+        self._seal(manifest, keep_s=STAGED_S)
         self._drain(manifest)
-        self._each("UNLINK", self._progress(manifest))
+        self._drop(manifest)
 
-    def withdraw(self, shares: Sequence[Share], *, epoch: int) -> bool:
+    def withdraw(self, shares: Sequence[Share]) -> bool:
         """Free what was staged for a batch that failed; return False if it is decided, and so will be published."""
         manifest = Manifest(shares)
-        if not self._turn(manifest, epoch, "withdraw"):
+        if not self._about_record(TURN, (manifest.attempt, "withdraw")):
             return False
         self._drop(manifest)
         return True
 
-    def _propose(self, manifest: Manifest, batch: int, epoch: int, before: str) -> bool:
-        instead = ""
+    def _is_new(self, manifest: Manifest, batch: int, epoch: int, before: str) -> bool:
+        seals = [f"{manifest.seal} {stream}" for stream in manifest.streams]
         while True:
-            args = (epoch, batch, manifest.attempt, manifest.blob, instead, before)
-            verdict, *about = self._call(PROPOSE, args)
-            if verdict in (b"go", b"done"):
+            verdict, *about = self._about_record(ASK, (epoch, batch, before, *seals))
+            if verdict != b"decided":
                 return bool(verdict == b"go")
-            attempt, other = about[0].decode(), Manifest.parse(about[1])
-            if verdict == b"decided":
-                self._roll_forward(other)
-            else:
-                self._drop(other)
-                instead = attempt
+            self._roll_forward(Manifest.parse(about[0]))
 
-    def _turn(self, manifest: Manifest, epoch: int, turn: str) -> bool:
-        return bool(self._call(TURN, (epoch, manifest.attempt, turn)))
-
-    def _call(self, script: Script, args: Sequence[str | int | bytes]) -> Reply:
+    def _about_record(self, script: Script, args: Sequence[Arg]) -> Reply:
         try:
-            return self._patiently(lambda: self._client.script(script, (self._record,), args))
+            return self._patiently(lambda: self._client.script(script, (self._record, self._staged), args))
         except CommandFailed as error:
-            if "BEHIND" in str(error):
+            _, behind, last = str(error).partition("BEHIND ")
+            if behind:
                 raise StaleOwner(
-                    f"batch {args[1]!s} comes before the last one that the sink {self._sink} has published "
-                    f"({str(error).rpartition('BEHIND ')[2]}): this is an old run, or its checkpoint was set back; "
-                    "start with a new checkpoint to publish it all again"
+                    f"batch {args[1]!s} comes before the last one that the sink {self._sink} has published, {last}: this is "
+                    "an old run, or its checkpoint was set back; start with a new checkpoint to publish it all again"
                 ) from error
             raise stale(self._sink, error) from error
 
-    def _seal(self, manifest: Manifest, *, keep: str) -> None:
+    def _seal(self, manifest: Manifest, *, keep_s: int | Literal[""]) -> None:
         calls = []
         for stream, parts in manifest.streams.items():
             first = "" if self._terms.skip_old_ids or not parts else parts[0][1].first
             fresh = "1" if self._terms.overwrite else ""
             counts = [portion.chunks for _, portion in parts]
-            args = (manifest.attempt, keep or STAGED_S, fresh, first, *counts)
+            args = (keep_s, fresh, first, *counts)
             calls.append((SEAL, manifest.keys(self._sink, stream), args))
         for at in range(0, len(calls), _DROPPED_PER_TRIP):
             some = calls[at : at + _DROPPED_PER_TRIP]
@@ -144,12 +136,11 @@ class Publication:
             if state == b"decided" and attempt == manifest.attempt.encode():
                 raise
             return  # another process has ended it, and gone on
-        self._turn(manifest, 0, "finish")
-        self._each("EXPIRE", self._progress(manifest), STAGED_S)
+        self._about_record(TURN, (manifest.attempt, "finish"))
 
     def _drain(self, manifest: Manifest) -> None:
         skip = "1" if self._terms.skip_old_ids else ""
-        args = (manifest.attempt, *self._terms.trim, skip)
+        args = (*self._terms.trim, skip)
         left = [(DRAIN, manifest.keys(self._sink, stream), args) for stream in manifest.streams]
         while left:
             some = left[:_CALLS_PER_TRIP]
@@ -159,16 +150,11 @@ class Publication:
             ended = [replies[(place + 1) * times - 1] == 0 for place in range(len(some))]
             left = [call for call, done in zip(some, ended, strict=True) if not done] + left[len(some) :]
 
-    def _progress(self, manifest: Manifest) -> list[Arg]:
-        return [manifest.keys(self._sink, stream)[1] for stream in manifest.streams]
-
     def _drop(self, manifest: Manifest) -> None:
-        self._each("UNLINK", list(manifest.staged(self._sink)))
-
-    def _each(self, command: str, keys: Sequence[Arg], *args: int) -> None:
+        keys = [key for stream in manifest.streams for key in manifest.keys(self._sink, stream)[1:]]
         for at in range(0, len(keys), _DROPPED_PER_TRIP):
-            commands: list[Command] = [(command, key, *args) for key in keys[at : at + _DROPPED_PER_TRIP]]
-            self._patiently(partial(self._client.pipeline, commands))
+            some = [("UNLINK", key) for key in keys[at : at + _DROPPED_PER_TRIP]]
+            self._patiently(partial(self._client.pipeline, some))
 
     def _explained(self, operation: Callable[[], T]) -> T:
         try:

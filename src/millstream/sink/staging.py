@@ -77,7 +77,7 @@ def sweep(client: Client, sink: str, epoch: int, batch: int, *, keep: Iterable[s
     old = []
     for member in client.execute("SMEMBERS", index):
         token, _, stream = member.decode("utf-8", "surrogateescape").partition(" ")
-        staged_by, staged_for, *_ = map(int, token.split("."))
+        staged_by, staged_for = map(int, token.split(".")[:2])
         if token not in kept and (staged_by < epoch or (staged_by == epoch and staged_for <= batch)):
             old.append((member, StreamKeys(stream).staged(sink, token)))
     for at in range(0, len(old), _CHUNK_ROWS):

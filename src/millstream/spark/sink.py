@@ -121,7 +121,7 @@ class RedisBatchWriter(_Side, DataSourceArrowWriter):
     def abort(self, messages: Sequence[WriterCommitMessage | None]) -> None:
         """Free what was staged, unless it is to be published."""
         if shares := _shares(messages):
-            self._publication(self._job.sink, _BATCH_PATIENCE_MS).withdraw(shares, epoch=shares[0].epoch)
+            self._publication(self._job.sink, _BATCH_PATIENCE_MS).withdraw(shares)
 
 
 class RedisStreamWriter(_Side, DataSourceStreamArrowWriter):
@@ -147,7 +147,7 @@ class RedisStreamWriter(_Side, DataSourceStreamArrowWriter):
     def abort(self, messages: Sequence[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803
         """Free what was staged, unless the batch is decided: then the next run publishes the rest."""
         if shares := _shares(messages):
-            self._publication(_sink(messages), _BATCH_PATIENCE_MS).withdraw(shares, epoch=shares[0].epoch)
+            self._publication(_sink(messages), _BATCH_PATIENCE_MS).withdraw(shares)
 
 
 def _shares(messages: Sequence[WriterCommitMessage | None]) -> list[Share]:

@@ -34,8 +34,6 @@ NAMES = ("url", "target", *_STREAM_NAMES, *_UPSERT_NAMES)
 _OF_SPARK = ("checkpointlocation", "queryname")
 """Spark passes on what its own writer was told."""
 
-_ASYNC = "asyncprogresstrackingenabled"
-
 
 _FOREVER = Terms()
 
@@ -82,7 +80,7 @@ class SinkOptions:
 def is_for_writing(given: Mapping[str, str], source_names: tuple[str, ...]) -> bool:
     """Whether one of these options can only be the sink's: reading and writing share one format."""
     names = {name.lower() for name in given}
-    ours = {name.lower() for name in NAMES} - {name.lower() for name in source_names} | {*_OF_SPARK, _ASYNC}
+    ours = {name.lower() for name in NAMES} - {name.lower() for name in source_names} | {*_OF_SPARK}
     return bool(names & ours)
 
 
@@ -92,11 +90,7 @@ def parse_sink(given: Mapping[str, str], environ: Mapping[str, str] = os.environ
     Raises ConfigError, in one line with what to change, for an option that is unknown, misspelt, contradicts another
     one or has a value that makes no sense.
     """
-    ours = {name: value for name, value in given.items() if name.lower() not in (*_OF_SPARK, _ASYNC)}
-    if any(name.lower() == _ASYNC and value.lower() == "true" for name, value in given.items()):
-        raise ConfigError(
-            "asyncProgressTrackingEnabled lets a restart repeat older batches: exactly-once goes without it"
-        )
+    ours = {name: value for name, value in given.items() if name.lower() not in _OF_SPARK}
     options = Given.read(ours, NAMES, "writing", len(NAMES))
     url = options.url(environ)
     target = cast(Target, options.choice("target", ("stream", "hash", "json"), "stream"))
