@@ -12,6 +12,7 @@ from millstream.errors import DataLoss, OutOfMemory, OutputError, StaleOwner, Wr
 from millstream.server import EmbeddedServer
 from millstream.sink import Share, Stage, Terms, raw
 from millstream.sink import publication as publication_module
+from millstream.testing.topologies import cluster
 from tests.integration.sink_bench import SINK, STREAMS, Killed, Run, check, killed_at, published, rows_of, staged
 
 
@@ -179,21 +180,28 @@ def test_a_zombie_that_says_late_that_a_batch_is_published_does_not_speak_of_a_l
     check(client, range(300))
 
 
-def test_of_two_attempts_that_one_run_commits_one_is_decided(client: Client) -> None:
+@pytest.mark.parametrize("dies", [False, True])
+def test_nothing_is_decided_in_place_of_what_is(client: Client, dies: bool) -> None:
+    """Not even by the same run, whatever Spark should come to do."""
     run = Run(client, "one")
-    first, second = run.stage(0, range(100)), run.stage(0, range(100))
-    seal = run.publication._seal
+    shares = run.stage(1, range(100, 200))
+    ask = run.publication._about_record
 
-    def commit_the_other_first(*args: Any, **options: Any) -> None:
-        run.publication._seal = seal  # type: ignore[method-assign]
-        assert run.commit(0, second)
-        seal(*args, **options)
+    def other_first(script: Script, args: Any) -> Any:
+        if script is publication_module.DECIDE:
+            run.publication._about_record = ask  # type: ignore[method-assign]
+            other = Run(client, "one")
+            if dies:
+                other.decide_and_die(0, range(100))
+            else:
+                other.batch(1, range(100, 200))
+        return ask(script, args)
 
-    run.publication._seal = commit_the_other_first  # type: ignore[method-assign]
-    with pytest.raises((StaleOwner, DataLoss)):
-        run.commit(0, first)
-    run.batch(1, [])
-    check(client, range(100))
+    run.publication._about_record = other_first  # type: ignore[method-assign]
+    with pytest.raises(StaleOwner):
+        run.commit(1, shares)
+    Run(client, "next").batch(1, range(100, 200))
+    check(client, range(0 if dies else 100, 200))
 
 
 def test_an_attempt_that_was_withdrawn_is_not_decided_by_a_call_that_was_on_its_way(client: Client) -> None:
@@ -332,6 +340,22 @@ def test_a_lost_answer_to_staging_doubles_nothing(client: Client) -> None:
     stage.add([("a", rows[2_000:])], 1)
     share = stage.finish(0, 1)
     assert client.execute("LLEN", staged(client)[0]) == share.portions["a"].chunks == 3
+
+
+def test_on_a_cluster_one_decision_holds_for_streams_in_all_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(publication_module, "_CALLS_PER_TRIP", 1)
+    with cluster() as deployment, Client(deployment.url) as client:
+        Run(client, "dead").stage(0, range(3_000))
+        Run(client, "killed").decide_and_die(0, range(9_000), trips=2)
+        Run(client, "next").batch(0, range(9_000), tasks=3)
+        Run(client, "next").batch(1, range(9_000, 9_300))
+        check(client, range(9_300))
+        assert len({deployment_of(client, stream) for stream in STREAMS}) > 1
+
+
+def deployment_of(client: Client, key: str) -> int:
+    """A number of the node that a key is on."""
+    return int(client.execute("CLUSTER", "KEYSLOT", key)) * 3 // 16_384
 
 
 # --- How entries come into streams ---
