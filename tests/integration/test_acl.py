@@ -46,6 +46,7 @@ from tests.integration.master_duties import SETTINGS, consume, direct
 from tests.integration.partition_bench import BASE, growth_killed_after, moved_key
 from tests.integration.partition_bench import Publisher as PartitionPublisher
 from tests.integration.partition_bench import Worker as PartitionWorker
+from tests.integration.sink_duties import write_batches
 from tests.integration.test_worker import eventually, working
 
 NARROW = ("--stream", "orders*", "--stream", "{orders.*}", "--into", "out", "--app", "shop", "--service", "calls")
@@ -381,6 +382,7 @@ def operate_lines(url: str, admin: Client) -> None:
 DUTIES: dict[RoleName, Callable[[str, Client], None]] = {
     RoleName.WORKER: work,
     RoleName.SPARK: run_on_spark,
+    RoleName.SINK: write_batches,
     RoleName.PRODUCER: produce,
     RoleName.LEASES: serve,
     RoleName.MASTER: direct,

@@ -10,7 +10,7 @@ import pytest
 from millstream.client import Client, Script
 from millstream.errors import DataLoss, OutOfMemory, OutputError, StaleOwner, WrongType
 from millstream.server import EmbeddedServer
-from millstream.sink import Share, Stage, Terms, raw
+from millstream.sink import Share, Stage, Terms, begin, raw, token_of
 from millstream.sink import publication as publication_module
 from millstream.testing.topologies import cluster
 from tests.integration.sink_bench import SINK, STREAMS, Killed, Run, check, killed_at, published, rows_of, staged
@@ -202,6 +202,20 @@ def test_nothing_is_decided_in_place_of_what_is(client: Client, dies: bool) -> N
         run.commit(1, shares)
     Run(client, "next").batch(1, range(100, 200))
     check(client, range(0 if dies else 100, 200))
+
+
+def test_a_decision_whose_answer_was_lost_may_be_asked_for_again(client: Client) -> None:
+    run = Run(client, "one")
+    ask = run.publication._about_record
+
+    def twice(script: Script, args: Any) -> Any:
+        if script is publication_module.DECIDE:
+            ask(script, args)
+        return ask(script, args)
+
+    run.publication._about_record = twice  # type: ignore[method-assign]
+    assert run.batch(0, range(100))
+    check(client, range(100))
 
 
 def test_an_attempt_that_was_withdrawn_is_not_decided_by_a_call_that_was_on_its_way(client: Client) -> None:
@@ -409,10 +423,35 @@ def test_rows_with_ids_are_published_by_id_whatever_the_order_of_tasks(client: C
     assert [entry_id for entry_id, _ in client.execute("XRANGE", "a", "-", "+")] == [b"4-1", b"5-8", b"5-9", b"5-10"]
     with pytest.raises(OutputError, match="has reached the id 5-10"):
         publication.publish_once([ids(client, "1.0.0.3", "5-10", "6-0").finish(0)])
+    run = Run(client, "one")
+    late = ids(client, token_of(epoch := begin(client, SINK, "one"), 0, 0, 9), "5-10").finish(0, epoch)
+    with pytest.raises(OutputError):
+        run.commit(0, [late])
+    assert publication.withdraw([late]), "it was not decided"
     skipping = Run(client, "one", Terms(skip_old_ids=True)).publication
     skipping.publish_once([ids(client, "1.0.0.4", "5-10", "6-0").finish(0)])
     assert client.execute("XREVRANGE", "a", "+", "-", "COUNT", 1)[0][0] == b"6-0"
     assert client.execute("XLEN", "a") == 5
+
+
+def test_an_id_that_another_writer_overtakes_stops_the_batch_until_that_is_mended(client: Client) -> None:
+    run = Run(client, "one")
+    epoch = begin(client, SINK, "one")
+    share = ids(client, token_of(epoch, 0, 0, 9), "5-1", "5-2").finish(0, epoch)
+    drain = run.publication._drain
+
+    def overtaken(manifest: Any) -> None:
+        client.execute("XADD", "a", "5-1", "n", "-1")
+        drain(manifest)
+
+    run.publication._drain = overtaken  # type: ignore[method-assign]
+    with pytest.raises(OutputError, match="has reached the id 5-1"):
+        run.commit(0, [share])
+    assert not run.publication.withdraw([share])
+    with pytest.raises(OutputError):
+        Run(client, "two").batch(1, range(3))
+    Run(client, "three", Terms(skip_old_ids=True)).batch(1, [])
+    assert [entry_id for entry_id, _ in client.execute("XRANGE", "a", "-", "+")] == [b"5-1", b"5-2"]
 
 
 @pytest.mark.parametrize(

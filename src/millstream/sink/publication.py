@@ -9,7 +9,7 @@ from millstream.client import Arg, Client, Reply, Script
 from millstream.errors import CommandFailed, DataLoss, OutputError, StaleOwner
 from millstream.naming import SinkKeys
 from millstream.sink.manifest import Manifest, Share
-from millstream.sink.staging import STAGED_S, stale, sweep
+from millstream.sink.staging import STAGED_S, stale, sweep, unlink
 
 # What publishes was staged before and takes no more room as entries: it ends what a full Redis would else be stuck with.
 ASK = Script("sink_ask", allow_oom=True)
@@ -95,6 +95,10 @@ class Publication:
         self._drop(manifest)
         return True
 
+    def free(self, shares: Sequence[Share]) -> None:
+        """Free what was staged for a write that is nobody's numbered batch."""
+        self._drop(Manifest(shares))
+
     def _is_new(self, manifest: Manifest, batch: int, epoch: int, before: str) -> bool:
         seals = [f"{manifest.seal} {stream}" for stream in manifest.streams]
         while True:
@@ -153,8 +157,7 @@ class Publication:
     def _drop(self, manifest: Manifest) -> None:
         keys = [key for stream in manifest.streams for key in manifest.keys(self._sink, stream)[1:]]
         for at in range(0, len(keys), _DROPPED_PER_TRIP):
-            some = [("UNLINK", key) for key in keys[at : at + _DROPPED_PER_TRIP]]
-            self._patiently(partial(self._client.pipeline, some))
+            self._patiently(partial(unlink, self._client, keys[at : at + _DROPPED_PER_TRIP]))
 
     def _explained(self, operation: Callable[[], T]) -> T:
         try:

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import msgspec
 
-from millstream.client import Client, Script
+from millstream.client import Arg, Client, Script, raise_if_error
 from millstream.errors import CommandFailed, ConfigError, DataLoss, OutputError, RedisError, StaleOwner
 from millstream.model import ZERO_ID, EntryId
 from millstream.naming import SinkKeys, StreamKeys
@@ -82,8 +82,14 @@ def sweep(client: Client, sink: str, epoch: int, batch: int, *, keep: Iterable[s
             old.append((member, StreamKeys(stream).staged(sink, token)))
     for at in range(0, len(old), _CHUNK_ROWS):
         some = old[at : at + _CHUNK_ROWS]
-        client.pipeline([("UNLINK", key) for _, key in some])
+        unlink(client, [key for _, key in some])
         client.execute("SREM", index, *(member for member, _ in some))
+
+
+def unlink(client: Client, keys: Sequence[Arg]) -> None:
+    """Free keys of any slots."""
+    for reply in client.pipeline([("UNLINK", key) for key in keys]):
+        raise_if_error(reply)
 
 
 class Stage:
@@ -146,7 +152,7 @@ class Stage:
     def drop(self) -> None:
         """Free what was staged, if Redis can be asked; else it expires."""
         try:
-            self._client.pipeline([("UNLINK", self._key(stream)) for stream in self._chunks])
+            unlink(self._client, [self._key(stream) for stream in self._chunks])
         except RedisError as error:
             logger.warning("what a failed task has staged stays for %d s: %s", self._staged_s, error)
 

@@ -120,8 +120,12 @@ class RedisBatchWriter(_Side, DataSourceArrowWriter):
 
     def abort(self, messages: Sequence[WriterCommitMessage | None]) -> None:
         """Free what was staged, unless it is to be published."""
-        if shares := _shares(messages):
-            self._publication(self._job.sink, _BATCH_PATIENCE_MS).withdraw(shares)
+        job, shares = self._job, _shares(messages)
+        publication = self._publication(job.sink, job.patience_ms)
+        if job.run is None:
+            publication.free(shares)
+        elif shares:
+            publication.withdraw(shares)
 
 
 class RedisStreamWriter(_Side, DataSourceStreamArrowWriter):
