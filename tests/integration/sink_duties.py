@@ -1,8 +1,11 @@
 """Everything that a sink does in Redis, for the tests of access rights."""
 
+from typing import Any
+
 from millstream.client import Client
 from millstream.errors import DataLoss
 from millstream.sink import Publication, Share, Stage, Terms, begin, token_of
+from millstream.sink.upserts import upsert
 
 
 def write_batches(url: str, admin: Client) -> None:
@@ -22,6 +25,11 @@ def write_batches(url: str, admin: Client) -> None:
         except DataLoss:
             publication.free(shares)
         assert admin.execute("XLEN", "orders") == 1
+        for guard, older in (("5", 0), ("4", 1)):
+            row: Any = ("orders:1", guard, (1, "gone", "n", "1"))
+            assert upsert(client, "hash", "g", [row], patience_ms=0) == older
+            text: Any = ("orders:2", guard, (f'{{"g":"{guard}"}}',))
+            assert upsert(client, "json", "g", [text], patience_ms=0) == older
 
 
 def share_of(client: Client, run: str, batch: int) -> Share:

@@ -1,5 +1,6 @@
 """`df.write` and `df.writeStream` into Redis Streams: what arrives, once, and what is said about what cannot."""
 
+import json
 from collections.abc import Iterator
 from datetime import UTC, date, datetime
 from typing import Any
@@ -181,6 +182,33 @@ def test_writing_in_foreach_batch_is_made_once_with_a_number(bench: Bench) -> No
     query.trigger(availableNow=True).start().awaitTermination()
     assert sorted(numbers(bench, "out")) == list(range(20))
     assert pairs(bench.read("in").collect()[0])[b"n"] == b"0"
+
+
+# --- Queryable state ---
+
+
+def test_hashes_and_json_hold_the_newest_row_of_each_key(bench: Bench) -> None:
+    frame = bench.spark.range(0, 2_000, numPartitions=4).selectExpr(
+        "concat('u', id % 10) user", "concat(id, '-1') version", "if(id < 1000, id, null) early", "cast(id as double) x"
+    )
+    options = {"keyColumn": "user", "keyPrefix": "user:", "guardColumn": "version"}
+    for _ in range(2):
+        save(bench, frame, target="hash", **options)
+        save(bench, frame.where("x < 500"), target="hash", **options)
+    found = bench.client.execute("HGETALL", "user:u3")
+    assert dict(zip(found[::2], found[1::2], strict=True)) == {
+        b"millstream.guard": b"1993-1", b"version": b"1993-1", b"x": b"1993.0",
+    }  # fmt: skip
+    bench.add("in", 100)
+    rows = bench.stream("in", startingOffsets="earliest", schema="_id string, n int").selectExpr("'all' k", "_id", "n")
+    run(bench, rows, target="json", keyColumn="k", guardColumn="_id")
+    assert json.loads(bench.client.execute("GET", "all"))["n"] == 99
+    with pytest.raises(PySparkException) as caught:
+        save(bench, frame, mode="overwrite", target="hash", **options)
+    assert "use mode append" in complaint(caught)
+    with pytest.raises(PySparkException) as caught:
+        save(bench, frame, target="hash", **{**options, "guardColumn": "x"})
+    assert "the column 'x' is of type double; it must be text or a whole number" in complaint(caught)
 
 
 # --- What cannot be written ---

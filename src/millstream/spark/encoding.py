@@ -4,7 +4,7 @@ Every value has the text that the source, and a handler's model, reads back (`mi
 that is left out, what is nested is JSON.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain, repeat
 from typing import Any
 
@@ -131,7 +131,7 @@ class RowMaker:
             rows = _rows_of_fields(batch.column(layout.fields_column), layout.fields_column, ids)
         elif layout.fields_as == "json":
             objects = batch.select(self._names).to_pylist(maps_as_pydicts="strict")
-            rows = [(i, layout.json_field, _json(one)) for i, one in zip(ids, objects, strict=False)]
+            rows = [(i, layout.json_field, json_text(one)) for i, one in zip(ids, objects, strict=False)]
         else:
             rows = self._rows_of_columns(batch, ids)
         if layout.stream is not None:
@@ -196,13 +196,16 @@ def _wanted(batch: pa.RecordBatch, name: str) -> list[str]:
     return values
 
 
-def texts(found: pa.Array, name: str) -> list[Any]:
-    """The texts of a column's values, None where it is null. Raises OutputError for a value without one."""
+def texts(found: pa.Array, name: str, *, binary: Callable[[bytes], Any] = raw) -> list[Any]:
+    """The texts of a column's values, None where it is null; bytes as `binary` makes them.
+
+    Raises OutputError for a value without a text.
+    """
     kind = found.type
     if pa.types.is_string(kind):
         return list(found.to_pylist())
     if pa.types.is_binary(kind):
-        return [None if value is None else raw(value) for value in found.to_pylist()]
+        return [None if value is None else binary(value) for value in found.to_pylist()]
     if any(fits(kind) for fits in _CAST):
         return list(found.cast(pa.string()).to_pylist())
     if pa.types.is_timestamp(kind) and kind.tz is not None:
@@ -218,5 +221,6 @@ def _text(value: object, name: str) -> str:
     return encode_output({name: value})[1].decode()
 
 
-def _json(value: object) -> str:
+def json_text(value: object) -> str:
+    """A row, or a value, as JSON. Raises OutputError for NaN and infinities."""
     return encode_output({"json": value})[1].decode()

@@ -1,6 +1,7 @@
 """The options of the `redis-streams` sink: read from text, checked, and explained when wrong. See `docs/spark-sink.md`."""
 
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, cast
@@ -35,6 +36,7 @@ _OF_SPARK = ("checkpointlocation", "queryname")
 """Spark passes on what its own writer was told."""
 
 
+_PLAIN_NAME = re.compile(r"[A-Za-z0-9_.:-]{1,200}")
 _FOREVER = Terms()
 
 
@@ -52,11 +54,11 @@ class Layout:
 
 @dataclass(frozen=True, kw_only=True)
 class Upsert:
-    """Which key a row goes to, and which row is newer; without `guard_column` the one of the later batch."""
+    """Which key a row goes to, and which of two rows is newer: the one with the greater guard."""
 
     key_column: str
+    guard_column: str
     key_prefix: str = ""
-    guard_column: str | None = None
     guard_field: str = "millstream.guard"
 
 
@@ -104,14 +106,20 @@ def parse_sink(given: Mapping[str, str], environ: Mapping[str, str] = os.environ
 
 
 def _upsert(options: Given) -> Upsert:
-    key = options.text("keyColumn")
-    if key is None:
-        raise ConfigError('name the column that holds the key: option("keyColumn", "id")')
+    key, guard = options.text("keyColumn"), options.text("guardColumn")
+    if key is None or guard is None:
+        raise ConfigError(
+            'name the columns with the key and with what tells a newer row from an older one: option("keyColumn", "id"), '
+            'option("guardColumn", "version")'
+        )
+    field = options.text("guardField") or Upsert.guard_field
+    if not _PLAIN_NAME.fullmatch(field):
+        raise ConfigError(f"option guardField={field!r} must be letters, digits, '_', '-', '.' or ':'")
     return Upsert(
         key_column=key,
+        guard_column=guard,
         key_prefix=options.values.get("keyPrefix", ""),
-        guard_column=options.text("guardColumn"),
-        guard_field=options.text("guardField") or Upsert.guard_field,
+        guard_field=field,
     )
 
 

@@ -94,15 +94,21 @@ class RedisStreamsSource(DataSource):
     def writer(self, schema: StructType, overwrite: bool) -> DataSourceWriter:
         """What `df.write` uses."""
         from millstream.spark.sink import RedisBatchWriter
+        from millstream.spark.upsert import UpsertBatchWriter
 
-        return RedisBatchWriter(parse_sink(self.options), schema, overwrite)
+        options = parse_sink(self.options)
+        kind = RedisBatchWriter if options.target == "stream" else UpsertBatchWriter
+        return kind(options, schema, overwrite)
 
     def streamWriter(self, schema: StructType, overwrite: bool) -> DataSourceStreamWriter:  # noqa: N802
         """What `df.writeStream` uses."""
         from millstream.spark.sink import RedisStreamWriter
+        from millstream.spark.upsert import UpsertStreamWriter
 
         options = parse_sink(self.options)
         options.check_streaming()
+        if options.target != "stream":
+            return UpsertStreamWriter(options, schema)
         return RedisStreamWriter(options, schema, overwrite)
 
 
