@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.faults, pytest.mark.spark, pytest.mark.timeout(900)]
 
 ROOT = Path(__file__).parents[2]
 SOAK = bool(os.environ.get("MILLSTREAM_SOAK"))
-ROWS = 200_000 if SOAK else 40_000
+ROWS = 200_000 if SOAK else 20_000
 TASKS = ("before-staging", "half-staged", "staged")
 COMMITS = ("before-commit", "asked", "sealed", "decided", "half-published", "published")
 DRIVERS = COMMITS if SOAK else ("half-published", "published")
