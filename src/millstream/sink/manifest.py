@@ -17,7 +17,6 @@ class Portion(msgspec.Struct, frozen=True, array_like=True):
     """What one task attempt has staged for one stream; `first` and `last` ids are "" if Redis gives the ids."""
 
     chunks: int
-    rows: int
     first: str = ""
     last: str = ""
 

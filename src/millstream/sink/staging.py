@@ -121,7 +121,6 @@ class Stage:
         self._held: dict[str, list[Row]] = {}
         self._held_bytes = 0
         self._chunks: dict[str, int] = {}
-        self._rows: dict[str, int] = {}
         self._ids: dict[str, tuple[str, str]] = {}
 
     def expect(self, stream: str) -> None:
@@ -143,10 +142,7 @@ class Stage:
     def finish(self, place: int, epoch: int = 0) -> Share:
         """Stage what is left; return the whole share. `place`: of the task in its batch."""
         self._send(list(self._held))
-        portions = {
-            stream: Portion(count, self._rows.get(stream, 0), *self._ids.get(stream, ("", "")))
-            for stream, count in self._chunks.items()
-        }
+        portions = {stream: Portion(count, *self._ids.get(stream, ("", ""))) for stream, count in self._chunks.items()}
         return Share(self._token, place, epoch, portions)
 
     def drop(self) -> None:
@@ -178,7 +174,6 @@ class Stage:
         size = 0
         for stream in streams:
             rows = self._held.pop(stream)
-            self._rows[stream] = self._rows.get(stream, 0) + len(rows)
             for at in range(0, len(rows), _CHUNK_ROWS):
                 for chunk in _chunks(rows[at : at + _CHUNK_ROWS]):
                     if calls and size + len(chunk) > _TRIP_BYTES:

@@ -111,7 +111,7 @@ class RedisBatchWriter(_Side, DataSourceArrowWriter):
         job, shares = self._job, _shares(messages)
         stream = self._options.layout.stream
         if not shares and stream is not None and self._options.terms.overwrite:
-            shares = [Share("0.0.0.0", 0, 0, {stream: Portion(0, 0)})]
+            shares = [Share("0.0.0.0", 0, 0, {stream: Portion(0)})]
         publication = self._publication(job.sink, job.patience_ms)
         if job.run is None:
             publication.publish_once(shares)
