@@ -24,7 +24,7 @@ def main(url: str, checkpoint: str, master: str, most: str) -> None:
             writer.trigger(availableNow=True).start().awaitTermination()
             break
         except StreamingQueryException as error:
-            print("begins again after:", str(error)[-300:], file=sys.stderr, flush=True)  # noqa: T201
+            print("begins again after:", str(error)[:2_000], file=sys.stderr, flush=True)  # noqa: T201
     spark.stop()
 
 
