@@ -258,10 +258,47 @@ class StreamKeys:
         """String: sequence number of the last batch of the producer `token`, and the ids of its entries."""
         return f"{self.base}:producer:{token}"
 
+    def staged(self, sink: str, token: str) -> str:
+        """List: chunks of rows for the stream, staged for the sink `sink` by the attempt `token` at a task; or their seal."""
+        return f"{self.base}:sink:{sink}:{token}"
+
     def once(self, dedupe_id: bytes) -> str:
         """String: id of the first entry that was published under the caller's own `dedupe_id`."""
         # Hashed: it may be long, hold a colon, or be nobody's business.
         return f"{self.base}:once:{blake2b(dedupe_id, digest_size=16).hexdigest()}"
+
+
+@dataclass(frozen=True, slots=True)
+class SinkKeys:
+    """The Redis keys of the sink `sink` that belong to no stream, all in one hash slot. Raises ConfigError.
+
+    * `record`: hash with the epoch of the newest run, the last batch that was decided, and what is known of one under way
+    * `staged`: set of what tasks have staged, `token stream`
+    """
+
+    sink: str
+
+    def __post_init__(self) -> None:
+        check_identifier("sink id", self.sink)
+
+    @property
+    def base(self) -> str:
+        """The common prefix of the keys."""
+        return f"{PREFIX}:{{sink:{self.sink}}}"
+
+    @property
+    def record(self) -> str:
+        """Hash: epoch, last batch, batch under way."""
+        return f"{self.base}:record"
+
+    @property
+    def staged(self) -> str:
+        """Set: tokens and streams of what is staged."""
+        return f"{self.base}:staged"
+
+    def run(self, run: str) -> str:
+        """String: the epoch of a run."""
+        return f"{self.base}:run:{run}"
 
 
 @dataclass(frozen=True, slots=True)

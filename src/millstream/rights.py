@@ -22,6 +22,7 @@ class RoleName(StrEnum):
 
     WORKER = "worker"
     SPARK = "spark"
+    SINK = "sink"
     PRODUCER = "producer"
     LEASES = "leases"
     MASTER = "master"
@@ -72,6 +73,14 @@ SCRIPTS: Mapping[str, str] = {
     "send_on": "get hget hset set xadd",
     "settle": f"{_LINES} hincrby lindex lrem xpending",
     "settled": f"{_LINES} hmget lindex xpending xrange",
+    "sink_ask": "hmget sadd",
+    "sink_begin": "get hmget hset set time",
+    "sink_decide": "hmget hset",
+    "sink_drain": "exists hincrby hmget hset lindex lpop xadd xinfo|stream xtrim",
+    "sink_seal": "expire hset llen persist type xadd xinfo|stream",
+    "sink_stage": "expire llen rpush",
+    "sink_turn": "hdel hmget hset",
+    "sink_upsert": "getrange hdel hget hset set type",
     "steer": f"{_LINES} hincrby hset hsetnx lindex lpop lrem xack xadd xpending",
     "swap": "hdel hget hset",
     "take": f"{_LINES} hincrby hmget hset hvals lindex lpop lrem xpending zadd zrangebyscore",
@@ -136,6 +145,23 @@ ROLES: Mapping[RoleName, Role] = {
         "xinfo|stream xrange xreadgroup xrevrange",
         unreached="get llen lpop lpush rpush set xack",
         own_keys=(_HANDLERS, *_DELAYED),
+    ),
+    RoleName.SINK: Role(
+        scripts=(
+            "sink_begin",
+            "sink_stage",
+            "sink_ask",
+            "sink_seal",
+            "sink_decide",
+            "sink_turn",
+            "sink_drain",
+            "sink_upsert",
+        ),
+        direct="hmget sadd smembers srem unlink",
+        writes=False,
+        looks="never",
+        own_keys=("sink:*",),
+        app_keys=(f"{PREFIX}:{{{{sink:*",),
     ),
     RoleName.PRODUCER: Role(
         scripts=("publish", "cancel", *_GROW),

@@ -34,6 +34,7 @@ from millstream.producer import Producer
 from millstream.reliable import ReliableStream
 from millstream.rights import ROLES, RoleName, rule
 from millstream.server import EmbeddedServer
+from millstream.sink import Publication, Terms
 from millstream.testing.topologies import cluster
 from millstream.worker import ReadingLoop, WorkerPolicy
 from millstream.worker.names import Names
@@ -46,6 +47,7 @@ from tests.integration.master_duties import SETTINGS, consume, direct
 from tests.integration.partition_bench import BASE, growth_killed_after, moved_key
 from tests.integration.partition_bench import Publisher as PartitionPublisher
 from tests.integration.partition_bench import Worker as PartitionWorker
+from tests.integration.sink_duties import share_of, write_batches
 from tests.integration.test_worker import eventually, working
 
 NARROW = ("--stream", "orders*", "--stream", "{orders.*}", "--into", "out", "--app", "shop", "--service", "calls")
@@ -381,6 +383,7 @@ def operate_lines(url: str, admin: Client) -> None:
 DUTIES: dict[RoleName, Callable[[str, Client], None]] = {
     RoleName.WORKER: work,
     RoleName.SPARK: run_on_spark,
+    RoleName.SINK: write_batches,
     RoleName.PRODUCER: produce,
     RoleName.LEASES: serve,
     RoleName.MASTER: direct,
@@ -577,6 +580,9 @@ def test_on_a_cluster_the_roles_need_a_few_rights_more() -> None:
                 elif role is RoleName.PRODUCER:
                     with Producer(limited) as producer:
                         producer.publish("orders", {"n": 1})
+                elif role is RoleName.SINK:
+                    share = share_of(limited, "run", 0)
+                    assert Publication(limited, "query", Terms()).publish([share], batch=0, epoch=share.epoch)
                 elif role is RoleName.LEASES:
                     consumer = Service(limited, "calls", consumer="w", incarnation="1")
                     announce(limited, "calls", "orders")

@@ -33,7 +33,7 @@ def test_the_url_may_come_from_the_environment() -> None:
     [
         ({"subscirbe": "x"}, "'subscirbe' is unknown to redis-streams; did you mean 'subscribe'?"),
         ({"maxOffsetPerTrigger": "1"}, "did you mean 'maxOffsetsPerTrigger'?"),
-        ({"colour": "red"}, "the options are url, subscribe"),
+        ({"colour": "red"}, "the options for reading are url, subscribe"),
         ({"path": "x"}, "load() takes no path"),
         ({"subscribePattern": "a*"}, "not by both"),
         ({"subscribe": " , "}, "names no stream"),

@@ -34,7 +34,7 @@ def acl(
 ) -> None:
     """Print ACL SETUSER lines with the rights that are needed, and no more. Nothing is changed.
 
-    Roles: worker (millstream worker), spark (millstream run), producer (Producer, millstream publish), leases (a
+    Roles: worker (millstream worker), spark (millstream run), sink (df.write and df.writeStream in Spark), producer (Producer, millstream publish), leases (a
     Balancer; beside worker, for order="stream"), master and consumer (millstream master, and who gets messages from
     it) and operator (all commands that look or mend). Run the lines with redis-cli, then give each user a password.
     """

@@ -3,16 +3,16 @@
 Names follow Spark's Kafka source where the meaning is the same. `docs/spark-source.md` describes each.
 """
 
-import difflib
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Literal, cast
 
 from millstream.errors import ConfigError
 from millstream.model import ZERO_ID, EntryId
+from millstream.spark.given import Given, near
 
 Word = Literal["earliest", "latest", "frontier"]
 Edge = Word | EntryId
@@ -21,7 +21,7 @@ Edge = Word | EntryId
 FieldsAs = Literal["array", "map"]
 
 _GREATEST_SEQ = 2**64 - 1
-_NAMES = (
+NAMES = (
     "url",
     "subscribe",
     "subscribePattern",
@@ -41,6 +41,7 @@ _NAMES = (
     "frontierApp",
     "frontierHandler",
 )
+_NAMES_SHOWN = 14
 _PACKED_ONLY = ("keyField",)
 _COLUMNS_ONLY = ("fieldsAs", "mode")
 
@@ -115,14 +116,8 @@ def parse(given: Mapping[str, str], environ: Mapping[str, str] = os.environ) -> 
     Raises ConfigError, in one line with what to change, for an option that is unknown, misspelt, contradicts another
     one or has a value that makes no sense.
     """
-    known = {name.lower(): name for name in _NAMES}
-    for name in given:
-        if name.lower() not in known:
-            raise ConfigError(_unknown(name, known))
-    options = _Options({known[name.lower()]: value for name, value in given.items()})
-    url = options.text("url") or environ.get("MILLSTREAM_URL", "")
-    if not url:
-        raise ConfigError('say where Redis is: option("url", "redis://HOST:6379/0") or the variable MILLSTREAM_URL')
+    options = Given.read(given, NAMES, "reading", _NAMES_SHOWN)
+    url = options.url(environ)
     streams, pattern = _subscription(options)
     frontier = _frontier(options)
     return SourceOptions(
@@ -136,50 +131,14 @@ def parse(given: Mapping[str, str], environ: Mapping[str, str] = os.environ) -> 
             min_partitions=options.number("minPartitions"),
             per_partition=options.number("maxRecordsPerPartition"),
         ),
-        fail_on_data_loss=options.choice("failOnDataLoss", ("true", "false"), "true") == "true",
+        fail_on_data_loss=options.flag("failOnDataLoss", True),
         group=options.values.get("group", SourceOptions.group),
         columns=_columns(options),
         frontier=frontier,
     )
 
 
-@dataclass(frozen=True)
-class _Options:
-    values: Mapping[str, str]
-
-    def text(self, name: str) -> str | None:
-        value = self.values.get(name)
-        if value is not None and not value.strip():
-            raise ConfigError(f"option {name} is empty: leave it out or give it a value")
-        return value.strip() if value is not None else None
-
-    def number(self, name: str) -> int | None:
-        value = self.text(name)
-        if value is not None and not (value.isascii() and value.isdigit() and int(value) > 0):
-            raise ConfigError(f"option {name}={value!r} must be a whole number of 1 or more")
-        return int(value) if value is not None else None
-
-    def choice(self, name: str, choices: Sequence[str], default: str) -> str:
-        value = (self.text(name) or default).lower()
-        if value not in choices:
-            raise ConfigError(f"option {name}={value!r} must be {' or '.join(choices)}{_near(value, choices)}")
-        return value
-
-
-def _near(word: str, choices: Iterable[str]) -> str:
-    near = difflib.get_close_matches(word, list(choices), n=1, cutoff=0.6)
-    return f"; did you mean {near[0]!r}?" if near else ""
-
-
-def _unknown(name: str, known: Mapping[str, str]) -> str:
-    if name.lower() == "path":
-        return 'load() takes no path here: name the streams by option("subscribe", "a,b")'
-    near = difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.6)
-    hint = f"did you mean {known[near[0]]!r}?" if near else f"the options are {', '.join(_NAMES[:14])}"
-    return f"option {name!r} is unknown to redis-streams; {hint}"
-
-
-def _subscription(options: _Options) -> tuple[tuple[str, ...], str | None]:
+def _subscription(options: Given) -> tuple[tuple[str, ...], str | None]:
     listed, pattern = options.text("subscribe"), options.text("subscribePattern")
     if (listed is None) == (pattern is None):
         raise ConfigError(
@@ -192,14 +151,14 @@ def _subscription(options: _Options) -> tuple[tuple[str, ...], str | None]:
     return names, pattern
 
 
-def _frontier(options: _Options) -> tuple[str, str] | None:
+def _frontier(options: Given) -> tuple[str, str] | None:
     app, handler = options.text("frontierApp"), options.text("frontierHandler")
     if (app is None) != (handler is None):
         raise ConfigError("frontierApp and frontierHandler go together")
     return (app, handler) if app and handler else None
 
 
-def _columns(options: _Options) -> Columns:
+def _columns(options: Given) -> Columns:
     packed = options.choice("layout", ("columns", "packed"), "columns") == "packed"
     for name in _COLUMNS_ONLY if packed else _PACKED_ONLY:
         if name in options.values:
@@ -215,7 +174,7 @@ def _columns(options: _Options) -> Columns:
 # --- Where to start and to end ----------------------------------------------------------------------------------
 
 
-def _edges(options: _Options, side: str, streams: tuple[str, ...], has_frontier: bool) -> Edges:
+def _edges(options: Given, side: str, streams: tuple[str, ...], has_frontier: bool) -> Edges:
     """Read `<side>Timestamp`, which takes precedence, or `<side>Offsets`."""
     stamp = options.text(f"{side}Timestamp")
     if stamp is not None:
@@ -234,7 +193,7 @@ def _edges(options: _Options, side: str, streams: tuple[str, ...], has_frontier:
     strangers = sorted(set(raw) - set(streams)) if streams else []
     if strangers:
         raise ConfigError(
-            f"option {name} names {strangers[0]!r}, which is not subscribed to{_near(strangers[0], streams)}"
+            f"option {name} names {strangers[0]!r}, which is not subscribed to{near(strangers[0], streams)}"
         )
     # A position as it stands in a checkpoint, ["ms-seq", n], may be pasted here.
     edges = {stream: _edge(name, at[0] if isinstance(at, list) and at else at, words) for stream, at in raw.items()}

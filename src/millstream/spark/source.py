@@ -1,4 +1,4 @@
-"""The `redis-streams` data source: what Spark calls, and in which of its processes.
+"""The `redis-streams` data source: what Spark calls, and in which of its processes. Writers are in `sink.py`.
 
 `RedisStreamsSource` is made in a planning process. The stream reader plans in a process of its own that lives as
 long as the query; `read` runs in the executors, in workers that are used again from batch to batch. What needs
@@ -11,7 +11,14 @@ from collections.abc import Callable, Iterator
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from pyspark.sql.datasource import DataSource, DataSourceReader, DataSourceStreamReader, InputPartition
+from pyspark.sql.datasource import (
+    DataSource,
+    DataSourceReader,
+    DataSourceStreamReader,
+    DataSourceStreamWriter,
+    DataSourceWriter,
+    InputPartition,
+)
 from pyspark.sql.streaming.datasource import (
     ReadAllAvailable,
     ReadLimit,
@@ -20,10 +27,14 @@ from pyspark.sql.streaming.datasource import (
 )
 from pyspark.sql.types import StructType
 
+from millstream.errors import ConfigError
 from millstream.spark.garbage import seldom_collected
+from millstream.spark.given import Given
 from millstream.spark.offsets import Offsets, dump, load
-from millstream.spark.options import SourceOptions, parse
+from millstream.spark.options import NAMES, SourceOptions, parse
 from millstream.spark.schema import check_schema, default_schema
+from millstream.spark.sink_options import NAMES as SINK_NAMES
+from millstream.spark.sink_options import is_for_writing, parse_sink
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -41,14 +52,27 @@ _IDLE_SHARE = 2.0
 
 
 class RedisStreamsSource(DataSource):
-    """Redis Streams as a Spark data source: `spark.read` and `spark.readStream`, `format("redis-streams")`.
+    """Redis Streams as a Spark data source, `format("redis-streams")`, to read from and to write to.
 
-    Options are in `docs/spark-source.md`. Raises ConfigError at `load()` for options that are wrong.
+    Options are in `docs/spark-source.md` and `docs/spark-sink.md`. Raises ConfigError at `load()`, or when writing
+    begins, for options that are wrong.
     """
 
     def __init__(self, options: Any) -> None:
         super().__init__(options)
-        self._options = parse(options)
+        # Spark does not say yet which it will be. What can only be meant for writing is checked then.
+        if any(name.lower().startswith("subscribe") for name in options):
+            self._options  # noqa: B018 - what is wrong is said now
+        elif not is_for_writing(options, NAMES):
+            names = tuple(dict.fromkeys((*NAMES, *SINK_NAMES)))
+            Given.read(options, names, "reading and writing", len(names))
+
+    @cached_property
+    def _options(self) -> SourceOptions:
+        names = {name.lower() for name in self.options}
+        if is_for_writing(self.options, NAMES) and not names & {"subscribe", "subscribepattern"}:
+            raise ConfigError('these options are for writing: to read, name streams by option("subscribe", "a,b")')
+        return parse(self.options)
 
     @classmethod
     def name(cls) -> str:
@@ -66,6 +90,26 @@ class RedisStreamsSource(DataSource):
     def streamReader(self, schema: StructType) -> DataSourceStreamReader:  # noqa: N802 - Spark's name
         """What `spark.readStream` uses."""
         return RedisStreamReader(self._options, schema)
+
+    def writer(self, schema: StructType, overwrite: bool) -> DataSourceWriter:
+        """What `df.write` uses."""
+        from millstream.spark.sink import RedisBatchWriter
+        from millstream.spark.upsert import UpsertBatchWriter
+
+        options = parse_sink(self.options)
+        kind = RedisBatchWriter if options.target == "stream" else UpsertBatchWriter
+        return kind(options, schema, overwrite)
+
+    def streamWriter(self, schema: StructType, overwrite: bool) -> DataSourceStreamWriter:  # noqa: N802
+        """What `df.writeStream` uses."""
+        from millstream.spark.sink import RedisStreamWriter
+        from millstream.spark.upsert import UpsertStreamWriter
+
+        options = parse_sink(self.options)
+        options.check_streaming()
+        if options.target != "stream":
+            return UpsertStreamWriter(options, schema)
+        return RedisStreamWriter(options, schema, overwrite)
 
 
 class _Side:

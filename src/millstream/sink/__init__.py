@@ -1,0 +1,12 @@
+"""Writing batches of rows to streams exactly once: staged by many tasks, published by one decision.
+
+Tasks stage their rows beside each stream, where nobody reads them. Whoever commits the batch seals each stream's part, so
+that it is kept for good, decides the batch in one atomic step, and only then moves the rows into the streams. A decided batch is published to its end by whoever comes next (two-phase commit with roll-forward; Gray
+and Lamport, "Consensus on Transaction Commit"). `docs/spark-sink.md` describes the protocol step by step.
+"""
+
+from millstream.sink.manifest import Share
+from millstream.sink.publication import Publication, Terms
+from millstream.sink.staging import Row, Stage, begin, raw, token_of
+
+__all__ = ["Publication", "Row", "Share", "Stage", "Terms", "begin", "raw", "token_of"]

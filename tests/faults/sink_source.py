@@ -1,0 +1,87 @@
+"""The data source, in processes that end themselves, or their driver, at exactly the points that a test arms.
+
+A point is armed by a file of its name in the folder MILLSTREAM_TEST_ARM, which says what is to die: the `process` that
+reaches the point or the whole `driver`, Java and all. Spark imports this module wherever the source is at work.
+"""
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from millstream.sink import publication, staging
+from millstream.sink.publication import Publication
+from millstream.sink.staging import Stage
+from millstream.spark.source import RedisStreamsSource
+
+ARM = Path(os.environ["MILLSTREAM_TEST_ARM"])
+
+IN_TASKS = ("before-staging", "half-staged", "staged")
+ON_THE_DRIVER = ("before-commit", "asked", "sealed", "decided", "half-published", "published")
+
+
+class DeadlySource(RedisStreamsSource):
+    """The source and sink under another name."""
+
+    @classmethod
+    def name(cls) -> str:
+        return "deadly-streams"
+
+
+def reach(point: str) -> None:
+    """End what is to be ended if `point` is armed."""
+    armed = ARM / point
+    if not armed.exists():
+        return
+    whole = armed.read_text() == "driver"
+    try:
+        armed.rename(ARM / f"hit.{point}.{time.time_ns()}")
+    except FileNotFoundError:
+        return  # another process was faster
+    if whole:
+        above = psutil.Process().parents()
+        java = next(process for process in above if "java" in process.name())
+        driver = java.parent()
+        assert driver is not None
+        driver.kill()
+        java.kill()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _around(owner: Any, name: str, before: str | None, after: str | None) -> None:
+    step: Callable[..., Any] = getattr(owner, name)
+
+    def stepped(*args: Any, **options: Any) -> Any:
+        if before:
+            reach(before)
+        result = step(*args, **options)
+        if after:
+            reach(after)
+        return result
+
+    setattr(owner, name, stepped)
+
+
+def _after_scripts() -> None:
+    step = Publication._about_record
+
+    def stepped(self: Publication, script: Any, args: Any) -> Any:
+        result = step(self, script, args)
+        reach({publication.ASK: "asked", publication.DECIDE: "decided"}.get(script, "nowhere"))
+        return result
+
+    Publication._about_record = stepped  # type: ignore[method-assign]
+
+
+publication._CALLS_PER_TRIP = 1
+staging._CHUNK_ROWS = 200
+_around(Stage, "add", "before-staging", "half-staged")
+_around(Stage, "finish", None, "staged")
+_around(Publication, "publish", "before-commit", "published")
+_around(Publication, "_seal", None, "sealed")
+_around(Publication, "_explained", None, "half-published")
+_after_scripts()

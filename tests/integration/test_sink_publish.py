@@ -1,0 +1,478 @@
+"""The sink's protocol, without Spark: staged by tasks, published once and whole, whoever dies and whoever wakes up late."""
+
+import threading
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any, NoReturn
+
+import pytest
+
+from millstream.client import Client, Script
+from millstream.errors import DataLoss, OutOfMemory, OutputError, StaleOwner, WrongType
+from millstream.server import EmbeddedServer
+from millstream.sink import Share, Stage, Terms, begin, raw, token_of
+from millstream.sink import publication as publication_module
+from millstream.testing.topologies import cluster
+from tests.integration.sink_bench import SINK, STREAMS, Killed, Run, check, killed_at, published, rows_of, staged
+
+
+@pytest.fixture
+def client(millstream_url: str) -> Iterator[Client]:
+    with Client(millstream_url) as client:
+        yield client
+
+
+def test_a_batch_is_published_in_order_of_tasks_and_rows_and_leaves_nothing_behind(client: Client) -> None:
+    run = Run(client, "one")
+    shares = run.stage(0, range(5_000), tasks=3)
+    assert all(client.execute("EXISTS", stream) == 0 for stream in STREAMS), "nothing is visible before the commit"
+    assert run.commit(0, shares)
+    assert run.batch(1, range(5_000, 5_100), tasks=1)
+    check(client, range(5_100))
+
+
+def test_a_batch_that_is_run_again_is_published_once(client: Client) -> None:
+    run = Run(client, "one")
+    shares = run.stage(0, range(100))
+    assert run.commit(0, shares)
+    assert not run.commit(0, shares)
+    assert not run.batch(0, range(100), tasks=4)
+    assert not Run(client, "after a restart").batch(0, range(100), tasks=1)
+    check(client, range(100))
+
+
+@pytest.mark.parametrize("heard", [False, True], ids=["before Redis hears of it", "before the answer comes"])
+def test_a_kill_at_any_exchange_with_redis_is_followed_by_a_run_that_publishes_all_once(
+    client: Client, heard: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(publication_module, "_CALLS_PER_TRIP", 1)  # so that there is a kill between any two chunks
+    exchange, ended = 0, False
+    while not ended:
+        exchange += 1
+        client.execute("FLUSHALL")
+        Run(client, "before").batch(0, range(30))
+        with killed_at(exchange, heard=heard) as was_killed:
+            Run(client, "killed").batch(1, range(30, 7_000))
+        ended = not was_killed()
+        restarted = Run(client, "restarted")
+        restarted.batch(1, range(30, 7_000), tasks=3)  # another number of cores
+        restarted.batch(2, range(7_000, 7_030))
+        check(client, range(7_030))
+    assert exchange > 15, "all of it was tried"
+
+
+def test_a_run_that_dies_again_and_again_in_the_midst_of_publishing_still_comes_to_its_end(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(publication_module, "_CALLS_PER_TRIP", 1)
+    for life in range(60):
+        with killed_at(12 + life, heard=bool(life % 2)) as was_killed:
+            Run(client, f"life {life}").batch(0, range(9_000), tasks=1 + life % 3)
+        if not was_killed():
+            break
+    else:
+        pytest.fail("it never came to its end")
+    assert life > 2
+    check(client, range(9_000))
+
+
+def test_a_stream_shows_a_decided_batch_in_order_while_it_is_published(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(publication_module, "_CALLS_PER_TRIP", 1)
+    Run(client, "killed").decide_and_die(0, range(9_000), trips=5)
+    found = {stream: published(client, stream) for stream in STREAMS}
+    assert 0 < sum(map(len, found.values())) < 9_000
+    assert all(
+        numbers == [n for n in range(9_000) if n % 3 == place][: len(numbers)]
+        for place, numbers in enumerate(found.values())
+    )
+
+
+# --- Twins, zombies and failures ---
+
+
+def test_what_lost_task_attempts_have_staged_is_not_published_and_is_swept(client: Client) -> None:
+    run = Run(client, "one")
+    failed, winner, twin = (run.task(0, 0, range(50)) for _ in range(3))
+    other = run.task(0, 1, range(50, 100))
+    assert len({failed.token, winner.token, twin.token}) == 3
+    assert run.commit(0, [other, winner])
+    check(client, range(100))
+
+
+def test_a_run_that_begins_sweeps_nothing_of_a_batch_that_is_decided(client: Client) -> None:
+    Run(client, "killed").decide_and_die(0, range(9_000))
+    kept = set(staged(client))
+    Run(client, "next").task(0, 0, [])
+    assert set(staged(client)) == kept
+    Run(client, "one more").batch(0, range(9_000))
+    check(client, range(9_000))
+
+
+def test_a_dead_runs_rows_are_swept_as_soon_as_the_next_run_begins(client: Client) -> None:
+    Run(client, "dead").stage(0, range(3_000))
+    assert staged(client)
+    Run(client, "next").task(0, 0, [])
+    assert staged(client) == []
+
+
+def test_a_zombie_cannot_publish_over_a_newer_run(client: Client) -> None:
+    zombie, newer = Run(client, "zombie"), Run(client, "newer")
+    late = zombie.stage(0, range(100))
+    fresh = newer.stage(0, range(100))
+    with pytest.raises(StaleOwner, match="a newer run of the sink query has taken over"):
+        zombie.commit(0, late)
+    with pytest.raises(StaleOwner):
+        zombie.task(0, 0, range(10))
+    assert newer.commit(0, fresh)
+    with pytest.raises(StaleOwner):
+        zombie.commit(0, late)
+    check(client, range(100))
+
+
+def dies(*_: object) -> NoReturn:
+    raise Killed
+
+
+@pytest.mark.parametrize("before", ["_seal", "_about_record"])
+@pytest.mark.parametrize("commits", [0, 1, 2])
+def test_a_zombie_that_wakes_up_before_any_step_to_its_decision_decides_nothing_and_spoils_nothing(
+    client: Client, before: str, commits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    zombie, newer = Run(client, "zombie"), Run(client, "newer")
+    step = getattr(zombie.publication, before)
+    staged_since: list[list[Share]] = []
+
+    def sleep_first(*args: Any, **options: Any) -> Any:
+        if not staged_since and (before != "_about_record" or args[0] is publication_module.DECIDE):
+            staged_since.append(newer.stage(0, range(9_000), tasks=1))
+            if commits == 1:
+                newer.commit(0, staged_since[0])
+            if commits == 2:  # it dies of it
+                newer.publication._drain = dies  # type: ignore[method-assign, assignment]
+                with suppress(Killed):
+                    newer.commit(0, staged_since[0])
+        return step(*args, **options)
+
+    monkeypatch.setattr(zombie.publication, before, sleep_first)
+    with pytest.raises((StaleOwner, DataLoss)):
+        zombie.batch(0, range(9_000))
+    assert staged_since
+    if commits == 0:
+        assert newer.commit(0, staged_since[0])
+    Run(client, "last").batch(1, range(9_000, 9_100))
+    check(client, range(9_100))
+
+
+def test_a_zombie_that_says_late_that_a_batch_is_published_does_not_speak_of_a_later_one(client: Client) -> None:
+    zombie, newer = Run(client, "zombie"), Run(client, "newer")
+    drain = zombie.publication._drain
+
+    def sleep_after(manifest: Any) -> None:
+        drain(manifest)
+        newer.batch(0, range(100))
+        newer.decide_and_die(1, range(100, 200))
+
+    zombie.publication._drain = sleep_after  # type: ignore[method-assign]
+    assert zombie.batch(0, range(100))
+    Run(client, "last").batch(2, range(200, 300))
+    check(client, range(300))
+
+
+@pytest.mark.parametrize("dies", [False, True])
+def test_nothing_is_decided_in_place_of_what_is(client: Client, dies: bool) -> None:
+    """Not even by the same run, whatever Spark should come to do."""
+    run = Run(client, "one")
+    shares = run.stage(1, range(100, 200))
+    ask = run.publication._about_record
+
+    def other_first(script: Script, args: Any) -> Any:
+        if script is publication_module.DECIDE:
+            run.publication._about_record = ask  # type: ignore[method-assign]
+            other = Run(client, "one")
+            if dies:
+                other.decide_and_die(0, range(100))
+            else:
+                other.batch(1, range(100, 200))
+        return ask(script, args)
+
+    run.publication._about_record = other_first  # type: ignore[method-assign]
+    with pytest.raises(StaleOwner):
+        run.commit(1, shares)
+    Run(client, "next").batch(1, range(100, 200))
+    check(client, range(0 if dies else 100, 200))
+
+
+def test_a_decision_whose_answer_was_lost_may_be_asked_for_again(client: Client) -> None:
+    run = Run(client, "one")
+    ask = run.publication._about_record
+
+    def twice(script: Script, args: Any) -> Any:
+        if script is publication_module.DECIDE:
+            ask(script, args)
+        return ask(script, args)
+
+    run.publication._about_record = twice  # type: ignore[method-assign]
+    assert run.batch(0, range(100))
+    check(client, range(100))
+
+
+def test_an_attempt_that_was_withdrawn_is_not_decided_by_a_call_that_was_on_its_way(client: Client) -> None:
+    run = Run(client, "one")
+    shares = run.stage(0, range(100))
+    ask = run.publication._about_record
+
+    def withdraw_first(script: Script, args: Any) -> Any:
+        if script is publication_module.DECIDE:
+            run.publication._about_record = ask  # type: ignore[method-assign]
+            assert run.publication.withdraw(shares)
+        return ask(script, args)
+
+    run.publication._about_record = withdraw_first  # type: ignore[method-assign]
+    with pytest.raises(StaleOwner):
+        run.commit(0, shares)
+    run.batch(0, range(100))
+    check(client, range(100))
+
+
+def test_a_zombie_and_a_newer_run_may_both_end_a_decided_batch(client: Client) -> None:
+    zombie, newer = Run(client, "zombie"), Run(client, "newer")
+    drain = zombie.publication._drain
+
+    def sleep_first(manifest: object) -> None:
+        newer.batch(0, range(9_000), tasks=3)
+        newer.batch(1, range(9_000, 9_100))
+        drain(manifest)  # type: ignore[arg-type]
+
+    zombie.publication._drain = sleep_first  # type: ignore[method-assign]
+    assert zombie.batch(0, range(9_000))
+    check(client, range(9_100))
+
+
+def test_drivers_that_publish_one_decided_batch_at_once_keep_its_order(millstream_url: str, client: Client) -> None:
+    Run(client, "killed").decide_and_die(0, range(30_000))
+    assert client.execute("HGET", "millstream:{sink:query}:record", "state") == b"decided"
+
+    def restart(name: str) -> None:
+        with Client(millstream_url) as own, suppress(StaleOwner):
+            Run(own, name).batch(0, range(30_000))
+
+    threads = [threading.Thread(target=restart, args=(f"driver {n}",)) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    Run(client, "last").batch(1, range(30_000, 30_010))
+    check(client, range(30_010), zombies=True)
+
+
+def test_a_checkpoint_that_was_set_back_is_refused(client: Client) -> None:
+    run = Run(client, "one")
+    for batch in range(3):
+        run.batch(batch, range(batch * 10, batch * 10 + 10))
+    with pytest.raises(StaleOwner, match=r"batch 1 comes before the last one .* its checkpoint was set back"):
+        run.batch(1, range(100, 200))
+    numbered = run.stage(1, range(100, 200))
+    assert not run.publication.publish(numbered, batch=1, epoch=numbered[0].epoch, before="skip")
+    check(client, range(30))
+
+
+def test_an_aborted_batch_frees_what_was_staged_but_not_what_is_decided(client: Client) -> None:
+    run = Run(client, "one")
+    shares = run.stage(0, range(9_000))
+    assert run.publication.withdraw(shares)
+    assert staged(client) == []
+    shares = run.stage(0, range(9_000))
+    run.stage = lambda *_: shares  # type: ignore[method-assign]
+    run.decide_and_die(0, ())
+    assert not Run(client, "one").publication.withdraw(shares)
+    Run(client, "next").batch(0, range(9_000))
+    check(client, range(9_000))
+
+
+# --- What Redis does ---
+
+
+def test_staged_rows_that_redis_has_forgotten_are_an_error_before_anything_is_published(client: Client) -> None:
+    run = Run(client, "one")
+    shares = run.stage(0, range(9_000))
+    client.execute("LPOP", next(key for key in staged(client) if b"{c}" in key))
+    with pytest.raises(DataLoss, match="forgotten rows that were staged"):
+        run.commit(0, shares)
+    assert not any(client.execute("EXISTS", stream) for stream in STREAMS)
+    run.publication.withdraw(shares)
+    assert run.batch(0, range(9_000))
+    check(client, range(9_000))
+
+
+@pytest.mark.parametrize("gone", [b"{c}", b".seal."])
+def test_decided_rows_that_redis_has_forgotten_are_an_error_and_never_passed_over(client: Client, gone: bytes) -> None:
+    Run(client, "killed").decide_and_die(0, range(9_000))
+    client.execute("DEL", *(key for key in staged(client) if gone in key))
+    for name in ("next", "one more"):
+        with pytest.raises(DataLoss):
+            Run(client, name).batch(0, range(9_000))
+
+
+def test_what_is_staged_expires_but_not_once_it_is_decided(client: Client) -> None:
+    run = Run(client, "one")
+    run.stage(5, range(10))
+    assert all(0 < client.execute("TTL", key) <= 86_400 for key in staged(client))
+    Run(client, "two").decide_and_die(6, range(9_000))
+    assert {client.execute("TTL", key) for key in staged(client)} == {-1}
+
+
+def test_a_full_redis_holds_a_batch_up_while_it_is_staged_and_not_while_it_is_published(
+    millstream_fresh_server: EmbeddedServer,
+) -> None:
+    with Client(millstream_fresh_server.url) as client:
+        run = Run(client, "one")
+        shares = run.stage(0, range(9_000))
+        client.execute("CONFIG", "SET", "maxmemory", 1)
+        with pytest.raises(OutOfMemory):
+            run.task(1, 0, range(10))
+        assert run.commit(0, shares)
+        client.execute("CONFIG", "SET", "maxmemory", 0)
+        run.batch(1, [])
+        check(client, range(9_000))
+
+
+def test_a_key_of_another_type_is_found_before_anything_is_published(client: Client) -> None:
+    client.execute("SET", "b", "text")
+    with pytest.raises(WrongType, match="b holds a string where a stream is needed"):
+        Run(client, "one").batch(0, range(100))
+    assert client.execute("EXISTS", "a", "c") == 0
+
+
+def test_a_lost_answer_to_staging_doubles_nothing(client: Client) -> None:
+    stage = Stage(client, SINK, "1.0.0.1", patience_ms=0)
+    rows = rows_of(range(3_000), ("a",))["a"]
+    stage.add([("a", rows[:2_000])], 1)
+    with killed_at(1, heard=True):
+        stage.add([("a", rows[2_000:])], 1)
+    stage.add([("a", rows[2_000:])], 1)
+    share = stage.finish(0, 1)
+    assert client.execute("LLEN", staged(client)[0]) == share.portions["a"].chunks == 3
+
+
+def test_on_a_cluster_one_decision_holds_for_streams_in_all_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(publication_module, "_CALLS_PER_TRIP", 1)
+    with cluster() as deployment, Client(deployment.url) as client:
+        Run(client, "dead").stage(0, range(3_000))
+        Run(client, "killed").decide_and_die(0, range(9_000), trips=2)
+        Run(client, "next").batch(0, range(9_000), tasks=3)
+        Run(client, "next").batch(1, range(9_000, 9_300))
+        check(client, range(9_300))
+        assert len({deployment_of(client, stream) for stream in STREAMS}) > 1
+
+
+def deployment_of(client: Client, key: str) -> int:
+    """A number of the node that a key is on."""
+    return int(client.execute("CLUSTER", "KEYSLOT", key)) * 3 // 16_384
+
+
+# --- How entries come into streams ---
+
+
+def test_any_bytes_are_published_as_they_are(client: Client) -> None:
+    values = [b"", b"\xff\x00", b"x" * 31, b"y" * 32, b"z" * 70_000, "ü".encode(), bytes(range(256)) * 5]
+    stage = Stage(client, SINK, "1.0.0.1", patience_ms=0)
+    stage.add([("a", [("*", raw(b"\xfe"), raw(value)) for value in values])], 1)
+    Run(client, "one").publication.publish_once([stage.finish(0)])
+    assert [items for _, items in client.execute("XRANGE", "a", "-", "+")] == [[b"\xfe", value] for value in values]
+    assert client.execute("KEYS", "millstream:{a}*") == []
+
+
+def test_streams_are_trimmed_as_they_grow(client: Client) -> None:
+    exact = Terms(maxlen=10, exactly=True)
+    Run(client, "one", exact).batch(0, range(9_000))
+    assert published(client, "a") == [n for n in range(9_000) if n % 3 == 0][-10:]
+    newest = client.execute("XREVRANGE", "a", "+", "-", "COUNT", 1)[0][0]
+    Run(client, "two", Terms(minid=newest.decode(), exactly=True)).batch(1, range(9_000, 9_003))
+    assert published(client, "a") == [8_997, 9_000]
+    Run(client, "three", Terms(maxlen=100)).batch(2, range(9_000))
+    assert 100 <= client.execute("XLEN", "a") < 300
+
+
+def test_a_batch_that_replaces_keeps_groups_and_ids_and_empties_once(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client.execute("XADD", "a", "*", "n", -1)
+    client.execute("XGROUP", "CREATE", "a", "g", "$")
+    run = Run(client, "one", Terms(overwrite=True))
+    monkeypatch.setattr(publication_module, "_CALLS_PER_TRIP", 1)
+    run.decide_and_die(0, range(9_000), trips=3)
+    Run(client, "two", Terms(overwrite=True)).batch(0, range(9_000))
+    check(client, range(9_000))
+    assert client.execute("XINFO", "GROUPS", "a")
+    Run(client, "two", Terms(overwrite=True)).batch(1, range(3))
+    check(client, range(3))
+
+
+def ids(client: Client, token: str, *given: str) -> Stage:
+    stage = Stage(client, SINK, token, patience_ms=0)
+    stage.add([("a", [(entry_id, "n", "1") for entry_id in given])], 1)
+    return stage
+
+
+def test_rows_with_ids_are_published_by_id_whatever_the_order_of_tasks(client: Client) -> None:
+    shares = [ids(client, "1.0.0.1", "5-9", "5-10").finish(0), ids(client, "1.0.1.2", "4-1", "5-8").finish(1)]
+    publication = Run(client, "one").publication
+    publication.publish_once(shares)
+    assert [entry_id for entry_id, _ in client.execute("XRANGE", "a", "-", "+")] == [b"4-1", b"5-8", b"5-9", b"5-10"]
+    with pytest.raises(OutputError, match="has reached the id 5-10"):
+        publication.publish_once([ids(client, "1.0.0.3", "5-10", "6-0").finish(0)])
+    run = Run(client, "one")
+    late = ids(client, token_of(epoch := begin(client, SINK, "one"), 0, 0, 9), "5-10").finish(0, epoch)
+    with pytest.raises(OutputError):
+        run.commit(0, [late])
+    assert publication.withdraw([late]), "it was not decided"
+    skipping = Run(client, "one", Terms(skip_old_ids=True)).publication
+    skipping.publish_once([ids(client, "1.0.0.4", "5-10", "6-0").finish(0)])
+    assert client.execute("XREVRANGE", "a", "+", "-", "COUNT", 1)[0][0] == b"6-0"
+    assert client.execute("XLEN", "a") == 5
+
+
+def test_an_id_that_another_writer_overtakes_stops_the_batch_until_that_is_mended(client: Client) -> None:
+    run = Run(client, "one")
+    epoch = begin(client, SINK, "one")
+    share = ids(client, token_of(epoch, 0, 0, 9), "5-1", "5-2").finish(0, epoch)
+    drain = run.publication._drain
+
+    def overtaken(manifest: Any) -> None:
+        client.execute("XADD", "a", "5-1", "n", "-1")
+        drain(manifest)
+
+    run.publication._drain = overtaken  # type: ignore[method-assign]
+    with pytest.raises(OutputError, match="has reached the id 5-1"):
+        run.commit(0, [share])
+    assert not run.publication.withdraw([share])
+    with pytest.raises(OutputError):
+        Run(client, "two").batch(1, range(3))
+    Run(client, "three", Terms(skip_old_ids=True)).batch(1, [])
+    assert [entry_id for entry_id, _ in client.execute("XRANGE", "a", "-", "+")] == [b"5-1", b"5-2"]
+
+
+@pytest.mark.parametrize(
+    ("given", "complaint"),
+    [
+        (("5-10", "5-9"), "comes after 5-10"),
+        (("5",), "write milliseconds-sequence"),
+        (("0-0",), "from 0-1 on"),
+        (("05-1",), "write milliseconds-sequence"),
+        (("x",), "is not an entry id"),
+        ((f"{2**64}-0",), "write milliseconds-sequence"),
+    ],
+)
+def test_ids_that_redis_would_refuse_are_refused_by_the_task(
+    client: Client, given: tuple[str, ...], complaint: str
+) -> None:
+    with pytest.raises(OutputError, match=complaint):
+        ids(client, "1.0.0.1", *given)
+
+
+def test_overlapping_ids_of_two_tasks_are_refused(client: Client) -> None:
+    shares = [ids(client, "1.0.0.1", "5-1", "5-5").finish(0), ids(client, "1.0.1.2", "5-3").finish(1)]
+    with pytest.raises(OutputError, match="overlap between partitions"):
+        Run(client, "one").publication.publish_once(shares)
