@@ -20,6 +20,7 @@ from millstream.wire import Node, slot_of
 logger = logging.getLogger(__name__)
 
 _ROUND_MS = 1000.0
+_SWEEP_EVERY_MS = 50.0
 _SOON_MS = 50.0
 _SLOTS = 16_384
 
@@ -55,6 +56,7 @@ class Fleet:
         self._owners: list[Node | None] = [None] * _SLOTS
         self._looking = False
         self._to_sweep: list[bytes] = []
+        self._sweep_credit = 0.0
         self._calls = LaneCalls(
             done=self._done, want=self.want, moved=self._look, ask_at=self._ask_at, later=pump.later
         )
@@ -66,6 +68,7 @@ class Fleet:
         else:
             self._station(None)
         self._pump.each_round.append(self._go)
+        self._pump.later(_SWEEP_EVERY_MS, self._sweep_some)
         self._pump.later(_ROUND_MS, self._round)
 
     def close(self) -> None:
@@ -165,17 +168,26 @@ class Fleet:
         for cursor in cursors:
             self.want(cursor)
 
-    def _round(self) -> None:
-        """Once a second: some of the streams are looked at, so that within `sweep_ms` all are; figures; the map."""
-        self._pump.later(_ROUND_MS, self._round)
+    def _sweep_some(self) -> None:
+        """Look at a few streams, so that within `sweep_ms` all of them are."""
+        self._pump.later(_SWEEP_EVERY_MS, self._sweep_some)
+        self._sweep_credit += len(self._shelf) * _SWEEP_EVERY_MS / self._read.sweep_ms
+        share = int(self._sweep_credit)
+        if not share:
+            return
+        self._sweep_credit -= share
         if not self._to_sweep:
             self._to_sweep = self._shelf.streams()
-        share = -(-len(self._shelf) // max(1, round(self._read.sweep_ms / _ROUND_MS)))
-        now, self._to_sweep = self._to_sweep[:share], self._to_sweep[share:]
+        now = self._to_sweep[-share:]
+        del self._to_sweep[-share:]
         for key in now:
             for cursor in self._shelf.at(key):
                 cursor.anchor, cursor.next_anchor = cursor.next_anchor or cursor.anchor, cursor.last
         self._sweep(now)
+
+    def _round(self) -> None:
+        """Once a second: figures, and the map of a cluster."""
+        self._pump.later(_ROUND_MS, self._round)
         self._metrics.set(m.ROUTER_SUBSCRIPTIONS, self._shelf.subscriptions)
         self._metrics.set(m.ROUTER_STREAMS, len(self._shelf))
         if self._client.is_cluster:

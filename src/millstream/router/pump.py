@@ -47,20 +47,20 @@ class Pump:
         self._timers: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = count()
         self._wakes: dict[asyncio.AbstractEventLoop, list[asyncio.Future[None]]] = {}
-        self._selector = selectors.DefaultSelector()
-        self._bell, self._ringer = socket.socketpair()
-        self._bell.setblocking(False)
-        self._ringer.setblocking(False)
         self._rung = False
-        self._stopped = False
+        self._stopped = self._over = False
         self._helpers = ThreadPoolExecutor(_HELPERS, thread_name_prefix="millstream-router-helper")
-        self._selector.register(self._bell, selectors.EVENT_READ, None)
         self._thread = threading.Thread(target=self._run, name="millstream-router", daemon=True)
 
     # For other threads
 
     def start(self) -> None:
         """Start the thread."""
+        self._selector = selectors.DefaultSelector()
+        self._bell, self._ringer = socket.socketpair()
+        self._bell.setblocking(False)
+        self._ringer.setblocking(False)
+        self._selector.register(self._bell, selectors.EVENT_READ, None)
         self._thread.start()
 
     def call(self, action: Callable[[], None]) -> None:
@@ -70,6 +70,8 @@ class Pump:
             self._rung = True
             with suppress(OSError):  # full: it will be heard; closed: nobody listens any more
                 self._ringer.send(b"!")
+        if self._over:
+            self._run_rest()
 
     def stop(self, timeout_ms: float) -> bool:
         """Run what was asked for, then end the thread; whether that was within `timeout_ms`."""
@@ -140,6 +142,14 @@ class Pump:
             self._selector.close()
             self._bell.close()
             self._ringer.close()
+            self._over = True
+            self._run_rest()
+
+    def _run_rest(self) -> None:
+        """What was asked for too late, such as to close a connection that has just been dialled."""
+        with suppress(IndexError):
+            while True:
+                self._calls.popleft()()
 
     def _longest_wait_s(self) -> float | None:
         if self._calls:

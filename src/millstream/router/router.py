@@ -134,6 +134,8 @@ class Router:
             self._start()
         inbox = Inbox(stream, buffer, when_full)
         self._pump.call(partial(self._shelf.add, inbox, to_wire(stream), place))
+        if self._state == "closed":  # in the meantime: it may have come too late to be ended with the others
+            inbox.ending = inbox.ending or True
         return Subscription(inbox, self._desk)
 
     def close(self, *, timeout_ms: float = 5_000) -> bool:
