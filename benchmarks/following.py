@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
@@ -37,12 +37,12 @@ class Run:
     """What one run measured: latencies in milliseconds, from the publisher's clock to the subscriber's hand."""
 
     latencies: list[float] = field(default_factory=list)
-    client_cpu: float = 0.0
-    server_cpu: float = 0.0
+    client_cpu_us: float = 0.0
+    server_cpu_us: float = 0.0
     missing: int = 0
 
     def figures(self) -> dict[str, float]:
-        """p50, p99 and max, in milliseconds; CPU as a share of one core."""
+        """p50, p99 and max, in milliseconds; CPU time a message, in microseconds."""
         found = sorted(self.latencies)
         return {
             "p50_ms": round(found[len(found) // 2], 2),
@@ -50,8 +50,8 @@ class Run:
             "max_ms": round(found[-1], 2),
             "messages": len(found),
             "missing": self.missing,
-            "client_cpu": round(self.client_cpu, 2),
-            "server_cpu": round(self.server_cpu, 2),
+            "client_cpu_us": round(self.client_cpu_us, 1),
+            "server_cpu_us": round(self.server_cpu_us, 1),
         }
 
 
@@ -145,16 +145,19 @@ async def measure(
     gc.collect()
     gc.freeze()
     server_process, own = psutil.Process(server.pid), psutil.Process()
-    cpu, own_cpu, began = _cpu(server_process), _cpu(own), time.perf_counter()
+    cpu, own_cpu = _cpu(server_process), _cpu(own)
     publishing = Publishing(server.url, command, count, rate, seconds)
     while (sent := publishing.ended()) is None:
         await asyncio.sleep(0.1)
-    passed = time.perf_counter() - began
-    run = Run(client_cpu=(_cpu(own) - own_cpu) / passed, server_cpu=(_cpu(server_process) - cpu) / passed)
     until = time.perf_counter() + limit_s
     while len(meter.latencies) < sent and time.perf_counter() < until:
         await asyncio.sleep(0.1)
-    run.latencies, run.missing = list(meter.latencies), sent - len(meter.latencies)
+    run = Run(
+        latencies=list(meter.latencies),
+        missing=sent - len(meter.latencies),
+        client_cpu_us=(_cpu(own) - own_cpu) / sent * 1e6,
+        server_cpu_us=(_cpu(server_process) - cpu) / sent * 1e6,
+    )
     gc.unfreeze()
     return run
 
@@ -173,7 +176,7 @@ def memory_bytes() -> int:
 
 
 async def by_router(
-    server: EmbeddedServer, *, count: int, rate: int, seconds: float, reader: Any = "auto"
+    server: EmbeddedServer, *, count: int, rate: int, seconds: float, reader: Any = "auto", threaded: bool = False
 ) -> dict[str, float]:
     """Our router, with a task for every subscription."""
     meter, ready = Meter(), 0
@@ -185,7 +188,12 @@ async def by_router(
         async for message in subscription:
             meter.seen(message.pairs[1])
 
-    with Router(server.url, reader=reader) as router:
+    router = Router(server.url, reader=reader)
+    async with AsyncExitStack() as stack:
+        if threaded:
+            stack.enter_context(router)
+        else:
+            await stack.enter_async_context(router)
         gc.collect()
         before = memory_bytes()
         subscriptions = [router.subscribe(name) for name in streams]

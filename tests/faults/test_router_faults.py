@@ -66,15 +66,14 @@ def troubles(crowd: Crowd, trouble: Callable[[], None], rounds: int = ROUNDS) ->
 def test_broken_connections_lose_and_double_nothing(millstream_fresh_server: EmbeddedServer, reader: Any) -> None:
     server = millstream_fresh_server
     with Proxy(server.port) as proxy, Client(server.url) as client:
-        with Crowd(make_router(proxy.url, reader), NAMES) as crowd, publishing(server.url, NAMES):
-            troubles(crowd, proxy.cut_all)
-            for side in ("XREAD", "XINFO"):
-                proxy.cut_before(side, times=3)
-                proxy.cut_after(side, times=3)
-            troubles(crowd, proxy.cut_all, 2)
-        with Crowd(make_router(server.url, reader), NAMES) as again:
-            again.check(client)
-        assert {name: got for name, got in again.got.items() if got[: len(crowd.got[name])] != crowd.got[name]} == {}
+        with Crowd(make_router(proxy.url, reader), NAMES) as crowd:
+            with publishing(server.url, NAMES):
+                troubles(crowd, proxy.cut_all)
+                for command in ("XREAD", "XINFO"):
+                    proxy.cut_before(command, times=3)
+                    proxy.cut_after(command, times=3)
+                troubles(crowd, proxy.cut_all, 2)
+            crowd.check(client)
         assert not crowd.gaps
 
 
@@ -104,7 +103,9 @@ def test_a_silent_connection_is_given_up(millstream_fresh_server: EmbeddedServer
             crowd.wait_for(50)
             proxy.freeze()
             publish(client, crowd.got, [1])
-            wait_until(lambda: reader == "pool" or not router._fleet._stations[None].link.up, "the silence to be noticed")
+            wait_until(
+                lambda: reader == "pool" or not router._fleet._stations[None].link.up, "the silence to be noticed"
+            )
             proxy.resume()
             crowd.check(client)
 

@@ -193,10 +193,10 @@ def test_the_oldest_are_dropped_and_counted_if_that_is_asked_for(client: Client,
 def test_who_asked_to_be_disconnected_is_told_where_to_resume(client: Client, router: Router) -> None:
     subscription = router.subscribe("s", buffer=10, when_full="disconnect")
     publish(client, ["s"], range(25))
-    got = []
+    wait_until(lambda: router.figures().subscriptions == 0, "it to be disconnected")
+    assert ids(taken(subscription, 10)) == ids_in(client, "s")[:10]
     with pytest.raises(TooSlow) as told:
-        wait_until(lambda: router.figures().subscriptions == 0, "it to be disconnected")
-        got += [item for item in subscription if isinstance(item, Message)]
+        next(subscription)
     subscription = router.subscribe("s", after=told.value.after)
     rest = taken(subscription, 25 - ids_in(client, "s").index(told.value.after) - 1)
     assert ids(rest) == ids_in(client, "s")[-len(rest) :]
@@ -216,6 +216,18 @@ def test_trimmed_past_the_position_is_a_gap_with_its_size(client: Client, router
     [gap] = [item for item in items if isinstance(item, Gap)]
     assert (gap.reason, gap.missed, gap.after) == ("trimmed", 30, ids(items)[9])
     assert ids(items)[11:] == ids_in(client, "s")
+
+
+def test_a_stream_trimmed_to_nothing_is_one_gap(client: Client, router: Router) -> None:
+    slow = router.subscribe("s", buffer=2)
+    publish(client, ["s"], range(5))
+    wait_until(lambda: slow.buffered == 2, "the buffer to be full")
+    client.execute("XTRIM", "s", "MAXLEN", 0)
+    items = taken(slow, 3)
+    assert isinstance(items[2], Gap)
+    assert items[2].missed == 3
+    publish(client, ["s"], range(2))
+    assert ids(taken(slow, 2)) == ids_in(client, "s")
 
 
 def test_what_was_trimmed_or_deleted_after_it_was_read_is_no_gap(client: Client, router: Router) -> None:
@@ -322,6 +334,7 @@ def test_leaving_an_async_loop_unsubscribes(client: Client, router: Router) -> N
     async def take_one() -> Any:
         async for message in router.subscribe("s"):
             return message
+        return None
 
     publish(client, ["s"], range(2))
     assert isinstance(asyncio.run(take_one()), Message)

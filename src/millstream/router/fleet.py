@@ -11,7 +11,7 @@ from millstream.metrics import Metrics
 from millstream.router.inbox import Cursor
 from millstream.router.lane import LaneCalls
 from millstream.router.links import LinkEvents
-from millstream.router.policy import PoolPolicy, ReaderName, ReadPolicy
+from millstream.router.policy import ReaderName, Settings
 from millstream.router.pump import Pump
 from millstream.router.shelf import Shelf
 from millstream.router.station import Station
@@ -26,7 +26,7 @@ _SLOTS = 16_384
 
 
 class Fleet:
-    """All stations. `choice`: which reader, "auto" for the best that the server can do.
+    """All stations.
 
     Whatever breaks, what keeps everything right is the same: a stream is read again from its cursor's place.
     Everything is for the pump's thread.
@@ -38,19 +38,15 @@ class Fleet:
         client: Client,
         shelf: Shelf,
         *,
-        choice: str,
-        read: ReadPolicy,
-        pool: PoolPolicy,
+        settings: Settings,
         metrics: Metrics,
     ) -> None:
-        self.reader: ReaderName = "pool" if choice == "pool" else "tracking"
-        self.decided = choice != "auto"
-        self._choice = choice
+        self.reader: ReaderName = "pool" if settings.choice == "pool" else "tracking"
+        self.decided = settings.choice != "auto"
+        self._settings = settings
         self._pump = pump
         self._client = client
         self._shelf = shelf
-        self._read = read
-        self._pool = pool
         self._metrics = metrics
         self._stations: dict[Node | None, Station] = {}
         self._owners: list[Node | None] = [None] * _SLOTS
@@ -103,7 +99,7 @@ class Fleet:
                 up=lambda: self._up(node), down=self._down, denied=self._shelf.end_all, refused=self._refused
             )
             found = self._stations[node] = Station(
-                self._pump, self._client, node, self._shelf, reader=self.reader, read=self._read, pool=self._pool,
+                self._pump, self._client, node, self._shelf, reader=self.reader, settings=self._settings,
                 calls=self._calls, events=events, metrics=self._metrics,
             )  # fmt: skip
         return found
@@ -142,7 +138,7 @@ class Fleet:
 
     def _refused(self, error: MillstreamError) -> None:
         """The server, or what is between, does not track."""
-        if self._choice != "auto" or self.reader == "pool":
+        if self._settings.choice != "auto" or self.reader == "pool":
             self._shelf.end_all(error)
             return
         logger.warning("the router reads through a pool of blocking reads, as tracking is refused: %s", error)
@@ -171,7 +167,7 @@ class Fleet:
     def _sweep_some(self) -> None:
         """Look at a few streams, so that within `sweep_ms` all of them are."""
         self._pump.later(_SWEEP_EVERY_MS, self._sweep_some)
-        self._sweep_credit += len(self._shelf) * _SWEEP_EVERY_MS / self._read.sweep_ms
+        self._sweep_credit += len(self._shelf) * _SWEEP_EVERY_MS / self._settings.read.sweep_ms
         share = int(self._sweep_credit)
         if not share:
             return

@@ -125,7 +125,7 @@ def _ordinal(reading: Reading, facts: Facts) -> int | None:
     """Which entry of all ever added the last one read is."""
     entries = reading.entries
     end = entries[-1][0] if entries else reading.position
-    if end == facts.top:
+    if end == facts.top or facts.first is None:  # none is left, so none will be read
         return facts.added
     first = facts.first
     if first is not None and entries and first == entries[0][0] and number(facts.deleted) < number(first):

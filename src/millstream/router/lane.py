@@ -178,7 +178,7 @@ class Lane:
                     self._read(cursor, got, request.count, facts.get(cursor))
                 if cursor.stale:
                     cursor.stale = False
-                    self._calls.want(cursor)
+                    self.want(cursor, changed=True)
         if entries:
             measured = max(1, self._link.received_bytes - request.began_at) / entries
             self._entry_bytes = max(measured, 0.9 * self._entry_bytes + 0.1 * measured)
@@ -197,7 +197,7 @@ class Lane:
                 return
         elif not present:
             cursor.careful = True
-            self._calls.want(cursor)
+            self.want(cursor, changed=True)
             return
         elif entries:
             self._shelf.deliver(cursor, entries)
@@ -224,6 +224,8 @@ class Lane:
             return True
         if verdict.what != "sound":
             self._shelf.tell_gap(cursor, verdict.what, cursor.last, verdict.missed)
+            if facts.first is None:  # all of it is gone: say so once
+                cursor.last = facts.top
         elif cursor.lost_at and facts is not MISSING:
             self._shelf.tell_gap(cursor, "recreated", cursor.lost_at)
             cursor.lost_at = None

@@ -54,3 +54,12 @@ class ReadPolicy:
     def __post_init__(self) -> None:
         if min(self.streams, self.count, self.reply_bytes) < 1 or self.sweep_ms <= 0:
             raise ConfigError("ReadPolicy: streams, count, reply_bytes and sweep_ms must be positive")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """All that a router was told about reading. `choice`: which reader; "auto": the best that the server can do."""
+
+    choice: Literal["auto", "tracking", "pool"]
+    read: ReadPolicy
+    pool: PoolPolicy

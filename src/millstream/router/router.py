@@ -17,8 +17,8 @@ from millstream.naming import to_wire
 from millstream.router.fleet import Fleet
 from millstream.router.inbox import Cursor, Inbox
 from millstream.router.notices import WhenFull
-from millstream.router.policy import PoolPolicy, ReaderName, ReadPolicy
-from millstream.router.pump import Pump
+from millstream.router.policy import PoolPolicy, ReaderName, ReadPolicy, Settings
+from millstream.router.pump import LoopPump, Pump, ThreadPump
 from millstream.router.shelf import NEWEST, Calls, Shelf
 from millstream.router.subscription import Subscription
 
@@ -60,7 +60,7 @@ class _Desk:
 class Router:
     """Follows up to hundreds of thousands of streams in one process, and hands each subscriber its messages.
 
-        with Router("redis://localhost") as router:
+        async with Router("redis://localhost") as router:
             async for message in router.subscribe("orders:4711", after="1700000000000-0"):
                 ...
 
@@ -72,7 +72,9 @@ class Router:
       tracking, or the pool where that is refused. `Router.reader` says which it is, and so does the log
     * `read`, `pool`: how much is read at a time; the pool's measures
 
-    The thread and the connections begin with the first subscription. Any thread and any event loop may subscribe.
+    Entered by `async with`, it lives in the running event loop and needs no thread, which is fastest; as any guest of a
+    loop, it waits while somebody blocks that. Otherwise (`with`, or by itself) it has a thread of its own. Either way any
+    thread and any loop may subscribe. Connections begin with the first subscription.
     Raises ConfigError for a bad URL or reader.
     """
 
@@ -89,16 +91,20 @@ class Router:
     ) -> None:
         if reader not in ("auto", "tracking", "pool"):
             raise ConfigError(f'Router(reader={reader!r}): use "auto", "tracking" or "pool"')
-        self._pump = Pump(clock, self._crashed)
-        self._shelf = Shelf(Calls(want=self._want, wake=self._pump.wake), metrics)
-        self._fleet = Fleet(
-            self._pump, Client(url, timeout_ms=timeout_ms, clock=clock), self._shelf,
-            choice=reader, read=read, pool=pool, metrics=metrics,
-        )  # fmt: skip
-        self._desk = _Desk(self._pump, self._shelf)
+        self._client = Client(url, timeout_ms=timeout_ms, clock=clock)
+        self._clock = clock
+        self._metrics = metrics
+        self._settings = Settings(choice=reader, read=read, pool=pool)
+        self._build(ThreadPump(clock, self._crashed))
         self._lock = threading.Lock()
         self._state: Literal["new", "running", "closed"] = "new"
         self._pid = os.getpid()
+
+    def _build(self, pump: Pump) -> None:
+        self._pump = pump
+        self._shelf = Shelf(Calls(want=self._want, wake=pump.wake), self._metrics)
+        self._fleet = Fleet(pump, self._client, self._shelf, settings=self._settings, metrics=self._metrics)
+        self._desk = _Desk(pump, self._shelf)
 
     @property
     def reader(self) -> ReaderName | None:
@@ -155,6 +161,16 @@ class Router:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.close()
+
+    async def __aenter__(self) -> Self:
+        """Let the router live in the running event loop, without a thread of its own."""
+        if self._state != "new":
+            raise ConfigError("the router runs already, in a thread of its own: enter it before the first subscription")
+        self._build(LoopPump(self._clock, self._crashed))
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
         self.close()
 
     def _start(self) -> None:

@@ -4,7 +4,7 @@ A stream has one *live* cursor, which follows its end, and late ones, each for s
 came with an older id, or could not keep up. A late cursor is read by itself and given up where it reaches the live one.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from millstream import metrics as m
@@ -36,14 +36,13 @@ class Shelf:
         self.subscriptions = 0
 
     def __len__(self) -> int:
-        return len(self._live.keys() | self._late.keys()) if self._late else len(self._live)
+        return len(self._live) + sum(key not in self._live for key in self._late)
 
-    def at(self, key: bytes) -> Iterator[Cursor]:
+    def at(self, key: bytes) -> Sequence[Cursor]:
         """The cursors of a stream."""
-        if (live := self._live.get(key)) is not None:
-            yield live
-        if self._late and (late := self._late.get(key)) is not None:
-            yield from tuple(late)
+        live = self._live.get(key)
+        found = (live,) if live is not None else ()
+        return (*found, *self._late[key]) if key in self._late else found
 
     def streams(self) -> list[bytes]:
         """Every stream that somebody follows."""
@@ -102,10 +101,8 @@ class Shelf:
 
     def settle(self, cursor: Cursor) -> None:
         """The cursor has reached the end of its stream: make it the live one, or join that."""
-        if cursor.paused or not cursor.inboxes:
-            return
         live = self._live.get(cursor.key)
-        if live is cursor:
+        if live is cursor or cursor.paused or not cursor.inboxes:
             return
         if live is None:
             self._drop_late(cursor)
@@ -135,6 +132,8 @@ class Shelf:
 
     def deliver(self, cursor: Cursor, entries: list[Entry]) -> None:
         """Give entries, the next ones of this cursor, to its subscribers."""
+        start = cursor.last, cursor.ordinal
+        full = []
         for inbox in tuple(cursor.inboxes):
             wanted = entries
             if inbox.skip is not None:
@@ -146,14 +145,16 @@ class Shelf:
             if inbox.held + len(wanted) <= inbox.limit:
                 inbox.put(wanted)
             else:
-                self._overflow(cursor, inbox, entries, len(entries) - len(wanted))
+                full.append((inbox, len(entries) - len(wanted)))
             self._calls.wake(inbox)
         if cursor.anchor is None:
             cursor.anchor = entries[0][0]
-        if not cursor.paused:
-            cursor.last = entries[-1][0]
-            if cursor.ordinal is not None:
-                cursor.ordinal += len(entries)
+        cursor.last = entries[-1][0]
+        if cursor.ordinal is not None:
+            cursor.ordinal += len(entries)
+        for inbox, at in full:  # only now: one of them may be resumed at once, and then the cursor is moved back
+            self._overflow(cursor, inbox, entries, at, start)
+            self._calls.wake(inbox)
 
     def tell_gap(self, cursor: Cursor, reason: Reason, after: bytes, missed: int | None = None) -> None:
         """Tell the cursor's subscribers that entries are missing after the id `after`."""
@@ -164,20 +165,23 @@ class Shelf:
             inbox.batches.append(gap)
             self._calls.wake(inbox)
 
-    def _overflow(self, cursor: Cursor, inbox: Inbox, entries: list[Entry], start: int) -> None:
-        """`entries` from the place `start` on do not all fit into the inbox."""
+    def _overflow(
+        self, cursor: Cursor, inbox: Inbox, entries: list[Entry], at: int, start: tuple[bytes, int | None]
+    ) -> None:
+        """`entries`, which come after `start`, an id and its ordinal, do not all fit into the inbox from `at` on."""
         if inbox.when_full == "drop-oldest":
-            self._metrics.count(m.ROUTER_DROPPED, inbox.put_dropping(entries[start:]))
+            self._metrics.count(m.ROUTER_DROPPED, inbox.put_dropping(entries[at:]))
             return
-        end = start + max(0, inbox.limit - inbox.held)
-        inbox.put(entries[start:end])
-        reached = entries[end - 1][0] if end else cursor.last
+        last, ordinal = start
+        end = at + min(max(0, inbox.limit - inbox.held), len(entries) - at)
+        inbox.put(entries[at:end])
+        reached = entries[end - 1][0] if end else last
         if inbox.when_full == "disconnect":
             self.end(inbox, TooSlow(inbox.stream, reached.decode()))
             return
         place = self._own_place(cursor, inbox)
         place.last = reached
-        place.ordinal = None if cursor.ordinal is None else cursor.ordinal + end
+        place.ordinal = None if ordinal is None else ordinal + end
         place.paused = True
         # Said first, looked second: the subscriber takes something out before it looks whether it is paused.
         inbox.paused = True

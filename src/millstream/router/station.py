@@ -9,7 +9,7 @@ from millstream.metrics import Metrics
 from millstream.router.inbox import Cursor
 from millstream.router.lane import Lane, LaneCalls
 from millstream.router.links import Link, LinkEvents, LinkPolicy
-from millstream.router.policy import PoolPolicy, ReaderName, ReadPolicy
+from millstream.router.policy import ReaderName, Settings
 from millstream.router.pool import Pool
 from millstream.router.pump import Pump
 from millstream.router.shelf import Shelf
@@ -36,8 +36,7 @@ class Station:
         shelf: Shelf,
         *,
         reader: ReaderName,
-        read: ReadPolicy,
-        pool: PoolPolicy,
+        settings: Settings,
         calls: LaneCalls,
         events: LinkEvents,
         metrics: Metrics,
@@ -52,14 +51,14 @@ class Station:
         name = "Redis" if node is None else f"{node[0]}:{node[1]}"
         by_slot = client.is_cluster
         if reader == "pool":
-            self._pool = Pool(self._connect, self._changed, pool, greeting=_READ, by_slot=by_slot)
+            self._pool = Pool(self._connect, self._changed, settings.pool, greeting=_READ, by_slot=by_slot)
         role = b"master" if "+sentinel" in client.url.partition("://")[0] else None
         policy = LinkPolicy(greeting=_TRACK if reader == "tracking" else _READ, timeout_ms=client.timeout_ms, role=role)
         own = LinkEvents(up=events.up, down=self._down, push=self._pushed, denied=events.denied, refused=events.refused)
         self.link = self._connect(policy, own, name)
         self.lane = Lane(
             self.link, shelf, calls,
-            streams=read.streams, count=read.count, reply_bytes=read.reply_bytes, by_slot=by_slot,
+            streams=settings.read.streams, count=settings.read.count, reply_bytes=settings.read.reply_bytes, by_slot=by_slot,
         )  # fmt: skip
 
     @property
