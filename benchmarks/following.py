@@ -147,11 +147,9 @@ async def measure(
     server_process, own = psutil.Process(server.pid), psutil.Process()
     cpu, own_cpu = _cpu(server_process), _cpu(own)
     publishing = Publishing(server.url, command, count, rate, seconds)
-    while (sent := publishing.ended()) is None:
-        await asyncio.sleep(0.1)
-    until = time.perf_counter() + limit_s
-    while len(meter.latencies) < sent and time.perf_counter() < until:
-        await asyncio.sleep(0.1)
+    await until(lambda: publishing.ended() is not None)
+    sent, limit = publishing.ended() or 0, time.perf_counter() + limit_s
+    await until(lambda: len(meter.latencies) >= sent or time.perf_counter() > limit)
     run = Run(
         latencies=list(meter.latencies),
         missing=sent - len(meter.latencies),
@@ -160,6 +158,12 @@ async def measure(
     )
     gc.unfreeze()
     return run
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Wait for something without disturbing it."""
+    while not condition():  # noqa: ASYNC110 - what is waited for is elsewhere
+        await asyncio.sleep(0.2)
 
 
 def _cpu(process: psutil.Process) -> float:
@@ -197,13 +201,10 @@ async def by_router(
         gc.collect()
         before = memory_bytes()
         subscriptions = [router.subscribe(name) for name in streams]
-        while sum(one.buffered > 0 for one in subscriptions[-100:]) < min(100, count):
-            await asyncio.sleep(0.05)
-        await asyncio.sleep(1)
+        await until(lambda: all(one.buffered for one in subscriptions))
         subscribed = memory_bytes() - before
         tasks = [asyncio.create_task(follow(one)) for one in subscriptions]
-        while ready < count:
-            await asyncio.sleep(0.1)
+        await until(lambda: ready == count)
         run = await measure(server, meter, command="XADD", count=count, rate=rate, seconds=seconds)
         connections = router.figures().connections
         for task in tasks:
@@ -237,8 +238,7 @@ async def by_article(
     ]
     for thread in threads:
         thread.start()
-    while not got.is_set():
-        await asyncio.sleep(0.1)
+    await until(got.is_set)
     run = await measure(server, meter, command="XADD", count=count, rate=rate, seconds=seconds)
     stopped.set()
     for thread in threads:

@@ -28,7 +28,7 @@ def publish(client: Client, streams: Iterable[str], numbers: Iterable[int]) -> N
 
 def taken(subscription: Subscription, count: int, timeout_ms: float = 20_000) -> list[Item]:
     """The next `count` items, by the synchronous way."""
-    found = []
+    found: list[Item] = []
     for _ in range(count):
         item = subscription.get(timeout_ms)
         assert item is not None, f"only {len(found)} of {count} came"

@@ -13,7 +13,7 @@ from millstream.client import Client
 from millstream.errors import ConfigError, MillstreamError, WrongType
 from millstream.metrics import ROUTER_SUBSCRIPTIONS, Recorder
 from millstream.model import Message
-from millstream.router import END, Dropped, Gap, ReadPolicy, Router, TooSlow
+from millstream.router import END, Dropped, Gap, PoolPolicy, ReadPolicy, Router, TooSlow
 from millstream.router.inbox import Cursor, Inbox
 from millstream.testing.topologies import wait_until
 from tests.integration.routers import OFTEN, READERS, Crowd, ids, ids_in, make_router, publish, taken
@@ -208,9 +208,8 @@ def test_who_asked_to_be_disconnected_is_told_where_to_resume(client: Client, ro
 
 def test_trimmed_past_the_position_is_a_gap_with_its_size(client: Client, router: Router) -> None:
     slow = router.subscribe("s", buffer=10)
-    publish(client, ["s"], range(10))
-    wait_until(lambda: slow.buffered == 10, "the buffer to be full")
-    publish(client, ["s"], range(50))
+    publish(client, ["s"], range(60))
+    wait_until(lambda: slow._inbox.paused, "it to be read on for no more")
     client.execute("XTRIM", "s", "MAXLEN", 20)
     items = taken(slow, 31)
     [gap] = [item for item in items if isinstance(item, Gap)]
@@ -221,7 +220,7 @@ def test_trimmed_past_the_position_is_a_gap_with_its_size(client: Client, router
 def test_a_stream_trimmed_to_nothing_is_one_gap(client: Client, router: Router) -> None:
     slow = router.subscribe("s", buffer=2)
     publish(client, ["s"], range(5))
-    wait_until(lambda: slow.buffered == 2, "the buffer to be full")
+    wait_until(lambda: slow._inbox.paused, "it to be read on for no more")
     client.execute("XTRIM", "s", "MAXLEN", 0)
     items = taken(slow, 3)
     assert isinstance(items[2], Gap)
@@ -275,8 +274,9 @@ def test_a_stream_made_anew_is_a_gap_and_read_from_its_beginning(
 
 
 def test_flushall_is_noticed_in_every_stream(client: Client, millstream_url: str, reader: Any) -> None:
+    sweep = {"read": OFTEN} if reader == "pool" else {}
     with (
-        make_router(millstream_url, reader, read=OFTEN) as router,
+        make_router(millstream_url, reader, **sweep) as router,
         Crowd(router, [f"s{n}" for n in range(50)]) as crowd,
     ):
         publish(client, crowd.got, range(3))
@@ -381,7 +381,7 @@ def test_closing_the_router_ends_subscriptions_after_what_they_hold(client: Clie
 def test_nonsense_is_refused(millstream_url: str) -> None:
     for wrong in ({"buffer": 0}, {"when_full": "shout"}, {"after": "yesterday"}):
         with pytest.raises(ConfigError):
-            Router(millstream_url).subscribe("s", **wrong)  # type: ignore[arg-type]
+            Router(millstream_url).subscribe("s", **wrong)
     with pytest.raises(ConfigError):
         Router(millstream_url, reader="magic")  # type: ignore[arg-type]
     with pytest.raises(ConfigError):
@@ -406,3 +406,30 @@ def test_ten_thousand_come_and_go_in_a_second(client: Client, router: Router) ->
     publish(client, ["s0"], [0])
     taken(subscription, 1)
     assert time.perf_counter() - began < 1.0
+
+
+# --- The pool's measures ---
+
+
+def test_the_pool_grows_with_its_streams_up_to_its_cap(client: Client, millstream_url: str) -> None:
+    pool = PoolPolicy(workers=1, max_workers=3, streams=10, block_ms=20)
+    with Router(millstream_url, reader="pool", pool=pool) as router:
+        first = [router.subscribe(f"s{n}") for n in range(5)]
+        wait_until(lambda: router.figures().connections == 2, "one worker beside the reading connection")
+        more = [router.subscribe(f"t{n}") for n in range(100)]
+        wait_until(lambda: router.figures().connections == 4, "all the workers that are allowed")
+        publish(client, [one.stream for one in first + more], [0])
+        for one in first + more:
+            taken(one, 1)
+        more.clear()
+        del one
+        wait_until(lambda: router.figures().connections <= 3, "the pool to shrink")
+
+
+def test_a_pool_that_does_not_block_works_too(client: Client, millstream_url: str) -> None:
+    pool = PoolPolicy(workers=1, max_workers=1, streams=10, block_ms=None)
+    with Router(millstream_url, reader="pool", pool=pool) as router:
+        subscriptions = [router.subscribe(f"s{n}") for n in range(30)]
+        publish(client, [one.stream for one in subscriptions], range(3))
+        for one in subscriptions:
+            assert ids(taken(one, 3)) == ids_in(client, one.stream)
