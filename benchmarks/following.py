@@ -112,14 +112,15 @@ class Publishing:
         self._process = subprocess.Popen(
             [sys.executable, "-m", "benchmarks.following", *arguments], stdout=subprocess.PIPE
         )
+        self._sent: int | None = None
 
     def ended(self) -> int | None:
         """How many messages were sent; None while it sends."""
-        if self._process.poll() is None:
-            return None
-        assert self._process.stdout is not None
-        with self._process.stdout as output:
-            return int(output.read())
+        if self._sent is None and self._process.poll() is not None:
+            assert self._process.stdout is not None
+            with self._process.stdout as output:
+                self._sent = int(output.read())
+        return self._sent
 
 
 # --- Measuring --------------------------------------------------------------------------------------------------
