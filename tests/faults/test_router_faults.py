@@ -124,6 +124,7 @@ def test_a_small_tracking_table_costs_time_and_no_message(caplog: pytest.LogCapt
             with publishing(server.url, NAMES):
                 crowd.wait_for(10 * ROUNDS * 100)
             crowd.check(client)
+        assert caplog.text.count("tracking-table-max-keys") == 1
         assert not crowd.gaps
 
 

@@ -3,8 +3,9 @@
 from typing import Any
 
 from millstream.metrics import NOBODY
+from millstream.router.asking import LaneCalls
 from millstream.router.inbox import Cursor, Inbox
-from millstream.router.lane import Lane, LaneCalls
+from millstream.router.lane import Lane
 from millstream.router.shelf import Calls, Shelf
 
 

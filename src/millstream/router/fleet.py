@@ -8,8 +8,8 @@ from millstream import metrics as m
 from millstream.client import Client
 from millstream.errors import MillstreamError
 from millstream.metrics import Metrics
+from millstream.router.asking import LaneCalls
 from millstream.router.inbox import Cursor
-from millstream.router.lane import LaneCalls
 from millstream.router.links import LinkEvents
 from millstream.router.policy import ReaderName, Settings
 from millstream.router.pump import Pump
@@ -20,7 +20,7 @@ from millstream.wire import Node, slot_of
 logger = logging.getLogger(__name__)
 
 _ROUND_MS = 1000.0
-_SWEEP_EVERY_MS = 50.0
+_SWEEP_EVERY_MS = 20.0
 _SOON_MS = 50.0
 _SLOTS = 16_384
 

@@ -6,43 +6,23 @@ Two queues, each with one request under way: streams that have changed, and thos
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from millstream.errors import AccessDenied, Unavailable, WrongType
 from millstream.naming import from_wire
+from millstream.router.asking import LaneCalls, Request
 from millstream.router.inbox import Cursor
 from millstream.router.judging import MISSING, ZERO, Entry, Facts, Reading, before, facts_of, judge
 from millstream.router.links import Link
 from millstream.router.shelf import NEWEST, Shelf
-from millstream.wire import Command, Node, Redirection, slot_of
+from millstream.wire import Command, Redirection, slot_of
 
 logger = logging.getLogger(__name__)
 
 _GUESSED_ENTRY_BYTES = 256.0
 _RETRY_MS = 100.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class LaneCalls:
-    """Whom a lane tells. `done`: all of a stream is read; `want`: read this, wherever it lives now; `moved`: the map of the
-    cluster is out of date; `ask_at`: read these once at that node; `later`: call that after so many milliseconds."""
-
-    done: Callable[[Cursor], None]
-    want: Callable[[Cursor], None]
-    moved: Callable[[], None]
-    ask_at: Callable[[Node, list[Cursor]], None]
-    later: Callable[[float, Callable[[], None]], None]
-
-
-@dataclass(slots=True)
-class _Request:
-    groups: list[list[Cursor]]
-    careful: list[Cursor]
-    count: int
-    began_at: int
-    queue: int
+_MANY, _REST_MS = 32, 10.0
 
 
 class Lane:
@@ -59,10 +39,12 @@ class Lane:
         self._reply_bytes = reply_bytes
         self._by_slot = by_slot
         self._queues: tuple[deque[Cursor], deque[Cursor]] = (deque(), deque())
-        self._under_way: list[_Request | None] = [None, None]
-        self._once: list[_Request] = []
+        self._under_way: list[Request | None] = [None, None]
+        self._once: list[Request] = []
         self._entry_bytes = _GUESSED_ENTRY_BYTES
-        self.unchanged = 0
+        self._unchanged = 0
+        self._resting = False
+        self._warned = False
 
     def want(self, cursor: Cursor, *, changed: bool = False) -> None:
         """Read this soon. `changed`: the server says that there is something."""
@@ -77,7 +59,8 @@ class Lane:
     def go(self) -> None:
         """Send what can be sent."""
         for queue in (0, 1):
-            if self._queues[queue] and self._under_way[queue] is None and self._link.up:
+            resting = self._resting and queue == 0
+            if self._queues[queue] and self._under_way[queue] is None and self._link.up and not resting:
                 self._ask_next(queue)
 
     def reset(self) -> None:
@@ -132,10 +115,10 @@ class Lane:
             return cursor
         return slot_of(cursor.key) if self._by_slot else None
 
-    def _request(self, groups: list[list[Cursor]], *, queue: int) -> _Request:
+    def _request(self, groups: list[list[Cursor]], *, queue: int) -> Request:
         cursors = sum(map(len, groups))
         fitting = int(self._reply_bytes / (self._entry_bytes * max(1, cursors)))
-        return _Request(
+        return Request(
             groups=groups,
             careful=[cursor for group in groups for cursor in group if cursor.careful],
             count=max(1, min(self._count, fitting)) + 1,  # one more: the last entry is read again
@@ -143,7 +126,7 @@ class Lane:
             queue=queue,
         )
 
-    def _commands(self, request: _Request) -> list[Command]:
+    def _commands(self, request: Request) -> list[Command]:
         commands: list[Command] = []
         for group in request.groups:
             places = [c.last if c.last == NEWEST else before(c.last) for c in group]
@@ -152,7 +135,7 @@ class Lane:
 
     # Answers
 
-    def _answered(self, request: _Request, replies: list[Any]) -> None:
+    def _answered(self, request: Request, replies: list[Any]) -> None:
         if request.queue >= 0:
             self._under_way[request.queue] = None
         else:
@@ -162,7 +145,7 @@ class Lane:
         for cursor, reply in zip(request.careful, counters, strict=True):
             if isinstance(reply, AccessDenied):
                 self._shelf.fail(cursor, reply)
-        entries = 0
+        entries, self._unchanged = 0, 0
         for group, reply in zip(request.groups, replies, strict=False):
             for cursor in group:
                 cursor.asked = False
@@ -179,9 +162,24 @@ class Lane:
                 if cursor.stale:
                     cursor.stale = False
                     self.want(cursor, changed=True)
+        if request.queue == 0 and self._unchanged >= _MANY and 2 * self._unchanged > sum(map(len, request.groups)):
+            self._rest()
         if entries:
             measured = max(1, self._link.received_bytes - request.began_at) / entries
             self._entry_bytes = max(measured, 0.9 * self._entry_bytes + 0.1 * measured)
+
+    def _rest(self) -> None:
+        """Most of what was said to have changed has not, and reading it makes the server forget others: do not race."""
+        self._resting = True
+        self._calls.later(_REST_MS, self._rested)
+        if not self._warned:
+            self._warned = True
+            logger.warning(
+                "Redis forgets which streams are followed: raise its tracking-table-max-keys above their number"
+            )
+
+    def _rested(self) -> None:
+        self._resting = False
 
     def _read(self, cursor: Cursor, got: list[Entry], count: int, facts: Facts | None) -> None:
         """Take what was read of one stream, `got`, which should begin with the last entry delivered."""
@@ -202,7 +200,7 @@ class Lane:
         elif entries:
             self._shelf.deliver(cursor, entries)
         else:
-            self.unchanged += 1
+            self._unchanged += 1
         if full:
             self.want(cursor)
             return
@@ -245,7 +243,7 @@ class Lane:
         found: Command = ("XRANGE", cursor.key, anchor, anchor)
         self._link.ask([found], lambda replies: self._recognised(request, cursor, facts, replies[0]))
 
-    def _recognised(self, request: _Request, cursor: Cursor, facts: Facts, reply: Any) -> None:
+    def _recognised(self, request: Request, cursor: Cursor, facts: Facts, reply: Any) -> None:
         self._once.remove(request)
         cursor.asked = cursor.stale = False
         if not isinstance(reply, Exception):

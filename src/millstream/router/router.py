@@ -15,10 +15,11 @@ from millstream.metrics import NOBODY, Metrics
 from millstream.model import EntryId
 from millstream.naming import to_wire
 from millstream.router.fleet import Fleet
+from millstream.router.guest import LoopPump
 from millstream.router.inbox import Cursor, Inbox
 from millstream.router.notices import WhenFull
 from millstream.router.policy import PoolPolicy, ReaderName, ReadPolicy, Settings
-from millstream.router.pump import LoopPump, Pump, ThreadPump
+from millstream.router.pump import Pump, ThreadPump
 from millstream.router.shelf import NEWEST, Calls, Shelf
 from millstream.router.subscription import Subscription
 

@@ -6,8 +6,9 @@ from typing import Any
 from millstream import metrics as m
 from millstream.client import Client
 from millstream.metrics import Metrics
+from millstream.router.asking import LaneCalls
 from millstream.router.inbox import Cursor
-from millstream.router.lane import Lane, LaneCalls
+from millstream.router.lane import Lane
 from millstream.router.links import Link, LinkEvents, LinkPolicy
 from millstream.router.policy import ReaderName, Settings
 from millstream.router.pool import Pool
@@ -109,4 +110,4 @@ class Station:
         self.lane.want(cursor, changed=True)
 
 
-Stations = Callable[[Node | None], Station]
+
