@@ -31,7 +31,7 @@ def taken(subscription: Subscription, count: int, timeout_ms: float = 20_000) ->
     found: list[Item] = []
     for _ in range(count):
         item = subscription.get(timeout_ms)
-        assert item is not None, f"only {len(found)} of {count} came"
+        assert item is not None, f"only {len(found)} of {count} came: {found}"
         found.append(item)
     return found
 

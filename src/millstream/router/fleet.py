@@ -179,7 +179,9 @@ class Fleet:
         for key in now:
             for cursor in self._shelf.at(key):
                 cursor.anchor, cursor.next_anchor = cursor.next_anchor or cursor.anchor, cursor.last
-        self._sweep(now)
+                if not cursor.asked:
+                    self.want(cursor)
+        self._metrics.count(m.ROUTER_RESWEPT, len(now))
 
     def _round(self) -> None:
         """Once a second: figures, and the map of a cluster."""
