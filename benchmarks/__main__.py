@@ -6,7 +6,9 @@ import json
 from pathlib import Path
 
 NAMES = sorted(
-    path.stem for path in Path(__file__).parent.glob("*.py") if path.stem not in ("__main__", "common", "workers")
+    path.stem
+    for path in Path(__file__).parent.glob("*.py")
+    if path.stem not in ("__main__", "common", "following", "workers")
 )
 
 

@@ -15,8 +15,8 @@ from importlib import resources
 from typing import Any, Protocol, TypeVar
 from urllib.parse import urlsplit, urlunsplit
 
-import hiredis
 import redis
+from redis._parsers import BaseParser
 from redis.backoff import NoBackoff
 from redis.cluster import ClusterNode, RedisCluster
 from redis.connection import Connection, ConnectionPool, parse_url
@@ -24,6 +24,7 @@ from redis.exceptions import AskError, MovedError, NoScriptError, RedisClusterEx
 from redis.retry import Retry as RedisRetry
 from redis.sentinel import Sentinel
 
+from millstream import wire
 from millstream.clock import SYSTEM_CLOCK, Clock
 from millstream.errors import (
     AccessDenied,
@@ -35,18 +36,18 @@ from millstream.errors import (
     Unavailable,
     WrongType,
 )
-from millstream.naming import PREFIX, from_wire, to_wire
+from millstream.naming import PREFIX, from_wire
+from millstream.wire import Node, Redirection, Wire, packed, routing_key
 
 logger = logging.getLogger(__name__)
 
-Arg = bytes | str | int | float
-Command = Sequence[Arg]
+Arg = wire.Arg
+Command = wire.Command
 Reply = Any
 T = TypeVar("T")
 
 _REDIRECTS = 8
-_pack: Callable[[tuple[Arg, ...]], bytes] = hiredis.pack_command  # type: ignore[assignment] # stub: 1 word only
-_SKIP = _pack(("CLIENT", "REPLY", "SKIP"))
+_SKIP = packed(("CLIENT", "REPLY", "SKIP"))
 _NO_RETRY: dict[str, Any] = {"protocol": 2, "decode_responses": False, "health_check_interval": 0}
 
 
@@ -306,31 +307,6 @@ class Script:
 
 # --- The client -------------------------------------------------------------------------------------------------
 
-_KEYLESS = frozenset(("PING", "SCAN", "INFO", "WAIT", "TIME", "CLIENT", "SCRIPT", "CONFIG", "ACL", "CLUSTER", "ROLE"))
-_KEY_SECOND = frozenset(("XINFO", "XGROUP", "OBJECT", "MEMORY"))
-
-
-def _packed(command: Command) -> bytes:
-    try:
-        return _pack(tuple(command))
-    except UnicodeEncodeError:  # rare, and to look for it beforehand would cost every command
-        return _pack(tuple(to_wire(part) if isinstance(part, str) else part for part in command))
-
-
-def _key_of(command: Command) -> Arg | None:
-    """The key that decides where a command goes; None where any primary will do."""
-    name = str(command[0]).upper()
-    if name in _KEYLESS:
-        return None
-    if name in _KEY_SECOND:
-        return command[2]
-    if name in ("EVAL", "EVALSHA"):
-        return command[3] if int(command[2]) else None
-    if name in ("XREAD", "XREADGROUP"):
-        streams = next(i for i, part in enumerate(command) if str(part).upper() == "STREAMS")
-        return command[streams + 1]
-    return command[1] if len(command) > 1 else None
-
 
 class Client:
     """Connections to one Redis deployment: a server, a Sentinel service or a cluster, by `url`.
@@ -373,11 +349,33 @@ class Client:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def dial(self, node: Node | None = None) -> Wire:
+        """Open one more connection, for the caller to read as it likes; it is not followed through any redirection.
+
+        `node`: of a cluster's, which; None: the server, or the primary that Sentinel names now. Raises RedisError.
+        Error replies on it are of the classes that `execute` raises, or `Redirection`.
+        """
+        with self._lock:
+            pool = self._guarded(lambda: self._route.node_pool(*node) if node else self._route.pool(None), None)
+
+        def connect() -> Wire:
+            connection = pool.connection_class(**pool.connection_kwargs)
+            connection.connect()
+            opened, connection._sock = connection._sock, None
+            return Wire(opened, translate=self._refusal)
+
+        return self._guarded(connect, None)
+
+    def _refusal(self, error: str | OSError) -> RedisError:
+        if isinstance(error, str) and error.startswith(("MOVED ", "ASK ")):
+            return Redirection(error)
+        return _translate(BaseParser.parse_error(error) if isinstance(error, str) else error, self.url, ("a read",))
+
     # Plain commands
 
     def execute(self, *command: Arg) -> Reply:
         """Run one command and return its raw reply. Never retried here."""
-        return self._single(command, self._route_pool(_key_of(command)))
+        return self._single(command, self._route_pool(routing_key(command)))
 
     def everywhere(self, *command: Arg) -> list[Reply]:
         """Run a keyless command on every primary; replies in no particular order."""
@@ -517,7 +515,7 @@ class Client:
             by_pool: dict[int, tuple[ConnectionPool, list[int]]] = {}
             everything = self._only_pool()
             for index, command in enumerate(commands):
-                pool = everything or self._route_pool(_key_of(command))
+                pool = everything or self._route_pool(routing_key(command))
                 by_pool.setdefault(id(pool), (pool, []))[1].append(index)
             replies: list[Reply] = [None] * len(commands)
             for pool, indexes in by_pool.values():
@@ -545,8 +543,8 @@ class Client:
             parts: list[bytes] = []
             for index, command in enumerate(commands):
                 if silent:
-                    parts += (_SKIP, _packed(silent[index]))
-                parts.append(_packed(command))
+                    parts += (_SKIP, packed(silent[index]))
+                parts.append(packed(command))
             connection.send_packed_command([b"".join(parts)])  # each item would be a write of its own
             return [self._read(connection) for _ in commands]
 
@@ -571,7 +569,7 @@ class Client:
                 break
             if isinstance(reply, MovedError):
                 self._guarded(self._route.moved, command)
-                reply = self._exchange(self._route_pool(_key_of(command)), [command])[0]
+                reply = self._exchange(self._route_pool(routing_key(command)), [command])[0]
             else:
                 pool = self._route.node_pool(reply.host, reply.port)
                 reply = self._exchange(pool, [("ASKING",), command])[1]

@@ -117,6 +117,13 @@ LEASE_CLAIMS = _counter("lease_claims", "times", "Claims by the program, by outc
 LEASE_CLAIM_SECONDS = _seconds("lease_claim", "One claim by the program.", _SHORT, "service")
 LEASE_NOTICES = _counter("lease_notices", "times", "Notifications to the program, by kind.", "service", "notice")
 
+ROUTER_SUBSCRIPTIONS = _gauge("router_subscriptions", "consumers", "Subscriptions of this process's router.")
+ROUTER_STREAMS = _gauge("router_streams", "streams", "Streams that somebody is subscribed to.")
+ROUTER_CHANGED = _counter("router_streams_changed", "times", "Redis said that a stream had changed.")
+ROUTER_RESWEPT = _counter("router_streams_reswept", "times", "Streams read without word of a change, to be safe.")
+ROUTER_GAPS = _counter("router_gaps", "times", "Entries were gone before they were read, by reason.", "reason")
+ROUTER_DROPPED = _counter("router_messages_dropped", "messages", "Dropped for subscribers that asked for it, too slow.")
+
 RECONNECTS = _counter("redis_reconnects", "times", "Consumption resumed after Redis had been away.")
 REDIS_ERRORS = _counter("redis_errors", "times", "Reads refused or unanswered, by class of error.", "error")
 

@@ -1,0 +1,141 @@
+"""Redis' protocol on a socket: how commands are packed, which key routes them, and a connection that is read as it comes.
+
+`millstream.client` opens every connection and translates every error; here is only what lies between.
+"""
+
+import ssl
+from binascii import crc_hqx
+from collections.abc import Callable, Sequence
+from socket import socket
+from typing import Any
+
+import hiredis
+
+from millstream.errors import Unavailable
+from millstream.naming import to_wire
+
+Arg = bytes | str | int | float
+Command = Sequence[Arg]
+Push = hiredis.PushNotification
+"""What a server says unasked, as a list whose first word is its kind (Redis protocol, RESP3)."""
+
+Node = tuple[str, int]
+"""Host and port of a node of a cluster."""
+
+_CHUNK = 1 << 16
+_CHUNKS = 4  # in one go; others want their turn too
+_KEYLESS = frozenset(("PING", "SCAN", "INFO", "WAIT", "TIME", "CLIENT", "SCRIPT", "CONFIG", "ACL", "CLUSTER", "ROLE"))
+_KEY_SECOND = frozenset(("XINFO", "XGROUP", "OBJECT", "MEMORY"))
+
+_pack: Callable[[tuple[Arg, ...]], bytes] = hiredis.pack_command  # type: ignore[assignment] # stub: 1 word only
+
+
+def packed(command: Command) -> bytes:
+    """The command as Redis reads it; text that is not valid Unicode stands for the bytes it came from."""
+    try:
+        return _pack(tuple(command))
+    except UnicodeEncodeError:  # rare, and to look for it beforehand would cost every command
+        return _pack(tuple(to_wire(part) if isinstance(part, str) else part for part in command))
+
+
+def routing_key(command: Command) -> Arg | None:
+    """The key that decides where a command goes; None where any primary will do."""
+    name = str(command[0]).upper()
+    if name in _KEYLESS:
+        return None
+    if name in _KEY_SECOND:
+        return command[2]
+    if name in ("EVAL", "EVALSHA"):
+        return command[3] if int(command[2]) else None
+    if name in ("XREAD", "XREADGROUP"):
+        streams = next(i for i, part in enumerate(command) if str(part).upper() == "STREAMS")
+        return command[streams + 1]
+    return command[1] if len(command) > 1 else None
+
+
+def slot_of(key: bytes) -> int:
+    """The hash slot of `key` (Redis documentation, "Cluster specification")."""
+    start = key.find(b"{") + 1
+    if start and (end := key.find(b"}", start)) > start:
+        key = key[start:end]
+    return crc_hqx(key, 0) & 0x3FFF
+
+
+class Redirection(Unavailable):
+    """A cluster's word that a slot is served by `node`; with `asking`, for this once only."""
+
+    def __init__(self, text: str) -> None:
+        kind, slot, address = text.split()[:3]
+        host, _, port = address.rpartition(":")
+        super().__init__(f"the cluster serves slot {slot} at {address}")
+        self.node: Node = (host, int(port))
+        self.asking = kind == "ASK"
+
+
+class Wire:
+    """An open connection that never blocks: send, and take what has come in, replies in order and `Push` among them.
+
+    Made by `Client.dial`. Not thread-safe. `translate` turns a failed connection, and the text of an error reply, into
+    errors of millstream: error replies are values, of a failed connection the error is raised.
+    """
+
+    def __init__(self, connected: socket, *, translate: Callable[[str | OSError], Exception]) -> None:
+        connected.setblocking(False)
+        self._socket = connected
+        self._translate = translate
+        self._reader = hiredis.Reader(replyError=translate)
+        self._unsent = bytearray()
+        self.received_bytes = 0
+
+    def fileno(self) -> int:
+        """The socket's descriptor, for selectors."""
+        return self._socket.fileno()
+
+    @property
+    def clogged(self) -> bool:
+        """True while something could not be sent yet: call `flush` when the socket can be written to."""
+        return bool(self._unsent)
+
+    def send(self, commands: Sequence[Command]) -> None:
+        """Send commands; what the socket does not take now is kept for `flush`."""
+        self._unsent += b"".join([packed(command) for command in commands])
+        self.flush()
+
+    def flush(self) -> None:
+        """Send what waits, as far as the socket takes it."""
+        try:
+            while self._unsent:
+                del self._unsent[: self._socket.send(self._unsent)]
+        except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
+            return
+        except OSError as error:
+            raise self._translate(error) from error
+
+    def receive(self) -> list[Any]:
+        """What has come in whole; [] if nothing has. A selector may call again when there is more."""
+        try:
+            for _ in range(_CHUNKS):
+                data = self._socket.recv(_CHUNK)
+                if not data:
+                    raise ConnectionResetError("the server closed the connection")
+                self.received_bytes += len(data)
+                self._reader.feed(data)
+                if len(data) < _CHUNK and not self._decrypted():
+                    break
+            while self._decrypted():  # no selector knows of it
+                self._reader.feed(self._socket.recv(_CHUNK))
+        except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
+            pass
+        except OSError as error:
+            raise self._translate(error) from error
+        replies = []
+        while (reply := self._reader.gets()) is not False:
+            replies.append(reply)
+        return replies
+
+    def _decrypted(self) -> bool:
+        return isinstance(self._socket, ssl.SSLSocket) and self._socket.pending() > 0
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._socket.close()

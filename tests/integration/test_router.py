@@ -1,0 +1,436 @@
+"""Following streams: the same promises, whichever way the router learns of changes."""
+
+import asyncio
+import gc
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from millstream.client import Client
+from millstream.errors import ConfigError, MillstreamError, WrongType
+from millstream.metrics import ROUTER_SUBSCRIPTIONS, Recorder
+from millstream.model import Message
+from millstream.router import END, Dropped, Gap, PoolPolicy, ReadPolicy, Router, TooSlow
+from millstream.router.inbox import Cursor, Inbox
+from millstream.testing.topologies import wait_until
+from tests.integration.routers import OFTEN, READERS, Crowd, ids, ids_in, make_router, publish, taken
+
+
+@pytest.fixture
+def client(millstream_url: str) -> Iterator[Client]:
+    with Client(millstream_url) as connected:
+        yield connected
+
+
+@pytest.fixture(params=READERS)
+def reader(request: pytest.FixtureRequest) -> Any:
+    return request.param
+
+
+@pytest.fixture
+def router(millstream_url: str, reader: Any) -> Iterator[Router]:
+    with make_router(millstream_url, reader) as made:
+        yield made
+        assert made.close()
+
+
+def kept() -> int:
+    """Cursors and inboxes in memory."""
+    gc.collect()
+    return sum(type(thing) in (Cursor, Inbox) for thing in gc.get_objects())
+
+
+def served_from(router: Router, stream: str) -> int:
+    """How many cursors read the stream."""
+    return len(list(router._shelf.at(stream.encode())))
+
+
+# --- What comes ---
+
+
+def test_a_stream_is_followed_from_its_beginning(client: Client, router: Router) -> None:
+    publish(client, ["s"], range(3))
+    subscription = router.subscribe("s")
+    assert [item.fields["n"] for item in taken(subscription, 3) if isinstance(item, Message)] == [b"0", b"1", b"2"]
+    publish(client, ["s"], [3])
+    [message] = taken(subscription, 1)
+    assert isinstance(message, Message)
+    assert (message.stream, message.fields) == ("s", {"n": b"3"})
+    assert router.reader == router.figures().reader
+
+
+def test_a_stream_that_does_not_exist_yet_is_followed_when_it_does(client: Client, router: Router) -> None:
+    subscription = router.subscribe("later")
+    assert subscription.get(100) is None
+    publish(client, ["later"], range(2))
+    assert ids(taken(subscription, 2)) == ids_in(client, "later")
+
+
+def test_following_resumes_after_any_id(client: Client, router: Router) -> None:
+    publish(client, ["s"], range(5))
+    there = ids_in(client, "s")
+    assert ids(taken(router.subscribe("s", after=there[2]), 2)) == there[3:]
+    assert ids(taken(router.subscribe("s", after="0"), 5)) == there
+    newest = router.subscribe("s", after=END)
+    assert newest.get(200) is None
+    publish(client, ["s"], [5])
+    assert ids(taken(newest, 1)) == ids_in(client, "s")[5:]
+
+
+def test_names_and_values_are_bytes_as_they_were_published(client: Client, router: Router) -> None:
+    client.execute("XADD", b"\xffs", "*", b"\xfe", b"\x00")
+    [message] = taken(router.subscribe("\udcffs"), 1)
+    assert isinstance(message, Message)
+    assert message.pairs == [b"\xfe", b"\x00"]
+
+
+def test_threads_and_event_loops_follow_side_by_side(client: Client, router: Router) -> None:
+    with Crowd(router, [f"s{n}" for n in range(20)]) as first:
+        second: list[str] = []
+
+        def follow() -> None:
+            second.extend(item.id for item in router.subscribe("s0") if isinstance(item, Message))
+
+        thread = threading.Thread(target=follow)
+        thread.start()
+        publish(client, first.got, range(5))
+        first.check(client)
+        wait_until(lambda: second == first.got["s0"], "the thread to have as much")
+        router.close()
+        thread.join(20)
+
+
+# --- Sharing ---
+
+
+def test_subscribers_of_one_stream_share_one_read(client: Client, router: Router) -> None:
+    publish(client, ["s"], [0])
+    subscriptions = [router.subscribe("s") for _ in range(200)]
+    for subscription in subscriptions:
+        taken(subscription, 1)
+    wait_until(lambda: served_from(router, "s") == 1, "all to be served from one place")
+    before = client.execute("INFO", "stats")
+    publish(client, ["s"], [1])
+    for subscription in subscriptions:
+        taken(subscription, 1)
+    sent = int(client.execute("INFO", "stats").split(b"total_net_output_bytes:")[1].split()[0])
+    sent -= int(before.split(b"total_net_output_bytes:")[1].split()[0])
+    assert sent < 20_000, "each message goes over the wire once, not once a subscriber"
+
+
+def test_a_late_subscriber_catches_up_and_joins_with_nothing_lost_or_doubled(client: Client, router: Router) -> None:
+    publish(client, ["s"], range(700))
+    early = router.subscribe("s")
+    seen = ids(taken(early, 700))
+    stopped = threading.Event()
+
+    def keep_publishing() -> None:
+        while not stopped.is_set():
+            publish(client, ["s"], range(7))
+
+    with Client(client.url):
+        thread = threading.Thread(target=keep_publishing)
+        thread.start()
+        late = [router.subscribe("s", after=seen[at]) for at in (0, 100, 699)]
+        got = [ids(taken(one, 900)) for one in late]
+        stopped.set()
+        thread.join()
+    everything = ids_in(client, "s")
+    for start, found in zip((1, 101, 700), got, strict=True):
+        assert found == everything[start : start + 900]
+    for one in (early, *late):
+        while one.get(200):
+            pass
+    wait_until(lambda: served_from(router, "s") == 1, "the late ones to have joined")
+
+
+def test_a_hot_stream_does_not_starve_the_others(client: Client, router: Router) -> None:
+    client.pipeline([("XADD", "hot", "*", "n", n) for n in range(30_000)])
+    publish(client, ["cold"], [0])
+    hot = router.subscribe("hot", buffer=50_000)
+    cold = router.subscribe("cold")
+    taken(cold, 1)
+    assert hot.buffered < 30_000, "the hot stream's history is read in small helpings, in turn with others"
+    assert ids(taken(hot, 30_000)) == ids_in(client, "hot")
+
+
+# --- Slow subscribers ---
+
+
+def test_who_waits_is_read_on_for_when_there_is_room_and_holds_up_nobody(client: Client, router: Router) -> None:
+    slow, fast = router.subscribe("s", buffer=10), router.subscribe("s")
+    publish(client, ["s"], range(500))
+    everything = ids_in(client, "s")
+    assert ids(taken(fast, 500)) == everything
+    wait_until(lambda: slow.buffered == 10, "the slow one's buffer to be full")
+    publish(client, ["s"], range(500))
+    assert ids(taken(fast, 500)) == ids_in(client, "s")[500:]
+    assert slow.buffered == 10
+    assert ids(taken(slow, 1000)) == ids_in(client, "s")
+    publish(client, ["s"], [0])
+    assert ids(taken(slow, 1)) == ids(taken(fast, 1))
+
+
+def test_the_oldest_are_dropped_and_counted_if_that_is_asked_for(client: Client, router: Router) -> None:
+    subscription = router.subscribe("s", buffer=10, when_full="drop-oldest")
+    publish(client, ["s"], range(3))
+    assert len(taken(subscription, 1)) == 1
+    publish(client, ["s"], range(97))
+    marker = router.subscribe("s", after="0")
+    taken(marker, 100)
+    wait_until(lambda: subscription.dropped == 89, "all to have come")
+    assert subscription.buffered == 10
+    items = taken(subscription, 11)
+    assert sum(item.count for item in items if isinstance(item, Dropped)) == 89
+    assert ids([item for item in items if not isinstance(item, Dropped)]) == ids_in(client, "s")[-10:]
+    publish(client, ["s"], [0])
+    assert ids(taken(subscription, 1)) == ids_in(client, "s")[-1:]
+
+
+def test_who_asked_to_be_disconnected_is_told_where_to_resume(client: Client, router: Router) -> None:
+    subscription = router.subscribe("s", buffer=10, when_full="disconnect")
+    publish(client, ["s"], range(25))
+    wait_until(lambda: router.figures().subscriptions == 0, "it to be disconnected")
+    assert ids(taken(subscription, 10)) == ids_in(client, "s")[:10]
+    with pytest.raises(TooSlow) as told:
+        next(subscription)
+    subscription = router.subscribe("s", after=told.value.after)
+    rest = taken(subscription, 25 - ids_in(client, "s").index(told.value.after) - 1)
+    assert ids(rest) == ids_in(client, "s")[-len(rest) :]
+    assert len(rest) == 15
+
+
+# --- Gaps ---
+
+
+def test_trimmed_past_the_position_is_a_gap_with_its_size(client: Client, router: Router) -> None:
+    slow = router.subscribe("s", buffer=10)
+    publish(client, ["s"], range(60))
+    wait_until(lambda: slow._inbox.paused, "it to be read on for no more")
+    client.execute("XTRIM", "s", "MAXLEN", 20)
+    items = taken(slow, 31)
+    [gap] = [item for item in items if isinstance(item, Gap)]
+    assert (gap.reason, gap.missed, gap.after) == ("trimmed", 30, ids(items)[9])
+    assert ids(items)[11:] == ids_in(client, "s")
+
+
+def test_a_stream_trimmed_to_nothing_is_one_gap(client: Client, router: Router) -> None:
+    slow = router.subscribe("s", buffer=2)
+    publish(client, ["s"], range(5))
+    wait_until(lambda: slow._inbox.paused, "it to be read on for no more")
+    client.execute("XTRIM", "s", "MAXLEN", 0)
+    items = taken(slow, 3)
+    assert isinstance(items[2], Gap)
+    assert items[2].missed == 3
+    publish(client, ["s"], range(2))
+    assert ids(taken(slow, 2)) == ids_in(client, "s")
+
+
+def test_what_was_trimmed_or_deleted_after_it_was_read_is_no_gap(client: Client, router: Router) -> None:
+    subscription = router.subscribe("s")
+    for n in range(5):
+        client.execute("XADD", "s", "MAXLEN", 1, "*", "n", n)
+        assert isinstance(taken(subscription, 1)[0], Message)
+    client.execute("XDEL", "s", ids_in(client, "s")[0])
+    publish(client, ["s"], range(2))
+    assert "gap" not in ids(taken(subscription, 2))
+    client.execute("XTRIM", "s", "MAXLEN", 0)
+    publish(client, ["s"], [0])
+    assert "gap" not in ids(taken(subscription, 1))
+
+
+def test_resuming_where_the_stream_was_trimmed_is_a_gap(client: Client, router: Router) -> None:
+    publish(client, ["s"], range(10))
+    there = ids_in(client, "s")
+    client.execute("XTRIM", "s", "MAXLEN", 3)
+    items = taken(router.subscribe("s", after=there[2]), 4)
+    assert ids(items) == ["gap", *there[7:]]
+    assert isinstance(items[0], Gap)
+    assert items[0].missed is None, "nobody kept count"
+
+
+@pytest.mark.parametrize("first", ["1-1", "*"])
+def test_a_stream_made_anew_is_a_gap_and_read_from_its_beginning(
+    client: Client, millstream_url: str, reader: Any, first: str
+) -> None:
+    with make_router(millstream_url, reader, read=OFTEN) as router:
+        subscription = router.subscribe("s")
+        publish(client, ["s"], range(5))
+        taken(subscription, 5)
+        # At once, and after the deletion was noticed.
+        for pause_ms in (0, 500):
+            time.sleep(0.005)  # made anew within the same millisecond, its ids could be those that were delivered
+            client.execute("DEL", "s")
+            assert pause_ms == 0 or subscription.get(pause_ms) is None
+            client.execute("XADD", "s", first, "n", 0)
+            items = taken(subscription, 2)
+            assert isinstance(items[0], Gap)
+            assert items[0].reason == "recreated"
+            assert ids(items)[1:] == ids_in(client, "s")
+            publish(client, ["s"], [1])
+            assert ids(taken(subscription, 1)) == ids_in(client, "s")[1:]
+
+
+def test_flushall_is_noticed_in_every_stream(client: Client, millstream_url: str, reader: Any) -> None:
+    sweep = {"read": OFTEN} if reader == "pool" else {}
+    with (
+        make_router(millstream_url, reader, **sweep) as router,
+        Crowd(router, [f"s{n}" for n in range(50)]) as crowd,
+    ):
+        publish(client, crowd.got, range(3))
+        crowd.wait_for(150)
+        client.execute("FLUSHALL")
+        client.pipeline([("XADD", name, "7-7", "n", 0) for name in crowd.got])
+        crowd.wait_for(200)
+        assert {gap.stream for gap in crowd.gaps} == set(crowd.got)
+        assert {tuple(got[3:]) for got in crowd.got.values()} == {("7-7",)}
+
+
+# --- What is wrong with one is nobody else's trouble ---
+
+
+def test_a_key_of_another_type_ends_its_own_subscription_only(client: Client, router: Router) -> None:
+    client.execute("SET", "bad", "text")
+    bad, good = router.subscribe("bad"), router.subscribe("good")
+    publish(client, ["good"], range(3))
+    taken(good, 3)
+    with pytest.raises(WrongType, match="bad is not a stream"):
+        bad.get(20_000)
+    client.execute("DEL", "good")
+    client.execute("SET", "good", "text")
+    if router.reader == "tracking":
+        with pytest.raises(WrongType):
+            good.get(20_000)
+    client.execute("DEL", "bad")
+    publish(client, ["bad"], [0])
+    assert ids(taken(router.subscribe("bad"), 1)) == ids_in(client, "bad")
+
+
+# --- Leaving ---
+
+
+def test_unsubscribing_frees_everything(client: Client, router: Router) -> None:
+    publish(client, [f"s{n}" for n in range(500)], range(3))
+    keep = router.subscribe("keep")
+    subscriptions = [router.subscribe(f"s{n}") for n in range(500)]
+    for one in subscriptions:
+        taken(one, 1)
+    assert kept() >= 1000
+    subscriptions[0].close()
+    subscriptions[0].close()
+    assert subscriptions[0].get(0) is None
+    subscriptions.clear()  # dropped, not closed
+    del one
+    wait_until(lambda: router.figures().subscriptions == 1, "all but one to be gone")
+    assert router.figures().streams == 1
+    publish(client, ["keep", "s1"], [0])
+    taken(keep, 1)
+    assert kept() == 2
+
+
+def test_leaving_an_async_loop_unsubscribes(client: Client, router: Router) -> None:
+    async def take_one() -> Any:
+        async for message in router.subscribe("s"):
+            return message
+        return None
+
+    publish(client, ["s"], range(2))
+    assert isinstance(asyncio.run(take_one()), Message)
+    wait_until(lambda: router.figures().subscriptions == 0, "it to be gone")
+
+
+def test_a_cancelled_reader_can_go_on(client: Client, router: Router) -> None:
+    async def main() -> None:
+        subscription = router.subscribe("s")
+        with pytest.raises(asyncio.TimeoutError):
+            await asyncio.wait_for(anext(subscription), 0.05)
+        publish(client, ["s"], range(2))
+        assert ids([await anext(subscription), await anext(subscription)]) == ids_in(client, "s")
+
+    asyncio.run(main())
+
+
+def test_two_readers_of_one_subscription_are_refused(router: Router) -> None:
+    async def main() -> None:
+        subscription = router.subscribe("s")
+        first = asyncio.ensure_future(anext(subscription))
+        await asyncio.sleep(0.01)
+        with pytest.raises(MillstreamError, match="subscribe once more"):
+            await anext(subscription)
+        first.cancel()
+
+    asyncio.run(main())
+
+
+def test_closing_the_router_ends_subscriptions_after_what_they_hold(client: Client, router: Router) -> None:
+    publish(client, ["s"], range(3))
+    subscription, empty = router.subscribe("s"), router.subscribe("nothing")
+    wait_until(lambda: subscription.buffered == 3, "the messages")
+    waiting = threading.Thread(target=lambda: list(empty))
+    waiting.start()
+    assert router.close()
+    waiting.join(20)
+    assert not waiting.is_alive()
+    assert ids(list(subscription)) == ids_in(client, "s")
+    with pytest.raises(ConfigError, match="closed"):
+        router.subscribe("s")
+
+
+def test_nonsense_is_refused(millstream_url: str) -> None:
+    for wrong in ({"buffer": 0}, {"when_full": "shout"}, {"after": "yesterday"}):
+        with pytest.raises(ConfigError):
+            Router(millstream_url).subscribe("s", **wrong)
+    with pytest.raises(ConfigError):
+        Router(millstream_url, reader="magic")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError):
+        ReadPolicy(count=0)
+
+
+def test_figures_reach_the_metrics(client: Client, millstream_url: str, reader: Any) -> None:
+    recorder = Recorder()
+    with make_router(millstream_url, reader, metrics=recorder) as router:
+        subscriptions = [router.subscribe(f"s{n}") for n in range(3)]
+        wait_until(lambda: recorder.value(ROUTER_SUBSCRIPTIONS) == 3, "the gauge")
+        assert len(subscriptions) == 3
+
+
+@pytest.mark.alone
+def test_ten_thousand_come_and_go_in_a_second(client: Client, router: Router) -> None:
+    began = time.perf_counter()
+    for n in range(10_000):
+        router.subscribe(f"s{n}").close()
+    wait_until(lambda: router.figures().subscriptions == 0, "all to be gone")
+    subscription = router.subscribe("s0")
+    publish(client, ["s0"], [0])
+    taken(subscription, 1)
+    assert time.perf_counter() - began < 1.0
+
+
+# --- The pool's measures ---
+
+
+def test_the_pool_grows_with_its_streams_up_to_its_cap(client: Client, millstream_url: str) -> None:
+    pool = PoolPolicy(workers=1, max_workers=3, streams=10, block_ms=20)
+    with Router(millstream_url, reader="pool", pool=pool) as router:
+        first = [router.subscribe(f"s{n}") for n in range(5)]
+        wait_until(lambda: router.figures().connections == 2, "one worker beside the reading connection")
+        more = [router.subscribe(f"t{n}") for n in range(100)]
+        wait_until(lambda: router.figures().connections == 4, "all the workers that are allowed")
+        publish(client, [one.stream for one in first + more], [0])
+        for one in first + more:
+            taken(one, 1)
+        more.clear()
+        del one
+        wait_until(lambda: router.figures().connections <= 3, "the pool to shrink")
+
+
+def test_a_pool_that_does_not_block_works_too(client: Client, millstream_url: str) -> None:
+    pool = PoolPolicy(workers=1, max_workers=1, streams=10, block_ms=None)
+    with Router(millstream_url, reader="pool", pool=pool) as router:
+        subscriptions = [router.subscribe(f"s{n}") for n in range(30)]
+        publish(client, [one.stream for one in subscriptions], range(3))
+        for one in subscriptions:
+            assert ids(taken(one, 3)) == ids_in(client, one.stream)

@@ -1,0 +1,108 @@
+"""The router as a guest of an event loop: the same promises without a thread of its own."""
+
+import asyncio
+import threading
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Any
+
+import pytest
+
+from millstream.client import Client
+from millstream.errors import ConfigError
+from millstream.model import Message
+from millstream.router import Router
+from millstream.server import EmbeddedServer
+from millstream.testing.proxy import Proxy
+from tests.integration.routers import READERS, ids, ids_in, make_router, publish, taken
+
+NAMES = [f"s{n}" for n in range(100)]
+
+
+@pytest.fixture
+def client(millstream_url: str) -> Iterator[Client]:
+    with Client(millstream_url) as connected:
+        yield connected
+
+
+@pytest.fixture(params=READERS)
+def reader(request: pytest.FixtureRequest) -> Any:
+    return request.param
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(20):
+        while not condition():  # noqa: ASYNC110 - what is waited for has no event
+            await asyncio.sleep(0.01)
+
+
+def in_loop(url: str, reader: Any, body: Callable[[Router], Awaitable[None]]) -> None:
+    async def main() -> None:
+        async with make_router(url, reader) as router:
+            await asyncio.wait_for(body(router), 60)
+
+    asyncio.run(main())
+
+
+def test_a_thousand_messages_of_a_hundred_streams_come_whole_and_in_order(client: Client, reader: Any) -> None:
+    async def body(router: Router) -> None:
+        got: dict[str, list[str]] = {name: [] for name in NAMES}
+
+        async def follow(name: str) -> None:
+            async for item in router.subscribe(name, buffer=5):
+                got[name] += ids([item])
+
+        tasks = [asyncio.create_task(follow(name)) for name in NAMES]
+        await asyncio.to_thread(publish, client, NAMES, range(10))
+        await until(lambda: sum(map(len, got.values())) == 1000)
+        assert got == {name: ids_in(client, name) for name in NAMES}
+        before = [thread.name for thread in threading.enumerate()]
+        assert "millstream-router" not in before
+        router.close()
+        await asyncio.gather(*tasks)
+
+    in_loop(client.url, reader, body)
+
+
+def test_broken_connections_are_replaced(millstream_fresh_server: EmbeddedServer, reader: Any) -> None:
+    with Proxy(millstream_fresh_server.port) as proxy, Client(millstream_fresh_server.url) as client:
+
+        async def body(router: Router) -> None:
+            subscriptions = [router.subscribe(name) for name in NAMES]
+            for n in range(5):
+                await asyncio.to_thread(publish, client, NAMES, [n])
+                for one in subscriptions:
+                    assert isinstance(await anext(one), Message)
+                proxy.cut_all()
+
+        in_loop(proxy.url, reader, body)
+
+
+def test_other_threads_and_loops_may_follow_and_close(client: Client, reader: Any) -> None:
+    async def body(router: Router) -> None:
+        def elsewhere() -> None:
+            taken(router.subscribe("s"), 3)
+
+            async def other_loop() -> Any:
+                return await anext(router.subscribe("s"))
+
+            assert isinstance(asyncio.run(other_loop()), Message)
+            assert router.close()
+
+        subscription = router.subscribe("s")
+        waiting = asyncio.create_task(asyncio.to_thread(elsewhere))
+        await asyncio.to_thread(publish, client, ["s"], range(3))
+        await waiting
+        assert [item async for item in subscription]
+
+    in_loop(client.url, reader, body)
+
+
+def test_a_running_router_cannot_move_into_a_loop(client: Client) -> None:
+    async def main(router: Router) -> None:
+        async with router:
+            pass
+
+    with Router(client.url) as router:
+        router.subscribe("s")
+        with pytest.raises(ConfigError, match="before the first subscription"):
+            asyncio.run(main(router))

@@ -1,0 +1,91 @@
+"""Whether entries are missing is decided right, in every case that a stream's counters tell apart."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from millstream.errors import AccessDenied, CommandFailed
+from millstream.router.judging import MISSING, ZERO, Facts, Reading, before, facts_of, judge, number
+from millstream.router.policy import PoolPolicy
+from millstream.wire import slot_of
+
+
+def entry(n: int) -> list[object]:
+    return [b"%d-0" % n, [b"n", b"1"]]
+
+
+def facts(first: int, last: int, *, added: int) -> Facts:
+    """A stream whose ids are 1, 2, 3 ..., of which `first` to `last` are there."""
+    there = range(first, last + 1)
+    ends = (b"%d-0" % first, b"%d-0" % last) if there else (None, None)
+    return Facts(top=b"%d-0" % added, first=ends[0], last=ends[1], length=len(there), added=added, deleted=ZERO)
+
+
+def reading(position: int, ordinal: int | None, got: range, *, present: bool = False) -> Reading:
+    return Reading(b"%d-0" % position, ordinal, present, [entry(n) for n in got], False)
+
+
+@given(st.integers(1, 50), st.integers(0, 50), st.integers(0, 60))
+def test_the_number_of_entries_trimmed_unread_is_exact(position: int, more: int, trimmed: int) -> None:
+    added = position + more
+    trimmed = min(trimmed, added)
+    got = range(max(position, trimmed) + 1, added + 1)
+    there = facts(trimmed + 1, added, added=added)
+    verdict = judge(reading(position, position, got, present=trimmed < position), there)
+    missed = max(0, trimmed - position)
+    assert (verdict.what, verdict.missed) == (("trimmed", missed) if missed else ("sound", None))
+    assert verdict.ordinal == added
+
+
+@pytest.mark.parametrize(
+    ("read", "there", "what"),
+    [
+        (reading(0, None, range(0)), MISSING, "sound"),
+        (reading(5, 5, range(0)), MISSING, "gone"),
+        (reading(5, 5, range(6, 8)), MISSING, "again"),
+        (reading(9, 9, range(0)), facts(1, 3, added=3), "lower"),
+        (reading(5, 5, range(6, 8)), facts(7, 8, added=8), "again"),  # trimmed between the two answers
+        (reading(5, 5, range(6, 8)), Facts(b"7-0", b"6-0", b"7-0", 2, 2, ZERO), "recreated"),
+        (reading(5, None, range(6, 8)), facts(6, 7, added=7), "trimmed"),
+        (reading(5, None, range(6, 8)), Facts(b"7-0", b"6-0", b"7-0", 2, 2, ZERO), "sound"),
+        (reading(5, 5, range(6, 8)), facts(3, 7, added=7), "sound"),  # the entry at the position was deleted
+        (reading(5, 5, range(0)), facts(3, 7, added=7), "again"),
+    ],
+)
+def test_the_cases_are_told_apart(read: Reading, there: Facts, what: str) -> None:
+    if read.position == b"0-0":
+        read = Reading(ZERO, None, True, [], False)
+    assert judge(read, there).what == what
+
+
+@given(st.integers(0, 3), st.integers(0, 3))
+def test_reading_after_the_id_before_finds_the_entry_itself(ms: int, seq: int) -> None:
+    place = b"%d-%d" % (ms, seq)
+    assert number(before(place)) < number(place) or place == ZERO
+    assert before(b"5-0") == b"4-18446744073709551615"
+
+
+def test_counters_are_understood_in_both_protocols() -> None:
+    named = {
+        b"length": 1, b"last-generated-id": b"2-0", b"max-deleted-entry-id": b"1-0", b"entries-added": 2,
+        b"first-entry": entry(2), b"last-entry": entry(2),
+    }  # fmt: skip
+    expected = Facts(top=b"2-0", first=b"2-0", last=b"2-0", length=1, added=2, deleted=b"1-0")
+    assert facts_of(named) == facts_of([part for pair in named.items() for part in pair]) == expected
+    assert facts_of(CommandFailed("a read: ERR no such key")) is MISSING
+    assert facts_of(AccessDenied("no")) is None
+
+
+def test_slots_are_those_of_the_cluster() -> None:
+    assert [slot_of(key) for key in (b"foo", b"{foo}:1", b"{}x", b"123456789")] == [
+        12182,
+        12182,
+        slot_of(b"{}x"),
+        12739,
+    ]
+
+
+def test_nonsense_is_no_policy() -> None:
+    for wrong in ({"workers": 0}, {"workers": 5, "max_workers": 4}, {"streams": 0}, {"block_ms": 0}):
+        with pytest.raises(Exception, match="PoolPolicy"):
+            PoolPolicy(**wrong)
