@@ -165,9 +165,18 @@ def portions(some: Sequence[T], unit_of: Callable[[T], Unit]) -> Iterator[Sequen
         yield some[begin:]
 
 
-def _order(unit: Unit) -> int:
+def _parted(units: Iterable[Unit]) -> tuple[list[Unit], list[Unit]]:
+    """Those without effects, and the others."""
+    bare: list[Unit] = []
+    full: list[Unit] = []
+    for unit in units:
+        (bare if unit.is_bare else full).append(unit)
+    return bare, full
+
+
+def _order(unit: Unit) -> tuple[int, int]:
     ms, _, seq = unit.last_id.partition("-")
-    return (int(ms) << 64) | int(seq)
+    return int(ms), int(seq)
 
 
 def _id_or_none(text: bytes) -> EntryId | None:
@@ -299,8 +308,7 @@ class Ledger:
         """
         calls, ordered = [], []
         for stream, group in units.items():
-            bare = [unit for unit in group if unit.is_bare] if self._worker[0] else []
-            full = [unit for unit in group if not unit.is_bare] if bare else group
+            bare, full = _parted(group) if self._worker[0] else ([], group)
             bare.sort(key=_order)
             args: list[Arg] = [self.token, *self._worker, call, len(bare), *(unit.last_id for unit in bare)]
             for unit in full:

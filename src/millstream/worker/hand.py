@@ -52,6 +52,11 @@ class Hand:
     def __len__(self) -> int:
         return len(self._held)
 
+    def gone(self, deliveries: Iterable[Delivery]) -> set[Delivery]:
+        """Those that are not in hand any more."""
+        held = self._held
+        return {one for one in deliveries if held.get(one.place) is not one}
+
     @property
     def deliveries(self) -> list[Delivery]:
         """All of them, oldest first."""
@@ -184,10 +189,11 @@ class Hand:
     def drop(self, deliveries: Iterable[Delivery]) -> None:
         """Let go of entries that are settled, or lost to another worker."""
         with self._lock:
+            held = self._held
             for delivery in deliveries:
                 # The same entry may have come to this worker once more since.
-                if delivery in self:
-                    del self._held[delivery.place]
+                if held.get(delivery.place) is delivery:
+                    del held[delivery.place]
         if self.buffer.empty() or 2 * self._room() >= self._limit:  # whoever reads need not be woken for less
             self.freed.set()
 

@@ -69,11 +69,12 @@ class Settler:
         failed: dict[ReliableStream, list[Delivery]] = defaultdict(list)
         now_ms = self._clock.monotonic_ms()
         self._report_times(found)
+        gone = self._hand.gone([one for deliveries, _ in found for one in deliveries])
         for deliveries, outcome in found:
             delivery = deliveries[0]
-            if delivery not in self._hand or (len(deliveries) > 1 and not all(one in self._hand for one in deliveries)):
+            if gone and not gone.isdisjoint(deliveries):
                 # It was given up, or lost to another worker, while it ran; the rest of its batch is run again.
-                self._run_again([one for one in deliveries if one in self._hand], now_ms)
+                self._run_again([one for one in deliveries if one not in gone], now_ms)
             elif isinstance(outcome, Again):
                 failed[delivery.stream].append(delivery)
                 delivery.running, delivery.since_ms = False, now_ms
@@ -90,7 +91,7 @@ class Settler:
             self._note(stream, deliveries)
         if units:
             self._commit(units)
-        self._report.ended(sum(len(deliveries) for deliveries, _ in found))
+        self._report.ended(sum([len(deliveries) for deliveries, _ in found]))
 
     def _note(self, stream: ReliableStream, deliveries: Sequence[Delivery]) -> None:
         try:
@@ -130,8 +131,8 @@ class Settler:
 
     def _commit(self, settled: Sequence[Settled]) -> None:
         by_stream: dict[ReliableStream, list[Settled]] = defaultdict(list)
-        for deliveries, unit in settled:
-            by_stream[deliveries[0].stream].append((deliveries, unit))
+        for one_unit in settled:
+            by_stream[one_unit[0][0].stream].append(one_unit)
         for stream, some in by_stream.items():
             # Those of the streams to come are kept in hand meanwhile: it may take long where a server is away.
             for one in _deliveries(some):
@@ -151,14 +152,15 @@ class Settler:
         missing = {id(unit) for unit in refused}
         written = [one for one in some if id(one[1]) not in missing] if missing else some
         dead = [reason for _, unit in written if unit.dead for reason in map(reason_of, unit.dead)]
-        self._report.committed_some(_deliveries(written), dead, took_s)
+        settled = _deliveries(some)
+        self._report.committed_some(_deliveries(written) if missing else settled, dead, took_s)
         if refused:
             self._report.refused_some(len(refused))
             logger.warning(
                 "%d messages of %s were not committed: another worker has taken them over, or they were committed "
                 "before (first: %s)", len(refused), stream.stream, refused[0].first_id,
             )  # fmt: skip
-        self._hand.drop(_deliveries(some))
+        self._hand.drop(settled)
         for deliveries, unit in some if missing else ():
             if len(deliveries) > 1 and id(unit) in missing:
                 self._rescue(stream, deliveries)
