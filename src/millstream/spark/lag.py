@@ -5,7 +5,7 @@ comes one batch late and never for the last one.
 """
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 from millstream.client import Client, Command, Reply, raise_if_error
 from millstream.errors import AccessDenied, CommandFailed, ConfigError, GroupMissing
@@ -14,16 +14,27 @@ from millstream.spark.facts import ask
 from millstream.spark.offsets import Offsets, Position
 
 
-def shown(client: Client, group: str, streams: Iterable[str]) -> Offsets:
-    """Where `group` stands on those of `streams` that have it: what was committed there at least. "" is no group."""
-    positions: Offsets = {}
-    if not group:
-        return positions
+class Standing(NamedTuple):
+    """Where a group stands on one stream, and how many of the entries that it was given nobody has confirmed."""
+
+    at: Position
+    pending: int
+
+
+def standings(client: Client, group: str, streams: Iterable[str]) -> dict[str, Standing]:
+    """Where `group` stands on those of `streams` that have it."""
+    found: dict[str, Standing] = {}
     for stream, groups in _groups(client, streams).items():
         about = next((about for about in groups if about[b"name"] == group.encode()), None)
         if about is not None:
-            positions[stream] = Position(EntryId.parse(about[b"last-delivered-id"]), about[b"entries-read"])
-    return positions
+            at = Position(EntryId.parse(about[b"last-delivered-id"]), about[b"entries-read"])
+            found[stream] = Standing(at, about[b"pending"])
+    return found
+
+
+def shown(client: Client, group: str, streams: Iterable[str]) -> Offsets:
+    """What `group` says was committed at least, on those of `streams` that have it. "" is no group."""
+    return {stream: about.at for stream, about in standings(client, group, streams).items()} if group else {}
 
 
 def _groups(client: Client, streams: Iterable[str]) -> dict[str, list[dict[bytes, Any]]]:

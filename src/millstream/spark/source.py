@@ -16,6 +16,7 @@ from pyspark.sql.streaming.datasource import (
     ReadAllAvailable,
     ReadLimit,
     ReadMaxRows,
+    ReadMinRows,
     SupportsTriggerAvailableNow,
 )
 from pyspark.sql.types import StructType
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 
     from millstream.client import Client
     from millstream.spark.lag import LagGroup
-    from millstream.spark.planner import Planner
+    from millstream.spark.planner import Advance, Planner
     from millstream.spark.ranges import Piece
 
 T = TypeVar("T")
@@ -38,6 +39,7 @@ T = TypeVar("T")
 _BATCH_PATIENCE_MS = 60_000.0
 _IDLE_MS = (50.0, 500.0)
 _IDLE_SHARE = 2.0
+_HELD_S = 0.5
 
 
 class RedisStreamsSource(DataSource):
@@ -138,11 +140,13 @@ class RedisStreamReader(_Side, DataSourceStreamReader, SupportsTriggerAvailableN
         return LagGroup(self._client, self._options.group, ours=self._options.frontier is not None)
 
     def getDefaultReadLimit(self) -> ReadLimit:  # noqa: N802
-        """`maxOffsetsPerTrigger`. Spark's first call: what is wrong with this use of the options is said here."""
+        """What limits a batch. Spark's first call: what is wrong with this use of the options is said here."""
         self._options.check_streaming()
         check_schema(self._options.columns, self._schema)
-        most = self._options.limits.per_trigger
-        return ReadAllAvailable() if most is None else ReadMaxRows(most)
+        limits = self._options.limits
+        if limits.per_trigger is not None:
+            return ReadMaxRows(limits.per_trigger)
+        return ReadAllAvailable() if limits.least_per_trigger is None else ReadMinRows(limits.least_per_trigger)
 
     def prepareForTriggerAvailableNow(self) -> None:  # noqa: N802
         """Fix the end of the query at the entries that are there now."""
@@ -163,21 +167,25 @@ class RedisStreamReader(_Side, DataSourceStreamReader, SupportsTriggerAvailableN
         Everything up to `start` is committed by the sink, so this is when the lag group moves there.
         """
         began = time.monotonic()
-        most = limit.max_rows if isinstance(limit, ReadMaxRows) else None
-        ends = self._patiently(lambda: self._advance(load(start), most))
-        if dump(ends) != start:
-            return dump(ends)
-        if self._target is None:
+        planned = self._patiently(lambda: self._advance(load(start), limit))
+        if dump(planned.ends) != start:
+            return dump(planned.ends)
+        if planned.held_ms:
+            time.sleep(min(planned.held_ms / 1000, _HELD_S))
+        elif self._target is None:
             # Spark asks again at once, 90 times a second; leave Redis alone for longer than asking takes.
             least, most_ms = _IDLE_MS
             time.sleep(min(max((time.monotonic() - began) * _IDLE_SHARE, least / 1000), most_ms / 1000))
         return start
 
-    def _advance(self, start: Offsets, limit: int | None) -> Offsets:
+    def _advance(self, start: Offsets, limit: ReadLimit) -> "Advance":
         self._lag.show(start)
-        ends, tails = self._planner.advance(start, limit=limit, target=self._target)
-        self._latest = dump(tails)
-        return ends
+        most = limit.max_rows if isinstance(limit, ReadMaxRows) else None
+        # Whoever wants all that is available, once or now, has no later batch to wait for.
+        hold = self._target is None and not isinstance(limit, ReadAllAvailable)
+        planned = self._planner.advance(start, limit=most, target=self._target, hold=hold)
+        self._latest = dump(planned.tails)
+        return planned
 
     def reportLatestOffset(self) -> dict[str, Any] | None:  # noqa: N802
         """The newest entries as of the last `latestOffset`, for Spark's progress reports."""
