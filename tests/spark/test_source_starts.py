@@ -10,6 +10,7 @@ from millstream.model import ZERO_ID, EntryId
 from millstream.spark.offsets import Position
 from millstream.spark.options import parse
 from millstream.spark.planner import Planner
+from millstream.spark.selection import Selection
 
 
 @pytest.fixture
@@ -90,7 +91,12 @@ def test_a_batch_read_ends_before_a_time_of_its_own_in_each_stream(client: Clien
     for stream in "abc":
         fill(client, stream, "10-0", "20-0", "30-0")
     plan = planner(client, "a,b,c", endingOffsetsByTimestamp='{"a": 20, "b": 99}', endingOffsets='{"c": "20-0"}')
-    assert [str(plan.ends()[name].id) for name in "abc"] == [f"19-{2**64 - 1}", "30-0", "20-0"]
+    pieces = [piece for task in plan.everything(Selection({})) for piece in task]
+    assert [(piece.stream, str(piece.until)) for piece in pieces] == [
+        ("a", f"19-{2**64 - 1}"),
+        ("b", "30-0"),
+        ("c", "20-0"),
+    ]
 
 
 # --- groups ---

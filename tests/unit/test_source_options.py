@@ -48,7 +48,7 @@ def test_the_url_may_come_from_the_environment() -> None:
         ({"minOffsetsPerTrigger": "8", "maxTriggerDelay": "5 weeks"}, "must be a time like 15m, 30s or 500ms"),
         ({"assign": '{"orders": [0]}'}, 'a stream does not have: name whole streams by option("subscribe", "a,b")'),
         ({"failOnDataLoss": "fasle"}, "must be true or false; did you mean 'false'?"),
-        ({"fieldsAs": "json"}, "must be array or map"),
+        ({"fieldsAs": "maps"}, "must be array or map or json; did you mean 'map'?"),
         ({"mode": "failfats"}, "did you mean 'failfast'?"),
         ({"startingOffsets": "earliset"}, "'earliset' must be earliest, latest, group or an entry id"),
         ({"startingOffsets": "frontier"}, "must be earliest, latest, group or an entry id"),
@@ -140,9 +140,11 @@ def test_the_group_to_begin_at_is_the_query_s_own_unless_another_is_named() -> N
 
 
 def test_what_only_the_other_kind_of_query_can_do_is_refused() -> None:
-    for given in ({"endingOffsets": "latest"}, {"endingTimestamp": "5"}):
+    for given in ({"endingTimestamp": "5"}, {"endingOffsetsByTimestamp": '{"orders": 5}'}, {"endingOffsets": "5"}):
         with pytest.raises(ConfigError, match="does not end"):
             options(**given).check_streaming()
+    with pytest.raises(ConfigError, match=r"is for spark\.read"):
+        options(pushDownPredicate="true").check_streaming()
     for given in ({"startingOffsets": "latest"}, {"startingOffsets": '{"orders": "latest"}'}):
         with pytest.raises(ConfigError, match="leaves nothing to read"):
             options(**given).check_batch()

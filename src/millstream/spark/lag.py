@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from millstream.client import Client, Command, Reply, raise_if_error
-from millstream.errors import AccessDenied, CommandFailed, ConfigError, GroupMissing
+from millstream.errors import AccessDenied, CommandFailed, ConfigError, GroupMissing, WrongType
 from millstream.model import EntryId
 from millstream.spark.facts import ask
 from millstream.spark.offsets import Offsets, Position
@@ -48,10 +48,10 @@ def _groups(client: Client, streams: Iterable[str]) -> dict[str, list[dict[bytes
 
 
 def _answered(reply: Reply) -> Reply:
-    """Let pass what the planner has its own word on: a stream that is gone, or does not exist yet."""
+    """Let pass what the planner has its own word on: a stream that is gone, does not exist yet, or is no stream."""
     if isinstance(reply, AccessDenied):
         raise AccessDenied(f'{reply}; grant XGROUP and XINFO on it, or show no progress: option("group", "")')
-    return reply if isinstance(reply, GroupMissing | CommandFailed) else raise_if_error(reply)
+    return reply if isinstance(reply, GroupMissing | CommandFailed | WrongType) else raise_if_error(reply)
 
 
 class LagGroup:

@@ -13,7 +13,7 @@ from millstream.errors import ConfigError
 from millstream.spark.edges import USUAL, Edges, Moment, read_edges
 from millstream.spark.given import Given
 
-FieldsAs = Literal["array", "map"]
+FieldsAs = Literal["array", "map", "json"]
 LateStart = Literal["error", "latest"]
 
 NAMES = (
@@ -38,12 +38,13 @@ NAMES = (
     "group",
     "fieldsAs",
     "mode",
+    "pushDownPredicate",
     "layout",
     "keyField",
     "frontierApp",
     "frontierHandler",
 )
-_NAMES_SHOWN = 20
+_NAMES_SHOWN = 21
 _UNITS_MS = {"": 1, "ms": 1, "s": 1000, "m": 60_000, "min": 60_000, "h": 3_600_000, "d": 86_400_000}
 _PACKED_ONLY = ("keyField",)
 _COLUMNS_ONLY = ("fieldsAs", "mode")
@@ -84,6 +85,7 @@ class SourceOptions:
 
     * `late_start`: what to do about a stream with no entry at or after the time to start at; None = what is usual
     * `starting_group`: the consumer group that `group` means as a start
+    * `push_down`: filters of a batch read limit what Redis is asked for
     * `frontier`: the app and handler whose commits it must not outrun
     """
 
@@ -98,12 +100,15 @@ class SourceOptions:
     fail_on_data_loss: bool = True
     group: str = "spark-source"
     columns: Columns = Columns()
+    push_down: bool = False
     frontier: tuple[str, str] | None = None
 
     def check_streaming(self) -> None:
         """Raise ConfigError for what only a batch read can do."""
         if self.ending != USUAL:
             raise ConfigError("endingOffsets and endingTimestamp are for spark.read: a streaming query does not end")
+        if self.push_down:
+            raise ConfigError("pushDownPredicate is for spark.read: Spark gives no filters to a streaming source")
 
     def check_batch(self) -> None:
         """Raise ConfigError for what only a streaming query can do."""
@@ -139,6 +144,7 @@ def parse(given: Mapping[str, str], environ: Mapping[str, str] = os.environ) -> 
         fail_on_data_loss=options.flag("failOnDataLoss", True),
         group=options.values.get("group", SourceOptions.group),
         columns=_columns(options),
+        push_down=options.flag("pushDownPredicate", False),
         frontier=frontier,
     )
 
@@ -219,7 +225,7 @@ def _columns(options: Given) -> Columns:
         if name in options.values:
             raise ConfigError(f"option {name} does not go with layout={'packed' if packed else 'columns'}")
     return Columns(
-        fields_as=cast(FieldsAs, options.choice("fieldsAs", ("array", "map"), "array")),
+        fields_as=cast(FieldsAs, options.choice("fieldsAs", ("array", "map", "json"), "array")),
         failfast=options.choice("mode", ("permissive", "failfast"), "permissive") == "failfast",
         packed=packed,
         key_field=options.text("keyField"),

@@ -20,6 +20,7 @@ from millstream.spark.loss import LossPolicy, made_anew
 from millstream.spark.offsets import BEGINNING, Offsets, Position
 from millstream.spark.options import SourceOptions
 from millstream.spark.ranges import Piece, Spread, cut, deal, guess_cuts
+from millstream.spark.selection import Selection
 from millstream.spark.shares import divide
 from millstream.spark.starts import Starts
 from millstream.spark.subscription import Subscription
@@ -51,19 +52,8 @@ class Planner:
     # --- where things stand ---
 
     def starts(self, usual: Edge) -> Offsets:
-        """Where reading begins; `usual` is the edge of streams that the options say nothing about."""
+        """Where a query begins; `usual` is the edge of streams that the options say nothing about."""
         return self._starts.of(survey(self._client, self._subscription.names()), usual)
-
-    def ends(self) -> Offsets:
-        """Where a batch read ends: at `endingOffsets`, else at the newest entry."""
-        edges = self._options.ending
-        ends = self.tails()
-        for name, tail in ends.items():
-            edge = edges.of(name, "latest")
-            last = edge.before if isinstance(edge, Moment) else edge
-            if isinstance(last, EntryId) and last < tail.id:
-                ends[name] = Position(last, None)
-        return ends
 
     def tails(self) -> Offsets:
         """The newest entry of every subscribed stream."""
@@ -154,6 +144,18 @@ class Planner:
         return taken
 
     # --- the tasks of a batch ---
+
+    def everything(self, selection: Selection) -> list[list[Piece]]:
+        """Return what each task of a batch read reads, from `startingOffsets` to `endingOffsets`, of `selection`."""
+        names = [name for name in self._subscription.names() if selection.takes(name)]
+        facts = survey(self._client, names)
+        ends = {name: self._end(name, fact) for name, fact in facts.items() if fact is not None}
+        return self.pieces(*selection.narrow(self._starts.of(facts, "earliest"), ends))
+
+    def _end(self, name: str, facts: StreamFacts) -> Position:
+        edge = self._options.ending.of(name, "latest")
+        last = edge.before if isinstance(edge, Moment) else edge
+        return Position(last, None) if isinstance(last, EntryId) and last < facts.tail.id else facts.tail
 
     def pieces(self, start: Offsets, end: Offsets) -> list[list[Piece]]:
         """Return what each task of the batch between `start` and `end` reads. Raises DataLoss, if told to."""

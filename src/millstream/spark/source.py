@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from pyspark.sql.datasource import DataSource, DataSourceReader, DataSourceStreamReader, InputPartition
+from pyspark.sql.datasource import DataSource, DataSourceReader, DataSourceStreamReader, Filter, InputPartition
 from pyspark.sql.streaming.datasource import (
     ReadAllAvailable,
     ReadLimit,
@@ -24,7 +24,7 @@ from pyspark.sql.types import StructType
 from millstream.spark.garbage import seldom_collected
 from millstream.spark.offsets import Offsets, dump, load
 from millstream.spark.options import SourceOptions, parse
-from millstream.spark.schema import check_schema, default_schema
+from millstream.spark.schema import check_schema, default_schema, shown_columns
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from millstream.spark.lag import LagGroup
     from millstream.spark.planner import Advance, Planner
     from millstream.spark.ranges import Piece
+    from millstream.spark.selection import Selection
 
 T = TypeVar("T")
 
@@ -63,7 +64,8 @@ class RedisStreamsSource(DataSource):
 
     def reader(self, schema: StructType) -> DataSourceReader:
         """What `spark.read` uses."""
-        return RedisBatchReader(self._options, schema)
+        # Spark refuses a reader that could take filters unless it is set to give them.
+        return (FilteringReader if self._options.push_down else RedisBatchReader)(self._options, schema)
 
     def streamReader(self, schema: StructType) -> DataSourceStreamReader:  # noqa: N802 - Spark's name
         """What `spark.readStream` uses."""
@@ -108,21 +110,33 @@ class _Side:
 class RedisBatchReader(_Side, DataSourceReader):
     """Reads the subscribed streams once, between two ends that are fixed when the query is planned."""
 
+    @cached_property
+    def _selection(self) -> "Selection":
+        from millstream.spark.selection import Selection
+
+        shown = shown_columns(self._options.columns, self._schema)
+        return Selection({column: what for what, column in shown.items()})
+
     def partitions(self) -> list[InputPartition]:
         """One partition per task. Raises ConfigError, DataLoss, or RedisError after a minute without Redis."""
         self._options.check_batch()
         check_schema(self._options.columns, self._schema)
-
-        def plan() -> "list[list[Piece]]":
-            start, end = self._planner.starts("earliest"), self._planner.ends()
-            return self._planner.pieces(start, {name: end[name] for name in start if name in end})
-
-        tasks = self._patiently(plan, limit_ms=_BATCH_PATIENCE_MS)
+        tasks = self._patiently(lambda: self._planner.everything(self._selection), limit_ms=_BATCH_PATIENCE_MS)
         return [InputPartition(pieces) for pieces in tasks]
 
     def read(self, partition: InputPartition) -> "Iterator[pa.RecordBatch]":
         """Yield the rows of one partition."""
         return self._read(partition, limit_ms=_BATCH_PATIENCE_MS)
+
+
+class FilteringReader(RedisBatchReader):
+    """Reads once, and only what Spark's filters on stream, id and time leave."""
+
+    def pushFilters(self, filters: list[Filter]) -> Iterator[Filter]:  # noqa: N802
+        """Take what can be taken; yield the filters that Spark has to apply to the rows."""
+        for condition in filters:
+            if not self._selection.add(condition):
+                yield condition
 
 
 class RedisStreamReader(_Side, DataSourceStreamReader, SupportsTriggerAvailableNow):
