@@ -92,6 +92,16 @@ def test_no_row_is_left_out_that_passes_all_filters_and_none_is_kept_that_fails_
         assert all(holds(condition, stream, entry_id) for condition in taken)
 
 
+@pytest.mark.parametrize("kind", ORDERS)
+@pytest.mark.parametrize("us", [4_000, 4_001, 4_999, -1, 0])
+def test_a_time_between_two_milliseconds_bounds_the_ids_exactly(kind: Callable[..., Filter], us: int) -> None:
+    condition = kind(("timestamp",), EPOCH + timedelta(microseconds=us))
+    selection = Selection(COLUMNS)
+    assert selection.add(condition)
+    for entry_id in (EntryId(ms, seq) for ms in range(9) for seq in (0, 2**64 - 1)):
+        assert (selection.least <= entry_id <= selection.most) == holds(condition, "s", entry_id)
+
+
 def test_what_is_no_range_of_ids_or_choice_of_streams_is_left_to_spark() -> None:
     selection = Selection(COLUMNS)
     left = [

@@ -89,6 +89,8 @@ def test_what_waits_is_held_back_for_what_is_left_of_the_delay(client: Client) -
     clock.now_ms += MINUTE_MS
     assert query.planner.advance(query.at, limit=None, target=None, hold=True).held_ms == 14 * MINUTE_MS
     assert query.trigger(hold=False) == 1
+    idle = query.planner.advance(query.at, limit=None, target=None, hold=True)
+    assert idle.held_ms == 0, "nothing is held back, so it is looked at as often as ever"
 
 
 def test_a_limited_batch_waits_too_and_an_end_that_is_fixed_does_not(client: Client) -> None:

@@ -77,7 +77,7 @@ class Planner:
         waiting: dict[str, Waiting] = {}
         for name, at in start.items():
             fact = facts[name]
-            if fact is not None and at == fact.tail:
+            if fact is not None and at.added == fact.added and at.id == fact.last:
                 continue  # the usual case among many streams: all is read, and nothing lost
             if name not in subscribed and (fact is not None or self._subscription.pattern is None):
                 continue  # it was subscribed to once: its place is kept
