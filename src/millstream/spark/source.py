@@ -145,8 +145,8 @@ class RedisStreamReader(_Side, DataSourceStreamReader, SupportsTriggerAvailableN
     def __init__(self, options: SourceOptions, schema: StructType) -> None:
         super().__init__(options, schema)
         self._target: Offsets | None = None
-        # Of 100,000 streams, reading or writing offsets takes half a second; to compare them with the last ones does not.
-        self._loaded: tuple[dict[str, Any], Offsets] = ({}, {})
+        # To read the offsets of 100,000 streams takes a good part of a second; to compare them with the last two does not.
+        self._known: list[tuple[dict[str, Any], Offsets]] = []
         self._tails: tuple[dict[str, Any] | None, Offsets] = (None, {})
 
     @cached_property
@@ -186,8 +186,9 @@ class RedisStreamReader(_Side, DataSourceStreamReader, SupportsTriggerAvailableN
         at = self._load(start)
         planned = self._patiently(lambda: self._advance(at, limit))
         if planned.ends != at:
-            self._loaded = (dump(planned.ends), planned.ends)
-            return self._loaded[0]
+            end = dump(planned.ends)
+            self._know(end, planned.ends)
+            return end
         if planned.held_ms:
             time.sleep(min(planned.held_ms / 1000, _HELD_S))
         elif self._target is None:
@@ -207,9 +208,14 @@ class RedisStreamReader(_Side, DataSourceStreamReader, SupportsTriggerAvailableN
         return planned
 
     def _load(self, raw: dict[str, Any]) -> Offsets:
-        if raw != self._loaded[0]:
-            self._loaded = (raw, load(raw))
-        return self._loaded[1]
+        for known, offsets in self._known:
+            if known == raw:
+                return offsets
+        return self._know(raw, load(raw))
+
+    def _know(self, raw: dict[str, Any], offsets: Offsets) -> Offsets:
+        self._known = [*self._known[-1:], (raw, offsets)]
+        return offsets
 
     def reportLatestOffset(self) -> dict[str, Any] | None:  # noqa: N802
         """The newest entries as of the last `latestOffset`, for Spark's progress reports."""
