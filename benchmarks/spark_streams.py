@@ -1,10 +1,12 @@
 """10,000 streams drained by one streaming query in limited batches, against a pipelined raw XRANGE of each.
 
+`python -m benchmarks.spark_streams STREAMS [ENTRIES_EACH]` measures another number of them.
 `plan_seconds` is the longest that Spark waited for the source to plan a batch (the end of the batch, and who reads
 what), as its own progress reports say. The session is warm; the raw loop asks for 100 streams in a round trip.
 """
 
 import json
+import sys
 import tempfile
 import time
 from typing import Any
@@ -70,4 +72,5 @@ def _raw(client: Client, names: list[str]) -> float:
 
 
 if __name__ == "__main__":
-    print(json.dumps(run()))
+    sizes = dict(zip(("streams", "entries_each"), map(int, sys.argv[1:]), strict=False))
+    print(json.dumps(run(**sizes)))

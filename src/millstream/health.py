@@ -149,7 +149,9 @@ class Health:
 
 
 class HealthServer:
-    """Serves `/healthz`, `/readyz` and, given a recorder, `/metrics` from a thread, until `close`. A context manager.
+    """Serves `/healthz` and `/readyz`, given a health, and `/metrics`, given a recorder, from a thread, until `close`.
+
+    A context manager.
 
     * `host`, `port`: where it listens; 0 finds a free port. The pages need no password: think before you leave 127.0.0.1
 
@@ -157,13 +159,15 @@ class HealthServer:
     """
 
     def __init__(
-        self, health: Health, recorder: Recorder | None = None, *, host: str = "127.0.0.1", port: int = 0
+        self, health: Health | None, recorder: Recorder | None = None, *, host: str = "127.0.0.1", port: int = 0
     ) -> None:
         pages = _pages(health, recorder)
         try:
             self._server = make_server(host, port, pages, _Server, _Requests)
         except (OSError, OverflowError) as error:
-            raise ServerError(f"cannot serve health on {host}:{port} ({error}); choose another port") from error
+            raise ServerError(
+                f"cannot serve health or metrics on {host}:{port} ({error}); choose another port"
+            ) from error
         self.url = f"http://{host}:{self._server.server_port}"
         self._thread = threading.Thread(
             target=self._server.serve_forever, kwargs={"poll_interval": 0.1}, name="millstream-health", daemon=True
@@ -199,7 +203,7 @@ class _Requests(WSGIRequestHandler):
         """Say nothing: a probe comes every few seconds."""
 
 
-def _pages(health: Health, recorder: Recorder | None) -> "WSGIApplication":
+def _pages(health: Health | None, recorder: Recorder | None) -> "WSGIApplication":
     metrics = None if recorder is None else _metrics_page(recorder)
 
     def serve(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
@@ -208,7 +212,7 @@ def _pages(health: Health, recorder: Recorder | None) -> "WSGIApplication":
             return _answer(start_response, "405 Method Not Allowed", b'{"error":"only GET"}')
         if path == "/metrics" and metrics is not None:
             return metrics(environ, start_response)
-        if path not in ("/healthz", "/readyz"):
+        if path not in ("/healthz", "/readyz") or health is None:
             return _answer(start_response, "404 Not Found", b'{"error":"try /healthz, /readyz or /metrics"}')
         reasons = health.failures() if path == "/healthz" else health.unreadiness()
         return _answer(start_response, "503 Service Unavailable" if reasons else "200 OK", health.page(reasons))

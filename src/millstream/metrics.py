@@ -3,7 +3,7 @@
 An engine reports to a `Metrics`, which does nothing; where somebody listens, it is a `Recorder`, which a Prometheus
 registry takes as a collector. Names and units follow Prometheus' own rules ("Metric and label naming"): base units,
 `_total` for counters. No label is a key or a stream, since there may be 100,000 of either, and a figure for each
-combination of labels stays in memory for good.
+combination of labels stays in memory for good. The one exception has a reporter that forgets all but a few.
 """
 
 import threading
@@ -124,6 +124,19 @@ ROUTER_RESWEPT = _counter("router_streams_reswept", "times", "Streams read witho
 ROUTER_GAPS = _counter("router_gaps", "times", "Entries were gone before they were read, by reason.", "reason")
 ROUTER_DROPPED = _counter("router_messages_dropped", "messages", "Dropped for subscribers that asked for it, too slow.")
 
+SPARK_ROWS = _counter("spark_rows", "messages", "Read by the batches of a query, as Spark counts them.", "query")
+SPARK_BATCH_SECONDS = _seconds("spark_batch", "One batch of a query, planning included.", _LONG, "query")
+SPARK_BEHIND = _gauge(
+    "spark_behind_messages",
+    "messages",
+    "Newer than what the last batch read, of its streams: the min, avg, max and sum; NaN if unknown.",
+    "query",
+    "of",
+)
+SPARK_STREAM_BEHIND = _gauge(
+    "spark_stream_behind_messages", "messages", "The same for the streams that are furthest behind.", "query", "stream"
+)
+
 RECONNECTS = _counter("redis_reconnects", "times", "Consumption resumed after Redis had been away.")
 REDIS_ERRORS = _counter("redis_errors", "times", "Reads refused or unanswered, by class of error.", "error")
 
@@ -143,6 +156,9 @@ class Metrics:
 
     def set(self, metric: Metric, value: float, /, **labels: str) -> None:
         """Say what a gauge stands at."""
+
+    def forget(self, metric: Metric, /, **labels: str) -> None:
+        """Say no more what a gauge stands at."""
 
     def observe(self, metric: Metric, value: float, /, **labels: str) -> None:
         """Put one value into a histogram, in its unit."""
@@ -195,6 +211,12 @@ class Recorder(Metrics):
         key = _key(metric, "gauge", labels)
         with self._lock:
             self._of(metric).numbers[key] = value
+
+    def forget(self, metric: Metric, /, **labels: str) -> None:
+        """Say no more what a gauge stands at."""
+        key = _key(metric, "gauge", labels)
+        with self._lock:
+            self._of(metric).numbers.pop(key, None)
 
     def observe(self, metric: Metric, value: float, /, **labels: str) -> None:
         """Put one value into a histogram, in its unit."""

@@ -1,5 +1,7 @@
 """`spark.read` of Redis Streams: the rows are what was written, in every form that they can be asked for."""
 
+import base64
+import json
 from datetime import datetime
 
 import msgspec
@@ -63,6 +65,26 @@ def test_fields_as_a_map_keep_the_last_of_a_repeated_name(bench: Bench) -> None:
     assert {name: bytes(value) for name, value in maps[1].items()} == {"empty": b"", "": b"no name"}
     assert {name: bytes(value) for name, value in maps[2].items()} == {"\ufffd\ufffd": b"\xc3\x28"}
     assert {name: bytes(value) for name, value in maps[3].items()} == {"twice": b"1"}
+
+
+def test_fields_as_json_lose_nothing_but_the_first_of_a_repeated_name(bench: Bench) -> None:
+    bench.add_raw("odd", [*ODD, ["text", 'quotes " \\ and\nlines', "é", "\u2028"]])
+    rows = bench.read("odd", fieldsAs="json").orderBy("id_ms", "id_seq").collect()
+    objects = [json.loads(row["fields"]) for row in rows]
+    assert base64.b64decode(objects[0]["binary"]["base64"]) == bytes(range(256))
+    assert objects[1] == {"empty": "", "": "no name"}
+    assert objects[2] == {"\ufffd\ufffd": {"base64": base64.b64encode(b"\xc3\x28").decode()}}
+    assert objects[3] == {"twice": "1"}
+    assert objects[5] == {f"f{n}": str(n) for n in range(500)}
+    assert objects[-1] == {"text": 'quotes " \\ and\nlines', "é": "\u2028"}
+    frame = bench.read("odd", fieldsAs="json")
+    assert frame.schema["fields"].dataType.simpleString() == "string"
+    found = frame.selectExpr(
+        "cast(from_json(fields, 'f7 string').f7 as int) as n",
+        "unbase64(get_json_object(fields, '$.binary.base64')) as b",
+    ).collect()
+    assert [row["n"] for row in found if row["n"] is not None] == [7]
+    assert [bytes(row["b"]) for row in found if row["b"] is not None] == [bytes(range(256))]
 
 
 TYPED = (

@@ -4,7 +4,8 @@ import pytest
 
 from millstream.errors import ConfigError
 from millstream.model import ZERO_ID, EntryId
-from millstream.spark.options import Columns, Edges, SourceOptions, parse
+from millstream.spark.edges import Edges, Moment
+from millstream.spark.options import Columns, Limits, SourceOptions, parse
 
 URL = "redis://127.0.0.1:6379/0"
 
@@ -40,17 +41,32 @@ def test_the_url_may_come_from_the_environment() -> None:
         ({"subscribe": ""}, "option subscribe is empty"),
         ({"maxOffsetsPerTrigger": "0"}, "must be a whole number of 1 or more"),
         ({"minPartitions": "two"}, "must be a whole number of 1 or more"),
+        ({"minOffsetsPerTrigger": "0"}, "must be a whole number of 1 or more"),
+        ({"minOffsetsPerTrigger": "8", "maxOffsetsPerTrigger": "7"}, "minOffsetsPerTrigger=8 is more than"),
+        ({"maxTriggerDelay": "1m"}, "is how long minOffsetsPerTrigger may wait"),
+        ({"minOffsetsPerTrigger": "8", "maxTriggerDelay": "soon"}, "must be a time like 15m, 30s or 500ms"),
+        ({"minOffsetsPerTrigger": "8", "maxTriggerDelay": "5 weeks"}, "must be a time like 15m, 30s or 500ms"),
+        ({"assign": '{"orders": [0]}'}, 'a stream does not have: name whole streams by option("subscribe", "a,b")'),
         ({"failOnDataLoss": "fasle"}, "must be true or false; did you mean 'false'?"),
-        ({"fieldsAs": "json"}, "must be array or map"),
+        ({"fieldsAs": "maps"}, "must be array or map or json; did you mean 'map'?"),
         ({"mode": "failfats"}, "did you mean 'failfast'?"),
-        ({"startingOffsets": "earliset"}, "'earliset' must be earliest, latest or an entry id"),
-        ({"startingOffsets": "frontier"}, "must be earliest, latest or an entry id"),
+        ({"startingOffsets": "earliset"}, "'earliset' must be earliest, latest, group or an entry id"),
+        ({"startingOffsets": "frontier"}, "must be earliest, latest, group or an entry id"),
         ({"startingOffsets": "{nonsense"}, "is not JSON like"),
         ({"startingOffsets": '{"order": "latest"}'}, "not subscribed to; did you mean 'orders'?"),
         ({"startingOffsets": '{"orders": 5}'}, "5 must be earliest"),
         ({"startingOffsets": "5-x"}, "is not an entry id"),
         ({"endingOffsets": "earliest"}, "must be latest or an entry id"),
+        ({"startingOffsets": '["orders"]'}, "must be earliest"),
         ({"startingTimestamp": "yesterday"}, "milliseconds since 1970 or a time like"),
+        ({"startingOffsetsByTimestamp": "5"}, "must be JSON like"),
+        ({"startingOffsetsByTimestamp": '{"orders": {"0": 5}}'}, "milliseconds since 1970 or a time like"),
+        ({"startingOffsetsByTimestamp": '{"orders": -5}'}, "milliseconds since 1970 or a time like"),
+        ({"startingOffsetsByTimestamp": '{"ordres": 5}'}, "not subscribed to; did you mean 'orders'?"),
+        ({"startingOffsetsByTimestampStrategy": "latest"}, "give one of them"),
+        ({"startingTimestamp": "5", "startingOffsetsByTimestampStrategy": "last"}, "must be error or latest"),
+        ({"startingGroup": "workers"}, "is read with startingOffsets=group only"),
+        ({"startingOffsets": "group", "group": ""}, 'say which one by option("startingGroup", NAME)'),
         ({"keyField": "k"}, "does not go with layout=columns"),
         ({"layout": "packed", "fieldsAs": "map"}, "does not go with layout=packed"),
         ({"frontierApp": "a"}, "go together"),
@@ -85,21 +101,53 @@ def test_starts_are_words_ids_or_json_per_stream() -> None:
     "text", ["1357000000000", "2013-01-01T00:26:40Z", "2013-01-01T00:26:40", "2013-01-01T01:26:40+01:00"]
 )
 def test_a_time_includes_the_entries_of_its_millisecond_at_the_start_and_not_at_the_end(text: str) -> None:
-    before = EntryId(1356999999999, 2**64 - 1)
+    moment = Moment(1357000000000)
     found = options(startingTimestamp=text, startingOffsets="latest", endingTimestamp=text)
-    assert (found.starting, found.ending) == (Edges(default=before), Edges(default=before))
+    assert (found.starting, found.ending) == (Edges(default=moment), Edges(default=moment))
+    assert moment.before == EntryId(1356999999999, 2**64 - 1)
 
 
 def test_time_zero_is_the_beginning() -> None:
-    assert options(startingTimestamp="0").starting == Edges(default=ZERO_ID)
+    assert Moment(0).before == ZERO_ID
+
+
+@pytest.mark.parametrize("side", ["starting", "ending"])
+def test_a_time_for_all_goes_before_a_time_for_one_and_that_before_an_offset(side: str) -> None:
+    given = {
+        f"{side}Offsets": '{"a": "1-0", "b": "2-0"}',
+        f"{side}OffsetsByTimestamp": '{"b": 7, "c": "1970-01-01T00:00:00.009Z"}',
+    }
+    found = options(subscribe="a,b,c,d", **given)
+    edges = found.starting if side == "starting" else found.ending
+    usual = [edges.of(name, "latest") for name in "abcd"]
+    assert usual == [EntryId(1, 0), Moment(7), Moment(9), "latest"]
+    found = options(subscribe="a,b,c,d", **given, **{f"{side}Timestamp": "5"})
+    edges = found.starting if side == "starting" else found.ending
+    assert {edges.of(name, "latest") for name in "abcd"} == {Moment(5)}
+
+
+def test_limits_of_a_batch_are_those_of_the_kafka_source() -> None:
+    assert options(minOffsetsPerTrigger="8").limits == Limits(least_per_trigger=8, most_delay_ms=900_000)
+    for text, ms in {"2m": 120_000, "30 s": 30_000, "500ms": 500, "7": 7, "1H": 3_600_000, "0s": 0}.items():
+        assert options(minOffsetsPerTrigger="8", maxTriggerDelay=text).limits.most_delay_ms == ms
+
+
+def test_the_group_to_begin_at_is_the_query_s_own_unless_another_is_named() -> None:
+    assert options(startingOffsets="group").starting_group == "spark-source"
+    assert options(startingOffsets="group", group="mine").starting_group == "mine"
+    found = options(startingOffsets='{"orders": "GROUP"}', startingGroup="workers", group="")
+    assert (found.starting_group, found.starting.of("orders", "latest")) == ("workers", "group")
 
 
 def test_what_only_the_other_kind_of_query_can_do_is_refused() -> None:
-    for given in ({"endingOffsets": "latest"}, {"endingTimestamp": "5"}):
+    for given in ({"endingTimestamp": "5"}, {"endingOffsetsByTimestamp": '{"orders": 5}'}, {"endingOffsets": "5"}):
         with pytest.raises(ConfigError, match="does not end"):
             options(**given).check_streaming()
+    with pytest.raises(ConfigError, match=r"is for spark\.read"):
+        options(pushDownPredicate="true").check_streaming()
     for given in ({"startingOffsets": "latest"}, {"startingOffsets": '{"orders": "latest"}'}):
         with pytest.raises(ConfigError, match="leaves nothing to read"):
             options(**given).check_batch()
-    with pytest.raises(ConfigError, match=r"for spark\.readStream"):
-        options(maxOffsetsPerTrigger="5").check_batch()
+    for name in ("maxOffsetsPerTrigger", "minOffsetsPerTrigger"):
+        with pytest.raises(ConfigError, match=r"for spark\.readStream"):
+            options(**{name: "5"}).check_batch()

@@ -6,7 +6,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,10 +16,12 @@ import typer
 from rich.console import Console
 from rich.live import Live
 
-from millstream.app import load_app
+from millstream.app import App, load_app
 from millstream.bell import Bell
 from millstream.commands.options import DEFAULT_URL, Json, Url
 from millstream.errors import ConfigError
+from millstream.health import HealthServer
+from millstream.metrics import NOBODY, Metrics, Recorder
 
 _COUNTED = ("messages", "committed", "dead", "retries")
 
@@ -113,6 +115,7 @@ AllowLoss = Annotated[
 Conf = Annotated[list[str] | None, typer.Option(help="A Spark setting, KEY=VALUE; may be repeated.")]
 BellUrl = Annotated[str, typer.Option(help="POST a JSON summary there when dead letters arrive.")]
 BellCommand = Annotated[str, typer.Option(help="Run this command then, with the summary on its stdin.")]
+MetricsPort = Annotated[int, typer.Option(help="Serve /metrics for Prometheus on 127.0.0.1 at this port.")]
 SparkLog = Annotated[bool, typer.Option("--spark-log", help="Show Spark's own warnings and errors.")]
 
 
@@ -131,6 +134,7 @@ def run(
     conf: Conf = None,
     bell_url: BellUrl = "",
     bell_command: BellCommand = "",
+    metrics_port: MetricsPort = 0,
     as_json: Json = False,
     spark_log: SparkLog = False,
 ) -> None:
@@ -141,6 +145,7 @@ def run(
     app = load_app(target)
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s", stream=sys.stderr)
     try:
+        from millstream.spark.listener import QueryMetrics
         from millstream.spark.preparing import check_runnable
         from millstream.spark.runner import Runner, RunSettings
         from millstream.spark.session import local_master
@@ -159,19 +164,42 @@ def run(
     check_runnable(app.handlers.values())  # before Java starts, which takes its time
     where = master or local_master(app.handlers.values())
     with (
+        _figures(metrics_port) as metrics,
         _orderly_stop() as stopping,
         _session(stopping, app.name, master=where, conf=settings, verbose=spark_log) as spark,
         Progress(as_json=as_json) as progress,
         Bell(bell_url or None, bell_command or None) as bell,
     ):
+        if spark is not None:
+            if metrics:
+                spark.streams.addListener(QueryMetrics(metrics))
+            on_event = _telling(app, progress, bell, metrics or NOBODY)
+            Runner(app, spark, run_settings, on_event=on_event, on_watch=progress.show, stopping=stopping).run()
 
-        def on_event(event: Mapping[str, Any]) -> None:
-            progress.event(event)
-            if event["event"] == "batch" and event["dead"]:
+
+@contextmanager
+def _figures(port: int) -> Iterator[Recorder | None]:
+    """What keeps figures and serves them at `port` for the time of the block; None for port 0."""
+    if not port:
+        yield None
+        return
+    recorder = Recorder()
+    with HealthServer(None, recorder, port=port):
+        yield recorder
+
+
+def _telling(app: App, progress: Progress, bell: Bell, metrics: Metrics) -> Callable[[Mapping[str, Any]], None]:
+    """What takes the events of the runner, and tells all who want to know."""
+    from millstream.spark.listener import report_batch
+
+    def on_event(event: Mapping[str, Any]) -> None:
+        progress.event(event)
+        if event["event"] == "batch":
+            report_batch(metrics, app.handlers[event["handler"]].label, event)
+            if event["dead"]:
                 bell.ring({"app": app.name, "handler": event["handler"], "dead": event["dead"]})
 
-        if spark is not None:
-            Runner(app, spark, run_settings, on_event=on_event, on_watch=progress.show, stopping=stopping).run()
+    return on_event
 
 
 @contextmanager

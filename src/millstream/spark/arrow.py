@@ -27,7 +27,8 @@ Fields = list[list[bytes]]
 
 TIMESTAMP = pa.timestamp("us", tz="UTC")
 _GREATEST_LONG = 2**63 - 1
-_GREATEST_TIMESTAMP_MS = _GREATEST_LONG // 1000
+GREATEST_TIMESTAMP_MS = _GREATEST_LONG // 1000
+"""The last millisecond that Spark has a timestamp for: later ones are null there."""
 
 
 ColumnMaker = Callable[[Fields], dict[str, pa.Array]]
@@ -89,7 +90,7 @@ def split_ids(ids: Ids) -> tuple[pa.Array, pa.Array]:
 
 def _timestamps(ms: pa.Array) -> pa.Array:
     # Ids need not be times: what is too great for one has none.
-    fits = pc.less_equal(ms, _GREATEST_TIMESTAMP_MS)
+    fits = pc.less_equal(ms, GREATEST_TIMESTAMP_MS)
     ms = ms if pc.all(fits).as_py() in (True, None) else pc.if_else(fits, ms, pa.scalar(None, pa.int64()))
     return pc.multiply(ms, 1000).cast(TIMESTAMP)
 
@@ -115,6 +116,28 @@ def map_columns(fields: Fields, *, schema: pa.Schema) -> dict[str, pa.Array]:
     names = pa.array([name.decode("utf-8", "replace") for one in maps for name in one], pa.string())
     values = pa.array([value for one in maps for value in one.values()], pa.binary())
     return {"fields": pa.MapArray.from_arrays(pa.array(sizes), names, values, type=schema.field("fields").type)}
+
+
+def json_columns(fields: Fields) -> dict[str, pa.Array]:
+    """All fields of an entry as one JSON object; a value that is no UTF-8 becomes {"base64": ...}."""
+    encode = msgspec.json.Encoder().encode
+    return {"fields": pa.array([encode(_readable(some)) for some in fields], pa.binary()).cast(pa.string())}
+
+
+def _readable(some: list[bytes]) -> dict[str, object]:
+    try:
+        return dict(
+            zip([str(name, "utf-8") for name in some[0::2]], [str(it, "utf-8") for it in some[1::2]], strict=True)
+        )
+    except UnicodeDecodeError:
+        return {str(name, "utf-8", "replace"): _text(it) for name, it in zip(some[0::2], some[1::2], strict=True)}
+
+
+def _text(value: bytes) -> object:
+    try:
+        return str(value, "utf-8")
+    except UnicodeDecodeError:
+        return {"base64": value}  # bytes are base64 to msgspec
 
 
 def packed_columns(fields: Fields, *, key_field: bytes | None) -> dict[str, pa.Array]:

@@ -5,25 +5,36 @@ comes one batch late and never for the last one.
 """
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 from millstream.client import Client, Command, Reply, raise_if_error
-from millstream.errors import AccessDenied, CommandFailed, ConfigError, GroupMissing
+from millstream.errors import AccessDenied, CommandFailed, ConfigError, GroupMissing, WrongType
 from millstream.model import EntryId
 from millstream.spark.facts import ask
 from millstream.spark.offsets import Offsets, Position
 
 
-def shown(client: Client, group: str, streams: Iterable[str]) -> Offsets:
-    """Where `group` stands on those of `streams` that have it: what was committed there at least. "" is no group."""
-    positions: Offsets = {}
-    if not group:
-        return positions
+class Standing(NamedTuple):
+    """Where a group stands on one stream, and how many of the entries that it was given nobody has confirmed."""
+
+    at: Position
+    pending: int
+
+
+def standings(client: Client, group: str, streams: Iterable[str]) -> dict[str, Standing]:
+    """Where `group` stands on those of `streams` that have it."""
+    found: dict[str, Standing] = {}
     for stream, groups in _groups(client, streams).items():
         about = next((about for about in groups if about[b"name"] == group.encode()), None)
         if about is not None:
-            positions[stream] = Position(EntryId.parse(about[b"last-delivered-id"]), about[b"entries-read"])
-    return positions
+            at = Position(EntryId.parse(about[b"last-delivered-id"]), about[b"entries-read"])
+            found[stream] = Standing(at, about[b"pending"])
+    return found
+
+
+def shown(client: Client, group: str, streams: Iterable[str]) -> Offsets:
+    """What `group` says was committed at least, on those of `streams` that have it. "" is no group."""
+    return {stream: about.at for stream, about in standings(client, group, streams).items()} if group else {}
 
 
 def _groups(client: Client, streams: Iterable[str]) -> dict[str, list[dict[bytes, Any]]]:
@@ -37,10 +48,10 @@ def _groups(client: Client, streams: Iterable[str]) -> dict[str, list[dict[bytes
 
 
 def _answered(reply: Reply) -> Reply:
-    """Let pass what the planner has its own word on: a stream that is gone, or does not exist yet."""
+    """Let pass what the planner has its own word on: a stream that is gone, does not exist yet, or is no stream."""
     if isinstance(reply, AccessDenied):
         raise AccessDenied(f'{reply}; grant XGROUP and XINFO on it, or show no progress: option("group", "")')
-    return reply if isinstance(reply, GroupMissing | CommandFailed) else raise_if_error(reply)
+    return reply if isinstance(reply, GroupMissing | CommandFailed | WrongType) else raise_if_error(reply)
 
 
 class LagGroup:

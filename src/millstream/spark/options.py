@@ -3,66 +3,63 @@
 Names follow Spark's Kafka source where the meaning is the same. `docs/spark-source.md` describes each.
 """
 
-import json
 import os
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from datetime import UTC, datetime
+from dataclasses import dataclass
 from typing import Literal, cast
 
 from millstream.errors import ConfigError
-from millstream.model import ZERO_ID, EntryId
-from millstream.spark.given import Given, near
+from millstream.spark.edges import USUAL, Edges, Moment, read_edges
+from millstream.spark.given import Given
 
-Word = Literal["earliest", "latest", "frontier"]
-Edge = Word | EntryId
-"""Where reading starts or ends: a word, or the id of the last entry before the start, or at the end."""
+FieldsAs = Literal["array", "map", "json"]
+LateStart = Literal["error", "latest"]
 
-FieldsAs = Literal["array", "map"]
-
-_GREATEST_SEQ = 2**64 - 1
 NAMES = (
     "url",
     "subscribe",
     "subscribePattern",
+    "assign",
     "startingOffsets",
     "startingTimestamp",
+    "startingOffsetsByTimestamp",
+    "startingOffsetsByTimestampStrategy",
+    "startingGroup",
     "endingOffsets",
     "endingTimestamp",
+    "endingOffsetsByTimestamp",
     "maxOffsetsPerTrigger",
+    "minOffsetsPerTrigger",
+    "maxTriggerDelay",
     "minPartitions",
     "maxRecordsPerPartition",
     "failOnDataLoss",
     "group",
     "fieldsAs",
     "mode",
+    "pushDownPredicate",
     "layout",
     "keyField",
     "frontierApp",
     "frontierHandler",
 )
-_NAMES_SHOWN = 14
+_NAMES_SHOWN = 21
+_UNITS_MS = {"": 1, "ms": 1, "s": 1000, "m": 60_000, "min": 60_000, "h": 3_600_000, "d": 86_400_000}
 _PACKED_ONLY = ("keyField",)
 _COLUMNS_ONLY = ("fieldsAs", "mode")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Edges:
-    """A start or an end: `default` for every stream that `streams` does not name; None = what is usual there."""
-
-    default: Edge | None = None
-    streams: Mapping[str, Edge] = field(default_factory=dict)
-
-    def of(self, stream: str, usual: Edge) -> Edge:
-        """The edge of one stream."""
-        return self.streams.get(stream, self.default or usual)
-
-
-@dataclass(frozen=True, kw_only=True)
 class Limits:
-    """Entries per batch, tasks per batch, entries per task; None = no limit of that kind."""
+    """Entries per batch, tasks per batch, entries per task; None = no limit of that kind.
+
+    A batch of fewer than `least_per_trigger` waits for more, until `most_delay_ms` after the last one.
+    """
 
     per_trigger: int | None = None
+    least_per_trigger: int | None = None
+    most_delay_ms: float = 900_000.0
     min_partitions: int | None = None
     per_partition: int | None = None
 
@@ -84,30 +81,43 @@ class Columns:
 
 @dataclass(frozen=True, kw_only=True)
 class SourceOptions:
-    """Everything that the source was told. `frontier` names the app and handler whose commits it must not outrun."""
+    """Everything that the source was told.
+
+    * `late_start`: what to do about a stream with no entry at or after the time to start at; None = what is usual
+    * `starting_group`: the consumer group that `group` means as a start
+    * `push_down`: filters of a batch read limit what Redis is asked for
+    * `frontier`: the app and handler whose commits it must not outrun
+    """
 
     url: str
     streams: tuple[str, ...] = ()
     pattern: str | None = None
-    starting: Edges = Edges()
-    ending: Edges = Edges()
+    starting: Edges = USUAL
+    late_start: LateStart | None = None
+    starting_group: str | None = None
+    ending: Edges = USUAL
     limits: Limits = Limits()
     fail_on_data_loss: bool = True
     group: str = "spark-source"
     columns: Columns = Columns()
+    push_down: bool = False
     frontier: tuple[str, str] | None = None
 
     def check_streaming(self) -> None:
         """Raise ConfigError for what only a batch read can do."""
-        if self.ending != Edges():
+        if self.ending != USUAL:
             raise ConfigError("endingOffsets and endingTimestamp are for spark.read: a streaming query does not end")
+        if self.push_down:
+            raise ConfigError("pushDownPredicate is for spark.read: Spark gives no filters to a streaming source")
 
     def check_batch(self) -> None:
         """Raise ConfigError for what only a streaming query can do."""
-        if "latest" in (self.starting.default, *self.starting.streams.values()):
+        if self.starting.names("latest"):
             raise ConfigError("startingOffsets=latest leaves nothing to read for spark.read: use earliest or an id")
         if self.limits.per_trigger is not None:
             raise ConfigError("maxOffsetsPerTrigger is for spark.readStream; spark.read ends at endingOffsets")
+        if self.limits.least_per_trigger is not None:
+            raise ConfigError("minOffsetsPerTrigger is for spark.readStream; spark.read reads what is there")
 
 
 def parse(given: Mapping[str, str], environ: Mapping[str, str] = os.environ) -> SourceOptions:
@@ -120,25 +130,31 @@ def parse(given: Mapping[str, str], environ: Mapping[str, str] = os.environ) -> 
     url = options.url(environ)
     streams, pattern = _subscription(options)
     frontier = _frontier(options)
+    words = ("earliest", "latest", "group", *(("frontier",) if frontier else ()))
+    starting = read_edges(options, "starting", streams, words)
     return SourceOptions(
         url=url,
         streams=streams,
         pattern=pattern,
-        starting=_edges(options, "starting", streams, frontier is not None),
-        ending=_edges(options, "ending", streams, False),
-        limits=Limits(
-            per_trigger=options.number("maxOffsetsPerTrigger"),
-            min_partitions=options.number("minPartitions"),
-            per_partition=options.number("maxRecordsPerPartition"),
-        ),
+        starting=starting,
+        late_start=_late_start(options, starting),
+        starting_group=_starting_group(options, starting),
+        ending=read_edges(options, "ending", streams, ("latest",)),
+        limits=_limits(options),
         fail_on_data_loss=options.flag("failOnDataLoss", True),
         group=options.values.get("group", SourceOptions.group),
         columns=_columns(options),
+        push_down=options.flag("pushDownPredicate", False),
         frontier=frontier,
     )
 
 
 def _subscription(options: Given) -> tuple[tuple[str, ...], str | None]:
+    if "assign" in options.values:
+        raise ConfigError(
+            "option assign names partitions, which a stream does not have: name whole streams by "
+            'option("subscribe", "a,b"), and where to begin in each by startingOffsets'
+        )
     listed, pattern = options.text("subscribe"), options.text("subscribePattern")
     if (listed is None) == (pattern is None):
         raise ConfigError(
@@ -149,6 +165,51 @@ def _subscription(options: Given) -> tuple[tuple[str, ...], str | None]:
     if listed and not names:
         raise ConfigError(f"option subscribe={listed!r} names no stream")
     return names, pattern
+
+
+def _limits(options: Given) -> Limits:
+    most, least = options.number("maxOffsetsPerTrigger"), options.number("minOffsetsPerTrigger")
+    if most is not None and least is not None and least > most:
+        raise ConfigError(f"minOffsetsPerTrigger={least} is more than maxOffsetsPerTrigger={most}: no batch is both")
+    delay = options.text("maxTriggerDelay")
+    if delay is not None and least is None:
+        raise ConfigError("option maxTriggerDelay is how long minOffsetsPerTrigger may wait: give that one too")
+    return Limits(
+        per_trigger=most,
+        least_per_trigger=least,
+        most_delay_ms=Limits.most_delay_ms if delay is None else _duration_ms("maxTriggerDelay", delay),
+        min_partitions=options.number("minPartitions"),
+        per_partition=options.number("maxRecordsPerPartition"),
+    )
+
+
+def _duration_ms(name: str, text: str) -> int:
+    """A length of time as Spark writes it: 15m, 30s, 500ms; a number alone is milliseconds."""
+    found = re.fullmatch(r"(\d{1,12})\s*([a-z]*)", text.lower(), re.ASCII)
+    if found is None or found[2] not in _UNITS_MS:
+        raise ConfigError(f"option {name}={text!r} must be a time like 15m, 30s or 500ms")
+    return int(found[1]) * _UNITS_MS[found[2]]
+
+
+def _late_start(options: Given, starting: Edges) -> LateStart | None:
+    name = "startingOffsetsByTimestampStrategy"
+    if name not in options.values:
+        return None
+    if not any(isinstance(edge, Moment) for edge in (starting.default, *starting.streams.values())):
+        raise ConfigError(f"option {name} goes with startingTimestamp or startingOffsetsByTimestamp: give one of them")
+    return cast(LateStart, options.choice(name, ("error", "latest"), "error"))
+
+
+def _starting_group(options: Given, starting: Edges) -> str | None:
+    named = options.text("startingGroup")
+    if not starting.names("group"):
+        if named is not None:
+            raise ConfigError("option startingGroup is read with startingOffsets=group only: give that one too")
+        return None
+    group = named or options.values.get("group", SourceOptions.group)
+    if not group:
+        raise ConfigError('startingOffsets=group: say which one by option("startingGroup", NAME)')
+    return group
 
 
 def _frontier(options: Given) -> tuple[str, str] | None:
@@ -164,62 +225,8 @@ def _columns(options: Given) -> Columns:
         if name in options.values:
             raise ConfigError(f"option {name} does not go with layout={'packed' if packed else 'columns'}")
     return Columns(
-        fields_as=cast(FieldsAs, options.choice("fieldsAs", ("array", "map"), "array")),
+        fields_as=cast(FieldsAs, options.choice("fieldsAs", ("array", "map", "json"), "array")),
         failfast=options.choice("mode", ("permissive", "failfast"), "permissive") == "failfast",
         packed=packed,
         key_field=options.text("keyField"),
     )
-
-
-# --- Where to start and to end ----------------------------------------------------------------------------------
-
-
-def _edges(options: Given, side: str, streams: tuple[str, ...], has_frontier: bool) -> Edges:
-    """Read `<side>Timestamp`, which takes precedence, or `<side>Offsets`."""
-    stamp = options.text(f"{side}Timestamp")
-    if stamp is not None:
-        return Edges(default=_just_before(_timestamp_ms(f"{side}Timestamp", stamp)))
-    name = f"{side}Offsets"
-    text = options.text(name)
-    if text is None:
-        return Edges()
-    words = ("earliest", "latest", *(("frontier",) if has_frontier else ())) if side == "starting" else ("latest",)
-    if not text.startswith("{"):
-        return Edges(default=_edge(name, text, words))
-    try:
-        raw = json.loads(text)
-    except ValueError as error:
-        raise ConfigError(f'option {name} is not JSON like {{"orders": "1700000000000-0"}}: {error}') from error
-    strangers = sorted(set(raw) - set(streams)) if streams else []
-    if strangers:
-        raise ConfigError(
-            f"option {name} names {strangers[0]!r}, which is not subscribed to{near(strangers[0], streams)}"
-        )
-    # A position as it stands in a checkpoint, ["ms-seq", n], may be pasted here.
-    edges = {stream: _edge(name, at[0] if isinstance(at, list) and at else at, words) for stream, at in raw.items()}
-    return Edges(streams=edges)
-
-
-def _edge(name: str, value: object, words: tuple[str, ...]) -> Edge:
-    if isinstance(value, str):
-        if value.lower() in words:
-            return cast(Word, value.lower())
-        if value[:1].isdigit():
-            return EntryId.parse(value)
-    raise ConfigError(f"option {name}: {value!r} must be {', '.join(words)} or an entry id like 1700000000000-0")
-
-
-def _just_before(ms: int) -> EntryId:
-    return EntryId(ms - 1, _GREATEST_SEQ) if ms > 0 else ZERO_ID
-
-
-def _timestamp_ms(name: str, text: str) -> int:
-    if text.isascii() and text.isdigit():
-        return int(text)
-    try:
-        moment = datetime.fromisoformat(text)
-    except ValueError as error:
-        raise ConfigError(
-            f"option {name}={text!r} must be milliseconds since 1970 or a time like 2025-01-31T12:00:00+01:00"
-        ) from error
-    return round((moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp() * 1000)

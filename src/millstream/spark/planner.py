@@ -6,21 +6,23 @@ or a second planner, plans the same batch again.
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 from millstream.client import Client
 from millstream.clock import SYSTEM_CLOCK, Clock
 from millstream.model import ZERO_ID, EntryId
 from millstream.spark.cursor import Walk, walk
+from millstream.spark.edges import Edge, Moment
 from millstream.spark.facts import Loss, StreamFacts, after_loss, judge, survey
 from millstream.spark.frontier import Frontier
-from millstream.spark.lag import shown
+from millstream.spark.holding import Holding
 from millstream.spark.loss import LossPolicy, made_anew
 from millstream.spark.offsets import BEGINNING, Offsets, Position
-from millstream.spark.options import Edge, SourceOptions
+from millstream.spark.options import SourceOptions
 from millstream.spark.ranges import Piece, Spread, cut, deal, guess_cuts
+from millstream.spark.selection import Selection
 from millstream.spark.shares import divide
+from millstream.spark.starts import Starts
 from millstream.spark.subscription import Subscription
 
 logger = logging.getLogger(__name__)
@@ -43,53 +45,15 @@ class Planner:
         self._losses = LossPolicy(fail=options.fail_on_data_loss)
         self._subscription = Subscription(client, options.streams, options.pattern, clock=clock)
         self._frontier = Frontier(client, options.frontier, clock=clock)
+        self._starts = Starts(client, options, self._frontier, self._losses)
+        self._holding = Holding(limits.least_per_trigger, limits.most_delay_ms, clock=clock)
         self._last_served = ""
 
     # --- where things stand ---
 
     def starts(self, usual: Edge) -> Offsets:
-        """Where reading begins; `usual` is the edge of streams that the options say nothing about."""
-        edges = {name: self._options.starting.of(name, usual) for name in self._subscription.names()}
-        facts = survey(self._client, edges)
-        resumed = self._resume([name for name, edge in edges.items() if edge == "frontier"], facts)
-        return {name: resumed.get(name) or _start(facts[name], edge) for name, edge in edges.items()}
-
-    def _resume(self, names: Sequence[str], facts: Mapping[str, StreamFacts | None]) -> Offsets:
-        """Where to go on with those streams that the handler has commits on. Raises DataLoss, if told to."""
-        frontiers = self._frontier.of(names)
-        committed = shown(self._client, self._options.group, frontiers)
-        return {
-            name: self._after_commits(name, frontier, committed.get(name), facts[name])
-            for name, frontier in frontiers.items()
-        }
-
-    def _after_commits(
-        self, name: str, frontier: EntryId, committed: Position | None, facts: StreamFacts | None
-    ) -> Position:
-        """The position at `frontier`. What was removed after it follows from where the lag group stands."""
-        if facts is not None and facts.last < frontier:
-            raise made_anew(name, frontier)
-        if facts is None or facts.last == frontier:
-            return _located(frontier, facts)
-        if facts.keeps(frontier):
-            return committed if committed is not None and committed.id == frontier else Position(frontier, None)
-        if committed is None or committed.added is None:
-            self._losses.doubt(name, frontier)
-        elif (loss := judge(name, committed, facts)) is not None:
-            # The group is moved after the frontier, so of a run that was killed it may be one batch behind.
-            at_most = committed.id < frontier
-            self._losses.report(replace(loss, start=Position(frontier, committed.added), at_most=at_most))
-        return _located(frontier, facts)
-
-    def ends(self) -> Offsets:
-        """Where a batch read ends: at `endingOffsets`, else at the newest entry."""
-        edges = self._options.ending
-        ends = self.tails()
-        for name, tail in ends.items():
-            edge = edges.of(name, "latest")
-            if isinstance(edge, EntryId) and edge < tail.id:
-                ends[name] = Position(edge, None)
-        return ends
+        """Where a query begins; `usual` is the edge of streams that the options say nothing about."""
+        return self._starts.of(survey(self._client, self._subscription.names()), usual)
 
     def tails(self) -> Offsets:
         """The newest entry of every subscribed stream."""
@@ -98,10 +62,11 @@ class Planner:
 
     # --- the end of a batch ---
 
-    def advance(self, start: Offsets, *, limit: int | None, target: Offsets | None) -> tuple[Offsets, Offsets]:
-        """Return the end of the batch that begins at `start`, and where all streams end now.
+    def advance(self, start: Offsets, *, limit: int | None, target: Offsets | None, hold: bool = False) -> "Advance":
+        """Decide where the batch that begins at `start` ends.
 
-        A batch takes at most `limit` entries and, if `target` is given, nothing beyond it. Streams that are not in
+        A batch takes at most `limit` entries and, if `target` is given, nothing beyond it. With `hold` it takes none
+        while fewer wait than `minOffsetsPerTrigger`, for as long as it may be delayed. Streams that are not in
         `start` get a place before the earliest entry that they have, and are read from the next batch on: what is
         gone by then is lost. Raises DataLoss, if told to, for what is gone.
         """
@@ -112,11 +77,13 @@ class Planner:
         waiting: dict[str, Waiting] = {}
         for name, at in start.items():
             fact = facts[name]
+            if fact is not None and at.added == fact.added and at.id == fact.last:
+                continue  # the usual case among many streams: all is read, and nothing lost
             if name not in subscribed and (fact is not None or self._subscription.pattern is None):
                 continue  # it was subscribed to once: its place is kept
             loss = judge(name, at, fact)
             if loss is not None and loss.resets:
-                if at.added is not None or at.id != self._options.starting.of(name, "latest"):  # an id yet to come
+                if not self._starts.asked_for(name, at):  # it may be yet to come
                     ends[name] = self._reset(loss, fact)  # recorded in the same way; the next batch reads from there
             elif fact is not None:
                 if loss is not None:
@@ -126,16 +93,19 @@ class Planner:
                     if at.added is None and at.id != ZERO_ID and not fact.keeps(at.id):
                         self._losses.doubt(name, at.id)
                     waiting[name] = Waiting(after_loss(at, fact), tail, fact)
-        taken = self._take(waiting, limit)
+        held_ms = self._holding.left_ms(sum(stream.backlog for stream in waiting.values())) if hold else 0.0
+        taken = {} if held_ms else self._take(waiting, limit)
         self._refuse_made_anew({name: waiting[name] for name in taken})
         ends |= taken
         if ends == start:
             ends |= self._frontier.reopened(start)
-        return ends, {name: fact.tail for name, fact in facts.items() if fact is not None}
+        if taken:
+            self._holding.began()
+        return Advance(ends, {name: fact.tail for name, fact in facts.items() if fact is not None}, held_ms)
 
     def _discovered(self, names: Sequence[str], facts: Mapping[str, StreamFacts | None]) -> Offsets:
         found = {name: fact.earliest() for name in names if (fact := facts[name]) is not None}
-        return found | self._resume(list(found), facts)
+        return found | self._starts.resumed(list(found), facts)
 
     def _refuse_made_anew(self, taken: Mapping[str, "Waiting"]) -> None:
         """Raise DataLoss for a stream that begins below what its handler has committed of one that had its name."""
@@ -176,6 +146,18 @@ class Planner:
         return taken
 
     # --- the tasks of a batch ---
+
+    def everything(self, selection: Selection) -> list[list[Piece]]:
+        """Return what each task of a batch read reads, from `startingOffsets` to `endingOffsets`, of `selection`."""
+        names = [name for name in self._subscription.names() if selection.takes(name)]
+        facts = survey(self._client, names)
+        ends = {name: self._end(name, fact) for name, fact in facts.items() if fact is not None}
+        return self.pieces(*selection.narrow(self._starts.of(facts, "earliest"), ends))
+
+    def _end(self, name: str, facts: StreamFacts) -> Position:
+        edge = self._options.ending.of(name, "latest")
+        last = edge.before if isinstance(edge, Moment) else edge
+        return Position(last, None) if isinstance(last, EntryId) and last < facts.tail.id else facts.tail
 
     def pieces(self, start: Offsets, end: Offsets) -> list[list[Piece]]:
         """Return what each task of the batch between `start` and `end` reads. Raises DataLoss, if told to."""
@@ -227,6 +209,14 @@ class Planner:
         return split
 
 
+class Advance(NamedTuple):
+    """Where a batch ends, where all streams end now, and how much longer the batch is held back at most, if it is."""
+
+    ends: Offsets
+    tails: Offsets
+    held_ms: float = 0.0
+
+
 class Waiting(NamedTuple):
     """A stream with something to read: where it stands, how far it may go, and its facts when that was decided."""
 
@@ -247,23 +237,6 @@ class Waiting(NamedTuple):
             return None
         whole = now.keeps(self.at.id) or now.removed == self.facts.removed
         return self.at.added + taken if whole else None
-
-
-def _start(facts: StreamFacts | None, edge: Edge) -> Position:
-    if isinstance(edge, EntryId):
-        return _located(edge, facts)
-    if facts is None:
-        return BEGINNING
-    return facts.tail if edge == "latest" else facts.earliest()
-
-
-def _located(entry_id: EntryId, facts: StreamFacts | None) -> Position:
-    """The position at an id that somebody named; its count is known at the ends of the stream only."""
-    if facts is not None and facts.last == entry_id:
-        return facts.tail
-    if facts is not None and entry_id < facts.last and not (facts.keeps(entry_id) or facts.has_gaps_after(entry_id)):
-        return Position(entry_id, facts.removed)
-    return Position(entry_id, None)
 
 
 def _pieces(name: str, at: Position, until: Position, facts: StreamFacts) -> list[Piece]:

@@ -13,7 +13,7 @@ from typing import NamedTuple, TypeVar
 from millstream.client import Client, Reply, raise_if_error
 from millstream.errors import DataLoss
 from millstream.spark.arrow import Run
-from millstream.spark.facts import ask, survey
+from millstream.spark.facts import StreamFacts, ask, survey
 from millstream.spark.garbage import seldom_collected
 from millstream.spark.ranges import Piece
 
@@ -146,7 +146,7 @@ class Reading:
             return
         found = self._patiently(lambda: survey(self._client, [piece.stream]))
         facts = found[piece.stream]
-        if facts is not None and (facts.keeps(piece.after) or not facts.removed):
+        if facts is not None and (facts.keeps(piece.after) or _is_whole(piece, facts)):
             return  # nothing was trimmed; single entries that are deleted (XDEL) are no loss
         text = (
             f"stream {piece.stream!r} lost {missing} entries between {piece.after} and {piece.until} while they were "
@@ -155,3 +155,8 @@ class Reading:
         if self._fail_on_data_loss:
             raise DataLoss(f"{text}. Keep more of the stream, or set failOnDataLoss=false to count losses and go on")
         logger.warning("%s", text)
+
+
+def _is_whole(piece: Piece, facts: StreamFacts) -> bool:
+    """True if a stream that had never lost an entry still has not; one that was made anew begins later."""
+    return piece.untouched and not facts.removed and facts.first.ms <= piece.after.ms + 1

@@ -5,7 +5,6 @@ all of them when asked to, or when something failed that trying again cannot men
 """
 
 import functools
-import json
 import logging
 import threading
 from collections.abc import Callable, Mapping
@@ -25,6 +24,7 @@ from millstream.errors import AccessDenied, ConfigError, PipelineFailed, RedisEr
 from millstream.handlers import Handler
 from millstream.ledger import Ledger
 from millstream.naming import HandlerKeys
+from millstream.spark.behind import behind
 from millstream.spark.engine import BatchDone, Engine
 from millstream.spark.failures import Failure, failure_of
 from millstream.spark.preparing import Start, StartAt, check_runnable, check_slots, prepare_new
@@ -197,8 +197,10 @@ class Runner:
         for pipeline in self._pipelines:
             progress = pipeline.query.lastProgress if pipeline.query is not None else None
             for source in progress.sources if progress is not None else ():
-                waiting = _waiting(source.endOffset, source.latestOffset)
-                total = total if waiting is None else (total or 0) + waiting
+                counts = list(behind(source.endOffset, source.latestOffset).values())
+                known = [count for count in counts if count is not None]
+                if counts and len(known) == len(counts):
+                    total = (total or 0) + sum(known)
         return total
 
     def _wait_for(self, operation: Callable[[], T], handler: Handler) -> T:
@@ -364,17 +366,3 @@ def _stop(query: StreamingQuery) -> None:
         query.stop()
     except (PySparkException, Py4JError, OSError) as error:
         logger.debug("a query did not stop: %s", error)
-
-
-def _waiting(end_json: str | None, latest_json: str | None) -> int | None:
-    """Entries between two offsets of the source, {stream: [id, number]}; None where they are not known (yet)."""
-    end, latest = json.loads(end_json or "null"), json.loads(latest_json or "null")
-    if not end or not latest:
-        return None
-    total = 0
-    for stream, (_, number) in latest.items():
-        done = end[stream][1] if stream in end else 0
-        if number is None or done is None:
-            return None
-        total += max(0, number - done)
-    return total

@@ -20,7 +20,7 @@ from pyspark.sql.types import (
 )
 
 from millstream.errors import ConfigError
-from millstream.spark.options import Columns
+from millstream.spark.options import Columns, FieldsAs
 
 META: dict[str, DataType] = {
     "stream": StringType(),
@@ -32,6 +32,11 @@ META: dict[str, DataType] = {
 """What is known about every entry. A user's schema names these with an underscore in front."""
 
 _PAIR = StructType([StructField("name", BinaryType(), False), StructField("value", BinaryType(), False)])
+_FIELDS: dict[FieldsAs, DataType] = {
+    "array": ArrayType(_PAIR, containsNull=False),
+    "map": MapType(StringType(), BinaryType(), False),
+    "json": StringType(),
+}
 _FIELD_TYPES = (
     StringType, BinaryType, BooleanType, ByteType, ShortType, IntegerType, LongType, FloatType, DoubleType, DateType,
     TimestampType,
@@ -45,9 +50,7 @@ def default_schema(columns: Columns) -> StructType:
         rest = [StructField("key", BinaryType()), StructField("fields", BinaryType(), False)]
     else:
         names = tuple(META)
-        as_map = columns.fields_as == "map"
-        kind = MapType(StringType(), BinaryType(), False) if as_map else ArrayType(_PAIR, containsNull=False)
-        rest = [StructField("fields", kind, False)]
+        rest = [StructField("fields", _FIELDS[columns.fields_as], False)]
     return StructType([*(StructField(name, META[name], name == "timestamp") for name in names), *rest])
 
 
@@ -59,6 +62,13 @@ def is_default(columns: Columns, schema: StructType) -> bool:
 def meta_columns(schema: StructType) -> dict[str, str]:
     """Of a user's schema: which column shows which entry of META."""
     return {name: f"_{name}" for name in META if f"_{name}" in schema.names}
+
+
+def shown_columns(columns: Columns, schema: StructType) -> dict[str, str]:
+    """Which column shows which entry of META: {entry: column}."""
+    return (
+        {name: name for name in META if name in schema.names} if is_default(columns, schema) else meta_columns(schema)
+    )
 
 
 def check_schema(columns: Columns, schema: StructType) -> None:

@@ -17,12 +17,14 @@ from pyspark.sql.datasource import (
     DataSourceStreamReader,
     DataSourceStreamWriter,
     DataSourceWriter,
+    Filter,
     InputPartition,
 )
 from pyspark.sql.streaming.datasource import (
     ReadAllAvailable,
     ReadLimit,
     ReadMaxRows,
+    ReadMinRows,
     SupportsTriggerAvailableNow,
 )
 from pyspark.sql.types import StructType
@@ -32,7 +34,7 @@ from millstream.spark.garbage import seldom_collected
 from millstream.spark.given import Given
 from millstream.spark.offsets import Offsets, dump, load
 from millstream.spark.options import NAMES, SourceOptions, parse
-from millstream.spark.schema import check_schema, default_schema
+from millstream.spark.schema import check_schema, default_schema, shown_columns
 from millstream.spark.sink_options import NAMES as SINK_NAMES
 from millstream.spark.sink_options import is_for_writing, parse_sink
 
@@ -41,14 +43,16 @@ if TYPE_CHECKING:
 
     from millstream.client import Client
     from millstream.spark.lag import LagGroup
-    from millstream.spark.planner import Planner
+    from millstream.spark.planner import Advance, Planner
     from millstream.spark.ranges import Piece
+    from millstream.spark.selection import Selection
 
 T = TypeVar("T")
 
 _BATCH_PATIENCE_MS = 60_000.0
 _IDLE_MS = (50.0, 500.0)
 _IDLE_SHARE = 2.0
+_HELD_S = 0.5
 
 
 class RedisStreamsSource(DataSource):
@@ -85,7 +89,8 @@ class RedisStreamsSource(DataSource):
 
     def reader(self, schema: StructType) -> DataSourceReader:
         """What `spark.read` uses."""
-        return RedisBatchReader(self._options, schema)
+        # Spark refuses a reader that could take filters unless it is set to give them.
+        return (FilteringReader if self._options.push_down else RedisBatchReader)(self._options, schema)
 
     def streamReader(self, schema: StructType) -> DataSourceStreamReader:  # noqa: N802 - Spark's name
         """What `spark.readStream` uses."""
@@ -150,16 +155,18 @@ class _Side:
 class RedisBatchReader(_Side, DataSourceReader):
     """Reads the subscribed streams once, between two ends that are fixed when the query is planned."""
 
+    @cached_property
+    def _selection(self) -> "Selection":
+        from millstream.spark.selection import Selection
+
+        shown = shown_columns(self._options.columns, self._schema)
+        return Selection({column: what for what, column in shown.items()})
+
     def partitions(self) -> list[InputPartition]:
         """One partition per task. Raises ConfigError, DataLoss, or RedisError after a minute without Redis."""
         self._options.check_batch()
         check_schema(self._options.columns, self._schema)
-
-        def plan() -> "list[list[Piece]]":
-            start, end = self._planner.starts("earliest"), self._planner.ends()
-            return self._planner.pieces(start, {name: end[name] for name in start if name in end})
-
-        tasks = self._patiently(plan, limit_ms=_BATCH_PATIENCE_MS)
+        tasks = self._patiently(lambda: self._planner.everything(self._selection), limit_ms=_BATCH_PATIENCE_MS)
         return [InputPartition(pieces) for pieces in tasks]
 
     def read(self, partition: InputPartition) -> "Iterator[pa.RecordBatch]":
@@ -167,13 +174,25 @@ class RedisBatchReader(_Side, DataSourceReader):
         return self._read(partition, limit_ms=_BATCH_PATIENCE_MS)
 
 
+class FilteringReader(RedisBatchReader):
+    """Reads once, and only what Spark's filters on stream, id and time leave."""
+
+    def pushFilters(self, filters: list[Filter]) -> Iterator[Filter]:  # noqa: N802
+        """Take what can be taken; yield the filters that Spark has to apply to the rows."""
+        for condition in filters:
+            if not self._selection.add(condition):
+                yield condition
+
+
 class RedisStreamReader(_Side, DataSourceStreamReader, SupportsTriggerAvailableNow):
     """Reads the subscribed streams on and on; its whole state is in the offsets that Spark keeps."""
 
     def __init__(self, options: SourceOptions, schema: StructType) -> None:
         super().__init__(options, schema)
-        self._latest: dict[str, Any] | None = None
         self._target: Offsets | None = None
+        # To read the offsets of 100,000 streams takes a good part of a second; to compare them with the last two does not.
+        self._known: list[tuple[dict[str, Any], Offsets]] = []
+        self._tails: tuple[dict[str, Any] | None, Offsets] = (None, {})
 
     @cached_property
     def _lag(self) -> "LagGroup":
@@ -182,11 +201,13 @@ class RedisStreamReader(_Side, DataSourceStreamReader, SupportsTriggerAvailableN
         return LagGroup(self._client, self._options.group, ours=self._options.frontier is not None)
 
     def getDefaultReadLimit(self) -> ReadLimit:  # noqa: N802
-        """`maxOffsetsPerTrigger`. Spark's first call: what is wrong with this use of the options is said here."""
+        """What limits a batch. Spark's first call: what is wrong with this use of the options is said here."""
         self._options.check_streaming()
         check_schema(self._options.columns, self._schema)
-        most = self._options.limits.per_trigger
-        return ReadAllAvailable() if most is None else ReadMaxRows(most)
+        limits = self._options.limits
+        if limits.per_trigger is not None:
+            return ReadMaxRows(limits.per_trigger)
+        return ReadAllAvailable() if limits.least_per_trigger is None else ReadMinRows(limits.least_per_trigger)
 
     def prepareForTriggerAvailableNow(self) -> None:  # noqa: N802
         """Fix the end of the query at the entries that are there now."""
@@ -207,29 +228,47 @@ class RedisStreamReader(_Side, DataSourceStreamReader, SupportsTriggerAvailableN
         Everything up to `start` is committed by the sink, so this is when the lag group moves there.
         """
         began = time.monotonic()
-        most = limit.max_rows if isinstance(limit, ReadMaxRows) else None
-        ends = self._patiently(lambda: self._advance(load(start), most))
-        if dump(ends) != start:
-            return dump(ends)
-        if self._target is None:
+        at = self._load(start)
+        planned = self._patiently(lambda: self._advance(at, limit))
+        if planned.ends != at:
+            end = dump(planned.ends)
+            self._know(end, planned.ends)
+            return end
+        if planned.held_ms:
+            time.sleep(min(planned.held_ms / 1000, _HELD_S))
+        elif self._target is None:
             # Spark asks again at once, 90 times a second; leave Redis alone for longer than asking takes.
             least, most_ms = _IDLE_MS
             time.sleep(min(max((time.monotonic() - began) * _IDLE_SHARE, least / 1000), most_ms / 1000))
         return start
 
-    def _advance(self, start: Offsets, limit: int | None) -> Offsets:
+    def _advance(self, start: Offsets, limit: ReadLimit) -> "Advance":
         self._lag.show(start)
-        ends, tails = self._planner.advance(start, limit=limit, target=self._target)
-        self._latest = dump(tails)
-        return ends
+        most = limit.max_rows if isinstance(limit, ReadMaxRows) else None
+        # Whoever wants all that is available, once or now, has no later batch to wait for.
+        hold = self._target is None and not isinstance(limit, ReadAllAvailable)
+        planned = self._planner.advance(start, limit=most, target=self._target, hold=hold)
+        if planned.tails != self._tails[1]:
+            self._tails = (dump(planned.tails), planned.tails)
+        return planned
+
+    def _load(self, raw: dict[str, Any]) -> Offsets:
+        for known, offsets in self._known:
+            if known == raw:
+                return offsets
+        return self._know(raw, load(raw))
+
+    def _know(self, raw: dict[str, Any], offsets: Offsets) -> Offsets:
+        self._known = [*self._known[-1:], (raw, offsets)]
+        return offsets
 
     def reportLatestOffset(self) -> dict[str, Any] | None:  # noqa: N802
         """The newest entries as of the last `latestOffset`, for Spark's progress reports."""
-        return self._latest
+        return self._tails[0]
 
     def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> list[InputPartition]:
         """What the tasks of one batch read; Spark may ask for any batch again, before anything else."""
-        tasks = self._patiently(lambda: self._planner.pieces(load(start), load(end)))
+        tasks = self._patiently(lambda: self._planner.pieces(self._load(start), self._load(end)))
         return [InputPartition(pieces) for pieces in tasks]
 
     def read(self, partition: InputPartition) -> "Iterator[pa.RecordBatch]":

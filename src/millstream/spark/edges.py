@@ -1,0 +1,134 @@
+"""Where reading starts and ends, stream by stream: words, entry ids and times, and which option goes before which."""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Any, Literal, TypeVar, cast
+
+from millstream.errors import ConfigError
+from millstream.model import ZERO_ID, EntryId
+from millstream.spark.given import Given, near
+
+Word = Literal["earliest", "latest", "group", "frontier"]
+
+_GREATEST_SEQ = 2**64 - 1
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Moment:
+    """A time, in milliseconds since 1970."""
+
+    ms: int
+
+    @property
+    def before(self) -> EntryId:
+        """The greatest id that an entry can have which is older."""
+        return EntryId(self.ms - 1, _GREATEST_SEQ) if self.ms > 0 else ZERO_ID
+
+
+Edge = Word | EntryId | Moment
+"""Where reading starts or ends: a word; or the last entry before the start, or at the end; or the time of the first
+entry at the start, or after the end."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Edges:
+    """A start or an end: `default` for every stream that `streams` does not name; None = what is usual there."""
+
+    default: Edge | None = None
+    streams: Mapping[str, Edge] = field(default_factory=dict)
+
+    def of(self, stream: str, usual: Edge) -> Edge:
+        """The edge of one stream."""
+        return self.streams.get(stream, self.default or usual)
+
+    def names(self, word: Word) -> bool:
+        """True if any stream may begin or end at `word`."""
+        return word in (self.default, *self.streams.values())
+
+
+USUAL = Edges()
+"""What is usual, in all streams."""
+
+
+def read_edges(given: Given, side: str, streams: Sequence[str], words: Sequence[str]) -> Edges:
+    """Read the options about one `side`, "starting" or "ending": `<side>Timestamp` goes before
+    `<side>OffsetsByTimestamp`, and that before `<side>Offsets`, as with Spark's Kafka source.
+
+    `streams`: those that are listed, none if there is a pattern. `words`: what else than ids and times is understood.
+    Raises ConfigError for a value that makes no sense.
+    """
+    offsets = _offsets(given, f"{side}Offsets", streams, words)
+    moments = _moments(given, f"{side}OffsetsByTimestamp", streams)
+    stamp = given.text(f"{side}Timestamp")
+    if stamp is not None:
+        return Edges(default=_moment(f"{side}Timestamp", stamp))
+    return Edges(default=offsets.default, streams={**offsets.streams, **moments})
+
+
+def _offsets(given: Given, name: str, streams: Sequence[str], words: Sequence[str]) -> Edges:
+    text = given.text(name)
+    if text is None:
+        return Edges()
+    if not text.startswith("{"):
+        return Edges(default=_edge(name, text, words))
+
+    def edge(value: object) -> Edge:
+        # A position as it stands in a checkpoint, ["ms-seq", n], may be pasted here.
+        return _edge(name, value[0] if isinstance(value, list) and value else value, words)
+
+    return Edges(streams=_per_stream(name, text, streams, edge, example="1700000000000-0"))
+
+
+def _moments(given: Given, name: str, streams: Sequence[str]) -> dict[str, Moment]:
+    text = given.text(name)
+    if text is None:
+        return {}
+    return _per_stream(name, text, streams, lambda value: _moment(name, value), example="2025-01-31T12:00:00+01:00")
+
+
+def _per_stream(
+    name: str, text: str, streams: Sequence[str], read: Callable[[object], T], *, example: str
+) -> dict[str, T]:
+    """Read JSON with something for each stream."""
+    raw: Any = None
+    try:
+        raw = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f'option {name} is not JSON like {{"orders": "{example}"}}: {error}') from error
+    if not isinstance(raw, dict):
+        raise ConfigError(f'option {name} must be JSON like {{"orders": "{example}"}}')
+    strangers = sorted(set(raw) - set(streams)) if streams else []
+    if strangers:
+        raise ConfigError(
+            f"option {name} names {strangers[0]!r}, which is not subscribed to{near(strangers[0], streams)}"
+        )
+    return {stream: read(value) for stream, value in raw.items()}
+
+
+def _edge(name: str, value: object, words: Sequence[str]) -> Edge:
+    if isinstance(value, str):
+        if value.lower() in words:
+            return cast(Word, value.lower())
+        if value[:1].isdigit():
+            return EntryId.parse(value)
+    raise ConfigError(f"option {name}: {value!r} must be {', '.join(words)} or an entry id like 1700000000000-0")
+
+
+def _moment(name: str, value: object) -> Moment:
+    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+        return Moment(value)
+    if isinstance(value, str):
+        if value.isascii() and value.isdigit():
+            return Moment(int(value))
+        try:
+            moment = datetime.fromisoformat(value)
+        except ValueError:
+            pass
+        else:
+            return Moment(round((moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp() * 1000))
+    raise ConfigError(
+        f"option {name}={value!r} must be milliseconds since 1970 or a time like 2025-01-31T12:00:00+01:00"
+    )

@@ -1,0 +1,148 @@
+"""`minOffsetsPerTrigger` and `maxTriggerDelay`: small batches wait for more, and not too long."""
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadMaxRows, ReadMinRows
+
+from millstream.client import Client
+from millstream.spark.offsets import Offsets
+from millstream.spark.options import parse
+from millstream.spark.planner import Planner
+from millstream.spark.schema import default_schema
+from millstream.spark.source import RedisStreamReader
+from tests.spark.pipelines import eventually
+from tests.spark.sources import Bench
+
+MINUTE_MS = 60_000.0
+
+
+class HandClock:
+    """A clock that stands still until it is moved."""
+
+    def __init__(self) -> None:
+        self.now_ms = 0.0
+
+    def monotonic_ms(self) -> float:
+        return self.now_ms
+
+    def sleep_ms(self, duration_ms: float) -> None:
+        self.now_ms += duration_ms
+
+
+@pytest.fixture
+def client(millstream_url: str) -> Iterator[Client]:
+    with Client(millstream_url) as client:
+        yield client
+
+
+class Query:
+    """A planner and where its query stands."""
+
+    def __init__(self, client: Client, clock: HandClock, **options: str) -> None:
+        given = {"url": client.url, "subscribe": "s,t", "startingOffsets": "earliest", **options}
+        self.planner = Planner(client, parse(given, {}), cores=1, clock=clock)
+        self.at = self.planner.starts("latest")
+
+    def trigger(self, *, limit: int | None = None, target: Offsets | None = None, hold: bool = True) -> int:
+        """How many entries the next batch takes."""
+        ends = self.planner.advance(self.at, limit=limit, target=target, hold=hold).ends
+        taken = sum((end.added or 0) - (self.at[name].added or 0) for name, end in ends.items())
+        self.at = ends
+        return taken
+
+
+def add(client: Client, stream: str, count: int) -> None:
+    client.pipeline([("XADD", stream, "*", "a", "1") for _ in range(count)])
+
+
+def test_a_small_batch_waits_for_more_entries_over_all_streams_or_for_its_time(client: Client) -> None:
+    clock = HandClock()
+    add(client, "s", 3)
+    query = Query(client, clock, minOffsetsPerTrigger="10", maxTriggerDelay="5m")
+    assert query.trigger() == 3, "the first batch is never held back"
+    add(client, "s", 4)
+    add(client, "t", 5)
+    assert query.trigger() == 0
+    add(client, "t", 1)
+    assert query.trigger() == 10
+    clock.now_ms += 4 * MINUTE_MS
+    add(client, "s", 1)
+    assert query.trigger() == 0
+    clock.now_ms += MINUTE_MS
+    assert query.trigger() == 1
+    clock.now_ms += 9 * MINUTE_MS
+    assert query.trigger() == 0, "nothing is there"
+    add(client, "s", 2)
+    assert query.trigger() == 2, "the last batch is long ago"
+    add(client, "s", 2)
+    assert query.trigger() == 0
+
+
+def test_what_waits_is_held_back_for_what_is_left_of_the_delay(client: Client) -> None:
+    clock = HandClock()
+    add(client, "s", 1)
+    query = Query(client, clock, minOffsetsPerTrigger="10")
+    query.trigger()
+    add(client, "s", 1)
+    clock.now_ms += MINUTE_MS
+    assert query.planner.advance(query.at, limit=None, target=None, hold=True).held_ms == 14 * MINUTE_MS
+    assert query.trigger(hold=False) == 1
+    idle = query.planner.advance(query.at, limit=None, target=None, hold=True)
+    assert idle.held_ms == 0, "nothing is held back, so it is looked at as often as ever"
+
+
+def test_a_limited_batch_waits_too_and_an_end_that_is_fixed_does_not(client: Client) -> None:
+    clock = HandClock()
+    add(client, "s", 1)
+    query = Query(client, clock, minOffsetsPerTrigger="10", maxOffsetsPerTrigger="15")
+    query.trigger(limit=15)
+    add(client, "s", 30)
+    assert [query.trigger(limit=15) for _ in range(3)] == [15, 15, 0]
+    add(client, "s", 9)
+    assert query.trigger(limit=15) == 0
+
+
+def reader_of(bench: Bench, **options: str) -> RedisStreamReader:
+    given = parse({"url": bench.url, "subscribe": "s", "startingOffsets": "earliest", **options}, {})
+    return RedisStreamReader(given, default_schema(given.columns))
+
+
+@pytest.mark.spark
+def test_available_now_and_once_take_the_small_batch_at_once(bench: Bench) -> None:
+    add(bench.client, "s", 1)
+    reader = reader_of(bench, minOffsetsPerTrigger="10")
+    limit = reader.getDefaultReadLimit()
+    assert limit == ReadMinRows(10)
+    at = reader.latestOffset(reader.initialOffset(), limit)
+    add(bench.client, "s", 1)
+    assert reader.latestOffset(at, limit) is at
+    assert reader.latestOffset(at, ReadAllAvailable())["s"][1] == 2
+    add(bench.client, "s", 1)
+    reader.prepareForTriggerAvailableNow()
+    assert reader.latestOffset(at, limit)["s"][1] == 3
+    both = reader_of(bench, minOffsetsPerTrigger="10", maxOffsetsPerTrigger="10")
+    assert both.getDefaultReadLimit() == ReadMaxRows(10)
+
+
+@pytest.mark.spark
+def test_a_query_that_holds_back_asks_redis_seldom_and_goes_on_when_enough_is_there(bench: Bench) -> None:
+    bench.add("s", 1)
+    taken = bench.start(bench.stream("s", startingOffsets="earliest", minOffsetsPerTrigger=10, maxTriggerDelay="6s"))
+    eventually(lambda: len(taken.rows) == 1, "the first batch, which takes long")
+    bench.add("s", 10)
+    eventually(lambda: len(taken.rows) == 11, "enough is there")
+    bench.add("s", 3)
+    threading.Event().wait(0.7)
+    before = calls(bench, "xinfo|stream")
+    threading.Event().wait(2)
+    assert 2 <= calls(bench, "xinfo|stream") - before <= 6, "twice a second, not 90 times"
+    assert len(taken.rows) == 11
+    eventually(lambda: len(taken.rows) == 14, "the delay is over")
+    assert taken.sizes == [1, 10, 3]
+
+
+def calls(bench: Bench, command: str) -> int:
+    stats = bench.client.execute("INFO", "commandstats").decode()
+    return int(stats.partition(f"cmdstat_{command}:calls=")[2].partition(",")[0] or 0)

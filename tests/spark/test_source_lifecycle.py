@@ -1,0 +1,203 @@
+"""What happens to streams while a query reads them: each case is either nothing, an error, or a count in the log."""
+
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+from pyspark.errors import StreamingQueryException
+
+from millstream.client import Client
+from millstream.errors import DataLoss, WrongType
+from millstream.model import ZERO_ID, EntryId
+from millstream.spark.offsets import Offsets, Position
+from millstream.spark.options import parse
+from millstream.spark.planner import Planner
+from millstream.spark.reading import Reading
+from tests.spark.pipelines import eventually
+from tests.spark.sources import Bench, Taken
+
+
+@pytest.fixture
+def client(millstream_url: str) -> Iterator[Client]:
+    with Client(millstream_url) as client:
+        yield client
+
+
+class Query:
+    """A query that runs, as far as its planner and its tasks go."""
+
+    def __init__(self, client: Client, *, lenient: bool, **options: str) -> None:
+        self.client = client
+        chosen = {} if "subscribePattern" in options else {"subscribe": "s,t"}
+        loss = {"failOnDataLoss": str(not lenient)}
+        given = {"url": client.url, "startingOffsets": "earliest", **chosen, **loss, **options}
+        self.planner = Planner(client, parse(given, {}), cores=1)
+        self.lenient = lenient
+        self.at = self.planner.starts("latest")
+
+    def batch(
+        self, planned: Callable[[], object] = lambda: None, dealt: Callable[[], object] = lambda: None
+    ) -> list[tuple[str, str]]:
+        """Read one batch; `planned` happens when its end is known, `dealt` when its tasks are."""
+        start: Offsets = self.at
+        end = self.planner.advance(start, limit=None, target=None).ends
+        planned()
+        pieces = [piece for task in self.planner.pieces(start, end) for piece in task]
+        dealt()
+        reading = Reading(self.client, pieces, limit_ms=1000, fail_on_data_loss=not self.lenient)
+        found = [
+            (name, entry[0].decode()) for runs in reading.batches(list) for name, entries in runs for entry in entries
+        ]
+        self.at = end
+        return found
+
+
+def fill(client: Client, stream: str, first: int, last: int) -> None:
+    client.pipeline([("XADD", stream, f"{n}-0", "a", "1") for n in range(first, last + 1)])
+
+
+def gone(client: Client) -> None:
+    client.execute("DEL", "s")
+
+
+def expired(client: Client) -> None:
+    client.execute("PEXPIRE", "s", 1)
+    while client.execute("EXISTS", "s"):
+        threading.Event().wait(0.002)
+
+
+def renamed(client: Client) -> None:
+    client.execute("RENAME", "s", "elsewhere")
+
+
+def remade(client: Client) -> None:
+    client.execute("DEL", "s")
+    fill(client, "s", 101, 103)
+
+
+WAYS = [gone, expired, renamed, remade]
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("moment", ["between batches", "planned", "dealt"])
+def test_a_stream_that_goes_ends_the_query_whenever_it_does(
+    client: Client, way: Callable[[Client], None], moment: str
+) -> None:
+    query = running(client, lenient=False)
+    with pytest.raises(DataLoss, match=r"stream 's' (was deleted or re-created|lost 3 entries)"):
+        happens(query, way, moment)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("moment", ["between batches", "planned", "dealt"])
+def test_a_stream_that_goes_is_told_and_its_successor_read_from_the_beginning_if_that_was_asked_for(
+    client: Client, way: Callable[[Client], None], moment: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    query = running(client, lenient=True)
+    found = happens(query, way, moment)
+    for _ in range(3):
+        found += query.batch()
+    assert "stream 's'" in caplog.text
+    successors = [("s", f"{n}-0") for n in (101, 102, 103)] if way is remade else []
+    assert sorted(found) == [*successors, ("t", "4-0")]
+    fill(client, "s", 201, 202)
+    found = query.batch() + query.batch()
+    assert found == [("s", "201-0"), ("s", "202-0")]
+
+
+def running(client: Client, *, lenient: bool) -> Query:
+    """A query that has read three entries of `s` and of `t`, with more to come."""
+    fill(client, "s", 1, 3)
+    fill(client, "t", 1, 3)
+    query = Query(client, lenient=lenient)
+    assert len(query.batch()) == 6
+    fill(client, "s", 4, 6)
+    fill(client, "t", 4, 4)
+    return query
+
+
+def happens(query: Query, way: Callable[[Client], None], moment: str) -> list[tuple[str, str]]:
+    """Let it happen, in the middle of a batch or before it."""
+    if moment == "between batches":
+        way(query.client)
+        return query.batch()
+    return query.batch(**{moment: lambda: way(query.client)})
+
+
+def test_trimming_behind_the_query_and_single_deletions_are_nothing_at_any_moment(client: Client) -> None:
+    query = running(client, lenient=False)
+    assert len(query.batch(planned=lambda: client.execute("XTRIM", "s", "MAXLEN", 4))) == 4
+    fill(client, "s", 7, 12)
+    found = query.batch(dealt=lambda: client.execute("XDEL", "s", "9-0"))
+    assert found == [("s", f"{n}-0") for n in (7, 8, 10, 11, 12)]
+    client.execute("XTRIM", "s", "MAXLEN", 0)
+    assert query.batch() == []
+    fill(client, "s", 13, 13)
+    assert query.batch() == [("s", "13-0")]
+
+
+@pytest.mark.parametrize("lenient", [False, True])
+@pytest.mark.parametrize("moment", ["between batches", "planned", "dealt"])
+def test_a_key_that_becomes_another_type_of_value_always_ends_the_query(
+    client: Client, moment: str, lenient: bool
+) -> None:
+    query = running(client, lenient=lenient)
+
+    def changed(client: Client) -> None:
+        client.pipeline([("DEL", "s"), ("SET", "s", "1")])
+
+    with pytest.raises(WrongType, match="holds another type of value than"):
+        happens(query, changed, moment)
+
+
+def test_a_pattern_finds_what_appears_under_a_new_name_and_passes_over_what_is_no_stream(client: Client) -> None:
+    fill(client, "s1", 1, 2)
+    query = Query(client, lenient=True, subscribePattern="s*")
+    assert len(query.batch()) == 2
+    client.execute("SET", "s2", "no stream")
+    client.execute("RENAME", "s1", "s3")
+    threading.Event().wait(1.1)
+    found = [query.batch() for _ in range(3)]
+    assert [entry for batch in found for entry in batch] == [("s3", "1-0"), ("s3", "2-0")]
+    assert query.at == {"s1": Position(ZERO_ID, 0), "s3": Position(EntryId(2, 0), 2)}
+
+
+@pytest.mark.spark
+def test_a_lenient_query_lives_through_all_of_it(bench: Bench) -> None:
+    for name in ("kept", "gone", "remade", "trimmed", "holed"):
+        bench.add(f"s:{name}", 3)
+    taken = bench.start(bench.stream(subscribePattern="s:*", startingOffsets="earliest", failOnDataLoss=False))
+    eventually(lambda: len(taken.rows) == 15, "the query has begun")
+    bench.client.execute("DEL", "s:gone")
+    bench.client.execute("DEL", "s:remade")
+    bench.add("s:remade", 2, start=10)
+    ids = bench.add("s:holed", 4, start=20)
+    bench.client.execute("XDEL", "s:holed", ids[1])
+    bench.add("s:new", 2, start=30)
+    bench.client.pipeline(
+        [
+            ("MULTI",),
+            *(("XADD", "s:trimmed", "*", "n", n) for n in (40, 41, 42)),
+            ("XTRIM", "s:trimmed", "MAXLEN", 1),
+            ("EXEC",),
+        ]
+    )
+    bench.add("s:kept", 1, start=50)
+    eventually(lambda: {10, 11, 20, 22, 23, 30, 31, 42, 50} <= set(numbers(taken)), "all that is left was read")
+    assert taken.query.isActive
+    assert len(numbers(taken)) == len(set(numbers(taken)))
+
+
+def numbers(taken: Taken) -> list[int]:
+    """What was read after the beginning."""
+    return [n for n in taken.numbers if n >= 10]
+
+
+@pytest.mark.spark
+def test_a_key_of_another_type_ends_a_query_that_runs_with_its_name(bench: Bench) -> None:
+    bench.add("s", 3)
+    taken = bench.start(bench.stream("s", startingOffsets="earliest", failOnDataLoss=False))
+    eventually(lambda: len(taken.rows) == 3, "the query has begun")
+    bench.client.pipeline([("DEL", "s"), ("SET", "s", "1")])
+    with pytest.raises(StreamingQueryException, match="the key 's' holds another type of value than a stream"):
+        taken.query.awaitTermination(60)
