@@ -310,7 +310,7 @@ class Ledger:
         for stream, group in units.items():
             bare, full = _parted(group) if self._worker[0] else ([], group)
             bare.sort(key=_order)
-            args: list[Arg] = [self.token, *self._worker, call, len(bare), *(unit.last_id for unit in bare)]
+            args: list[Arg] = [self.token, *self._worker, call, len(bare), *[unit.last_id for unit in bare]]
             for unit in full:
                 args += unit.args(self._maxlen)
             calls.append((self._written(stream), args))

@@ -75,17 +75,17 @@ class Settler:
             if gone and not gone.isdisjoint(deliveries):
                 # It was given up, or lost to another worker, while it ran; the rest of its batch is run again.
                 self._run_again([one for one in deliveries if one not in gone], now_ms)
-            elif isinstance(outcome, Again):
+            elif isinstance(outcome, Done):
+                commit = self._pipeline.commit_batch(deliveries, outcome) if len(deliveries) > 1 else None
+                units.append((deliveries, commit or self._pipeline.commit(delivery, outcome)))
+            elif isinstance(outcome, Dead):
+                units.append((deliveries, self._pipeline.dead_letter(delivery, outcome)))
+            else:
+                assert isinstance(outcome, Again)  # what has no key is not parked
                 failed[delivery.stream].append(delivery)
                 delivery.running, delivery.since_ms = False, now_ms
                 delivery.due_ms = now_ms + self._pipeline.retry(delivery, outcome)
                 heapq.heappush(self._retries, (delivery.due_ms, next(self._number), delivery))
-            elif isinstance(outcome, Dead):
-                units.append((deliveries, self._pipeline.dead_letter(delivery, outcome)))
-            else:
-                assert isinstance(outcome, Done)  # what has no key is not parked
-                commit = self._pipeline.commit_batch(deliveries, outcome) if len(deliveries) > 1 else None
-                units.append((deliveries, commit or self._pipeline.commit(delivery, outcome)))
         for stream, deliveries in failed.items():
             self._report.retried_some(len(deliveries))
             self._note(stream, deliveries)
