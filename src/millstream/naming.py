@@ -308,6 +308,7 @@ class ServiceKeys:
     * `input`, `group`: where streams are announced, and the consumer group on it that shows who has which
     * `meta`: hash with the newest token, the time of the last round and when all this began
     * `owners`: hash stream -> token and consumer; `free`: list of the streams that nobody has
+    * `troubles`: hash stream -> token of its owner, and why that leaves the stream out
     * `consumers`, `alive`: hash consumer -> incarnation, weight, limit; sorted set consumer -> end of its leases
     * `events`: stream of what happened, at which consumers wait; `dead`: stream of announcements that were given up
     """
@@ -346,6 +347,11 @@ class ServiceKeys:
     def owners(self) -> str:
         """Hash: who has which stream, under which token."""
         return f"{self.base}:owners"
+
+    @property
+    def troubles(self) -> str:
+        """Hash: why the owner of a stream cannot work on it, under which token."""
+        return f"{self.base}:troubles"
 
     @property
     def free(self) -> str:

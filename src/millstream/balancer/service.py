@@ -158,6 +158,18 @@ def end_leases(client: Client, service: str, how: Literal["done", "released"], s
     return {*map(from_wire, client.script(HAND_IN, (keys.input, keys.meta), (keys.group, "", how, *args)))}
 
 
+def note_trouble(client: Client, service: str, lease: Lease, why: str | None) -> None:
+    """Say for people why its owner cannot work on a stream; None if it can again. It is forgotten with the lease.
+
+    Raises RedisError.
+    """
+    name, troubles = to_wire(lease.stream), ServiceKeys(service).troubles
+    if why is None:
+        client.execute("HDEL", troubles, name)
+    else:
+        client.execute("HSET", troubles, name, to_wire(f"{lease.token} {why}"))
+
+
 def announce(client: Client, service: str, stream: str, info: object = None) -> str:
     """Announce a stream to the consumers of `service`, with anything that JSON can hold; return the announcement's id.
 

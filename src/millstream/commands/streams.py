@@ -70,8 +70,12 @@ def streams(
     table(("consumer", ">streams", ">weight", ">limit", ">lease left"), rows)
     say("")
     table(
-        ("stream", "consumer", ">lease age", ">lag"), [_row(one, lags.get(one.name, _Lag()), now_ms) for one in shown]
+        ("stream", "state", "consumer", ">lease age", ">lag"),
+        [_row(one, lags.get(one.name, _Lag()), now_ms) for one in shown],
     )
+    for one in shown:
+        if one.left_out is not None:
+            talk(f"{visible(one.name)} is left out for now, and tried again: {one.left_out}")
     if len(found.streams) > count:
         talk(f"{len(found.streams) - count:,} more; --count shows them")
 
@@ -79,7 +83,13 @@ def streams(
 def _row(one: StreamState, lag: _Lag, now_ms: float) -> tuple[str, ...]:
     held_ms = None if one.since_ms is None else now_ms - one.since_ms
     behind = "-" if lag.count is None else f"{'' if lag.exact else '>'}{lag.count:,}"
-    return clip(visible(one.name), _NAME_CHARS), one.consumer or "-", age(held_ms), behind
+    return clip(visible(one.name), _NAME_CHARS), _state(one), one.consumer or "-", age(held_ms), behind
+
+
+def _state(one: StreamState) -> str:
+    if one.consumer is None:
+        return "free"
+    return "owned" if one.left_out is None else "left out"
 
 
 def _say_json(found: ServiceState, shown: Sequence[StreamState], lags: Mapping[str, _Lag]) -> None:
@@ -89,7 +99,7 @@ def _say_json(found: ServiceState, shown: Sequence[StreamState], lags: Mapping[s
     ]
     rows = [
         {
-            "stream": one.name, "consumer": one.consumer, "since_ms": one.since_ms, "token": one.token,
+            "stream": one.name, "state": _state(one), "left_out": one.left_out, "consumer": one.consumer, "since_ms": one.since_ms, "token": one.token,
             "lag": lags.get(one.name, _Lag()).count, "lag_exact": lags.get(one.name, _Lag()).exact,
         }
         for one in shown

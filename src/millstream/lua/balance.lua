@@ -46,7 +46,7 @@ local function is_unsound()
       wrong = redis.error_reply('WRONGTYPE ' .. key .. ' holds a value that is no ' .. wanted)
     end
   end
-  for _, key in ipairs({META, STREAMS, OWNERS, FALLS, RETURNED, CONSUMERS}) do
+  for _, key in ipairs({META, STREAMS, OWNERS, FALLS, RETURNED, TROUBLES, CONSUMERS}) do
     check('hash', key, redis.pcall('HLEN', key))
   end
   for _, key in ipairs({EVENTS, DEAD}) do check('stream', key, redis.pcall('XLEN', key)) end
