@@ -321,14 +321,30 @@ def test_a_service_has_the_workers_of_one_handler(client: Client) -> None:
             time.sleep(5)
 
 
-def test_streams_that_the_service_has_forgotten_are_announced_again(client: Client) -> None:
+@pytest.mark.parametrize("options", [{"announced": "calls"}, {"pattern": "s:*"}])
+def test_a_service_that_has_lost_its_memory_gets_its_streams_and_its_handler_back(
+    client: Client, options: dict[str, Any]
+) -> None:
     fill(client, 2, 1)
-    with working(client, make(count, pattern="s:*", order="stream")):
+    keys = ServiceKeys("calls" if "announced" in options else SERVICE.service)
+    for name in ("s:0", "s:1"):
+        announce(client, keys.service, name)
+    with working(client, make(count, order="stream", **options)):
         eventually(lambda: len(rows(client)) == 2)
-        client.execute("DEL", SERVICE.input, *client.execute("KEYS", f"{SERVICE.base}:*"))
+        client.execute("DEL", keys.input, *client.execute("KEYS", f"{keys.base}:*"))
         fill(client, 2, 1, first=1)
         eventually(lambda: sum(map(len, rows(client).values())) == 4)
-        eventually(lambda: len(owners(client)) == 2)
+        eventually(lambda: client.execute("HLEN", keys.owners) == 2)
+        eventually(lambda: client.execute("HGET", keys.meta, "handler") == b"app.handle")
+        found = call("streams", keys.service.removeprefix("millstream:"), "--json", "--url", client.url).json()
+        assert [row["lag"] for row in found["shown"]] == [0, 0]
+        other = App("other")
+        other.handler(announced=keys.service, order="stream", into="out", name="handle")(count)
+        with (
+            pytest.raises(ConfigError, match=r"are shared by the workers of app\.handle"),
+            working(client, other.handlers["handle"], "w2"),
+        ):
+            time.sleep(2)
 
 
 def test_a_lease_that_moves_takes_nothing_over_from_a_newer_run_on_spark(client: Client) -> None:

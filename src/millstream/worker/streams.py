@@ -87,6 +87,7 @@ class StreamSide(LineSide):
 
     def find(self, looking: Client) -> Sequence[str]:
         """See Side. Streams that nobody has announced are announced; which are its own, the worker is told later."""
+        self._claim_service(looking)  # each time: Redis may have lost it with the rest of its memory
         if not self._is_member:
             # A lease that moves here later takes nothing over from a run on Spark that began after this worker.
             self._newest = self._begin_all(looking)
@@ -103,19 +104,24 @@ class StreamSide(LineSide):
         return ()
 
     def _begin_all(self, looking: Client) -> int:
-        """Join the consumers of the service; return the server's time. Raises ConfigError if they run another handler."""
-        label, meta = self._means.handler.label, ServiceKeys(self._service).meta
-        looking.execute("HSETNX", meta, "handler", label)
-        known = from_wire(looking.execute("HGET", meta, "handler"))
-        if known != label:
-            raise ConfigError(
-                f"the streams of service {self._service!r} are shared by the workers of {known}: give {label} a service of "
-                f"its own, or, if {known} is no more, HDEL {meta} handler"
-            )
+        """Join the consumers of the service; return the server's time."""
         seconds, microseconds = looking.execute("TIME")
         self._check_output(looking)
         self._balancer.start()  # last: it can be done once only
         return int(seconds) * 1_000_000 + int(microseconds)
+
+    def _claim_service(self, looking: Client) -> None:
+        """Note whose workers share the streams of the service. Raises ConfigError if they are those of another handler."""
+        label, meta = self._means.handler.label, ServiceKeys(self._service).meta
+        known = looking.execute("HGET", meta, "handler")
+        if known is None:
+            looking.execute("HSETNX", meta, "handler", label)
+            known = looking.execute("HGET", meta, "handler") or to_wire(label)
+        if from_wire(known) != label:
+            raise ConfigError(
+                f"the streams of service {self._service!r} are shared by the workers of {from_wire(known)}: give {label} "
+                f"a service of its own, or, if {from_wire(known)} is no more, HDEL {meta} handler"
+            )
 
     def _check_output(self, looking: Client) -> None:
         """Raises AccessDenied if the user may not write to where all of its streams' outputs go."""
