@@ -118,6 +118,12 @@ def find_handlers(client: Client) -> list[HandlerKeys]:
     return _handlers(client, _streams(client, client.scan_streams()))
 
 
+def there(client: Client, found: Sequence[HandlerKeys]) -> list[HandlerKeys]:
+    """Those of them whose stream is there, and may be seen. Raises AccessDenied if none may be, RedisError."""
+    names = {stream.name for stream in _streams(client, list(dict.fromkeys(keys.stream for keys in found)))}
+    return [keys for keys in found if keys.stream in names]
+
+
 def handler_of(stream: str, group: str) -> HandlerKeys | None:
     """The handler whose group on `stream` this is; None if it is nobody's."""
     app, _, handler = group.removeprefix(_OWN_PREFIX).partition(".")
@@ -334,7 +340,7 @@ def _handler_reports(
             engine=_engine(engine),
             frontier=frontier.decode() if frontier else None,
             lag=None if lag.count is None else lag.count + pending,
-            lag_exact=not lag.more,
+            lag_exact=lag.count is not None and not lag.more,
             oldest_age_ms=_age_ms(first, now_ms) if first else None,
             # One consumer of a handler with a key stands for nobody: it has what no worker has.
             consumers=max(0, at_work.group.consumers - (engine == b"keyed")) if at_work else 0,

@@ -319,6 +319,16 @@ class ServiceKeys:
         check_service(self.service)
 
     @property
+    def label(self) -> str:
+        """What people call it: a handler's own service has the handler's name."""
+        return self.service.removeprefix(f"{PREFIX}:")
+
+    @classmethod
+    def of_handler(cls, label: str) -> "ServiceKeys":
+        """The keys of the service of a handler's own."""
+        return cls(f"{PREFIX}:{label}")
+
+    @property
     def input(self) -> str:
         """Stream: an entry announces a stream."""
         return f"{self.service}-input"
@@ -335,7 +345,7 @@ class ServiceKeys:
 
     @property
     def meta(self) -> str:
-        """Hash: token, pulse, birth."""
+        """Hash: token, pulse, birth; whose workers the consumers are; of a handler's own, to which one it listens instead."""
         return f"{self.base}:meta"
 
     @property

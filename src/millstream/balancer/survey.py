@@ -36,7 +36,7 @@ class StreamState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServiceState:
-    """A service at a moment. `unread`: announcements that no consumer has read; `dead`: those that were given up."""
+    """A service at a moment. `unread`: announcements that no consumer has read; `dead`: its dead letters."""
 
     consumers: Sequence[ConsumerState]
     streams: Sequence[StreamState]

@@ -206,7 +206,7 @@ while recovers and room > 0 and steps > 0 do
     local id = redis.call('HGET', STREAMS, stream)
     give_up(stream, id, describe(id), 'its owner was lost ' .. falls .. ' times')
     strike_off(group, stream)
-    tell('given up', stream, '')
+    tell('dead letter', stream, '')
   else
     given[#given + 1] = give(group, stream, consumer)
     room = room - 1

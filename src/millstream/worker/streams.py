@@ -9,7 +9,7 @@ from queue import Empty, SimpleQueue
 from typing import Literal
 
 from millstream.balancer import Balancer, BalancerPolicy, Lease, StreamAdded, StreamDisowned, Terminated
-from millstream.balancer.service import announce_all, note_trouble
+from millstream.balancer.service import announce_all, note_trouble, note_workers
 from millstream.client import Client
 from millstream.errors import (
     AccessDenied,
@@ -24,7 +24,7 @@ from millstream.errors import (
 )
 from millstream.handlers import Handler
 from millstream.keyed import KeyedStream
-from millstream.naming import PREFIX, ServiceKeys, check_stream, from_wire, to_wire
+from millstream.naming import ServiceKeys, check_stream, to_wire
 from millstream.worker.leaving import concerns_one
 from millstream.worker.sides import LineSide, Means, Round, S, streams_of
 
@@ -39,7 +39,7 @@ _LONGEST_WAIT_MS = 30_000.0
 
 def service_of(handler: Handler) -> str:
     """The service whose consumers are the handler's workers."""
-    return handler.announced or f"{PREFIX}:{handler.label}"
+    return handler.announced or ServiceKeys.of_handler(handler.label).service
 
 
 @dataclass(slots=True)
@@ -112,15 +112,12 @@ class StreamSide(LineSide):
 
     def _claim_service(self, looking: Client) -> None:
         """Note whose workers share the streams of the service. Raises ConfigError if they are those of another handler."""
-        label, meta = self._means.handler.label, ServiceKeys(self._service).meta
-        known = looking.execute("HGET", meta, "handler")
-        if known is None:
-            looking.execute("HSETNX", meta, "handler", label)
-            known = looking.execute("HGET", meta, "handler") or to_wire(label)
-        if from_wire(known) != label:
+        label = self._means.handler.label
+        known = note_workers(looking, self._service, label)
+        if known != label:
             raise ConfigError(
-                f"the streams of service {self._service!r} are shared by the workers of {from_wire(known)}: give {label} "
-                f"a service of its own, or, if {from_wire(known)} is no more, HDEL {meta} handler"
+                f"the streams of service {self._service!r} are shared by the workers of {known}: give {label} a service of "
+                f"its own, or, if {known} is no more, HDEL {ServiceKeys(self._service).meta} handler"
             )
 
     def _check_output(self, looking: Client) -> None:
