@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from millstream import App, Message, Retry, State
+from millstream.attendance import count_workers
 from millstream.balancer import announce
 from millstream.client import Client
 from millstream.errors import AccessDenied, ConfigError, StaleOwner
@@ -173,6 +174,34 @@ def test_the_command_shows_how_far_behind_its_handler_each_stream_is(client: Cli
     fill(client, 1, 3)
     found = json.loads(call("streams", service, "--json", "--url", client.url).out)
     assert [(row["stream"], row["lag"]) for row in found["shown"]] == [("s:0", 3)]
+
+
+def test_info_counts_the_workers_that_are_alive_and_not_all_that_ever_had_the_stream(client: Client) -> None:
+    def workers() -> list[int]:
+        return [row["consumers"] for row in call("info", "app", "--json", "--url", client.url).json()["handlers"]]
+
+    handler = make(count, pattern="s:*", order="stream")
+    for number in range(3):
+        with working(client, handler, f"w{number}"):
+            fill(client, 1, 1)
+            eventually(lambda: len(rows(client).get("s:0", ())) == number + 1)  # noqa: B023 - it is over by then
+            assert workers() == [1]
+    group = HandlerKeys("app", "handle", "s:0").group
+    assert len(client.execute("XINFO", "CONSUMERS", "s:0", group)) > 2  # everybody who has had it
+
+
+def test_info_counts_consumers_that_were_heard_of_or_whose_name_is_held(client: Client) -> None:
+    keys = HandlerKeys("app", "handle", "in")
+    client.execute("XADD", "in", "1-0", "n", 1)
+    client.execute("XGROUP", "CREATE", "in", keys.group, "0")
+    client.execute("HSET", keys.meta, "engine", "workers", "frontier", "0-0")
+    for name in ("quiet", "held", "heard"):
+        client.execute("XGROUP", "CREATECONSUMER", "in", keys.group, name)
+    client.execute("SET", "millstream:worker:app:held", "token")
+    time.sleep(0.4)
+    client.execute("XREADGROUP", "GROUP", keys.group, "heard", "COUNT", 1, "STREAMS", "in", ">")
+    assert count_workers(client, [keys], heard_ms=300) == {keys: 2}
+    assert count_workers(client, [keys]) == {keys: 3}
 
 
 def test_a_parked_stream_is_shown_like_a_parked_key(client: Client) -> None:
