@@ -300,7 +300,7 @@ def test_a_stream_that_the_user_may_not_touch_ends_no_worker_and_comes_back_with
     with Client(login(client, *allowed)) as user, working(user, make(count, order="stream", **options)):
         eventually(lambda: set(rows(client)) == {"s:0", "s:1"})
         eventually(lambda: "leaves the stream 's:2' out for now" in caplog.text)
-        assert "millstream acl worker leases --stream 's:2'" in caplog.text
+        assert "the rights that --stream 's:2' adds in millstream acl worker leases" in caplog.text
         fill(client, 3, 1, first=1)
         eventually(lambda: sum(map(len, rows(client).values())) == 4)
         login(client, *allowed, "~s:2", "~millstream:{s:2}*")

@@ -203,13 +203,11 @@ class StreamSide(LineSide):
 
     def _advice(self, name: str, error: MillstreamError) -> str:
         handler = self._means.handler
-        rest = (
-            "leave it out of the pattern"
-            if handler.announced is None
-            else f"run: millstream done {handler.announced} {name!r}"
-        )
+        rest = f"run: millstream done {handler.announced or handler.label} {name!r}"
+        if handler.pattern is not None:
+            rest = f"keep it out of the pattern and {rest}"
         if isinstance(error, AccessDenied):
-            return f"Give the worker's user the rights that millstream acl worker leases --stream {name!r} prints, or {rest}"
+            return f"Give the worker's user the rights that --stream {name!r} adds in millstream acl worker leases, or {rest}"
         return f"Mend it, or {rest}"
 
     def _tell_people(self, lease: Lease, why: str | None) -> None:
