@@ -26,6 +26,13 @@ def pytest_configure(config: pytest.Config) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Where tests run side by side, a file's stay together, and so do all on Spark: two sessions are too much for two cores."""
+    for item in items:
+        on_spark = item.get_closest_marker("spark") is not None
+        item.add_marker(pytest.mark.xdist_group("spark" if on_spark else item.location[0]))
+
+
 if os.environ.get("MILLSTREAM_TEST_ACL"):
     LOGIN = "least:rights@"
 

@@ -75,6 +75,13 @@ class NotReplicated(RedisError):
 class AccessDenied(RedisError):
     """Redis refused the credentials, or an ACL rule refuses the command or the key."""
 
+    @property
+    def concerns_key(self) -> bool:
+        """True if keys are refused: the same command may be allowed on others."""
+        return any(
+            words in str(self) for words in ("no permissions to access", "No permissions to access", "can't access")
+        )
+
 
 class WrongType(RedisError):
     """The key holds another type than the command needs."""

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
+from millstream.attendance import count_workers
 from millstream.client import Arg, Client, Command, Reply, Script, raise_if_error
 from millstream.clock import SYSTEM_CLOCK, Clock
 from millstream.errors import AccessDenied, ConfigError, DecodeError, GroupMissing, RedisError
@@ -53,7 +54,7 @@ class HandlerReport:
     * `frontier`: all up to this id is committed, on workers but for what is pending; None before the first commit
     * `lag`: entries that are not committed; None if that is unknown. A lower bound unless `lag_exact`
     * `oldest_age_ms`: age of the first of them
-    * `consumers`, `pending`: the workers' consumers, and what they have in hand
+    * `consumers`, `pending`: the workers that are alive, and what all of them have in hand
     * `oldest_pending_age_ms`: age of the first entry that is pending
     * `committed`, `written`, `dead`, `refused`: messages committed, outputs written, dead letters ever given,
       commits refused because another run had made them
@@ -116,6 +117,12 @@ def inspect_handlers(
 def find_handlers(client: Client) -> list[HandlerKeys]:
     """Every handler that has left something in Redis, on each of its streams, sorted. Raises RedisError."""
     return _handlers(client, _streams(client, client.scan_streams()))
+
+
+def there(client: Client, found: Sequence[HandlerKeys]) -> list[HandlerKeys]:
+    """Those of them whose stream is there, and may be seen. Raises AccessDenied if none may be, RedisError."""
+    names = {stream.name for stream in _streams(client, list(dict.fromkeys(keys.stream for keys in found)))}
+    return [keys for keys in found if keys.stream in names]
 
 
 def handler_of(stream: str, group: str) -> HandlerKeys | None:
@@ -316,6 +323,7 @@ def _handler_reports(
     )
     letters = _ask(client, [("XLEN", to_wire(keys.dead)) for keys in metas])
     workers = _workers(client, metas, streams)
+    alive = count_workers(client, list(workers))
     lags = [
         _lag(keys, frontier.decode() if frontier else None, workers.get(keys), streams.get(keys.stream))
         for keys, (_, frontier, *_) in metas.items()
@@ -334,10 +342,9 @@ def _handler_reports(
             engine=_engine(engine),
             frontier=frontier.decode() if frontier else None,
             lag=None if lag.count is None else lag.count + pending,
-            lag_exact=not lag.more,
+            lag_exact=lag.count is not None and not lag.more,
             oldest_age_ms=_age_ms(first, now_ms) if first else None,
-            # One consumer of a handler with a key stands for nobody: it has what no worker has.
-            consumers=max(0, at_work.group.consumers - (engine == b"keyed")) if at_work else 0,
+            consumers=alive[keys] if at_work else 0,
             pending=pending,
             oldest_pending_age_ms=_age_ms(first_pending, now_ms) if first_pending else None,
             waiting=raise_if_error(waiting),

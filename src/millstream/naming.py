@@ -308,6 +308,7 @@ class ServiceKeys:
     * `input`, `group`: where streams are announced, and the consumer group on it that shows who has which
     * `meta`: hash with the newest token, the time of the last round and when all this began
     * `owners`: hash stream -> token and consumer; `free`: list of the streams that nobody has
+    * `troubles`: hash stream -> token of its owner, and why that leaves the stream out
     * `consumers`, `alive`: hash consumer -> incarnation, weight, limit; sorted set consumer -> end of its leases
     * `events`: stream of what happened, at which consumers wait; `dead`: stream of announcements that were given up
     """
@@ -316,6 +317,16 @@ class ServiceKeys:
 
     def __post_init__(self) -> None:
         check_service(self.service)
+
+    @property
+    def label(self) -> str:
+        """What people call it: a handler's own service has the handler's name."""
+        return self.service.removeprefix(f"{PREFIX}:")
+
+    @classmethod
+    def of_handler(cls, label: str) -> "ServiceKeys":
+        """The keys of the service of a handler's own."""
+        return cls(f"{PREFIX}:{label}")
 
     @property
     def input(self) -> str:
@@ -334,7 +345,7 @@ class ServiceKeys:
 
     @property
     def meta(self) -> str:
-        """Hash: token, pulse, birth."""
+        """Hash: token, pulse, birth; whose workers the consumers are; of a handler's own, to which one it listens instead."""
         return f"{self.base}:meta"
 
     @property
@@ -346,6 +357,11 @@ class ServiceKeys:
     def owners(self) -> str:
         """Hash: who has which stream, under which token."""
         return f"{self.base}:owners"
+
+    @property
+    def troubles(self) -> str:
+        """Hash: why the owner of a stream cannot work on it, under which token."""
+        return f"{self.base}:troubles"
 
     @property
     def free(self) -> str:

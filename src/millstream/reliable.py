@@ -16,7 +16,7 @@ from typing import ClassVar, Literal, TypeVar
 
 from millstream.client import Client, Script
 from millstream.deadletters import DeadLetter
-from millstream.errors import GroupMissing, StaleOwner
+from millstream.errors import GroupMissing, MillstreamError, StaleOwner
 from millstream.groups import Batch, Consumer, Group, PendingEntry
 from millstream.ledger import ENTRY_MARK, FAILED, KEY_MARK, LEASES_LOST, Checkpoint, Kind, Ledger, Unit
 
@@ -157,6 +157,8 @@ class ReliableStream:
         """Runs on Spark that began after this time of the server, in microseconds, are not taken over from."""
         self.leaving = False
         """The worker has to leave the stream: nothing new of it is to be taken."""
+        self.leave_out: Callable[[MillstreamError], None] | None = None
+        """Told of what is wrong with this stream only, where it is one of many; None if that is to be raised."""
         self.paused = False
         """Somebody wants no more entries of this stream to be read for now; as of the last `look`."""
 

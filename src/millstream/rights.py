@@ -196,6 +196,7 @@ ROLES: Mapping[RoleName, Role] = {
         unreached="hkeys sadd scard srandmember unlink",
         looks="always",
         own_keys=("*",),
+        app_keys=(f"{PREFIX}:worker:{{app}}:*",),
         serves=True,
     ),
 }

@@ -5,7 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from examples.fencing import WRITE, write
 from examples.leases import app
+from millstream.balancer import Balancer, StreamAdded, announce
 from millstream.client import Client
 from millstream.inspection import read_state
 from millstream.naming import HandlerKeys
@@ -56,6 +58,25 @@ def test_the_example_shares_sensors_and_keeps_each_in_order(client: Client) -> N
         mine = [row for row in rows if row[b"sensor"] == sensor.encode()]
         assert [row[b"celsius"] for row in mine] == [b"31.0", b"10.0", b"10.0"]
         assert client.execute("XLEN", HandlerKeys("sensors", "watch", sensor).dead) == 1
+
+
+def test_the_store_of_the_other_example_refuses_a_stale_owner(client: Client) -> None:
+    announce(client, "calls", "call:1")
+    with Balancer(client.url, "calls", consumer="one") as one:
+        stale = one.next(5)
+        assert isinstance(stale, StreamAdded)
+        assert write(client, "book:1", stale.lease, "total", "1")
+    with Balancer(client.url, "calls", consumer="two") as two:
+        fresh = two.next(5)
+        assert isinstance(fresh, StreamAdded)
+        assert write(client, "book:1", fresh.lease, "total", "2")
+        assert not write(client, "book:1", stale.lease, "total", "3")
+        assert write(client, "book:1", fresh.lease, "sum", "4")
+    assert client.execute("HGET", "book:1", "total") == b"2"
+
+
+def test_the_documentation_shows_the_store_as_it_is() -> None:
+    assert WRITE.strip() in (EXAMPLE.parents[1] / "docs/leases.md").read_text()
 
 
 def test_the_example_is_small() -> None:

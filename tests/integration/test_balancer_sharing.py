@@ -425,7 +425,9 @@ def commands_run(client: Client) -> int:
     return sum(int(line.partition("calls=")[2].partition(",")[0]) for line in lines if line.startswith("cmdstat_"))
 
 
-@pytest.mark.parametrize("key", ["dead", "events", "falls", "free", "streams", "owners", "returned", "consumers"])
+@pytest.mark.parametrize(
+    "key", ["dead", "events", "falls", "free", "streams", "owners", "returned", "troubles", "consumers"]
+)
 def test_a_key_of_the_wrong_type_is_named_before_anything_is_taken(client: Client, key: str) -> None:
     announced(client, "fallen")
     round_of(client, "dies")

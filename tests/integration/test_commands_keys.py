@@ -94,3 +94,23 @@ def test_info_shows_such_a_handler_as_run_by_workers(client: Client, stream: Key
     (found,) = call("info", "--json", url=client.url).json()["handlers"]
     assert (found["engine"], found["consumers"], found["pending"], found["lag"]) == ("workers", 1, 11, 11)
     assert stream.check() == []
+
+
+def test_keys_leaves_out_streams_that_are_gone_or_refused(client: Client, stream: KeyedStream) -> None:
+    for name in ("gone", "secret"):
+        other = KeyedStream(
+            client, name, line_of=lambda entry_id, pairs: line_of_key(pairs[1], entry_id), app="shop", handler="pay",
+            consumer="w-0",
+        )  # fmt: skip
+        other.join()
+        client.execute("XADD", name, "*", "key", "a")
+        other.route(count=100, most_pending=1_000)
+    client.execute("DEL", "gone")
+    assert {row["stream"] for row in asked(client, "keys", "shop.pay")["shown"]} == {"orders", "secret"}
+    client.execute("ACL", "SETUSER", "some", "on", ">secret", "+@all", "~orders", "~millstream:{orders}*")
+    url = client.url.replace("redis://", "redis://some:secret@", 1)
+    found = call("keys", "shop.pay", "--json", url=url)
+    assert (found.code, {row["stream"] for row in found.json()["shown"]}) == (0, {"orders"})
+    client.execute("ACL", "SETUSER", "some", "resetkeys", "~secret")
+    assert call("keys", "shop.pay", url=url).code == 3
+    assert stream.check() == []

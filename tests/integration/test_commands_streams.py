@@ -1,14 +1,18 @@
 """The commands about leased streams."""
 
 import json
+import subprocess
+import sys
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 
 from millstream.balancer import Balancer, BalancerPolicy, StreamAdded, StreamDisowned
 from millstream.client import Client
 from millstream.naming import ServiceKeys
-from tests.integration.commandline import call
+from tests.integration.commandline import call, run
+from tests.integration.test_worker import eventually, make, working
 
 KEYS = ServiceKeys("calls")
 QUICK = BalancerPolicy(lease_ms=600)
@@ -39,8 +43,11 @@ def test_streams_are_announced_shown_released_and_done(client: Client) -> None:
         assert {row["stream"]: (row["consumer"], row["lag"]) for row in found["shown"]} == {
             "call:1": ("me", 1), "call:2": ("me", None),
         }  # fmt: skip
+        assert {row["stream"]: row["lag_exact"] for row in found["shown"]} == {"call:1": True, "call:2": False}
+        hint = call("streams", "calls", "--group", "nosuch", *url).err
+        assert "none of these streams has a group 'nosuch'; millstream groups list STREAM" in hint
         shown = call("streams", "calls", *url).out
-        assert "2 streams: 2 with an owner, 0 free; 0 announced and not read yet, 0 given up" in shown
+        assert "2 streams: 2 with an owner, 0 free; 0 announced and not read yet, 0 dead letters" in shown
         assert call("release", "calls", "call:1", *url).out == "call:1 is released\n"
         told = [balancer.next(5) for _ in range(2)]
         assert any(isinstance(one, StreamDisowned) and one.lease == leases["call:1"] for one in told)
@@ -60,7 +67,71 @@ def test_what_is_not_known_is_named(client: Client) -> None:
     call("announce", "calls", "call:1", *url)
     not_read = call("release", "calls", "call:1", "call:9", *url)
     assert (not_read.code, "'call:1', 'call:9'" in not_read.err) == (2, True)
+    assert "millstream streams calls shows" in not_read.err
     wrong = call("announce", "calls", "call:2", "--info", "night", *url)
     assert (wrong.code, "is not JSON" in wrong.err) == (2, True)
     unasked = call("done", "calls", "call:1", *url)
     assert (unasked.code, "add --yes" in unasked.err) == (2, True)
+
+
+def test_what_is_half_done_is_not_called_wrong_usage(client: Client) -> None:
+    url = ("--url", client.url)
+    call("announce", "calls", "call:1", *url)
+    with Balancer(client.url, "calls", consumer="me", policy=QUICK) as balancer:
+        assert isinstance(balancer.next(5), StreamAdded)
+        some = call("release", "calls", "nope", "call:1", *url)
+        assert (some.code, some.out, "'nope'" in some.err) == (1, "call:1 is released\n", True)
+        assert call("release", "calls", "nope", *url).code == 2
+
+
+def test_many_streams_are_announced_at_once_or_none(client: Client) -> None:
+    url = ("--url", client.url)
+    first = call("announce", "calls", "call:1", "call:2", *url)
+    assert first.out == "call:1 is announced to calls\ncall:2 is announced to calls\n"
+    assert "'calls' is new here" in first.err
+    assert run("announce", "calls", "-", *url, stdin=b"call:3\ncall:4\n").code == 0
+    assert call("announce", "calls", "call:5", "call:a}b", *url).code == 2
+    assert client.execute("XLEN", KEYS.input) == 4
+    rows = call("announce", "calls", "call:6", "call:7", "--json", *url).json_lines()
+    assert [(row["service"], row["stream"]) for row in rows] == [("calls", "call:6"), ("calls", "call:7")]
+
+
+def _has_outputs(client: Client, count: int) -> bool:
+    return bool(client.execute("XLEN", "out") == count)
+
+
+def test_a_handler_is_announced_to_where_it_listens(client: Client) -> None:
+    url = ("--url", client.url)
+    for options, listens in (({"announced": "plant"}, "plant"), ({"pattern": "none:*"}, "millstream:app.handle")):
+        handler = make(lambda message: {"n": message.text("n")}, order="stream", **options)
+        with working(client, handler):
+            meta = ServiceKeys(listens).meta
+            eventually(partial(client.execute, "HEXISTS", meta, "handler"))
+            client.execute("XADD", f"line:{listens}", "*", "n", 7)
+            said = call("announce", "app.handle", f"line:{listens}", *url)
+            own = listens != "plant"
+            assert said.out.endswith("to app.handle\n" if own else "to plant, where app.handle listens\n")
+            eventually(partial(_has_outputs, client, 1 + own))
+            assert call("release", "app.handle", f"line:{listens}", *url).code == 0
+            unknown = call("release", "app.handle", "nope", *url)
+            assert "app.handle does not know 'nope'" in unknown.err
+            assert "1 stream" in call("streams", "app.handle", *url).out
+
+
+def test_dead_letters_are_counted_and_it_is_said_how_to_see_them(client: Client) -> None:
+    url = ("--url", client.url)
+    client.execute("XADD", KEYS.input, "*", "no", "announcement")
+    with Balancer(client.url, "calls", consumer="me", policy=QUICK):
+        eventually(lambda: client.execute("XLEN", KEYS.dead) == 1)
+    found = call("streams", "calls", *url)
+    assert "1 dead letter" in found.out
+    assert "millstream announce calls STREAM" in found.err
+    assert call("streams", "calls", "--json", *url).json()["dead_letters"] == 1
+    shown = call("tail", "--no-follow", found.err.split("'")[1], *url)
+    assert "it has no field lbs-input" in shown.out
+
+
+def test_a_log_line_is_one_line_whatever_a_stream_is_called() -> None:
+    code = "import logging, millstream.commands.cli as c; c._options(); logging.warning('%s', 'a\\nb\\x1b[31m')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True)
+    assert done.stderr == b"WARNING a\\nb\\x1b[31m\n"

@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 
 from millstream import App, Message, Retry, State
+from millstream.attendance import count_workers
 from millstream.balancer import announce
 from millstream.client import Client
-from millstream.errors import ConfigError, StaleOwner
+from millstream.errors import AccessDenied, ConfigError, StaleOwner
 from millstream.ledger import Ledger
 from millstream.naming import HandlerKeys, ServiceKeys
 from millstream.testing.topologies import cluster
@@ -175,6 +176,34 @@ def test_the_command_shows_how_far_behind_its_handler_each_stream_is(client: Cli
     assert [(row["stream"], row["lag"]) for row in found["shown"]] == [("s:0", 3)]
 
 
+def test_info_counts_the_workers_that_are_alive_and_not_all_that_ever_had_the_stream(client: Client) -> None:
+    def workers() -> list[int]:
+        return [row["consumers"] for row in call("info", "app", "--json", "--url", client.url).json()["handlers"]]
+
+    handler = make(count, pattern="s:*", order="stream")
+    for number in range(3):
+        with working(client, handler, f"w{number}"):
+            fill(client, 1, 1)
+            eventually(lambda: len(rows(client).get("s:0", ())) == number + 1)  # noqa: B023 - it is over by then
+            assert workers() == [1]
+    group = HandlerKeys("app", "handle", "s:0").group
+    assert len(client.execute("XINFO", "CONSUMERS", "s:0", group)) > 2  # everybody who has had it
+
+
+def test_info_counts_consumers_that_were_heard_of_or_whose_name_is_held(client: Client) -> None:
+    keys = HandlerKeys("app", "handle", "in")
+    client.execute("XADD", "in", "1-0", "n", 1)
+    client.execute("XGROUP", "CREATE", "in", keys.group, "0")
+    client.execute("HSET", keys.meta, "engine", "workers", "frontier", "0-0")
+    for name in ("quiet", "held", "heard"):
+        client.execute("XGROUP", "CREATECONSUMER", "in", keys.group, name)
+    client.execute("SET", "millstream:worker:app:held", "token")
+    time.sleep(0.4)
+    client.execute("XREADGROUP", "GROUP", keys.group, "heard", "COUNT", 1, "STREAMS", "in", ">")
+    assert count_workers(client, [keys], heard_ms=300) == {keys: 2}
+    assert count_workers(client, [keys]) == {keys: 3}
+
+
 def test_a_parked_stream_is_shown_like_a_parked_key(client: Client) -> None:
     def refuse(message: Message) -> None:
         raise RuntimeError("never")
@@ -208,7 +237,7 @@ def test_a_back_off_is_over_when_it_is_over(client: Client) -> None:
         eventually(lambda: len(rows(client)) == 2, within_s=15)
 
 
-def test_one_stream_that_cannot_be_worked_on_is_nobody_elses_trouble(
+def test_one_stream_that_cannot_be_worked_on_is_nobody_elses_trouble_and_comes_back_when_it_is_mended(
     client: Client, caplog: pytest.LogCaptureFixture
 ) -> None:
     fill(client, 3, 1)
@@ -217,20 +246,96 @@ def test_one_stream_that_cannot_be_worked_on_is_nobody_elses_trouble(
         eventually(lambda: len(rows(client)) == 3)
         client.execute("DEL", "s:2")
         client.execute("SET", "s:2", "no stream")
-        eventually(lambda: "s:2 is left out from now on" in caplog.text)
+        eventually(lambda: "leaves the stream 's:2' out for now" in caplog.text)
         fill(client, 2, 1, first=1)
         eventually(lambda: sum(map(len, rows(client).values())) == 5)
-    assert "leaves a stream out: the stream name 's:a}b'" in caplog.text
+        client.execute("DEL", "s:2")
+        client.execute("XADD", "s:2", "*", "n", 7)
+        eventually(lambda: rows(client)["s:2"][-1]["n"] == "7")
+    assert "leaves the stream 's:a}b' out" in caplog.text
+    assert "works on the stream 's:2' again" in caplog.text
 
 
-def test_what_is_announced_and_is_no_stream_is_left_out(client: Client, caplog: pytest.LogCaptureFixture) -> None:
+def left_out(client: Client, service: str) -> dict[str, str | None]:
+    """What the command says of each stream that is left out, and why."""
+    found = call("streams", service, "--json", "--url", client.url).json()
+    return {row["stream"]: row["left_out"] for row in found["shown"] if row["state"] == "left out"}
+
+
+def test_what_is_announced_and_is_no_stream_is_left_out_until_it_is_one(
+    client: Client, caplog: pytest.LogCaptureFixture
+) -> None:
     fill(client, 1, 1)
-    client.execute("SET", "text", "no stream")
-    for name in ("text", "s:0"):
+    client.execute("SET", "te\nxt", "no stream")
+    for name in ("te\nxt", "s:0"):
         announce(client, "calls", name)
     with working(client, make(count, announced="calls", order="stream")):
         eventually(lambda: len(rows(client)) == 1)
-        eventually(lambda: "leaves a stream out" in caplog.text)
+        eventually(lambda: "te\nxt" in left_out(client, "calls"))
+        assert "holds another type" in (left_out(client, "calls")["te\nxt"] or "")
+        assert "left out" in call("streams", "calls", "--url", client.url).out
+        assert r"leaves the stream 'te\nxt' out for now" in caplog.text
+        assert r"run: millstream done calls 'te\nxt'" in caplog.text
+        client.execute("DEL", "te\nxt")
+        client.execute("XADD", "te\nxt", "*", "n", 7)
+        eventually(lambda: len(rows(client)) == 2)
+        eventually(lambda: left_out(client, "calls") == {})
+
+
+def login(client: Client, *rules: str) -> str:
+    """The URL of a user who may do everything but for these rules."""
+    client.execute("ACL", "SETUSER", "limited", "reset", "on", ">secret", "+@all", "~*", *rules)
+    return client.url.replace("redis://", "redis://limited:secret@", 1)
+
+
+@pytest.mark.parametrize("options", [{"announced": "calls"}, {"pattern": "s:*"}])
+def test_a_stream_that_the_user_may_not_touch_ends_no_worker_and_comes_back_with_the_right(
+    client: Client, caplog: pytest.LogCaptureFixture, options: dict[str, Any]
+) -> None:
+    fill(client, 3, 1)
+    for name in ("s:0", "s:1", "s:2"):
+        announce(client, "calls", name)
+    some = [f"~{key}" for name in ("s:0", "s:1") for key in (name, f"millstream:{{{name}}}*")]
+    allowed = ("resetkeys", "~out", "~*-input*", *some)
+    with Client(login(client, *allowed)) as user, working(user, make(count, order="stream", **options)):
+        eventually(lambda: set(rows(client)) == {"s:0", "s:1"})
+        eventually(lambda: "leaves the stream 's:2' out for now" in caplog.text)
+        assert "the rights that --stream 's:2' adds in millstream acl worker leases" in caplog.text
+        fill(client, 3, 1, first=1)
+        eventually(lambda: sum(map(len, rows(client).values())) == 4)
+        login(client, *allowed, "~s:2", "~millstream:{s:2}*")
+        eventually(lambda: len(rows(client).get("s:2", ())) == 2)
+    client.execute("ACL", "DELUSER", "limited")
+
+
+def test_a_right_that_is_taken_from_a_stream_concerns_that_stream_only(
+    client: Client, caplog: pytest.LogCaptureFixture
+) -> None:
+    fill(client, 3, 1)
+    some = [f"~{key}" for name in ("s:0", "s:1") for key in (name, f"millstream:{{{name}}}*")]
+    with Client(login(client)) as user, working(user, make(count, pattern="s:*", order="stream")):
+        eventually(lambda: len(rows(client)) == 3)
+        login(client, "resetkeys", "~out", "~*-input*", *some)
+        eventually(lambda: "leaves the stream 's:2' out for now" in caplog.text)
+        fill(client, 3, 1, first=1)
+        eventually(lambda: sum(map(len, rows(client).values())) == 5)
+    client.execute("ACL", "DELUSER", "limited")
+
+
+@pytest.mark.parametrize(
+    ("rules", "streams"),
+    [(("-xack",), ()), (("resetkeys", "~s:*", "~millstream:*"), ()), (("resetkeys", "~out", "~millstream:*"), ("in",))],
+)
+def test_a_worker_that_could_commit_nothing_ends(client: Client, rules: Any, streams: Any) -> None:
+    fill(client, 1, 1)
+    options: dict[str, Any] = {} if streams else {"pattern": "s:*"}
+    with (
+        Client(login(client, *rules)) as user,
+        pytest.raises(AccessDenied),
+        working(user, make(count, order="stream", **options)),
+    ):
+        time.sleep(2)
+    client.execute("ACL", "DELUSER", "limited")
 
 
 def test_a_service_has_the_workers_of_one_handler(client: Client) -> None:
@@ -245,14 +350,30 @@ def test_a_service_has_the_workers_of_one_handler(client: Client) -> None:
             time.sleep(5)
 
 
-def test_streams_that_the_service_has_forgotten_are_announced_again(client: Client) -> None:
+@pytest.mark.parametrize("options", [{"announced": "calls"}, {"pattern": "s:*"}])
+def test_a_service_that_has_lost_its_memory_gets_its_streams_and_its_handler_back(
+    client: Client, options: dict[str, Any]
+) -> None:
     fill(client, 2, 1)
-    with working(client, make(count, pattern="s:*", order="stream")):
+    keys = ServiceKeys("calls" if "announced" in options else SERVICE.service)
+    for name in ("s:0", "s:1"):
+        announce(client, keys.service, name)
+    with working(client, make(count, order="stream", **options)):
         eventually(lambda: len(rows(client)) == 2)
-        client.execute("DEL", SERVICE.input, *client.execute("KEYS", f"{SERVICE.base}:*"))
+        client.execute("DEL", keys.input, *client.execute("KEYS", f"{keys.base}:*"))
         fill(client, 2, 1, first=1)
         eventually(lambda: sum(map(len, rows(client).values())) == 4)
-        eventually(lambda: len(owners(client)) == 2)
+        eventually(lambda: client.execute("HLEN", keys.owners) == 2)
+        eventually(lambda: client.execute("HGET", keys.meta, "handler") == b"app.handle")
+        found = call("streams", keys.service.removeprefix("millstream:"), "--json", "--url", client.url).json()
+        assert [row["lag"] for row in found["shown"]] == [0, 0]
+        other = App("other")
+        other.handler(announced=keys.service, order="stream", into="out", name="handle")(count)
+        with (
+            pytest.raises(ConfigError, match=r"are shared by the workers of app\.handle"),
+            working(client, other.handlers["handle"], "w2"),
+        ):
+            time.sleep(2)
 
 
 def test_a_lease_that_moves_takes_nothing_over_from_a_newer_run_on_spark(client: Client) -> None:

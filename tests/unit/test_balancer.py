@@ -49,6 +49,11 @@ def test_a_policy_at_the_edge_of_sense_is_accepted(option: dict[str, Any]) -> No
     BalancerPolicy(**option)
 
 
+def test_no_consumer_is_called_like_the_one_that_stands_for_nobody() -> None:
+    with pytest.raises(ConfigError, match="cannot be called 'waiting'"):
+        Balancer("redis://127.0.0.1:1", "calls", consumer="waiting")
+
+
 def test_a_weight_is_a_number_or_is_asked_for_each_time() -> None:
     weights = iter([1.0, 2.5])
     policy = BalancerPolicy(weight=lambda: next(weights))

@@ -17,7 +17,7 @@ from millstream.balancer.measures import Measures
 from millstream.balancer.notices import Lease, Notice, StreamAdded, StreamDisowned, StreamExpired, Terminated, Why
 from millstream.balancer.policy import BalancerPolicy
 from millstream.balancer.postbox import Postbox
-from millstream.balancer.service import Bid, Round, Service, announce
+from millstream.balancer.service import WAITING, Bid, Round, Service, announce
 from millstream.client import Client
 from millstream.clock import SYSTEM_CLOCK, Clock
 from millstream.errors import ConfigError, LeaseLost, MillstreamError, NameHeld, Unavailable, text_of
@@ -64,6 +64,10 @@ class Balancer:
         self._replaces = replaces
         self.policy = policy or BalancerPolicy()
         self.consumer = check_identifier("consumer name", consumer or host_name(100))
+        if self.consumer == WAITING:
+            raise ConfigError(
+                f"a consumer cannot be called {WAITING!r}: so Redis calls those that nobody has; use another name"
+            )
         # A wait and a round that are not answered are over when the lease is.
         timeout_ms = max(_LEAST_TIMEOUT_MS, self.policy.lease_ms // _HEARTBEATS)
         self._client = Client(url, timeout_ms=timeout_ms, clock=clock)
@@ -266,7 +270,7 @@ class Balancer:
         except _Closed:
             pass
         except Exception as fatal:  # noqa: BLE001 - whatever it is, the program must hear that nothing is renewed
-            logger.error("%s of %s has ended: %s", self.consumer, self._service.keys.service, text_of(fatal))
+            logger.error("%s of %s has ended: %s", self.consumer, self._service.keys.label, text_of(fatal))
             error = fatal
             with self._turn:
                 self._lose_all("lost contact")
@@ -364,7 +368,7 @@ class Balancer:
     def _find_unknown(self, found: Round) -> None:
         """See whether Redis knew this consumer: it may have been thought dead, or Redis has lost its memory."""
         if self._born not in (None, found.born) and (found.is_new or self._wants_all):
-            logger.warning("%s has lost its memory: its streams are announced again", self._service.keys.service)
+            logger.warning("%s has lost its memory: its streams are announced again", self._service.keys.label)
             for lease in (*self._lost, *(held.lease for held in self._held.values())):
                 self._announce_again(lease)
             self._lose_all("forgotten")

@@ -5,12 +5,13 @@ Streams are announced as entries of `<service>-input`, in the form of redis-stre
 
 import json
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from millstream.balancer.notices import Lease
 from millstream.client import Arg, Client, Command, Reply, Script, raise_if_error
-from millstream.errors import AlreadyOwned, ConfigError, LeaseLost, NameHeld, StreamNotFound
+from millstream.errors import AccessDenied, AlreadyOwned, ConfigError, LeaseLost, NameHeld, StreamNotFound
 from millstream.naming import ServiceKeys, check_stream, from_wire, to_wire
 
 BALANCE = Script("balance")
@@ -18,10 +19,15 @@ CLAIM = Script("claim_stream")
 HAND_IN = Script("hand_in")
 RETIRE = Script("retire")
 
+WAITING = "waiting"
+"""The consumer of the group that stands for nobody."""
 FIELD = "lbs-input"
 _NAME, _INFO = "DataStreamName", "Info"
 
+_HANDLER, _ANNOUNCED = "handler", "announced"
+
 _ROUND_MS = 1_000
+_AT_ONCE = 1_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,7 +107,7 @@ class Service:
         reply = self._run(BALANCE, fixed)
         if reply[0] == b"HELD":
             raise NameHeld(
-                f"a consumer of {self.keys.service} called {self.consumer!r} is running; give this one another name",
+                f"a consumer of {self.keys.label} called {self.consumer!r} is running; give this one another name",
                 consumer=self.consumer,
             )
         _, born, is_new, next_ms, total, has, share, excess, more, *rest = reply
@@ -123,7 +129,7 @@ class Service:
                 raise AlreadyOwned(f"stream {stream!r} is {owner!r}'s", stream=stream, consumer=owner)
             case b"UNKNOWN":
                 raise StreamNotFound(
-                    f"stream {stream!r} is not among those of {self.keys.service}: it is not announced, not read yet, or done",
+                    f"stream {stream!r} is not among those of {self.keys.label}: it is not announced, not read yet, or done",
                     stream=stream,
                 )
         raise LeaseLost(
@@ -158,6 +164,18 @@ def end_leases(client: Client, service: str, how: Literal["done", "released"], s
     return {*map(from_wire, client.script(HAND_IN, (keys.input, keys.meta), (keys.group, "", how, *args)))}
 
 
+def note_trouble(client: Client, service: str, lease: Lease, why: str | None) -> None:
+    """Say for people why its owner cannot work on a stream; None if it can again. It is forgotten with the lease.
+
+    Raises RedisError.
+    """
+    name, troubles = to_wire(lease.stream), ServiceKeys(service).troubles
+    if why is None:
+        client.execute("HDEL", troubles, name)
+    else:
+        client.execute("HSET", troubles, name, to_wire(f"{lease.token} {why}"))
+
+
 def announce(client: Client, service: str, stream: str, info: object = None) -> str:
     """Announce a stream to the consumers of `service`, with anything that JSON can hold; return the announcement's id.
 
@@ -167,10 +185,45 @@ def announce(client: Client, service: str, stream: str, info: object = None) -> 
     return bytes(client.execute(*_announcement(service, stream, info))).decode()
 
 
-def announce_all(client: Client, service: str, streams: Sequence[str]) -> None:
-    """Announce streams of which nothing is to be said, in one round trip. Raises as `announce` does."""
-    for reply in client.pipeline([_announcement(service, stream, None) for stream in streams]):
-        raise_if_error(reply)
+def announce_all(client: Client, service: str, streams: Sequence[str], info: object = None) -> list[str]:
+    """Announce streams of which the same is to be said; return the announcements' ids. Raises as `announce` does.
+
+    If one of them cannot be announced, none is.
+    """
+    found = [_announcement(service, stream, info) for stream in streams]
+    return [
+        bytes(raise_if_error(reply)).decode()
+        for start in range(0, len(found), _AT_ONCE)
+        for reply in client.pipeline(found[start : start + _AT_ONCE])
+    ]
+
+
+def service_of(client: Client, label: str) -> str | None:
+    """The service whose consumers are the workers of a handler, as far as they have said; None if they have not.
+
+    Raises ConfigError if no handler can have this name, RedisError.
+    """
+    own = ServiceKeys.of_handler(label)
+    announced = client.execute("HGET", own.meta, _ANNOUNCED)
+    if announced is not None:
+        return from_wire(announced)
+    return own.service if client.execute("EXISTS", own.input) else None
+
+
+def note_workers(client: Client, service: str, label: str) -> str:
+    """Note that the consumers of a service are the workers of this handler; return of which they are. Raises RedisError."""
+    keys, own = ServiceKeys(service), ServiceKeys.of_handler(label)
+    known, elsewhere = client.execute("HMGET", keys.meta, _HANDLER, _ANNOUNCED)
+    if elsewhere is not None:
+        client.execute("HDEL", keys.meta, _ANNOUNCED)  # the handler has a service of its own now
+    if known is None:
+        client.execute("HSETNX", keys.meta, _HANDLER, label)
+        known = client.execute("HGET", keys.meta, _HANDLER) or to_wire(label)
+    if from_wire(known) == label and service != own.service:
+        with suppress(AccessDenied):  # people are told less, and that is all
+            if client.execute("HGET", own.meta, _ANNOUNCED) != service.encode():
+                client.execute("HSET", own.meta, _ANNOUNCED, service)
+    return from_wire(known)
 
 
 def _announcement(service: str, stream: str, info: object) -> Command:

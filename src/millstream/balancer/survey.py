@@ -22,17 +22,21 @@ class ConsumerState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamState:
-    """One announced stream: who has it since when (Unix milliseconds) under which token; or nobody."""
+    """One announced stream: who has it since when (Unix milliseconds) under which token; or nobody.
+
+    `left_out`: why a handler's worker that has it does not work on it for now.
+    """
 
     name: str
     consumer: str | None = None
     since_ms: int | None = None
     token: int | None = None
+    left_out: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServiceState:
-    """A service at a moment. `unread`: announcements that no consumer has read; `dead`: those that were given up."""
+    """A service at a moment. `unread`: announcements that no consumer has read; `dead`: its dead letters."""
 
     consumers: Sequence[ConsumerState]
     streams: Sequence[StreamState]
@@ -44,15 +48,18 @@ def survey(client: Client, service: str) -> ServiceState:
     """Look at a service. Others go on meanwhile, so figures may be a moment apart. Raises ConfigError, RedisError."""
     keys = ServiceKeys(service)
     owners = {name: value.split(b" ", 1) for name, value in _pairs(client, keys.owners)}
+    troubles = {name: value.split(b" ", 1) for name, value in _pairs(client, keys.troubles)}
     streams = []
     for name, _ in _pairs(client, keys.streams):
         token, consumer = owners.get(name, (None, None))
+        of_token, why = troubles.get(name, (None, None))
         streams.append(
             StreamState(
                 name=from_wire(name),
                 consumer=None if consumer is None else from_wire(consumer),
                 since_ms=None if token is None else int(token) // 1_000,
                 token=None if token is None else int(token),
+                left_out=None if token is None or why is None or of_token != token else from_wire(why),
             )
         )
     facts = [("XLEN", keys.input), ("XLEN", keys.dead), ("ZRANGE", keys.alive, 0, -1, "WITHSCORES")]

@@ -18,7 +18,7 @@ from typer.main import get_command
 
 from millstream import __version__
 from millstream.commands.options import MARKUP
-from millstream.commands.terminal import talk
+from millstream.commands.terminal import OneLine, talk
 from millstream.errors import AccessDenied, ConfigError, MillstreamError, Unavailable
 
 FAMILIES: Mapping[str, tuple[str, str]] = {
@@ -140,7 +140,9 @@ def _options(
 ) -> None:
     """Redis Streams processed reliably: in order per key on Apache Spark, and in milliseconds on workers."""
     level = logging.DEBUG if debug else logging.WARNING
-    logging.basicConfig(level=level, format="%(levelname)s %(message)s", stream=sys.stderr)
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(OneLine("%(levelname)s %(message)s"))
+    logging.basicConfig(level=level, handlers=[handler])
 
 
 if __name__ == "__main__":

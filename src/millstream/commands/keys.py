@@ -11,8 +11,8 @@ from millstream.commands.escaping import json_value, unescape, visible
 from millstream.commands.options import DEFAULT_URL, Json, Url, Yes
 from millstream.commands.pause import Name, meant
 from millstream.commands.terminal import clip, confirm, counted, say, say_json, table, talk
-from millstream.errors import ConfigError
-from millstream.inspection import find_handlers
+from millstream.errors import AccessDenied, ConfigError
+from millstream.inspection import find_handlers, there
 from millstream.keyed import line_of_key
 from millstream.lines import Line, survey
 from millstream.lines import park as park_line
@@ -40,10 +40,19 @@ def keys(
     """Show the keys of a handler that are worked on or wait on workers, why they wait, and how many messages each has."""
     wanted = None if key is None else unescape(key)
     found: list[tuple[HandlerKeys, Line]] = []
+    refusals: list[AccessDenied] = []
+    seen = False
     with Client(url) as client:
-        for place in meant(find_handlers(client), handler, stream):
-            lines = survey(client, place, most=_MOST)
-            found += [(place, line) for line in lines if wanted is None or line.key == wanted]
+        for place in there(client, meant(find_handlers(client), handler, stream)):
+            try:
+                lines = survey(client, place, most=_MOST)
+            except AccessDenied as error:
+                refusals.append(error)
+            else:
+                seen = True
+                found += [(place, line) for line in lines if wanted is None or line.key == wanted]
+    if refusals and not seen:
+        raise refusals[0]
     counts = Counter(str(line.state) for _, line in found)
     shown = [one for one in found if state is None or one[1].state == state.replace("-", " ")]
     shown.sort(key=lambda one: -one[1].length)

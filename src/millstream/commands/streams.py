@@ -1,6 +1,7 @@
 """`millstream streams`, `announce`, `release` and `done`: which consumer of a service has which stream."""
 
 import json
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -9,24 +10,25 @@ from typing import Annotated, Literal
 
 import typer
 
-from millstream.balancer import announce as announce_stream
-from millstream.balancer.service import end_leases
+from millstream.balancer.service import announce_all, end_leases, service_of
 from millstream.balancer.survey import ServiceState, StreamState, survey
 from millstream.client import Client
 from millstream.commands.escaping import visible
 from millstream.commands.options import DEFAULT_URL, Json, Url, Yes
 from millstream.commands.terminal import age, clip, confirm, counted, say, say_json, table, talk
-from millstream.errors import AccessDenied, ConfigError, GroupMissing, WrongType
+from millstream.errors import AccessDenied, ConfigError, GroupMissing, MillstreamError, WrongType
 from millstream.groups import groups_of
 from millstream.inspection import inspect_handlers
-from millstream.naming import PREFIX, HandlerKeys, ServiceKeys, from_wire
+from millstream.naming import HandlerKeys, ServiceKeys, from_wire
 
 Service = Annotated[str, typer.Argument(help="The service that is announced to, or APP.HANDLER.", metavar="SERVICE")]
-Stream = Annotated[str, typer.Argument(metavar="STREAM")]
 Streams = Annotated[list[str], typer.Argument(metavar="STREAM...")]
+Announced = Annotated[
+    list[str], typer.Argument(help="Their names; - reads them from standard input, one per line.", metavar="STREAM...")
+]
 Count = Annotated[int, typer.Option(min=1, help="Most streams to show, those that nobody has first.")]
 Group = Annotated[str | None, typer.Option(help="The consumer group whose lag is shown; default: that of the handler.")]
-Info = Annotated[str, typer.Option(help="What consumers are told of the stream, as JSON.")]
+Info = Annotated[str, typer.Option(help="What consumers are told of each stream, as JSON.")]
 
 _NAME_CHARS = 60
 
@@ -36,7 +38,7 @@ class _Lag:
     """How many entries wait; None if that is not known. A lower bound unless `exact`."""
 
     count: int | None = None
-    exact: bool = True
+    exact: bool = False
 
 
 def streams(
@@ -48,14 +50,21 @@ def streams(
         found = survey(client, name)
         shown = found.streams[:count]
         lags = _lags_of(client, name, [one.name for one in shown], group)
+    if group is not None and shown and all(lag.count is None for lag in lags.values()):
+        talk(f"none of these streams has a group {group!r}; millstream groups list STREAM shows those of a stream")
     if as_json:
         _say_json(found, shown, lags)
         return
     owned = sum(one.consumer is not None for one in found.streams)
     say(
         f"{counted(len(found.streams), 'stream')}: {owned:,} with an owner, {len(found.streams) - owned:,} free; "
-        f"{found.unread:,} announced and not read yet, {found.dead:,} given up"
+        f"{found.unread:,} announced and not read yet, {counted(found.dead, 'dead letter')}"
     )
+    if found.dead:
+        talk(
+            f"dead letters are announcements that cannot be read, and streams whose owners were lost too often: millstream tail "
+            f"--no-follow '{ServiceKeys(name).dead}' shows why; millstream announce {service} STREAM shares a stream again"
+        )
     now_ms = time.time() * 1000
     rows = [
         (
@@ -70,8 +79,12 @@ def streams(
     table(("consumer", ">streams", ">weight", ">limit", ">lease left"), rows)
     say("")
     table(
-        ("stream", "consumer", ">lease age", ">lag"), [_row(one, lags.get(one.name, _Lag()), now_ms) for one in shown]
+        ("stream", "state", "consumer", ">lease age", ">lag"),
+        [_row(one, lags.get(one.name, _Lag()), now_ms) for one in shown],
     )
+    for one in shown:
+        if one.left_out is not None:
+            talk(f"{visible(one.name)} is left out for now, and tried again: {one.left_out}")
     if len(found.streams) > count:
         talk(f"{len(found.streams) - count:,} more; --count shows them")
 
@@ -79,7 +92,13 @@ def streams(
 def _row(one: StreamState, lag: _Lag, now_ms: float) -> tuple[str, ...]:
     held_ms = None if one.since_ms is None else now_ms - one.since_ms
     behind = "-" if lag.count is None else f"{'' if lag.exact else '>'}{lag.count:,}"
-    return clip(visible(one.name), _NAME_CHARS), one.consumer or "-", age(held_ms), behind
+    return clip(visible(one.name), _NAME_CHARS), _state(one), one.consumer or "-", age(held_ms), behind
+
+
+def _state(one: StreamState) -> str:
+    if one.consumer is None:
+        return "free"
+    return "owned" if one.left_out is None else "left out"
 
 
 def _say_json(found: ServiceState, shown: Sequence[StreamState], lags: Mapping[str, _Lag]) -> None:
@@ -89,7 +108,7 @@ def _say_json(found: ServiceState, shown: Sequence[StreamState], lags: Mapping[s
     ]
     rows = [
         {
-            "stream": one.name, "consumer": one.consumer, "since_ms": one.since_ms, "token": one.token,
+            "stream": one.name, "state": _state(one), "left_out": one.left_out, "consumer": one.consumer, "since_ms": one.since_ms, "token": one.token,
             "lag": lags.get(one.name, _Lag()).count, "lag_exact": lags.get(one.name, _Lag()).exact,
         }
         for one in shown
@@ -98,7 +117,7 @@ def _say_json(found: ServiceState, shown: Sequence[StreamState], lags: Mapping[s
         {
             "streams": len(found.streams),
             "unread": found.unread,
-            "dead": found.dead,
+            "dead_letters": found.dead,
             "consumers": consumers,
             "shown": rows,
         }
@@ -109,7 +128,8 @@ def _lags_of(client: Client, service: str, names: Sequence[str], group: str | No
     """Of each stream, how many entries wait for `group`, or for the handler whose workers share the streams."""
     label = client.execute("HGET", ServiceKeys(service).meta, "handler")
     if group is not None or label is None:
-        return {name: _Lag(_lag_in_group(client, name, group or service)) for name in names}
+        counts = {name: _lag_in_group(client, name, group or service) for name in names}
+        return {name: _Lag(count, exact=count is not None) for name, count in counts.items()}
     app, _, handler = from_wire(label).partition(".")
     found = []
     for name in names:
@@ -129,22 +149,36 @@ def _lag_in_group(client: Client, stream: str, group: str) -> int | None:
 
 
 def announce(
-    service: Service, stream: Stream, info: Info = "null", url: Url = DEFAULT_URL, as_json: Json = False
+    service: Service, names: Announced, info: Info = "null", url: Url = DEFAULT_URL, as_json: Json = False
 ) -> None:
-    """Have the consumers of a service share one more stream. To announce it again changes nothing."""
+    """Have the consumers of a service share more streams. To announce one again changes nothing."""
     try:
         about = json.loads(info)
     except ValueError as error:
         raise ConfigError(f"--info is not JSON ({error}); text needs quotes of its own, like '\"night\"'") from error
+    wanted = [one for name in names for one in (_from_input() if name == "-" else [name])]
     with Client(url) as client:
-        name = service
+        name: str | None = service
         with suppress(AccessDenied):  # who may not even ask may announce to the service of this very name
-            name = _known(client, service) or service
-        entry_id = announce_stream(client, name, stream, about)
-    if as_json:
-        say_json({"service": name, "stream": stream, "id": entry_id})
-    else:
-        say(f"{visible(stream)} is announced to {name}")
+            name = _known(client, service)
+        if name is None:
+            talk(
+                f"{service!r} is new here: somebody has to take part in it, or be announced=... to it. If it is a handler "
+                "whose workers never ran, start them and announce again"
+            )
+        ids = announce_all(client, name or service, wanted, about)
+    shown = ServiceKeys(name or service).label
+    to = shown if shown == service else f"{shown}, where {service} listens"
+    for stream, entry_id in zip(wanted, ids, strict=True):
+        if as_json:
+            say_json({"service": name or service, "stream": stream, "id": entry_id})
+        else:
+            say(f"{visible(stream)} is announced to {to}")
+
+
+def _from_input() -> list[str]:
+    """The lines of standard input. Names that are not UTF-8 are read as the command line gives them (PEP 383)."""
+    return [from_wire(line) for line in sys.stdin.buffer.read().split(b"\n") if line]
 
 
 def release(service: Service, names: Streams, url: Url = DEFAULT_URL, as_json: Json = False) -> None:
@@ -168,9 +202,10 @@ def _end(service: str, names: Sequence[str], how: Literal["done", "released"], u
     for one in () if as_json else ended:
         say(f"{visible(one)} is {how}")
     if unknown:
-        raise ConfigError(
-            f"{name} does not know {', '.join(map(repr, sorted(unknown)))}: not announced, not read yet, or done; "
-            "millstream streams shows those it knows"
+        kind = MillstreamError if ended else ConfigError  # the latter says that nothing was done
+        raise kind(
+            f"{service} does not know {', '.join(map(repr, sorted(unknown)))}: not announced, not read yet, or done; "
+            f"millstream streams {service} shows those it knows"
         )
 
 
@@ -184,12 +219,14 @@ def _meant(client: Client, service: str) -> str:
 
 def _known(client: Client, service: str) -> str | None:
     refusal: AccessDenied | None = None
-    for name in (f"{PREFIX}:{service}", service):
-        try:
-            if client.execute("EXISTS", ServiceKeys(name).input):
-                return name
-        except AccessDenied as error:  # a user may have rights on one of the two
-            refusal = error
+    try:
+        found = service_of(client, service)
+    except AccessDenied as error:  # a user may have rights on one of the two
+        found, refusal = None, error
+    if found is not None:
+        return found
+    if client.execute("EXISTS", ServiceKeys(service).input):
+        return service
     if refusal is not None:
         raise refusal
     return None

@@ -5,6 +5,7 @@ NO_COLOR itself.
 """
 
 import json
+import logging
 import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -31,6 +32,14 @@ def talk(text: str) -> None:
     """Tell the person at the terminal something that is not data."""
     sys.stderr.write(harmless(text) + "\n")
     sys.stderr.flush()
+
+
+class OneLine(logging.Formatter):
+    """A log message is one line, whatever the names in it hold; a traceback comes after it."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - logging's own name
+        """See logging.Formatter."""
+        return harmless(super().formatMessage(record).replace("\n", "\\n"))
 
 
 def confirm(question: str, *, yes: bool) -> None:

@@ -46,7 +46,7 @@ local function is_unsound()
       wrong = redis.error_reply('WRONGTYPE ' .. key .. ' holds a value that is no ' .. wanted)
     end
   end
-  for _, key in ipairs({META, STREAMS, OWNERS, FALLS, RETURNED, CONSUMERS}) do
+  for _, key in ipairs({META, STREAMS, OWNERS, FALLS, RETURNED, TROUBLES, CONSUMERS}) do
     check('hash', key, redis.pcall('HLEN', key))
   end
   for _, key in ipairs({EVENTS, DEAD}) do check('stream', key, redis.pcall('XLEN', key)) end
@@ -206,7 +206,7 @@ while recovers and room > 0 and steps > 0 do
     local id = redis.call('HGET', STREAMS, stream)
     give_up(stream, id, describe(id), 'its owner was lost ' .. falls .. ' times')
     strike_off(group, stream)
-    tell('given up', stream, '')
+    tell('dead letter', stream, '')
   else
     given[#given + 1] = give(group, stream, consumer)
     room = room - 1

@@ -8,6 +8,7 @@ local BASE = string.sub(META, 1, -5) -- without 'meta'
 local STREAMS, OWNERS, FREE, FALLS = BASE .. 'streams', BASE .. 'owners', BASE .. 'free', BASE .. 'falls'
 local ALIVE, CONSUMERS = BASE .. 'alive', BASE .. 'consumers'
 local EVENTS, DEAD = BASE .. 'events', BASE .. 'dead'
+local TROUBLES = BASE .. 'troubles' -- stream -> token of its owner, and why that leaves it out; of a handler's workers only
 local RETURNED = BASE .. 'returned' -- stream -> the last token that its owner gave it back under
 local WAITING = 'waiting' -- the consumer whose announcements nobody works on
 local KEPT_EVENTS = 10000
@@ -45,6 +46,7 @@ end
 
 local function let_go(stream, consumer)
   redis.call('HDEL', OWNERS, stream)
+  redis.call('HDEL', TROUBLES, stream)
   redis.call('SREM', set_of(consumer), stream)
 end
 

@@ -11,6 +11,7 @@ from millstream.ledger import Unit
 from millstream.lifecycle import Dead, overdue
 from millstream.reliable import Delivery, ReliableStream
 from millstream.worker.hand import Hand
+from millstream.worker.leaving import leaving_out
 from millstream.worker.pipeline import Pipeline
 from millstream.worker.policy import WorkerPolicy
 from millstream.worker.report import Report
@@ -138,7 +139,8 @@ class Keeper:
         all_noted = True
         for stream in self.streams:
             try:
-                all_noted = self._tend(stream, extends=extends) and all_noted
+                with leaving_out(stream):
+                    all_noted = self._tend(stream, extends=extends) and all_noted
             except OutOfMemory as error:
                 all_noted = False
                 self._say("a round over %s is not complete: %s", stream.stream, error)

@@ -4,17 +4,18 @@ import contextlib
 import logging
 import math
 import threading
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from queue import Empty, SimpleQueue
 from typing import Any
 
 from millstream.client import Arg, Client, Script
 from millstream.clock import Clock
-from millstream.errors import Unavailable, WrongType
+from millstream.errors import AccessDenied, Unavailable, WrongType
 from millstream.keyed import KeyedStream, Lease
 from millstream.naming import HandlerKeys, from_wire, to_wire
-from millstream.reliable import Delivery, ReliableStream
+from millstream.reliable import Delivery
 from millstream.worker.allowance import Allowed
+from millstream.worker.leaving import concerns_one, leaving_out
 from millstream.worker.policy import WorkerPolicy
 from millstream.worker.taking import Taker
 
@@ -62,7 +63,7 @@ class LineTaker(Taker[KeyedStream]):
         for name in (*due[at:], *due[:at]):
             stream = self._streams.get(name)  # it may have gone to another worker meanwhile
             if taken < room and stream is not None and not stream.leaving:
-                with leaving_out(stream, one_of_many=self._woken is not None):
+                with leaving_out(stream):
                     taken += self._take_of(stream, room - taken, allowed.count)
         self._hand.found(taken, room)
         if not taken:
@@ -137,22 +138,6 @@ class LineTaker(Taker[KeyedStream]):
                 self._due_ms.pop(self._woken.get_nowait(), None)
 
 
-@contextlib.contextmanager
-def leaving_out(stream: ReliableStream, *, one_of_many: bool) -> Iterator[None]:
-    """Work on a stream no more, and say so, if its key turns out to hold something else: others are not concerned.
-
-    Raises WrongType if it is not one of many.
-    """
-    try:
-        yield
-    except WrongType as error:
-        if not one_of_many:
-            raise
-        if not stream.leaving:
-            logger.error("%s is left out from now on: %s", stream.stream, error)
-        stream.leaving = True
-
-
 class Router:
     """Routes new entries to their lines, of each stream on which this worker is the router. Used by one thread.
 
@@ -205,8 +190,8 @@ class Router:
                 self._ask_due_ms = 0.0
                 logger.debug("nothing is routed while Redis is away: %s", error)
                 stopping.wait(self._policy.sweep_ms / 1000)
-            except WrongType:  # of one of many that were waited for
-                if self._woken is None:
+            except (WrongType, AccessDenied) as error:  # of one of many that were waited for
+                if self._woken is None or not concerns_one(error):
                     raise
                 self._all_due_ms = 0.0
         self._let_go()
@@ -230,7 +215,7 @@ class Router:
 
     def _route(self, stream: KeyedStream) -> int:
         count = 0
-        with leaving_out(stream, one_of_many=self._woken is not None):
+        with leaving_out(stream):
             count = stream.route(count=_ROUTED_AT_ONCE, most_pending=self._policy.look_ahead)
         if stream.leaving:
             self.streams.pop(stream.stream, None)

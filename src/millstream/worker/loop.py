@@ -15,7 +15,7 @@ from typing import Literal
 from millstream.client import Client
 from millstream.clock import SYSTEM_CLOCK, Clock
 from millstream.delayed import DelayedMessages
-from millstream.errors import ConfigError, GroupMissing, HandlerStuck, Unavailable
+from millstream.errors import AccessDenied, ConfigError, GroupMissing, HandlerStuck, Unavailable
 from millstream.handlers import Handler
 from millstream.health import Health
 from millstream.metrics import NOBODY, Metrics
@@ -23,7 +23,7 @@ from millstream.reliable import Delivery, ReliableStream
 from millstream.worker.batches import AsyncBatchRunner, PlainBatchRunner
 from millstream.worker.guard import Guard, Quiet
 from millstream.worker.hand import Hand
-from millstream.worker.leasing import leaving_out
+from millstream.worker.leaving import concerns_one, leaving_out
 from millstream.worker.partitions import PartitionSide
 from millstream.worker.pipeline import MakePipeline, Pipeline
 from millstream.worker.policy import WorkerPolicy
@@ -222,7 +222,7 @@ class ReadingLoop:
     def _with_each(self, step: Callable[[ReliableStream], None]) -> None:
         for stream in self._side.keeper.streams:
             if not stream.leaving:
-                with leaving_out(stream, one_of_many=self.handler.order == "stream"):
+                with leaving_out(stream):
                     step(stream)
         self._side.taker.look_again()
 
@@ -236,9 +236,22 @@ class ReadingLoop:
 
     def _move_delayed(self) -> None:
         """Add to the streams the delayed messages that are due."""
-        DelayedMessages(self._client).keep_moving(
-            lambda: list(self._side.streams), self._stopping, every_ms=self._policy.sweep_ms, on_moved=self.report.moved
-        )
+        said = False
+        while not self._stopping.is_set():
+            try:
+                DelayedMessages(self._client).keep_moving(
+                    lambda: [name for name, one in list(self._side.streams.items()) if not one.leaving],
+                    self._stopping,
+                    every_ms=self._policy.sweep_ms,
+                    on_moved=self.report.moved,
+                )
+            except AccessDenied as error:  # those of the others were moved
+                if self.handler.order != "stream" or not concerns_one(error):
+                    raise
+                if not said:
+                    logger.warning("delayed messages of a stream of %s are not moved: %s", self.handler.label, error)
+                said = True
+                self._stopping.wait(self._policy.sweep_ms / 1000)
 
     def _again(self, operation: Callable[[], object]) -> None:
         try:

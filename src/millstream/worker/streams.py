@@ -1,14 +1,19 @@
 """Workers of a handler with order="stream": each has leases on whole streams, and works on those only."""
 
+import contextlib
 import logging
 import threading
-from collections.abc import Mapping, Sequence
-from queue import SimpleQueue
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from queue import Empty, SimpleQueue
+from typing import Literal
 
 from millstream.balancer import Balancer, BalancerPolicy, Lease, StreamAdded, StreamDisowned, Terminated
-from millstream.balancer.service import announce_all
+from millstream.balancer.service import announce_all, note_trouble, note_workers
 from millstream.client import Client
 from millstream.errors import (
+    AccessDenied,
+    CommandFailed,
     ConfigError,
     LeaseError,
     MillstreamError,
@@ -19,8 +24,9 @@ from millstream.errors import (
 )
 from millstream.handlers import Handler
 from millstream.keyed import KeyedStream
-from millstream.naming import PREFIX, ServiceKeys, check_stream, from_wire, to_wire
-from millstream.worker.sides import LineSide, Means, Round, streams_of
+from millstream.naming import ServiceKeys, check_stream, to_wire
+from millstream.worker.leaving import concerns_one
+from millstream.worker.sides import LineSide, Means, Round, S, streams_of
 
 logger = logging.getLogger(__name__)
 
@@ -28,11 +34,22 @@ _LOOK_S = 0.05
 _TAKEN_MS = 2_000.0
 _LONGEST_LEASE_MS = 10_000
 _ASKED_AT_ONCE = 1_000
+_LONGEST_WAIT_MS = 30_000.0
 
 
 def service_of(handler: Handler) -> str:
     """The service whose consumers are the handler's workers."""
-    return handler.announced or f"{PREFIX}:{handler.label}"
+    return handler.announced or ServiceKeys.of_handler(handler.label).service
+
+
+@dataclass(slots=True)
+class _LeftOut:
+    """A stream that is this worker's, and cannot be worked on; when that is tried again, by the worker's clock."""
+
+    lease: Lease
+    why: str
+    wait_ms: float
+    due_ms: float
 
 
 class StreamSide(LineSide):
@@ -54,10 +71,23 @@ class StreamSide(LineSide):
         )  # fmt: skip
         self._is_member = False
         self._leaving: dict[str, float] = {}
-        self._left_out: set[str] = set()
+        self._unusable: set[str] = set()
+        self._left_out: dict[str, _LeftOut] = {}
+        self._troubles: SimpleQueue[tuple[str, MillstreamError]] = SimpleQueue()
+
+    def _made(self, kind: Callable[..., S], client: Client, name: str, start: Literal["earliest", "latest"]) -> S:
+        stream = super()._made(kind, client, name, start)
+        if self._has_many:
+            stream.leave_out = lambda error: self._troubles.put((name, error))
+        return stream
+
+    @property
+    def _has_many(self) -> bool:
+        return len(self._means.handler.streams) != 1
 
     def find(self, looking: Client) -> Sequence[str]:
         """See Side. Streams that nobody has announced are announced; which are its own, the worker is told later."""
+        self._claim_service(looking)  # each time: Redis may have lost it with the rest of its memory
         if not self._is_member:
             # A lease that moves here later takes nothing over from a run on Spark that began after this worker.
             self._newest = self._begin_all(looking)
@@ -74,31 +104,37 @@ class StreamSide(LineSide):
         return ()
 
     def _begin_all(self, looking: Client) -> int:
-        """Join the consumers of the service; return the server's time. Raises ConfigError if they run another handler."""
-        label, meta = self._means.handler.label, ServiceKeys(self._service).meta
-        looking.execute("HSETNX", meta, "handler", label)
-        known = from_wire(looking.execute("HGET", meta, "handler"))
+        """Join the consumers of the service; return the server's time."""
+        seconds, microseconds = looking.execute("TIME")
+        self._check_output(looking)
+        self._balancer.start()  # last: it can be done once only
+        return int(seconds) * 1_000_000 + int(microseconds)
+
+    def _claim_service(self, looking: Client) -> None:
+        """Note whose workers share the streams of the service. Raises ConfigError if they are those of another handler."""
+        label = self._means.handler.label
+        known = note_workers(looking, self._service, label)
         if known != label:
             raise ConfigError(
                 f"the streams of service {self._service!r} are shared by the workers of {known}: give {label} a service of "
-                f"its own, or, if {known} is no more, HDEL {meta} handler"
+                f"its own, or, if {known} is no more, HDEL {ServiceKeys(self._service).meta} handler"
             )
-        seconds, microseconds = looking.execute("TIME")
-        self._balancer.start()  # last: it can be done once only
-        return int(seconds) * 1_000_000 + int(microseconds)
+
+    def _check_output(self, looking: Client) -> None:
+        """Raises AccessDenied if the user may not write to where all of its streams' outputs go."""
+        if self._means.handler.into is not None:
+            with contextlib.suppress(CommandFailed, WrongType):  # it cannot be, and is refused, but for its id
+                looking.execute("XADD", self._means.handler.into, "0-0", "f", "v")
 
     def _can_be_leased(self, name: str) -> bool:
         try:
             check_stream(name)
         except ConfigError as error:
-            self._leave_out(name, error)
+            if name not in self._unusable:
+                self._unusable.add(name)
+                logger.warning("%s leaves the stream %r out: %s", self._means.handler.label, name, error)
             return False
         return True
-
-    def _leave_out(self, name: str, error: MillstreamError) -> None:
-        if name not in self._left_out:
-            self._left_out.add(name)
-            logger.warning("%s leaves a stream out: %s", self._means.handler.label, error)
 
     def rounds(self) -> Mapping[str, Round]:
         """See Side."""
@@ -114,28 +150,100 @@ class StreamSide(LineSide):
                     self._end(lease, hand_in=why == "rebalanced")
                 case Terminated(error=error) if not stopping.is_set():
                     raise error or PipelineFailed(f"{self._means.handler.label} has lost its leases for good")
+            self._hear_of_troubles()
+            self._try_again()
             self._forget_left()
         self._balancer.close()
 
     def _begin(self, lease: Lease, stopping: threading.Event) -> None:
         name, client = lease.stream, self._means.client
         self._leaving.pop(name, None)
+        self._left_out.pop(name, None)
         # It may be back before what ran on it has ended.
         join = self._rejoin if name in self.streams else self.join
         try:
             client.patiently(lambda: join(name), what=self._means.handler.label, give_up=stopping.is_set)
             self._woken.put(name)  # its entries may have been routed by somebody else
-        except (ConfigError, WrongType) as error:  # it concerns this stream only, whoever has announced it
-            self._leave_out(name, error)
+        except (ConfigError, WrongType, AccessDenied) as error:
+            self._leave_out(lease, error)
         except Unavailable:
             if not stopping.is_set():
                 raise
+
+    def _hear_of_troubles(self) -> None:
+        """Leave out what turned out, in some other thread, to be something else than it was."""
+        with contextlib.suppress(Empty):
+            while True:
+                name, error = self._troubles.get_nowait()
+                lease = self._balancer.lease(name)
+                if lease is not None and name not in self._left_out and name not in self._leaving:
+                    self._leave_out(lease, error)
+
+    def _leave_out(self, lease: Lease, error: MillstreamError) -> None:
+        """Keep the lease, so that nobody else stumbles over the stream, and try it again. Raises what concerns others, too."""
+        name, known = lease.stream, self._left_out.get(lease.stream)
+        if not self._has_many or not (isinstance(error, ConfigError) or concerns_one(error)):
+            raise error
+        wait_ms = float(self._means.policy.sweep_ms)
+        if name in self.streams:
+            self.streams[name].leaving = True
+            self._router.streams.pop(name, None)
+            wait_ms = max(wait_ms, _TAKEN_MS)  # until nothing of it is on its way to the hand any more
+        if known is not None:
+            wait_ms = min(2 * known.wait_ms, _LONGEST_WAIT_MS)
+        why = str(error)
+        due_ms = self._means.clock.monotonic_ms() + wait_ms
+        self._left_out[name] = _LeftOut(lease=lease, why=why, wait_ms=wait_ms, due_ms=due_ms)
+        if known is None or known.why != why:
+            logger.warning(
+                "%s leaves the stream %r out for now, and tries it again: %s. %s",
+                self._means.handler.label, name, why, self._advice(name, error),
+            )  # fmt: skip
+            self._tell_people(lease, why)
+
+    def _advice(self, name: str, error: MillstreamError) -> str:
+        handler = self._means.handler
+        rest = f"run: millstream done {handler.announced or handler.label} {name!r}"
+        if handler.pattern is not None:
+            rest = f"keep it out of the pattern and {rest}"
+        if isinstance(error, AccessDenied):
+            return f"Give the worker's user the rights that --stream {name!r} adds in millstream acl worker leases, or {rest}"
+        return f"Mend it, or {rest}"
+
+    def _tell_people(self, lease: Lease, why: str | None) -> None:
+        try:
+            note_trouble(self._means.client, self._service, lease, why)
+        except RedisError as error:
+            logger.debug("it is not noted what is wrong with %r: %s", lease.stream, error)
+
+    def _try_again(self) -> None:
+        """Work on streams again that were left out, if that is possible by now."""
+        now_ms = self._means.clock.monotonic_ms()
+        due = [name for name, one in self._left_out.items() if one.due_ms <= now_ms]
+        busy = {lease.stream.stream for lease in self._means.hand.leases.copy()} if due else set()
+        for name in due:
+            if name in busy:  # it ends with its lease, at the latest
+                continue
+            lease = self._left_out[name].lease
+            self.streams.pop(name, None)
+            try:
+                self.join(name)
+            except Unavailable:
+                return
+            except (ConfigError, WrongType, AccessDenied) as error:
+                self._leave_out(lease, error)
+            else:
+                del self._left_out[name]
+                self._woken.put(name)
+                self._tell_people(lease, None)
+                logger.warning("%s works on the stream %r again", self._means.handler.label, name)
 
     def _rejoin(self, name: str) -> None:
         self.streams[name].leaving = False
         self._router.streams[name] = self._to_route(KeyedStream, self.streams[name])
 
     def _end(self, lease: Lease, *, hand_in: bool) -> None:
+        self._left_out.pop(lease.stream, None)
         stream = self.streams.get(lease.stream)
         if stream is not None:
             stream.leaving = True
