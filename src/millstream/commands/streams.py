@@ -12,10 +12,10 @@ from millstream.balancer import announce as announce_stream
 from millstream.balancer.service import end_leases
 from millstream.balancer.survey import ServiceState, StreamState, survey
 from millstream.client import Client
-from millstream.commands.escaping import visible
 from millstream.commands.options import DEFAULT_URL, Json, Url, Yes
 from millstream.commands.terminal import age, clip, confirm, counted, say, say_json, table, talk
 from millstream.errors import AccessDenied, ConfigError, GroupMissing, WrongType
+from millstream.escaping import visible
 from millstream.groups import groups_of
 from millstream.naming import PREFIX, ServiceKeys
 

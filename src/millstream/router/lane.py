@@ -258,6 +258,7 @@ class Lane:
             return
         cursor.last, cursor.ordinal = facts.top, facts.added
         cursor.careful = False
+        self._shelf.tell_start(cursor)
         self._calls.want(cursor)  # what came between is read from the place that is known now
 
     def _refused(self, group: Sequence[Cursor], error: Exception) -> None:

@@ -1,6 +1,5 @@
 """One server that streams are read from: its connection, its lane, and how it is learnt what changed there."""
 
-from collections.abc import Callable
 from typing import Any
 
 from millstream import metrics as m
@@ -108,6 +107,3 @@ class Station:
     def _changed(self, cursor: Cursor) -> None:
         self._metrics.count(m.ROUTER_CHANGED)
         self.lane.want(cursor, changed=True)
-
-
-
