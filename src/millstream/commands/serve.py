@@ -32,10 +32,8 @@ Page = Annotated[
     typer.Option("--page", help="A folder of pages to serve too.", exists=True, file_okay=False, dir_okay=True),
 ]
 WhenFull = Annotated[
-    Literal["disconnect", "drop-oldest"],
-    typer.Option(
-        "--when-full", help="Of a client too slow for its buffer: have it come back and resume, or lose some."
-    ),
+    Literal["wait", "disconnect", "drop-oldest"],
+    typer.Option("--when-full", help="A client too slow for its buffer falls behind, has to come back, or loses some."),
 ]
 Buffer = Annotated[
     int, typer.Option("--buffer", help="Messages that wait for a client at most, of each stream.", min=1)
@@ -65,7 +63,7 @@ def serve(
     ticket_s: TicketS = 60.0,
     allow_origin: Origins = None,
     page: Page = None,
-    when_full: WhenFull = "disconnect",
+    when_full: WhenFull = "wait",
     buffer: Buffer = 1_000,
     stall_s: StallS = 20.0,
     heartbeat_s: HeartbeatS = 15.0,

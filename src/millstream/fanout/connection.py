@@ -4,14 +4,13 @@ import asyncio
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from millstream import metrics as m
 from millstream.fanout.endings import LEFT, STALLED, STOPPING, Ending, ending_of
 from millstream.fanout.wires import Wire
 from millstream.metrics import Metrics
 from millstream.model import Message
-from millstream.router import Dropped, Item, Router, Start, Subscription
+from millstream.router import Dropped, Item, Router, Start, Subscription, WhenFull
 
 logger = logging.getLogger(__name__)
 
@@ -27,14 +26,14 @@ class Pace:
     * `heartbeat_s`: seconds without anything to send, until a heartbeat
     * `stall_s`: a client that takes nothing for so many seconds is cut off
     * `buffer`: messages that wait for a client at most, of each stream
-    * `when_full`: "disconnect": it is told to come back and resume, and loses nothing; "drop-oldest": it is told how many
-      it lost
+    * `when_full`: "wait": no more is read for it until it has taken half of them; "disconnect": it is told to come back
+      and resume; "drop-oldest": it is told how many it lost
     """
 
     heartbeat_s: float = 15.0
     stall_s: float = 20.0
     buffer: int = 1_000
-    when_full: Literal["disconnect", "drop-oldest"] = "disconnect"
+    when_full: WhenFull = "wait"
 
 
 class Connection:

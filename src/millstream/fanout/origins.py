@@ -15,6 +15,7 @@ from millstream.fanout.asking import header
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Receive, Scope, Send
 
+_MOST_HEAD = 16_384
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
@@ -35,7 +36,9 @@ class OwnPages:
             await self._app(scope, receive, send)
             return
         host = header(scope, b"host") or ""
-        if self._names is not None and _name(host) not in self._names:
+        if _size(scope) > _MOST_HEAD:
+            await JSONResponse({"error": f"the request is longer than {_MOST_HEAD:,} bytes"}, 431)(scope, receive, send)
+        elif self._names is not None and _name(host) not in self._names:
             await JSONResponse({"error": f"this is not {host!r}"}, 421)(scope, receive, send)
         elif not self._welcome(header(scope, b"origin"), host):
             text = "pages from elsewhere may not use this server, unless it is started with --allow-origin"
@@ -47,6 +50,11 @@ class OwnPages:
         if origin is None or "*" in self._origins or origin in self._origins:
             return True
         return origin.partition("://")[2] == host
+
+
+def _size(scope: "Scope") -> int:
+    head = sum(len(name) + len(value) for name, value in scope["headers"])
+    return head + len(scope["raw_path"]) + len(scope["query_string"])
 
 
 def _name(host: str) -> str | None:

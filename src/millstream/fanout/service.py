@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 from starlette.applications import Starlette
+from starlette.convertors import Convertor, register_url_convertor
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
@@ -31,6 +32,23 @@ if TYPE_CHECKING:
 
 _MOST_BODY = 65_536
 _OWN_CODES = 4_000
+
+
+class _Name(Convertor[str]):
+    """The rest of a path, whatever it holds: the usual one ends at a line break."""
+
+    regex = r"[\s\S]+"
+
+    def convert(self, value: str) -> str:
+        """As it is; `asking_of` reads it anew, byte by byte."""
+        return value
+
+    def to_string(self, value: str) -> str:
+        """As it is."""
+        return value
+
+
+register_url_convertor("name", _Name())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,9 +78,9 @@ def make_service(parts: Parts) -> Starlette:
     events, sockets = _Events(parts), _Sockets(parts)
     routes: list[BaseRoute] = [
         Route("/streams", events, methods=["GET"]),
-        Route("/streams/{stream:path}", events, methods=["GET"]),
+        Route("/streams/{stream:name}", events, methods=["GET"]),
         WebSocketRoute("/ws", sockets),
-        WebSocketRoute("/ws/{stream:path}", sockets),
+        WebSocketRoute("/ws/{stream:name}", sockets),
         Route("/tickets", _tickets(parts), methods=["POST"]),
         Route("/healthz", _healthz(parts), methods=["GET"]),
     ]
@@ -78,6 +96,7 @@ def make_service(parts: Parts) -> Starlette:
         )  # fmt: skip
     middleware.append(Middleware(BodyLimit, most=_MOST_BODY))
     service = Starlette(routes=routes, middleware=middleware)
+    service.router.redirect_slashes = False
     explain(service, "the server")
     return service
 
