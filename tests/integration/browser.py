@@ -44,7 +44,10 @@ class Browser:
 
     def __exit__(self, *_: object) -> None:
         self._opening.__exit__(None, None, None)
-        family = [*psutil.Process(self._process.pid).children(recursive=True), self._process]
+        family: list[psutil.Process] = [
+            *psutil.Process(self._process.pid).children(recursive=True),
+            psutil.Process(self._process.pid),
+        ]
         for process in family:
             try:
                 process.kill()

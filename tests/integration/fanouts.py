@@ -51,7 +51,9 @@ class Server:
     def socket(self, stream: str, query: str = "", **options: Any) -> ClientConnection:
         """Follow a stream by WebSocket."""
         address = self.url.replace("http://", "ws://")
-        return connect(f"{address}/ws/{quote(stream, safe='')}?{query}", proxy=None, **{"close_timeout": 1, **options})
+        settings: dict[str, Any] = {"proxy": None, "close_timeout": 1, **options}
+        opened: ClientConnection = connect(f"{address}/ws/{quote(stream, safe='')}?{query}", **settings)
+        return opened
 
     def figure(self, name: str, **labels: str) -> float:
         """A figure of the server's; 0 if it has none."""

@@ -33,6 +33,7 @@ from millstream.partitions import Partitions
 from millstream.producer import Producer
 from millstream.reliable import ReliableStream
 from millstream.rights import ROLES, RoleName, rule
+from millstream.router import Gap, Router
 from millstream.server import EmbeddedServer
 from millstream.testing.topologies import cluster
 from millstream.worker import ReadingLoop, WorkerPolicy
@@ -378,6 +379,19 @@ def operate_lines(url: str, admin: Client) -> None:
         assert survey(client, KEYS)
 
 
+def follow(url: str, admin: Client) -> None:
+    """Everything that a router does, and what `millstream serve` does beside."""
+    with Client(url) as client, Router(url, reader="tracking") as router:
+        client.execute("PING")
+        add(admin, 2)
+        with router.subscribe("orders") as subscription:
+            assert all(isinstance(subscription.get(20_000), Message) for _ in range(2))
+            admin.execute("XADD", "{orders.b}", "1-1", "n", 1)
+            admin.execute("RENAME", "{orders.b}", "orders")  # a stream that ends before our place: old entries tell
+            assert isinstance(subscription.get(20_000), Gap)
+            assert isinstance(subscription.get(20_000), Message)
+
+
 DUTIES: dict[RoleName, Callable[[str, Client], None]] = {
     RoleName.WORKER: work,
     RoleName.SPARK: run_on_spark,
@@ -385,6 +399,7 @@ DUTIES: dict[RoleName, Callable[[str, Client], None]] = {
     RoleName.LEASES: serve,
     RoleName.MASTER: direct,
     RoleName.CONSUMER: consume,
+    RoleName.ROUTER: follow,
     RoleName.OPERATOR: operate,
 }
 
@@ -586,5 +601,9 @@ def test_on_a_cluster_the_roles_need_a_few_rights_more() -> None:
                 elif role is RoleName.CONSUMER:
                     client.execute("XGROUP", "CREATE", "orders", "bill", "$", "MKSTREAM")
                     assert limited.script(ACK, ("orders",), ("bill", "c1", "1-1")) == 0
+                elif role is RoleName.ROUTER:
+                    client.execute("XADD", "orders", "*", "n", 1)
+                    with Router(url, reader="tracking") as router:
+                        assert router.subscribe("orders").get(20_000) is not None
                 else:
                     limited.scan_streams()

@@ -151,12 +151,12 @@ def test_pages_from_elsewhere_may_use_it_only_if_they_are_allowed(client: Client
     for origin in ("https://evil.example", "null", f"{FRIEND}.evil.example"):
         assert status(server, "entity:1", SOME, origin=origin) == 403
         with pytest.raises(InvalidStatus):
-            server.socket("entity:1", origin=origin, additional_headers=bearer(SOME))  # type: ignore[arg-type]
+            server.socket("entity:1", origin=origin, additional_headers=bearer(SOME))
     own = server.url
     assert status(server, "entity:1", SOME, origin=own) == 200
     with server.follow("entity:1", authorization=f"Bearer {SOME}", origin=FRIEND) as events:
         assert (events.status, events.headers["access-control-allow-origin"]) == (200, FRIEND)
-    with server.socket("entity:1", origin=FRIEND, additional_headers=bearer(SOME)) as socket:  # type: ignore[arg-type]
+    with server.socket("entity:1", origin=FRIEND, additional_headers=bearer(SOME)) as socket:
         assert "start" in str(socket.recv(10))
     asked = {
         "Origin": FRIEND,

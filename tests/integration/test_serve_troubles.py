@@ -11,7 +11,7 @@ from websockets.exceptions import ConnectionClosed
 
 from millstream.client import Client
 from millstream.server import EmbeddedServer
-from tests.integration.fanouts import Events, Server, numbers, publish
+from tests.integration.fanouts import Event, Events, Server, numbers, publish
 from tests.integration.masters import eventually
 
 PAD = 20_000
@@ -95,7 +95,7 @@ def test_who_may_lose_messages_is_told_how_many(client: Client, millstream_url: 
         publish(client, "s", range(100), PAD)
         eventually(lambda: server.figure("millstream_router_messages_dropped_total") > 0, "the loss of some")
         publish(client, "s", [100])
-        found = []
+        found: list[Event] = []
         while not found or found[-1].kind != "message" or numbers(found[-1:]) != [100]:
             found += slow.next()
         dropped = sum(event.data["count"] for event in found if event.kind == "dropped")

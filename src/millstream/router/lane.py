@@ -246,6 +246,9 @@ class Lane:
     def _recognised(self, request: Request, cursor: Cursor, facts: Facts, reply: Any) -> None:
         self._once.remove(request)
         cursor.asked = cursor.stale = False
+        if isinstance(reply, AccessDenied):
+            self._shelf.fail(cursor, reply)
+            return
         if not isinstance(reply, Exception):
             self._shelf.tell_gap(cursor, "rewound" if reply else "recreated", cursor.last)
             cursor.last, cursor.ordinal = (facts.top, facts.added) if reply else (ZERO, None)
