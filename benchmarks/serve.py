@@ -12,7 +12,7 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
-from typing import Any, TypeVar
+from typing import Any
 from urllib.parse import urlsplit
 
 import hiredis
@@ -24,7 +24,6 @@ from millstream.server import EmbeddedServer
 CLIENTS, RATE, SECONDS = 2_000, 1_000, 10.0
 _HOT_BYTES, _HOT_EVERY_S = 8_192, 0.01
 _pack: Any = hiredis.pack_command
-P = TypeVar("P", bound=asyncio.Protocol)
 
 
 def run() -> dict[str, Any]:
@@ -49,7 +48,7 @@ async def follow(clients: int, rate: int, seconds: float, *, stalled: int) -> di
             before = process.memory_info().rss
             meter = Meter()
             following = [await _connect(url, f"entity:{n}", _Client(meter)) for n in range(clients)]
-            lazy = [await _connect(url, "hot", _Lazy()) for _ in range(stalled)]
+            lazy = [await _connect(url, "hot", _Client(meter, lazy=True)) for _ in range(stalled)]
             await until(lambda: all(one.started for one in following))
             held = process.memory_info().rss - before
             async with _busy(redis):
@@ -58,25 +57,40 @@ async def follow(clients: int, rate: int, seconds: float, *, stalled: int) -> di
                     redis, meter, command="XADD", count=clients, rate=rate, seconds=seconds, limit_s=30
                 )
                 spent = process.cpu_times()
+            connected = sum(one.connected for one in lazy)
+            for one in (*following, *lazy):
+                one.transport.abort()
+            await asyncio.sleep(0)
             found = done.figures()
             return {
                 **{name: found[name] for name in ("p50_ms", "p99_ms", "max_ms", "messages", "missing")},
                 "serve_cpu_us": round((spent.user + spent.system - cpu.user - cpu.system) / found["messages"] * 1e6),
                 "bytes_a_client": round(held / clients),
-                "stalled": sum(one.connected for one in lazy),
+                "stalled": connected,
             }
 
 
 class _Client(asyncio.Protocol):
-    """Reads events as they come; those of the benchmark hold the time they were made."""
+    """Reads events as they come; those of the benchmark hold the time they were made. A `lazy` one reads nothing."""
 
-    def __init__(self, meter: Meter) -> None:
-        self.started = False
+    def __init__(self, meter: Meter, *, lazy: bool = False) -> None:
+        self.started = self.connected = False
+        self.lazy = lazy
         self._meter = meter
         self._rest = b""
 
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self.transport = transport
+        self.connected = True
+        if self.lazy:
+            transport.pause_reading()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.connected = False
+
     def data_received(self, data: bytes) -> None:
-        self.started = True
+        self.started = self.started or b"id: " in data  # before, it is not known yet where it begins
         *events, self._rest = (self._rest + data).split(b"\n\n")
         for event in events:
             _, found, text = event.partition(b'"t":"')
@@ -84,31 +98,17 @@ class _Client(asyncio.Protocol):
                 self._meter.seen(text.partition(b'"')[0])
 
 
-class _Lazy(asyncio.Protocol):
-    """Reads nothing."""
-
-    connected = False
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        transport.pause_reading()
-        self.connected = True
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self.connected = False
-
-
-async def _connect(url: str, stream: str, protocol: P) -> P:
+async def _connect(url: str, stream: str, client: _Client) -> _Client:
     parts = urlsplit(url)
     opened = socket.socket()
-    if isinstance(protocol, _Lazy):
+    if client.lazy:
         opened.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4_096)
     opened.setblocking(False)
     loop = asyncio.get_running_loop()
     await loop.sock_connect(opened, (parts.hostname, parts.port))
-    transport, _ = await loop.create_connection(lambda: protocol, sock=opened)
+    transport, _ = await loop.create_connection(lambda: client, sock=opened)
     transport.write(f"GET /streams/{stream} HTTP/1.1\r\nHost: {parts.netloc}\r\n\r\n".encode())
-    return protocol
+    return client
 
 
 @contextmanager
