@@ -33,7 +33,7 @@ from millstream.partitions import Partitions
 from millstream.producer import Producer
 from millstream.reliable import ReliableStream
 from millstream.rights import ROLES, RoleName, rule
-from millstream.router import Gap, Router
+from millstream.router import Router
 from millstream.server import EmbeddedServer
 from millstream.testing.topologies import cluster
 from millstream.worker import ReadingLoop, WorkerPolicy
@@ -47,6 +47,7 @@ from tests.integration.master_duties import SETTINGS, consume, direct
 from tests.integration.partition_bench import BASE, growth_killed_after, moved_key
 from tests.integration.partition_bench import Publisher as PartitionPublisher
 from tests.integration.partition_bench import Worker as PartitionWorker
+from tests.integration.router_duties import follow
 from tests.integration.test_worker import eventually, working
 
 NARROW = ("--stream", "orders*", "--stream", "{orders.*}", "--into", "out", "--app", "shop", "--service", "calls")
@@ -377,19 +378,6 @@ def operate_lines(url: str, admin: Client) -> None:
         admin.execute("RPUSH", KEYS.line(line), "99999999999999-0")
         assert skip(client, KEYS, line, error="by hand") is not None
         assert survey(client, KEYS)
-
-
-def follow(url: str, admin: Client) -> None:
-    """Everything that a router does, and what `millstream serve` does beside."""
-    with Client(url) as client, Router(url, reader="tracking") as router:
-        client.execute("PING")
-        add(admin, 2)
-        with router.subscribe("orders") as subscription:
-            assert all(isinstance(subscription.get(20_000), Message) for _ in range(2))
-            admin.execute("XADD", "{orders.b}", "1-1", "n", 1)
-            admin.execute("RENAME", "{orders.b}", "orders")  # a stream that ends before our place: old entries tell
-            assert isinstance(subscription.get(20_000), Gap)
-            assert isinstance(subscription.get(20_000), Message)
 
 
 DUTIES: dict[RoleName, Callable[[str, Client], None]] = {

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from millstream import metrics as m
 from millstream.fanout.connection import Connection, Pace
 from millstream.fanout.endings import STOPPING
+from millstream.fanout.pauses import Traffic
 from millstream.fanout.wires import Wire
 from millstream.metrics import Metrics
 from millstream.router import Router
@@ -35,6 +36,12 @@ class House:
         self._holders: Counter[bytes] = Counter()
         self._emptied = asyncio.Event()
         self._closing = False
+        self._ended = 0
+
+    @property
+    def traffic(self) -> Traffic:
+        """How many connections there are, and were."""
+        return Traffic(len(self._open), self._ended)
 
     def check(self, holder: bytes) -> None:
         """Raise Refused if there is no room for one more of this holder's."""
@@ -58,6 +65,7 @@ class House:
             await connection.run()
         finally:
             self._open.discard(connection)
+            self._ended += 1
             self._count(wire.kind, holder, -1)
             if not self._open:
                 self._emptied.set()

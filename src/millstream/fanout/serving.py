@@ -5,7 +5,7 @@ import resource
 import signal
 import socket
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,6 +19,7 @@ from millstream.errors import ConfigError, MillstreamError
 from millstream.fanout.access import Access
 from millstream.fanout.connection import Pace
 from millstream.fanout.house import House, Room
+from millstream.fanout.pauses import Pauses
 from millstream.fanout.service import Parts, make_service
 from millstream.health import Health, HealthServer, Progress
 from millstream.metrics import Recorder
@@ -33,6 +34,7 @@ _HEAD_BYTES = 16_384
 _HEAD_S = 10.0
 _FRAME_BYTES = 4_096
 _PULSE_S = 5.0
+_MOST_WAITING, _AT_ONCE = 2_048, 32
 _FILES_BESIDE = 200
 
 
@@ -91,7 +93,6 @@ async def _serve(
 ) -> None:
     recorder, health = reports
     progress = health.progress("serve", run_within_ms=0)
-    pulse = asyncio.create_task(_pulse(client, progress))
     async with Router(serving.url, metrics=recorder) as router:
         house = House(router, room=serving.room, pace=serving.pace, metrics=recorder)
         service = make_service(
@@ -100,13 +101,17 @@ async def _serve(
                 names=serving.names, pages=serving.pages,
             )
         )  # fmt: skip
+        beside = [
+            asyncio.create_task(_pulse(client, progress)),
+            asyncio.create_task(Pauses(lambda: house.traffic).run()),
+        ]
         server = _Server(_config(service, serving), house, serving.stop_s)
         on_ready(address(listener))
         await server.serve([listener])
         health.stopping()
-    pulse.cancel()
-    with suppress(asyncio.CancelledError):
-        await pulse
+        for task in beside:
+            task.cancel()
+        await asyncio.gather(*beside, return_exceptions=True)
 
 
 async def _pulse(client: Client, progress: Progress) -> None:
@@ -142,6 +147,12 @@ class _Server(uvicorn.Server):
         self._house = house
         self._stop_s = stop_s
 
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen. Many may wait to be let in, but are let in a few at a time, so that they hold up nobody."""
+        await super().startup(sockets)
+        for one in sockets or ():
+            one.listen(_MOST_WAITING)
+
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Let nobody in, end every stream, then go on as usual."""
         for server in self.servers:
@@ -153,7 +164,7 @@ class _Server(uvicorn.Server):
 def _config(service: "ASGIApp", serving: Serving) -> uvicorn.Config:
     return uvicorn.Config(
         service, http=_Channel, ws=WebSocketsSansIOProtocol, log_config=None, access_log=False, server_header=False,
-        proxy_headers=False, lifespan="off", timeout_graceful_shutdown=1, h11_max_incomplete_event_size=_HEAD_BYTES,
+        proxy_headers=False, lifespan="off", backlog=_AT_ONCE, timeout_graceful_shutdown=1, h11_max_incomplete_event_size=_HEAD_BYTES,
         limit_concurrency=serving.room.connections + _FILES_BESIDE // 2,
         ws_max_size=_FRAME_BYTES, ws_per_message_deflate=False,
         ws_ping_interval=serving.pace.heartbeat_s, ws_ping_timeout=serving.pace.stall_s,
