@@ -137,6 +137,12 @@ SPARK_STREAM_BEHIND = _gauge(
     "spark_stream_behind_messages", "messages", "The same for the streams that are furthest behind.", "query", "stream"
 )
 
+SERVE_CONNECTIONS = _gauge("serve_connections", "consumers", "Clients that follow streams now, by how.", "kind")
+SERVE_SENT = _counter("serve_messages_sent", "messages", "Written to clients, by how these follow.", "kind")
+SERVE_DROPPED = _counter("serve_messages_dropped", "messages", "Dropped for clients that were too slow.", "kind")
+SERVE_ENDED = _counter("serve_connections_ended", "times", "Clients that follow no more, by reason.", "reason")
+SERVE_REFUSED = _counter("serve_connections_refused", "times", "Clients turned away, by HTTP status.", "status")
+
 RECONNECTS = _counter("redis_reconnects", "times", "Consumption resumed after Redis had been away.")
 REDIS_ERRORS = _counter("redis_errors", "times", "Reads refused or unanswered, by class of error.", "error")
 

@@ -27,6 +27,7 @@ class RoleName(StrEnum):
     LEASES = "leases"
     MASTER = "master"
     CONSUMER = "consumer"
+    ROUTER = "router"
     OPERATOR = "operator"
 
 
@@ -116,7 +117,7 @@ class Role:
 
     def commands(self, *, looking: bool) -> frozenset[str]:
         """Everything that it runs; `looking`: its streams are given by a pattern."""
-        found = {"eval", "evalsha", *self.direct.split()}
+        found = {*self.direct.split(), *(("eval", "evalsha") if self.scripts else ())}
         for script in self.scripts:
             found.update(SCRIPTS[script].split())
         if self.looks == "always" or (looking and self.looks == "by pattern"):
@@ -188,6 +189,12 @@ ROLES: Mapping[RoleName, Role] = {
         own_keys=(f"{MASTER}.*",),
     ),
     RoleName.CONSUMER: Role(scripts=("ack",), direct="xreadgroup", writes=False, looks="never"),
+    RoleName.ROUTER: Role(
+        scripts=(),
+        direct="client|setname client|tracking ping xinfo|stream xrange xread",
+        writes=False,
+        looks="never",
+    ),
     RoleName.OPERATOR: Role(
         scripts=("count", "dismiss", "redrive", "steer", "hand_in", *_GROW),
         direct="hdel hget hgetall hlen hmget hscan hset lindex llen lrange time xautoclaim xclaim xdel xgroup|create "

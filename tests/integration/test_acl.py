@@ -33,6 +33,7 @@ from millstream.partitions import Partitions
 from millstream.producer import Producer
 from millstream.reliable import ReliableStream
 from millstream.rights import ROLES, RoleName, rule
+from millstream.router import Router
 from millstream.server import EmbeddedServer
 from millstream.sink import Publication, Terms
 from millstream.testing.topologies import cluster
@@ -47,6 +48,7 @@ from tests.integration.master_duties import SETTINGS, consume, direct
 from tests.integration.partition_bench import BASE, growth_killed_after, moved_key
 from tests.integration.partition_bench import Publisher as PartitionPublisher
 from tests.integration.partition_bench import Worker as PartitionWorker
+from tests.integration.router_duties import follow
 from tests.integration.sink_duties import share_of, write_batches
 from tests.integration.test_worker import eventually, working
 
@@ -388,6 +390,7 @@ DUTIES: dict[RoleName, Callable[[str, Client], None]] = {
     RoleName.LEASES: serve,
     RoleName.MASTER: direct,
     RoleName.CONSUMER: consume,
+    RoleName.ROUTER: follow,
     RoleName.OPERATOR: operate,
 }
 
@@ -592,5 +595,9 @@ def test_on_a_cluster_the_roles_need_a_few_rights_more() -> None:
                 elif role is RoleName.CONSUMER:
                     client.execute("XGROUP", "CREATE", "orders", "bill", "$", "MKSTREAM")
                     assert limited.script(ACK, ("orders",), ("bill", "c1", "1-1")) == 0
+                elif role is RoleName.ROUTER:
+                    client.execute("XADD", "orders", "*", "n", 1)
+                    with Router(url, reader="tracking") as router:
+                        assert router.subscribe("orders").get(20_000) is not None
                 else:
                     limited.scan_streams()

@@ -19,10 +19,10 @@ from hypothesis import strategies as st
 
 from millstream.client import Client
 from millstream.commands.cli import FAMILIES
-from millstream.commands.escaping import harmless, json_fields, unescape, visible
 from millstream.commands.options import parse_start, parse_time_ms
 from millstream.commands.terminal import age, clip, counted, size
 from millstream.errors import ConfigError
+from millstream.escaping import harmless, json_fields, unescape, visible
 from millstream.model import EntryId
 from millstream.server import EmbeddedServer
 from tests.integration.commandline import PROGRAM, call, environment, run, start

@@ -7,9 +7,9 @@ import pytest
 
 from millstream.client import Client
 from millstream.master.desk import Desk
-from millstream.master.refusal import Refused
 from millstream.master.registry import Registry
 from millstream.master.settings import MasterSettings
+from millstream.web.refusal import Refused
 from tests.integration.masters import GROUP, KEYS, STREAM, holders, is_clean, publish
 
 SETTINGS = MasterSettings(ticket_stream=STREAM, group=GROUP)

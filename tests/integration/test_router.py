@@ -13,7 +13,7 @@ from millstream.client import Client
 from millstream.errors import ConfigError, MillstreamError, WrongType
 from millstream.metrics import ROUTER_SUBSCRIPTIONS, Recorder
 from millstream.model import Message
-from millstream.router import END, Dropped, Gap, PoolPolicy, ReadPolicy, Router, TooSlow
+from millstream.router import END, Dropped, Gap, PoolPolicy, ReadPolicy, Router, Start, TooSlow
 from millstream.router.inbox import Cursor, Inbox
 from millstream.testing.topologies import wait_until
 from tests.integration.routers import OFTEN, READERS, Crowd, ids, ids_in, make_router, publish, taken
@@ -434,3 +434,15 @@ def test_a_pool_that_does_not_block_works_too(client: Client, millstream_url: st
         publish(client, [one.stream for one in subscriptions], range(3))
         for one in subscriptions:
             assert ids(taken(one, 3)) == ids_in(client, one.stream)
+
+
+def test_who_begins_at_the_end_is_told_which_id_that_was(client: Client, router: Router) -> None:
+    publish(client, ["s"], range(3))
+    subscription, empty = (
+        router.subscribe("s", after=END, tell_start=True),
+        router.subscribe("e", after=END, tell_start=True),
+    )
+    assert taken(subscription, 1) == [Start(stream="s", after=ids_in(client, "s")[-1])]
+    assert taken(empty, 1) == [Start(stream="e", after="0-0")]
+    publish(client, ["s"], [3])
+    assert ids(taken(subscription, 1)) == ids_in(client, "s")[-1:]

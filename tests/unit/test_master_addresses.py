@@ -6,8 +6,8 @@ import pytest
 
 from millstream.errors import ConfigError
 from millstream.master.addresses import LOOPBACK, AllowList
-from millstream.master.refusal import Refused
 from millstream.master.tokens import Tokens
+from millstream.web.refusal import Refused
 
 
 @pytest.mark.parametrize(

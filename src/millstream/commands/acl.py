@@ -1,4 +1,4 @@
-"""`millstream acl`: the rights that workers, pipelines, producers, balancers and operators need in Redis."""
+"""`millstream acl`: the rights that workers, pipelines, producers, balancers, routers and operators need in Redis."""
 
 from dataclasses import asdict
 from typing import Annotated
@@ -36,7 +36,7 @@ def acl(
 
     Roles: worker (millstream worker), spark (millstream run), sink (df.write and df.writeStream in Spark), producer (Producer, millstream publish), leases (a
     Balancer; beside worker, for order="stream"), master and consumer (millstream master, and who gets messages from
-    it) and operator (all commands that look or mend). Run the lines with redis-cli, then give each user a password.
+    it), router (millstream serve, or a Router) and operator (all commands that look or mend). Run the lines with redis-cli, then give each user a password.
     """
     chosen = tuple(dict.fromkeys(roles or ROLES))
     users = {user: chosen} if user else {f"{PREFIX}-{role}": (role,) for role in chosen}

@@ -8,11 +8,11 @@ from typing import Annotated
 import typer
 
 from millstream.client import Client, raise_if_error
-from millstream.commands.escaping import visible
 from millstream.commands.groups import say_gone
 from millstream.commands.options import DEFAULT_URL, DryRun, Json, Url, parse_duration_ms
 from millstream.commands.terminal import counted, say, say_json, talk
 from millstream.errors import ConfigError
+from millstream.escaping import visible
 from millstream.groups import Group, PendingEntry
 from millstream.inspection import handler_of
 from millstream.model import EntryId

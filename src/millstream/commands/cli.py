@@ -26,6 +26,7 @@ FAMILIES: Mapping[str, tuple[str, str]] = {
     "worker": ("millstream.commands.worker:worker", "Run an app on low-latency workers."),
     "master": ("millstream.commands.master:master", "Delegate messages to consumers in any language."),
     "consumer": ("millstream.commands.consumer:consumer", "Run a function as a consumer of a master."),
+    "serve": ("millstream.commands.serve:serve", "Let browsers follow streams live."),
     "dev": ("millstream.commands.dev:dev", "Run a redis-server here, for development."),
     "demo": ("millstream.commands.demo:demo", "Run a pipeline over real flights and check it."),
     "publish": ("millstream.commands.publish:publish", "Publish a CSV or JSON lines file to a stream."),

@@ -6,11 +6,11 @@ from typing import Annotated
 import typer
 
 from millstream.client import Client
-from millstream.commands.escaping import harmless, json_fields, visible
 from millstream.commands.options import DEFAULT_URL, Json, Url, Yes, family
 from millstream.commands.terminal import age, clip, confirm, counted, say, say_json, table, talk
 from millstream.delayed import Delayed, DelayedMessages
 from millstream.errors import MillstreamError
+from millstream.escaping import harmless, json_fields, visible
 
 _FIELD_CHARS = 60
 

@@ -11,11 +11,11 @@ from typing import Annotated, Any
 import typer
 
 from millstream.client import Client
-from millstream.commands.escaping import harmless, json_fields, json_value, unescape, visible
 from millstream.commands.options import DEFAULT_URL, DryRun, Json, Url, Yes, family, parse_time_ms
 from millstream.commands.terminal import age, clip, confirm, counted, details, say, say_json, table, talk
 from millstream.deadletters import DeadLetter, DeadLetterBox, Filed, LetterFilter, Slip
 from millstream.errors import ConfigError, MillstreamError
+from millstream.escaping import harmless, json_fields, json_value, unescape, visible
 
 _ERROR_CHARS = 60
 _KEY_CHARS = 40

@@ -8,10 +8,10 @@ import typer
 from typer.core import TyperGroup
 
 from millstream.client import Client
-from millstream.commands.escaping import visible
 from millstream.commands.options import DEFAULT_URL, DryRun, Json, Url, Yes, family, parse_duration_ms
 from millstream.commands.terminal import age, confirm, counted, say, say_json, table, talk
 from millstream.errors import ConfigError, GroupMissing
+from millstream.escaping import visible
 from millstream.groups import BEGINNING, END, ConsumerInfo, Group, GroupInfo, groups_of
 from millstream.inspection import engine_of, handler_of
 from millstream.model import EntryId

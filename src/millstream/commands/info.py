@@ -6,9 +6,9 @@ from typing import Annotated
 import typer
 
 from millstream.client import Client
-from millstream.commands.escaping import visible
 from millstream.commands.options import DEFAULT_URL, Json, Url
 from millstream.commands.terminal import age, counted, say, say_json, table, talk
+from millstream.escaping import visible
 from millstream.inspection import HandlerReport, Inspection, StreamReport, inspect
 from millstream.naming import PREFIX
 

@@ -7,11 +7,11 @@ from typing import Annotated, Any, Literal
 import typer
 
 from millstream.client import Client
-from millstream.commands.escaping import json_value, unescape, visible
 from millstream.commands.options import DEFAULT_URL, Json, Url, Yes
 from millstream.commands.pause import Name, meant
 from millstream.commands.terminal import clip, confirm, counted, say, say_json, table, talk
 from millstream.errors import AccessDenied, ConfigError
+from millstream.escaping import json_value, unescape, visible
 from millstream.inspection import find_handlers, there
 from millstream.keyed import line_of_key
 from millstream.lines import Line, survey

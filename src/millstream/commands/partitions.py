@@ -6,10 +6,10 @@ from typing import Annotated, Any
 import typer
 
 from millstream.client import Client
-from millstream.commands.escaping import visible
 from millstream.commands.options import DEFAULT_URL, Json, Url, family
 from millstream.commands.terminal import counted, say, say_json, table, talk
 from millstream.errors import GroupMissing
+from millstream.escaping import visible
 from millstream.groups import groups_of
 from millstream.inspection import handler_of
 from millstream.layout import Layout

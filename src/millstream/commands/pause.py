@@ -6,10 +6,10 @@ from typing import Annotated
 import typer
 
 from millstream.client import Client
-from millstream.commands.escaping import visible
 from millstream.commands.options import DEFAULT_URL, Json, Url
 from millstream.commands.terminal import say, say_json
 from millstream.errors import ConfigError
+from millstream.escaping import visible
 from millstream.inspection import find_handlers
 from millstream.ledger import Ledger
 from millstream.naming import HandlerKeys

@@ -7,10 +7,10 @@ from typing import Annotated, Any
 import typer
 
 from millstream.client import Client
-from millstream.commands.escaping import json_value, unescape, visible
 from millstream.commands.options import DEFAULT_URL, Json, Url, Yes, family
 from millstream.commands.terminal import clip, confirm, counted, say, say_json, size, table, talk
 from millstream.errors import DecodeError, MillstreamError
+from millstream.escaping import json_value, unescape, visible
 from millstream.inspection import decode_state, list_states, read_state, reset_states
 from millstream.naming import HandlerKeys
 

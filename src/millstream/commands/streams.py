@@ -13,10 +13,10 @@ import typer
 from millstream.balancer.service import announce_all, end_leases, service_of
 from millstream.balancer.survey import ServiceState, StreamState, survey
 from millstream.client import Client
-from millstream.commands.escaping import visible
 from millstream.commands.options import DEFAULT_URL, Json, Url, Yes
 from millstream.commands.terminal import age, clip, confirm, counted, say, say_json, table, talk
 from millstream.errors import AccessDenied, ConfigError, GroupMissing, MillstreamError, WrongType
+from millstream.escaping import visible
 from millstream.groups import groups_of
 from millstream.inspection import inspect_handlers
 from millstream.naming import HandlerKeys, ServiceKeys, from_wire

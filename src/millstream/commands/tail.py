@@ -9,9 +9,9 @@ from typing import Annotated
 import typer
 
 from millstream.client import Client, Command, Reply, raise_if_error
-from millstream.commands.escaping import json_fields, visible
 from millstream.commands.options import DEFAULT_URL, Url, parse_start
 from millstream.commands.terminal import clip, say, say_json
+from millstream.escaping import json_fields, visible
 from millstream.model import ZERO_ID, EntryId
 
 Entry = tuple[str, EntryId, Sequence[bytes]]

@@ -12,8 +12,8 @@ from typing import Any
 
 import typer
 
-from millstream.commands.escaping import harmless
 from millstream.errors import ConfigError
+from millstream.escaping import harmless
 
 
 def say(line: str, *, flush: bool = False) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from urllib.parse import SplitResult, urlsplit
 
 from millstream.errors import ConfigError
-from millstream.master.refusal import Refused
+from millstream.web.refusal import Refused
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network

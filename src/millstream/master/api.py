@@ -7,13 +7,11 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Annotated, Any
 
-from fastapi import Depends, FastAPI, Query, Request
+from fastapi import Depends, FastAPI, Query
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import Response
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
-from starlette.exceptions import HTTPException
 
-from millstream.errors import MillstreamError, Unavailable
 from millstream.health import Health
 from millstream.master.addresses import AllowList
 from millstream.master.bodies import (
@@ -33,14 +31,14 @@ from millstream.master.bodies import (
     Tickets,
 )
 from millstream.master.desk import Desk
-from millstream.master.limits import BodyLimit
 from millstream.master.pings import Pinger
-from millstream.master.refusal import Refused
 from millstream.master.registry import Registry
 from millstream.master.settings import MasterSettings
 from millstream.master.tokens import Scope, Tokens
 from millstream.master.views import Views
 from millstream.metrics import Recorder, exposition
+from millstream.web.limits import BodyLimit
+from millstream.web.refusal import Refused, explain, in_json
 
 _PAGE = 100
 _PROBLEMS: dict[int | str, dict[str, Any]] = {code: {"model": Problem} for code in (401, 403, 409, 413, 422, 503)}
@@ -80,7 +78,8 @@ def make_api(parts: Parts) -> FastAPI:
         responses=_PROBLEMS,
     )  # fmt: skip
     api.add_middleware(BodyLimit, most=parts.most_body)
-    _explain(api)
+    explain(api, "the master")
+    api.add_exception_handler(RequestValidationError, in_json(lambda error: 422, _first_mistake))
     _add_consumers(api, parts)
     _add_messages(api, parts)
     _add_looks(api, parts)
@@ -184,24 +183,6 @@ def _add_looks(api: FastAPI, parts: Parts) -> None:
         """Figures for Prometheus."""
         body, content_type = exposition(parts.recorder)
         return Response(body, media_type=content_type)
-
-
-def _explain(api: FastAPI) -> None:
-    """Have every error answered with one line of JSON."""
-
-    def answer(status: Callable[[Any], int], text: Callable[[Any], str]) -> Callable[[Request, Any], JSONResponse]:
-        return lambda request, error: JSONResponse({"error": text(error)}, status(error))
-
-    api.add_exception_handler(Refused, answer(lambda error: int(error.status), str))
-    api.add_exception_handler(Unavailable, answer(lambda error: 503, lambda error: f"Redis is away: {error}"))
-    api.add_exception_handler(MillstreamError, answer(lambda error: 500, str))
-    api.add_exception_handler(
-        HTTPException, answer(lambda error: int(error.status_code), lambda error: str(error.detail))
-    )
-    api.add_exception_handler(RequestValidationError, answer(lambda error: 422, _first_mistake))
-    api.add_exception_handler(
-        Exception, answer(lambda error: 500, lambda error: "a mistake of the master's: see its log")
-    )
 
 
 def _first_mistake(error: RequestValidationError) -> str:

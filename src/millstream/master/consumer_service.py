@@ -10,7 +10,8 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route
 
 from millstream.master.consumer import ConsumerSettings, DelegatedConsumer, Function
-from millstream.master.serving import address, listen, serve_beside
+from millstream.master.serving import serve_beside
+from millstream.web.listening import address, listen
 
 
 def run_consumer(

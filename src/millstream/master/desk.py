@@ -10,7 +10,6 @@ from millstream.deadletters import DeadLetter, Reason
 from millstream.errors import ConfigError
 from millstream.keyed import Ending, Lease
 from millstream.ledger import FAILED
-from millstream.master.refusal import Refused
 from millstream.master.registry import Registration, Registry
 from millstream.master.settings import MasterSettings
 from millstream.master.streams import ConsumerStream, GroupStream
@@ -18,6 +17,7 @@ from millstream.metrics import NOBODY, Metrics
 from millstream.model import EntryId
 from millstream.naming import MASTER
 from millstream.reliable import Delivery
+from millstream.web.refusal import Refused
 
 logger = logging.getLogger(__name__)
 

@@ -11,9 +11,9 @@ import httpx
 
 from millstream.errors import RedisError
 from millstream.master.addresses import Address, AllowList, Target
-from millstream.master.refusal import Refused
 from millstream.master.registry import Registration, Registry
 from millstream.master.settings import MasterSettings
+from millstream.web.refusal import Refused
 
 logger = logging.getLogger(__name__)
 

@@ -12,8 +12,8 @@ import msgspec
 
 from millstream.client import Client, Script
 from millstream.lines import WAITING
-from millstream.master.refusal import Refused
 from millstream.naming import HandlerKeys
+from millstream.web.refusal import Refused
 
 SWAP = Script("swap")
 

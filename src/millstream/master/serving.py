@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 import uvicorn
 
 from millstream.client import Client
-from millstream.errors import ServerError
 from millstream.health import Health
 from millstream.master.addresses import AllowList
 from millstream.master.api import Parts, make_api
@@ -22,6 +21,7 @@ from millstream.master.settings import MasterSettings
 from millstream.master.tokens import Tokens
 from millstream.master.views import Views
 from millstream.metrics import Recorder
+from millstream.web.listening import address, listen
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp
@@ -70,27 +70,6 @@ def run_master(settings: MasterSettings, serving: Serving, *, on_ready: Callable
         )  # fmt: skip
         listener = listen(serving.host, serving.port)
         serve_beside(api, listener, lambda: rounds.run(stopping), stopping, on_ready=on_ready)
-
-
-def listen(host: str, port: int) -> socket.socket:
-    """A socket that listens; port 0 finds a free one. Raises ServerError."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # Named, the protocol tells asyncio to send at once: answers would wait for 40 ms otherwise (TCP_NODELAY).
-    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((host, port))
-        listener.listen(128)
-    except (OSError, OverflowError) as error:
-        listener.close()
-        raise ServerError(f"cannot listen on {host}:{port} ({error}); choose another address") from error
-    return listener
-
-
-def address(listener: socket.socket) -> str:
-    """Where a socket listens, as a URL."""
-    host, port = listener.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def serve_beside(

@@ -4,9 +4,9 @@ from millstream.client import Client, raise_if_error
 from millstream.lines import Line, survey
 from millstream.master.bodies import Consumer, Consumers, Ticket, Tickets
 from millstream.master.desk import holder_of
-from millstream.master.refusal import Refused
 from millstream.master.registry import Registry
 from millstream.master.settings import MasterSettings
+from millstream.web.refusal import Refused
 
 _MOST_IDS = 20
 

@@ -1,7 +1,7 @@
 """The router: one process follows 100,000 streams over a handful of connections ([docs/router.md])."""
 
 from millstream.groups.entries import BEGINNING, END
-from millstream.router.notices import Dropped, Gap, Item, TooSlow, WhenFull
+from millstream.router.notices import Dropped, Gap, Item, Start, TooSlow, WhenFull
 from millstream.router.policy import PoolPolicy, ReadPolicy
 from millstream.router.router import Router, RouterFigures
 from millstream.router.subscription import Subscription
@@ -16,6 +16,7 @@ __all__ = [
     "ReadPolicy",
     "Router",
     "RouterFigures",
+    "Start",
     "Subscription",
     "TooSlow",
     "WhenFull",

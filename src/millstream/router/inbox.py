@@ -9,7 +9,7 @@ import threading
 from typing import Any, TypeAlias
 
 from millstream.router.judging import Entry
-from millstream.router.notices import Dropped, Gap, WhenFull
+from millstream.router.notices import Dropped, Gap, Start, WhenFull
 
 Waker: TypeAlias = "asyncio.Future[None] | threading.Lock"
 _DROPPING = threading.Lock()
@@ -23,15 +23,16 @@ class Inbox:
 
     __slots__ = (
         "at", "batch", "batches", "cursor", "dropped", "ending", "given", "limit", "paused", "skip", "stream", "taken",
-        "waker", "when_full",
+        "tells_start", "waker", "when_full",
     )  # fmt: skip
 
-    def __init__(self, stream: str, limit: int, when_full: WhenFull) -> None:
+    def __init__(self, stream: str, limit: int, when_full: WhenFull, tells_start: bool = False) -> None:
         self.stream = stream
         self.limit = limit
         self.when_full = when_full
+        self.tells_start = tells_start
         self.cursor: Cursor | None = None
-        self.batches: list[list[Entry] | Gap | Dropped] = []
+        self.batches: list[list[Entry] | Gap | Dropped | Start] = []
         self.batch: list[Entry] | None = None
         self.at = 0
         self.given = 0

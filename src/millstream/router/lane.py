@@ -246,6 +246,9 @@ class Lane:
     def _recognised(self, request: Request, cursor: Cursor, facts: Facts, reply: Any) -> None:
         self._once.remove(request)
         cursor.asked = cursor.stale = False
+        if isinstance(reply, AccessDenied):
+            self._shelf.fail(cursor, reply)
+            return
         if not isinstance(reply, Exception):
             self._shelf.tell_gap(cursor, "rewound" if reply else "recreated", cursor.last)
             cursor.last, cursor.ordinal = (facts.top, facts.added) if reply else (ZERO, None)
@@ -258,6 +261,7 @@ class Lane:
             return
         cursor.last, cursor.ordinal = facts.top, facts.added
         cursor.careful = False
+        self._shelf.tell_start(cursor)
         self._calls.want(cursor)  # what came between is read from the place that is known now
 
     def _refused(self, group: Sequence[Cursor], error: Exception) -> None:

@@ -38,7 +38,15 @@ class Dropped:
     count: int
 
 
-Item = Message | Gap | Dropped
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Start:
+    """The subscription, which was to begin at the stream's end, begins after the id `after`: resume there."""
+
+    stream: str
+    after: str
+
+
+Item = Message | Gap | Dropped | Start
 """What a subscription hands out."""
 
 

@@ -122,7 +122,13 @@ class Router:
         )
 
     def subscribe(
-        self, stream: str, *, after: Id = BEGINNING, buffer: int = 1000, when_full: WhenFull = "wait"
+        self,
+        stream: str,
+        *,
+        after: Id = BEGINNING,
+        buffer: int = 1000,
+        when_full: WhenFull = "wait",
+        tell_start: bool = False,
     ) -> Subscription:
         """Follow `stream`, which need not exist yet, from the entry after the id `after` on.
 
@@ -131,6 +137,8 @@ class Router:
         * `when_full`: "wait": its stream is not read on for it until half of them are taken, others are not held up;
           "drop-oldest": the oldest are dropped, and a `Dropped` tells how many; "disconnect": it ends with `TooSlow`,
           after what is buffered
+        * `tell_start`: with `after=END`, the first item is a `Start` with the id that this was: who is cut off before
+          the first message can resume there
 
         Never waits for Redis. Raises ConfigError for a bad id, buffer or policy, and once the router is closed.
         """
@@ -139,7 +147,7 @@ class Router:
         place = _place(after)
         if self._state != "running":
             self._start()
-        inbox = Inbox(stream, buffer, when_full)
+        inbox = Inbox(stream, buffer, when_full, tell_start)
         self._pump.call(partial(self._shelf.add, inbox, to_wire(stream), place))
         if self._state == "closed":  # in the meantime: it may have come too late to be ended with the others
             inbox.ending = inbox.ending or True

@@ -12,7 +12,7 @@ from millstream.metrics import Metrics
 from millstream.naming import from_wire
 from millstream.router.inbox import Cursor, Inbox
 from millstream.router.judging import ZERO, Entry, number
-from millstream.router.notices import Gap, Reason, TooSlow
+from millstream.router.notices import Gap, Reason, Start, TooSlow
 
 NEWEST = b"$"
 
@@ -164,6 +164,13 @@ class Shelf:
             inbox.skip = None
             inbox.batches.append(gap)
             self._calls.wake(inbox)
+
+    def tell_start(self, cursor: Cursor) -> None:
+        """Tell subscribers who asked for it where the cursor, which was to begin at the end, begins."""
+        for inbox in cursor.inboxes:
+            if inbox.tells_start:
+                inbox.batches.append(Start(stream=inbox.stream, after=cursor.last.decode()))
+                self._calls.wake(inbox)
 
     def _overflow(
         self, cursor: Cursor, inbox: Inbox, entries: list[Entry], at: int, start: tuple[bytes, int | None]

@@ -1,0 +1,106 @@
+"""`millstream serve`: streams for browsers and other clients."""
+
+import logging
+import sys
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from millstream.commands.options import DEFAULT_URL, Json, Url
+from millstream.commands.terminal import say_json, talk
+from millstream.commands.toml import Config, needs
+from millstream.errors import ConfigError
+
+Host = Annotated[
+    str, typer.Option("--host", help="Where to listen. It speaks plain HTTP: think before you leave this.")
+]
+Port = Annotated[int, typer.Option("--port", help="0 finds a free one.", min=0, max=65_535)]
+TokenFile = Annotated[
+    Path | None, typer.Option("--token-file", help="Lines with a token and the streams it is for, like orders:*.")
+]
+NoToken = Annotated[bool, typer.Option("--insecure-no-token", help="Show all to anybody who can reach it.")]
+TicketS = Annotated[
+    float, typer.Option("--ticket-s", help="Seconds in which connections can begin with a ticket.", min=1)
+]
+Origins = Annotated[
+    list[str] | None,
+    typer.Option("--allow-origin", help="Whose pages may use it, as https://example.org; * for any. May be repeated."),
+]
+Page = Annotated[
+    Path | None,
+    typer.Option("--page", help="A folder of pages to serve too.", exists=True, file_okay=False, dir_okay=True),
+]
+WhenFull = Annotated[
+    Literal["wait", "disconnect", "drop-oldest"],
+    typer.Option("--when-full", help="A client too slow for its buffer falls behind, has to come back, or loses some."),
+]
+Buffer = Annotated[
+    int, typer.Option("--buffer", help="Messages that wait for a client at most, of each stream.", min=1)
+]
+StallS = Annotated[
+    float, typer.Option("--stall-s", help="Seconds until a client that takes nothing is cut off.", min=0.1)
+]
+HeartbeatS = Annotated[float, typer.Option("--heartbeat-s", help="Seconds of silence until a heartbeat.", min=0.1)]
+Connections = Annotated[int, typer.Option("--connections", help="Connections at most.", min=1)]
+PerToken = Annotated[
+    int | None,
+    typer.Option("--per-token", help="Connections with one token at most; by default all.", min=1, show_default=False),
+]
+StopS = Annotated[float, typer.Option("--stop-s", help="Seconds that a stop may take.", min=0.1)]
+HealthPort = Annotated[
+    int | None,
+    typer.Option("--health-port", help="Serve /healthz, /readyz and /metrics on 127.0.0.1 here.", min=0, max=65_535),
+]
+
+
+def serve(
+    url: Url = DEFAULT_URL,
+    host: Host = "127.0.0.1",
+    port: Port = 8_000,
+    token_file: TokenFile = None,
+    insecure_no_token: NoToken = False,
+    ticket_s: TicketS = 60.0,
+    allow_origin: Origins = None,
+    page: Page = None,
+    when_full: WhenFull = "wait",
+    buffer: Buffer = 1_000,
+    stall_s: StallS = 20.0,
+    heartbeat_s: HeartbeatS = 15.0,
+    connections: Connections = 10_000,
+    per_token: PerToken = None,
+    stop_s: StopS = 5.0,
+    health_port: HealthPort = None,
+    as_json: Json = False,
+    config: Config = None,  # noqa: ARG001 - its callback does the work
+) -> None:
+    """Let browsers and others follow streams live: GET /streams/NAME for server-sent events, /ws/NAME for a WebSocket."""
+    needs("serve", "starlette", "uvicorn", "websockets")
+    from millstream.fanout.access import Access, stream_tokens
+    from millstream.fanout.connection import Pace
+    from millstream.fanout.house import Room
+    from millstream.fanout.origins import LOOPBACK
+    from millstream.fanout.serving import Serving, run_serving
+
+    tokens = stream_tokens()
+    if token_file is not None:
+        tokens.read(token_file)
+    if not tokens and not insecure_no_token and (token_file is not None or host not in LOOPBACK):
+        raise ConfigError("give --token-file: without, anybody could read all streams (--insecure-no-token)")
+    serving = Serving(
+        url=url, access=Access(tokens, ticket_s=ticket_s), host=host, port=port, origins=allow_origin or (), pages=page,
+        names=None if tokens or insecure_no_token else LOOPBACK, health_port=health_port, stop_s=stop_s,
+        pace=Pace(heartbeat_s=heartbeat_s, stall_s=stall_s, buffer=buffer, when_full=when_full),
+        room=Room(connections=connections, per_token=per_token or connections),
+    )  # fmt: skip
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s", stream=sys.stderr)
+
+    def ready(where: str) -> None:
+        if as_json:
+            say_json({"event": "started", "url": where}, flush=True)
+        else:
+            talk(f"streams are served on {where}; Ctrl-C stops")
+
+    run_serving(serving, on_ready=ready)
+    if as_json:
+        say_json({"event": "stopped"}, flush=True)

@@ -1,0 +1,150 @@
+"""How items reach a client: as server-sent events (WHATWG HTML, "Server-sent events"), or as frames of a WebSocket."""
+
+import json
+import random
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+from millstream.escaping import json_fields
+from millstream.fanout.endings import Ending
+from millstream.model import Message
+from millstream.router import Dropped, Gap, Item, Start
+
+if TYPE_CHECKING:
+    from starlette.types import Receive, Scope, Send
+
+Kind = Literal["sse", "websocket"]
+_HEADERS = [
+    (b"content-type", b"text/event-stream"),
+    (b"cache-control", b"no-store"),
+    (b"x-accel-buffering", b"no"),  # nginx would collect events before it passes any on
+]
+_BACK_MS = 1_000
+
+
+class Wire(Protocol):
+    """One client's end of a connection."""
+
+    kind: Kind
+
+    async def open(self) -> None:
+        """Begin to answer."""
+
+    def render(self, item: Item, position: str) -> bytes:
+        """An item as it is sent; `position`: where to resume once the client has it."""
+
+    async def send(self, parts: Iterable[bytes]) -> None:
+        """Send what was rendered. Waits while the client does not take what was sent before."""
+
+    async def beat(self) -> None:
+        """Show that the connection is alive, to whatever is in between."""
+
+    async def close(self, ending: Ending) -> None:
+        """Say farewell."""
+
+    async def heard(self) -> bool:
+        """Wait for anything from the client; whether it is still there."""
+
+    def abort(self) -> None:
+        """Cut the connection, whatever the client has not taken yet."""
+
+
+class _Wire:
+    """What both have: the connection of the server below, which alone can cut one whose client takes nothing."""
+
+    def __init__(self, scope: "Scope", receive: "Receive", send: "Send") -> None:
+        self._receive = receive
+        self._send = send
+        self.abort: Callable[[], None] = scope["state"]["abort"]
+
+
+class EventWire(_Wire):
+    """Server-sent events."""
+
+    kind: Kind = "sse"
+
+    async def open(self) -> None:
+        """Answer 200, and say when to come back after a broken connection: not all at once."""
+        await self._send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
+        await self.send([b"retry: %d\n\n" % _some_time_ms(_BACK_MS)])
+
+    def render(self, item: Item, position: str) -> bytes:
+        """An event. The place to resume at, alone, is one that browsers keep and do not show."""
+        if isinstance(item, Start):
+            return b"id: %s\n\n" % position.encode()
+        data = _dump(_said(item))
+        if isinstance(item, Message):
+            return b"id: %s\ndata: %s\n\n" % (position.encode(), data)
+        return b"event: %s\ndata: %s\n\n" % (_event(item).encode(), data)
+
+    async def send(self, parts: Iterable[bytes]) -> None:
+        """Send events."""
+        await self._send({"type": "http.response.body", "body": b"".join(parts), "more_body": True})
+
+    async def beat(self) -> None:
+        """Send a comment."""
+        await self.send([b":\n\n"])
+
+    async def close(self, ending: Ending) -> None:
+        """Send an event that says why, and when to come back."""
+        data = _dump({"reason": ending.reason, "text": ending.text})
+        last = b"event: end\nretry: %d\ndata: %s\n\n" % (_some_time_ms(ending.back_ms), data)
+        await self._send({"type": "http.response.body", "body": last})
+
+    async def heard(self) -> bool:
+        """Wait until the client has left: it has nothing to say."""
+        return bool((await self._receive())["type"] != "http.disconnect")
+
+
+class SocketWire(_Wire):
+    """A WebSocket. Its heartbeats are pings, which the server below sends."""
+
+    kind: Kind = "websocket"
+
+    async def open(self) -> None:
+        """Accept."""
+        await self._receive()
+        await self._send({"type": "websocket.accept"})
+
+    def render(self, item: Item, position: str) -> bytes:
+        """A text frame."""
+        return _dump({"event": _event(item), **_said(item), "position": position})
+
+    async def send(self, parts: Iterable[bytes]) -> None:
+        """Send a frame for each part."""
+        for part in parts:
+            await self._send({"type": "websocket.send", "text": part.decode()})
+
+    async def beat(self) -> None:
+        """Nothing: see above."""
+
+    async def close(self, ending: Ending) -> None:
+        """Close with a code and a reason."""
+        await self._send({"type": "websocket.close", "code": ending.code, "reason": ending.text[:120]})
+
+    async def heard(self) -> bool:
+        """Wait for anything; what clients say means nothing here."""
+        return bool((await self._receive())["type"] != "websocket.disconnect")
+
+
+def _event(item: Item) -> str:
+    return type(item).__name__.lower()
+
+
+def _said(item: Item) -> dict[str, Any]:
+    if isinstance(item, Message):
+        return {"stream": item.stream, "id": item.id, **json_fields(item.pairs)}
+    if isinstance(item, Gap):
+        return {"stream": item.stream, "reason": item.reason, "missed": item.missed, "after": item.after}
+    if isinstance(item, Dropped):
+        return {"stream": item.stream, "count": item.count}
+    return {"stream": item.stream}
+
+
+def _dump(value: Any) -> bytes:
+    # ASCII only: a name that is not UTF-8 stands in text as surrogates, and no line break can end an event.
+    return json.dumps(value, separators=(",", ":")).encode()
+
+
+def _some_time_ms(about_ms: int) -> int:
+    return random.randint(about_ms, 3 * about_ms)

@@ -1,0 +1,75 @@
+"""A real browser for tests: Chromium without a window, steered over its DevTools protocol."""
+
+import json
+import shutil
+import subprocess
+import time
+from itertools import count
+from pathlib import Path
+from typing import Any, Self
+
+import httpx
+import psutil
+import pytest
+from websockets.sync.client import connect
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="no browser: install Debian's chromium")
+
+_FLAGS = (
+    "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--disable-background-networking",
+    "--disable-component-update", "--disable-default-apps", "--disable-extensions", "--disable-sync", "--no-first-run",
+    "--no-default-browser-check", "--no-proxy-server", "--remote-debugging-port=0",
+)  # fmt: skip
+
+
+class Browser:
+    """A browser that shows one page. A context manager, at whose end it is gone."""
+
+    def __init__(self, url: str, profile: Path) -> None:
+        self._url = url
+        self._profile = profile
+        self._numbers = count(1)
+
+    def __enter__(self) -> Self:
+        assert CHROMIUM is not None
+        command = [CHROMIUM, *_FLAGS, f"--user-data-dir={self._profile}", self._url]
+        self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        port = self._port()
+        pages = httpx.get(f"http://127.0.0.1:{port}/json/list", trust_env=False).json()
+        address = next(page["webSocketDebuggerUrl"] for page in pages if page["type"] == "page")
+        self._opening = connect(address, proxy=None, close_timeout=1)
+        self._socket = self._opening.__enter__()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._opening.__exit__(None, None, None)
+        family: list[psutil.Process] = [
+            *psutil.Process(self._process.pid).children(recursive=True),
+            psutil.Process(self._process.pid),
+        ]
+        for process in family:
+            try:
+                process.kill()
+            except psutil.NoSuchProcess:
+                continue
+        self._process.wait(10)
+
+    def run(self, script: str) -> Any:
+        """What an expression of JavaScript gives in the page."""
+        number = next(self._numbers)
+        parameters = {"expression": script, "returnByValue": True, "awaitPromise": True}
+        self._socket.send(json.dumps({"id": number, "method": "Runtime.evaluate", "params": parameters}))
+        while True:
+            answer = json.loads(self._socket.recv(20))
+            if answer.get("id") == number:
+                assert "exceptionDetails" not in answer["result"], answer["result"]
+                return answer["result"]["result"].get("value")
+
+    def _port(self) -> int:
+        file, end = self._profile / "DevToolsActivePort", time.monotonic() + 30
+        while time.monotonic() < end:
+            if file.exists() and (lines := file.read_text().splitlines()):
+                return int(lines[0])
+            time.sleep(0.05)
+        raise AssertionError("the browser did not start")

@@ -1,0 +1,19 @@
+"""Everything that a router asks of Redis, and what `millstream serve` asks beside."""
+
+from millstream.client import Client
+from millstream.model import Message
+from millstream.router import Gap, Router
+
+
+def follow(url: str, admin: Client) -> None:
+    """All of it, one thing after the other."""
+    with Client(url) as client, Router(url, reader="tracking") as router:
+        client.execute("PING")
+        for n in range(2):
+            admin.execute("XADD", "orders", "*", "n", n)
+        with router.subscribe("orders") as subscription:
+            assert all(isinstance(subscription.get(20_000), Message) for _ in range(2))
+            admin.execute("XADD", "{orders.b}", "1-1", "n", 1)
+            admin.execute("RENAME", "{orders.b}", "orders")  # a stream that ends before our place: old entries tell
+            assert isinstance(subscription.get(20_000), Gap)
+            assert isinstance(subscription.get(20_000), Message)

@@ -1,0 +1,201 @@
+"""Who may follow what through `millstream serve`, from which pages, and how many at once."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+from websockets.exceptions import ConnectionClosed, InvalidStatus
+from websockets.sync.client import ClientConnection
+
+from millstream.client import Client
+from millstream.fanout.access import Access, stream_tokens
+from millstream.server import EmbeddedServer
+from millstream.web.refusal import Refused
+from tests.integration.commandline import call
+from tests.integration.fanouts import Server, publish
+from tests.integration.masters import eventually
+
+ALL, SOME = "0123456789abcdef-all", "0123456789abcdef-some"
+FRIEND = "https://friend.example"
+
+
+@pytest.fixture(scope="module")
+def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("serve") / "tokens"
+    path.write_text(f"{ALL} *  # for the operators\n\n{SOME} entity:* user/[12]\n")
+    return path
+
+
+@pytest.fixture(scope="module")
+def server(millstream_server: EmbeddedServer, tokens: Path) -> Iterator[Server]:
+    options = ("--token-file", str(tokens), "--connections", "4", "--per-token", "3", "--allow-origin", FRIEND)
+    with Server(millstream_server.url, *options) as started:
+        yield started
+
+
+@pytest.fixture
+def client(millstream_url: str, server: Server) -> Iterator[Client]:
+    eventually(lambda: not server.figure("millstream_serve_connections", kind="sse"), "the end of other connections")
+    with Client(millstream_url) as connected:
+        yield connected
+
+
+def bearer(token: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {token}"}
+
+
+def status(server: Server, stream: str, token: str = "", query: str = "", **headers: str) -> int:
+    with server.follow(
+        stream, query=query, **({"authorization": f"Bearer {token}"} if token else {}), **headers
+    ) as seen:
+        return seen.status
+
+
+def ticket(server: Server, token: str, *streams: str) -> httpx.Response:
+    return server.http.post("/tickets", json={"streams": streams}, headers=bearer(token))
+
+
+def closed(open_socket: Callable[[], ClientConnection]) -> tuple[int, str]:
+    """With which code and reason a WebSocket is closed."""
+    with open_socket() as socket, pytest.raises(ConnectionClosed) as caught:
+        socket.recv(10)
+    assert caught.value.rcvd is not None
+    return caught.value.rcvd.code, caught.value.rcvd.reason
+
+
+# --- Starting ---
+
+
+def test_beyond_this_machine_it_does_not_start_without_tokens(millstream_url: str, tmp_path: Path) -> None:
+    refused = call("serve", "--host", "0.0.0.0", "--port", "0", url=millstream_url)
+    assert (refused.code, "--token-file" in refused.err) == (2, True)
+    (tmp_path / "empty").write_text("# nobody\n")
+    refused = call("serve", "--port", "0", "--token-file", str(tmp_path / "empty"), url=millstream_url)
+    assert (refused.code, "--token-file" in refused.err) == (2, True)
+    for line in ("tooshort *", ALL):
+        (tmp_path / "bad").write_text(f"{line}\n")
+        refused = call("serve", "--port", "0", "--token-file", str(tmp_path / "bad"), url=millstream_url)
+        assert (refused.code, "bad:1" in refused.err, len(refused.err.splitlines())) == (2, True, 1)
+
+
+def test_without_redis_or_with_too_few_files_it_says_so_and_ends(millstream_url: str) -> None:
+    assert call("serve", "--port", "0", url="redis://127.0.0.1:1").code == 3
+    refused = call("serve", "--port", "0", "--connections", "100000000", url=millstream_url)
+    assert (refused.code, "--connections" in refused.err) == (2, True)
+
+
+# --- Tokens and tickets ---
+
+
+def test_a_token_opens_the_streams_that_its_patterns_name(client: Client, server: Server) -> None:
+    assert [status(server, name, ALL) for name in ("entity:1", "user/3")] == [200, 200]
+    assert [status(server, name, SOME) for name in ("entity:1", "entity:", "user/1", "user/2")] == [200] * 4
+    assert [status(server, name, SOME) for name in ("entity", "my-entity:1", "user/3", "user/12", "Entity:1")] == [
+        403
+    ] * 5
+    assert [status(server, "entity:1", token) for token in ("", "0123456789abcdef-bad", SOME + "x")] == [401] * 3
+    answer = server.http.get("/streams?stream=entity:1&stream=other", headers=bearer(SOME))
+    assert (answer.status_code, "other" in answer.json()["error"]) == (403, True)
+
+
+def test_a_ticket_opens_its_streams_in_a_url_and_no_others(client: Client, server: Server) -> None:
+    ids = publish(client, "entity:1", range(2))
+    found = ticket(server, SOME, "entity:1", "entity:2")
+    assert (found.status_code, found.headers["cache-control"]) == (200, "no-store")
+    text = found.json()["ticket"]
+    assert SOME not in text
+    with server.follow("entity:1", query=f"after=0&ticket={text}") as events:
+        assert events.ids(2) == ids
+    with server.socket("entity:1", f"after=0&ticket={text}") as socket:
+        assert ids[0] in str(socket.recv(10))
+    assert status(server, "entity:3", query=f"ticket={text}") == 403
+    assert [
+        status(server, "entity:1", query=f"ticket={bad}") for bad in (text[:-8] + "AAAAAAAA", "A", "%C3%A9", "")
+    ] == [401] * 4
+    assert ticket(server, SOME, "other").status_code == 403
+    assert ticket(server, "0123456789abcdef-bad", "entity:1").status_code == 401
+    assert ticket(server, SOME).status_code == 422
+    assert server.http.post("/tickets", content=b"{", headers=bearer(SOME)).status_code == 422
+    assert server.http.post("/tickets", content=b" " * 65_537, headers=bearer(SOME)).status_code == 413
+
+
+def test_a_ticket_expires_and_ends_with_its_token() -> None:
+    now = [1_000.0]
+    book, other = stream_tokens(), stream_tokens()
+    book.add(SOME, ["entity:*"])
+    other.add(ALL, ["*"])
+    access = Access(book, ticket_s=60, wall=lambda: now[0])
+    text = access.issue(SOME, ["entity:1"]).text
+    holder = access.admit(["entity:1"], token=SOME, ticket=None)
+    now[0] += 59
+    assert access.admit(["entity:1"], token=None, ticket=text) == holder, "they count together"
+    with pytest.raises(Refused, match="not valid"):
+        Access(other, wall=lambda: now[0]).admit(["entity:1"], token=None, ticket=text)
+    now[0] += 2
+    with pytest.raises(Refused, match="expired"):
+        access.admit(["entity:1"], token=None, ticket=text)
+
+
+def test_a_websocket_is_closed_with_what_http_would_have_said(client: Client, server: Server) -> None:
+    code, reason = closed(lambda: server.socket("entity:1"))
+    assert (code, "token" in reason) == (4401, True)
+    assert closed(lambda: server.socket("other", additional_headers=bearer(SOME)))[0] == 4403
+    assert closed(lambda: server.socket("entity:1", "after=x", additional_headers=bearer(SOME)))[0] == 4400
+
+
+# --- Pages ---
+
+
+def test_pages_from_elsewhere_may_use_it_only_if_they_are_allowed(client: Client, server: Server) -> None:
+    for origin in ("https://evil.example", "null", f"{FRIEND}.evil.example"):
+        assert status(server, "entity:1", SOME, origin=origin) == 403
+        with pytest.raises(InvalidStatus):
+            server.socket("entity:1", origin=origin, additional_headers=bearer(SOME))
+    own = server.url
+    assert status(server, "entity:1", SOME, origin=own) == 200
+    with server.follow("entity:1", authorization=f"Bearer {SOME}", origin=FRIEND) as events:
+        assert (events.status, events.headers["access-control-allow-origin"]) == (200, FRIEND)
+    with server.socket("entity:1", origin=FRIEND, additional_headers=bearer(SOME)) as socket:
+        assert "start" in str(socket.recv(10))
+    asked = {
+        "Origin": FRIEND,
+        "Access-Control-Request-Method": "POST",
+        "Access-Control-Request-Headers": "authorization",
+    }
+    answer = server.http.options("/tickets", headers=asked)
+    assert (answer.status_code, answer.headers["access-control-allow-origin"]) == (200, FRIEND)
+
+
+def test_without_tokens_it_answers_to_names_of_this_machine_only(millstream_url: str) -> None:
+    with Server(millstream_url) as server:
+        port = server.url.rpartition(":")[2]
+        for host in ("evil.example", f"evil.example:{port}", "[", "127.0.0.1.evil.example"):
+            assert server.http.get("/healthz", headers={"Host": host}).status_code == 421, host
+        for host in (f"localhost:{port}", "[::1]"):
+            assert server.http.get("/healthz", headers={"Host": host}).status_code == 200, host
+        assert server.http.post("/tickets", json={"streams": ["s"]}).status_code == 404
+
+
+# --- Limits ---
+
+
+def test_there_are_only_so_many_connections_in_all_and_with_one_token(client: Client, server: Server) -> None:
+    text = ticket(server, SOME, "entity:1").json()["ticket"]
+    mine = [server.follow("entity:1", authorization=f"Bearer {SOME}") for _ in range(2)]
+    mine.append(server.follow("entity:1", query=f"ticket={text}"))
+    assert status(server, "entity:1", SOME) == status(server, "entity:1", query=f"ticket={text}") == 429
+    assert closed(lambda: server.socket("entity:1", f"ticket={text}"))[0] == 4429
+    with server.follow("entity:1", authorization=f"Bearer {ALL}"):
+        assert status(server, "entity:1", ALL) == 503
+    mine[0].close()
+    eventually(lambda: status(server, "entity:1", SOME) == 200, "room for one more")
+    for events in mine:
+        events.close()
+
+
+def test_a_request_that_is_too_long_is_refused(server: Server) -> None:
+    for size, refused in ((17_000, 431), (500_000, 400)):
+        assert server.http.get("/healthz", headers={"X": "x" * size}).status_code == refused
+    assert server.http.get("/healthz?" + "x" * 17_000).status_code == 431
+    assert server.http.get("/healthz").status_code == 200

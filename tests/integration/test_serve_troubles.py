@@ -1,0 +1,166 @@
+"""Clients that leave, stall or are slow, a server that stops, and Redis going away."""
+
+import json
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+import pytest
+from websockets.exceptions import ConnectionClosed
+
+from millstream.client import Client
+from millstream.server import EmbeddedServer
+from tests.integration.fanouts import Event, Events, Server, numbers, publish
+from tests.integration.masters import eventually
+
+PAD = 20_000
+
+
+@pytest.fixture
+def client(millstream_url: str) -> Iterator[Client]:
+    with Client(millstream_url) as connected:
+        yield connected
+
+
+def subscriptions(server: Server) -> float:
+    return server.figure("millstream_router_subscriptions")
+
+
+def stalled(server: Server, stream: str) -> Events:
+    """A client that has read the head of the answer and reads no more; its side of the socket holds little."""
+    return Events(server.url, f"/streams/{stream}?after=0", {}, receive_bytes=4_096)
+
+
+def test_who_leaves_has_no_subscription_any_more(client: Client, millstream_url: str) -> None:
+    with Server(millstream_url) as server, ExitStack() as stack:
+        events = [server.follow("s") for _ in range(5)]
+        sockets = [stack.enter_context(server.socket("s", close_timeout=0.1)) for _ in range(5)]
+        eventually(lambda: subscriptions(server) == 10, "all subscriptions")
+        for one in events:
+            one.close()
+        sockets[0].close()
+        for socket in sockets[1:]:
+            socket.socket.shutdown(2)  # without a word
+        # Nothing is published and no heartbeat is due: it is the end of the connection that is noticed.
+        eventually(lambda: subscriptions(server) == 0, "the end of all subscriptions", within_s=5)
+        assert server.figure("millstream_serve_connections", kind="sse") == 0
+        assert server.figure("millstream_serve_connections", kind="websocket") == 0
+        assert server.figure("millstream_serve_connections_ended_total", reason="left") == 10
+
+
+def test_a_stalled_client_costs_the_others_nothing_and_is_cut_off(client: Client, millstream_url: str) -> None:
+    with ExitStack() as stack:
+        server = stack.enter_context(Server(millstream_url, "--stall-s", "1", "--buffer", "20"))
+        other = stack.enter_context(server.follow("s", query="after=0"))
+        lazy = stack.enter_context(stalled(server, "s"))
+        stack.enter_context(server.socket("s", "after=0", max_queue=1))  # whose owner never reads
+        for n in range(0, 200, 10):
+            publish(client, "s", range(n, n + 10), PAD)
+            assert numbers(other.next(10)) == list(range(n, n + 10))
+        eventually(lambda: subscriptions(server) == 1, "the end of those that stalled", within_s=10)
+        assert server.figure("millstream_serve_connections_ended_total", reason="stalled") == 2
+        publish(client, "s", [200])
+        assert numbers(other.next()) == [200]
+        assert not [event for event in lazy.rest() if event.kind == "end"], "it was cut"
+
+
+def test_who_is_slow_falls_behind_and_loses_nothing(client: Client, millstream_url: str) -> None:
+    with Server(millstream_url, "--buffer", "5") as server, stalled(server, "s") as slow:
+        slow.wait_head()
+        publish(client, "s", range(100), PAD)
+        time.sleep(0.3)
+        publish(client, "s", range(100, 103))
+        assert numbers(slow.next(103)) == list(range(103))
+
+
+def test_who_is_to_come_back_when_too_slow_loses_nothing_either(client: Client, millstream_url: str) -> None:
+    options = ("--buffer", "5", "--when-full", "disconnect")
+    with Server(millstream_url, *options) as server, stalled(server, "s") as slow:
+        slow.wait_head()
+        publish(client, "s", range(100), PAD)
+        *messages, end = slow.rest()
+        assert (end.kind, end.data["reason"]) == ("end", "slow")
+        assert server.figure("millstream_serve_connections_ended_total", reason="slow") == 1
+        while len(messages) < 100:
+            with server.follow("s", last_event_id=messages[-1].id) as events:
+                messages += [event for event in events.next(min(5, 100 - len(messages))) if event.kind == "message"]
+        assert numbers(messages) == list(range(100))
+
+
+def test_who_may_lose_messages_is_told_how_many(client: Client, millstream_url: str) -> None:
+    options = ("--buffer", "5", "--when-full", "drop-oldest")
+    with Server(millstream_url, *options) as server, stalled(server, "s") as slow:
+        slow.wait_head()
+        publish(client, "s", range(100), PAD)
+        eventually(lambda: server.figure("millstream_router_messages_dropped_total") > 0, "the loss of some")
+        publish(client, "s", [100])
+        found: list[Event] = []
+        while not found or found[-1].kind != "message" or numbers(found[-1:]) != [100]:
+            found += slow.next()
+        dropped = sum(event.data["count"] for event in found if event.kind == "dropped")
+        messages = [event for event in found if event.kind == "message"]
+        assert len(messages) + dropped == 101
+        assert numbers(messages) == sorted(numbers(messages))
+        assert server.figure("millstream_serve_messages_dropped_total", kind="sse") == dropped
+
+
+def test_a_stop_sends_everybody_away_with_a_hint_when_to_come_back(client: Client, millstream_url: str) -> None:
+    with Server(millstream_url, "--stop-s", "1") as server:
+        publish(client, "s", range(500), PAD)
+        with server.follow("e") as events, server.socket("e") as socket, stalled(server, "s") as lazy:
+            events.wait()
+            assert json.loads(socket.recv(10))["event"] == "start"
+            began = time.monotonic()
+            server.process.send_signal(signal.SIGTERM)
+            [end] = events.rest()
+            assert (end.kind, end.data["reason"]) == ("end", "stopping")
+            assert events.ended, "the answer came to its proper end"
+            assert events.seen.retry_ms
+            with pytest.raises(ConnectionClosed) as caught:
+                socket.recv(10)
+            assert caught.value.rcvd is not None
+            assert (caught.value.rcvd.code, "come back" in caught.value.rcvd.reason) == (1012, True)
+            assert server.process.wait(20) == 0
+            assert time.monotonic() - began < 10, "who takes nothing holds nobody up"
+            assert lazy.status == 200
+        assert server.process.stdout is not None
+        assert json.loads(server.process.stdout.readline()) == {"event": "stopped"}
+
+
+def test_while_redis_is_away_clients_stay_and_hearts_beat(millstream_fresh_server: EmbeddedServer) -> None:
+    redis = millstream_fresh_server
+    with Server(redis.url, "--heartbeat-s", "0.2") as server, server.follow("s") as events:
+        with server.socket("s") as socket, Client(redis.url) as client:
+            events.wait()
+            assert json.loads(socket.recv(10))["event"] == "start"
+            publish(client, "s", range(3))
+            assert numbers(events.next(3)) == [0, 1, 2]
+            redis.kill()
+            events.wait(comments=events.seen.comments + 4)
+            assert server.http.get("/healthz").status_code == 200  # a restart would help nobody yet
+            redis.restart()
+            client.close()
+            publish(client, "s", range(3, 6))
+            assert numbers(events.next(3)) == [3, 4, 5]
+            assert [json.loads(socket.recv(10))["fields"]["n"] for _ in range(6)] == [str(n) for n in range(6)]
+            assert events.seen.events == []
+        # What a browser would do meanwhile:
+        redis.kill()
+        with server.follow("s", query="after=0") as fresh:
+            fresh.wait(comments=2)
+            redis.restart()
+            assert numbers(fresh.next(6)) == list(range(6))
+
+
+def test_what_it_did_is_counted(client: Client, millstream_url: str) -> None:
+    with Server(millstream_url) as server:
+        publish(client, "s", range(7))
+        with server.follow("s", query="after=0") as events, server.socket("s", "after=0") as socket:
+            events.next(7)
+            socket.recv(10)
+            assert server.figure("millstream_serve_messages_sent_total", kind="sse") == 7
+            assert server.figure("millstream_serve_messages_sent_total", kind="websocket") == 7
+            assert server.figure("millstream_serve_connections", kind="websocket") == 1
+        assert server.http.get("/streams/s?after=x").status_code == 400
+        assert server.figure("millstream_serve_connections_refused_total", status="400") == 1

@@ -1,0 +1,50 @@
+"""When full garbage collections take place beside many connections."""
+
+import gc
+from collections.abc import Iterator
+
+import pytest
+
+from millstream.fanout.pauses import Pauses, Traffic
+
+
+class Knot:
+    """Refers to itself, so that only a collection frees it."""
+
+    alive = 0
+
+    def __init__(self) -> None:
+        self.me = self
+        Knot.alive += 1
+
+    def __del__(self) -> None:
+        Knot.alive -= 1
+
+
+@pytest.fixture(autouse=True)
+def thawed() -> Iterator[None]:
+    gc.collect()
+    yield
+    gc.unfreeze()
+    gc.collect()
+
+
+def test_what_came_is_passed_by_until_as_many_have_left_as_are_there() -> None:
+    traffic = Traffic(0, 0)
+    pauses = Pauses(lambda: traffic)
+    Knot()
+    traffic = Traffic(5_000, 0)
+    pauses.look()
+    frozen = gc.get_freeze_count()
+    assert frozen > 0
+    gc.collect()
+    assert Knot.alive == 1, "it is frozen"
+    traffic = Traffic(5_050, 5_000)
+    pauses.look()
+    assert gc.get_freeze_count() <= frozen, "hardly more have come"
+    gc.collect()
+    assert Knot.alive == 1, "not enough have left"
+    traffic = Traffic(5_050, 5_051)
+    pauses.look()
+    assert Knot.alive == 0
+    assert gc.get_freeze_count() > 0
