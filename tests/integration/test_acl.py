@@ -12,12 +12,11 @@ import pytest
 from millstream import App, Message, Reject
 from millstream.balancer import announce
 from millstream.balancer.service import Service
-from millstream.channel import PUBLISH
 from millstream.client import Client
 from millstream.clock import SYSTEM_CLOCK
 from millstream.deadletters import DeadLetter
 from millstream.delayed import DelayedMessages
-from millstream.errors import AccessDenied, NotReplicated
+from millstream.errors import AccessDenied
 from millstream.handlers import Handler
 from millstream.keyed import Ending, KeyedStream, Lease, line_of_key
 from millstream.ledger import Ledger, Unit
@@ -27,8 +26,7 @@ from millstream.master.desk import Desk
 from millstream.master.registry import Registry
 from millstream.model import EntryId
 from millstream.moves import Moves
-from millstream.naming import PREFIX, HandlerKeys, ServiceKeys, StreamKeys
-from millstream.partitioned import PartitionedProducer
+from millstream.naming import PREFIX, HandlerKeys, ServiceKeys
 from millstream.partitions import Partitions
 from millstream.producer import Producer
 from millstream.reliable import ReliableStream
@@ -48,13 +46,13 @@ from tests.integration.master_duties import SETTINGS, consume, direct
 from tests.integration.partition_bench import BASE, growth_killed_after, moved_key
 from tests.integration.partition_bench import Publisher as PartitionPublisher
 from tests.integration.partition_bench import Worker as PartitionWorker
+from tests.integration.producer_duties import produce
 from tests.integration.router_duties import follow
 from tests.integration.sink_duties import share_of, write_batches
 from tests.integration.test_worker import eventually, working
 
 NARROW = ("--stream", "orders*", "--stream", "{orders.*}", "--into", "out", "--app", "shop", "--service", "calls")
 KEYS = HandlerKeys("shop", "bill", "orders")
-LETTERS = "ABCDEFGH"
 
 
 @pytest.fixture(scope="module")
@@ -285,32 +283,6 @@ def run_on_spark(url: str, admin: Client) -> None:
         keyed(admin).route(count=4, most_pending=100)
         ledger.renewed(ledger.new_token(["orders"])).begin(["orders"])
         move_a_delayed_message(client, admin)
-
-
-def produce(url: str, admin: Client) -> None:
-    """Everything that a program or `millstream publish` does that publishes."""
-    with Client(url) as client, Producer(client, max_length=100) as producer:
-        first = producer.publish("orders", {"n": 1}, dedupe_id="1")
-        assert producer.publish("orders", {"n": 1}, dedupe_id="1") == first
-        with pytest.raises(NotReplicated):
-            producer.publish("orders", {"n": 2}, replicas=1, timeout_ms=1)
-        delayed = DelayedMessages(client)
-        later = producer.publish("orders", {"n": 3}, delay_ms=60_000)
-        assert delayed.count("orders") == 1
-        assert delayed.find("orders")[0].id == later
-        assert delayed.cancel("orders", [later]) == 1
-        names = StreamKeys("orders")
-        batch = (
-            PUBLISH,
-            ("orders", names.producer("p"), names.due, names.delayed),
-            (1, "", "", "", 0, "", 1, 1, "n", "4"),
-        )
-        assert client.script(*batch) == client.script(*batch)  # whose first reply was lost
-    with PartitionedProducer(url, BASE, key="k", partitions=2) as spreading:
-        spreading.publish({"k": "A"}, dedupe_id="1")
-        assert growth_killed_after(admin, 1, 64)
-        spreading.publish_many([{"k": letter} for letter in LETTERS], dedupe_ids=list(LETTERS))
-        spreading.publish_many([{"k": letter} for letter in LETTERS], dedupe_ids=list(LETTERS))
 
 
 def publish(url: str, folder: Path) -> None:
