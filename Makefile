@@ -15,7 +15,7 @@ demo: setup ## a year of real flights through a Spark pipeline, and a report (AR
 	@$(BIN)/millstream demo $(ARGS)
 
 test: lint ## lint and every test, two at a time but for those that assert how long something takes
-	$(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder -m "not alone" $(ARGS) || [ $$? = 5 ] # no such test
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not alone" $(ARGS) || [ $$? = 5 ] # no such test
 	$(BIN)/python -m pytest -m alone $(ARGS) || [ $$? = 5 ]
 
 unit: setup ## the tests of tests/unit only

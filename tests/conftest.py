@@ -12,12 +12,19 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from xdist.scheduler import LoadFileScheduling
 
 from millstream.client import Client
 from millstream.rights import RoleName, rule
 from millstream.server import EmbeddedServer
 
 pytest_plugins = ["pytester"]
+
+ON_SPARK = (
+    "tests/contract/", "tests/spark/", "tests/faults/test_exactly_once.py", "tests/faults/test_redis_faults.py",
+    "tests/faults/test_sink_faults.py",
+)  # fmt: skip
+"""Files whose tests start a Spark session."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -26,11 +33,16 @@ def pytest_configure(config: pytest.Config) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Where tests run side by side, a file's stay together, and so do all on Spark: two sessions are too much for two cores."""
-    for item in items:
-        on_spark = item.get_closest_marker("spark") is not None
-        item.add_marker(pytest.mark.xdist_group("spark" if on_spark else item.location[0]))
+class _OneSpark(LoadFileScheduling):  # type: ignore[misc]  # xdist has no annotations
+    """Side by side, a file's tests stay together, and so do all on Spark: two sessions are too much for two cores."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return "spark" if nodeid.startswith(ON_SPARK) else str(super()._split_scope(nodeid))
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadFileScheduling | None:
+    """Where tests run side by side, say which do."""
+    return _OneSpark(config, log) if config.getoption("dist") == "loadfile" else None
 
 
 if os.environ.get("MILLSTREAM_TEST_ACL"):
