@@ -75,7 +75,14 @@ class Bench:
 
     def goes_on(self, count: int) -> None:
         """Wait until `count` more messages are done."""
-        aim, deadline = self.done() + count, time.monotonic() + 60
+        self._reaches(self.done() + count)
+
+    def ends(self) -> None:
+        """Wait until all messages are done."""
+        self._reaches(len(self.ids))
+
+    def _reaches(self, aim: int) -> None:
+        deadline = time.monotonic() + 60
         while self.done() < aim:
             assert time.monotonic() < deadline, f"{self.done()} of {aim} after a minute"
             time.sleep(0.005)
@@ -172,7 +179,7 @@ def test_an_app_with_keys_moves_between_the_engines_in_mid_stream_and_keeps_orde
         assert pipeline.error is None
     assert bench.done() < len(bench.ids)
     with bench.worker():
-        bench.goes_on(len(bench.ids) - bench.done())
+        bench.ends()
     bench.check()
 
 
@@ -220,7 +227,7 @@ def test_an_app_moves_from_workers_to_spark_and_back_in_mid_stream(bench: Bench,
         assert pipeline.error is None
     assert bench.done() < len(bench.ids)
     with bench.worker():
-        bench.goes_on(len(bench.ids) - bench.done())
+        bench.ends()
         bench.publish(10)
         bench.goes_on(10)
     bench.check()
@@ -251,7 +258,7 @@ def test_whoever_is_taken_over_without_being_stopped_ends_with_a_clear_word_and_
                 assert "a newer run of app.handle has taken over" in str(pipeline.error)
                 with pytest.raises(StaleOwner, match="taken over"):
                     Ledger(bench.client, app="app", handler="handle", token=held.token).begin(["in"])
-                bench.goes_on(len(bench.ids) - bench.done())
+                bench.ends()
     bench.check()
 
 

@@ -357,8 +357,16 @@ def test_entries_that_are_left_are_found_behind_any_number_that_were_trimmed(cli
     assert sum(gone) == 10
 
 
+@pytest.fixture
+def nodes_of_one_entry(client: Client) -> Iterator[None]:
+    """Whole nodes are trimmed, so let each be one entry."""
+    client.execute("CONFIG", "SET", "stream-node-max-entries", "1")
+    yield
+    client.execute("CONFIG", "SET", "stream-node-max-entries", "100")
+
+
+@pytest.mark.usefixtures("nodes_of_one_entry")
 def test_trimming_removes_nothing_that_any_group_still_needs(client: Client) -> None:
-    client.execute("CONFIG", "SET", "stream-node-max-entries", "1")  # whole nodes are removed, so let one be one entry
     fill(client, 20)
     assert worker(client, join=False).trim() == 0
     mine = worker(client)

@@ -171,15 +171,24 @@ def test_a_wrong_label_or_kind_is_an_error_where_somebody_listens(mistake: Calla
         mistake(Recorder())
 
 
-@pytest.mark.alone
-def test_it_costs_less_than_0_3_microseconds_when_nobody_listens() -> None:
-    def calls() -> None:
-        NOBODY.count(metrics.READ, 10, handler="a.b")
-        NOBODY.observe(metrics.HANDLER_SECONDS, 0.1, handler="a.b")
-        NOBODY.set(metrics.LAG, 3, handler="a.b")
+class Idle:
+    """What costs nothing but to be called."""
 
-    # The best of many short rounds: what else the machine does is not our cost.
-    assert min(timeit.repeat(calls, number=1_000, repeat=50)) / 3_000 < 0.3e-6
+    def count(self, metric: object, by: float = 1, /, **labels: str) -> None: ...
+
+
+@pytest.mark.alone
+def test_it_costs_hardly_more_than_a_call_when_nobody_listens() -> None:
+    idle = Idle()
+
+    def of(what: Callable[[], None]) -> float:
+        # The best of many short rounds: what else the machine does is not our cost.
+        return min(timeit.repeat(what, number=1_000, repeat=100))
+
+    call = of(lambda: idle.count(metrics.READ, 10, handler="a.b"))
+    assert of(lambda: NOBODY.count(metrics.READ, 10, handler="a.b")) < 3 * call
+    assert of(lambda: NOBODY.observe(metrics.HANDLER_SECONDS, 0.1, handler="a.b")) < 3 * call
+    assert of(lambda: NOBODY.set(metrics.LAG, 3, handler="a.b")) < 3 * call
 
 
 def test_the_document_has_the_catalogue_and_names_no_other_metric() -> None:
