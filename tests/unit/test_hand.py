@@ -68,21 +68,6 @@ def test_what_is_given_up_is_not_begun_and_what_has_begun_is_not_given_up(stream
     assert hand.buffer.empty()
 
 
-def test_commits_wait_for_more_no_longer_than_two_runs_and_only_while_more_is_in_hand(
-    stream: ReliableStream, hand: Hand
-) -> None:
-    assert hand.pause_ms == 0
-    for _ in range(50):
-        hand.took(1.0)
-    hand.take([delivery(stream, 1)], 0)
-    assert hand.pause_ms == 0
-    hand.take([delivery(stream, 2)], 0)
-    assert hand.pause_ms == pytest.approx(2.0, rel=0.01)
-    for _ in range(50):
-        hand.took(100.0)
-    assert hand.pause_ms == 4.0
-
-
 def test_whoever_reads_is_woken_once_there_is_room_worth_a_read(stream: ReliableStream) -> None:
     hand = Hand(WorkerPolicy(prefetch=4), 2)
     entries = [delivery(stream, number) for number in range(4)]

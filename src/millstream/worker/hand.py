@@ -13,7 +13,6 @@ from millstream.worker.policy import WorkerPolicy
 _PATIENCE_MS = 1_000.0
 _TURN_MS = 50.0
 _LONGEST_RUN = 16
-_LONGEST_PAUSE_MS = 4.0
 _WEIGHT = 0.2
 
 Ran = tuple[Sequence[Delivery], Outcome]
@@ -101,14 +100,6 @@ class Hand:
     def run_length(self) -> int:
         """How many entries of a line are worth a turn: what takes about 50 ms, so that lines take turns quickly."""
         return _LONGEST_RUN if self._run_ms <= 0 else max(1, min(_LONGEST_RUN, int(_TURN_MS / self._run_ms)))
-
-    @property
-    def pause_ms(self) -> float:
-        """How long to wait for more to end before what has ended is committed, so that few commits do for many messages.
-
-        No longer than two runs take; and not at all if nothing else is in hand, since what comes next may wait for this.
-        """
-        return min(2 * self._run_ms, _LONGEST_PAUSE_MS) if len(self._held) > 1 else 0.0
 
     def took(self, run_ms: float) -> None:
         """Note how long a run of the handler has taken."""

@@ -2,7 +2,6 @@
 
 import heapq
 import logging
-import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from itertools import count
@@ -104,8 +103,6 @@ class Settler:
         found: list[Ran] = []
         try:
             item = get(timeout=self._wait_s())
-            if pause_ms := self._hand.pause_ms:
-                time.sleep(pause_ms / 1000)
             while item is not None:
                 found.append(item)
                 if len(found) >= self._batch:
