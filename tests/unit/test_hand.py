@@ -179,11 +179,6 @@ def test_another_thread_is_made_where_it_is_of_use(
 
 
 @pytest.mark.alone
-def test_quick_runs_get_no_more_threads_however_many_wait(stream: ReliableStream, hand: Hand) -> None:
-    hand.take([delivery(stream, number) for number in range(20_000)], 0)
-    assert nudged_while_it_runs(runner_of(plain, PlainRunner, hand, 4), hand, 20_000) == 0
-
-
 def test_a_runner_that_had_nothing_to_do_gets_no_more_threads_for_the_next_message(
     stream: ReliableStream, hand: Hand
 ) -> None:
