@@ -99,9 +99,9 @@ RUNNERS: dict[Callable[..., Any], type[Any]] = {
 ALL = pytest.mark.parametrize("function", RUNNERS, ids=lambda function: function.__name__)
 
 
-def runner_of(function: Callable[..., Any], kind: type[Any], hand: Hand, threads: int = 1) -> Runner:
+def runner_of(function: Callable[..., Any], kind: type[Any], hand: Hand, threads: int = 1, **options: Any) -> Runner:
     app = App("app")
-    app.handler("in", name="handle")(function)
+    app.handler("in", name="handle", **options)(function)
     handler = app.handlers["handle"]
     means = Pipeline(handler), hand, Report(handler.label, time_limit_ms=1_000), SYSTEM_CLOCK
     runner: Runner = kind(*means) if handler.is_async else kind(*means, threads)
@@ -156,6 +156,14 @@ def test_messages_that_wait_for_runs_that_wait_get_more_threads(stream: Reliable
 
     hand.take([delivery(stream, number) for number in range(100)], 0)
     assert nudged_while_it_runs(runner_of(waits, PlainRunner, hand, 4), hand, 100) == 3
+
+
+def test_so_do_short_lists_that_wait(stream: ReliableStream, hand: Hand) -> None:
+    def waits(messages: list[Message]) -> None:
+        time.sleep(0.003)  # one ends between any two looks
+
+    hand.take([delivery(stream, number) for number in range(400)], 0)
+    assert nudged_while_it_runs(runner_of(waits, PlainBatchRunner, hand, 4, batch_size=1), hand, 400) == 3
 
 
 BEFORE = Look(starved=0, finished=0, took_ms=0.0, at_ms=0.0, cpu_ms=0.0, since_ms=0.0)

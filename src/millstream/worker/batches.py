@@ -95,6 +95,7 @@ class PlainBatchRunner(PlainRunner):
                 self._hand.gate.wait()
             for ran in self._run_batch(begun):
                 self._hand.outbox.put(ran)
+            self._took_ms += sum([one.took_ms for one in begun])
             self._finished += 1
 
     def _gather(self) -> list[Delivery]:
@@ -102,7 +103,7 @@ class PlainBatchRunner(PlainRunner):
         handler, buffer = self._pipeline.handler, self._hand.buffer
         with self._gathering:
             gathering = _Gathering(handler.batch_size)
-            gathering.offer(buffer.get())
+            gathering.offer(self._next())
             until_ms = self._clock.monotonic_ms() + handler.batch_wait_ms
             while not gathering.is_complete:
                 wait_ms = max(0.0, until_ms - self._clock.monotonic_ms())
