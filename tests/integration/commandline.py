@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -57,3 +58,9 @@ def environment(url: str | None, more: Mapping[str, str] | None = None) -> dict[
     """This process's environment, with MILLSTREAM_URL as asked."""
     rest = {name: value for name, value in os.environ.items() if name != "MILLSTREAM_URL"}
     return {**rest, **({"MILLSTREAM_URL": url} if url else {}), **(more or {})}
+
+
+def free_port() -> int:
+    """A port of 127.0.0.1 that nobody listens on."""
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        return int(found.getsockname()[1])

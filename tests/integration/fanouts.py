@@ -12,14 +12,14 @@ import httpx
 from websockets.sync.client import ClientConnection, connect
 
 from millstream.client import Client
-from tests.integration.commandline import PROGRAM, environment
+from tests.integration.commandline import PROGRAM, environment, free_port
 
 
 class Server:
     """A server process. A context manager, at whose end it is gone."""
 
     def __init__(self, url: str, *options: str) -> None:
-        self._command = [*PROGRAM, "serve", "--port", "0", "--health-port", str(_free_port()), "--json", *options]
+        self._command = [*PROGRAM, "serve", "--port", "0", "--health-port", str(free_port()), "--json", *options]
         self._health = f"http://127.0.0.1:{self._command[self._command.index('--health-port') + 1]}"
         self._environment = environment(url)
 
@@ -197,8 +197,3 @@ def publish(client: Client, stream: str, numbers: Iterable[int], size: int = 0) 
 def numbers(events: Sequence[Event]) -> list[int]:
     """What was published, of messages."""
     return [int(event.data["fields"]["n"]) for event in events]
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as found:
-        return int(found.getsockname()[1])

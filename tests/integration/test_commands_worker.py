@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -13,7 +12,7 @@ import httpx
 import pytest
 
 from millstream.client import Client
-from tests.integration.commandline import run, start
+from tests.integration.commandline import free_port, run, start
 
 APP = """
 import os, time
@@ -61,12 +60,6 @@ def eventually(holds: Callable[[], bool], within_s: float = 30.0) -> None:
     while not holds():
         assert time.monotonic() < end, "it did not come to hold in time"
         time.sleep(0.05)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def end(worker: subprocess.Popen[bytes], number: int = signal.SIGTERM) -> tuple[int, str, str]:
