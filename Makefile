@@ -14,8 +14,8 @@ setup: ## install what is missing: .venv, redis-server, Java (done by the other 
 demo: setup ## a year of real flights through a Spark pipeline, and a report (ARGS=--kill, ARGS=--json)
 	@$(BIN)/millstream demo $(ARGS)
 
-test: lint ## lint and every test, two at a time but for those that assert how long something takes
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not alone" $(ARGS) || [ $$? = 5 ] # no such test
+test: lint ## lint and every test, three at a time but for those that assert how long something takes
+	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m "not alone" $(ARGS) || [ $$? = 5 ] # no such test
 	$(BIN)/python -m pytest -m alone $(ARGS) || [ $$? = 5 ]
 
 unit: setup ## the tests of tests/unit only

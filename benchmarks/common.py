@@ -17,6 +17,7 @@ from millstream.server import EmbeddedServer
 from millstream.spark.session import open_session
 
 RAW_COUNT = 1000
+STREAMS_PER_TRIP = 100
 _COMMANDS_PER_TRIP = 5000
 
 FIELDS: list[tuple[bytes, Callable[[int], bytes]]] = [
@@ -31,7 +32,8 @@ FIELDS: list[tuple[bytes, Callable[[int], bytes]]] = [
 def laboratory(name: str) -> Iterator[tuple[Client, SparkSession]]:
     """An embedded server with nothing written to disk, and a session on all cores."""
     with EmbeddedServer(extra={"appendonly": "no", "save": '""'}) as server, Client(server.url) as client:
-        spark = open_session(name, master="local[*]", conf={"spark.sql.streaming.numRecentProgressUpdates": "100"})
+        conf = {"spark.sql.streaming.numRecentProgressUpdates": "1000", "spark.sql.shuffle.partitions": str(cores())}
+        spark = open_session(name, master="local[*]", conf=conf)
         try:
             yield client, spark
         finally:
@@ -81,6 +83,19 @@ def raw_redis_py_loop(url: str, stream: str) -> float:
     finally:
         connection.disconnect()
         pool.release(connection)
+
+
+def raw_streams(client: Client, streams: Sequence[str]) -> float:
+    """Entries a second of pipelined XRANGEs of whole streams, 100 in a round trip, thrown away; few streams one by one."""
+    count = 0
+    began = time.perf_counter()
+    if len(streams) < STREAMS_PER_TRIP:
+        rates = [raw_socket_loop(client.url, stream) for stream in streams]
+        return len(rates) / sum(1 / rate for rate in rates)  # they are of one size
+    for at in range(0, len(streams), STREAMS_PER_TRIP):
+        replies = client.pipeline([("XRANGE", name, "-", "+") for name in streams[at : at + STREAMS_PER_TRIP]])
+        count += sum(map(len, replies))
+    return count / (time.perf_counter() - began)
 
 
 def _walk(ask: Callable[[bytes], Any]) -> float:

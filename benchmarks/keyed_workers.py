@@ -1,7 +1,7 @@
 """Worker processes that share the lines of keys, against a raw read-and-acknowledge loop.
 
 `rate`: 50,000 messages over 1,000 keys, a handler that does nothing but write down what it ran, 4 processes of `millstream worker`,
-from the start of the backlog's work to its last commit; the order of each key is checked. The raw loop (redis-py, XREADGROUP and
+from when all of them are at work to the last commit; the order of each key is checked. The raw loop (redis-py, XREADGROUP and
 XACK, 1,000 at a time) reads as many in the same run. `efficiency_*`: measured rate / (messages at once / service time), for
 a handler that waits 1, 10 and 100 ms, in each of 4 processes over 1,000 keys. The service time is what such a wait takes in event
 loops that do nothing else, as many at once in as many processes, in the same run (`service_ms`): a timer of 1 ms takes 1.1 ms
@@ -106,7 +106,10 @@ def _only_wait(wait_ms: int, at_once: int) -> float:
 
 
 def _work(client: Client, name: str, messages: int, processes: int) -> float:
-    """Messages a second from when all workers are there, and the first commit is done, to the last."""
+    """Messages a second from when all workers have committed something to the last.
+
+    They find out that they may begin when they next look, so one after the other.
+    """
     client.execute("HSET", KEYS_OF.meta, "paused", 1)
     command = [sys.executable, "-m", "millstream.commands.cli", "worker", f"benchmarks.keyed_workers:{name}"]
     command += ["--url", client.url, "--processes", str(processes)]
@@ -122,7 +125,7 @@ def _work(client: Client, name: str, messages: int, processes: int) -> float:
             _wait(lambda: len(client.execute("KEYS", "millstream:worker:bench:*")) >= processes)
             time.sleep(2.0)
             client.execute("HDEL", KEYS_OF.meta, "paused")
-            _wait(lambda: _committed(client) > 0)
+            _wait(lambda: len(client.execute("KEYS", f"{KEYS_OF.base}:*:last")) >= processes)
             began, done = time.perf_counter(), _committed(client)
             _wait(lambda: _committed(client) >= messages)
             return (messages - done) / (time.perf_counter() - began)

@@ -1,47 +1,85 @@
-"""A stream of 1,000,000 entries read through Spark into `noop`, against a single raw XRANGE loop over the same.
+"""Streams of 1,000,000 entries in all read through Spark into `noop`, against a raw XRANGE loop over the same.
 
-The raw loop is the faster of two, a bare socket with hiredis and a raw connection of redis-py, 1,000 entries at a
-time. Spark's side is everything from planning the query to its last row, all columns included, in a session that has
-run it before. Both are the best of several rounds, taken in turns.
+The figures without a number are of one stream; those that end in 16, 10000 and 100000 of as many, with 500,000 entries
+in all. The raw loop over one stream is the faster of two, a bare socket with hiredis and a raw connection of redis-py,
+1,000 entries at a time; over many it asks for 100 streams in a round trip. Spark's side is everything from planning the
+query to its last row, all columns included, in a session that has run it before. Both are the best of several rounds,
+taken in turns. `python -m benchmarks.spark_read STREAMS [ENTRIES]` measures another number of streams alone.
 """
 
 import json
+import sys
 import time
 from typing import Any
 
-from benchmarks.common import FIELDS, cores, fill, laboratory, raw_redis_py_loop, raw_socket_loop
+from pyspark.sql import SparkSession
+
+from benchmarks.common import (
+    FIELDS,
+    cores,
+    fill,
+    laboratory,
+    raw_redis_py_loop,
+    raw_socket_loop,
+    raw_streams,
+)
+from millstream.client import Client
 
 STREAM = "benchmark"
+OTHERS = (16, 10_000, 100_000)
+MANY_ENTRIES = 500_000
 
 
-def run(*, entries: int = 1_000_000, rounds: int = 3, warm_ups: int = 4) -> dict[str, Any]:
-    """Measure over a stream of `entries`."""
+def run(*, streams: int = 1, entries: int = 1_000_000, rounds: int = 3, warm_ups: int = 4) -> dict[str, Any]:
+    """Measure over `entries` in `streams` streams, and, if that is one, over other numbers of streams."""
     with laboratory("spark_read") as (client, spark):
-        entry_bytes = fill(client, [STREAM], entries)
-        frame = spark.read.format("redis-streams").option("url", client.url).option("subscribe", STREAM).load()
-        if frame.count() != entries:
-            raise AssertionError("not every entry was read; the figure would be worth nothing")
-        rate = baseline = 0.0
-        for number in range(-warm_ups, rounds):
-            began = time.perf_counter()
-            frame.write.format("noop").mode("overwrite").save()
-            took = time.perf_counter() - began
-            if number >= 0:
-                rate = max(rate, entries / took)
-                loops = (raw_socket_loop, raw_redis_py_loop)
-                baseline = max(baseline, *(loop(client.url, STREAM) for loop in loops))
-    return {
-        "name": "spark_read",
-        "rate": round(rate),
-        "baseline_rate": round(baseline),
-        "ratio": round(rate / baseline, 3),
-        "entries": entries,
-        "fields": len(FIELDS),
-        "bytes_per_entry": round(entry_bytes, 1),
-        "cores": cores(),
-        "session": "warm",
-    }
+        rate, baseline, entry_bytes = _measure(client, spark, streams, entries, rounds=rounds, warm_ups=warm_ups)
+        result = {
+            "name": "spark_read",
+            "rate": round(rate),
+            "baseline_rate": round(baseline),
+            "ratio": round(rate / baseline, 3),
+            "entries": entries,
+            "streams": streams,
+            "fields": len(FIELDS),
+            "bytes_per_entry": round(entry_bytes, 1),
+            "cores": cores(),
+            "session": "warm",
+        }
+        for count in OTHERS if streams == 1 else ():
+            rate, baseline, _ = _measure(client, spark, count, MANY_ENTRIES, rounds=2, warm_ups=1)
+            result |= {f"rate_{count}": round(rate), f"baseline_rate_{count}": round(baseline)}
+            result[f"ratio_{count}"] = round(rate / baseline, 3)
+    return result
+
+
+def _measure(
+    client: Client, spark: SparkSession, streams: int, entries: int, *, rounds: int, warm_ups: int
+) -> tuple[float, float, float]:
+    """Entries a second through Spark and by a raw loop, and the bytes of an entry."""
+    client.execute("FLUSHALL")
+    names = [f"{STREAM}:{n:06}" for n in range(streams)]
+    entry_bytes = fill(client, names, entries // streams)
+    total = entries // streams * streams
+    frame = spark.read.format("redis-streams").options(url=client.url, subscribePattern=f"{STREAM}:*").load()
+    if frame.count() != total:
+        raise AssertionError("not every entry was read; the figure would be worth nothing")
+    rate = baseline = 0.0
+    for number in range(-warm_ups, rounds):
+        began = time.perf_counter()
+        frame.write.format("noop").mode("overwrite").save()
+        took = time.perf_counter() - began
+        if number >= 0:
+            rate = max(rate, total / took)
+            baseline = max(baseline, *_raw(client, names))
+    return rate, baseline, entry_bytes
+
+
+def _raw(client: Client, names: list[str]) -> list[float]:
+    if len(names) == 1:
+        return [loop(client.url, names[0]) for loop in (raw_socket_loop, raw_redis_py_loop)]
+    return [0.0, raw_streams(client, names)]
 
 
 if __name__ == "__main__":
-    print(json.dumps(run()))
+    print(json.dumps(run(**dict(zip(("streams", "entries"), map(int, sys.argv[1:]), strict=False)))))

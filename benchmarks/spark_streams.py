@@ -1,39 +1,68 @@
-"""10,000 streams drained by one streaming query in limited batches, against a pipelined raw XRANGE of each.
+"""Many streams drained by one streaming query in limited batches, against a pipelined raw XRANGE of each.
 
-`python -m benchmarks.spark_streams STREAMS [ENTRIES_EACH]` measures another number of them.
+The figures without a number are of 10,000 streams; those that end in 1, 16 and 100000 of as many, with 500,000 entries in
+all. `python -m benchmarks.spark_streams STREAMS [ENTRIES_EACH]` measures another number of them alone.
 `plan_seconds` is the longest that Spark waited for the source to plan a batch (the end of the batch, and who reads
-what), as its own progress reports say. The session is warm; the raw loop asks for 100 streams in a round trip.
+what), as its own progress reports say, `first_plan_seconds` what it waited for the first, for which a process is started
+and each stream is asked where it begins. The session is warm; the raw loop asks for 100 streams in a round trip.
+Without Spark, a planner tells what it takes to look when nothing has changed (`idle_ms`), and to plan a batch after an entry
+in every twentieth stream (`changed_ms`).
 """
 
 import json
 import sys
 import tempfile
 import time
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from pyspark.sql import SparkSession
 
-from benchmarks.common import FIELDS, cores, fill, laboratory
+from benchmarks.common import FIELDS, cores, fill, laboratory, raw_streams
 from millstream.client import Client
+from millstream.spark.offsets import Offsets, dump
+from millstream.spark.options import parse
+from millstream.spark.planner import Planner
 
-STREAMS_PER_TRIP = 100
+T = TypeVar("T")
+
+OTHERS = (1, 16, 100_000)
+ENTRIES = 500_000
+_LOOKS = 5
+_CHANGED = 20
 
 
-def run(*, streams: int = 10_000, entries_each: int = 50, batches: int = 5, rounds: int = 2) -> dict[str, Any]:
-    """Measure `streams` streams of `entries_each` entries, drained in about `batches` batches."""
+def run(*, streams: int = 10_000, entries_each: int | None = None, batches: int = 5, rounds: int = 2) -> dict[str, Any]:
+    """Measure `streams` streams of `entries_each` entries, and if these are 10,000, OTHERS too, drained in about `batches` batches."""
+    entries_each = entries_each or ENTRIES // streams
+    with laboratory("spark_streams") as (client, spark):
+        result = {"name": "spark_streams"} | _measure(client, spark, streams, entries_each, batches, rounds)
+        for count in OTHERS if streams == 10_000 else ():
+            found = _measure(client, spark, count, ENTRIES // count, batches, 1)
+            shown = ("rate", "baseline_rate", "ratio", "first_plan_seconds", "plan_seconds", "idle_ms", "changed_ms")
+            result |= {f"{name}_{count}": found[name] for name in shown}
+    return result
+
+
+def _measure(
+    client: Client, spark: SparkSession, streams: int, entries_each: int, batches: int, rounds: int
+) -> dict[str, Any]:
+    client.execute("FLUSHALL")
     names = [f"stream:{n:06}" for n in range(streams)]
     total = streams * entries_each
-    with laboratory("spark_streams") as (client, spark):
-        entry_bytes = fill(client, names, entries_each)
-        measured = [_drain(spark, client.url, total, total // batches) for _ in range(rounds + 1)][1:]
-        baseline = max(_raw(client, names) for _ in range(rounds + 1))
-    rate, plan_seconds = max(rate for rate, _ in measured), min(plan for _, plan in measured)
+    entry_bytes = fill(client, names, entries_each)
+    measured = [_drain(spark, client.url, total, total // batches) for _ in range(rounds + 1)][1:]
+    baseline = max(raw_streams(client, names) for _ in range(rounds + 1))
+    rates, first, later = zip(*measured, strict=True)
+    idle_ms, changed_ms = _looks(client, names)
     return {
-        "name": "spark_streams",
-        "rate": round(rate),
+        "rate": round(max(rates)),
         "baseline_rate": round(baseline),
-        "ratio": round(rate / baseline, 3),
-        "plan_seconds": round(plan_seconds, 3),
+        "ratio": round(max(rates) / baseline, 3),
+        "first_plan_seconds": round(min(first), 3),
+        "plan_seconds": round(min(later), 3),
+        "idle_ms": round(idle_ms, 2),
+        "changed_ms": round(changed_ms, 1),
         "streams": streams,
         "entries": total,
         "max_per_batch": total // batches,
@@ -44,8 +73,8 @@ def run(*, streams: int = 10_000, entries_each: int = 50, batches: int = 5, roun
     }
 
 
-def _drain(spark: SparkSession, url: str, total: int, per_batch: int) -> tuple[float, float]:
-    """Entries a second over all batches, and the longest planning of one, in seconds."""
+def _drain(spark: SparkSession, url: str, total: int, per_batch: int) -> tuple[float, float, float]:
+    """Entries a second over all batches, and how long the first was planned, and the longest of the others, in seconds."""
     frame = (
         spark.readStream.format("redis-streams")
         .options(url=url, subscribePattern="stream:*", startingOffsets="earliest", maxOffsetsPerTrigger=per_batch)
@@ -58,17 +87,35 @@ def _drain(spark: SparkSession, url: str, total: int, per_batch: int) -> tuple[f
         progress = [one for one in query.recentProgress if one.numInputRows]
     if sum(one.numInputRows for one in progress) != total:
         raise AssertionError("not every entry was read; the figure would be worth nothing")
-    planned = max(one.durationMs["latestOffset"] + one.durationMs["queryPlanning"] for one in progress)
-    return total / sum(one.durationMs["triggerExecution"] / 1000 for one in progress), planned / 1000
+    first, *later = [(one.durationMs["latestOffset"] + one.durationMs["queryPlanning"]) / 1000 for one in progress]
+    return total / sum(one.durationMs["triggerExecution"] / 1000 for one in progress), first, max(later, default=first)
 
 
-def _raw(client: Client, names: list[str]) -> float:
-    count = 0
+def _looks(client: Client, names: list[str]) -> tuple[float, float]:
+    """Milliseconds of a look at streams that rest, and of planning a batch of those that have changed; the best of some."""
+    planner = Planner(client, parse({"url": client.url, "subscribePattern": "stream:*"}, {}), cores=cores())
+    at = planner.starts("latest")
+    idle_ms, changed_ms = [], []
+    for _ in range(_LOOKS):
+        planner.advance(at, limit=None, target=None)
+        idle_ms.append(_timed_ms(lambda: planner.advance(at, limit=None, target=None))[0])  # noqa: B023
+        fill(client, names[::_CHANGED], 1)
+        took_ms, at = _timed_ms(lambda: _plan(planner, at))  # noqa: B023
+        changed_ms.append(took_ms)
+    return min(idle_ms), min(changed_ms)
+
+
+def _plan(planner: Planner, at: Offsets) -> Offsets:
+    end = planner.advance(at, limit=None, target=None).ends
+    planner.pieces(at, end)
+    dump(end)
+    return end
+
+
+def _timed_ms(action: Callable[[], T]) -> tuple[float, T]:
     began = time.perf_counter()
-    for at in range(0, len(names), STREAMS_PER_TRIP):
-        replies = client.pipeline([("XRANGE", name, "-", "+") for name in names[at : at + STREAMS_PER_TRIP]])
-        count += sum(map(len, replies))
-    return count / (time.perf_counter() - began)
+    result = action()
+    return (time.perf_counter() - began) * 1000, result
 
 
 if __name__ == "__main__":

@@ -20,11 +20,16 @@ from millstream.server import EmbeddedServer
 
 pytest_plugins = ["pytester"]
 
-ON_SPARK = (
-    "tests/contract/", "tests/spark/", "tests/faults/test_exactly_once.py", "tests/faults/test_redis_faults.py",
-    "tests/faults/test_sink_faults.py",
-)  # fmt: skip
-"""Files whose tests start a Spark session."""
+LINES = {
+    "drivers": (
+        "tests/faults/test_exactly_once.py", "tests/faults/test_redis_faults.py", "tests/faults/test_sink_faults.py",
+        "tests/faults/test_aside_faults.py", "tests/faults/test_cluster_faults.py", "tests/faults/test_group_faults.py",
+        "tests/spark/test_connect.py", "tests/spark/test_demo.py", "tests/spark/test_notebook.py",
+        "tests/spark/test_run_command.py",
+    ),
+    "session": ("tests/contract/", "tests/spark/"),
+}  # fmt: skip
+"""Files whose tests use Spark, in processes of their own or in that of the tests."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -33,16 +38,17 @@ def pytest_configure(config: pytest.Config) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-class _OneSpark(LoadFileScheduling):  # type: ignore[misc]  # xdist has no annotations
-    """Side by side, a file's tests stay together, and so do all on Spark: two sessions are too much for two cores."""
+class _FewSparks(LoadFileScheduling):  # type: ignore[misc]  # xdist has no annotations
+    """Side by side, a file's tests stay together, and so do those of each of Spark's lines: two cores bear no third Spark."""
 
     def _split_scope(self, nodeid: str) -> str:
-        return "spark" if nodeid.startswith(ON_SPARK) else str(super()._split_scope(nodeid))
+        lines = (line for line, files in LINES.items() if nodeid.startswith(files))
+        return next(lines, None) or str(super()._split_scope(nodeid))
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadFileScheduling | None:
     """Where tests run side by side, say which do."""
-    return _OneSpark(config, log) if config.getoption("dist") == "loadfile" else None
+    return _FewSparks(config, log) if config.getoption("dist") == "loadfile" else None
 
 
 if os.environ.get("MILLSTREAM_TEST_ACL"):

@@ -3,6 +3,7 @@
 from millstream.app import App, load_app
 from millstream.errors import MillstreamError, Reject
 from millstream.model import EntryId, Message, Retry, State
+from millstream.stages import Rows
 
-__all__ = ["App", "EntryId", "Message", "MillstreamError", "Reject", "Retry", "State", "load_app"]
+__all__ = ["App", "EntryId", "Message", "MillstreamError", "Reject", "Retry", "Rows", "State", "load_app"]
 __version__ = "0.1.0"

@@ -1,27 +1,31 @@
-"""An app: a named set of handlers, and how to load it from a file or module."""
+"""An app: a named set of handlers and stages, and how to load it from a file or module."""
 
 import importlib
 import importlib.util
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from millstream.errors import ConfigError
 from millstream.handlers import Handler, compile_handler
 from millstream.naming import MASTER, check_identifier
+from millstream.stages import Rows, Stage, compile_stage
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 
 class App:
-    """A named set of handlers that run on a worker or on Spark, unchanged.
+    """A named set of handlers that run on a worker or on Spark, unchanged, and of stages, which are PySpark's own.
 
         app = App("airline")
 
         @app.handler("flights", key="tailnum", retry=Retry(attempts=4), into="departures")
         def departure(flight: Flight, state: State) -> dict | None: ...
+
+        @app.stage(Rows("departures", Departure), into="hours")
+        def by_hour(departures: "DataFrame") -> "DataFrame": ...
 
     `name` is part of every Redis key of the app: letters, digits, '_' and '-'. Raises ConfigError.
     """
@@ -31,6 +35,7 @@ class App:
         if name == MASTER:
             raise ConfigError(f"the app name {MASTER!r} is taken by `millstream master`: give the app another")
         self.handlers: dict[str, Handler] = {}
+        self.stages: dict[str, Stage] = {}
 
     def handler(self, *streams: str, **options: Any) -> Callable[[F], F]:
         """Register a function as the handler of `streams`. Options as in `millstream.handlers.Handler`.
@@ -44,12 +49,49 @@ class App:
 
         def register(function: F) -> F:
             compiled = compile_handler(self.name, function, streams, options)
-            if compiled.name in self.handlers:
-                raise ConfigError(f'app {self.name!r} has two handlers named {compiled.name!r}; give one name="..."')
+            self._check_new(compiled.name)
             self.handlers[compiled.name] = compiled
             return function
 
         return register
+
+    def stage(self, *inputs: "Rows | str | Callable[..., Any]", **options: Any) -> Callable[[F], F]:
+        """Register a function as a stage: a Spark query of its own, beside the handlers, that only Spark can run.
+
+        The function is given a streaming DataFrame for each of `inputs` (a stream's name stands for its `Rows`, a handler
+        for those of its output), and returns what they become: a DataFrame, whose rows go to the stream `into` exactly
+        once, or a DataStreamWriter, not started, that says where they go. `name` is that of the function if not given.
+        Import pyspark inside the function. Raises ConfigError.
+        """
+        if (
+            len(inputs) == 1
+            and callable(inputs[0])
+            and all(inputs[0] is not h.function for h in self.handlers.values())
+        ):
+            raise ConfigError('write @app.stage("orders"): a stage needs a stream, or a handler of this app, to read')
+
+        def register(function: F) -> F:
+            compiled = compile_stage(self.name, function, inputs, options, self.handlers)
+            self._check_new(compiled.name)
+            self.stages[compiled.name] = compiled
+            return function
+
+        return register
+
+    def only(self, names: Collection[str]) -> "App":
+        """This app with no handlers and stages but those of `names`; all of them if it is empty. Raises ConfigError."""
+        known = [*self.handlers, *self.stages]
+        for name in names:
+            if name not in known:
+                raise ConfigError(f"app {self.name!r} has no handler or stage {name!r}; it has {', '.join(known)}")
+        part = App(self.name)
+        part.handlers = {name: one for name, one in self.handlers.items() if not names or name in names}
+        part.stages = {name: one for name, one in self.stages.items() if not names or name in names}
+        return part
+
+    def _check_new(self, name: str) -> None:
+        if name in self.handlers or name in self.stages:
+            raise ConfigError(f'app {self.name!r} has two handlers or stages named {name!r}; give one name="..."')
 
 
 def load_app(target: str) -> App:
@@ -64,7 +106,7 @@ def load_app(target: str) -> App:
     module = _module(place, target)
     found = getattr(module, attribute, None)
     if isinstance(found, App):
-        if not found.handlers:
+        if not found.handlers and not found.stages:
             raise ConfigError(f'app {found.name!r} in {place!r} has no handlers; add one with @app.handler("stream")')
         return found
     apps = [name for name, value in vars(module).items() if isinstance(value, App)]
@@ -83,7 +125,29 @@ def load_function(target: str) -> Callable[..., Any]:
     return cast(Callable[..., Any], found)
 
 
+def app_folder(target: str) -> Path:
+    """The folder that is put on the import path for the app `target`."""
+    place = _place(target)
+    return Path(place).resolve().parent if place.endswith(".py") else Path.cwd()
+
+
+def add_to_path(path: str) -> None:
+    """Make what `path` is importable, here and in child processes: a module's file, a package's folder, or a zip.
+
+    Raises ConfigError if there is none.
+    """
+    found = Path(path).resolve()
+    if not (found.is_dir() or (found.is_file() and found.suffix in (".py", ".zip", ".egg"))):
+        raise ConfigError(f"{path!r} is no .py file, folder, .zip or .egg that is there")
+    _put_on_path(found if found.suffix in (".zip", ".egg") else found.parent)
+
+
+def _place(target: str) -> str:
+    return target.rpartition(":")[0] if ":" in target else target
+
+
 def _module(place: str, target: str) -> Any:
+    folder, module_name = app_folder(target), place
     if place.endswith(".py"):
         path = Path(place).resolve()
         if not path.is_file():
@@ -91,9 +155,7 @@ def _module(place: str, target: str) -> Any:
                 f"there is no file {place!r}; give the path of the app's file, like examples/airline.py:app"
             )
         _check_module_name(path)
-        folder, module_name = path.parent, path.stem
-    else:
-        folder, module_name = Path.cwd(), place
+        module_name = path.stem
     _check_neighbours(folder)
     _put_on_path(folder)
     return _import(module_name, target)

@@ -1,50 +1,71 @@
-"""How many workers of a handler are alive on a stream. A consumer group remembers everybody who ever took an entry."""
+"""Who is alive: of a handler's workers on a stream, of a group's consumers, and of the runs on Spark.
 
-from collections.abc import Mapping, Sequence
+A consumer group remembers everybody who ever took an entry.
+"""
 
+from collections.abc import Iterable, Mapping, Sequence
+
+from millstream.asking import ask
 from millstream.balancer.service import service_of
 from millstream.client import Client, Command, Reply, raise_if_error
 from millstream.errors import AccessDenied, ConfigError, RedisError
 from millstream.lines import WAITING
-from millstream.naming import PREFIX, HandlerKeys, ServiceKeys, from_wire, to_wire
+from millstream.naming import HandlerKeys, ServiceKeys, from_wire, held_name, run_name, to_wire
 
 _HEARD_MS = 60_000.0
 
+Place = tuple[str, str]
+"""A stream and a consumer group on it."""
 
-def count_workers(
+
+def find_workers(
     client: Client, found: Sequence[HandlerKeys], *, heard_ms: float = _HEARD_MS
-) -> Mapping[HandlerKeys, int]:
+) -> Mapping[HandlerKeys, frozenset[str]]:
     """The workers that are alive, of each handler on a stream.
 
     Where workers lease whole streams that is the owner. Else it is a consumer of the group that was heard of within
     `heard_ms`, or whose name a supervisor holds. Raises RedisError but for AccessDenied.
     """
     owners = {label: _owners(client, label) for label in {_label(keys) for keys in found}}
-    groups = client.pipeline([("XINFO", "CONSUMERS", to_wire(keys.stream), keys.group) for keys in found])
-    consumers = {keys: _consumers(reply) for keys, reply in zip(found, groups, strict=True)}
-    silent = {
-        (keys.app, name) for keys, some in consumers.items() for name, idle_ms in some.items() if idle_ms >= heard_ms
-    }
-    named = sorted(silent)
-    held = client.pipeline([("EXISTS", f"{PREFIX}:worker:{app}:{name}") for app, name in named])
-    gone = {one for one, is_held in zip(named, held, strict=True) if is_held != 1}
-    counts = {}
-    for keys in found:
+    consumers = _consumers(client, [(keys.stream, keys.group) for keys in found])
+    idle = {keys: consumers[keys.stream, keys.group] for keys in found}
+    silent = {(keys.app, name) for keys, some in idle.items() for name, ms in some.items() if ms >= heard_ms}
+    gone = silent - _held(client, silent)
+    alive: dict[HandlerKeys, frozenset[str]] = {}
+    for keys, some in idle.items():
         leased = owners[_label(keys)]
-        counts[keys] = (
-            sum((keys.app, name) not in gone for name in consumers[keys])
-            if leased is None
-            else int(keys.stream in leased)
+        names = (
+            [name for name in some if (keys.app, name) not in gone] if leased is None else leased.get(keys.stream, ())
         )
-    return counts
+        alive[keys] = frozenset(names)
+    return alive
+
+
+def find_consumers(client: Client, places: Sequence[Place]) -> Mapping[Place, Mapping[str, bool]]:
+    """The consumers of groups, and whether each was heard of within a minute. Raises RedisError but for AccessDenied."""
+    found = _consumers(client, places)
+    return {place: {name: ms < _HEARD_MS for name, ms in some.items()} for place, some in found.items()}
+
+
+def find_runs(client: Client, pipelines: Iterable[tuple[str, str]]) -> set[tuple[str, str]]:
+    """Those of `pipelines`, handlers or stages by app and name, that a run on Spark has said to be alive."""
+    asked = {(app, run_name(name)): (app, name) for app, name in pipelines}
+    return {asked[one] for one in _held(client, asked)}
+
+
+def _held(client: Client, names: Iterable[tuple[str, str]]) -> set[tuple[str, str]]:
+    """Those whose name, in their app, is held."""
+    asked = sorted(names)
+    replies = ask(client, [("EXISTS", held_name(*one)) for one in asked])
+    return {one for one, is_held in zip(asked, replies, strict=True) if is_held == 1}
 
 
 def _label(keys: HandlerKeys) -> str:
     return f"{keys.app}.{keys.handler}"
 
 
-def _owners(client: Client, label: str) -> set[str] | None:
-    """The streams that a living worker of the handler has; None if its workers, as far as is known, lease none."""
+def _owners(client: Client, label: str) -> dict[str, list[str]] | None:
+    """The living worker that has each stream of the handler; None if its workers, as far as is known, lease none."""
     try:
         service = service_of(client, label)
         if service is None:
@@ -58,12 +79,17 @@ def _owners(client: Client, label: str) -> set[str] | None:
     living = {name for name, until in zip(alive[::2], alive[1::2], strict=True) if float(until) / 1000 > now_s}
     if not living:
         return None
-    pairs = zip(owners[::2], owners[1::2], strict=True)
-    return {from_wire(stream) for stream, owner in pairs if owner.partition(b" ")[2] in living}
+    pairs = ((stream, owner.partition(b" ")[2]) for stream, owner in zip(owners[::2], owners[1::2], strict=True))
+    return {from_wire(stream): [from_wire(name)] for stream, name in pairs if name in living}
 
 
-def _consumers(reply: Reply) -> dict[str, int]:
+def _consumers(client: Client, places: Sequence[Place]) -> dict[Place, dict[str, int]]:
     """Name and idle milliseconds of each consumer but the one that stands for nobody."""
+    replies = ask(client, [("XINFO", "CONSUMERS", to_wire(stream), to_wire(group)) for stream, group in places])
+    return {place: _idle(reply) for place, reply in zip(places, replies, strict=True)}
+
+
+def _idle(reply: Reply) -> dict[str, int]:
     if isinstance(reply, RedisError):
         return {}  # the group is gone, or is not to be seen
     found = [dict(zip(one[::2], one[1::2], strict=True)) for one in reply]

@@ -10,10 +10,11 @@ import hashlib
 import logging
 import re
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib import resources
+from itertools import chain
 from typing import Any, Protocol, TypeVar
-from urllib.parse import urlsplit, urlunsplit
+from urllib.parse import urlsplit
 
 import redis
 from redis._parsers import BaseParser
@@ -25,6 +26,7 @@ from redis.retry import Retry as RedisRetry
 from redis.sentinel import Sentinel
 
 from millstream import wire
+from millstream.addresses import Shard, hosts, redact, url_of_node, wrong_address
 from millstream.clock import SYSTEM_CLOCK, Clock
 from millstream.errors import (
     AccessDenied,
@@ -54,15 +56,6 @@ _NO_RETRY: dict[str, Any] = {"protocol": 2, "decode_responses": False, "health_c
 # --- Addresses --------------------------------------------------------------------------------------------------
 
 
-def redact(url: str) -> str:
-    """Return `url` without its password, fit for logs and messages."""
-    parts = urlsplit(url)
-    if "@" not in parts.netloc:
-        return url
-    user = parts.netloc.rpartition("@")[0].partition(":")[0]
-    return urlunsplit(parts._replace(netloc=f"{user}:***@{parts.netloc.rpartition('@')[2]}"))
-
-
 class _Route(Protocol):
     """Where a key's commands go. The three kinds of deployment differ in this only."""
 
@@ -73,6 +66,8 @@ class _Route(Protocol):
     def moved(self) -> None: ...
 
     def node_pool(self, host: str, port: int) -> ConnectionPool: ...
+
+    def shard(self, key: Arg) -> Shard: ...
 
 
 class _OneServer:
@@ -92,6 +87,16 @@ class _OneServer:
 
     def node_pool(self, host: str, port: int) -> ConnectionPool:
         return self._pool
+
+    def shard(self, key: Arg) -> Shard:
+        return Shard()
+
+
+class _OneNode(_OneServer):
+    """A server that is asked for what it has itself: in a cluster nobody is followed from there."""
+
+    def moved(self) -> None:
+        raise Unavailable("it does not serve this hash slot (any more)")
 
 
 class _ClusterRoute:
@@ -125,15 +130,11 @@ class _ClusterRoute:
             raise Unavailable(f"the cluster named {host}:{port}, which is not one of its nodes; try again")
         return self._pool_of(node)
 
-
-def _hosts(netloc: str, default_port: int) -> tuple[str, list[tuple[str, int]]]:
-    """Split `user:pw@h1:p1,h2:p2` into the credentials (with their @) and the hosts."""
-    credentials, at, hosts = netloc.rpartition("@")
-    pairs = []
-    for host in hosts.split(","):
-        name, _, port = host.partition(":")
-        pairs.append((name, int(port or default_port)))
-    return credentials + at, pairs
+    def shard(self, key: Arg) -> Shard:
+        slot = self._cluster.keyslot(key)
+        primary = self._cluster.nodes_manager.get_node_from_slot(slot)
+        others = self._cluster.nodes_manager.slots_cache[slot][1:]
+        return Shard((primary.host, primary.port), tuple((node.host, node.port) for node in others))
 
 
 def _connection_settings(url: str) -> dict[str, Any]:
@@ -146,13 +147,13 @@ def _connection_settings(url: str) -> dict[str, Any]:
         settings.get("connection_class", Connection)(
             **{name: value for name, value in settings.items() if name != "connection_class"}
         )
-    except TypeError as error:
-        raise ValueError(f"an option after the '?' is unknown ({error})") from error
+    except (TypeError, redis.exceptions.RedisError) as error:
+        raise ValueError(f"an option after the '?' is unknown or wrong ({error})") from error
     return settings
 
 
-def _route(url: str, timeout_ms: int) -> _Route:
-    """Understand every kind of URL: redis, rediss, unix, redis+sentinel, redis+cluster (and rediss+...)."""
+def route_to(url: str, timeout_ms: int) -> Callable[[], _Route]:
+    """Understand every kind of URL. Raises ConfigError; nothing is connected to before the answer is called."""
     settings = dict(_NO_RETRY, retry=RedisRetry(NoBackoff(), 0), encoding_errors="surrogateescape")  # as `to_wire`
     settings |= {"socket_timeout": timeout_ms / 1000, "socket_connect_timeout": min(timeout_ms, 5000) / 1000}
     parts = urlsplit(url)
@@ -160,31 +161,28 @@ def _route(url: str, timeout_ms: int) -> _Route:
     try:
         if not kind and scheme in ("redis", "rediss", "unix"):
             _connection_settings(url)
-            return _OneServer(ConnectionPool.from_url(url, **settings))
+            return lambda: _OneServer(ConnectionPool.from_url(url, **settings))
         if kind not in ("sentinel", "cluster") or scheme not in ("redis", "rediss"):
             raise ConfigError(
                 f"{redact(url)!r}: the URL must begin with redis://, rediss://, unix://, redis+sentinel:// or "
                 "redis+cluster:// (rediss+... for TLS)"
             )
-        credentials, hosts = _hosts(parts.netloc, 26379 if kind == "sentinel" else 6379)
-        service, _, database = parts.path.strip("/").partition("/")
+        nodes = hosts(parts.netloc, 26379 if kind == "sentinel" else 6379)
+        service = parts.path.strip("/").partition("/")[0]  # Sentinel's
         if kind == "cluster" and service not in ("", "0"):
             raise ConfigError(f"{redact(url)!r}: Redis Cluster has database 0 only; leave out {parts.path!r}")
-        path = f"/{database}" if kind == "sentinel" else ""
-        single = urlunsplit((scheme, f"{credentials}{hosts[0][0]}:{hosts[0][1]}", path, parts.query, ""))
-        of_one = _connection_settings(single)
+        of_one = _connection_settings(url_of_node(url, nodes[0]))
         settings |= {k: v for k, v in of_one.items() if k not in ("host", "port", "connection_class")}
     except ValueError as error:
         raise ConfigError(f"{redact(url)!r} is not a Redis URL: {error}") from error
     tls: dict[str, Any] = {"ssl": True} if scheme == "rediss" else {}
     if kind == "cluster":
-        nodes = [ClusterNode(host, port) for host, port in hosts]
-        return _ClusterRoute(RedisCluster(startup_nodes=nodes, **settings, **tls))
+        return lambda: _ClusterRoute(RedisCluster(startup_nodes=[ClusterNode(*n) for n in nodes], **settings, **tls))
     if not service:
         raise ConfigError(f"{redact(url)!r}: name the Sentinel service after the hosts, like .../mymaster/0")
     quiet = {k: v for k, v in settings.items() if k not in ("username", "password", "db")}
-    sentinel = Sentinel(hosts, sentinel_kwargs=quiet | tls, **settings, **tls)
-    return _OneServer(sentinel.master_for(service).connection_pool)
+    sentinel = Sentinel(nodes, sentinel_kwargs=quiet | tls, **settings, **tls)
+    return lambda: _OneServer(sentinel.master_for(service).connection_pool)
 
 
 # --- Errors -----------------------------------------------------------------------------------------------------
@@ -216,17 +214,6 @@ def _name_of(command: Command | None) -> str:
     return " ".join(words)[:80]
 
 
-def _wrong_address(text: str, where: str) -> str | None:
-    """What is wrong with the URL, if that is what the server's refusal of the connection means."""
-    if "Cluster mode is not enabled" in text or "cluster support disabled" in text:
-        return f"{where} is no Redis Cluster but a single server; connect with redis://HOST:PORT/DB"
-    if "unknown command 'SENTINEL'" in text:
-        return f"{where} is no Sentinel; connect with redis://HOST:PORT/DB, or give the Sentinels' own addresses"
-    if "DB index is out of range" in text:
-        return f"{where} has no database of this number; Redis has 16, 0 to 15, unless it is configured otherwise"
-    return None
-
-
 def _translate(error: Exception, url: str, command: Command | None = None) -> RedisError:
     """Turn what redis-py raised into our own tree; the only place that does. Raises ConfigError for a wrong URL."""
     text = _PLACE_IN_SCRIPT.sub(_place, str(error))
@@ -236,7 +223,7 @@ def _translate(error: Exception, url: str, command: Command | None = None) -> Re
         why := error.__cause__ or error.__context__, _REDIS_ERRORS
     ):
         return _translate(why, url, command)  # why the last node could not be asked, or would not answer
-    if command is None and (wrong := _wrong_address(text, where)):
+    if command is None and (wrong := wrong_address(text, where)):
         raise ConfigError(wrong) from error
     if isinstance(error, redis.exceptions.InvalidResponse):
         return Unavailable(f"what answers at {where} is not Redis ({text}); check host and port")
@@ -327,7 +314,7 @@ class Client:
     def _route(self) -> _Route:
         # A cluster is asked for its slots when the route is built, so building it may fail and be tried again.
         if self._known_route is None:
-            self._known_route = self._guarded(lambda: _route(self.url, self.timeout_ms), None)
+            self._known_route = self._guarded(route_to(self.url, self.timeout_ms), None)
         return self._known_route
 
     @property
@@ -366,6 +353,12 @@ class Client:
 
         return self._guarded(connect, None)
 
+    def of_node(self, node: Node, *, timeout_ms: int) -> "Client":
+        """A new client of this one server, whatever its role is: an answer is its own, or Unavailable. Raises ConfigError."""
+        client = Client(url_of_node(self.url, node), timeout_ms=timeout_ms, clock=self._clock)
+        client._known_route = _OneNode(route_to(client.url, timeout_ms)().pool(None))
+        return client
+
     def _refusal(self, error: str | OSError) -> RedisError:
         if isinstance(error, str) and error.startswith(("MOVED ", "ASK ")):
             return Redirection(error)
@@ -376,6 +369,15 @@ class Client:
     def execute(self, *command: Arg) -> Reply:
         """Run one command and return its raw reply. Never retried here."""
         return self._single(command, self._route_pool(routing_key(command)))
+
+    def shard(self, key: Arg) -> Shard:
+        """The nodes that have `key`."""
+        with self._lock:
+            return self._guarded(lambda: self._route.shard(key), None)
+
+    def execute_beside(self, key: Arg, *command: Arg) -> Reply:
+        """Run a keyless command on the primary that has `key`."""
+        return self._single(command, self._route_pool(key))
 
     def everywhere(self, *command: Arg) -> list[Reply]:
         """Run a keyless command on every primary; replies in no particular order."""
@@ -439,20 +441,19 @@ class Client:
         millstream's own streams, such as dead letters, are left out unless the pattern begins with their prefix: a
         handler of all streams must not feed on its own dead letters.
         """
-        found: set[bytes] = set()
+        return sorted(set(chain.from_iterable(self.scan_pages(pattern))))
+
+    def scan_pages(self, pattern: str) -> Iterator[list[str]]:
+        """The names of `scan_streams`, unsorted, some of them twice: a round trip for each page."""
+        own = b"" if pattern.startswith(f"{PREFIX}:") else f"{PREFIX}:".encode()
         with self._lock:
             pools = list(self._route.pools())
         for pool in pools:  # between two pages others may have the connection
-            cursor: Arg = 0
-            while True:
+            cursor: Arg = "0"
+            while cursor != b"0":
                 command = ("SCAN", cursor, "MATCH", pattern, "COUNT", 1000, "TYPE", "stream")
                 cursor, names = self._single(command, pool)
-                found.update(names)
-                if int(cursor) == 0:
-                    break
-        names = sorted(map(from_wire, found))
-        own = f"{PREFIX}:"
-        return names if pattern.startswith(own) else [name for name in names if not name.startswith(own)]
+                yield [from_wire(name) for name in names if not own or not name.startswith(own)]
 
     # Waiting
 

@@ -7,7 +7,7 @@ step that moves the handler past the message, so it is neither lost nor doubled.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import msgspec
 
@@ -96,6 +96,9 @@ def reason_of(items: Sequence[Arg]) -> str:
 UNREADABLE = "unreadable"
 """The reason shown for an entry of a dead-letter stream that is no dead letter."""
 
+REASONS: Sequence[str] = (*get_args(Reason), UNREADABLE)
+"""All that a letter can be looked for by; UNREADABLE is the last."""
+
 _REDRIVE = Script("redrive")
 _GONE = "it is gone: another redrive or purge took it"
 _MAX_ITEMS = 7_900
@@ -108,9 +111,11 @@ class LetterFilter:
     """Which dead letters are meant: those that fit all that is given.
 
     * `app`, `handler`, `stream`, `key`: whose they are
-    * `reason`: why they died, a `Reason` or "unreadable"
+    * `reason`: why they died, one of REASONS
     * `since_ms`: they died at this time or later, in Unix milliseconds
     * `ids`: their letter ids; () for any
+
+    Raises ConfigError for a reason that there is not.
     """
 
     app: str | None = None
@@ -120,6 +125,10 @@ class LetterFilter:
     reason: str | None = None
     since_ms: int = 0
     ids: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.reason is not None and self.reason not in REASONS:
+            raise ConfigError(f"no message dies of {self.reason!r}: the reasons are {', '.join(REASONS)}")
 
 
 class Slip(NamedTuple):

@@ -66,9 +66,9 @@ def compile_decoder(model: type) -> Callable[[Sequence[bytes]], object]:
     return _Decoder(model).generate()
 
 
-def wire_names(model: type) -> tuple[str, ...]:
-    """The names under which the fields of `model` are looked for in an entry. Raises ConfigError as above."""
-    return tuple(field.wire for field in _fields_of(model))
+def wire_types(model: type) -> dict[str, object]:
+    """The names under which fields of `model` are looked for in an entry, and their types. Raises ConfigError as above."""
+    return {field.wire: _unwrap(field.annotation)[0] for field in _fields_of(model)}
 
 
 def encode_output(output: object) -> list[bytes]:
@@ -243,7 +243,7 @@ def _to_float(raw: bytes) -> float:
     return number
 
 
-# JSON's numbers are a part of what is accepted, and msgspec reads them in a third of the time.
+# JSON's numbers are a part of what is accepted, and msgspec reads them in a third of the time; but -0 as 0.
 _SHORTCUT_WORDS: dict[str, Any] = {
     "numeral": _NUMERAL,
     "json_int": msgspec.json.Decoder(int).decode,
@@ -253,7 +253,7 @@ _SCALARS: dict[object, _Kind] = {
     str: _Kind("UTF-8 text", bytes.decode, "{raw}.decode()"),
     bytes: _Kind("bytes", bytes, "{raw}"),
     int: _Kind("a whole number", _to_int, "json_int({raw}) if {raw}.isdigit() else {convert}({raw})"),
-    float: _Kind("a number", _to_float, "{convert}({raw}) if {raw}.strip(numeral) else json_float({raw})"),
+    float: _Kind("a number", _to_float, "(not {raw}.strip(numeral) and json_float({raw})) or {convert}({raw})"),
     bool: _Kind("true, false, 1 or 0", lambda raw: _BOOLS[raw.lower()]),
     Decimal: _Kind("a decimal number", lambda raw: Decimal(_numeral(raw))),
     datetime: _Kind("a date and time in ISO 8601", lambda raw: datetime.fromisoformat(raw.decode())),

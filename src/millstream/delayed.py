@@ -39,7 +39,7 @@ class Delayed:
 
 @dataclass(frozen=True, kw_only=True)
 class Movement:
-    """What a call of `move_due` has done.
+    """What a call of `move_due` has done, or what it has done on one stream.
 
     * `moved`: messages added to their streams
     * `next_ms`: milliseconds until the next one is due; 0 if some are due already, None if none waits
@@ -61,12 +61,17 @@ class DelayedMessages:
         One round trip per Redis node. Safe to repeat when its reply is lost, and to run anywhere at once. Raises
         OutOfMemory at maxmemory, whether something is due or not: nothing is moved on that server then.
         """
+        movements = self.move_each(streams)
+        waits = [one.next_ms for one in movements if one.next_ms is not None]
+        return Movement(moved=sum(one.moved for one in movements), next_ms=min(waits, default=None))
+
+    def move_each(self, streams: Sequence[str]) -> list[Movement]:
+        """As `move_due`; return what was done on each stream."""
         names = list(map(StreamKeys, streams))
         replies = self._client.scripts(
             [(DUE, tuple(map(to_wire, (k.stream, k.due, k.delayed))), (_MOST_MESSAGES, _MOST_BYTES)) for k in names]
         )
-        waits = [next_ms for _, next_ms in replies if next_ms >= 0]
-        return Movement(moved=sum(moved for moved, _ in replies), next_ms=min(waits, default=None))
+        return [Movement(moved=moved, next_ms=None if next_ms < 0 else next_ms) for moved, next_ms in replies]
 
     def keep_moving(
         self,

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeGuard
 
-from millstream.decoding import compile_decoder, wire_names
+from millstream.decoding import compile_decoder, wire_types
 from millstream.errors import ConfigError, DecodeError, MissingKey, text_of
 from millstream.layout import check_count
 from millstream.model import Message, Retry, State
@@ -154,8 +154,8 @@ def compile_handler(
     if model is not None:
         _decoder(model)
     key = options.get("key")
-    if isinstance(key, str) and model is not None and key not in wire_names(model):
-        names = wire_names(model)
+    if isinstance(key, str) and model is not None and key not in wire_types(model):
+        names = list(wire_types(model))
         near = difflib.get_close_matches(key, names, 1)
         hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(names)}"
         raise ConfigError(f"{where}: key {key!r} is not a field of {model.__name__}; {hint}")
@@ -197,19 +197,24 @@ def stream_of(message: Message) -> bytes:
     return to_wire(message.stream)
 
 
-def _check_options(where: str, streams: tuple[str, ...], options: Mapping[str, Any]) -> None:
-    if sum(map(bool, (streams, options.get("pattern"), options.get("announced")))) != 1:
-        raise ConfigError(
-            f'{where}: name the streams it reads, or give pattern="orders.*" or announced="service", one of the three'
-        )
+def check_streams(where: str, streams: Sequence[str]) -> None:
+    """Raise ConfigError if `streams` cannot all be streams that are read together."""
     if any(not isinstance(stream, str) or not stream for stream in streams):
-        raise ConfigError(f'{where}: stream names must be non-empty text; write @app.handler("orders", ...)')
+        raise ConfigError(f'{where}: stream names must be non-empty text, like "orders"')
     if any("," in stream or stream != stream.strip() for stream in streams):
         raise ConfigError(f"{where}: a stream's name must not contain a comma nor begin or end with a space")
     for stream in streams:
         check_stream(stream)
     if len(set(streams)) != len(streams):
         raise ConfigError(f"{where}: a stream is named twice")
+
+
+def _check_options(where: str, streams: tuple[str, ...], options: Mapping[str, Any]) -> None:
+    if sum(map(bool, (streams, options.get("pattern"), options.get("announced")))) != 1:
+        raise ConfigError(
+            f'{where}: name the streams it reads, or give pattern="orders.*" or announced="service", one of the three'
+        )
+    check_streams(where, streams)
     key = options.get("key")
     if key is not None and not callable(key) and not (isinstance(key, str) and key):
         raise ConfigError(f"{where}: key must be the name of a field or a function of the Message")

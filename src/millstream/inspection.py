@@ -2,91 +2,24 @@
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
-from millstream.attendance import count_workers
-from millstream.client import Arg, Client, Command, Reply, Script, raise_if_error
+from millstream.asking import ask, server_time_ms
+from millstream.attendance import find_runs, find_workers
+from millstream.client import Arg, Client, Reply, raise_if_error
 from millstream.clock import SYSTEM_CLOCK, Clock
 from millstream.errors import AccessDenied, ConfigError, DecodeError, GroupMissing, RedisError
+from millstream.group_reports import other_groups, stages_read, with_groups
+from millstream.lags import Lag, age_ms, count_lags, lag_after
 from millstream.lifecycle import load_state
-from millstream.model import EntryId
-from millstream.naming import PREFIX, HandlerKeys, from_wire, to_wire
+from millstream.naming import PREFIX, HandlerKeys, from_wire, run_name, to_wire
+from millstream.reports import Engine, GroupReport, HandlerReport, Inspection, StreamReport
 
-_COUNT = Script("count")
-_COUNT_CHUNK = 1_000
-_PIPELINE = 1_000
 _SCAN_PAGE = 1_000
 _COUNTERS = ("committed", "written", "dead", "refused")
 _OWN_PREFIX = f"{PREFIX}:"
 
-Engine = Literal["workers", "spark"]
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, kw_only=True)
-class GroupReport:
-    """A consumer group: its name, consumers, pending entries and the last id that it was given."""
-
-    name: str
-    consumers: int
-    pending: int
-    position: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class StreamReport:
-    """A stream: its length, the ids at its ends (None if it is empty), the age of its oldest entry, its groups."""
-
-    name: str
-    length: int
-    first_id: str | None
-    last_id: str | None
-    last_generated_id: str
-    oldest_age_ms: int | None
-    groups: tuple[GroupReport, ...] = ()
-
-
-@dataclass(frozen=True, kw_only=True)
-class HandlerReport:
-    """How far a handler is on one stream.
-
-    * `engine`: who runs it, or ran it last
-    * `frontier`: all up to this id is committed, on workers but for what is pending; None before the first commit
-    * `lag`: entries that are not committed; None if that is unknown. A lower bound unless `lag_exact`
-    * `oldest_age_ms`: age of the first of them
-    * `consumers`, `pending`: the workers that are alive, and what all of them have in hand
-    * `oldest_pending_age_ms`: age of the first entry that is pending
-    * `committed`, `written`, `dead`, `refused`: messages committed, outputs written, dead letters ever given,
-      commits refused because another run had made them
-    * `waiting`: dead letters in its box now
-    * `paused`: its workers read nothing new for now
-    """
-
-    app: str
-    handler: str
-    stream: str
-    engine: Engine
-    frontier: str | None
-    lag: int | None
-    lag_exact: bool
-    oldest_age_ms: int | None
-    consumers: int
-    pending: int
-    oldest_pending_age_ms: int | None
-    committed: int
-    written: int
-    dead: int
-    refused: int
-    waiting: int
-    paused: bool
-
-
-@dataclass(frozen=True, kw_only=True)
-class Inspection:
-    """Streams, sorted by name, and what handlers do on them, sorted by handler."""
-
-    streams: tuple[StreamReport, ...]
-    handlers: tuple[HandlerReport, ...]
 
 
 def inspect(
@@ -94,16 +27,19 @@ def inspect(
 ) -> Inspection:
     """Look at all streams and handlers, or at those of `app`. Raises RedisError.
 
-    Lags are counted at the server for `budget_ms` milliseconds in all; what is not counted by then is reported
-    as a lower bound. The lag that Redis itself reports is not used: it is wrong after deletions.
+    Lags are counted at the server for `budget_ms` milliseconds in all, but each for a while; what is not counted by then
+    is reported as a lower bound.
     """
-    names = client.scan_streams()
-    streams = {stream.name: stream for stream in _streams(client, names)}
-    found = [keys for keys in _handlers(client, streams.values()) if app in (None, keys.app)]
+    end_ms = clock.monotonic_ms() + budget_ms
+    streams = {stream.name: stream for stream in _streams(client, client.scan_streams())}
+    known = _handlers(client, streams.values())
+    found = [keys for keys in known if app in (None, keys.app)]
     handlers = tuple(_handler_reports(client, found, streams, budget_ms, clock))
-    read = {keys.stream for keys in found}
-    shown = tuple(stream for name, stream in streams.items() if app is None or name in read)
-    return Inspection(streams=shown, handlers=handlers)
+    shown = {name: stream for name, stream in streams.items() if app is None or stages_read(app, stream)}
+    shown |= {keys.stream: streams[keys.stream] for keys in found if keys.stream in streams}
+    places = other_groups(shown.values(), known, app)
+    left_ms = end_ms - clock.monotonic_ms()
+    return Inspection(streams=with_groups(client, shown, places, budget_ms=left_ms, clock=clock), handlers=handlers)
 
 
 def inspect_handlers(
@@ -180,21 +116,22 @@ def reset_states(client: Client, keys: HandlerKeys, wanted: Sequence[bytes]) -> 
 
 
 def _streams(client: Client, names: Sequence[str]) -> Iterator[StreamReport]:
-    now_ms = _server_time_ms(client)
-    reports = _known(names, _ask(client, [("XINFO", "STREAM", to_wire(name)) for name in names]))
+    now_ms = server_time_ms(client)
+    reports = _known(names, ask(client, [("XINFO", "STREAM", to_wire(name)) for name in names]))
     known = {name: _mapping(reply) for name, reply in reports.items()}
     grouped = [name for name, values in known.items() if values[b"groups"]]
-    replies = _known(grouped, _ask(client, [("XINFO", "GROUPS", to_wire(name)) for name in grouped]))
+    replies = _known(grouped, ask(client, [("XINFO", "GROUPS", to_wire(name)) for name in grouped]))
     groups = {name: tuple(_group(_mapping(group)) for group in reply) for name, reply in replies.items()}
     for name, values in known.items():
         first, last = values[b"first-entry"], values[b"last-entry"]
         yield StreamReport(
             name=name,
             length=values[b"length"],
+            added=values[b"entries-added"],
             first_id=first[0].decode() if first else None,
             last_id=last[0].decode() if last else None,
             last_generated_id=values[b"last-generated-id"].decode(),
-            oldest_age_ms=_age_ms(first[0].decode(), now_ms) if first else None,
+            oldest_age_ms=age_ms(first[0].decode(), now_ms) if first else None,
             groups=groups.get(name, ()),
         )
 
@@ -205,6 +142,7 @@ def _group(values: dict[bytes, Any]) -> GroupReport:
         consumers=values[b"consumers"],
         pending=values[b"pending"],
         position=values[b"last-delivered-id"].decode(),
+        read=values[b"entries-read"],
     )
 
 
@@ -234,63 +172,20 @@ def _scan(client: Client, pattern: str) -> Iterator[str]:
             return
 
 
-@dataclass(slots=True)
-class _Lag:
-    """Entries of `stream` after `position`: as many as `count`, or more if they are not all counted.
-
-    `position` None: nothing is known. `first_id` is the first of them, if there is one.
-    """
-
-    stream: str
-    position: str | None
-    count: int | None = None
-    first_id: str | None = None
-    more: bool = False
-
-
-def _lag(keys: HandlerKeys, frontier: str | None, workers: "_Workers | None", stream: StreamReport | None) -> _Lag:
-    """What is known, without counting, of the entries that a handler has not begun; `more` if they must be counted.
+def _lag_of(keys: HandlerKeys, frontier: str | None, workers: "_Workers | None", stream: StreamReport | None) -> Lag:
+    """What is known, without counting, of the entries that a handler has not begun.
 
     What a workers' group was given is committed or pending. On Spark the frontier says how far the handler is.
     """
     if stream is None:
-        return _Lag(keys.stream, frontier, count=0)
+        return Lag(keys.stream, frontier, count=0)
     shown = next((group.position for group in stream.groups if group.name == keys.group), None)
-    lag = _Lag(keys.stream, workers.group.position if workers else frontier or shown)
-    if lag.position is None:
-        return lag
-    position = EntryId.parse(lag.position)
-    if stream.first_id is None or position >= EntryId.parse(stream.last_generated_id):
-        lag.count = 0
-    elif position < EntryId.parse(stream.first_id):
-        lag.count, lag.first_id = stream.length, stream.first_id
-    else:
-        lag.count, lag.more = 0, True
-    return lag
-
-
-def _count(client: Client, lags: Iterable[_Lag], budget_ms: float, clock: Clock) -> None:
-    """Count on where there is more, each a little in turn, until all is counted or the time is over."""
-    deadline_ms = clock.monotonic_ms() + budget_ms
-    at = {id(lag): lag.position or "" for lag in lags}
-    unfinished = [lag for lag in lags if lag.more]
-    while unfinished:
-        for start in range(0, len(unfinished), _PIPELINE):
-            some = unfinished[start : start + _PIPELINE]
-            replies = client.scripts([(_COUNT, (to_wire(lag.stream),), (at[id(lag)], _COUNT_CHUNK)) for lag in some])
-            for lag, (counted, first, last, more) in zip(some, replies, strict=True):
-                lag.count = (lag.count or 0) + counted
-                lag.first_id = lag.first_id or first.decode() or None
-                lag.more = bool(more)
-                at[id(lag)] = last.decode()
-        if clock.monotonic_ms() >= deadline_ms:
-            return
-        unfinished = [lag for lag in unfinished if lag.more]
+    return lag_after(stream, workers.group.position if workers else frontier or shown)
 
 
 @dataclass(frozen=True, slots=True)
 class _Workers:
-    """The workers' group of a handler, and the first entry that it has in hand."""
+    """The group of a handler, and the first entry that is pending there: that workers have in hand, or Spark has set aside."""
 
     group: GroupReport
     first_pending: str | None
@@ -302,11 +197,11 @@ def _workers(
     groups = {
         keys: group
         for keys, (engine, *_) in metas.items()
-        if _engine(engine) == "workers" and keys.stream in streams
+        if keys.stream in streams
         for group in streams[keys.stream].groups
-        if group.name == keys.group
+        if group.name == keys.group and (group.pending or _engine(engine) == "workers")
     }
-    replies = _ask(client, [("XPENDING", to_wire(keys.stream), keys.group) for keys in groups])
+    replies = ask(client, [("XPENDING", to_wire(keys.stream), keys.group) for keys in groups])
     lowest = [None if isinstance(reply, GroupMissing) else raise_if_error(reply)[1] for reply in replies]
     return {
         keys: _Workers(group, first.decode() if first else None)
@@ -319,35 +214,47 @@ def _handler_reports(
 ) -> Iterator[HandlerReport]:
     metas: dict[HandlerKeys, list[bytes | None]] = _known(
         found,
-        _ask(client, [("HMGET", to_wire(keys.meta), "engine", "frontier", "paused", *_COUNTERS) for keys in found]),
+        ask(
+            client,
+            [("HMGET", to_wire(keys.meta), "engine", "keyed", "frontier", "paused", *_COUNTERS) for keys in found],
+        ),
     )
-    letters = _ask(client, [("XLEN", to_wire(keys.dead)) for keys in metas])
-    workers = _workers(client, metas, streams)
-    alive = count_workers(client, list(workers))
+    letters = ask(client, [("XLEN", to_wire(keys.dead)) for keys in metas])
+    parked = ask(client, [("HLEN", to_wire(keys.parked)) for keys in metas])
+    with_pending = _workers(client, metas, streams)
+    workers = {keys: one for keys, one in with_pending.items() if _engine(metas[keys][0]) == "workers"}
+    alive = find_workers(client, list(workers))
+    runs = find_runs(client, {(keys.app, keys.handler) for keys in metas})
     lags = [
-        _lag(keys, frontier.decode() if frontier else None, workers.get(keys), streams.get(keys.stream))
-        for keys, (_, frontier, *_) in metas.items()
+        _lag_of(keys, frontier.decode() if frontier else None, workers.get(keys), streams.get(keys.stream))
+        for keys, (_, _, frontier, *_) in metas.items()
     ]
-    _count(client, lags, budget_ms, clock)
-    now_ms = _server_time_ms(client)
-    for (keys, (engine, frontier, paused, *counters)), waiting, lag in zip(metas.items(), letters, lags, strict=True):
-        at_work = workers.get(keys)
+    count_lags(client, lags, budget_ms, clock)
+    now_ms = server_time_ms(client)
+    for (keys, (engine, keyed, frontier, paused, *counters)), waiting, kept, lag in zip(
+        metas.items(), letters, parked, lags, strict=True
+    ):
+        at_work = with_pending.get(keys)
         pending = at_work.group.pending if at_work else 0
         first_pending = at_work.first_pending if at_work else None
         first = first_pending or lag.first_id
+        names = sorted(alive[keys]) if keys in alive else [run_name(keys.handler)] * ((keys.app, keys.handler) in runs)
         yield HandlerReport(
             app=keys.app,
             handler=keys.handler,
             stream=keys.stream,
             engine=_engine(engine),
+            keyed=engine == b"keyed" or (engine is None and keyed is not None),
             frontier=frontier.decode() if frontier else None,
             lag=None if lag.count is None else lag.count + pending,
             lag_exact=lag.count is not None and not lag.more,
-            oldest_age_ms=_age_ms(first, now_ms) if first else None,
-            consumers=alive[keys] if at_work else 0,
+            oldest_age_ms=age_ms(first, now_ms) if first else None,
+            consumers=len(names),
+            workers=tuple(names),
             pending=pending,
-            oldest_pending_age_ms=_age_ms(first_pending, now_ms) if first_pending else None,
+            oldest_pending_age_ms=age_ms(first_pending, now_ms) if first_pending else None,
             waiting=raise_if_error(waiting),
+            parked=raise_if_error(kept),
             paused=paused is not None,
             **{name: int(counter or 0) for name, counter in zip(_COUNTERS, counters, strict=True)},
         )
@@ -360,15 +267,6 @@ def _engine(found: bytes | None) -> Engine:
 # --- Replies ---
 
 
-def _ask(client: Client, commands: Sequence[Command]) -> list[Reply]:
-    """Replies of many commands, errors among them, in round trips that fit into memory."""
-    return [
-        reply
-        for start in range(0, len(commands), _PIPELINE)
-        for reply in client.pipeline(commands[start : start + _PIPELINE])
-    ]
-
-
 def _known(names: Sequence[T], replies: Sequence[Reply]) -> dict[T, Reply]:
     """The replies by name, without those that are gone, or that this user may not see: names are seen by everybody.
 
@@ -379,15 +277,6 @@ def _known(names: Sequence[T], replies: Sequence[Reply]) -> dict[T, Reply]:
     if denials and not found:
         raise denials[0]
     return found
-
-
-def _server_time_ms(client: Client) -> int:
-    seconds, microseconds = client.execute("TIME")
-    return int(seconds) * 1000 + int(microseconds) // 1000
-
-
-def _age_ms(entry_id: str, now_ms: int) -> int:
-    return max(0, now_ms - EntryId.parse(entry_id).ms)
 
 
 def _mapping(reply: Reply) -> dict[bytes, Any]:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple
 
-from millstream.client import Arg, Client, Script
+from millstream.client import Arg, Client, Command, Reply, Script
 from millstream.ledger import ENTRY_MARK, FAILED, KEY_MARK, LEASES_LOST, Kind, Unit
 from millstream.lines import WAITING, check_lines
 from millstream.reliable import Delivery, LineTurn, ReliableStream
@@ -20,6 +20,10 @@ TAKE = Script("take")
 EXTEND = Script("extend")
 RELEASE = Script("release")
 RECOVER = Script("recover")
+
+_ENLISTED_AT_ONCE = 1_000
+_FIRST_READ = 100
+_READ_BYTES, _OVERHEAD_BYTES, _SAMPLE = 4 * 2**20, 100, 16
 
 How = Literal["next", "first", "later", "park"]
 """What becomes of a line when its lease ends: its turn is over; it was not begun; it waits; it waits for a person."""
@@ -75,6 +79,7 @@ class KeyedStream(ReliableStream):
         )  # fmt: skip
         self._line_of = line_of
         self._routed: bytes | None = None
+        self._affordable = _FIRST_READ
         self.pending = 0
         """How many entries are pending in all, as of the last `route`."""
 
@@ -94,24 +99,57 @@ class KeyedStream(ReliableStream):
 
     def _route(self, count: int, most_pending: int) -> int:
         if self._routed is None or self.pending >= most_pending:
-            self._enlist(self.routed, (), most_pending)
-        count = min(count, most_pending - self.pending)
+            self._enlist_all([self._enlisting(self.routed, (), most_pending)])
+        count = min(count, most_pending - self.pending, self._affordable)
         if count <= 0:
             return 0
         after = self.routed  # another thread may move it meanwhile
         entries = self._client.execute("XRANGE", self.stream, b"(" + after, "+", "COUNT", count)
-        lines: list[Arg] = []
-        for entry_id, pairs in entries:
-            lines += (entry_id, self._line(entry_id, pairs))
+        if entries:
+            self._affordable = _affordable(entries)
         # Without new ones it is asked where the stream is routed to: a Redis that lost some may have gone back behind us.
-        return self._enlist(after, lines, most_pending)
+        calls: list[Sequence[Arg]] = []
+        for at in range(0, max(1, len(entries)), _ENLISTED_AT_ONCE):
+            some = entries[at : at + _ENLISTED_AT_ONCE]
+            lines = self._lines_of(some)
+            self._expect(lines[1::2])
+            calls.append(self._enlisting(after, lines, most_pending))
+            after = some[-1][0] if some else after
+        return self._enlist_all(calls)
+
+    def _enlist_all(self, calls: Sequence[Sequence[Arg]]) -> int:
+        """Route, in portions between which Redis serves others, in one round trip; return how many entries were new."""
+        replies = self._ledger.run_each(ROUTE, [(self.stream, call) for call in calls])
+        return sum([self.enlisted(reply) for reply in replies])
+
+    def _expect(self, lines: Sequence[Arg]) -> None:
+        """Do what has to be done before entries are routed to these lines."""
+
+    def _lines_of(self, entries: Sequence[Any]) -> list[Arg]:
+        return [part for entry_id, pairs in entries for part in (entry_id, self._line(entry_id, pairs))]
 
     def _line(self, entry_id: bytes, pairs: Sequence[bytes]) -> bytes:
         return self._line_of(entry_id, pairs)
 
-    def _enlist(self, after: bytes, lines: Sequence[Arg], most_pending: int) -> int:
-        args = (self.token, self.group, after, most_pending, *lines)
-        passed, _, self.pending, self._routed = self._script(ROUTE, args)
+    def _enlisting(self, after: bytes, lines: Sequence[Arg], most_pending: int) -> Sequence[Arg]:
+        return (self.token, self.group, after, most_pending, *lines)
+
+    # The steps of `route`, for who sends those of many streams together. Where one fails, `route` repeats them safely
+
+    def to_read(self, *, count: int, most_pending: int) -> Command | None:
+        """The command that reads what is to be routed next; None where `route` has to ask for something before."""
+        if self._routed is None or self.pending >= most_pending:
+            return None
+        return ("XRANGE", self.stream, b"(" + self.routed, "+", "COUNT", min(count, most_pending - self.pending))
+
+    def to_enlist(self, entries: Sequence[Any], *, most_pending: int) -> Command:
+        """The command that routes what was read so."""
+        args = self._enlisting(self.routed, self._lines_of(entries), most_pending)
+        return self._ledger.command(ROUTE, self.stream, args)
+
+    def enlisted(self, reply: Reply) -> int:
+        """Note the answer; return how many entries were new."""
+        passed, _, self.pending, self._routed = reply
         return int(passed)
 
     # Leasing
@@ -128,14 +166,23 @@ class KeyedStream(ReliableStream):
     def _take(
         self, lines: int, entries: int, run: int, lease_ms: int, now_ms: float, with_state: bool, *more: Arg
     ) -> Taken:
-        args = (
-            self.token, self.group, self.consumer, self._incarnation, lease_ms, lines, entries, run, int(with_state),
-            *more,
-        )  # fmt: skip
-        wait_ms, gone, reaped, *found = self._script(TAKE, args)
+        args = self._taking(lines, entries, run, lease_ms, with_state)
+        return self.taken(self._script(TAKE, (*args, *more)), now_ms + lease_ms)
+
+    def _taking(self, lines: int, entries: int, run: int, lease_ms: int, with_state: bool) -> Sequence[Arg]:
+        consumer = (self.token, self.group, self.consumer, self._incarnation)
+        return (*consumer, lease_ms, lines, entries, run, int(with_state))
+
+    def to_take(self, *, lines: int, entries: int, run: int, lease_ms: int, with_state: bool = True) -> Command:
+        """The command that `take` sends, for who sends those of many streams together."""
+        return self._ledger.command(TAKE, self.stream, self._taking(lines, entries, run, lease_ms, with_state))
+
+    def taken(self, reply: Reply, until_ms: float) -> Taken:
+        """Understand its answer. `until_ms`: until when the leases last, by the worker's monotonic clock."""
+        wait_ms, gone, reaped, *found = reply
         if gone:
             self._say_trimmed(gone)
-        leases = [self._leased(now_ms + lease_ms, *one) for one in found]
+        leases = [self._leased(until_ms, *one) for one in found]
         return Taken(leases, None if wait_ms < 0 else float(wait_ms), int(reaped))
 
     def _leased(
@@ -209,6 +256,13 @@ class KeyedStream(ReliableStream):
 
     def _script(self, script: Script, args: Sequence[Arg]) -> Any:
         return self._ledger.run(script, self.stream, args)
+
+
+def _affordable(entries: Sequence[Any]) -> int:
+    """How many entries like these may be read at once."""
+    sample = entries[:: 1 + len(entries) // _SAMPLE]
+    size = sum(_OVERHEAD_BYTES + sum(map(len, pairs)) for _, pairs in sample)
+    return max(1, _READ_BYTES * len(sample) // size)
 
 
 def line_of_key(key: bytes | None, entry_id: bytes) -> bytes:

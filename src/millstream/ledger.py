@@ -40,6 +40,8 @@ KEY_MARK, ENTRY_MARK = b"k", b"i"
 FAILED = "f"
 """Ends the field of the strikes that counts an entry's failed attempts; the one without it counts those of which the
 process may have died."""
+IN_LINE = b"line"
+"""Stands for the mark of what Spark runs from a line, where it was set aside."""
 LEASES_LOST = "l"
 """Ends the field of the strikes that counts how often a lease ran out while its entry was the first of its line."""
 
@@ -55,7 +57,7 @@ class Unit:
     """The effects of a run of messages of one key, of an unkeyed message or a batch: committed whole or not at all.
 
     * `mark`, `expected`: the mark's field and the value it was loaded with (b"" = none); of a worker's key, the name of
-      its line and the token of the lease
+      its line and the token of the lease; of what Spark runs from a line, its name and IN_LINE
     * `first_id`, `last_id`, `messages`: which messages it covers
     * `state_field`, `state`: None leaves the state alone; b"" removes it
     * `others`: of a worker's batch, or of a line, the ids of all but the last
@@ -79,6 +81,8 @@ class Unit:
 
     def cover(self, entry_id: str) -> None:
         """Extend it to one more message."""
+        if self.last_id and self.expected == IN_LINE:
+            self.others = _extended(self.others, (self.last_id,))
         self.first_id = self.first_id or entry_id
         self.last_id = entry_id
         self.messages += 1
@@ -187,19 +191,20 @@ def _id_or_none(text: bytes) -> EntryId | None:
 class Standing:
     """How far a stream is committed when work on it begins, and how many of its entries are struck.
 
-    Up to `floor`, if there is one, workers have committed what `Ledger.still_open` does not name.
+    Up to `floor`, if there is one, workers have committed what `Ledger.still_open` does not name. `lines`: some wait there.
     """
 
     frontier: EntryId | None
     struck: int
     floor: EntryId | None = None
+    lines: bool = False
 
 
 class Ledger:
     """The ledger of one handler, over all its streams, as written by the run that holds `token`.
 
     `into` is the handler's output stream, or None; `into_maxlen` trims it to about so many entries. `consumer` is the
-    name of a worker, which commits only what is pending and its own; "" on Spark. Each method is
+    name of a worker, which commits only what is pending and its own; "" on Spark. `keyed`: the handler has a key. Each method is
     one round trip per Redis node, however many streams it names, and may safely be repeated when its reply is lost.
     Each raises RedisError, and those that write raise StaleOwner if a newer run has begun.
     """
@@ -214,6 +219,7 @@ class Ledger:
         into: str | None = None,
         into_maxlen: int | None = None,
         consumer: str = "",
+        keyed: bool = False,
     ) -> None:
         self._client = client
         self._owner = (app, handler)
@@ -221,7 +227,8 @@ class Ledger:
         self._into = (into,) if into else ()
         self._maxlen = into_maxlen or 0
         self._group = HandlerKeys(app, handler, "").group
-        self._worker = (self._group, consumer) if consumer else ("", "")
+        self._worker = (self._group, consumer)
+        self._keyed = keyed
 
     def renewed(self, token: int) -> "Ledger":
         """The same ledger in the hands of the run that holds `token`."""
@@ -247,12 +254,14 @@ class Ledger:
     def begin(self, streams: Sequence[str]) -> dict[str, Standing]:
         """Raise the streams' epochs to this run's token and return where each stream stands.
 
-        Also raises AccessDenied if the Redis user lacks a right that `commit` will need.
+        Also raises AccessDenied if the Redis user lacks a right that `commit` will need, ConfigError if keys are parked
+        and the handler has none.
         """
-        replies = self._run(BEGIN, [(self._written(stream), (self.token, self._group)) for stream in streams])
+        args = (self.token, self._group, "1" if self._keyed else "")
+        replies = self._run(BEGIN, [(self._written(stream), args) for stream in streams])
         return {
-            stream: Standing(_id_or_none(frontier), int(struck), _id_or_none(floor))
-            for stream, (frontier, struck, floor) in zip(streams, replies, strict=True)
+            stream: Standing(_id_or_none(frontier), int(struck), _id_or_none(floor), bool(lines))
+            for stream, (frontier, struck, floor, lines) in zip(streams, replies, strict=True)
         }
 
     def frontiers(self, streams: Sequence[str]) -> dict[str, EntryId]:
@@ -306,20 +315,35 @@ class Ledger:
         `allow_oom`: commit at maxmemory too; for units without effects, which free memory in the end. `call`: the
         worker's number of this call, under which a repetition gets the answer that was lost.
         """
-        calls, ordered = [], []
-        for stream, group in units.items():
-            bare, full = _parted(group) if self._worker[0] else ([], group)
-            bare.sort(key=_order)
-            args: list[Arg] = [self.token, *self._worker, call, len(bare), *[unit.last_id for unit in bare]]
-            for unit in full:
-                args += unit.args(self._maxlen)
-            calls.append((self._written(stream), args))
-            ordered.append([*bare, *full])
-        refused = []
-        script = COMMIT_AT_MAXMEMORY if allow_oom else COMMIT
-        for sent, numbers in zip(ordered, self._run(script, calls), strict=True):
-            refused += [sent[int(number) - 1] for number in numbers]
-        return refused
+        calls = [(self._written(stream), self._committing(group, call)) for stream, group in units.items()]
+        replies = self._run(COMMIT_AT_MAXMEMORY if allow_oom else COMMIT, calls)
+        return [
+            one for group, reply in zip(units.values(), replies, strict=True) for one in self.committed(group, reply)
+        ]
+
+    def to_commit(self, stream: str, units: Sequence[Unit], call: str) -> Command:
+        """The command that `commit` sends, for who sends those of many streams together. An error in reply: `commit`."""
+        return self.command(COMMIT, stream, self._committing(units, call))
+
+    def committed(self, units: Sequence[Unit], reply: Reply) -> list[Unit]:
+        """Understand its answer: the units that were refused."""
+        if not reply:  # as good as always: a thousand need not be sorted again
+            return []
+        bare, full = self._in_order(units)
+        sent = [*bare, *full]
+        return [sent[int(number) - 1] for number in reply]
+
+    def _committing(self, units: Sequence[Unit], call: str) -> list[Arg]:
+        bare, full = self._in_order(units)
+        args: list[Arg] = [self.token, *self._worker, call, len(bare), *[unit.last_id for unit in bare]]
+        for unit in full:
+            args += unit.args(self._maxlen)
+        return args
+
+    def _in_order(self, units: Sequence[Unit]) -> tuple[Sequence[Unit], Sequence[Unit]]:
+        """Those without effects, whose ids are enough, and the others."""
+        bare, full = _parted(units) if self._worker[1] else ([], units)
+        return sorted(bare, key=_order), full
 
     def advance(self, ends: Mapping[str, EntryId]) -> None:
         """Say that all entries of each stream up to the given id are committed, and forget their marks."""
@@ -342,8 +366,7 @@ class Ledger:
         This run must have begun on them, so that an older one that is still alive commits nothing afterwards. Dead
         letters and outputs stay.
         """
-        names = [self.keys(stream) for stream in streams]
-        self._run(FORGET, [((k.meta, k.marks, k.state, k.strikes, k.open), (self.token,)) for k in names])
+        self._run(FORGET, [(self._written(stream), (self.token, self._group)) for stream in streams])
 
     # Workers
 
@@ -362,7 +385,15 @@ class Ledger:
 
     def look(self, stream: str) -> bool:
         """Return whether the handler is paused on `stream`. Raises StaleOwner if a newer run has begun."""
-        epoch, paused = self._client.execute("HMGET", self.keys(stream).meta, "epoch", "paused")
+        return self.looked(self._client.execute(*self.to_look(stream)))
+
+    def to_look(self, stream: str) -> Command:
+        """The command that `look` sends, for who sends those of many streams together."""
+        return ("HMGET", self.keys(stream).meta, "epoch", "paused")
+
+    def looked(self, reply: Reply) -> bool:
+        """Understand its answer, as `look` does."""
+        epoch, paused = reply
         if epoch is not None and int(epoch) > self.token:
             raise self._taken_over()
         return paused is not None
@@ -419,7 +450,16 @@ class Ledger:
 
     def run(self, script: Script, stream: str, args: Sequence[Arg]) -> Reply:
         """Run one of the scripts that work on the lines of keys, whose keys are those of the commit."""
-        return self._run(script, [(self._written(stream), args)])[0]
+        return self.run_each(script, [(stream, args)])[0]
+
+    def run_each(self, script: Script, calls: Iterable[tuple[str, Sequence[Arg]]]) -> list[Reply]:
+        """The same for some streams with their arguments, in order and in one round trip; the first error is raised."""
+        return self._run(script, [(self._written(stream), args) for stream, args in calls])
+
+    def command(self, script: Script, stream: str, args: Sequence[Arg]) -> Command:
+        """What `run` sends, for those who send it together with others'. An error in reply: `run` it, which knows more."""
+        keys = self._written(stream)
+        return ("EVALSHA", script.sha, len(keys), *keys, *args)
 
     def _written(self, stream: str) -> tuple[str, ...]:
         k = self.keys(stream)
@@ -433,7 +473,7 @@ class Ledger:
                 raise self._taken_over() from error
             if "PARKED" in str(error):
                 raise ConfigError(
-                    f"{'.'.join(self._owner)} has parked keys, which only workers of a handler with a key can wait with: "
+                    f"{'.'.join(self._owner)} has parked keys, which only a handler with a key can wait with: "
                     "see `millstream keys`, and unpark them or skip their messages first"
                 ) from error
             raise

@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from millstream.client import Arg, Client, Command, Reply, Script, raise_if_error
+from millstream.asking import answers
+from millstream.client import Arg, Client, Reply, Script
 from millstream.deadletters import DeadLetter, Reason
 from millstream.errors import CommandFailed, ConfigError
 from millstream.model import EntryId
@@ -25,7 +26,8 @@ class Line:
 
     * `name`: b"k" and the key, or b"i" and the id of an entry that has no key
     * `state`: a worker has it; it waits for one; for the time of its next attempt; or for a person
-    * `length`, `first`: how many entries it has, and the id of the first; "" if a worker has just committed them all
+    * `length`, `first`: how many entries it has, and the id of the first; "" where none waits: a worker has just
+      committed them all, or it is parked for those to come
     * `worker`, `since_ms`: who has it; since when, or since when it is parked (Unix milliseconds)
     * `until_ms`: when the lease ends, or the next attempt is due (Unix milliseconds)
     * `failed`, `lost`: of its first entry, the attempts that failed and the leases that ran out
@@ -52,27 +54,36 @@ class Line:
 
 
 def survey(client: Client, keys: HandlerKeys, *, most: int = 10_000) -> list[Line]:
-    """Up to `most` lines that have entries or a worker, the longest first.
+    """Up to `most` lines that have entries or a worker or are parked, the longest first.
 
     Those that wait for a worker are looked at last, in the order of their turns. Each is as it was at some moment of
     the call, as workers go on meanwhile. Raises RedisError.
     """
     seen = _Seen.read(client, keys, most)
     names = list(dict.fromkeys((*seen.owners, *seen.parked, *seen.backoff, *seen.ready)))[:most]
-    counted = _ask(
+    counted = answers(
         client, [(verb, keys.line(one), *rest) for one in names for verb, *rest in (("LLEN",), ("LINDEX", 0))]
     )
     lengths = dict(zip(names, zip(counted[::2], counted[1::2], strict=True), strict=True))
-    struck = _ask(
+    struck = answers(
         client,
         [("HMGET", keys.strikes, (first or b"") + b"f", (first or b"") + b"l") for _, first in lengths.values()],
     )
     found = [
         seen.line(name, length, from_wire(first or b""), *(int(count or 0) for count in counts))
         for (name, (length, first)), counts in zip(lengths.items(), struck, strict=True)
-        if length or name in seen.owners
+        if length or name in seen.owners or name in seen.parked
     ]
     return sorted(found, key=lambda one: -one.length)
+
+
+def count_parked(client: Client, places: Sequence[HandlerKeys]) -> tuple[int, int]:
+    """How many lines are parked for a person on all of these, and how many entries wait in them. Raises RedisError."""
+    replies = answers(client, [("HKEYS", key) for keys in places for key in (keys.parked, keys.moving)])
+    lines: list[bytes] = []
+    for keys, parked, moving in zip(places, replies[::2], replies[1::2], strict=True):
+        lines += [keys.line(name) for name in set(parked) - set(moving)]
+    return len(lines), sum(answers(client, [("LLEN", line) for line in lines]))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,21 +96,23 @@ class _Seen:
     backoff: dict[bytes, bytes]
     parked: dict[bytes, bytes]
     ready: dict[bytes, int]
+    waits_for: str
 
     @classmethod
     def read(cls, client: Client, keys: HandlerKeys, most: int) -> "_Seen":
-        (seconds, micros), owners, leases, backoff, parked, ready = _ask(
+        (seconds, micros), owners, leases, backoff, parked, ready, engine = answers(
             client,
             [
                 ("TIME",), ("HGETALL", keys.owners), ("ZRANGE", keys.leases, 0, -1, "WITHSCORES"),
                 ("ZRANGE", keys.backoff, 0, most - 1, "WITHSCORES"), ("HGETALL", keys.parked),
-                ("LRANGE", keys.ready, 0, most - 1),
+                ("LRANGE", keys.ready, 0, most - 1), ("HGET", keys.meta, "engine"),
             ],
         )  # fmt: skip
         return cls(
             now_ms=int(seconds) * 1000 + int(micros) // 1000,
             owners=_mapping(owners), leases=_mapping(leases), backoff=_mapping(backoff), parked=_mapping(parked),
             ready={name: place for place, name in enumerate(ready, 1)},
+            waits_for="the run on Spark" if engine is None else "a worker to be free",
         )  # fmt: skip
 
     def line(self, name: bytes, length: int, first: str, failed: int, lost: int) -> Line:
@@ -121,9 +134,10 @@ class _Seen:
             why = f"attempt {failed + 1} on its first entry is due in {_seconds(until_ms - self.now_ms)}"
         else:
             state = "ready"
-            why = f"it waits for a worker to be free, as number {self.ready[name]} of the lines that do"
+            why = f"it waits for {self.waits_for}, as number {self.ready[name]} of the lines that do"
         if lost:
-            why += f"; {lost} times a worker lost it with this first entry, which is given out by itself now"
+            times = "once" if lost == 1 else f"{lost} times"
+            why += f"; {times} a worker lost it with this first entry, which is given out by itself now"
         return Line(
             name=name, state=state, length=length, first=first, worker=worker, since_ms=since_ms, until_ms=until_ms,
             failed=failed, lost=lost, parked=parked, why=why,
@@ -154,10 +168,10 @@ def skip(client: Client, keys: HandlerKeys, line: bytes, *, error: str, reason: 
 
     None if it has none, or if that was committed at this very moment. Whoever works on it commits nothing of it any more. A line that is parked stays so.
     """
-    (first,) = _ask(client, [("LINDEX", keys.line(line), 0)])
+    (first,) = answers(client, [("LINDEX", keys.line(line), 0)])
     if first is None:
         return None
-    found, struck, (seconds, micros) = _ask(
+    found, struck, (seconds, micros) = answers(
         client,
         [("XRANGE", keys.stream, first, first), ("HMGET", keys.strikes, first + b"f", first + b"l"), ("TIME",)],
     )
@@ -185,10 +199,6 @@ def _steer(client: Client, keys: HandlerKeys, args: Sequence[Arg]) -> Reply:
                 f"the key goes on in {keys.stream} by itself, when its messages in its earlier partition are done"
             ) from error
         raise
-
-
-def _ask(client: Client, commands: Sequence[Command]) -> list[Reply]:
-    return [raise_if_error(reply) for reply in client.pipeline(commands)]
 
 
 def _seconds(ms: int) -> str:

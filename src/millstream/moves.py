@@ -14,10 +14,12 @@ from itertools import chain
 
 from millstream.client import Arg, Client, Command, Reply, Script, raise_if_error
 from millstream.clock import SYSTEM_CLOCK, Clock
+from millstream.errors import CommandFailed, Unavailable
 from millstream.keyed import KeyedStream
 from millstream.layout import Home, Layout, moved_away
 from millstream.ledger import KEY_MARK
-from millstream.naming import REDRIVE_FIELD, HandlerKeys
+from millstream.naming import REDRIVE_FIELD, HandlerKeys, StreamKeys, to_wire
+from millstream.partitions import Partitions
 
 logger = logging.getLogger(__name__)
 
@@ -25,11 +27,13 @@ EXPECT = Script("expect")
 LEAVE = Script("leave")
 ARRIVE = Script("arrive")
 SETTLED = Script("settled")
+SEND_ON = Script("send_on")
 
 _AT_ONCE = 500
 _PAGES_AT_ONCE = 20
 _ASK_EVERY_MS = 500.0
 _START = b"0"
+_SENT_ON_MS = 86_400_000
 
 
 @dataclass(slots=True)
@@ -261,6 +265,27 @@ class Moves:
         return self._client.scripts(wanted) if wanted else []
 
 
+def send_on(client: Client, base: str, keys: HandlerKeys, key: bytes, entry_id: bytes, pairs: Sequence[bytes]) -> bool:
+    """Publish a redriven entry of a partition, once, to the one that its key is in by now; False if it has not moved.
+
+    `keys`: the handler's, on the partition that it is in. Raises RedisError.
+    """
+    partitions = Partitions(client, base)
+    layout = partitions.finish(partitions.found())
+    home = layout.stream(layout.place(key))
+    if home == keys.stream:
+        return False
+    there = HandlerKeys(keys.app, keys.handler, home)
+    names = map(to_wire, (home, StreamKeys(home).partition, there.sent_on(keys.stream, entry_id)))
+    try:
+        client.script(SEND_ON, tuple(names), (layout.generation, _SENT_ON_MS, *pairs))
+    except CommandFailed as error:
+        if "SEALED" not in str(error):
+            raise
+        raise Unavailable(f"{home} has been sealed this moment; tried again") from error
+    return True
+
+
 class PartitionStream(KeyedStream):
     """One worker's hold on one partition: it routes nothing of a key that may not have left another.
 
@@ -280,12 +305,11 @@ class PartitionStream(KeyedStream):
             return line
         return b"" if self.send_on(self.stream, line[1:], entry_id, pairs) else line
 
-    def _enlist(self, after: bytes, lines: Sequence[Arg], most_pending: int) -> int:
-        names = [line for line in lines[1::2] if isinstance(line, bytes)]
+    def _expect(self, lines: Sequence[Arg]) -> None:
+        names = [line for line in lines if isinstance(line, bytes)]
         if names:
             self._check(names[0])
             self.moves.expect(self.place, names)
-        return super()._enlist(after, lines, most_pending)
 
     def _check(self, line: bytes) -> None:
         """Say if whoever publishes and whoever handles do not mean the same key."""

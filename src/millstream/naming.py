@@ -58,11 +58,37 @@ def check_stream(name: str) -> str:
     return name
 
 
+def is_pattern(name: str) -> bool:
+    """True if `name` stands for the names that match it, as Redis matches them (`SCAN`, ACL rules)."""
+    return any(char in name for char in "*?[")
+
+
 def check_base(name: str) -> str:
     """Return `name` if it can be the base of partitions; raise ConfigError if not."""
     if not name or any(char in name for char in "{},*?[]") or name != name.strip():
         raise ConfigError(f"the base of partitions {name!r} must be text without braces, brackets, commas, '*' and '?'")
     return name
+
+
+def stage_group(app: str, stage: str) -> str:
+    """The consumer group that shows how far a stage of an app has come: not named as those of handlers are."""
+    return f"{PREFIX}-stage:{app}.{stage}"
+
+
+def stage_of(group: str) -> tuple[str, str] | None:
+    """The app and the stage whose progress a consumer group shows; None if it is no such group."""
+    app, _, stage = group.removeprefix(f"{PREFIX}-stage:").partition(".")
+    return (app, stage) if app and stage and stage_group(app, stage) == group else None
+
+
+def held_name(app: str, worker: str) -> str:
+    """String, with a time to live: who holds a worker's name."""
+    return f"{PREFIX}:worker:{app}:{worker}"
+
+
+def run_name(pipeline: str) -> str:
+    """The worker's name under which a run on Spark of a handler or stage is known to be alive: no worker can have it."""
+    return f"spark:{pipeline}"
 
 
 def partition_name(base: str, place: int) -> str:
@@ -266,6 +292,38 @@ class StreamKeys:
         """String: id of the first entry that was published under the caller's own `dedupe_id`."""
         # Hashed: it may be long, hold a colon, or be nobody's business.
         return f"{self.base}:once:{blake2b(dedupe_id, digest_size=16).hexdigest()}"
+
+
+@dataclass(frozen=True, slots=True)
+class TakenKeys:
+    """The Redis keys of what `consumer` takes from the consumer group `group` of `stream`, all in the stream's hash slot.
+
+    Raises ConfigError.
+
+    * `record`: hash with the `epoch` of the newest run; `token`, number (`batch`) and portion (`step`) of the last batch;
+      how many entries were found `gone` from the stream since that was last told
+    """
+
+    stream: str
+    group: str
+    consumer: str
+
+    def __post_init__(self) -> None:
+        check_identifier("consumer name", self.consumer)
+
+    @property
+    def base(self) -> str:
+        """The common prefix of the keys. No two share one: only the group's name may hold a colon."""
+        return f"{StreamKeys(self.stream).base}:taken:{self.group}:{self.consumer}"
+
+    @property
+    def record(self) -> str:
+        """Hash: epoch, last batch, entries that are gone."""
+        return f"{self.base}:record"
+
+    def ids(self, token: str, batch: int | str) -> str:
+        """List: ids of the entries of a batch."""
+        return f"{self.base}:{token}.{batch}"
 
 
 @dataclass(frozen=True, slots=True)

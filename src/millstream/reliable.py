@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from itertools import count, islice
 from typing import ClassVar, Literal, TypeVar
 
-from millstream.client import Client, Script
+from millstream.client import Client, Command, Reply, Script, raise_if_error
 from millstream.deadletters import DeadLetter
 from millstream.errors import GroupMissing, MillstreamError, StaleOwner
 from millstream.groups import Batch, Consumer, Group, PendingEntry
@@ -206,6 +206,17 @@ class ReliableStream:
         """See whether the stream is paused, and whether workers are still in charge of it."""
         self.paused = self._as_member(lambda: self._ledger.look(self.stream))
 
+    def to_look(self) -> Command:
+        """The command that `look` sends, for who sends those of many streams together."""
+        return self._ledger.to_look(self.stream)
+
+    def looked(self, reply: Reply) -> None:
+        """Do as `look` with its reply."""
+        try:
+            self.paused = self._ledger.looked(raise_if_error(reply))
+        except MillstreamError:
+            self.look()  # which joins again, if that is all
+
     # Reading
 
     def read(self, *, count: int, block_ms: int = 0) -> list[Delivery]:
@@ -315,7 +326,8 @@ class ReliableStream:
     def unit(self, delivery: Delivery, *rest: Delivery) -> Unit:
         """An empty unit of effects for `delivery`, or for all of a batch together, to fill and to commit."""
         entry_id = delivery.id.decode()
-        unit = Unit(ENTRY_MARK + delivery.id, b"", first_id=entry_id, last_id=entry_id, messages=1)
+        # Names of parameters would double what this costs, and there is one for every message.
+        unit = Unit(ENTRY_MARK + delivery.id, b"", b"", None, entry_id, entry_id, 1)
         if delivery.deliveries > 1 or delivery.attempt > 1:
             unit.end_strikes(*_strikes_of(entry_id))
         if rest:
@@ -337,6 +349,17 @@ class ReliableStream:
         `new_call`, a repetition is answered as the first was, if no other came in between.
         """
         return self._as_member(lambda: self._ledger.commit({self.stream: units}, allow_oom=allow_oom, call=call))
+
+    def to_commit(self, units: Sequence[Unit], call: str) -> Command:
+        """The command that `commit` sends, for who sends those of many streams together.
+
+        If an error or nothing comes back, `commit` with the same `call` does the rest.
+        """
+        return self._ledger.to_commit(self.stream, units, call)
+
+    def committed(self, units: Sequence[Unit], reply: Reply) -> list[Unit]:
+        """Understand its answer: the units that were refused."""
+        return self._ledger.committed(units, reply)
 
     def acknowledge(self, *deliveries: Delivery) -> list[Unit]:
         """Commit entries that have no effects in Redis; return what was refused."""

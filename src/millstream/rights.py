@@ -11,7 +11,7 @@ from enum import StrEnum
 from typing import Literal
 
 from millstream.errors import ConfigError
-from millstream.naming import MASTER, PREFIX, ServiceKeys, check_identifier, check_stream, hash_tag, to_wire
+from millstream.naming import MASTER, PREFIX, ServiceKeys, check_identifier, check_stream, hash_tag, is_pattern, to_wire
 
 ANY = "*"
 """The pattern of all streams."""
@@ -22,6 +22,7 @@ class RoleName(StrEnum):
 
     WORKER = "worker"
     SPARK = "spark"
+    GROUP_SOURCE = "group-source"
     SINK = "sink"
     PRODUCER = "producer"
     LEASES = "leases"
@@ -31,7 +32,7 @@ class RoleName(StrEnum):
     OPERATOR = "operator"
 
 
-_LINES = "exists hdel hexists hget hkeys llen lpush lrange rpush time unlink xclaim zrange zrem"
+_LINES = "exists hdel hexists hget hkeys llen lpush lrange lrem rpush time unlink xclaim zrange zrem"
 _GROUP = "exists hexists hkeys hmget xclaim xgroup|create xgroup|delconsumer xinfo|consumers xinfo|groups"
 _TAKEOVER = f"{_LINES} {_GROUP} del hset xpending xrevrange"
 _MAY_COMMIT = "hdel hincrby hset xadd"
@@ -43,21 +44,28 @@ _SERVICE = (
 SCRIPTS: Mapping[str, str] = {
     "ack": "xack xpending",
     "adopt": f"{_LINES} hmget linsert lpos xpending",
-    "advance": "hdel hmget hset unlink",
+    "advance": f"{_LINES} hmget hset",
+    "aside": f"{_LINES} {_GROUP} hset lindex zadd",
+    "aside_keys": _LINES,
+    "aside_ready": f"{_LINES} {_GROUP} hlen zrangebyscore",
     "arrive": f"{_LINES} hset hsetnx",
     "balance": f"{_SERVICE} exists get hexists hgetall hlen hsetnx incrby llen lpop lrange pexpire smembers xgroup|setid "
     "xinfo|groups xinfo|stream xlen xreadgroup zadd zrange zrangebyscore zscore",
-    "begin": f"{_TAKEOVER} {_MAY_COMMIT} hlen",
+    "begin": f"{_TAKEOVER} {_MAY_COMMIT} ltrim xack zadd",
     "cancel": "hdel zrem",
     "checkpoint": f"{_GROUP} del hset time unlink xack xpending",
     "claim_stream": f"{_SERVICE} hexists lrem zscore",
-    "commit": f"{_LINES} get hincrby hmget hset lpop set type xack xadd xpending",
+    "commit": f"{_LINES} get hincrby hmget hset ltrim set type xack xadd xpending",
     "count": "xrange",
     "dismiss": "xclaim xgroup|delconsumer xinfo|consumers xpending",
     "due": "hdel hget time type xadd zrange zrangebyscore zrem",
     "expect": f"{_LINES} hincrby hset hsetnx",
     "extend": f"{_LINES} zadd",
-    "forget": "hdel hget unlink",
+    "forget": f"{_LINES} {_GROUP}",
+    "group_ack": "hget hset llen lrange ltrim xack xpending",
+    "group_adopt": "hget hincrby hset xautoclaim",
+    "group_batch": "hget hincrby hset llen rpush xclaim xpending",
+    "group_keep": "hget hincrby hset xclaim xpending",
     "hand_in": f"{_SERVICE} hexists lrem",
     "hold": "hget xclaim xpending",
     "join": f"{_TAKEOVER} {_MAY_COMMIT} xack xgroup|setid",
@@ -72,7 +80,7 @@ SCRIPTS: Mapping[str, str] = {
     "route": f"{_LINES} {_GROUP} hset xgroup|setid",
     "seal": "hmget hset type xinfo|stream",
     "send_on": "get hget hset set xadd",
-    "settle": f"{_LINES} hincrby lindex lrem xpending",
+    "settle": f"{_LINES} hincrby lindex xpending",
     "settled": f"{_LINES} hmget lindex xpending xrange",
     "sink_ask": "hmget sadd",
     "sink_begin": "get hmget hset set time",
@@ -82,9 +90,9 @@ SCRIPTS: Mapping[str, str] = {
     "sink_stage": "expire llen rpush",
     "sink_turn": "hdel hmget hset",
     "sink_upsert": "getrange hdel hget hset set type",
-    "steer": f"{_LINES} hincrby hset hsetnx lindex lpop lrem xack xadd xpending",
+    "steer": f"{_LINES} hincrby hmget hset hsetnx lindex lpop xack xadd xpending",
     "swap": "hdel hget hset",
-    "take": f"{_LINES} hincrby hmget hset hvals lindex lpop lrem xpending zadd zrangebyscore",
+    "take": f"{_LINES} hincrby hmget hset hvals lindex ltrim xpending zadd zrangebyscore",
     "tend": f"{_LINES} {_GROUP} hgetall hincrby hset hsetnx lindex lpop xpending zadd",
     "trim": "exists xinfo|groups xpending xtrim",
 }
@@ -97,6 +105,7 @@ class Role:
 
     * `scripts`, `direct`: the scripts that it runs, and the commands that it sends itself
     * `unreached`: commands of these scripts that it never gets to
+    * `helpful`: commands that it sends itself, and does without where it must, at a cost
     * `writes`: it writes outputs, or looks at them
     * `looks`: when it looks for streams
     * `touches`: it touches the streams themselves
@@ -108,6 +117,7 @@ class Role:
     scripts: Sequence[str]
     direct: str
     unreached: str = ""
+    helpful: str = ""
     writes: bool = True
     looks: Literal["never", "by pattern", "always"] = "by pattern"
     touches: bool = True
@@ -117,7 +127,7 @@ class Role:
 
     def commands(self, *, looking: bool) -> frozenset[str]:
         """Everything that it runs; `looking`: its streams are given by a pattern."""
-        found = {*self.direct.split(), *(("eval", "evalsha") if self.scripts else ())}
+        found = {*self.direct.split(), *self.helpful.split(), *(("eval", "evalsha") if self.scripts else ())}
         for script in self.scripts:
             found.update(SCRIPTS[script].split())
         if self.looks == "always" or (looking and self.looks == "by pattern"):
@@ -136,16 +146,25 @@ ROLES: Mapping[RoleName, Role] = {
     RoleName.WORKER: Role(
         scripts=("join", "commit", "hold", "checkpoint", *_KEYED, *_GROW, *_MOVE, "due", "name", "rate", "trim"),
         direct="blpop hdel hget hmget hscan hset xack xclaim xpending xrange xread xreadgroup",
+        helpful="client|tracking",
         unreached="hvals",
         own_keys=(_HANDLERS, *_DELAYED, *_LAYOUT),
         app_keys=(f"{PREFIX}:worker:{{app}}:*",),
     ),
     RoleName.SPARK: Role(
-        scripts=("begin", "commit", "advance", "forget", "due"),
-        direct="client|reply hexists hget hincrby hmget time xgroup|create xgroup|destroy xgroup|setid xinfo|groups "
+        scripts=("begin", "commit", "advance", "forget", "aside", "aside_keys", "aside_ready", "due", *_GROW, *_MOVE),
+        direct="client|reply hdel hexists hget hincrby hmget hscan hset set time xgroup|create xgroup|destroy xgroup|setid xinfo|groups "
         "xinfo|stream xrange xreadgroup xrevrange",
-        unreached="get llen lpop lpush rpush set xack",
-        own_keys=(_HANDLERS, *_DELAYED),
+        helpful="client|tracking",
+        own_keys=(_HANDLERS, *_DELAYED, *_LAYOUT),
+        app_keys=(f"{PREFIX}:worker:{{app}}:*",),
+    ),
+    RoleName.GROUP_SOURCE: Role(
+        scripts=("group_adopt", "group_batch", "group_keep", "group_ack"),
+        direct="client|reply hget hincrby hmget llen lrange time unlink xgroup|create xinfo|groups xinfo|stream xpending xrange "
+        "xreadgroup",
+        writes=False,
+        own_keys=("taken:*",),
     ),
     RoleName.SINK: Role(
         scripts=(
@@ -197,9 +216,10 @@ ROLES: Mapping[RoleName, Role] = {
     ),
     RoleName.OPERATOR: Role(
         scripts=("count", "dismiss", "redrive", "steer", "hand_in", *_GROW),
-        direct="hdel hget hgetall hlen hmget hscan hset lindex llen lrange time xautoclaim xclaim xdel xgroup|create "
-        "xgroup|delconsumer xgroup|destroy xgroup|setid xinfo|consumers xinfo|groups xinfo|stream xlen xpending xrange "
-        "xread xrevrange zrange",
+        direct="client|setname exists hdel hget hgetall hlen hmget hscan hset lindex llen lrange ping time "
+        "xautoclaim xclaim xdel xgroup|create xgroup|delconsumer xgroup|destroy xgroup|setid xinfo|consumers "
+        "xinfo|groups xinfo|stream xlen xpending xrange xread xrevrange zrange",
+        helpful="client|tracking",
         unreached="hkeys sadd scard srandmember unlink",
         looks="always",
         own_keys=("*",),
@@ -209,6 +229,7 @@ ROLES: Mapping[RoleName, Role] = {
 }
 
 _CLUSTER = ("asking", "cluster|slots", "command")
+_READ_REPLICAS = (RoleName.SPARK, RoleName.GROUP_SOURCE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -237,6 +258,7 @@ def rule(
     app: str | None = None,
     services: Sequence[str] = (),
     cluster: bool = False,
+    replicas: bool = False,
 ) -> Rule:
     """The rights that `user` needs to be all of `roles`.
 
@@ -246,13 +268,16 @@ def rule(
     * `services`: those that streams are announced to, ANY for all; the handlers' own come with `app`, or where a consumer of
       services has no others
     * `cluster`: with what a client of Redis Cluster asks
+    * `replicas`: with what a Spark program asks that reads from replicas
 
     Raises ConfigError for names that cannot be used.
     """
     check_identifier("user name", user)
     named = check_identifier("app name", app) if app else ANY
-    looking = any(map(_is_pattern, streams))
+    looking = any(map(is_pattern, streams))
     commands = set(_CLUSTER if cluster else ())
+    if replicas and not {*roles}.isdisjoint(_READ_REPLICAS):
+        commands |= {"info", "readonly"} if cluster else {"info"}
     touched = streams if any(ROLES[role].touches for role in roles) else ()
     keys = dict.fromkeys(map(_literal, touched))
     if any(ROLES[role].serves for role in roles):
@@ -281,13 +306,9 @@ def _service_keys(services: Sequence[str], app: str | None) -> Iterator[str]:
         yield ANY
 
 
-def _is_pattern(stream: str) -> bool:
-    return any(char in stream for char in "*?[")
-
-
 def _base(stream: str) -> str:
     """What millstream's keys of these streams begin with, as `naming` makes it. A pattern may stand for any tag."""
-    tag = ANY if _is_pattern(stream) else _literal(hash_tag(check_stream(stream)))
+    tag = ANY if is_pattern(stream) else _literal(hash_tag(check_stream(stream)))
     return f"{PREFIX}:{{{tag}}}:{_literal(stream)}"
 
 

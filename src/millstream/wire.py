@@ -5,7 +5,7 @@
 
 import ssl
 from binascii import crc_hqx
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from socket import socket
 from typing import Any
 
@@ -20,10 +20,12 @@ Push = hiredis.PushNotification
 """What a server says unasked, as a list whose first word is its kind (Redis protocol, RESP3)."""
 
 Node = tuple[str, int]
-"""Host and port of a node of a cluster."""
+"""Host and port of a server, such as a node of a cluster."""
 
-_CHUNK = 1 << 16
-_CHUNKS = 4  # in one go; others want their turn too
+_SLOTS = 16_384
+CHUNK_BYTES = 1 << 15
+"""What is read at a time. No more, since hiredis moves what it has not parsed yet with every kilobyte that it has."""
+
 _KEYLESS = frozenset(("PING", "SCAN", "INFO", "WAIT", "TIME", "CLIENT", "SCRIPT", "CONFIG", "ACL", "CLUSTER", "ROLE"))
 _KEY_SECOND = frozenset(("XINFO", "XGROUP", "OBJECT", "MEMORY"))
 
@@ -58,7 +60,15 @@ def slot_of(key: bytes) -> int:
     start = key.find(b"{") + 1
     if start and (end := key.find(b"}", start)) > start:
         key = key[start:end]
-    return crc_hqx(key, 0) & 0x3FFF
+    return crc_hqx(key, 0) % _SLOTS
+
+
+def primaries(reply: Any) -> list[Node | None]:
+    """Which node has each hash slot, by the reply to CLUSTER SLOTS; None where none has."""
+    owners: list[Node | None] = [None] * _SLOTS
+    for first, last, primary, *_ in reply:
+        owners[first : last + 1] = [(primary[0].decode(), primary[1])] * (last - first + 1)
+    return owners
 
 
 class Redirection(Unavailable):
@@ -85,7 +95,7 @@ class Wire:
         self._translate = translate
         self._reader = hiredis.Reader(replyError=translate)
         self._unsent = bytearray()
-        self.received_bytes = 0
+        self._fed_bytes = 0
 
     def fileno(self) -> int:
         """The socket's descriptor, for selectors."""
@@ -113,25 +123,39 @@ class Wire:
 
     def receive(self) -> list[Any]:
         """What has come in whole; [] if nothing has. A selector may call again when there is more."""
+        self.take_in()
+        return list(self.replies())
+
+    def take_in(self) -> int:
+        """Take in what has come, about CHUNK_BYTES at most, for `replies`. Returns how many bytes those were."""
+        before = self._fed_bytes
         try:
-            for _ in range(_CHUNKS):
-                data = self._socket.recv(_CHUNK)
-                if not data:
-                    raise ConnectionResetError("the server closed the connection")
-                self.received_bytes += len(data)
-                self._reader.feed(data)
-                if len(data) < _CHUNK and not self._decrypted():
-                    break
+            self._feed()
             while self._decrypted():  # no selector knows of it
-                self._reader.feed(self._socket.recv(_CHUNK))
+                self._feed()
         except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
             pass
         except OSError as error:
             raise self._translate(error) from error
-        replies = []
-        while (reply := self._reader.gets()) is not False:
-            replies.append(reply)
-        return replies
+        return self._fed_bytes - before
+
+    def replies(self) -> Iterator[Any]:
+        """What has been taken in whole, one by one: thousands at a time would be so much work for the garbage collector."""
+        gets = self._reader.gets
+        while (reply := gets()) is not False:
+            yield reply
+
+    @property
+    def received_bytes(self) -> int:
+        """The size of all that `replies` has returned, give or take a kilobyte."""
+        return self._fed_bytes - self._reader.len()
+
+    def _feed(self) -> None:
+        data = self._socket.recv(CHUNK_BYTES)
+        if not data:
+            raise ConnectionResetError("the server closed the connection")
+        self._fed_bytes += len(data)
+        self._reader.feed(data)
 
     def _decrypted(self) -> bool:
         return isinstance(self._socket, ssl.SSLSocket) and self._socket.pending() > 0

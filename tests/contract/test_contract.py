@@ -13,6 +13,8 @@ from millstream.testing.contract import Case, ContractBroken, Engine, judge, put
 from tests.contract.engines import Pipelines, WorkerCommand
 from tests.contract.worker_app import ALL
 
+pytestmark = pytest.mark.timeout(900)  # the first test of an engine waits for all that it runs
+
 APART = ("crashed", "restart")
 WAVE = 6
 

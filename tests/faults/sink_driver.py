@@ -1,8 +1,9 @@
 """A driver that copies the stream `in` to streams by a column, and begins again whenever its query fails.
 
-Arguments: URL, checkpoint folder, master, most entries in a batch. It ends when all that was there is copied.
+Arguments: URL, checkpoint folder, master, most entries in a batch, more options of the source as JSON. It ends when all that was there is copied.
 """
 
+import json
 import sys
 
 from pyspark.errors import StreamingQueryException
@@ -11,11 +12,12 @@ from millstream.spark.session import open_session
 from tests.faults.sink_source import DeadlySource
 
 
-def main(url: str, checkpoint: str, master: str, most: str) -> None:
+def main(url: str, checkpoint: str, master: str, most: str, options: str) -> None:
     """Run to the end."""
     spark = open_session("sink", master=master, conf={})
     spark.dataSource.register(DeadlySource)
     source = {"url": url, "subscribe": "in", "startingOffsets": "earliest", "maxOffsetsPerTrigger": most}
+    source |= json.loads(options)
     while True:
         frame = spark.readStream.format("deadly-streams").options(**source).schema("n int").load()
         rows = frame.selectExpr("concat('out', n % 3) stream", "n")

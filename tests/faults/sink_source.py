@@ -7,12 +7,13 @@ reaches the point or the whole `driver`, Java and all. Spark imports this module
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import psutil
 
+from millstream.groups.batches import Batches, Strangers
 from millstream.sink import publication, staging
 from millstream.sink.publication import Publication
 from millstream.sink.staging import Stage
@@ -77,6 +78,20 @@ def _after_scripts() -> None:
     Publication._about_record = stepped  # type: ignore[method-assign]
 
 
+def _around_acknowledging() -> None:
+    step = Batches.acknowledge
+
+    def stepped(self: Batches, token: str, batch: int, streams: Iterable[str]) -> dict[str, Strangers]:
+        if streams:
+            reach("before-ack")
+        result = step(self, token, batch, streams)
+        if streams:
+            reach("acknowledged")
+        return result
+
+    Batches.acknowledge = stepped  # type: ignore[method-assign]
+
+
 publication._CALLS_PER_TRIP = 1
 staging._CHUNK_ROWS = 200
 _around(Stage, "add", "before-staging", "half-staged")
@@ -85,3 +100,6 @@ _around(Publication, "publish", "before-commit", "published")
 _around(Publication, "_seal", None, "sealed")
 _around(Publication, "_explained", None, "half-published")
 _after_scripts()
+_around(Batches, "draw", None, "drawn")
+_around(Batches, "fill", None, "noted")
+_around_acknowledging()

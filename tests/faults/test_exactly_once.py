@@ -22,8 +22,8 @@ from tests.faults.driver import HERE, Driver, wait_until
 pytestmark = [pytest.mark.faults, pytest.mark.spark, pytest.mark.timeout(1200)]
 
 SOAK = bool(os.environ.get("MILLSTREAM_SOAK"))
-MESSAGES = 200_000 if SOAK else 50_000
-KILLS = 40 if SOAK else 10
+MESSAGES = 200_000 if SOAK else 30_000
+KILLS = 40 if SOAK else 6
 ACCOUNTS = 400
 KEYS = HandlerKeys("bank", "book", "bookings")
 OUTPUT = "{bookings}.balances"

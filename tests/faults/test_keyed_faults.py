@@ -129,7 +129,7 @@ def test_a_worker_that_slept_past_its_lease_is_refused_what_it_commits_late(
     with Fleet(client.url, tmp_path, processes=2, **APP) as fleet:
         fleet.ready()
         for _ in range(10 if SOAK else 1):
-            books.publish_keys(2_000, 50, ms=2)
+            books.publish_keys(2_000, 50, ms=10)
             eventually(lambda: books.pending() > 100, "work in hand", log=fleet.log)
             victim = fleet.victim()
             victim.suspend()

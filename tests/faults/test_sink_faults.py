@@ -1,5 +1,6 @@
 """The sink under fire: tasks, commits and drivers are killed at every step, and each row is published once."""
 
+import json
 import os
 import subprocess
 import sys
@@ -25,11 +26,12 @@ DRIVERS = COMMITS if SOAK else ("half-published",)
 
 
 class Copying:
-    """A driver that copies `in`; each one begins with another number of cores."""
+    """A driver that copies `in`; each one begins with another number of cores. `options` are the source's."""
 
-    def __init__(self, url: str, folder: Path) -> None:
+    def __init__(self, url: str, folder: Path, **options: str) -> None:
         self._url = url
         self._folder = folder
+        self._options = json.dumps(options)
         self._starts = 0
 
     @contextmanager
@@ -37,7 +39,7 @@ class Copying:
         """One driver, and what it starts; all of it is gone in the end."""
         self._starts += 1
         master = f"local[{1 + self._starts % 3},4]"
-        arguments = [self._url, str(self._folder / "checkpoint"), master, str(rows)]
+        arguments = [self._url, str(self._folder / "checkpoint"), master, str(rows), self._options]
         paths = [str(ROOT), str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]
         with (self._folder / "stderr.log").open("ab") as errors:
             process = subprocess.Popen(

@@ -64,10 +64,7 @@ def test_a_worker_that_was_stopped_past_its_claim_is_refused_what_it_commits_lat
     with Fleet(client.url, tmp_path) as fleet, watched(books) as watch:
         fleet.ready()
         for _ in range(STOPS):
-            books.publish(2_000, ms=2)
-            victim = fleet.victim()
-            eventually(lambda: held_by(books) >= 2, "work in both hands")
-            victim.suspend()
+            victim = stopped_at_work(fleet, books, count=2_000, ms=2)
             eventually(books.drained, "the other's drain", log=fleet.log)
             victim.resume()
             time.sleep(1.5)
@@ -75,6 +72,26 @@ def test_a_worker_that_was_stopped_past_its_claim_is_refused_what_it_commits_lat
         report = books.check(log=fleet.log)
     assert refused >= STOPS
     tell(report, watch, stops=STOPS, refused=refused)
+
+
+def stopped_at_work(fleet: Fleet, books: Books, *, count: int, ms: int) -> psutil.Process:
+    """Publish, more if it was too little, until one of two workers can be stopped while both have something in hand."""
+    books.publish(count, ms=ms)
+    victim = fleet.victim()
+
+    def is_stopped() -> bool:
+        if books.drained():
+            books.publish(count, ms=ms)
+        if held_by(books) < 2:
+            return False
+        victim.suspend()
+        if held_by(books) < 2:
+            victim.resume()
+            return False
+        return True
+
+    eventually(is_stopped, "a worker stopped with work in hand", log=fleet.log)
+    return victim
 
 
 def eventually_refused(fleet: Fleet) -> int:
@@ -123,10 +140,7 @@ def test_entries_that_are_trimmed_while_pending_are_named_and_nobody_is_stuck(
     books = Books(client, tmp_path)
     with Fleet(client.url, tmp_path) as fleet:
         fleet.ready()
-        books.publish(400, ms=20)
-        eventually(lambda: held_by(books) >= 2, "work in both hands", log=fleet.log)
-        victim = fleet.victim()
-        victim.suspend()
+        victim = stopped_at_work(fleet, books, count=400, ms=20)
         client.execute("XTRIM", "in", "MAXLEN", 0)
         books.publish(50)
         eventually(books.drained, "the drain", log=fleet.log)

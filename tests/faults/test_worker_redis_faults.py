@@ -42,7 +42,7 @@ def test_a_redis_that_is_killed_costs_seconds_and_its_absence_costs_neither_proc
     with Fleet(client.url, tmp_path) as fleet:
         fleet.ready()
         for _ in range(REDIS_KILLS):
-            books.publish(1_000, ms=5)
+            books.publish(1_000, ms=20)
             eventually(lambda: books.pending() > 0, "work in hand", log=fleet.log)
             millstream_fresh_server.kill()
             used, said = busy_s(fleet), fleet.log().count("\n")

@@ -9,9 +9,11 @@ import msgspec
 import pyarrow as pa
 
 from millstream import App, Message, Retry, State
+from millstream.aside import Ready, ready_lines
 from millstream.client import Client
 from millstream.deadletters import DeadLetter
 from millstream.handlers import Handler
+from millstream.ledger import Ledger
 from millstream.naming import HandlerKeys
 from millstream.spark.partition import task_of
 from millstream.spark.task import Job, PartitionTask
@@ -25,6 +27,7 @@ SCHEMA = pa.schema(
         ("fields", pa.binary()),
     ]
 )
+LINES = pa.schema([("stream", pa.string()), ("line", pa.binary())])
 Row = tuple[int, bytes | None, dict[Any, Any]]
 
 
@@ -68,6 +71,19 @@ class Bench:
         asyncio.run(task.process(batches))
         rows = task.report().to_pylist()
         return rows[0] if rows else {}
+
+    def ready(self, handler: Handler) -> Ready:
+        """Which of the lines that were set aside may be run."""
+        ledger = Ledger(self.client, app=handler.app, handler=handler.name, token=self.token)
+        return ready_lines(ledger, ["in"], 100)["in"]
+
+    def catch_up(self, handler: Handler) -> dict[str, Any]:
+        """Run what was set aside and may be run."""
+        rows = [{"stream": "in", "line": line} for line in self.ready(handler).lines]
+        task = self.task(handler)
+        asyncio.run(task.catch_up([pa.RecordBatch.from_pylist(rows, schema=LINES)] if rows else []))
+        found = task.report().to_pylist()
+        return found[0] if found else {}
 
     def outputs(self, stream: str = "out") -> list[int]:
         return [int(fields[1]) for _, fields in self.client.execute("XRANGE", stream, "-", "+")]

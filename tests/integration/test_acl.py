@@ -36,11 +36,13 @@ from millstream.server import EmbeddedServer
 from millstream.sink import Publication, Terms
 from millstream.testing.topologies import cluster
 from millstream.worker import ReadingLoop, WorkerPolicy
+from millstream.worker.moving import WatchedDelays
 from millstream.worker.names import Names
 from millstream.worker.partitions import PartitionSide
 from tests.integration import masters
 from tests.integration.balancers import bid
 from tests.integration.commandline import call
+from tests.integration.group_duties import take_from_group
 from tests.integration.lease_duties import oversee, serve
 from tests.integration.master_duties import SETTINGS, consume, direct
 from tests.integration.partition_bench import BASE, growth_killed_after, moved_key
@@ -49,6 +51,7 @@ from tests.integration.partition_bench import Worker as PartitionWorker
 from tests.integration.producer_duties import produce
 from tests.integration.router_duties import follow
 from tests.integration.sink_duties import share_of, write_batches
+from tests.integration.spark_duties import keep_lines, move_keys
 from tests.integration.test_worker import eventually, working
 
 NARROW = ("--stream", "orders*", "--stream", "{orders.*}", "--into", "out", "--app", "shop", "--service", "calls")
@@ -223,10 +226,11 @@ def work_on_partitions(client: Client, admin: Client) -> None:
 
 
 def move_a_delayed_message(client: Client, admin: Client) -> None:
-    with Producer(admin) as producer:
-        producer.publish("orders", {"n": 1}, delay_ms=1)
-    time.sleep(0.01)
-    assert DelayedMessages(client).move_due(["orders"]).moved == 1
+    for delayed in (DelayedMessages(client), WatchedDelays(client, SYSTEM_CLOCK)):
+        with Producer(admin) as producer:
+            producer.publish("orders", {"n": 1}, delay_ms=1)
+        time.sleep(0.01)
+        assert delayed.move_due(["orders"]).moved == 1
 
 
 def handler_for(streams: tuple[str, ...] = ("orders",)) -> Handler:
@@ -247,9 +251,11 @@ def run_on_spark(url: str, admin: Client) -> None:
     from millstream.spark.options import parse
     from millstream.spark.planner import Planner
     from millstream.spark.preparing import prepare_new
+    from millstream.spark.presence import say_present
 
     ids = add(admin, 30)
     with Client(url) as client:
+        say_present(client, "shop", ["bill"])
         handler = handler_for()
         prepare_new(client, handler, ["orders"], "cp", start="resume", start_at="latest")
         prepare_new(client, handler, ["orders"], "cp", start="reprocess", start_at="earliest")
@@ -282,6 +288,8 @@ def run_on_spark(url: str, admin: Client) -> None:
         keyed(admin).join()  # workers of keys take over, and have some in their lines
         keyed(admin).route(count=4, most_pending=100)
         ledger.renewed(ledger.new_token(["orders"])).begin(["orders"])
+        keep_lines(client, admin, KEYS)
+        move_keys(client, admin, "shop", "bill")
         move_a_delayed_message(client, admin)
 
 
@@ -357,6 +365,7 @@ def operate_lines(url: str, admin: Client) -> None:
 DUTIES: dict[RoleName, Callable[[str, Client], None]] = {
     RoleName.WORKER: work,
     RoleName.SPARK: run_on_spark,
+    RoleName.GROUP_SOURCE: take_from_group,
     RoleName.SINK: write_batches,
     RoleName.PRODUCER: produce,
     RoleName.LEASES: serve,
@@ -379,7 +388,22 @@ def test_the_printed_rights_are_enough(role: RoleName, admin: Client, tmp_path: 
 
 
 @pytest.mark.parametrize(
-    ("role", "right"), [(role, right) for role in RoleName for right in sorted(ROLES[role].commands(looking=True))]
+    ("role", "right"), [(role, right) for role in RoleName for right in ROLES[role].helpful.split()]
+)
+def test_without_what_is_merely_helpful_it_says_so_and_works(
+    role: RoleName, right: str, admin: Client, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    perform(role, login(admin, printed(role), without=right), admin, tmp_path)
+    assert right in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("role", "right"),
+    [
+        (role, right)
+        for role in RoleName
+        for right in sorted(ROLES[role].commands(looking=True) - set(ROLES[role].helpful.split()))
+    ],
 )
 def test_without_any_one_of_them_it_is_refused_and_told_which(
     role: RoleName, right: str, admin: Client, tmp_path: Path

@@ -191,6 +191,7 @@ def test_of_many_who_claim_a_stream_one_gets_it(client: Client) -> None:
         assert sum(isinstance(one, Lease) for one in results) == 1
 
 
+@pytest.mark.alone
 def test_a_closed_consumer_leaves_at_once_and_may_be_closed_again(client: Client) -> None:
     announced(client, *names(4))
     with joined(client.url, "a", "b", lease_ms=60_000, moves=1.0, drain_ms=60_000) as (first, second):
@@ -204,6 +205,7 @@ def test_a_closed_consumer_leaves_at_once_and_may_be_closed_again(client: Client
     assert sorted(free(client)) == names(4)
 
 
+@pytest.mark.alone
 def test_to_close_without_streams_takes_no_time_and_is_seen_at_once(client: Client) -> None:
     with joined(client.url, "a", lease_ms=60_000) as balancer:
         eventually(lambda: client.execute("INFO", "clients").find(b"blocked_clients:1") > 0, "it to wait")

@@ -63,6 +63,7 @@ def test_an_announced_stream_is_added_with_its_information_token_and_announcemen
         assert silent(balancer)
 
 
+@pytest.mark.alone
 def test_a_new_announcement_is_heard_at_once(client: Client) -> None:
     with joined(client.url, "a", lease_ms=60_000) as balancer:
         time.sleep(0.1)
@@ -72,6 +73,7 @@ def test_a_new_announcement_is_heard_at_once(client: Client) -> None:
         assert time.monotonic() - began_s < 1.0
 
 
+@pytest.mark.alone
 def test_streams_of_a_consumer_that_dies_are_added_elsewhere_soon_after_its_lease(client: Client) -> None:
     announced(client, "s1", "s2")
     dying = round_of(client, "b", lease_ms=LEASE_MS)
@@ -127,6 +129,7 @@ def test_a_stream_is_disowned_for_balance_and_moves_when_it_is_released(client: 
             assert silent(old)
 
 
+@pytest.mark.alone
 def test_a_stream_that_is_not_released_for_balance_is_taken_away_after_the_time_to_drain(client: Client) -> None:
     announced(client, "s1", "s2")
     with joined(client.url, "a", moves=1.0, drain_ms=300) as old:
@@ -141,6 +144,7 @@ def test_a_stream_that_is_not_released_for_balance_is_taken_away_after_the_time_
                 old.release(asked.stream)
 
 
+@pytest.mark.alone
 def test_a_program_that_is_late_with_one_stream_loses_that_stream_only(client: Client) -> None:
     announced(client, "s1", "s2", "s3")
     with joined(client.url, "a", moves=0.001) as balancer:
@@ -183,6 +187,7 @@ def test_a_stuck_stream_that_nobody_else_takes_comes_back_under_a_new_token(clie
         assert owners(client) == {"s": "a"}
 
 
+@pytest.mark.alone
 def test_a_process_that_slept_beyond_its_lease_is_told_that_its_streams_are_gone_before_it_has_any_again(
     client: Client,
 ) -> None:
@@ -226,6 +231,7 @@ def test_a_stream_that_a_person_takes_away_is_said_to_be(client: Client, how: Li
         assert silent(balancer)
 
 
+@pytest.mark.alone
 def test_without_redis_the_streams_are_disowned_when_the_lease_ends_and_added_again_later(
     client: Client, millstream_server: EmbeddedServer
 ) -> None:

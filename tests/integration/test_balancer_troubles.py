@@ -166,6 +166,7 @@ def test_a_close_whose_reply_was_lost_has_left(client: Client, proxy: Proxy) -> 
         assert free(client) == ["s"]
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("busy", [False, True])
 def test_to_close_takes_no_longer_than_it_is_given_and_what_is_left_is_said(
     client: Client, proxy: Proxy, caplog: pytest.LogCaptureFixture, busy: bool

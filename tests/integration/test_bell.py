@@ -208,6 +208,7 @@ def test_complaints_come_once_a_minute(caplog: pytest.LogCaptureFixture) -> None
         wait_for("complaint", lambda: len(caplog.records) == 2)
 
 
+@pytest.mark.alone
 def test_ringing_never_waits_even_if_nobody_answers(caplog: pytest.LogCaptureFixture) -> None:
     with socket.create_server(("127.0.0.1", 0)) as deaf:
         bell = Bell(f"http://127.0.0.1:{deaf.getsockname()[1]}/", timeout_s=60)

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from millstream.client import Client, Script, redact
+from millstream.addresses import redact
+from millstream.client import Client, Script
 from millstream.errors import (
     AccessDenied,
     CommandFailed,

@@ -183,7 +183,9 @@ def test_ctrl_c_is_quiet_and_ends_with_code_130(millstream_url: str) -> None:
         with Client(millstream_url) as client:
             client.execute("XADD", "s", "*", "a", "b")
         assert process.stdout is not None
+        assert process.stderr is not None
         assert process.stdout.readline()
+        assert process.stderr.readline() == b"following 1 stream; Ctrl-C ends it\n"
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=30)
     finally:

@@ -1,5 +1,6 @@
 """`millstream info` and `millstream state`."""
 
+import threading
 import time
 from collections.abc import Iterator, Sequence
 
@@ -7,10 +8,17 @@ import msgspec
 import pytest
 
 from millstream.client import Client
-from millstream.inspection import HandlerReport, Inspection, inspect
+from millstream.inspection import inspect
 from millstream.ledger import Ledger, Unit
-from millstream.naming import HandlerKeys
+from millstream.naming import HandlerKeys, held_name, stage_group
+from millstream.readers import ReaderReport, readers
+from millstream.reports import HandlerReport, Inspection
+from millstream.spark.options import parse
+from millstream.spark.places import START
+from millstream.spark.presence import keep_present, say_present
+from millstream.spark.taking import Taker
 from tests.integration.commandline import call
+from tests.integration.masters import eventually
 
 KEYS = HandlerKeys("airline", "departure", "flights")
 
@@ -42,7 +50,7 @@ def handler(found: Inspection) -> HandlerReport:
 def test_nothing_is_found_in_an_empty_redis(client: Client) -> None:
     assert inspect(client) == Inspection(streams=(), handlers=())
     assert call("info", url=client.url).err == "there are no streams\n"
-    assert call("info", "--json", url=client.url).json() == {"streams": [], "handlers": []}
+    assert call("info", "--json", url=client.url).json() == {"readers": [], "streams": [], "handlers": []}
 
 
 def test_streams_are_shown_with_their_ends_ages_and_groups(client: Client) -> None:
@@ -141,15 +149,120 @@ def test_handlers_are_shown_with_their_counters_and_letters(client: Client) -> N
     assert "'nobody' has run on this Redis" in call("info", "nobody", url=client.url).err
 
 
+def reader(found: Inspection, name: str) -> ReaderReport:
+    """What was found of the reader of that name."""
+    (report,) = (one for one in readers(found) if one.name == name)
+    return report
+
+
+def test_a_handler_is_summed_up_over_its_streams(client: Client) -> None:
+    for stream, count, done in (("a", 5, 5), ("b", 5, 2), ("c", 5, 0)):
+        fill(client, stream, count)
+        keys = HandlerKeys("shop", "bill", stream)
+        client.execute("HSET", keys.meta, "frontier", f"{done}-0", "keyed", 1, "committed", done)
+    client.execute("HSET", keys.parked, "kA", "1 failed", "kB", "1 failed")
+    client.execute("XGROUP", "CREATE", "c", keys.group, "0")
+    client.execute("XCLAIM", "c", keys.group, "waiting", 0, "1-0", "2-0", "FORCE", "JUSTID")
+    frontier(client, "2-0", keys)
+    client.execute("XADD", keys.dead, "*", "a", "b")
+    found = reader(inspect(client), "shop.bill")
+    assert (found.kind, found.how, found.at_work, found.streams) == ("handler", ("spark by key",), 0, 3)
+    assert (found.behind, found.exact, found.least, found.mean, found.most) == (8, True, 0, 8 / 3, 5)
+    assert found.furthest == (("c", 5), ("b", 3))
+    assert (found.pending, found.parked, found.waiting) == (2, 2, 1)
+    assert (found.arrived, found.done) == (15, 7)
+    assert abs(time.time() * 1000 - 1 - (found.oldest_age_ms or 0)) < 10_000
+    client.execute("HDEL", HandlerKeys("shop", "bill", "a").meta, "frontier")
+    unsure = reader(inspect(client), "shop.bill")
+    assert (unsure.behind, unsure.exact, unsure.least, unsure.mean) == (8, False, 3, 4)
+    shown = call("info", "shop", url=client.url).out
+    assert ">8" in shown
+    assert "c (5), b (3)" in shown
+    (row,) = call("info", "--json", url=client.url).json()["readers"]
+    assert (row["behind"], row["min"], row["avg"], row["max"], row["exact"]) == (8, 3, 4.0, 5, False)
+    assert row["furthest"] == [{"stream": "c", "behind": 5}, {"stream": "b", "behind": 3}]
+
+
+def test_stages_and_groups_are_shown_with_what_they_have_not_done(client: Client) -> None:
+    for stream in ("a", "b"):
+        fill(client, stream, 10)
+        client.execute("XGROUP", "CREATE", stream, stage_group("shop", "minutes"), "4-0", "ENTRIESREAD", 4)
+        client.execute("XGROUP", "CREATE", stream, "billing", "0")
+    client.execute("XREADGROUP", "GROUP", "billing", "w1", "COUNT", 3, "STREAMS", "a", ">")
+    client.execute("XREADGROUP", "GROUP", "billing", "w2", "COUNT", 3, "STREAMS", "b", ">")
+    client.execute("XACK", "b", "billing", "1-0", "2-0")
+    say_present(client, "shop", ["minutes"])
+    found = inspect(client)
+    stage, group = reader(found, "shop.minutes"), reader(found, "billing")
+    assert (stage.kind, stage.how, stage.at_work, stage.behind, stage.done) == ("stage", ("spark, stage",), 1, 12, 8)
+    assert (group.kind, group.how, group.at_work, group.behind, group.done) == ("group", ("consumers",), 2, 18, 6)
+    assert (group.least, group.most, group.pending, group.furthest) == (8, 10, 4, (("a", 10), ("b", 8)))
+    assert {one.name for one in readers(inspect(client, "shop"))} == {"shop.minutes", "billing"}
+    assert inspect(client, "other").streams == ()
+
+
+def test_a_query_that_shares_a_group_is_one_consumer_of_it(client: Client) -> None:
+    fill(client, "a", 10)
+    client.execute("XGROUP", "CREATE", "a", "billing", "0")
+    options = parse({"url": client.url, "subscribe": "a", "readAs": "group", "group": "billing"}, {})
+    assert options.sharing is not None
+    taker = Taker(client, options, options.sharing, cores=2)
+    place = taker.advance(START, target=None, hold=False).place
+    taker.close()
+    assert place.filled == {"a": 10}
+    client.execute("XGROUP", "CREATECONSUMER", "a", "billing", "plain-7")
+    found = reader(inspect(client), "billing")
+    assert (found.how, found.behind, found.pending) == (("spark, readAs=group",), 10, 10)
+    assert found.at_work == 2, "its portions are no others"
+    assert "spark, readAs=group" in call("info", url=client.url).out
+
+
+def test_who_is_at_work_on_spark_is_told_by_the_run(client: Client) -> None:
+    fill(client, "flights", 3)
+    frontier(client, "1-0")
+    assert (reader(inspect(client), "airline.departure").at_work, handler(inspect(client)).consumers) == (0, 0)
+    over = threading.Event()
+    run = threading.Thread(target=keep_present, args=(client.url, "airline", lambda: ["departure"], over))
+    run.start()
+    try:
+        eventually(lambda: handler(inspect(client)).workers == ("spark:departure",), "the run is seen")
+    finally:
+        over.set()
+        run.join()
+    assert "spark (1)" in call("info", url=client.url).out
+    assert 0 < client.execute("PTTL", held_name("airline", "spark:departure")) <= 30_000
+
+
+def test_two_looks_tell_rates(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    fill(client, "flights", 10)
+    frontier(client, "4-0")
+    client.execute("HSET", KEYS.meta, "committed", 4)
+
+    def meanwhile(seconds: float) -> None:
+        client.pipeline([("XADD", "flights", f"{n}-0", "n", n) for n in range(11, 31)])
+        client.execute("HSET", KEYS.meta, "committed", 14)
+        pause(seconds)
+
+    pause = time.sleep
+    monkeypatch.setattr("millstream.commands.info.time.sleep", meanwhile)
+    (row,) = call("info", "--over", "2s", "--json", url=client.url).json()["readers"]
+    assert row["arriving_per_s"] == pytest.approx(10, rel=0.3)
+    assert row["done_per_s"] == pytest.approx(5, rel=0.3)
+    assert call("info", "--over", "soon", url=client.url).code == 2
+
+
 def test_ten_thousand_streams_take_about_a_second(client: Client) -> None:
     client.pipeline([("XADD", f"s{number}", "1-0", "a", "b") for number in range(10_000)])
     client.pipeline([("XADD", f"s{number}", "2-0", "a", "b") for number in range(10_000)])
     client.pipeline([("HSET", HandlerKeys("a", "h", f"s{n}").meta, "frontier", "1-0") for n in range(10_000)])
+    client.pipeline([("XGROUP", "CREATE", f"s{n}", "billing", "1-0") for n in range(10_000)])
+    client.pipeline([("XREADGROUP", "GROUP", "billing", "w", "STREAMS", f"s{n}", ">") for n in range(5_000)])
     began = time.process_time(), time.monotonic()
     found = inspect(client)
     busy, waited = time.process_time() - began[0], time.monotonic() - began[1]
     assert len(found.streams) == 10_000
     assert sum(report.lag or 0 for report in found.handlers) == 10_000
+    assert (reader(found, "billing").behind, reader(found, "billing").pending) == (10_000, 5_000)
     # The machine of a test may be busy with others: our own work is what has to stay small.
     assert busy < 4, f"{busy:.1f} s of work, {waited:.1f} s in all"
     shown = call("info", url=client.url)

@@ -7,6 +7,8 @@ import pytest
 
 from millstream.client import Client
 from millstream.keyed import Ending, KeyedStream, line_of_key
+from millstream.lines import count_parked
+from millstream.naming import HandlerKeys
 from millstream.server import EmbeddedServer
 from tests.integration.commandline import call
 
@@ -68,6 +70,16 @@ def test_a_key_is_parked_unparked_and_its_first_message_skipped(client: Client, 
     (taken,) = stream.take(lines=5, entries=10, run=9, lease_ms=1_000, now_ms=0).leases
     assert (taken.key, [one.pairs[3] for one in taken.entries]) == (b"c", [b"1"])
     assert "gone" in call("dlq", "list", "--json", url=client.url).out
+    assert stream.check() == []
+
+
+def test_a_key_that_is_parked_before_it_has_messages_is_shown(client: Client, stream: KeyedStream) -> None:
+    call("park", "pay", "ann", "--reason", "audit", url=client.url)
+    (row,) = asked(client, "keys", "pay", "--key", "ann", "--state", "parked")["shown"]
+    assert (row["state"], row["messages"], row["first"], row["parked"]) == ("parked", 0, "", "audit")
+    assert count_parked(client, [HandlerKeys("shop", "pay", name) for name in ("orders", "none")]) == (2, 2)
+    call("unpark", "pay", "ann", url=client.url)
+    assert asked(client, "keys", "pay", "--key", "ann")["shown"] == []
     assert stream.check() == []
 
 

@@ -1,6 +1,8 @@
 """`millstream tail`."""
 
 import json
+import re
+import signal
 import subprocess
 import time
 from collections.abc import Iterator
@@ -66,6 +68,32 @@ def test_several_streams_and_one_that_is_not_there(client: Client) -> None:
         *(("a", "1-1"), ("a", "2-1")),
         *(("b", "1-1"), ("b", "2-1"), ("b", "3-1")),
     ]
+
+
+def test_what_is_not_there_is_said(client: Client) -> None:
+    fill(client, "a", 1)
+    shown = call("tail", "a", "none", "x:*", "--no-follow", url=client.url)
+    assert shown.code == 0
+    assert shown.out.count("\n") == 1
+    assert shown.err.splitlines() == [
+        "no stream matches x:*",
+        "none: there are no entries: there is no such stream, or it is empty",
+    ]
+
+
+@pytest.mark.parametrize("streams", [["a", "b"], ["a", "none"], ["a", "b*"], ["[ab]"]])
+def test_what_is_added_after_it_has_said_that_it_follows_is_shown(client: Client, streams: list[str]) -> None:
+    fill(client, "a", 3)
+    fill(client, "b", 3)
+    process = start("tail", *streams, "--json", url=client.url)
+    try:
+        assert process.stderr is not None
+        assert process.stderr.readline().startswith(b"following 2 streams")
+        client.execute("XADD", "a", "*", "n", 4)
+        assert [entry["fields"] for entry in lines(process, 1)] == [{"n": "4"}]
+    finally:
+        process.kill()
+        process.communicate()
 
 
 def test_an_empty_end_is_an_end(client: Client) -> None:
@@ -141,11 +169,96 @@ def test_following_goes_on_after_redis_was_away(millstream_fresh_server: Embedde
         finally:
             process.kill()
             _, err = process.communicate()
-    assert b"tail is waiting for Redis" in err
+    assert b"the router waits for Redis" in err
+
+
+def test_the_streams_of_a_pattern_are_followed_and_those_made_later_and_ctrl_c_ends_it(client: Client) -> None:
+    fill(client, "a:1", 3)
+    fill(client, "b:1", 3)
+    process = start("tail", "a:*", "--json", url=client.url)
+    try:
+        _until_it_waits(client)
+        client.execute("XADD", "a:1", "*", "n", 4)
+        client.execute("XADD", "b:1", "*", "n", 4)
+        fill(client, "a:2", 2)
+        shown = lines(process, 3)
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=20)
+    finally:
+        process.kill()
+    found = sorted((str(entry["stream"]), str(entry["fields"])) for entry in shown)
+    assert found == [("a:1", "{'n': '4'}"), ("a:2", "{'n': '1'}"), ("a:2", "{'n': '2'}")]
+    assert (process.returncode, out) == (130, b"")
+    assert err == b"following 1 stream, and those made later that match a:*; Ctrl-C ends it\n"
+
+
+def test_a_thousand_streams_of_a_pattern_are_shown_from_after_an_id(client: Client) -> None:
+    streams = [f"s:{number}" for number in range(1_000)]
+    client.pipeline([("XADD", stream, entry, "n", 1) for stream in streams for entry in ("1-1", "2-1", "3-1")])
+    shown = call("tail", "s:*", "--after", "1-1", "--count", "2000", "--json", url=client.url).json_lines()
+    for stream in streams:
+        assert [entry["id"] for entry in shown if entry["stream"] == stream] == ["2-1", "3-1"]
+    fill(client, "other", 3)
+    assert numbers("s:1*", "other", "--after", "2-1", url=client.url) == [3] + [1] * 111
+
+
+def test_who_begins_at_a_time_that_a_stream_does_not_reach_is_shown_what_comes(client: Client) -> None:
+    fill(client, "old", 3)
+    process = start("tail", "old", "none", "--from", "1h", "--json", url=client.url)
+    try:
+        _until_it_waits(client)
+        client.pipeline([("XADD", stream, "*", "n", 4) for stream in ("old", "none")])
+        shown = lines(process, 2)
+    finally:
+        process.kill()
+        process.communicate()
+    assert sorted(str(entry["stream"]) for entry in shown) == ["none", "old"]
+
+
+@pytest.mark.parametrize("form", [(), ("--json",)])
+def test_what_cannot_be_shown_any_more_is_told_at_its_place(client: Client, form: tuple[str, ...]) -> None:
+    fill(client, "s", 5)
+    process = start("tail", "s*", "--from", "5", *form, url=client.url)
+    try:
+        assert process.stdout is not None
+        process.stdout.readline()
+        client.pipeline([("DEL", "s"), ("XADD", "s", "1-1", "n", "new")])
+        shown = [process.stdout.readline() for _ in range(2 if form else 1)]
+    finally:
+        process.kill()
+        _, err = process.communicate()
+    assert b"1-1" in shown[-1]
+    if form:
+        assert json.loads(shown[0]) == {
+            "event": "gap", "stream": "s", "after": "5-1", "reason": "recreated", "missed": None
+        }  # fmt: skip
+    else:
+        assert b"s: the stream was deleted and made anew, after 5-1\n" in err
+
+
+def test_a_stream_of_a_pattern_that_becomes_something_else_is_left_out(client: Client) -> None:
+    fill(client, "s:1", 1)
+    fill(client, "s:2", 1)
+    process = start("tail", "s:*", "--json", url=client.url)
+    try:
+        _until_it_waits(client)
+        client.execute("SET", "s:1", "text")
+        assert process.stderr is not None
+        assert process.stderr.readline().startswith(b"following 2 streams, ")
+        assert b"tail leaves a stream out: s:1 is not a stream" in process.stderr.readline()
+        client.execute("XADD", "s:2", "*", "n", 2)
+        client.execute("DEL", "s:1")
+        assert lines(process, 1)[0]["stream"] == "s:2"
+        client.execute("XADD", "s:1", "*", "n", 2)
+        assert lines(process, 1)[0]["stream"] == "s:1"
+    finally:
+        process.kill()
+        process.communicate()
 
 
 def _until_it_waits(client: Client) -> None:
+    """Until it has read once: what is added then has to be shown."""
     deadline = time.monotonic() + 30
-    while b"cmd=xread " not in client.execute("CLIENT", "LIST"):
+    while not re.search(rb" name=millstream-router .* cmd=(xread|xinfo)", client.execute("CLIENT", "LIST")):
         assert time.monotonic() < deadline, "tail does not begin to wait"
         time.sleep(0.02)

@@ -29,6 +29,10 @@ def handle(message: Message):
         open(os.environ["MARKER"], "w").close()
         os._exit(9)
     return {"n": message.fields["n"], "pid": os.getpid()}
+
+@app.stage("orders", into="copies")
+def copy(orders):
+    return orders
 """
 
 
@@ -78,6 +82,7 @@ def test_processes_share_the_work_say_what_they_did_and_end_in_order(client: Cli
     last = {event["worker"]: event["handlers"]["handle"] for event in events if event["event"] == "figures"}
     assert sum(figures["committed"] for figures in last.values()) == 200
     assert len({entry[b"pid"] for entry in done(client)}) == 2
+    assert err.startswith("left out, as they need Spark: the stages copy; `millstream run` runs them\n")
     assert err.count("a handler may print") == err.count('{"event": "figures"}') == 200
     assert client.execute("XPENDING", "orders", "millstream:shop.handle")[0] == 0
 

@@ -1,5 +1,6 @@
 """Delayed messages against a real Redis: when they come, in which order, and that each comes once."""
 
+import re
 import threading
 import time
 from collections.abc import Iterator
@@ -11,13 +12,16 @@ from hypothesis import strategies as st
 
 from millstream.channel import MAX_FIELDS
 from millstream.client import Client
+from millstream.clock import SYSTEM_CLOCK, SystemClock
 from millstream.delayed import DelayedMessages, Movement
 from millstream.errors import OutOfMemory, StreamFull, WrongType
 from millstream.naming import StreamKeys
 from millstream.producer import Producer
+from millstream.router.watch import Watch
 from millstream.server import EmbeddedServer
 from millstream.testing.proxy import Proxy
 from millstream.testing.topologies import cluster
+from millstream.worker.moving import WatchedDelays
 from tests.integration.commandline import call
 
 SIZES = (0, 1, 31, 32, 255, 256, 65_535, 65_536, 1_000_000)
@@ -35,9 +39,9 @@ def producer(client: Client) -> Iterator[Producer]:
         yield opened
 
 
-@pytest.fixture
-def delayed(client: Client) -> DelayedMessages:
-    return DelayedMessages(client)
+@pytest.fixture(params=["all are asked", "told by tracking"])
+def delayed(client: Client, request: pytest.FixtureRequest) -> DelayedMessages:
+    return DelayedMessages(client) if request.param == "all are asked" else WatchedDelays(client, SYSTEM_CLOCK)
 
 
 def numbers(client: Client, stream: str = "s") -> list[int]:
@@ -253,6 +257,51 @@ def test_on_a_cluster_streams_of_all_nodes_are_moved_in_one_call() -> None:
 
 
 # --- The command line ---
+
+
+def test_who_is_told_what_waits_asks_nothing_else_and_hears_of_all_through_lost_connections(
+    client: Client, producer: Producer
+) -> None:
+    delayed = WatchedDelays(client, SYSTEM_CLOCK)
+    streams = [f"s:{number}" for number in range(50)]
+
+    def calls() -> int:
+        stats = client.execute("INFO", "commandstats").decode()
+        return sum(int(found) for found in re.findall(r"cmdstat_(?:evalsha|exists):calls=(\d+)", stats))
+
+    assert delayed.move_due(streams) == Movement(moved=0, next_ms=None)
+    before = calls()
+    for _ in range(20):
+        delayed.move_due(streams)
+    assert calls() == before
+    producer.publish("s:7", {"n": 1}, delay_ms=60)
+    waits_ms = delayed.move_due(streams).next_ms
+    assert waits_ms is not None
+    assert 0 < waits_ms <= 61, "to the millisecond after it"
+    client.execute("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")
+    producer.publish("s:8", {"n": 2}, delay_ms=1)
+    time.sleep(0.07)
+    client.patiently(lambda: delayed.move_due(streams), what="the test")
+    assert (numbers(client, "s:7"), numbers(client, "s:8")) == ([1], [2])
+
+
+def test_what_waits_is_found_even_if_nobody_is_told(
+    client: Client, producer: Producer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_ms = [0.0]
+    clock = SystemClock()
+    monkeypatch.setattr(clock, "monotonic_ms", lambda: now_ms[0])
+    delayed = WatchedDelays(client, clock)
+    streams = [f"s:{number}" for number in range(120)]
+    delayed.move_due(streams)
+    monkeypatch.setattr(Watch, "changed", lambda watch: set())
+    producer.publish("s:7", {"n": 1}, delay_ms=1)
+    time.sleep(0.01)
+    assert delayed.move_due(streams).moved == 0
+    for _ in range(3):  # fifty each second
+        now_ms[0] += 1_000
+        delayed.move_due(streams)
+    assert numbers(client, "s:7") == [1]
 
 
 def test_a_file_is_published_for_later(client: Client, delayed: DelayedMessages, tmp_path: Path) -> None:

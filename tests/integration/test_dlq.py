@@ -114,7 +114,17 @@ def test_the_list_has_a_line_for_each_letter(client: Client) -> None:
     shown = call("dlq", "list", url=client.url)
     lines = shown.out.splitlines()
     assert len(lines) == 101
-    assert lines[0].split() == ["letter", "handler", "stream", "original", "key", "reason", "error", "attempts", "age"]
+    assert lines[0].split() == [
+        "letter_id",
+        "handler",
+        "stream",
+        "original",
+        "key",
+        "reason",
+        "error",
+        "attempts",
+        "age",
+    ]
     assert lines[1].split()[1:8] == ["airline.departure", "flights", "1-0", "N1", "failed", "ValueError:", "no"]
     assert "there are more" in shown.err
     assert call("dlq", "list", "--app", "x", url=client.url).err == "there are no such dead letters\n"
@@ -214,12 +224,12 @@ def test_a_letter_is_shown_whole_and_harmless(client: Client) -> None:
     (letter_id,) = bury(client, letter("9-3", pairs=[b"note", b"\x1b[31m\xff", b"n", b"1"], key=b"\x07"))
     shown = call("dlq", "show", letter_id, url=client.url).out
     for expected in (
-        f"letter    {letter_id}",
-        "handler   airline.departure",
-        "original  9-3",
-        r"key       \x07",
-        "reason    failed",
-        r"error     ValueError: no delay\nat all",
+        f"letter_id  {letter_id}",
+        "handler    airline.departure",
+        "original   9-3",
+        r"key        \x07",
+        "reason     failed",
+        r"error      ValueError: no delay\nat all",
         r"  note  \x1b[31m\xff",
         '  File "airline.py", line 1',
     ):
@@ -231,6 +241,18 @@ def test_a_letter_is_shown_whole_and_harmless(client: Client) -> None:
     assert gone.code == 1
     assert "there is no dead letter 1-1" in gone.err
     assert call("dlq", "show", "soon", url=client.url).code == 2
+
+
+@pytest.mark.parametrize("words", [("list",), ("list", "--count"), ("purge", "--yes"), ("redrive", "--yes")])
+def test_a_reason_that_there_is_not_is_refused_with_those_that_there_are(
+    client: Client, words: tuple[str, ...]
+) -> None:
+    bury(client, letter("1-0"))
+    refused = call("dlq", *words, "--reason", "nonsense", url=client.url)
+    assert (refused.code, refused.out) == (2, "")
+    assert "no message dies of 'nonsense': the reasons are missing-key, " in refused.err
+    assert ", skipped, unreadable" in refused.err
+    assert call("dlq", *words, "--reason", "unreadable", url=client.url).code == 0
 
 
 def test_a_megabyte_comes_back_whole(client: Client) -> None:

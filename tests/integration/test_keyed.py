@@ -75,6 +75,29 @@ def test_routers_that_race_route_all_once_and_in_stream_order(client: Client) ->
     assert (found, keyed(client).check()) == (expected(keys), [])
 
 
+def test_what_is_routed_together_in_portions_is_routed_once_in_stream_order_and_within_the_look_ahead(
+    client: Client,
+) -> None:
+    keys = "".join("ABCDEFG"[n * n % 7] for n in range(3_500))
+    publish(client, keys)
+    worker, other = keyed(client, "w1"), keyed(client, "w2")
+    assert worker.route(count=8_000, most_pending=2_600) == 100, "how much is worth reading is not known yet"
+    assert worker.route(count=8_000, most_pending=2_600) == 2_500
+    assert worker.routed == b"2600-0"
+    assert other.route(count=8_000, most_pending=2_600) == 0
+    client.execute("SCRIPT", "FLUSH")
+    assert worker.route(count=8_000, most_pending=MANY) == 900
+    found = dict(zip(expected(keys), lines(client, *expected(keys)), strict=True))
+    assert (found, worker.check()) == (expected(keys), [])
+
+
+def test_of_large_entries_few_are_read_at_once(client: Client) -> None:
+    client.pipeline([("XADD", "in", f"{n}-0", "k", "A", "payload", b"x" * 300_000) for n in range(1, 201)])
+    worker = keyed(client)
+    assert worker.route(count=8_000, most_pending=MANY) == 100
+    assert 1 <= worker.route(count=8_000, most_pending=MANY) <= 14
+
+
 def test_no_more_than_the_look_ahead_is_held_in_lines(client: Client) -> None:
     publish(client, "A" * 30)
     worker = keyed(client)
@@ -321,6 +344,38 @@ def test_a_turn_may_end_with_its_commit(client: Client) -> None:
     assert ids(take_one(keyed(client, "w2"))) == [2, 3]
 
 
+def test_under_a_lease_whose_turn_ended_nothing_more_is_committed_not_even_in_the_same_call(client: Client) -> None:
+    worker = routed(client, "AAB")
+    a, b = take(worker, run=2).leases
+    first, second, other = unit_of(a), unit_of(a, 2), unit_of(b)
+    second.first_id, second.others = second.last_id, []
+    first.left, other.left = 1, 0
+    assert worker.commit([first, second, other]) == [second]
+    assert (outputs(client), worker.check()) == ({"kA": [1], "kB": [3]}, [])
+    assert ids(take_one(worker)) == [2]
+
+
+def test_a_turn_that_ends_with_its_commit_leaves_a_line_parked_that_was_parked_meanwhile(client: Client) -> None:
+    worker = routed(client, "AAB")
+    a, b = take(worker, run=1).leases
+    park(client, KEYS, b"kA", "by hand")
+    units = [unit_of(a), unit_of(b)]
+    for unit in units:
+        unit.left = 0
+    assert worker.commit(units) == []
+    assert (take(worker).leases, worker.check()) == ([], [])
+    unpark(client, KEYS, b"kA")
+    assert ids(take_one(worker)) == [2]
+
+
+def test_an_entry_without_a_key_has_no_state_not_even_that_of_a_key_named_like_it(client: Client) -> None:
+    worker = routed(client, "-A")
+    client.execute("HSET", KEYS.state, "1-0", "of a key", "A", "of A")
+    alone, of_key = take(worker).leases
+    assert (alone.line, alone.state) == (b"i1-0", b"")
+    assert (of_key.line, of_key.state) == (b"kA", b"of A")
+
+
 # --- Failing ---
 
 
@@ -361,6 +416,29 @@ def test_an_entry_that_a_worker_died_of_is_counted_and_given_out_by_itself(clien
     assert commit(again)
     worker.release([Ending(again, "next")])
     assert (ids(take_one(worker)), client.execute("EXISTS", KEYS.strikes)) == ([3, 4], 0)
+
+
+def test_an_entry_that_a_worker_died_of_comes_alone_also_where_others_are_before_it(client: Client) -> None:
+    worker = routed(client, "AAAAA")
+    client.execute("HSET", KEYS.strikes, "3-0l", 1)
+    for expected_ids in ([1, 2], [3], [4, 5]):
+        lease = take_one(worker)
+        assert ids(lease) == expected_ids
+        assert commit(lease, len(expected_ids))
+        worker.release([Ending(lease, "next")])
+
+
+def test_of_lines_whose_entries_were_trimmed_one_call_clears_about_a_thousand(client: Client) -> None:
+    worker = routed(client, "AB" * 1_500 + "C")
+    while worker.route(count=8_000, most_pending=MANY):
+        pass
+    client.execute("XTRIM", "in", "MINID", "3001-0")
+    left = []
+    while not (leases := take(worker, run=100).leases):
+        left.append(sum(map(len, lines(client, "kA", "kB"))))
+    assert left == [2_000, 1_000, 0]
+    assert [ids(lease) for lease in leases] == [[3_001]]
+    assert worker.check() == []
 
 
 def test_a_strike_before_an_attempt_has_it_given_out_by_itself_until_its_attempt_ends(client: Client) -> None:

@@ -140,4 +140,4 @@ def test_a_survey_says_of_each_line_what_it_waits_for(client: Client) -> None:
     assert (found[b"kA"].until_ms or 0) - (found[b"kA"].since_ms or 0) in range(59_000, 61_000)
     assert len(survey(client, KEYS, most=2)) == 2
     take(keyed(client, "w2"))
-    assert "1 times a worker lost it" in next(one.why for one in survey(client, KEYS) if one.name == b"kD")
+    assert "once a worker lost it" in next(one.why for one in survey(client, KEYS) if one.name == b"kD")

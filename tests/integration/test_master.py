@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 
 from millstream.client import Client
-from millstream.lines import check_lines
+from millstream.lines import check_lines, park
 from millstream.server import EmbeddedServer
 from tests.integration.commandline import run
 from tests.integration.masters import (
@@ -187,6 +187,7 @@ def test_no_consumer_gets_more_than_it_asked_for(master: Master, client: Client)
 
 def test_the_session_can_be_read_back_page_by_page(master: Master, client: Client) -> None:
     ids = publish(client, "A", "B", "C", "A")
+    assert park(client, KEYS, b"kD", "no message of it has come yet")
     with Foreign(client, "c1", max_tickets=2).register(master) as consumer:
         eventually(lambda: len(consumer.read()) == 2, "two tickets")
         pages, cursor = [], ""

@@ -280,10 +280,3 @@ def test_a_base_that_cannot_be_a_name_is_refused(base: str) -> None:
     app = App("app")
     with pytest.raises(ConfigError):
         app.handler(base, key="k", partitions=2)(lambda message: None)
-
-
-def test_spark_refuses_a_handler_that_reads_partitions() -> None:
-    from millstream.spark.preparing import check_runnable
-
-    with pytest.raises(ConfigError, match="reads partitions, which Spark does not do yet"):
-        check_runnable([handler_of(lambda message: None)])

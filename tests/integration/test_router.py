@@ -2,9 +2,11 @@
 
 import asyncio
 import gc
+import re
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +19,8 @@ from millstream.router import END, Dropped, Gap, PoolPolicy, ReadPolicy, Router,
 from millstream.router.inbox import Cursor, Inbox
 from millstream.testing.topologies import wait_until
 from tests.integration.routers import OFTEN, READERS, Crowd, ids, ids_in, make_router, publish, taken
+
+DOCUMENTATION = Path(__file__).parents[2] / "docs/router.md"
 
 
 @pytest.fixture
@@ -379,6 +383,54 @@ def test_closing_the_router_ends_subscriptions_after_what_they_hold(client: Clie
         router.subscribe("s")
 
 
+def test_who_takes_items_with_a_time_limit_knows_when_no_more_come(client: Client, router: Router) -> None:
+    publish(client, ["s"], range(2))
+    subscription, broken = router.subscribe("s"), router.subscribe("text")
+    wait_until(lambda: subscription.buffered == 2, "the messages")
+    assert (subscription.get(100) is not None, subscription.ended) == (True, False)
+    client.execute("SET", "text", "x")
+    wait_until(lambda: router.figures().subscriptions == 1, "the other one to be ended")
+    assert not broken.ended
+    with pytest.raises(WrongType):
+        broken.get(100)
+    assert router.close()
+    assert not subscription.ended, "it still holds one"
+    assert subscription.get(100) is not None
+    assert subscription.ended
+    assert subscription.get() is None
+
+
+def test_who_follows_in_an_event_loop_knows_it_too(millstream_url: str, reader: Any) -> None:
+    async def main() -> None:
+        async with make_router(millstream_url, reader) as router:
+            subscription, closed = router.subscribe("s"), router.subscribe("s")
+            assert not subscription.ended
+            closed.close()
+            assert closed.ended
+        assert subscription.ended
+
+    asyncio.run(main())
+
+
+def test_the_example_of_the_documentation_follows(client: Client, millstream_url: str) -> None:
+    (code,) = [text for text in re.findall(r"```python\n(.*?)```", DOCUMENTATION.read_text(), re.S) if "def " in text]
+    said: list[tuple[Any, ...]] = []
+    names: dict[str, Any] = {"print": lambda *parts: said.append(parts)}
+    exec(compile(code, str(DOCUMENTATION), "exec"), names)
+    publish(client, ["s"], range(3))
+    last = ids_in(client, "s")[-1]
+
+    async def main() -> None:
+        async with Router(millstream_url) as router:
+            following = [asyncio.create_task(names["follow"](router, "s", after)) for after in ("0", END)]
+            thread = asyncio.create_task(asyncio.to_thread(names["follow_in_a_thread"], router, "later"))
+            await asyncio.to_thread(wait_until, lambda: len(said) == 4, "three messages and a start")
+        assert await asyncio.gather(*following, thread) == [last, last, None]
+
+    asyncio.run(main())
+    assert ("from", last, "on") in said
+
+
 def test_nonsense_is_refused(millstream_url: str) -> None:
     for wrong in ({"buffer": 0}, {"when_full": "shout"}, {"after": "yesterday"}):
         with pytest.raises(ConfigError):
@@ -446,3 +498,16 @@ def test_who_begins_at_the_end_is_told_which_id_that_was(client: Client, router:
     assert taken(empty, 1) == [Start(stream="e", after="0-0")]
     publish(client, ["s"], [3])
     assert ids(taken(subscription, 1)) == ids_in(client, "s")[-1:]
+
+
+def test_nobody_waits_for_a_router_that_has_failed(client: Client, millstream_url: str, reader: Any) -> None:
+    publish(client, ["s0"], [0])
+    with make_router(millstream_url, reader) as router:
+        early = router.subscribe("s0")
+        taken(early, 1)
+        router._pump.call(lambda: 1 // 0)  # type: ignore[arg-type]
+        with pytest.raises(ZeroDivisionError):
+            next(iter(early))
+        with pytest.raises(ConfigError, match="has failed, make a new one: ZeroDivisionError"):
+            router.subscribe("s1")
+        assert router.close()

@@ -106,3 +106,35 @@ def test_a_running_router_cannot_move_into_a_loop(client: Client) -> None:
         router.subscribe("s")
         with pytest.raises(ConfigError, match="before the first subscription"):
             asyncio.run(main(router))
+
+
+def test_a_task_may_close_the_router_in_which_others_wait(client: Client, reader: Any) -> None:
+    async def body(router: Router) -> None:
+        async def follow(name: str) -> int:
+            got = 0
+            async for _ in router.subscribe(name):
+                got += 1
+                if name == "s0":
+                    router.close()
+            return got
+
+        tasks = [asyncio.create_task(follow(name)) for name in NAMES]
+        await until(lambda: router.figures().streams == len(NAMES))
+        await asyncio.to_thread(publish, client, ["s0"], [0])
+        assert await asyncio.gather(*tasks) == [1] + [0] * 99
+
+    in_loop(client.url, reader, body)
+
+
+def test_nobody_waits_for_a_router_that_has_failed(client: Client, millstream_url: str, reader: Any) -> None:
+    async def body(router: Router) -> None:
+        early = router.subscribe("s0")
+        await asyncio.to_thread(publish, client, ["s0"], [0])
+        await anext(early)
+        router._pump.call(lambda: 1 // 0)  # type: ignore[arg-type]
+        with pytest.raises(ZeroDivisionError):
+            await anext(early)
+        with pytest.raises(ConfigError, match="has failed, make a new one: ZeroDivisionError"):
+            router.subscribe("s1")
+
+    in_loop(millstream_url, reader, body)

@@ -154,12 +154,15 @@ def test_what_cannot_be_asked_for_is_refused_in_one_line_of_json(server: Server)
     for path in (
         "/streams", "/streams/a?stream=b", "/streams/a?after=x", "/streams/a?after=1-0,2-0",
         "/streams?stream=a&stream=b&after=1-0,2-0,3-0", f"/streams/a?after={2**64}-0", "/streams/a?token=0123456789",
+        "/streams/a?aftr=0", "/streams?stream=a&Stream=b",
         "/streams?" + "&".join(f"stream={n}" for n in range(101)), "/streams?" + "&".join(["stream=a"] * 500),
     ):  # fmt: skip
         answer = server.http.get(path)
         assert answer.status_code == 400, path
         assert list(answer.json()) == ["error"]
         assert "\n" not in answer.json()["error"]
+    said = server.http.get("/streams/a?aftr=0").json()["error"]
+    assert said == "there is no parameter 'aftr': use after, stream, ticket, lastEventId"
     assert server.http.get("/streams/a", headers={"Last-Event-ID": "nonsense"}).status_code == 400
     assert server.http.post("/streams/a").status_code == server.http.head("/streams/a").status_code == 405
     assert server.http.get("/elsewhere").status_code == 404

@@ -1,5 +1,6 @@
 """Who may follow what through `millstream serve`, from which pages, and how many at once."""
 
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -137,11 +138,37 @@ def test_a_ticket_expires_and_ends_with_its_token() -> None:
         access.admit(["entity:1"], token=None, ticket=text)
 
 
+def test_the_token_file_is_read_again_when_it_changes_and_a_mistake_in_it_shuts_nobody_out(
+    client: Client, server: Server, tokens: Path
+) -> None:
+    before, new = tokens.read_text("utf-8"), "0123456789abcdef-new"
+    try:
+        tokens.write_text(f"{ALL} *\n{new} entity:*\n")
+        eventually(lambda: status(server, "entity:1", new) == 200, "the new token")
+        assert (status(server, "entity:1", SOME), status(server, "entity:1", ALL)) == (401, 200)
+        for mistake in ("", "short *\n"):
+            tokens.write_text(mistake)
+            time.sleep(1.2)
+            assert (status(server, "entity:1"), status(server, "entity:1", new)) == (401, 200)
+    finally:
+        tokens.write_text(before)
+    eventually(lambda: status(server, "entity:1", SOME) == 200, "the old tokens")
+
+
 def test_a_websocket_is_closed_with_what_http_would_have_said(client: Client, server: Server) -> None:
     code, reason = closed(lambda: server.socket("entity:1"))
     assert (code, "token" in reason) == (4401, True)
     assert closed(lambda: server.socket("other", additional_headers=bearer(SOME)))[0] == 4403
     assert closed(lambda: server.socket("entity:1", "after=x", additional_headers=bearer(SOME)))[0] == 4400
+    code, reason = closed(lambda: server.socket("entity:1", "aftr=0", additional_headers=bearer(SOME)))
+    assert (code, reason) == (4400, "there is no parameter 'aftr': use after, stream, ticket, lastEventId")
+
+
+def test_a_reason_that_is_too_long_for_a_websocket_is_cut(client: Client, server: Server) -> None:
+    name = "entity:" + 100 * "\xe9"
+    client.execute("SET", name, "no stream")
+    code, reason = closed(lambda: server.socket(name, additional_headers=bearer(SOME)))
+    assert (code, len(reason.encode())) == (1011, 123)
 
 
 # --- Pages ---

@@ -472,7 +472,11 @@ def test_ids_that_redis_would_refuse_are_refused_by_the_task(
         ids(client, "1.0.0.1", *given)
 
 
-def test_overlapping_ids_of_two_tasks_are_refused(client: Client) -> None:
+def test_overlapping_ids_of_two_tasks_are_refused_and_freed(client: Client) -> None:
     shares = [ids(client, "1.0.0.1", "5-1", "5-5").finish(0), ids(client, "1.0.1.2", "5-3").finish(1)]
+    publication = Run(client, "one").publication
     with pytest.raises(OutputError, match="overlap between partitions"):
-        Run(client, "one").publication.publish_once(shares)
+        publication.publish_once(shares)
+    assert staged(client)
+    publication.free(shares)
+    assert staged(client) == []

@@ -7,7 +7,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +17,6 @@ from millstream.errors import HandlerStuck
 from millstream.naming import REDRIVE_FIELD
 from millstream.reliable import Delivery, ReliableStream
 from millstream.worker import WorkerPolicy
-from tests.integration.commandline import run
 from tests.integration.test_worker import KEYS, dead, eventually, fill, make, outputs, pending, working
 
 
@@ -230,19 +228,6 @@ def test_a_stop_hands_back_a_batch_that_is_still_waiting_for_more(client: Client
     assert time.monotonic() - began < 10
     assert (outputs(client), loop.report.handed_back) == ([], 5)
     assert pending(client) == 5
-
-
-def test_spark_refuses_what_only_workers_do_in_one_line(tmp_path: Path) -> None:
-    text = """
-from millstream import App, Message, Retry
-app = App("app")
-@app.handler("in", key="k", retry=Retry(then="park"))
-def handle(message: Message) -> None: ...
-"""
-    (tmp_path / "refused_app.py").write_text(text)
-    done = run("run", str(tmp_path / "refused_app.py"), "--checkpoint", str(tmp_path / "checkpoint"))
-    says = 'app.handle has Retry(then="park"), which Spark does not do yet: use millstream worker'
-    assert (done.code, done.err) == (2, f"error: {says}\n")
 
 
 # The step in Redis

@@ -62,6 +62,7 @@ def test_each_stream_has_the_rate_for_itself(client: Client) -> None:
     assert len(found) < 500
 
 
+@pytest.mark.alone
 def test_a_handler_that_was_idle_reads_a_message_at_once(client: Client) -> None:
     with ExitStack() as stack:
         loops = [stack.enter_context(working(client, make(double, rate=0.5), f"w{number}")) for number in range(2)]
@@ -181,7 +182,10 @@ def test_the_commands_pause_and_resume_a_handler_on_its_streams_and_info_shows_i
         ("bill", "b"): True,
         ("ship", "a"): False,
     }
-    assert call("info", url=client.url).out.count("paused") == 1
+    said = call("info", url=client.url).out
+    assert (said.count("1 stream paused"), said.count("workers (0), paused")) == (1, 1), (
+        "of the handler, and of its stream"
+    )
 
 
 @pytest.mark.parametrize(

@@ -6,20 +6,26 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
+from math import inf
+from queue import SimpleQueue
 from typing import Any
 
 import pytest
 
 from millstream import App, Message, Retry, State
-from millstream.attendance import count_workers
+from millstream.attendance import find_workers
 from millstream.balancer import announce
 from millstream.client import Client
-from millstream.errors import AccessDenied, ConfigError, StaleOwner
+from millstream.clock import SYSTEM_CLOCK
+from millstream.errors import AccessDenied, ConfigError, OutOfMemory, StaleOwner, Unavailable
+from millstream.keyed import KeyedStream
 from millstream.ledger import Ledger
 from millstream.naming import HandlerKeys, ServiceKeys
+from millstream.server import EmbeddedServer
 from millstream.testing.topologies import cluster
 from millstream.worker import WorkerPolicy
+from millstream.worker.own_routing import OwnRouter
 from tests.integration.commandline import call
 from tests.integration.test_worker import eventually, make, working
 
@@ -115,6 +121,7 @@ def test_one_message_of_a_stream_runs_at_a_time_and_other_streams_meanwhile(clie
     assert set(most.values()) == {1}
 
 
+@pytest.mark.alone
 def test_a_worker_that_stops_hands_its_streams_on_at_once(client: Client) -> None:
     handler = make(count, pattern="s:*", order="stream")
     fill(client, 6, 1)
@@ -200,8 +207,8 @@ def test_info_counts_consumers_that_were_heard_of_or_whose_name_is_held(client: 
     client.execute("SET", "millstream:worker:app:held", "token")
     time.sleep(0.4)
     client.execute("XREADGROUP", "GROUP", keys.group, "heard", "COUNT", 1, "STREAMS", "in", ">")
-    assert count_workers(client, [keys], heard_ms=300) == {keys: 2}
-    assert count_workers(client, [keys]) == {keys: 3}
+    assert find_workers(client, [keys], heard_ms=300) == {keys: {"held", "heard"}}
+    assert find_workers(client, [keys]) == {keys: {"quiet", "held", "heard"}}
 
 
 def test_a_parked_stream_is_shown_like_a_parked_key(client: Client) -> None:
@@ -320,6 +327,130 @@ def test_a_right_that_is_taken_from_a_stream_concerns_that_stream_only(
         fill(client, 3, 1, first=1)
         eventually(lambda: sum(map(len, rows(client).values())) == 5)
     client.execute("ACL", "DELUSER", "limited")
+
+
+def test_a_worker_that_may_not_be_told_what_has_changed_looks_for_itself(
+    client: Client, caplog: pytest.LogCaptureFixture
+) -> None:
+    fill(client, 5, 3)
+    handler = make(count, pattern="s:*", order="stream")
+    with Client(login(client, "-client|tracking")) as user, working(user, handler):
+        eventually(lambda: sum(map(len, rows(client).values())) == 15)
+        fill(client, 5, 3, first=3)
+        eventually(lambda: sum(map(len, rows(client).values())) == 30)
+    check_order(client, 5, 6)
+    assert "client|tracking" in caplog.text
+    client.execute("ACL", "DELUSER", "limited")
+
+
+@pytest.mark.alone
+def test_a_worker_on_streams_where_nothing_comes_asks_little(client: Client) -> None:
+    def scripts() -> int:
+        stats = client.execute("INFO", "commandstats").decode()
+        return int(stats.partition("cmdstat_evalsha:calls=")[2].partition(",")[0])
+
+    fill(client, 500, 1)
+    with working(client, make(count, pattern="s:*", order="stream")):
+        eventually(lambda: len(rows(client)) == 500)
+        time.sleep(1)
+        before = scripts()
+        time.sleep(2)
+        assert scripts() - before < 1_000  # not one a second for each of the streams
+
+
+class Routing:
+    """A router of streams of its own, without sweeps, that goes on by steps."""
+
+    def __init__(self, client: Client, streams: int) -> None:
+        self.client = Client(client.url)
+        self.woken: SimpleQueue[str] = SimpleQueue()
+        self.names = [f"s:{number}" for number in range(streams)]
+        self.router = OwnRouter(
+            self.client, SYSTEM_CLOCK, WorkerPolicy(), token="t", keys_of=lambda name: HandlerKeys("app", "handle", name),
+            readable=lambda name: True, woken=self.woken,
+        )  # fmt: skip
+        self.router._check_due_ms = inf
+        for name in self.names:
+            stream = KeyedStream(
+                self.client, name, line_of=lambda entry_id, pairs: b"kall", app="app", handler="handle", consumer="w"
+            )
+            stream.join()
+            self.router.add(stream)
+
+    def woken_by(self, steps: int) -> set[str]:
+        while steps:
+            steps -= 1
+            with suppress(Unavailable):
+                self.router._listen(threading.Event())
+                self.router._route_some()
+        return {self.woken.get() for _ in range(self.woken.qsize())}
+
+
+def test_after_a_redis_has_lost_all_what_is_new_is_routed_without_a_sweep(client: Client) -> None:
+    fill(client, 3, 1)
+    routing = Routing(client, 3)
+    assert routing.woken_by(9) == set(routing.names)
+    client.pipeline([("MULTI",), ("FLUSHALL",), *(("XADD", name, "*", "n", 0) for name in routing.names), ("EXEC",)])
+    assert routing.woken_by(9) == set(routing.names)
+    assert all(one.pending == 1 for one in routing.router.streams.values())
+
+
+def test_what_was_routed_by_a_call_whose_answer_was_lost_is_told_without_a_sweep(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill(client, 3, 1)
+    routing = Routing(client, 3)
+    routing.woken_by(9)
+    send = routing.client.pipeline
+
+    def lose(commands: Any) -> Any:
+        monkeypatch.undo()
+        send(commands)
+        raise Unavailable("the answer is lost")
+
+    monkeypatch.setattr(routing.client, "pipeline", lose)
+    fill(client, 3, 1, first=1)
+    assert routing.woken_by(9) == set(routing.names)
+
+
+def test_streams_that_cannot_be_routed_for_now_keep_no_others_waiting(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill(client, 150, 1)
+    routing = Routing(client, 150)
+
+    def refuse(**options: Any) -> int:
+        raise OutOfMemory("no room")
+
+    for name in routing.names[:100]:
+        monkeypatch.setattr(routing.router.streams[name], "route", refuse)
+    assert routing.woken_by(9) == set(routing.names[100:])
+
+
+def test_a_redis_that_can_track_few_keys_is_not_asked_all_the_time(
+    millstream_fresh_server: EmbeddedServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Client(millstream_fresh_server.url) as client:
+        client.execute("CONFIG", "SET", "tracking-table-max-keys", 250)
+        routing = Routing(client, 500)
+        stopping = threading.Event()
+        thread = threading.Thread(target=routing.router.run, args=(stopping,))
+        thread.start()
+        eventually(lambda: "tracking-table-max-keys" in caplog.text)
+
+        def calls() -> int:
+            stats = client.execute("INFO", "commandstats").decode()
+            return int(stats.partition("cmdstat_evalsha:calls=")[2].partition(",")[0])
+
+        before = calls()
+        time.sleep(1)
+        asked = calls() - before
+        fill(client, 500, 1)
+        eventually(lambda: routing.woken.qsize() >= 500)
+        stopping.set()
+        thread.join()
+        assert asked < 10_000
+        assert caplog.text.count("tracking-table-max-keys") == 1
 
 
 @pytest.mark.parametrize(

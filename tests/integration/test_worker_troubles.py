@@ -244,7 +244,7 @@ def test_while_one_stream_cannot_be_committed_what_the_others_have_is_still_kept
     hand = Hand(WorkerPolicy(), 1)
     hand.take(found, 0)
     report = Report(handler.label, time_limit_ms=1_000)
-    settler = Settler(Pipeline(handler), hand, client, report, SYSTEM_CLOCK, batch=10, give_up=lambda: False)
+    settler = Settler(Pipeline(handler), hand, client, report, SYSTEM_CLOCK, give_up=lambda: False)
     waiting, going_on = threading.Event(), threading.Event()
     commit = streams[0].commit
 

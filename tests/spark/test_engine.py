@@ -258,3 +258,12 @@ def test_a_wrong_type_at_the_streams_key_stops_the_run_with_a_clear_error(pipeli
     pipelines.add("in", *steps(10))
     pipelines.once(counting_app())
     assert len(pipelines.entries("out")) == 10
+
+
+def test_the_last_event_says_which_keys_are_parked_and_the_others_what_else_was_done(pipelines: Pipelines) -> None:
+    app = counting_app(retry=Retry(attempts=2, delay_ms=5, then="park"))
+    pipelines.add("in", *({"key": "bad", "n": n, "fail": 9} for n in range(3)), *steps(20), {"key": "k0", "n": -1})
+    pipelines.once(app)
+    assert pipelines.events[-1] == {"event": "stopped", "parked": {"count": {"keys": 1, "messages": 3}}}
+    assert sum(event.get("committed", 0) for event in pipelines.events) == 21
+    assert sum(event.get("dead", 0) for event in pipelines.events) == 1

@@ -46,7 +46,7 @@ def test_a_stop_in_the_middle_of_a_batch_is_quick_and_quiet(asleep: Driver, numb
     asleep.process.send_signal(number)
     assert asleep.process.wait(20) == code
     assert asleep.errors() == ""
-    wait_until(lambda: asleep.events[-1] == {"event": "stopped"}, "the last event")
+    wait_until(lambda: asleep.events[-1]["event"] == "stopped", "the last event")
 
 
 def test_a_java_process_that_is_killed_ends_the_run_with_one_line(asleep: Driver) -> None:
@@ -64,6 +64,7 @@ def test_a_java_process_that_is_killed_ends_the_run_with_one_line(asleep: Driver
         (("--conf", "spark.driver.memory=abc"), {}, "Invalid maximum heap size: -Xmxabc"),
         (("--conf", "spark.scheduler.mode=abc"), {}, "Spark refuses its settings"),
         ((), {"JAVA_HOME": "/nonexistent"}, "install Java 17 or later, or set JAVA_HOME"),
+        ((), {"SPARK_REMOTE": "sc://127.0.0.1"}, "the variable SPARK_REMOTE is set"),
     ],
 )
 def test_settings_that_spark_cannot_start_with_are_named(

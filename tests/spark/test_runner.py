@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 from pyspark.sql import SparkSession
 
-from millstream import App, Message
+from millstream import App, Message, Retry, Rows
 from millstream.client import Client
 from millstream.errors import AccessDenied, ConfigError, DataLoss, PipelineFailed, StaleOwner, Unavailable, WrongType
+from millstream.ledger import Ledger
 from millstream.producer import Producer
-from millstream.spark import runner
+from millstream.spark import pipeline, runner
 from millstream.spark.failures import failure_of
 from tests.spark.pipelines import Pipelines, eventually
 
@@ -53,7 +54,7 @@ def test_any_other_failure_is_tried_again_and_told_in_one_line() -> None:
 def test_a_batch_that_takes_long_is_told_of_at_ever_longer_intervals(
     pipelines: Pipelines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(runner, "_FIRST_WORD_MS", 500.0)
+    monkeypatch.setattr(pipeline, "_FIRST_WORD_MS", 500.0)
 
     def slow(message: Message) -> None:
         time.sleep(6)
@@ -82,6 +83,22 @@ def test_a_damaged_checkpoint_is_named_with_its_remedy(pipelines: Pipelines) -> 
     assert pipelines.meta("app", "handle", "in")["committed"] == "2"
 
 
+def test_a_query_that_died_while_it_wrote_its_first_batch_goes_on_from_its_checkpoint(pipelines: Pipelines) -> None:
+    app = app_of(nothing)
+    app.stage(Rows("in", "n int"), into="out", name="copy")(lambda rows: rows)
+    for name in ("handle", "copy"):
+        offsets = pipelines.folder / "checkpoint" / "app" / name / "offsets"
+        offsets.mkdir(parents=True)
+        (offsets / ".0.9ed0a7a5-2bf7-4a3c-9b38-02a9ef8ab9f7.tmp").write_text("v1\n")
+    pipelines.add("in", {"n": 1})
+    pipelines.once(app)
+    pipelines.add("in", {"n": 2})
+    pipelines.once(app)
+    assert pipelines.meta("app", "handle", "in")["committed"] == "2"
+    assert [fields["n"] for _, fields in pipelines.entries("out")] == ["1", "2"]
+    assert "restarting" not in {event["event"] for event in pipelines.events}
+
+
 @pytest.mark.parametrize("place", ["file", "/proc/nowhere", "nosuch://host/folder"])
 def test_a_checkpoint_that_cannot_be_one_is_refused(pipelines: Pipelines, place: str) -> None:
     (pipelines.folder / "file").write_text("")
@@ -105,6 +122,22 @@ def test_what_fails_each_time_is_given_up_and_named(pipelines: Pipelines, monkey
     pipelines.add("in", {"n": 1})
     with pytest.raises(PipelineFailed, match=r"failed 2 times in a row.*cannot pickle '_thread\.lock'"):
         pipelines.once(app_of(unsendable))
+
+
+def test_what_cannot_be_run_of_what_was_set_aside_ends_the_run(pipelines: Pipelines) -> None:
+    app = App("app")
+
+    @app.handler("in", key="k", name="handle", retry=Retry(attempts=2, delay_ms=3_000, jitter=0))
+    def handle(message: Message) -> None:
+        raise RuntimeError("not yet")
+
+    pipelines.add("in", {"k": "a"})
+    with pipelines.running(app) as background:
+        eventually(lambda: [e for e in pipelines.events if e["event"] == "batch"], "the batch that sets it aside")
+        Ledger(pipelines.client, app="app", handler="handle", token=9_000_000_000_000_000, keyed=True).begin(["in"])
+        eventually(lambda: not background.is_alive(), "the end of the older run, though nothing new comes")
+    assert isinstance(background.error, PipelineFailed)
+    assert "a newer run of app.handle has taken over" in str(background.error)
 
 
 def test_handlers_stop_together(pipelines: Pipelines) -> None:

@@ -12,23 +12,11 @@ from millstream.spark.options import parse
 from millstream.spark.planner import Planner
 from millstream.spark.schema import default_schema
 from millstream.spark.source import RedisStreamReader
+from tests.clocks import HandClock
 from tests.spark.pipelines import eventually
 from tests.spark.sources import Bench
 
 MINUTE_MS = 60_000.0
-
-
-class HandClock:
-    """A clock that stands still until it is moved."""
-
-    def __init__(self) -> None:
-        self.now_ms = 0.0
-
-    def monotonic_ms(self) -> float:
-        return self.now_ms
-
-    def sleep_ms(self, duration_ms: float) -> None:
-        self.now_ms += duration_ms
 
 
 @pytest.fixture
@@ -135,9 +123,9 @@ def test_a_query_that_holds_back_asks_redis_seldom_and_goes_on_when_enough_is_th
     eventually(lambda: len(taken.rows) == 11, "enough is there")
     bench.add("s", 3)
     threading.Event().wait(0.7)
-    before = calls(bench, "xinfo|stream")
+    before = calls(bench, "client|tracking")
     threading.Event().wait(2)
-    assert 2 <= calls(bench, "xinfo|stream") - before <= 6, "twice a second, not 90 times"
+    assert 2 <= calls(bench, "client|tracking") - before <= 6, "twice a second, not 90 times"
     assert len(taken.rows) == 11
     eventually(lambda: len(taken.rows) == 14, "the delay is over")
     assert taken.sizes == [1, 10, 3]

@@ -125,7 +125,7 @@ def test_entries_that_vanish_between_planning_and_reading_are_noticed(
 def test_losses_are_told_once_and_added_up_also_if_one_grows(caplog: pytest.LogCaptureFixture) -> None:
     policy = LossPolicy(fail=False)
     for start, first in ((3, 8), (3, 8), (3, 11), (3, 11), (5, 12), (3, 8)):
-        facts = StreamFacts(EntryId(19, 0), EntryId(first, 0), EntryId(0, 0), 19, 20 - first)
+        facts = StreamFacts(Position(EntryId(19, 0), 19), EntryId(first, 0), EntryId(0, 0), 20 - first)
         loss = judge("s", Position(EntryId(start, 0), start), facts)
         assert loss is not None
         policy.report(loss)

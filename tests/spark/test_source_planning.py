@@ -1,11 +1,12 @@
 """How the source plans: shares, pieces, cursors and frontiers; on real Redis, without Spark."""
 
+import json
 import time
 from collections.abc import Iterator
 from itertools import pairwise
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from millstream.client import Client
@@ -15,12 +16,15 @@ from millstream.model import ZERO_ID, EntryId
 from millstream.naming import HandlerKeys
 from millstream.spark.cursor import Walk, walk
 from millstream.spark.facts import survey
-from millstream.spark.offsets import Offsets, Position, dump, load
+from millstream.spark.lag import LagGroup, standings
+from millstream.spark.offsets import Offsets, Position, dump, load, readable
 from millstream.spark.options import parse
 from millstream.spark.planner import Planner, Waiting
-from millstream.spark.ranges import Piece, Spread, cut, deal, guess_cuts
-from millstream.spark.shares import MOST_CUT, divide
+from millstream.spark.ranges import Piece, Spread, cut, deal, flat, guess_cuts, unflattened
+from millstream.spark.shares import MOST_CUT, Filling, divide, in_turn
+from millstream.spark.subscription import Subscription
 from millstream.testing import topologies
+from tests.clocks import HandClock
 
 backlogs = st.dictionaries(st.text("abcdef", min_size=1, max_size=3), st.integers(1, 10_000), min_size=1, max_size=30)
 
@@ -93,6 +97,21 @@ def test_a_giant_among_many_streams_takes_what_they_leave() -> None:
     assert len(shares) == 301
 
 
+@settings(max_examples=40)
+@given(crowds, st.integers(1, 20_000), st.integers(0, 400))
+def test_looking_at_streams_in_turn_may_end_when_the_batch_is_full(
+    waiting: dict[str, int], limit: int, at: int
+) -> None:
+    last_served = f"s{at:03}"
+    filling, seen = Filling(limit), {}
+    for name in in_turn(waiting, last_served):
+        seen[name] = waiting[name]
+        filling.add(waiting[name])
+        if filling.is_full:
+            break
+    assert divide(seen, limit, last_served) == divide(waiting, limit, last_served)
+
+
 # --- pieces ---
 
 
@@ -104,6 +123,28 @@ def test_pieces_are_dealt_out_whole_and_evenly(sizes: list[int], tasks: int) -> 
     loads = [sum(piece.size for piece in some) for some in dealt]
     assert len(loads) == min(tasks, len(pieces))
     assert max(loads) <= sum(sizes) / tasks + max(sizes)
+
+
+parts_of_streams = st.lists(st.tuples(st.integers(1, 12), st.integers(1, 300)), min_size=1, max_size=12)
+
+
+@given(parts_of_streams, st.integers(1, 8), st.integers(1, 2000))
+def test_tasks_in_turn_have_each_stream_in_order_and_none_has_too_much(
+    streams: list[tuple[int, int]], tasks: int, most: int
+) -> None:
+    pieces = [
+        Piece(f"s{number}", EntryId(n, 0), EntryId(n + 1, 0), size, size)
+        for number, (parts, size) in enumerate(streams)
+        for n in range(parts)
+    ]
+    dealt = deal(pieces, tasks, most)
+    in_turn = [piece for task in dealt for piece in task]
+    assert sorted(in_turn) == sorted(pieces)
+    assert sorted(in_turn, key=lambda piece: piece.stream) == sorted(
+        pieces, key=lambda piece: (piece.stream, piece.after)
+    )
+    assert all(len(task) == 1 or sum(piece.size for piece in task) <= most for task in dealt)
+    assert unflattened(flat(in_turn)) == in_turn
 
 
 @given(
@@ -236,6 +277,20 @@ def test_offsets_survive_json_sorted(client: Client) -> None:
             load(wrong)
 
 
+def test_offsets_of_many_streams_are_packed(client: Client) -> None:
+    offsets = {f's"{n}é': Position(EntryId(n, n % 3), n % 5 or None) for n in range(2000)}
+    packed = dump(offsets)
+    assert list(packed) == ["packed"]
+    assert len(packed["packed"]) < 20_000
+    assert load(json.loads(json.dumps(packed))) == offsets
+    assert readable(packed) == {name: [str(at.id), at.added] for name, at in offsets.items()}
+    assert dump(dict(reversed(offsets.items()))) == packed
+    assert load({"packed": ["5-0", 1]}) == {"packed": Position(EntryId(5, 0), 1)}
+    for damaged in ("", "eJ", packed["packed"][:-40], "AAAA"):
+        with pytest.raises(ConfigError, match="another source"):
+            load({"packed": damaged})
+
+
 def test_a_stream_whose_name_is_not_text_is_refused(client: Client) -> None:
     client.execute("XADD", b"\xff", "*", "a", "1")
     pattern = Planner(client, parse({"url": client.url, "subscribePattern": "*"}, {}), cores=1)
@@ -243,16 +298,44 @@ def test_a_stream_whose_name_is_not_text_is_refused(client: Client) -> None:
         pattern.starts("latest")
 
 
-def test_ten_thousand_streams_are_planned_in_less_than_a_second(client: Client) -> None:
+def pages(client: Client) -> int:
+    """How many SCAN the server has run."""
+    _, _, rest = client.execute("INFO", "commandstats").partition(b"cmdstat_scan:calls=")
+    return int(rest.partition(b",")[0])
+
+
+def test_names_among_many_keys_are_looked_up_bit_by_bit(client: Client) -> None:
+    client.pipeline([("XADD", f"s{n}", "1-0", "a", "1") for n in range(5000)])
+    clock = HandClock()
+    subscription = Subscription(client, (), "s*", clock=clock)
+    first = subscription.names()
+    assert len(first) == 5000, "the first time all of them"
+    client.pipeline([("DEL", "s7"), ("XADD", "s5000", "1-0", "a", "1")])
+    assert subscription.names() is first, "not within a second"
+    clock.now_ms += 1000
+    clock.passes = 60.0  # each look at the clock takes longer than a slice
+    looks, before = 1, pages(client)
+    while subscription.names() is first:
+        looks += 1
+    made = pages(client) - before
+    assert looks == made + 1 > 3, "a page of about a thousand keys at each look, and one to find that there is no other"
+    assert set(first) - set(subscription.names()) == {"s7"}
+    assert set(subscription.names()) - set(first) == {"s5000"}
+    clock.passes, clock.now_ms = 0.0, clock.now_ms + 20_000
+    client.execute("DEL", "s8")
+    assert len(subscription.names()) == 4999, "who looks rarely looks longer"
+
+
+def test_ten_thousand_streams_are_planned_and_a_look_asks_about_what_has_changed(client: Client) -> None:
     names = [f"s{n:05}" for n in range(10_000)]
     commands = [("XADD", name, f"{n}-0", "a", "1") for name in names for n in (1, 2, 3)]
     for at in range(0, len(commands), 5000):
         client.pipeline(commands[at : at + 5000])
-    plan = Planner(
-        client, parse({"url": client.url, "subscribePattern": "s*", "startingOffsets": "earliest"}, {}), cores=2
-    )
+    options = parse({"url": client.url, "subscribePattern": "s*", "startingOffsets": "earliest"}, {})
+    plan = Planner(client, options, cores=2, clock=HandClock())  # without time there is nothing else to ask
     start = plan.starts("latest")
-    for limit, expected in ((None, 30_000), (20_000, 20_000)):
+    before = asked(client)
+    for limit, expected in ((None, 30_000), (21_000, 21_000)):
         began = time.monotonic()
         end = advance(plan, start, limit)
         tasks = plan.pieces(start, end)
@@ -260,6 +343,62 @@ def test_ten_thousand_streams_are_planned_in_less_than_a_second(client: Client) 
         assert sum(piece.size for task in tasks for piece in task) == expected
         assert len(tasks) == 2
         assert took < 5, "the benchmark spark_streams has the real figure; this catches a round trip per stream"
+    rest = advance(plan, end, 20_000)
+    assert sum(piece.size for task in plan.pieces(end, rest) for piece in task) == 9_000
+    assert advance(plan, rest, 20_000) is rest
+    assert asked(client) == before, "nothing has changed since the beginning"
+    client.pipeline([("XADD", name, "4-0", "a", "1") for name in names[:3]])
+    more = advance(plan, rest, 20_000)
+    assert sorted(name for name in more if more[name] != rest[name]) == names[:3]
+    assert len(plan.pieces(rest, more)[0]) == 3
+    assert advance(plan, more, None) is more
+    assert asked(client) == before + 3
+
+
+def asked(client: Client) -> int:
+    """How often streams were asked about."""
+    stats = client.execute("INFO", "commandstats").decode()
+    return int(stats.partition("cmdstat_xinfo|stream:calls=")[2].partition(",")[0] or 0)
+
+
+def test_what_a_limit_left_waiting_comes_though_nothing_changes_there(client: Client) -> None:
+    for name in ("a", "b", "c"):
+        fill(client, name, 10)
+    plan = planner(client, subscribe="a,b,c", startingOffsets="earliest")
+    at, taken = plan.starts("latest"), 0
+    while (end := advance(plan, at, 4)) is not at:
+        taken += sum(end[name].id.ms - at[name].id.ms for name in end)
+        at = end
+    assert taken == 30
+    again = dict(at)
+    fill(client, "d", 1)
+    client.execute("XADD", "b", "11-0", "a", "1")
+    assert advance(plan, again, 4) == again | {"b": Position(EntryId(11, 0), 11)}, "from offsets of another time, too"
+
+
+def test_groups_of_many_streams_follow_in_portions(client: Client) -> None:
+    names = [f"s{n:04}" for n in range(2500)]
+    client.pipeline([("XADD", name, "1-0", "a", "1") for name in names])
+    client.execute("XGROUP", "CREATE", names[7], "g", "0")
+    clock = HandClock()
+    lag = LagGroup(client, "g", clock=clock)
+    at = {name: Position(EntryId(1, 0), 1) for name in names}
+
+    def shown() -> int:
+        found = standings(client, "g", names)
+        return sum(found[name].at == at[name] for name in found)
+
+    lag.show(at)
+    assert shown() == 2500, "as long as it takes no time"
+    at = {name: Position(EntryId(2, 0), 2) for name in names}
+    clock.passes = 200.0
+    for expected in (500, 1000, 1500, 2000, 2500):
+        lag.show(at)
+        assert shown() == expected
+    at = at | {names[0]: Position(EntryId(3, 0), 3), names[2400]: Position(EntryId(3, 0), 3)}
+    client.pipeline([("XGROUP", "DESTROY", names[0], "g"), ("DEL", names[2400])])
+    lag.show(at)
+    assert (shown(), len(standings(client, "g", names))) == (2499, 2499)
 
 
 # --- the handler engine's frontier ---

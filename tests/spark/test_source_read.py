@@ -58,6 +58,18 @@ def test_the_source_needs_no_registration_and_reads_several_streams_and_missing_
     assert frame.count() == 5
 
 
+def test_entries_that_were_redriven_to_a_handler_may_be_left_out(bench: Bench) -> None:
+    bench.add_raw(
+        "s", [["n", "0"], ["millstream.redrive", "app.handle", "n", "0"], ["n", "1", "millstream.redrive", "x"]]
+    )
+    bench.add_raw("only", [["millstream.redrive", "app.handle", "n", "0"]])
+    assert bench.read("s,only").count() == 4
+    assert [flat(row) for row in bench.read("s,only", redriven="skip").collect()] == [
+        [b"n", b"0"],
+        [b"n", b"1", b"millstream.redrive", b"x"],
+    ]
+
+
 def test_fields_as_a_map_keep_the_last_of_a_repeated_name(bench: Bench) -> None:
     bench.add_raw("odd", ODD)
     maps = [row["fields"] for row in bench.read("odd", fieldsAs="map").orderBy("id_ms", "id_seq").collect()]
@@ -223,6 +235,8 @@ def test_another_type_at_the_key_is_a_clear_error(bench: Bench) -> None:
         ({"subscribe": "s", "startingOfsets": "earliest"}, "did you mean 'startingOffsets'"),
         ({}, "name the streams either by option"),
         ({"subscribe": "s", "maxOffsetsPerTrigger": "-1"}, "must be a whole number of 1 or more"),
+        ({"subscribe": "s", "mode": "failfast"}, "mode=failfast is for typed columns"),
+        ({"subscribe": "s", "url": "http://x"}, "ConfigError: 'http://x': the URL must begin with redis://"),
     ],
 )
 def test_wrong_options_are_refused_at_load_with_the_right_name(
@@ -230,7 +244,7 @@ def test_wrong_options_are_refused_at_load_with_the_right_name(
 ) -> None:
     for reader in (bench.spark.read, bench.spark.readStream):
         with pytest.raises(AnalysisException, match=complaint):
-            reader.format("redis-streams").options(url=bench.url, **options).load()
+            reader.format("redis-streams").options(**{"url": bench.url} | options).load()
 
 
 @pytest.mark.parametrize(
@@ -239,6 +253,7 @@ def test_wrong_options_are_refused_at_load_with_the_right_name(
         ("_id_ms string", "the column _id_ms must be of type bigint"),
         ("a array<string>", "the column a cannot be of type array<string>"),
         ("a int not null", "the column a must be nullable"),
+        ("a int, _idms long", "the column _idms looks like one about the entry: did you mean _id_ms"),
     ],
 )
 def test_a_schema_that_cannot_be_served_is_refused(bench: Bench, schema: str, complaint: str) -> None:

@@ -99,6 +99,28 @@ def test_a_batch_read_ends_before_a_time_of_its_own_in_each_stream(client: Clien
     ]
 
 
+def test_a_batch_read_may_leave_out_one_stream_of_several_and_begins_early_where_nothing_is_said(
+    client: Client,
+) -> None:
+    for stream in "abc":
+        fill(client, stream, "10-0", "20-0")
+    plan = planner(client, "a,b,c", startingOffsets='{"a": "10-0", "b": "latest"}')
+    pieces = [piece for task in plan.everything(Selection({})) for piece in task]
+    assert {piece.stream: piece.after < EntryId(10, 0) for piece in pieces} == {"a": False, "c": True}
+
+
+def test_a_batch_read_names_the_streams_that_are_not_there(client: Client, caplog: pytest.LogCaptureFixture) -> None:
+    fill(client, "orders", "10-0")
+    planner(client, "orders").everything(Selection({}))
+    assert not caplog.records
+    assert planner(client, "order,orders,refund").everything(Selection({}))
+    assert "streams that do not exist: 'order', 'refund'" in caplog.text
+    caplog.clear()
+    pattern = parse({"url": client.url, "subscribePattern": "oder*"}, {})
+    assert Planner(client, pattern, cores=1).everything(Selection({})) == []
+    assert "no stream is there of those that are subscribed to" in caplog.text
+
+
 # --- groups ---
 
 

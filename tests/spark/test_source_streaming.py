@@ -12,6 +12,7 @@ from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadMaxRows
 from millstream.client import Client
 from millstream.server import EmbeddedServer
 from millstream.spark.options import parse
+from millstream.spark.ranges import unflattened
 from millstream.spark.reading import Reading
 from millstream.spark.rows import batch_maker
 from millstream.spark.source import RedisStreamReader, RedisStreamsSource
@@ -90,10 +91,11 @@ def test_an_idle_query_makes_no_batches_and_leaves_redis_in_peace(bench: Bench) 
     bench.add("s", 3)
     taken = bench.start(bench.stream("s", startingOffsets="earliest"))
     eventually(lambda: len(taken.rows) == 3, "the entries were read")
-    before = calls(bench, "xinfo|stream")
+    before, asked = calls(bench, "client|tracking"), calls(bench, "xinfo|stream")
     threading.Event().wait(2)
     assert len(taken.batches) == 1
-    assert 5 <= calls(bench, "xinfo|stream") - before <= 45, "asked some 20 times a second, not 90"
+    assert 5 <= calls(bench, "client|tracking") - before <= 45, "it looks some 20 times a second, not 90"
+    assert calls(bench, "xinfo|stream") == asked, "and asks about what has changed"
 
 
 def calls(bench: Bench, command: str) -> int:
@@ -198,8 +200,8 @@ def test_fresh_readers_plan_and_read_the_same_rows_from_offsets_alone(bench: Ben
         with Client(bench.url) as client:
             batches = [
                 batch
-                for pieces in parts
-                for batch in Reading(client, pieces, limit_ms=1000, fail_on_data_loss=True).batches(maker)
+                for sent in parts
+                for batch in Reading(client, unflattened(sent), limit_ms=1000, fail_on_data_loss=True).batches(maker)
             ]
         return sorted((row["stream"], row["id_ms"], row["id_seq"]) for batch in batches for row in batch.to_pylist())
 

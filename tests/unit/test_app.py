@@ -128,7 +128,7 @@ def test_a_bare_decorator_is_explained() -> None:
 def test_two_handlers_of_one_name_are_refused() -> None:
     app = App("app")
     app.handler("a")(takes_order)
-    with pytest.raises(ConfigError, match="two handlers named 'takes_order'"):
+    with pytest.raises(ConfigError, match="two handlers or stages named 'takes_order'"):
         app.handler("b")(takes_order)
 
 

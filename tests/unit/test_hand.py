@@ -128,8 +128,7 @@ def test_an_attempt_that_has_ended_is_told_from_one_that_hangs(
     one = delivery(stream)
     hand.take([one], 0)
     with running(runner_of(function, RUNNERS[function], hand), hand):
-        ran = hand.outbox.get(timeout=10)
-    assert ran is not None
+        (ran,), _ = hand.outbox.collect(10)
     assert ran[0] == (one,)
     assert (one.running, one.ran) == (True, True)
 
@@ -144,7 +143,7 @@ def helpers() -> int:
 def nudged_while_it_runs(runner: Runner, hand: Hand, entries: int) -> int:
     """Nudge it as a reading loop does until that many have run; return how many threads there were besides the first."""
     with running(runner, hand):
-        while hand.outbox.qsize() < entries:
+        while len(hand.outbox) < entries:
             runner.nudge()
             time.sleep(0.002)
         return helpers()
@@ -280,7 +279,7 @@ def test_a_suspect_waits_for_the_other_handlers_of_its_process_and_they_for_it(h
         assert other.begin(waiting, 0) is None
         assert runner.saw == []
         running.ran = True
-        assert hand.outbox.get(timeout=5)
+        assert hand.outbox.collect(5)[0]
         guard.suspect(None)
         thread.join()
     assert runner.saw == [False]

@@ -12,26 +12,12 @@ from millstream.errors import ConfigError, ServerError
 from millstream.health import Health, HealthServer
 from millstream.metrics import Recorder
 from millstream.worker.report import Report
-
-
-class HandClock:
-    """A clock that the test moves."""
-
-    def __init__(self) -> None:
-        self.now_ms = 1_000_000.0
-
-    def monotonic_ms(self) -> float:
-        """Where the test put it."""
-        return self.now_ms
-
-    def sleep_ms(self, duration_ms: float) -> None:
-        """Move on at once."""
-        self.now_ms += duration_ms
+from tests.clocks import HandClock
 
 
 @pytest.fixture
 def clock() -> HandClock:
-    return HandClock()
+    return HandClock(1_000_000.0)
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from millstream.rights import ROLES, SCRIPTS, RoleName, rule
 
 CALL = re.compile(r"(?:redis\.p?call|\bcall|\btry|\bmay)\(\s*'([A-Z]+)'(?:,\s*'([A-Z]+)')?")
 CONTAINERS = ("XGROUP", "XINFO")
-PARTS = {"ids", "moving", "sealed", "rights", "group", "lines", "takeover", "service"}
+PARTS = {"ids", "moving", "sealed", "rights", "group", "lines", "takeover", "service", "charge"}
 
 BAD_SERVICE = {"roles": [RoleName.LEASES], "services": ["a*"]}
 
@@ -93,6 +93,15 @@ def test_an_operator_has_to_do_with_services_if_they_are_named() -> None:
     assert not covers(rule("u", [RoleName.WORKER], services=["calls"], **streams).keys, "calls-input")
 
 
+def test_only_who_reads_from_replicas_is_given_what_that_takes() -> None:
+    for role in RoleName:
+        more = {"info", "readonly"} if role in (RoleName.SPARK, RoleName.GROUP_SOURCE) else set()
+        for cluster in (True, False):
+            usual = set(rule("u", [role], cluster=cluster).commands)
+            found = set(rule("u", [role], cluster=cluster, replicas=True).commands)
+            assert found - usual == (more if cluster else more - {"readonly"})
+
+
 def test_what_cannot_stand_in_a_rule_stands_for_any_byte() -> None:
     assert rule("u", [RoleName.PRODUCER], streams=["a \"b'é\n"]).keys[0] == "a??b????"
 
@@ -102,7 +111,9 @@ def test_only_who_looks_for_streams_may_scan() -> None:
         named = rule("u", [role], streams=["orders"]).commands
         assert ("scan" in named) == (role is RoleName.OPERATOR)
         by_pattern = rule("u", [role], streams=["orders*"]).commands
-        assert ("scan" in by_pattern) == (role in (RoleName.WORKER, RoleName.SPARK, RoleName.OPERATOR))
+        assert ("scan" in by_pattern) == (
+            role in (RoleName.WORKER, RoleName.SPARK, RoleName.GROUP_SOURCE, RoleName.OPERATOR)
+        )
 
 
 @pytest.mark.parametrize(

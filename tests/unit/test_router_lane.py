@@ -98,3 +98,28 @@ def test_a_broken_link_leaves_nothing_waiting() -> None:
     bench.lane.want(bench.cursor(0))
     bench.lane.go()
     assert len(bench.link.asked) == 1
+
+
+def test_what_is_pushed_meanwhile_does_not_count_as_size_of_entries() -> None:
+    bench = Bench(b"s")
+    bench.link.answer({b"s": [[b"1-0", []]]}, info(1), size=100)
+    for _ in range(2):
+        bench.lane.want(bench.cursor())
+        bench.lane.go()
+        [(commands, _)] = bench.link.asked
+        bench.lane.heard([b"other"] * 1000)
+        bench.link.answer(
+            {b"s": [[b"1-0", []]]}, size=100 + 1000 * len(">2\r\n$10\r\ninvalidate\r\n*1\r\n$5\r\nother\r\n")
+        )
+    assert commands[0][2] > 10_000 // 256, "no fewer than were guessed in the beginning"
+
+
+def test_of_large_entries_fewer_streams_are_read_at_a_time_rather_than_one_entry_of_each() -> None:
+    names = [b"a", b"b", b"c"]
+    bench = Bench(*names)
+    bench.link.answer({name: [[b"1-0", []]] for name in names}, info(1), info(1), info(1), size=3 * 2000)
+    for at in range(3):
+        bench.lane.want(bench.cursor(at))
+    bench.lane.go()
+    [(commands, _)] = bench.link.asked
+    assert commands == [("XREAD", "COUNT", 6, "STREAMS", b"a", b"0-18446744073709551615")]

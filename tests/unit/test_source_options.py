@@ -5,7 +5,7 @@ import pytest
 from millstream.errors import ConfigError
 from millstream.model import ZERO_ID, EntryId
 from millstream.spark.edges import Edges, Moment
-from millstream.spark.options import Columns, Limits, SourceOptions, parse
+from millstream.spark.options import Columns, Limits, Sharing, SourceOptions, parse
 
 URL = "redis://127.0.0.1:6379/0"
 
@@ -70,6 +70,23 @@ def test_the_url_may_come_from_the_environment() -> None:
         ({"keyField": "k"}, "does not go with layout=columns"),
         ({"layout": "packed", "fieldsAs": "map"}, "does not go with layout=packed"),
         ({"frontierApp": "a"}, "go together"),
+        ({"readFrom": "replicas"}, "must be primary or replica; did you mean 'replica'?"),
+        ({"readAs": "grup"}, "must be log or group; did you mean 'group'?"),
+        ({"readAs": "group"}, 'which consumer group to share by option("group", NAME)'),
+        ({"readAs": "group", "group": ""}, "option group is empty"),
+        ({"readAs": "group", "group": "g", "consumer": "a b"}, "consumer name 'a b' must be"),
+        ({"readAs": "group", "group": "g", "adoptAfter": "999ms"}, "must be 1s or more"),
+        ({"readAs": "group", "group": "g", "startingOffsets": "group"}, "must be earliest, latest or an entry id"),
+        ({"readAs": "group", "group": "g", "startingGroup": "h"}, "option startingGroup does not go with readAs=group"),
+        ({"adoptAfter": "5m"}, "option adoptAfter does not go with readAs=log"),
+        ({"startingOffsets": "9-1", "endingOffsets": "9-0"}, "after 9-1 and to end at 9-0, which is before"),
+        ({"startingTimestamp": "9", "endingOffsets": '{"orders": "5-0"}'}, "begin in the stream 'orders' after 8-"),
+        (
+            {"endingOffsets": "5-0", "maxOffsetsPerTrigger": "5"},
+            "do not go together: maxOffsetsPerTrigger is for spark.rea",
+        ),
+        ({"endingOffsets": "5-0", "startingOffsets": "latest"}, "do not go together: startingOffsets=latest"),
+        ({"pushDownPredicate": "true", "readAs": "group", "group": "g"}, "but pushDownPredicate is for spark.read"),
     ],
 )
 def test_a_wrong_option_is_one_line_that_says_what_to_change(given: dict[str, str], complaint: str) -> None:
@@ -126,6 +143,16 @@ def test_a_time_for_all_goes_before_a_time_for_one_and_that_before_an_offset(sid
     assert {edges.of(name, "latest") for name in "abcd"} == {Moment(5)}
 
 
+def test_a_read_may_end_where_it_begins_and_each_stream_has_ends_of_its_own() -> None:
+    options(startingOffsets="9-1", endingOffsets="9-1")
+    options(subscribe="a,b", startingOffsets='{"a": "9-0"}', endingOffsets='{"b": "5-0"}')
+    options(subscribe="a,b", startingOffsets="9-0", endingOffsets='{"a": "9-1"}')
+    with pytest.raises(ConfigError, match="in the stream 'b'"):
+        options(subscribe="a,b", startingOffsets="9-0", endingOffsets='{"b": "5-0"}')
+    with pytest.raises(ConfigError, match="begin after 9-0"):
+        parse({"url": URL, "subscribePattern": "*", "startingOffsets": "9-0", "endingOffsets": "5-0"}, {})
+
+
 def test_limits_of_a_batch_are_those_of_the_kafka_source() -> None:
     assert options(minOffsetsPerTrigger="8").limits == Limits(least_per_trigger=8, most_delay_ms=900_000)
     for text, ms in {"2m": 120_000, "30 s": 30_000, "500ms": 500, "7": 7, "1H": 3_600_000, "0s": 0}.items():
@@ -139,6 +166,15 @@ def test_the_group_to_begin_at_is_the_query_s_own_unless_another_is_named() -> N
     assert (found.starting_group, found.starting.of("orders", "latest")) == ("workers", "group")
 
 
+def test_a_query_that_shares_a_group_takes_a_bounded_batch_and_waits_before_it_adopts() -> None:
+    found = options(readAs="Group", group="g")
+    assert (found.sharing, found.limits.per_trigger) == (Sharing(consumer="spark", adopt_after_ms=300_000), 10_000)
+    found = options(readAs="group", group="g", consumer="mine", adoptAfter="90s", maxOffsetsPerTrigger="7")
+    assert (found.sharing, found.limits.per_trigger) == (Sharing(consumer="mine", adopt_after_ms=90_000), 7)
+    with pytest.raises(ConfigError, match=r"is for spark\.readStream"):
+        found.check_batch()
+
+
 def test_what_only_the_other_kind_of_query_can_do_is_refused() -> None:
     for given in ({"endingTimestamp": "5"}, {"endingOffsetsByTimestamp": '{"orders": 5}'}, {"endingOffsets": "5"}):
         with pytest.raises(ConfigError, match="does not end"):
@@ -148,6 +184,11 @@ def test_what_only_the_other_kind_of_query_can_do_is_refused() -> None:
     for given in ({"startingOffsets": "latest"}, {"startingOffsets": '{"orders": "latest"}'}):
         with pytest.raises(ConfigError, match="leaves nothing to read"):
             options(**given).check_batch()
+    some = '{"orders": "1-0", "refunds": "latest"}'
+    options(subscribe="orders,refunds", startingOffsets=some).check_batch()
+    parse({"url": URL, "subscribePattern": "*", "startingOffsets": some}, {}).check_batch()
+    with pytest.raises(ConfigError, match="leaves nothing to read"):
+        parse({"url": URL, "subscribePattern": "*", "startingOffsets": "latest"}, {}).check_batch()
     for name in ("maxOffsetsPerTrigger", "minOffsetsPerTrigger"):
         with pytest.raises(ConfigError, match=r"for spark\.readStream"):
             options(**{name: "5"}).check_batch()

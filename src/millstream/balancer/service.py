@@ -226,6 +226,16 @@ def note_workers(client: Client, service: str, label: str) -> str:
     return from_wire(known)
 
 
+def claim_service(client: Client, service: str, label: str) -> None:
+    """Note that a service is that of this handler. Raises ConfigError if it is another's, RedisError."""
+    known = note_workers(client, service, label)
+    if known != label:
+        raise ConfigError(
+            f"the streams of service {service!r} are shared by the workers of {known}: give {label} a service of its own, "
+            f"or, if {known} is no more, HDEL {ServiceKeys(service).meta} handler"
+        )
+
+
 def _announcement(service: str, stream: str, info: object) -> Command:
     if not stream:
         raise ConfigError("a stream that is announced must have a name")

@@ -30,11 +30,15 @@ def acl(
     cluster: Annotated[
         bool, typer.Option("--cluster", help="For a Redis Cluster: run the lines on every node.")
     ] = False,
+    replicas: Annotated[
+        bool,
+        typer.Option("--replicas", help="For reading from replicas in Spark (readFrom): run the lines on them, too."),
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Print ACL SETUSER lines with the rights that are needed, and no more. Nothing is changed.
 
-    Roles: worker (millstream worker), spark (millstream run), sink (df.write and df.writeStream in Spark), producer (Producer, millstream publish), leases (a
+    Roles: worker (millstream worker), spark (millstream run), group-source (readAs=group in Spark), sink (df.write and df.writeStream in Spark), producer (Producer, millstream publish), leases (a
     Balancer; beside worker, for order="stream"), master and consumer (millstream master, and who gets messages from
     it), router (millstream serve, or a Router) and operator (all commands that look or mend). Run the lines with redis-cli, then give each user a password.
     """
@@ -42,7 +46,16 @@ def acl(
     users = {user: chosen} if user else {f"{PREFIX}-{role}": (role,) for role in chosen}
     services = service or (() if stream or app else (ANY,))
     found = [
-        rule(name, some, streams=stream or (ANY,), outputs=into or (), app=app, services=services, cluster=cluster)
+        rule(
+            name,
+            some,
+            streams=stream or (ANY,),
+            outputs=into or (),
+            app=app,
+            services=services,
+            cluster=cluster,
+            replicas=replicas,
+        )
         for name, some in users.items()
     ]
     if as_json:

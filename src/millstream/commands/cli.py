@@ -32,7 +32,7 @@ FAMILIES: Mapping[str, tuple[str, str]] = {
     "publish": ("millstream.commands.publish:publish", "Publish a CSV or JSON lines file to a stream."),
     "delayed": ("millstream.commands.delayed:delayed", "List and cancel delayed messages."),
     "tail": ("millstream.commands.tail:tail", "Show the entries of streams as they come."),
-    "info": ("millstream.commands.info:info", "Show streams, handlers, their lag and their dead letters."),
+    "info": ("millstream.commands.info:info", "Show who reads, how far behind, who is at work, and what waits."),
     "state": ("millstream.commands.state:state", "Show, list and reset what handlers keep for a key."),
     "groups": ("millstream.commands.groups:groups", "List and change consumer groups."),
     "pending": ("millstream.commands.pending:pending", "Show what a group has handed out and nobody has acknowledged."),

@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from millstream.asking import server_time_ms
 from millstream.client import Client
 from millstream.commands.options import DEFAULT_URL, Json, Url, Yes, family
 from millstream.commands.terminal import age, clip, confirm, counted, say, say_json, table, talk
@@ -28,8 +29,7 @@ def list_(
 ) -> None:
     """List what waits for a stream, in due order."""
     with Client(url) as client:
-        seconds, microseconds = client.execute("TIME")
-        now_ms = int(seconds) * 1000 + int(microseconds) // 1000
+        now_ms = server_time_ms(client)
         waiting = DelayedMessages(client)
         found, count = waiting.find(stream, limit=limit), waiting.count(stream)
     if as_json:

@@ -1,12 +1,11 @@
 """`millstream dev`: a redis-server in the foreground, for development."""
 
-import signal
-import threading
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from millstream.commands.interrupts import stopping_at_signals
 from millstream.commands.options import Json
 from millstream.commands.terminal import say, say_json, talk
 from millstream.errors import ServerError
@@ -25,9 +24,7 @@ def dev(
 
     Prints its URL on stdout; with --json, a line with `url`, `pid` and `data_dir`.
     """
-    stopping = threading.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: stopping.set())
+    stopping = stopping_at_signals()
     with EmbeddedServer(data_dir=data_dir, port=port) as server:
         if as_json:
             say_json({"url": server.url, "pid": server.pid, "data_dir": str(server.data_dir)}, flush=True)

@@ -13,7 +13,7 @@ import typer
 from millstream.client import Client
 from millstream.commands.options import DEFAULT_URL, DryRun, Json, Url, Yes, family, parse_time_ms
 from millstream.commands.terminal import age, clip, confirm, counted, details, say, say_json, table, talk
-from millstream.deadletters import DeadLetter, DeadLetterBox, Filed, LetterFilter, Slip
+from millstream.deadletters import REASONS, DeadLetter, DeadLetterBox, Filed, LetterFilter, Slip
 from millstream.errors import ConfigError, MillstreamError
 from millstream.escaping import harmless, json_fields, json_value, unescape, visible
 
@@ -27,8 +27,8 @@ Reason = Annotated[
     str | None,
     typer.Option(
         "--reason",
-        help="Only those that died of this: missing-key, undecodable, rejected, failed, bad-output, crashed, skipped; "
-        "or unreadable, for entries that are no dead letters.",
+        help=f"Only those that died of this: {', '.join(REASONS[:-1])}; or {REASONS[-1]}, for entries that are no dead "
+        "letters.",
     ),
 ]
 Key = Annotated[str | None, typer.Option("--key", help="Only those of this key, written as `list` shows it.")]
@@ -215,7 +215,7 @@ def _list_table(found: Sequence[Filed]) -> None:
         return
     now_ms = time.time() * 1000
     table(
-        ("letter", "handler", "stream", "original", "key", "reason", "error", ">attempts", ">age"),
+        ("letter_id", "handler", "stream", "original", "key", "reason", "error", ">attempts", ">age"),
         [_row(filed, now_ms) for filed in found],
     )
 
@@ -255,7 +255,7 @@ def _as_json(filed: Filed, *, full: bool = False) -> dict[str, Any]:
 
 def _show(filed: Filed) -> None:
     letter = filed.letter
-    head = [("letter", filed.letter_id), ("handler", f"{filed.keys.app}.{filed.keys.handler}")]
+    head = [("letter_id", filed.letter_id), ("handler", f"{filed.keys.app}.{filed.keys.handler}")]
     head.append(("stream", visible(filed.keys.stream)))
     details(head + (_story(letter) if letter else [("problem", visible(filed.problem))]))
     say("\nfields")

@@ -37,7 +37,7 @@ def keys(
     handler: Name, state: State = None, key: One = None, count: Count = 20, stream: Stream = None,
     url: Url = DEFAULT_URL, as_json: Json = False,
 ) -> None:  # fmt: skip
-    """Show the keys of a handler that are worked on or wait on workers, why they wait, and how many messages each has."""
+    """Show the keys of a handler that are worked on, wait or are parked, why they wait, and how many messages each has."""
     wanted = None if key is None else unescape(key)
     found: list[tuple[HandlerKeys, Line]] = []
     refusals: list[AccessDenied] = []
@@ -79,7 +79,7 @@ def _show(
     found: Sequence[tuple[HandlerKeys, Line]], counts: Counter[str], shown: Sequence[tuple[HandlerKeys, Line]]
 ) -> None:
     if not found:
-        talk("no key is worked on or waits")
+        talk("no key is worked on, waits or is parked")
         return
     messages = sum(line.length for _, line in found)
     states = ", ".join(f"{number:,} {state}" for state, number in counts.most_common())

@@ -1,12 +1,12 @@
-"""`millstream run`: an app as a Spark pipeline."""
+"""`millstream run`: an app as Spark pipelines, on this machine or a cluster."""
 
 import json
 import logging
-import signal
+import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,23 +16,28 @@ import typer
 from rich.console import Console
 from rich.live import Live
 
-from millstream.app import App, load_app
+from millstream.app import App, add_to_path, app_folder, load_app
 from millstream.bell import Bell
+from millstream.commands.interrupts import orderly_stop
 from millstream.commands.options import DEFAULT_URL, Json, Url
+from millstream.commands.terminal import counted
 from millstream.errors import ConfigError
 from millstream.health import HealthServer
 from millstream.metrics import NOBODY, Metrics, Recorder
 
+_WORK = ("batch", "caught-up")
 _COUNTED = ("messages", "committed", "dead", "retries")
 
 
 class Progress:
     """Tells how the pipelines are doing: one live line in a terminal, a line every few seconds in a pipe.
 
-    With `as_json` each event of the runner is a line of JSON on stdout instead.
+    With `as_json` each event of the runner is a line of JSON on stdout instead. The last event, stopped, has the totals of
+    the run.
     """
 
-    def __init__(self, *, as_json: bool, every_s: float = 3.0) -> None:
+    def __init__(self, app: str, *, as_json: bool, every_s: float = 3.0) -> None:
+        self._app = app
         self._as_json = as_json
         self._console = Console(stderr=True)
         self._live = Live(console=self._console, auto_refresh=False) if self._console.is_terminal else None
@@ -54,13 +59,15 @@ class Progress:
     def event(self, event: Mapping[str, Any]) -> None:
         """Take one event of the runner."""
         with self._lock:
-            if event["event"] == "batch":
-                self._total["batches"] += 1
+            if event["event"] in _WORK:
+                self._total["batches"] += event["event"] == "batch"
                 for name in _COUNTED:
-                    self._total[name] += event[name]
+                    self._total[name] += event.get(name, 0)
+            if event["event"] == "stopped":
+                event = {**event, **self._total}
             if self._as_json:
                 print(json.dumps(event), flush=True)
-            elif words := _words(event):
+            elif words := self._words(event):
                 self._console.print(words, markup=False, highlight=False, soft_wrap=True)
 
     def show(self, lag: int | None) -> None:
@@ -81,21 +88,32 @@ class Progress:
         total = self._total
         left = f"  {lag / rate:,.0f} s left" if lag and rate > 0 else ""
         return (
-            f"{rate:,.0f} entries/s  lag {'?' if lag is None else format(lag, ',')}  {total['batches']:,} batches  "
-            f"{total['committed']:,} committed  {total['dead']:,} dead letters  {total['retries']:,} retries{left}"
+            f"{rate:,.0f} entries/s  lag {'?' if lag is None else format(lag, ',')}  "
+            f"{counted(total['batches'], 'batch', 'batches')}  {total['committed']:,} committed  "
+            f"{counted(total['dead'], 'dead letter')}  {counted(total['retries'], 'retry', 'retries')}{left}"
         )
 
+    def _words(self, event: Mapping[str, Any]) -> str:
+        """An event for people; "" for what they are told in another way."""
+        name = event.get("handler") or event.get("stage")
+        match event["event"]:
+            case "started":
+                return f"{name} has started"
+            case "running":
+                batch = f"batch {event['batch']}" if "batch" in event else "a batch"
+                return f"{name}: {batch} running for {event['seconds']:,} s"
+            case "stopped":
+                return self._last_words(event)
+        return ""
 
-def _words(event: Mapping[str, Any]) -> str:
-    """An event for people; "" for what they are told in another way."""
-    match event["event"]:
-        case "started":
-            return f"{event['handler']} has started"
-        case "running":
-            return f"{event['handler']}: batch {event['batch']} running for {event['seconds']:,} s"
-        case "stopped":
-            return "stopped"
-    return ""
+    def _last_words(self, event: Mapping[str, Any]) -> str:
+        done = f"stopped: {event['committed']:,} committed, {counted(event['dead'], 'dead letter')}"
+        parked = event.get("parked", {})
+        if not parked:
+            return done
+        keys, messages = (sum(one[what] for one in parked.values()) for what in ("keys", "messages"))
+        see = ", ".join(f"millstream keys {self._app}.{name}" for name in sorted(parked))
+        return f"{done}, {counted(keys, 'key')} parked ({counted(messages, 'message waits', 'messages wait')}: {see})"
 
 
 Target = Annotated[str, typer.Argument(help="The app: module:app or path/to/file.py:app", metavar="APP")]
@@ -104,11 +122,18 @@ Master = Annotated[str, typer.Option(help="Spark master; default: local[*] with 
 MaxPerBatch = Annotated[int, typer.Option(help="Most entries that a micro-batch takes.")]
 IntervalMs = Annotated[int, typer.Option(help="Least time between the starts of two micro-batches.")]
 Once = Annotated[bool, typer.Option("--once", help="Process what is there now, then end.")]
-Start = Annotated[Literal["earliest", "latest"], typer.Option(help="Where a handler that never ran begins.")]
+Start = Annotated[Literal["earliest", "latest"], typer.Option(help="Where a handler or stage that never ran begins.")]
+Only = Annotated[list[str] | None, typer.Option("--only", help="Run only this handler or stage; may be repeated.")]
+PyFiles = Annotated[
+    list[str] | None, typer.Option(help="A module, folder of modules or zip for the executors; may be repeated.")
+]
 FromFrontier = Annotated[
     bool, typer.Option("--from-frontier", help="With a new checkpoint: go on where the commits end.")
 ]
 Reprocess = Annotated[bool, typer.Option("--reprocess", help="With a new checkpoint: forget state, begin anew.")]
+ReadFrom = Annotated[
+    Literal["primary", "replica"], typer.Option(help="Which servers tasks read entries from; see docs/spark-source.md.")
+]
 AllowLoss = Annotated[
     bool, typer.Option("--allow-data-loss", help="Count entries that were trimmed unread; do not stop.")
 ]
@@ -128,10 +153,13 @@ def run(
     interval_ms: IntervalMs = 0,
     once: Once = False,
     start: Start = "earliest",
+    only: Only = None,
     from_frontier: FromFrontier = False,
     reprocess: Reprocess = False,
+    read_from: ReadFrom = "primary",
     allow_data_loss: AllowLoss = False,
     conf: Conf = None,
+    py_files: PyFiles = None,
     bell_url: BellUrl = "",
     bell_command: BellCommand = "",
     metrics_port: MetricsPort = 0,
@@ -142,13 +170,13 @@ def run(
     if from_frontier and reprocess:
         raise ConfigError("--from-frontier and --reprocess exclude each other; give one")
     settings = _pairs(conf or [])
-    app = load_app(target)
+    for path in py_files or ():
+        add_to_path(path)
+    app = load_app(target).only(only or ())
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s", stream=sys.stderr)
     try:
         from millstream.spark.listener import QueryMetrics
-        from millstream.spark.preparing import check_runnable
         from millstream.spark.runner import Runner, RunSettings
-        from millstream.spark.session import local_master
     except ModuleNotFoundError as error:
         raise ConfigError(f"running on Spark needs {error.name!r}: pip install 'millstream[spark]'") from error
     run_settings = RunSettings(
@@ -159,15 +187,16 @@ def run(
         once=once,
         start="from-frontier" if from_frontier else "reprocess" if reprocess else "resume",
         start_at=start,
+        read_from=read_from,
         fail_on_data_loss=not allow_data_loss,
     )
-    check_runnable(app.handlers.values())  # before Java starts, which takes its time
-    where = master or local_master(app.handlers.values())
+    os.environ["MILLSTREAM_URL"] = url  # what a stage reads and writes itself is in the same Redis, if it says nothing
+    code = (app_folder(target), py_files or ())
     with (
         _figures(metrics_port) as metrics,
-        _orderly_stop() as stopping,
-        _session(stopping, app.name, master=where, conf=settings, verbose=spark_log) as spark,
-        Progress(as_json=as_json) as progress,
+        orderly_stop() as stopping,
+        _session(stopping, app, code, master=master, conf=settings, verbose=spark_log) as spark,
+        Progress(app.name, as_json=as_json) as progress,
         Bell(bell_url or None, bell_command or None) as bell,
     ):
         if spark is not None:
@@ -194,7 +223,7 @@ def _telling(app: App, progress: Progress, bell: Bell, metrics: Metrics) -> Call
 
     def on_event(event: Mapping[str, Any]) -> None:
         progress.event(event)
-        if event["event"] == "batch":
+        if event["event"] in _WORK and "handler" in event:
             report_batch(metrics, app.handlers[event["handler"]].label, event)
             if event["dead"]:
                 bell.ring({"app": app.name, "handler": event["handler"], "dead": event["dead"]})
@@ -203,39 +232,36 @@ def _telling(app: App, progress: Progress, bell: Bell, metrics: Metrics) -> Call
 
 
 @contextmanager
-def _orderly_stop() -> Iterator[threading.Event]:
-    """An event that SIGTERM and Ctrl-C set instead of what else they do. Ctrl-C raises KeyboardInterrupt at the end."""
-    stopping = threading.Event()
-    received: set[int] = set()
+def _session(
+    stopping: threading.Event,
+    app: App,
+    code: tuple[Path, Sequence[str]],
+    *,
+    master: str,
+    conf: Mapping[str, str],
+    verbose: bool,
+) -> Iterator[Any]:
+    """A Spark session for the time of the block; None if Spark could not start since all is to stop.
 
-    def stop(number: int, _: object) -> None:
-        received.add(number)
-        stopping.set()
+    On a cluster executors are given `code`: the folder of the app and what was named beside it.
+    """
+    from millstream.spark.packing import ship
+    from millstream.spark.session import close_session, is_cluster, open_session, task_tries
 
-    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        yield stopping
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-    if signal.SIGINT in received:
-        raise KeyboardInterrupt
-
-
-@contextmanager
-def _session(stopping: threading.Event, name: str, **options: Any) -> Iterator[Any]:
-    """A Spark session for the time of the block; None if Spark could not start since all is to stop."""
-    from millstream.spark.session import close_session, open_session
-
+    tries = task_tries(app.handlers.values())
+    master = master or f"local[*,{tries}]"
+    conf = {"spark.task.maxFailures": str(tries), **conf}
     spark = None
     try:
         # In the main thread PySpark would take over Ctrl-C, and break off in the middle of whatever it does.
         with ThreadPoolExecutor(max_workers=1) as starter:
-            spark = starter.submit(open_session, name, **options).result()
+            spark = starter.submit(open_session, app.name, master=master, conf=conf, verbose=verbose).result()
     except ConfigError:
         if not stopping.is_set():  # else the signal has reached the Java process too
             raise
     try:
+        if spark is not None and is_cluster(master):
+            ship(spark, *code)
         yield spark
     finally:
         if spark is not None:

@@ -88,7 +88,7 @@ def serve(
     if not tokens and not insecure_no_token and (token_file is not None or host not in LOOPBACK):
         raise ConfigError("give --token-file: without, anybody could read all streams (--insecure-no-token)")
     serving = Serving(
-        url=url, access=Access(tokens, ticket_s=ticket_s), host=host, port=port, origins=allow_origin or (), pages=page,
+        url=url, access=Access(tokens, ticket_s=ticket_s), token_file=token_file, host=host, port=port, origins=allow_origin or (), pages=page,
         names=None if tokens or insecure_no_token else LOOPBACK, health_port=health_port, stop_s=stop_s,
         pace=Pace(heartbeat_s=heartbeat_s, stall_s=stall_s, buffer=buffer, when_full=when_full),
         room=Room(connections=connections, per_token=per_token or connections),

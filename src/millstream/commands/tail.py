@@ -1,30 +1,40 @@
 """`millstream tail`: the entries of streams, as they come."""
 
+import asyncio
 import sys
-import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from datetime import UTC, datetime
+from functools import partial
 from typing import Annotated
 
 import typer
 
-from millstream.client import Client, Command, Reply, raise_if_error
+from millstream.client import Client, Reply, raise_if_error
+from millstream.commands.following import Follower
 from millstream.commands.options import DEFAULT_URL, Url, parse_start
-from millstream.commands.terminal import clip, say, say_json
+from millstream.commands.terminal import clip, counted, say, say_json, talk
+from millstream.errors import ConfigError
 from millstream.escaping import json_fields, visible
-from millstream.model import ZERO_ID, EntryId
+from millstream.model import ZERO_ID, EntryId, Message
+from millstream.naming import is_pattern
+from millstream.router import END, Gap, Item, Router
+from millstream.router.notices import Reason
 
-Entry = tuple[str, EntryId, Sequence[bytes]]
-
-_BLOCK_MS = 2_000
-_PAUSE_S = 0.1
 _PAGE = 500
 _LARGEST_SEQ = 2**64 - 1
 _SHOWN_CHARS = 200
+_GAPS: Mapping[Reason, str] = {
+    "trimmed": "entries were trimmed before they could be shown",
+    "recreated": "the stream was deleted and made anew",
+    "rewound": "Redis lost the end of the stream, and it goes on from where it ends now",
+}
 
 
 def tail(
-    streams: Annotated[list[str], typer.Argument(help="The streams.", metavar="STREAM...")],
+    streams: Annotated[
+        list[str], typer.Argument(help="The streams, or patterns of them, like 'orders:*'.", metavar="STREAM...")
+    ],
     start: Annotated[
         str | None,
         typer.Option(
@@ -34,39 +44,87 @@ def tail(
             "Default: latest, with --no-follow earliest.",
         ),
     ] = None,
+    after: Annotated[
+        str | None, typer.Option(metavar="ID", help="Begin after this id, such as that of the last entry seen.")
+    ] = None,
     count: Annotated[int | None, typer.Option(min=1, help="End after so many entries.")] = None,
     follow: Annotated[bool, typer.Option(help="Wait for more, or end where the streams end now.")] = True,
     url: Url = DEFAULT_URL,
     as_json: Annotated[bool, typer.Option("--json", help="Print an object per entry, on a line of its own.")] = False,
 ) -> None:
-    """Show the entries of one or more streams and follow them, through outages of Redis too.
+    """Show the entries of streams and follow them, through outages of Redis too; of a pattern, also streams made later.
 
     What is not printable is escaped. --json loses nothing: values that are not UTF-8 become {"hex": "..."}.
     """
-    names = list(dict.fromkeys(streams))
+    if start is not None and after is not None:
+        raise ConfigError("give --from or --after, not both")
     first = parse_start(start or ("latest" if follow else "earliest"))
+    place = EntryId.parse(after) if after is not None else first and _before(first)
+    names = [name for name in dict.fromkeys(streams) if not is_pattern(name)]
+    patterns = list(filter(is_pattern, streams))
+    printer = _Printer(as_json=as_json, most=sys.maxsize if count is None else count)
     with Client(url) as client:
-        ends = _ends(client, names)
-        after = {name: ends[name] if first is None else _before(first) for name in names}
-        pages = _followed(client, after) if follow else _finished(client, after, ends)
-        left = sys.maxsize if count is None else count
-        for page in pages:
-            for entry in page[:left]:
-                if as_json:
-                    say_json(_as_json(*entry))
-                else:
-                    say(_as_line(*entry))
+        if follow:
+            client.execute("PING")  # what is wrong now is told; what breaks later is waited for
+            asyncio.run(_follow(client, printer, names, patterns, place))
+        else:
+            _finish(client, printer, list(dict.fromkeys((*names, *_matching(client, patterns)))), place)
+
+
+async def _follow(
+    client: Client, printer: "_Printer", names: Sequence[str], patterns: Sequence[str], place: EntryId | None
+) -> None:
+    with Router(client.url) as router:
+        places = partial(_places, client, place)
+        follower = Follower(client, router, places=places, show=printer.show, on_begun=partial(_tell_begun, patterns))
+        await follower.run(names, patterns)
+
+
+def _tell_begun(patterns: Sequence[str], count: int) -> None:
+    later = f", and those made later that match {' or '.join(map(visible, patterns))}" if patterns else ""
+    talk(f"following {counted(count, 'stream')}{later}; Ctrl-C ends it")
+
+
+def _places(client: Client, place: EntryId | None, names: Sequence[str]) -> Mapping[str, str]:
+    """After which ids the router is to begin: to it, a place beyond a stream's end is one in an earlier stream."""
+    if place is None:
+        return dict.fromkeys(names, END)
+    ends = (ZERO_ID if isinstance(found, Exception) else _last_of(found) for found in _last_entries(client, names))
+    return {name: str(min(place, end)) for name, end in zip(names, ends, strict=True)}
+
+
+def _finish(client: Client, printer: "_Printer", names: Sequence[str], place: EntryId | None) -> None:
+    """Show what lies between `place` and where the streams end now, one stream after the other."""
+    ends = [_last_of(raise_if_error(found)) for found in _last_entries(client, names)]
+    for name in (name for name, end in zip(names, ends, strict=True) if end == ZERO_ID):
+        talk(f"{visible(name)}: there are no entries: there is no such stream, or it is empty")
+    for name, end in zip(names, ends, strict=True):
+        after = end if place is None else place
+        while after < end:
+            page = client.execute("XRANGE", name, f"({after}", str(end), "COUNT", _PAGE)
+            if not page:
+                break
+            for found_id, pairs in page:
+                after = EntryId.parse(found_id)
+                if printer.show_entry(name, after, pairs):
+                    return
             sys.stdout.flush()
-            left -= len(page)
-            if left <= 0:
-                return
 
 
-def _ends(client: Client, names: Iterable[str]) -> dict[str, EntryId]:
-    """The ids of the streams' last entries."""
-    replies = client.pipeline([("XREVRANGE", name, "+", "-", "COUNT", 1) for name in names])
-    last = (raise_if_error(reply) for reply in replies)
-    return {name: EntryId.parse(found[0][0]) if found else ZERO_ID for name, found in zip(names, last, strict=True)}
+def _matching(client: Client, patterns: Sequence[str]) -> Iterator[str]:
+    for pattern in patterns:
+        found = client.scan_streams(pattern)
+        if not found:
+            talk(f"no stream matches {visible(pattern)}")
+        yield from found
+
+
+def _last_entries(client: Client, names: Sequence[str]) -> Sequence[Reply]:
+    return client.pipeline([("XREVRANGE", name, "+", "-", "COUNT", 1) for name in names])
+
+
+def _last_of(found: Reply) -> EntryId:
+    return EntryId.parse(found[0][0]) if found else ZERO_ID
 
 
 def _before(first: EntryId) -> EntryId:
@@ -76,55 +134,40 @@ def _before(first: EntryId) -> EntryId:
     return EntryId(first.ms - 1, _LARGEST_SEQ) if first.ms else ZERO_ID
 
 
-def _finished(client: Client, after: dict[str, EntryId], ends: dict[str, EntryId]) -> Iterator[list[Entry]]:
-    """What lies after `after` up to `ends`, a page at a time, one stream after the other."""
-    for name, end in ends.items():
-        while after[name] < end:
-            page = _entries(name, client.execute("XRANGE", name, f"({after[name]}", str(end), "COUNT", _PAGE))
-            if not page:
-                break
-            after[name] = page[-1][1]
-            yield page
+class _Printer:
+    """Prints what comes, `most` entries at most."""
 
+    def __init__(self, *, as_json: bool, most: int) -> None:
+        self._as_json = as_json
+        self._left = most
 
-def _followed(client: Client, after: dict[str, EntryId]) -> Iterator[list[Entry]]:
-    """What comes after `after`, page by page, for ever."""
-    read = _read_each if client.is_cluster else _read_all
-    while True:
-        for name, items in client.patiently(lambda: read(client, after), what="tail"):
-            page = _entries(name.decode(), items)
-            after[page[-1][0]] = page[-1][1]
-            yield page
+    def show(self, item: Item) -> bool:
+        """Print what a router hands out; return whether there were enough entries."""
+        if isinstance(item, Message):
+            return self.show_entry(item.stream, EntryId.parse(item.id), item.pairs)
+        if isinstance(item, Gap):
+            self._show_gap(item)
+        return False
 
+    def show_entry(self, stream: str, entry_id: EntryId, pairs: Sequence[bytes]) -> bool:
+        """Print an entry; return whether there were enough."""
+        if self._as_json:
+            say_json({"stream": stream, "id": str(entry_id), "time": _time(entry_id), **json_fields(pairs)})
+        else:
+            shown = (
+                f"{visible(name)}={clip(visible(value), _SHOWN_CHARS)}"
+                for name, value in zip(pairs[::2], pairs[1::2], strict=True)
+            )
+            say(f"{_time(entry_id) or '-'}  {visible(stream)}  {entry_id}  {'  '.join(shown)}")
+        self._left -= 1
+        return self._left <= 0
 
-def _read_all(client: Client, after: dict[str, EntryId]) -> Reply:
-    ids = map(str, after.values())
-    return client.execute("XREAD", "COUNT", _PAGE, "BLOCK", _BLOCK_MS, "STREAMS", *after, *ids) or ()
-
-
-def _read_each(client: Client, after: dict[str, EntryId]) -> Reply:
-    """The same where the streams may be on several nodes, none of which can wait for all of them."""
-    commands: list[Command] = [("XREAD", "COUNT", _PAGE, "STREAMS", name, str(last)) for name, last in after.items()]
-    found = [part for reply in client.pipeline(commands) for part in raise_if_error(reply) or ()]
-    if not found:
-        time.sleep(_PAUSE_S)
-    return found
-
-
-def _entries(stream: str, items: Sequence[tuple[bytes, Sequence[bytes]]]) -> list[Entry]:
-    return [(stream, EntryId.parse(entry_id), pairs) for entry_id, pairs in items]
-
-
-def _as_json(stream: str, entry_id: EntryId, pairs: Sequence[bytes]) -> dict[str, object]:
-    return {"stream": stream, "id": str(entry_id), "time": _time(entry_id), **json_fields(pairs)}
-
-
-def _as_line(stream: str, entry_id: EntryId, pairs: Sequence[bytes]) -> str:
-    shown = (
-        f"{visible(name)}={clip(visible(value), _SHOWN_CHARS)}"
-        for name, value in zip(pairs[::2], pairs[1::2], strict=True)
-    )
-    return f"{_time(entry_id) or '-'}  {visible(stream)}  {entry_id}  {'  '.join(shown)}"
+    def _show_gap(self, gap: Gap) -> None:
+        if self._as_json:
+            say_json({"event": "gap", **asdict(gap)})
+            return
+        missed = "" if gap.missed is None else f" ({counted(gap.missed, 'entry', 'entries')})"
+        talk(f"{visible(gap.stream)}: {_GAPS[gap.reason]}, after {gap.after}{missed}")
 
 
 def _time(entry_id: EntryId) -> str | None:

@@ -3,13 +3,12 @@
 import io
 import logging
 import os
-import signal
 import sys
 import threading
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from typing import Annotated, Any, Literal, NoReturn
 
 import msgspec
@@ -17,6 +16,7 @@ import typer
 
 from millstream.app import load_app
 from millstream.client import Client
+from millstream.commands.interrupts import orderly_stop, stopping_at_signals
 from millstream.commands.options import DEFAULT_URL, Json, Url
 from millstream.commands.terminal import say_json, talk
 from millstream.errors import HandlerStuck, MillstreamError
@@ -85,14 +85,16 @@ def worker(
         return [sys.executable, "-m", "millstream.commands.cli", *own, *inner]
 
     lines = _Lines(as_json=as_json)
-    with Client(url, timeout_ms=_PATIENCE_MS) as client, _stopping() as stopping:
+    with Client(url, timeout_ms=_PATIENCE_MS) as client:
         names = Names(client, app.name, name or None)
-        client.patiently(lambda: names.take(processes), what=app.name, give_up=stopping.event.is_set)
         supervisor = Supervisor(names, command, stop_ms=policy.stop_ms, on_line=lines.take)
-        stopping.at_second_signal = supervisor.kill
-        lines.started(app.name, processes)
-        supervisor.run(stopping.event)
-        lines.finished()
+        with orderly_stop(at_second=supervisor.kill) as stopping:
+            client.patiently(lambda: names.take(processes), what=app.name, give_up=stopping.is_set)
+            if app.stages:
+                talk(f"left out, as they need Spark: the stages {', '.join(app.stages)}; `millstream run` runs them")
+            lines.started(app.name, processes)
+            supervisor.run(stopping)
+            lines.finished()
 
 
 def _work(target: str, settings: WorkerSettings, health_port: int, lines_to: int) -> None:
@@ -117,9 +119,7 @@ def _work(target: str, settings: WorkerSettings, health_port: int, lines_to: int
 
 def _run(target: str, settings: WorkerSettings, health_port: int, lines_to: int) -> Sequence[Delivery]:
     """Obey the supervisor, and no signal of the terminal."""
-    stopping = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stopping.set())
+    stopping = stopping_at_signals()
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True)  # what handlers print is to be seen at once
     os.set_inheritable(lines_to, False)
@@ -206,32 +206,3 @@ class _Lines:
 
 def _summed(handlers: Mapping[str, Mapping[str, int]]) -> Counter[str]:
     return sum(map(Counter, handlers.values()), Counter())
-
-
-class _Stopping:
-    """The wish to stop: set by the first signal; the second one has no patience."""
-
-    def __init__(self) -> None:
-        self.event = threading.Event()
-        self.interrupted = False
-        self.at_second_signal: Callable[[], None] = lambda: None
-
-    def on_signal(self, number: int, _frame: object) -> None:
-        """Take a signal."""
-        self.interrupted = self.interrupted or number == signal.SIGINT
-        if self.event.is_set():
-            self.at_second_signal()
-        self.event.set()
-
-
-@contextmanager
-def _stopping() -> Iterator[_Stopping]:
-    stopping = _Stopping()
-    before = {number: signal.signal(number, stopping.on_signal) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        yield stopping
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-    if stopping.interrupted:
-        raise KeyboardInterrupt

@@ -10,7 +10,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from millstream.client import Client, redact
+from millstream.addresses import redact
+from millstream.client import Client
 from millstream.clock import SYSTEM_CLOCK, Clock
 from millstream.demo.audit import audit, read_results
 from millstream.demo.chart import draw_chart, require_matplotlib

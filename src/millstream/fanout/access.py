@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import translate
+from pathlib import Path
 
 import msgspec
 
@@ -60,6 +61,10 @@ class Access:
         self._ticket_s = ticket_s
         self._wall = wall
         self._patterns: dict[frozenset[str], re.Pattern[str]] = {}
+
+    def renew(self, path: Path) -> None:
+        """Go by what the token file holds now. Raises ConfigError, and goes on as before, if that cannot be."""
+        self._tokens.replace(path)
 
     @property
     def open(self) -> bool:

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from starlette.types import Scope
 
 _MOST = 2**64 - 1
+_PARAMETERS = ("after", "stream", "ticket", "lastEventId")
 _WORDS = {"latest": END, "$": END, "earliest": BEGINNING, "0": BEGINNING}
 
 
@@ -37,13 +38,17 @@ def asking_of(scope: "Scope", prefix: bytes) -> Asking:
     path: bytes = scope["raw_path"]
     if "token" in query:
         raise Refused(400, "a token must not stand in a URL, which is logged and kept: use a ticket (POST /tickets)")
+    if unknown := [name for name in query if name not in _PARAMETERS]:
+        raise Refused(400, f"there is no parameter {unknown[0]!r}: use {', '.join(_PARAMETERS)}")
     named = query.get("stream", [])
     rest = path.removeprefix(prefix).removeprefix(b"/")
     streams = [unquote(rest.decode("ascii"), errors="surrogateescape")] if rest else list(dict.fromkeys(named))
     if bool(rest) == bool(named) or len(streams) > MOST_STREAMS:
         raise Refused(400, f"name one stream in the path, or 1 to {MOST_STREAMS} as ?stream=NAME")
     # What a browser sends when it comes back is newer than what its page wrote into the URL.
-    after = header(scope, b"last-event-id") or (query.get("after") or ["latest"])[-1]
+    # Where a browser cannot set the header, those who do its work say it as a parameter.
+    came_back = header(scope, b"last-event-id") or query.get("lastEventId", [""])[-1]
+    after = came_back or (query.get("after") or ["latest"])[-1]
     return Asking(
         places=tuple(zip(streams, _positions(after, len(streams)), strict=True)),
         token=bearer(scope),

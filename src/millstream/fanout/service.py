@@ -21,7 +21,7 @@ from millstream.fanout.access import Access
 from millstream.fanout.asking import asking_of, bearer
 from millstream.fanout.house import House
 from millstream.fanout.origins import OwnPages
-from millstream.fanout.wires import EventWire, SocketWire
+from millstream.fanout.wires import EventWire, SocketWire, reason_of
 from millstream.health import Health
 from millstream.metrics import Metrics
 from millstream.web.limits import BodyLimit
@@ -137,8 +137,8 @@ class _Sockets:
         except Refused as refused:
             parts.metrics.count(m.SERVE_REFUSED, status=str(refused.status))
             await wire.open()
-            reason = str(refused).encode()[:120].decode("utf-8", "ignore")
-            await send({"type": "websocket.close", "code": _OWN_CODES + refused.status, "reason": reason})
+            code = _OWN_CODES + refused.status
+            await send({"type": "websocket.close", "code": code, "reason": reason_of(str(refused))})
 
 
 class _Pages(StaticFiles):

@@ -1,6 +1,7 @@
 """The server process: a router, the service in front of it, until it is told to stop."""
 
 import asyncio
+import logging
 import resource
 import signal
 import socket
@@ -29,11 +30,14 @@ from millstream.web.listening import address, listen
 if TYPE_CHECKING:
     from starlette.types import ASGIApp
 
+logger = logging.getLogger(__name__)
+
 _SENT_BYTES = 65_536
 _HEAD_BYTES = 16_384
 _HEAD_S = 10.0
 _FRAME_BYTES = 4_096
 _PULSE_S = 5.0
+_LOOK_S = 1.0
 _MOST_WAITING, _AT_ONCE = 2_048, 32
 _FILES_BESIDE = 200
 
@@ -42,7 +46,7 @@ _FILES_BESIDE = 200
 class Serving:
     """Where to listen, and whom to let in.
 
-    * `access`: who may follow what
+    * `access`: who may follow what; `token_file`: read again when it changes
     * `origins`: whose pages may use it, beside its own
     * `names`: under which hosts it goes; None: any
     * `pages`: a folder that is served too
@@ -52,6 +56,7 @@ class Serving:
 
     url: str
     access: Access
+    token_file: Path | None = None
     host: str = "127.0.0.1"
     port: int = 0
     origins: Sequence[str] = ()
@@ -105,6 +110,8 @@ async def _serve(
             asyncio.create_task(_pulse(client, progress)),
             asyncio.create_task(Pauses(lambda: house.traffic).run()),
         ]
+        if serving.token_file is not None:
+            beside.append(asyncio.create_task(_follow_file(serving.access, serving.token_file)))
         server = _Server(_config(service, serving), house, serving.stop_s)
         on_ready(address(listener))
         await server.serve([listener])
@@ -123,6 +130,30 @@ async def _pulse(client: Client, progress: Progress) -> None:
         except MillstreamError:
             pass  # what health says of it is that nothing was heard
         await asyncio.sleep(_PULSE_S)
+
+
+async def _follow_file(access: Access, path: Path) -> None:
+    """Let the tokens be those that the file holds. Nobody's mistake in it shuts out all, or lets all in."""
+    known: tuple[int, ...] | None = ()  # not what is there now: it may be newer than what was read at the start
+    while True:
+        await asyncio.sleep(_LOOK_S)
+        if (found := _version(path)) != known:
+            known = found
+            try:
+                access.renew(path)
+            except ConfigError as error:
+                logger.warning("the tokens stay as they were: %s", error)
+            else:
+                logger.info("the token file has been read again")
+
+
+def _version(path: Path) -> tuple[int, int, int] | None:
+    """What changes when a file is written, or another takes its place."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_ino, found.st_mtime_ns, found.st_size
 
 
 class _Channel(H11Protocol):

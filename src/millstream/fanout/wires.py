@@ -20,6 +20,7 @@ _HEADERS = [
     (b"x-accel-buffering", b"no"),  # nginx would collect events before it passes any on
 ]
 _BACK_MS = 1_000
+_MOST_REASON = 123
 
 
 class Wire(Protocol):
@@ -120,11 +121,16 @@ class SocketWire(_Wire):
 
     async def close(self, ending: Ending) -> None:
         """Close with a code and a reason."""
-        await self._send({"type": "websocket.close", "code": ending.code, "reason": ending.text[:120]})
+        await self._send({"type": "websocket.close", "code": ending.code, "reason": reason_of(ending.text)})
 
     async def heard(self) -> bool:
         """Wait for anything; what clients say means nothing here."""
         return bool((await self._receive())["type"] != "websocket.disconnect")
+
+
+def reason_of(text: str) -> str:
+    """As much of a text as the reason of a close may hold: 123 bytes of UTF-8 (RFC 6455, 5.5)."""
+    return text.encode("utf-8", "replace")[:_MOST_REASON].decode("utf-8", "ignore")
 
 
 def _event(item: Item) -> str:

@@ -7,9 +7,11 @@
 -- ERROR STALE when the token is older than the epoch
 --
 -- INVARIANT  The frontier never goes back, and marks are dropped only by a call that moves it past all of them: a batch
---   that died half-done may have left marks beyond the end of a smaller batch that is planned in its place.
+--   that died half-done may have left marks beyond the end of a smaller batch that is planned in its place. What was set aside
+--   counts as committed here; how often it failed is kept.
 
 -- include ids
+-- include lines
 
 local found = redis.call('HMGET', KEYS[1], 'epoch', 'frontier', 'top', 'floor')
 local refusal = stale(ARGV[1], found[1])
@@ -19,7 +21,8 @@ if found[2] and not less(found[2], ARGV[2]) then
 end
 redis.call('HSET', KEYS[1], 'frontier', ARGV[2])
 if not (found[3] and less(ARGV[2], found[3])) then
-  redis.call('UNLINK', KEYS[2], KEYS[3])
+  redis.call('UNLINK', KEYS[2])
+  if not some_lines() then redis.call('UNLINK', KEYS[3]) end
 end
 if found[4] and not less(ARGV[2], found[4]) then
   redis.call('HDEL', KEYS[1], 'floor')

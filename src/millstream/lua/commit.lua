@@ -3,12 +3,13 @@
 --
 -- KEYS  1 meta (hash: frontier, epoch, top, engine, counters)   2 marks (hash)   3 state (hash)   4 strikes (hash)
 --       5 dead letters (stream)   6 open entries (hash)   7 the input stream   8.. output streams
--- ARGV  1 token: the run's epoch   2 consumer group of the workers, or '' on Spark   3 consumer
+-- ARGV  1 token: the run's epoch   2 consumer group of the workers   3 consumer, or '' on Spark
 --       4 number of this call, which grows, of a worker that may repeat it, or ''
 --       5 number of bare ids, the ids in ascending order: messages of a worker without effects, each a unit by itself
 --       then any number of units, one per run of messages of one key (or one unkeyed message, or a batch of them):
 --         mark field, expected mark ('' = none), first id, last id, number of messages
---           (of a worker's key: the name of its line and the lease's token)
+--           (of a worker's key: the name of its line and the lease's token; on Spark, of what was run from a line: its
+--           name and 'line')
 --         number of other ids, the ids: the rest of a worker's batch, all of which must be new and in hand as well; or
 --           what comes before the last id in a line
 --         '' or, if the turn of the line is over with it, how many of its entries are given out and not committed
@@ -19,7 +20,7 @@
 --         number of dead letters, each: number of items, the items
 -- REPLY list of the numbers (1 = first) of the units that were refused, nothing of which is written: their mark or the
 --       frontier has moved on, so some of their messages are committed already; or, for a worker, the entry is not in
---       its hands any more
+--       its hands any more; or, on Spark, the key is parked, or others of it wait in its line
 -- ERROR STALE when the token is older than the epoch: a newer run has taken over
 --       NOPERM and others when Redis refuses one of the writes: the unit that it belongs to has no mark then
 --
@@ -29,7 +30,7 @@
 --   pending and its own, so that one that was taken over commits nothing (XACK by itself does not ask who acks); of a
 --   batch, whose outputs belong to all of it, each one must be, and each gets its own mark. Entries of a key are
 --   committed under its lease, and only if they are the first of its line; they leave it with their effects, and need no
---   marks. A call that a worker repeats is answered as before. What can be refused comes before the mark, since a script
+--   marks. On Spark a key that has a line commits only from there, the first entries of it. A call that a worker repeats is answered as before. What can be refused comes before the mark, since a script
 --   is not rolled back: a mark without its effects would be a loss. `top` is never below any mark. No flag allow-oom: at
 --   maxmemory the whole script is refused before it writes.
 
@@ -49,13 +50,14 @@ for i = 1, #KEYS do
 end
 
 local token, group, consumer = ARGV[1], ARGV[2], ARGV[3]
+local works = consumer ~= ''
 local meta = redis.call('HMGET', KEYS[1], 'epoch', 'frontier', 'top', 'engine')
 local frontier, top = meta[2], meta[3]
 local refusal = stale(token, meta[1])
 if refusal then return refusal end
 
 -- Without a lease nothing of a line may be committed: it would stay in its line, and be processed again.
-local keyed = group ~= '' and meta[4] == 'keyed'
+local keyed = works and meta[4] == 'keyed'
 if keyed and ARGV[5] ~= '0' then return redis.error_reply('UNLEASED messages of a key are committed under its lease') end
 
 local replay = ARGV[4] ~= '' and BASE .. consumer .. ':last'
@@ -101,11 +103,11 @@ local function is_beyond(id)
 end
 
 local function is_open(id)
-  return group ~= '' and redis.call('HEXISTS', KEYS[6], id) == 1
+  return works and redis.call('HEXISTS', KEYS[6], id) == 1
 end
 
 local function in_hand(id)
-  return group == '' or #redis.call('XPENDING', KEYS[7], group, id, id, 1, consumer) == 1
+  return not works or #redis.call('XPENDING', KEYS[7], group, id, id, 1, consumer) == 1
 end
 
 -- One more message of a batch.
@@ -116,29 +118,42 @@ local function joins(id)
 end
 
 local function finish(id, mark, beyond)
-  if group ~= '' then try('XACK', KEYS[7], group, id) end
+  if works then try('XACK', KEYS[7], group, id) end
   if beyond then try('HSET', KEYS[2], mark, id) else try('HDEL', KEYS[6], id) end
   if not failure and (not top or less(top, id)) then top = id end
 end
 
--- Whether these are the first entries of a line that the worker has a lease on.
-local function leads(name, lease, others_at, others, last)
-  if not holds(name, lease) then return false end
-  local ids = redis.call('LRANGE', line_of(name), 0, others)
+local ended, is_ended, next_up = {}, {}, {}
+local any_parked
+
+-- Whether these are the first entries of a line; and whether others come after them.
+local function leads(name, others_at, others, last)
+  local ids = redis.call('LRANGE', line_of(name), '0', others + 1)
   for i = 1, others do
     if ids[i] ~= ARGV[others_at + i] then return false end
   end
-  return ids[others + 1] == last
+  return ids[others + 1] == last, ids[others + 2] ~= nil
 end
 
-local ready = 0
+local function end_turn(name, left, has_more)
+  let_go(group, name, tonumber(left))
+  ended[#ended + 1], is_ended[name] = name, true
+  if any_parked == nil then any_parked = redis.call('EXISTS', PARKED) == 1 end
+  if has_more and not (any_parked and redis.call('HEXISTS', PARKED, name) == 1) then next_up[#next_up + 1] = name end
+end
 
-local function leave_line(name, others_at, others, last, left)
+local function leave_line(name, others_at, others, last, left, has_more)
   try('XACK', KEYS[7], group, last, unpack(ARGV, others_at + 1, others_at + others))
-  try('LPOP', line_of(name), others + 1)
-  if left ~= '' and not failure then
-    end_lease(group, name, tonumber(left))
-    if line_up(name) then ready = ready + 1 end
+  try('LTRIM', line_of(name), others + 1, '-1')
+  if left ~= '' and not failure then end_turn(name, left, has_more) end
+  if not works and not failure then drop_empty(name) end
+end
+
+-- Turns that are over end together: with a command for each line, that would cost more than the rest of a short turn.
+local function end_turns()
+  end_leases(ended)
+  for i = 1, #next_up, PASSED_AT_ONCE do
+    redis.call('RPUSH', READY, unpack(next_up, i, math.min(i + PASSED_AT_ONCE - 1, #next_up)))
   end
 end
 
@@ -183,6 +198,9 @@ local function commit_bare(from, to)
   committed = committed + #accepted
 end
 
+-- On Spark lines are few, if there are any.
+local any_aside = not works and some_lines()
+
 local bare = tonumber(ARGV[5])
 for from = 6, 5 + bare, 1000 do commit_bare(from, math.min(from + 999, 5 + bare)) end
 at, unit = 5 + bare, bare
@@ -192,7 +210,7 @@ local function may_write(mark, expected, first, last, others_at, others)
   local new = (redis.call('HGET', KEYS[2], mark) or '') == expected and (is_beyond(first) or is_open(first))
   local accepted = new and in_hand(last)
   for i = others_at + 1, others_at + others do accepted = joins(ARGV[i]) and accepted end
-  if group ~= '' and not new then redis.call('XACK', KEYS[7], group, last) end
+  if works and not new then redis.call('XACK', KEYS[7], group, last) end
   return accepted
 end
 
@@ -203,12 +221,17 @@ while at < #ARGV and not failure do
   local others_at = at
   at = at + others
   local left = take()
-  local leased = keyed or (group ~= '' and expected ~= '')
-  local accepted
-  if leased then
-    accepted = leads(mark, expected, others_at, others, last)
+  local in_line = keyed or (works and expected ~= '') or expected == 'line'
+  local accepted, has_more
+  if in_line then
+    if works then
+      accepted = not is_ended[mark] and holds(mark, expected)
+    else
+      accepted = redis.call('HEXISTS', PARKED, mark) == 0
+    end
+    if accepted then accepted, has_more = leads(mark, others_at, others, last) end
   else
-    accepted = may_write(mark, expected, first, last, others_at, others)
+    accepted = not (any_aside and is_aside(mark)) and may_write(mark, expected, first, last, others_at, others)
   end
   if not accepted then refused[#refused + 1] = unit end
 
@@ -235,8 +258,8 @@ while at < #ARGV and not failure do
   if accepted then
     if value then try('HSET', KEYS[3], field, value) elseif field then try('HDEL', KEYS[3], field) end
     for i = struck_at + 1, struck_at + struck do try('HDEL', KEYS[4], ARGV[i]) end
-    if leased then
-      leave_line(mark, others_at, others, last, left)
+    if in_line then
+      leave_line(mark, others_at, others, last, left, has_more)
     else
       for i = others_at + 1, others_at + others do finish(ARGV[i], 'i' .. ARGV[i], is_beyond(ARGV[i])) end
       finish(last, mark, is_beyond(last))
@@ -254,6 +277,7 @@ end
 if written > 0 then redis.call('HINCRBY', KEYS[1], 'written', written) end
 if dead > 0 then redis.call('HINCRBY', KEYS[1], 'dead', dead) end
 if #refused > 0 then redis.call('HINCRBY', KEYS[1], 'refused', #refused) end
-wake(ready)
+end_turns()
+wake(#next_up)
 if replay and not failure then redis.call('SET', replay, ARGV[4] .. ' ' .. table.concat(refused, ' '), 'EX', 3600) end
 return failure or refused

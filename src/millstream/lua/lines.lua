@@ -9,7 +9,7 @@ local BASE = string.sub(KEYS[1], 1, -5) -- without 'meta'
 local OWNERS, LEASES, READY = BASE .. 'owners', BASE .. 'leases', BASE .. 'ready'
 local BACKOFF, PARKED, WAKE = BASE .. 'backoff', BASE .. 'parked', BASE .. 'wake'
 local WAITING = 'waiting' -- the consumer whose entries nobody works on
-local MOST_WOKEN, CLAIMED_AT_ONCE = 16, 1000
+local MOST_WOKEN, PASSED_AT_ONCE = 16, 1000
 
 local function line_of(name)
   return BASE .. name .. ':line'
@@ -29,8 +29,8 @@ end
 
 -- Give the first entries of a line to `consumer` in the pending list, where any tool can see who has them.
 local function hold_by(group, consumer, ids)
-  for i = 1, #ids, CLAIMED_AT_ONCE do
-    local last = math.min(i + CLAIMED_AT_ONCE - 1, #ids)
+  for i = 1, #ids, PASSED_AT_ONCE do
+    local last = math.min(i + PASSED_AT_ONCE - 1, #ids)
     local claim = {KEYS[7], group, consumer, 0, unpack(ids, i, last)}
     claim[#claim + 1] = 'FORCE'
     claim[#claim + 1] = 'JUSTID'
@@ -38,13 +38,23 @@ local function hold_by(group, consumer, ids)
   end
 end
 
--- End a lease. The line must be put elsewhere by the caller, unless it has nothing left.
-local function end_lease(group, name, claimed)
-  redis.call('HDEL', OWNERS, name)
-  redis.call('ZREM', LEASES, name)
-  if claimed > 0 then
-    hold_by(group, WAITING, redis.call('LRANGE', line_of(name), 0, claimed - 1))
+-- End leases, with one command for many. The lines must be put elsewhere by the caller, unless they have nothing left.
+local function end_leases(names)
+  for i = 1, #names, PASSED_AT_ONCE do
+    local last = math.min(i + PASSED_AT_ONCE - 1, #names)
+    redis.call('HDEL', OWNERS, unpack(names, i, last))
+    redis.call('ZREM', LEASES, unpack(names, i, last))
   end
+end
+
+-- Have nobody work on the first entries of a line any more.
+local function let_go(group, name, claimed)
+  if claimed > 0 then hold_by(group, WAITING, redis.call('LRANGE', line_of(name), 0, claimed - 1)) end
+end
+
+local function end_lease(group, name, claimed)
+  end_leases({name})
+  let_go(group, name, claimed)
 end
 
 -- Put a line that has no lease where it belongs; `first` before the others. True if it can be taken now.
@@ -54,16 +64,24 @@ local function line_up(name, first)
   return true
 end
 
+-- Whether there is any line, or may be at once, where no worker has one: on Spark.
+local function some_lines()
+  return redis.call('EXISTS', PARKED, READY, BACKOFF) > 0
+end
+
+-- Whether what comes of a key has to wait: it is parked, or others of it wait already.
+local function is_aside(name)
+  return redis.call('HEXISTS', PARKED, name) == 1 or redis.call('EXISTS', line_of(name)) == 1
+end
+
+-- A line that Spark runs stays ready until its last entry has left it. It is among the first that are.
+local function drop_empty(name)
+  if redis.call('EXISTS', line_of(name)) == 0 then redis.call('LREM', READY, 1, name) end
+end
+
 -- Whether a line is leased under this token, which `take` gave out.
 local function holds(name, token)
   return redis.call('HGET', OWNERS, name) == token
-end
-
--- An error if people have parked lines that have entries.
-local function parked_lines()
-  local count = 0
-  for _, name in ipairs(redis.call('HKEYS', PARKED)) do count = count + redis.call('EXISTS', line_of(name)) end
-  if count > 0 then return redis.error_reply('PARKED ' .. count) end
 end
 
 local function count_parked()
@@ -88,7 +106,23 @@ local function hold_lines(group)
   for _, name in ipairs(all_lines()) do hold_by(group, WAITING, redis.call('LRANGE', line_of(name), 0, -1)) end
 end
 
-local function forget_lines()
-  for _, name in ipairs(all_lines()) do redis.call('UNLINK', line_of(name)) end
-  redis.call('UNLINK', OWNERS, LEASES, READY, BACKOFF, PARKED, WAKE)
+-- An error if lines have entries that a handler without a key cannot take over: those that are parked, and those that
+-- wait on Spark for the ones before them. What workers have in lines becomes open again.
+local function needs_keys(engine)
+  local count = 0
+  for _, name in ipairs(engine == 'keyed' and redis.call('HKEYS', PARKED) or all_lines()) do
+    if string.sub(name, 1, 1) == 'k' or redis.call('HEXISTS', PARKED, name) == 1 then
+      count = count + redis.call('EXISTS', line_of(name))
+    end
+  end
+  if count > 0 then return redis.error_reply('PARKED ' .. count) end
+end
+
+-- Forget the lines that no person has parked, and the others as well unless they are kept.
+local function forget_lines(keep_parked)
+  for _, name in ipairs(all_lines()) do
+    if not (keep_parked and redis.call('HEXISTS', PARKED, name) == 1) then redis.call('UNLINK', line_of(name)) end
+  end
+  redis.call('UNLINK', OWNERS, LEASES, READY, BACKOFF, WAKE)
+  if not keep_parked then redis.call('UNLINK', PARKED) end
 end

@@ -58,8 +58,8 @@ if passed == 0 then return {0, 0, pending, last} end
 local ready = 0
 for _, name in ipairs(order) do
   local some, length = lines[name], 0
-  for i = 1, #some, CLAIMED_AT_ONCE do
-    length = redis.call('RPUSH', line_of(name), unpack(some, i, math.min(i + CLAIMED_AT_ONCE - 1, #some)))
+  for i = 1, #some, PASSED_AT_ONCE do
+    length = redis.call('RPUSH', line_of(name), unpack(some, i, math.min(i + PASSED_AT_ONCE - 1, #some)))
   end
   if length == #some and redis.call('HEXISTS', OWNERS, name) == 0 and line_up(name) then ready = ready + 1 end
 end

@@ -5,19 +5,21 @@
 -- ARGV  1 consumer group   2 name of the line   3 'park', 'unpark' or 'skip'
 --       4 the reason, for 'park'; the id of the first entry, for 'skip'   5.. items of its dead letter, for 'skip'
 -- REPLY 1 if it was done, 0 if there was nothing to do: it is parked already, or not; or the entry is not the first
--- ERROR NOTKEYED when no workers of a handler with a key are in charge; NOGROUP when the group is gone; MOVING when a line
+-- ERROR NOTKEYED when neither workers nor a run on Spark of a handler with a key are in charge; NOGROUP when the group is gone; MOVING when a line
 --       that moves to its new partition is to go on, and only the move keeps it
 --
 -- INVARIANT  An entry that is passed over becomes a dead letter in the same step. Who works on it is refused what it commits
---   late, as its lease ends. A line that is parked while somebody works on it is kept from its next turn.
+--   late, as its lease ends. A line that is parked while somebody works on it is kept from its next turn; on Spark, where
+--   nobody has a lease, at once.
 
 -- include ids
 -- include lines
 -- include moving
 
 local group, name, what = ARGV[1], ARGV[2], ARGV[3]
-if redis.call('HGET', KEYS[1], 'engine') ~= 'keyed' then
-  return redis.error_reply('NOTKEYED no workers of a handler with a key are in charge of ' .. KEYS[7])
+local found = redis.call('HMGET', KEYS[1], 'engine', 'keyed')
+if found[1] ~= 'keyed' and (found[1] or not found[2]) then
+  return redis.error_reply('NOTKEYED no handler with a key is in charge of ' .. KEYS[7])
 end
 local leased = redis.call('HEXISTS', OWNERS, name) == 1
 

@@ -74,57 +74,83 @@ local function drop_missing(name, ids, entries)
   end
 end
 
-local function claim(name, count)
+local any_struck = redis.call('EXISTS', KEYS[4]) == 1
+local NO_STRIKES, strikes = {}, {}
+local function strikes_on(id)
+  if not any_struck then return NO_STRIKES end
+  strikes[id] = strikes[id] or redis.call('HMGET', KEYS[4], id, id .. 'f', id .. 'l')
+  return strikes[id]
+end
+
+-- Of a line's first entries, those that are given out together: one that failed, or whose lease ran out, comes first, alone.
+local function run_of(name, most)
+  local ids = redis.call('LRANGE', line_of(name), '0', most - 1)
+  for i = 1, any_struck and #ids or 0 do
+    local struck = strikes_on(ids[i])
+    if struck[1] or struck[2] or struck[3] then return {unpack(ids, 1, math.max(1, i - 1))} end
+  end
+  return ids
+end
+
+-- The entries of a line's run; none if it has none any more, nil if the rest of it is for the next call, as somebody has
+-- trimmed what waits.
+local function claim(name, most)
   while true do
-    local ids = redis.call('LRANGE', line_of(name), 0, count - 1)
+    local ids = run_of(name, most)
     if #ids == 0 then return ids end
-    local ask = {KEYS[7], group, consumer, 0, unpack(ids)}
+    local ask = {KEYS[7], group, consumer, '0', unpack(ids)}
     ask[#ask + 1] = 'FORCE'
     local entries = redis.call('XCLAIM', unpack(ask))
     if #entries < #ids then drop_missing(name, ids, entries) end
     if #entries > 0 then return entries end
-    if #gone >= MOST_GONE then -- somebody has trimmed what waits: the rest is for the next call
-      line_up(name, true)
-      return entries
-    end
+    if #gone >= MOST_GONE then return nil end
   end
 end
 
--- Of a line's first entries, those that are given out together: one that failed, or whose lease ran out, comes first, alone.
-local any_struck = redis.call('EXISTS', KEYS[4]) == 1
-local function run_of(name, head_struck, most)
-  if head_struck then return 1 end
-  if not any_struck or most == 1 then return most end
-  local ids = redis.call('LRANGE', line_of(name), 1, most - 1)
-  for i, id in ipairs(ids) do
-    local struck = redis.call('HMGET', KEYS[4], id, id .. 'f', id .. 'l')
-    if struck[1] or struck[2] or struck[3] then return i end
-  end
-  return most
+local taken, count, used = {}, 0, 0
+local function take_line(name)
+  local entries = claim(name, math.min(longest, most_entries - count))
+  if not entries then return end
+  used = used + 1
+  if #entries == 0 then return end
+  local struck = strikes_on(entries[1][1])
+  taken[#taken + 1] = {
+    name, string.format('%.0f %s %s', fence, incarnation, consumer), '',
+    tonumber(struck[3] or 0), tonumber(struck[2] or 0), entries,
+  }
+  fence = fence + 1
+  count = count + #entries
 end
 
-local taken, count = {}, 0
+-- Write down who has the lines, and until when, with one command for many; and find their states.
+local function lease(from, to)
+  local owners, deadlines, fields, deadline = {}, {}, {}, string.format('%.0f', ms + lease_ms)
+  for i = from, to do
+    local name, token = taken[i][1], taken[i][2]
+    owners[#owners + 1], owners[#owners + 2] = name, token
+    deadlines[#deadlines + 1], deadlines[#deadlines + 2] = deadline, name
+    fields[#fields + 1] = string.sub(name, 2)
+  end
+  redis.call('HSET', OWNERS, unpack(owners))
+  redis.call('ZADD', LEASES, unpack(deadlines))
+  local states = ARGV[9] == '1' and redis.call('HMGET', KEYS[3], unpack(fields)) or {}
+  for i, state in ipairs(states) do
+    local one = taken[from + i - 1]
+    if state and string.sub(one[1], 1, 1) == 'k' then one[3] = state end
+  end
+end
+
+-- Lines are taken off the list at the end, together: if anything fails before, they are still ready.
 while #taken < most_lines and count < most_entries and #gone < MOST_GONE do
-  local name = redis.call('LPOP', READY)
-  if not name then break end
-  local head = redis.call('LINDEX', line_of(name), 0) or ''
-  local struck = redis.call('HMGET', KEYS[4], head, head .. 'f', head .. 'l')
-  local run = run_of(name, struck[1] or struck[2] or struck[3], math.min(longest, most_entries - count))
-  local entries = claim(name, run)
-  if #entries > 0 then
-    if entries[1][1] ~= head then
-      head = entries[1][1]
-      struck = redis.call('HMGET', KEYS[4], head, head .. 'f', head .. 'l')
-    end
-    local token = string.format('%.0f %s %s', fence, incarnation, consumer)
-    fence = fence + 1
-    redis.call('HSET', OWNERS, name, token)
-    redis.call('ZADD', LEASES, ms + lease_ms, name)
-    local state = ARGV[9] == '1' and string.sub(name, 1, 1) == 'k' and redis.call('HGET', KEYS[3], string.sub(name, 2))
-    taken[#taken + 1] = {name, token, state or '', tonumber(struck[3] or 0), tonumber(struck[2] or 0), entries}
-    count = count + #entries
+  local least = math.min(most_lines - #taken, math.ceil((most_entries - count) / longest))
+  local names = redis.call('LRANGE', READY, used, used + least - 1)
+  if #names == 0 then break end
+  for _, name in ipairs(names) do
+    if #gone < MOST_GONE then take_line(name) end
   end
 end
+for i = 1, #taken, PASSED_AT_ONCE do lease(i, math.min(i + PASSED_AT_ONCE - 1, #taken)) end
+if used > 0 then redis.call('LTRIM', READY, used, -1) end
 if #taken > 0 then redis.call('HSET', KEYS[1], 'fence', string.format('%.0f', fence)) end
 if redis.call('LLEN', READY) == 0 then
   redis.call('UNLINK', WAKE) -- nobody need look

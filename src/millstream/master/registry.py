@@ -10,6 +10,7 @@ from typing import Literal
 
 import msgspec
 
+from millstream.asking import server_time_ms
 from millstream.client import Client, Script
 from millstream.lines import WAITING
 from millstream.naming import HandlerKeys
@@ -149,9 +150,9 @@ class Registry:
 
     def _change(self, name: str, change: Change) -> Registration | None:
         while True:
-            before, time = self._client.execute("HGET", self._key, name), self._client.execute("TIME")
+            before = self._client.execute("HGET", self._key, name)
             known = None if before is None else _decode(before)
-            after = change(known, int(time[0]) * 1000 + int(time[1]) // 1000)
+            after = change(known, server_time_ms(self._client))
             if after == known:
                 return known
             new = b"" if after is None else _encode(after)

@@ -23,7 +23,7 @@ class Views:
         """Up to `limit` tickets that have messages which are not done, after those of an earlier page."""
         after = _after(cursor)
         found = sorted(survey(self._client, self._keys), key=lambda line: line.name)
-        rest = [line for line in found if line.name > after]
+        rest = [line for line in found if line.name > after and (line.length or line.worker)]
         page = rest[:limit]
         ids = self._client.pipeline([("LRANGE", self._keys.line(line.name), 0, _MOST_IDS - 1) for line in page])
         return Tickets(

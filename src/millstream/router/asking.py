@@ -26,5 +26,5 @@ class Request:
     groups: list[list[Cursor]]
     careful: list[Cursor]
     count: int
-    began_at: int
+    began_at: float
     queue: int

@@ -15,14 +15,13 @@ from millstream.router.policy import ReaderName, Settings
 from millstream.router.pump import Pump
 from millstream.router.shelf import Shelf
 from millstream.router.station import Station
-from millstream.wire import Node, slot_of
+from millstream.wire import Node, primaries, slot_of
 
 logger = logging.getLogger(__name__)
 
 _ROUND_MS = 1000.0
 _SWEEP_EVERY_MS = 20.0
 _SOON_MS = 50.0
-_SLOTS = 16_384
 
 
 class Fleet:
@@ -49,7 +48,7 @@ class Fleet:
         self._shelf = shelf
         self._metrics = metrics
         self._stations: dict[Node | None, Station] = {}
-        self._owners: list[Node | None] = [None] * _SLOTS
+        self._owners = primaries(())
         self._looking = False
         self._to_sweep: list[bytes] = []
         self._sweep_credit = 0.0
@@ -109,7 +108,7 @@ class Fleet:
             station.go()
 
     def _done(self, cursor: Cursor) -> None:
-        if (station := self._of(cursor.key)) is not None:
+        if self.reader == "pool" and (station := self._of(cursor.key)) is not None:
             station.arm(cursor)
 
     def _ask_at(self, node: Node, cursors: list[Cursor]) -> None:
@@ -206,11 +205,8 @@ class Fleet:
                 logger.warning("the router waits for the cluster: %s", reply)
                 self._pump.later(_ROUND_MS, self._look)
             return
-        owners: list[Node | None] = [None] * _SLOTS
-        for first, last, primary, *_ in reply:
-            node = (primary[0].decode(), primary[1])
-            owners[first : last + 1] = [node] * (last - first + 1)
-        moved = {slot for slot in range(_SLOTS) if owners[slot] != self._owners[slot]}
+        owners = primaries(reply)
+        moved = {slot for slot, owner in enumerate(owners) if owner != self._owners[slot]}
         self._owners = owners
         for node in {owner for owner in owners if owner is not None}:
             self._station(node)

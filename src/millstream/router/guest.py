@@ -6,7 +6,8 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from millstream.clock import Clock
-from millstream.router.pump import Pump, Watched, resolve
+from millstream.router.bell import Bell, ring_all
+from millstream.router.pump import Pump, Watched
 
 
 class LoopPump(Pump):
@@ -76,8 +77,8 @@ class LoopPump(Pump):
         with suppress(RuntimeError):  # the loop is closed: nobody listens any more
             self._loop.call_soon_threadsafe(self._round, self._run_calls)
 
-    def _resolve(self, loop: asyncio.AbstractEventLoop, futures: list[asyncio.Future[None]]) -> None:
-        if loop is self._loop:
-            resolve(futures)
+    def _ring_in(self, loop: asyncio.AbstractEventLoop | None, bells: list[Bell]) -> None:
+        if loop is self._loop and asyncio.current_task(loop) is None:  # there is one if a task has closed the router
+            ring_all(bells)
         else:
-            super()._resolve(loop, futures)
+            super()._ring_in(loop, bells)

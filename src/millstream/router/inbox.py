@@ -4,14 +4,16 @@ Batches go through as they came from the server: subscribers of one stream share
 the usual way: each counter has one writer, and each side says what it wants before it looks what the other has done.
 """
 
-import asyncio
 import threading
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
+from millstream.errors import MillstreamError
+from millstream.model import Message
+from millstream.router.bell import Bell
 from millstream.router.judging import Entry
-from millstream.router.notices import Dropped, Gap, Start, WhenFull
+from millstream.router.notices import Dropped, Gap, Item, Start, WhenFull
 
-Waker: TypeAlias = "asyncio.Future[None] | threading.Lock"
+Waker: TypeAlias = "Bell | threading.Lock"
 _DROPPING = threading.Lock()
 
 
@@ -70,6 +72,8 @@ class Inbox:
                 gone = min(left, len(self.batch) - self.at)
                 self.at += gone
                 left -= gone
+                if self.at == len(self.batch):
+                    self.batch = None
             while left and place < len(self.batches):
                 batch = self.batches[place]
                 if not isinstance(batch, list):
@@ -97,29 +101,50 @@ class Inbox:
 
     # For the subscriber
 
-    def take(self) -> Any:
-        """The next entry or notice; None if there is none."""
+    def take(self) -> Item | None:
+        """The next message or notice; None if there is none."""
         if self.when_full != "drop-oldest":
             return self._take()
         with _DROPPING:
             return self._take()
 
-    def _take(self) -> Any:
-        while True:
-            batch = self.batch
-            if batch is not None:
-                at = self.at
-                if at < len(batch):
-                    self.at = at + 1
-                    self.taken += 1
-                    return batch[at]
-                self.batch = None
+    def _take(self) -> Item | None:
+        batch, at = self.batch, self.at
+        if batch is None:
             if not self.batches:
                 return None
             following = self.batches.pop(0)
             if not isinstance(following, list):
                 return following
-            self.batch, self.at = following, 0
+            batch, at = self.batch, self.at = following, 0
+        self.at = at + 1
+        if self.at == len(batch):
+            self.batch = None
+        self.taken += 1
+        entry_id, pairs = batch[at]
+        return Message(self.stream, entry_id.decode(), pairs)
+
+    def over(self) -> bool:
+        """Whether nothing will come any more; raises what ended it."""
+        if self.ending is None or self.batches:
+            return False
+        if isinstance(self.ending, Exception):
+            raise self.ending
+        return True
+
+    def may_sleep(self, waker: Waker) -> bool:
+        """Have `waker` wake the subscriber when there is something; False if there is already."""
+        sleeping = self.waker
+        if sleeping is not None and (not isinstance(sleeping, Bell) or sleeping.awaited):
+            raise MillstreamError(
+                f"the subscription of {self.stream} is being read by somebody else: subscribe once more"
+            )
+        self.waker = waker
+        # Said first, looked second: whoever puts something in looks for the waker after that.
+        if self.batches or self.ending is not None:
+            self.waker = None
+            return False
+        return True
 
 
 class Cursor:

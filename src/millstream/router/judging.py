@@ -24,10 +24,10 @@ def number(entry_id: bytes) -> tuple[int, int]:
 
 def before(entry_id: bytes) -> bytes:
     """The id right before: what to read after, to get the entry itself too."""
-    ms, seq = number(entry_id)
-    if seq:
-        return b"%d-%d" % (ms, seq - 1)
-    return b"%d-%d" % (ms - 1, _LAST_SEQ) if ms else ZERO
+    ms, _, seq = entry_id.partition(b"-")
+    if seq != b"0":
+        return b"%b-%d" % (ms, int(seq) - 1)
+    return b"%d-%d" % (int(ms) - 1, _LAST_SEQ) if ms != b"0" else ZERO
 
 
 class Facts(NamedTuple):

@@ -23,6 +23,8 @@ logger = logging.getLogger(__name__)
 _GUESSED_ENTRY_BYTES = 256.0
 _RETRY_MS = 100.0
 _MANY, _REST_MS = 32, 10.0
+_FEW = 4
+_PUSH_BYTES = 31.0  # beside the key
 
 
 class Lane:
@@ -42,9 +44,17 @@ class Lane:
         self._under_way: list[Request | None] = [None, None]
         self._once: list[Request] = []
         self._entry_bytes = _GUESSED_ENTRY_BYTES
+        self._heard_bytes = 0.0
         self._unchanged = 0
         self._resting = False
         self._warned = False
+
+    def heard(self, keys: Sequence[bytes]) -> None:
+        """The server says, over `link`, that these streams have changed."""
+        for key in keys:
+            self._heard_bytes += len(key) + _PUSH_BYTES
+            for cursor in self._shelf.at(key):
+                self.want(cursor, changed=True)
 
     def want(self, cursor: Cursor, *, changed: bool = False) -> None:
         """Read this soon. `changed`: the server says that there is something."""
@@ -85,35 +95,36 @@ class Lane:
     # Asking
 
     def _ask_next(self, queue: int) -> None:
-        waiting = self._queues[queue]
         groups: dict[Any, list[Cursor]] = {}
-        seen: set[bytes] = set()
-        again = []
-        while waiting and len(seen) < self._streams:
-            cursor = waiting.popleft()
-            cursor.queued = False
-            if cursor.paused or not cursor.inboxes:
-                continue
-            if cursor.key in seen:  # a reply has room for each name once
-                again.append(cursor)
-                continue
-            seen.add(cursor.key)
-            cursor.asked = True
-            groups.setdefault(self._group_of(cursor), []).append(cursor)
-        for cursor in again:
-            cursor.queued = True
-            waiting.append(cursor)
+        for cursor in self._next(queue):  # into one command goes what is in the same slot, where there are slots
+            group = cursor if cursor.alone else slot_of(cursor.key) if self._by_slot else None
+            if group in groups:
+                groups[group].append(cursor)
+            else:
+                groups[group] = [cursor]
         if not groups:
             return
         request = self._request(list(groups.values()), queue=queue)
         self._under_way[queue] = request
         self._link.ask(self._commands(request), lambda replies: self._answered(request, replies))
 
-    def _group_of(self, cursor: Cursor) -> Any:
-        """What goes into one command: the same slot, where there are slots."""
-        if cursor.alone:
-            return cursor
-        return slot_of(cursor.key) if self._by_slot else None
+    def _next(self, queue: int) -> Iterable[Cursor]:
+        """Whose turn it is. Of large entries, rather of few streams several each than of many one, to be read again."""
+        waiting = self._queues[queue]
+        most = max(1, min(self._streams, int(self._reply_bytes / self._entry_bytes) // _FEW))
+        found: dict[bytes, Cursor] = {}
+        again = []
+        while waiting and len(found) < most:
+            cursor = waiting.popleft()
+            if cursor.key in found:  # a reply has room for each name once
+                again.append(cursor)
+                continue
+            cursor.queued = False
+            if cursor.inboxes and not cursor.paused:
+                cursor.asked = True
+                found[cursor.key] = cursor
+        waiting.extend(again)
+        return found.values()
 
     def _request(self, groups: list[list[Cursor]], *, queue: int) -> Request:
         cursors = sum(map(len, groups))
@@ -122,9 +133,13 @@ class Lane:
             groups=groups,
             careful=[cursor for group in groups for cursor in group if cursor.careful],
             count=max(1, min(self._count, fitting)) + 1,  # one more: the last entry is read again
-            began_at=self._link.received_bytes,
+            began_at=self._read_bytes(),
             queue=queue,
         )
+
+    def _read_bytes(self) -> float:
+        """The size of all replies so far."""
+        return self._link.received_bytes - self._heard_bytes
 
     def _commands(self, request: Request) -> list[Command]:
         commands: list[Command] = []
@@ -144,7 +159,7 @@ class Lane:
         facts = dict(zip(request.careful, map(facts_of, counters), strict=True))
         for cursor, reply in zip(request.careful, counters, strict=True):
             if isinstance(reply, AccessDenied):
-                self._shelf.fail(cursor, reply)
+                self._shelf.end_at(cursor, reply)
         entries, self._unchanged = 0, 0
         for group, reply in zip(request.groups, replies, strict=False):
             for cursor in group:
@@ -165,7 +180,7 @@ class Lane:
         if request.queue == 0 and self._unchanged >= _MANY and 2 * self._unchanged > sum(map(len, request.groups)):
             self._rest()
         if entries:
-            measured = max(1, self._link.received_bytes - request.began_at) / entries
+            measured = max(1.0, self._read_bytes() - request.began_at) / entries
             self._entry_bytes = max(measured, 0.9 * self._entry_bytes + 0.1 * measured)
 
     def _rest(self) -> None:
@@ -247,7 +262,7 @@ class Lane:
         self._once.remove(request)
         cursor.asked = cursor.stale = False
         if isinstance(reply, AccessDenied):
-            self._shelf.fail(cursor, reply)
+            self._shelf.end_at(cursor, reply)
             return
         if not isinstance(reply, Exception):
             self._shelf.tell_gap(cursor, "rewound" if reply else "recreated", cursor.last)
@@ -284,7 +299,7 @@ class Lane:
         else:
             name = from_wire(cursors[0].key)
             wrong = WrongType(f"{name} is not a stream: its key holds another type of value")
-            self._shelf.fail(cursors[0], wrong if isinstance(error, WrongType) else type(error)(f"{name}: {error}"))
+            self._shelf.end_at(cursors[0], wrong if isinstance(error, WrongType) else type(error)(f"{name}: {error}"))
 
     def _want_all(self, cursors: Iterable[Cursor]) -> None:
         for cursor in cursors:

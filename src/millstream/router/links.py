@@ -8,13 +8,14 @@ from typing import Any
 
 from millstream.errors import AccessDenied, CommandFailed, ConfigError, MillstreamError, Unavailable
 from millstream.router.pump import Pump
-from millstream.wire import Command, Push, Wire
+from millstream.wire import CHUNK_BYTES, Command, Push, Wire
 
 logger = logging.getLogger(__name__)
 
 _FIRST_WAIT_MS, _LAST_WAIT_MS = 50.0, 1000.0
 _WORD_EVERY_MS = 5000.0
 _TICK_MS = 250.0
+_CHUNKS = 8  # in one go; others want their turn too
 
 Then = Callable[[list[Any]], None]
 
@@ -71,7 +72,7 @@ class Link:
 
     @property
     def received_bytes(self) -> int:
-        """Bytes read since it was last dialled."""
+        """The size of all replies and pushes since it was last dialled."""
         return self._wire.received_bytes if self._wire else 0
 
     def ask(self, commands: Sequence[Command], then: Then) -> None:
@@ -96,27 +97,40 @@ class Link:
 
     def ready(self) -> None:
         """Read what has come in, send what waits."""
-        if self._wire is None:
-            return
-        if self._wire.clogged:
+        if self._wire is not None and self._wire.clogged:
             self._guarded(lambda wire: wire.flush())
-        replies: list[Any] = []
-        self._guarded(lambda wire: replies.extend(wire.receive()))
-        if replies:
-            self._heard_ms = self._pump.clock.monotonic_ms()
-        wire = self._wire
-        for reply in replies:
-            if self._wire is not wire:  # whoever was told of the last one had trouble
+        for _ in range(_CHUNKS):
+            if self._hear() < CHUNK_BYTES:
                 return
-            if type(reply) is Push:
-                self._events.push(reply)
-                continue
-            self._replies.append(reply)
-            if self._asked and len(self._replies) >= self._asked[0][0]:
-                collected, self._replies = self._replies, []
-                self._asked.popleft()[1](collected)
 
     # Inside
+
+    def _hear(self) -> int:
+        """Take in some of what has come, and pass it on; returns how many bytes were read."""
+        wire = self._wire
+        if wire is None:
+            return 0
+        try:
+            size = wire.take_in()
+        except Unavailable as error:
+            self._broken(error)
+            return 0
+        if size:
+            self._heard_ms = self._pump.clock.monotonic_ms()
+        for reply in wire.replies():
+            if type(reply) is Push:
+                self._events.push(reply)
+            else:
+                self._answer(reply)
+            if self._wire is not wire:  # whoever was told had trouble
+                return 0
+        return size
+
+    def _answer(self, reply: Any) -> None:
+        self._replies.append(reply)
+        if self._asked and len(self._replies) >= self._asked[0][0]:
+            collected, self._replies = self._replies, []
+            self._asked.popleft()[1](collected)
 
     def _redial(self) -> None:
         if not self._closed:

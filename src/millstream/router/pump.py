@@ -5,7 +5,8 @@ import logging
 import selectors
 import socket
 import threading
-from collections import deque
+from abc import ABC, abstractmethod
+from collections import defaultdict, deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -15,6 +16,7 @@ from typing import Any, Protocol
 
 from millstream.clock import Clock
 from millstream.errors import MillstreamError
+from millstream.router.bell import Bell, ring_all
 from millstream.router.inbox import Inbox
 
 logger = logging.getLogger(__name__)
@@ -32,7 +34,7 @@ class Watched(Protocol):
         """It can be read or written: do it."""
 
 
-class Pump:
+class Pump(ABC):
     """What runs the router: waits for its connections, runs what other threads ask for, wakes subscribers in bursts.
 
     What it calls must not block and must not raise: `crashed` is told of an error that should not have been. Everything
@@ -44,16 +46,16 @@ class Pump:
         self.each_round: list[Callable[[], None]] = []
         self._crashed = crashed
         self._calls: deque[Callable[[], None]] = deque()
-        self._wakes: dict[asyncio.AbstractEventLoop, list[asyncio.Future[None]]] = {}
+        self._wakes: defaultdict[asyncio.AbstractEventLoop | None, list[Bell]] = defaultdict(list)
         self._rung = False
         self._stopped = self._over = False
         self._helpers = ThreadPoolExecutor(_HELPERS, thread_name_prefix="millstream-router-helper")
 
     # For other threads
 
+    @abstractmethod
     def start(self) -> None:
         """Begin."""
-        raise NotImplementedError
 
     def call(self, action: Callable[[], None]) -> None:
         """Run `action` in the pump's thread, soon."""
@@ -64,23 +66,23 @@ class Pump:
         if self._over:
             self._run_rest()
 
+    @abstractmethod
     def stop(self, timeout_ms: float) -> bool:
         """Run what was asked for, then end; whether that was within `timeout_ms`."""
-        raise NotImplementedError
 
     # For its own thread
 
+    @abstractmethod
     def later(self, delay_ms: float, action: Callable[[], None]) -> None:
         """Run `action` after `delay_ms` milliseconds."""
-        raise NotImplementedError
 
+    @abstractmethod
     def watch(self, connection: Watched, *, writing: bool = False) -> None:
         """Call `connection.ready` when there is something to read; `writing`: or when it can be written to."""
-        raise NotImplementedError
 
+    @abstractmethod
     def unwatch(self, connection: Watched) -> None:
         """Wait for it no more; before it is closed."""
-        raise NotImplementedError
 
     def aside(self, work: Callable[[], Any], then: Callable[[Any], None]) -> None:
         """Run `work`, which may block, in another thread, and `then` here with what it returned or how it failed."""
@@ -99,16 +101,17 @@ class Pump:
         waker, inbox.waker = inbox.waker, None
         if waker is None:
             return
-        if isinstance(waker, asyncio.Future):
-            self._wakes.setdefault(waker.get_loop(), []).append(waker)
+        if isinstance(waker, Bell):
+            self._wakes[waker.loop].append(waker)
         else:
             with suppress(RuntimeError):  # it has stopped waiting by itself
                 waker.release()
 
     # Inside
 
+    @abstractmethod
     def _ring(self) -> None:
-        raise NotImplementedError
+        """Have `_run_calls` be called, from whatever thread."""
 
     def _run_calls(self) -> None:
         self._rung = False  # from here on, whoever calls rings again
@@ -118,13 +121,18 @@ class Pump:
     def _end_round(self) -> None:
         for action in self.each_round:
             action()
-        for loop, futures in self._wakes.items():
-            self._resolve(loop, futures)
-        self._wakes.clear()
+        wakes = self._wakes
+        if wakes:
+            self._wakes = defaultdict(list)  # first, since who is woken may close the router
+            for loop, bells in wakes.items():
+                self._ring_in(loop, bells)
 
-    def _resolve(self, loop: asyncio.AbstractEventLoop, futures: list[asyncio.Future[None]]) -> None:
+    def _ring_in(self, loop: asyncio.AbstractEventLoop | None, bells: list[Bell]) -> None:
+        if loop is None:
+            logger.error("the router failed inside: %d subscribers wait in no event loop", len(bells))
+            return
         with suppress(RuntimeError):  # the loop is closed, and with it whoever waited there
-            loop.call_soon_threadsafe(resolve, futures)
+            loop.call_soon_threadsafe(ring_all, bells)
 
     def _crash(self, error: Exception) -> None:
         """Nobody else would hear of it, and subscribers would wait for ever."""
@@ -193,9 +201,10 @@ class ThreadPump(Pump):
                 for key, _ in self._selector.select(self._longest_wait_s()):
                     if key.data is not None:
                         key.data.ready()
+                    else:  # also where its call has been run already: unread, it would end every wait at once
+                        with suppress(BlockingIOError):
+                            self._bell.recv(4096)
                 if self._rung:
-                    with suppress(BlockingIOError):
-                        self._bell.recv(4096)
                     self._run_calls()
                 self._run_timers()
                 self._end_round()
@@ -223,10 +232,3 @@ class ThreadPump(Pump):
 
     def _stop(self) -> None:
         self._stopped = True
-
-
-def resolve(futures: list[asyncio.Future[None]]) -> None:
-    """Let those who still wait go on."""
-    for future in futures:
-        if not future.done():
-            future.set_result(None)

@@ -5,7 +5,7 @@ import os
 import threading
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal, Self
+from typing import Literal, Self, get_args
 
 from millstream.client import Client
 from millstream.clock import SYSTEM_CLOCK, Clock
@@ -26,7 +26,7 @@ from millstream.router.subscription import Subscription
 logger = logging.getLogger(__name__)
 
 _READ, _POOL = ReadPolicy(), PoolPolicy()
-_FULL = ("wait", "drop-oldest", "disconnect")
+_FULL = get_args(WhenFull)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -99,6 +99,7 @@ class Router:
         self._build(ThreadPump(clock, self._crashed))
         self._lock = threading.Lock()
         self._state: Literal["new", "running", "closed"] = "new"
+        self._failure: Exception | None = None
         self._pid = os.getpid()
 
     def _build(self, pump: Pump) -> None:
@@ -140,17 +141,20 @@ class Router:
         * `tell_start`: with `after=END`, the first item is a `Start` with the id that this was: who is cut off before
           the first message can resume there
 
-        Never waits for Redis. Raises ConfigError for a bad id, buffer or policy, and once the router is closed.
+        Never waits for Redis. Raises ConfigError for a bad id, buffer or policy, and once the router is closed or has
+        failed.
         """
         if buffer < 1 or when_full not in _FULL:
             raise ConfigError(f"subscribe: buffer must be 1 or more, when_full one of {', '.join(_FULL)}")
         place = _place(after)
+        if self._failure:
+            raise ConfigError(f"the router has failed, make a new one: {self._failure!r}")
         if self._state != "running":
             self._start()
         inbox = Inbox(stream, buffer, when_full, tell_start)
         self._pump.call(partial(self._shelf.add, inbox, to_wire(stream), place))
-        if self._state == "closed":  # in the meantime: it may have come too late to be ended with the others
-            inbox.ending = inbox.ending or True
+        if self._state == "closed" or self._failure:  # meanwhile: it may have come too late to be ended with the others
+            inbox.ending = inbox.ending or self._failure or True
         return Subscription(inbox, self._desk)
 
     def close(self, *, timeout_ms: float = 5_000) -> bool:
@@ -203,7 +207,9 @@ class Router:
     def _crashed(self, error: Exception) -> None:
         """Nobody may wait for what will not come."""
         logger.critical("the router's thread failed: this is a fault of millstream", exc_info=error)
+        self._failure = error
         self._shelf.end_all(error)
+        self._fleet.close()
 
 
 def _place(after: Id) -> bytes:

@@ -80,17 +80,16 @@ class Shelf:
         self.remove(inbox)
         self._calls.wake(inbox)
 
-    def fail(self, cursor: Cursor, error: Exception) -> None:
+    def end_at(self, cursor: Cursor, ending: bool | Exception) -> None:
         """End every subscription at this cursor."""
         for inbox in tuple(cursor.inboxes):
-            self.end(inbox, error)
+            self.end(inbox, ending)
 
     def end_all(self, ending: bool | Exception) -> None:
         """End every subscription."""
         for key in self.streams():
             for cursor in self.at(key):
-                for inbox in tuple(cursor.inboxes):
-                    self.end(inbox, ending)
+                self.end_at(cursor, ending)
 
     def resume(self, inbox: Inbox) -> None:
         """The subscriber has room again."""
@@ -134,7 +133,7 @@ class Shelf:
         """Give entries, the next ones of this cursor, to its subscribers."""
         start = cursor.last, cursor.ordinal
         full = []
-        for inbox in tuple(cursor.inboxes):
+        for inbox in cursor.inboxes:
             wanted = entries
             if inbox.skip is not None:
                 limit = number(inbox.skip)
@@ -146,7 +145,8 @@ class Shelf:
                 inbox.put(wanted)
             else:
                 full.append((inbox, len(entries) - len(wanted)))
-            self._calls.wake(inbox)
+            if inbox.waker is not None:
+                self._calls.wake(inbox)
         if cursor.anchor is None:
             cursor.anchor = entries[0][0]
         cursor.last = entries[-1][0]

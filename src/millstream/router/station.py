@@ -44,9 +44,9 @@ class Station:
         self.node = node
         self._pump = pump
         self._client = client
-        self._shelf = shelf
         self._events = events
         self._metrics = metrics
+        self._heard = 0
         self._pool: Pool | None = None
         name = "Redis" if node is None else f"{node[0]}:{node[1]}"
         by_slot = client.is_cluster
@@ -76,6 +76,9 @@ class Station:
         self.lane.go()
         if self._pool is not None:
             self._pool.go()
+        if self._heard:
+            self._metrics.count(m.ROUTER_CHANGED, self._heard)
+            self._heard = 0
 
     def close(self) -> None:
         """Close its connections; what was under way is forgotten."""
@@ -99,11 +102,9 @@ class Station:
         if keys is None:
             self._events.up()
             return
-        self._metrics.count(m.ROUTER_CHANGED, len(keys))
-        for key in keys:
-            for cursor in self._shelf.at(key):
-                self.lane.want(cursor, changed=True)
+        self._heard += len(keys)
+        self.lane.heard(keys)
 
     def _changed(self, cursor: Cursor) -> None:
-        self._metrics.count(m.ROUTER_CHANGED)
+        self._heard += 1
         self.lane.want(cursor, changed=True)

@@ -1,12 +1,11 @@
 """One subscriber's view of a stream: an iterator, for asyncio and for plain threads."""
 
-import asyncio
 import threading
-from typing import Any, Protocol, Self
+from collections.abc import AsyncIterator
+from typing import Any, Never, Protocol, Self
 
 from millstream.clock import SYSTEM_CLOCK
-from millstream.errors import MillstreamError
-from millstream.model import Message
+from millstream.router.bell import Bell
 from millstream.router.inbox import Inbox
 from millstream.router.notices import Item
 
@@ -50,23 +49,22 @@ class Subscription:
         """Messages that wait to be taken."""
         return self._inbox.held
 
+    @property
+    def ended(self) -> bool:
+        """Whether nothing will come any more, in good order: it or the router was closed, and all it held is taken.
+
+        False if an error is to come: the next `get` raises that.
+        """
+        inbox = self._inbox
+        return inbox.ending is True and not inbox.batches and inbox.batch is None
+
     # asyncio
 
-    def __aiter__(self) -> Self:
-        return self
+    def __aiter__(self) -> AsyncIterator[Item]:
+        return _Turns(self, self._inbox)
 
     async def __anext__(self) -> Item:
-        while True:
-            if (item := self._take()) is not None:
-                return item
-            if self._ended():
-                raise StopAsyncIteration
-            future = asyncio.get_running_loop().create_future()
-            if self._may_sleep(future):
-                try:
-                    await future
-                finally:
-                    self._inbox.waker = None
+        return await anext(_Turns(self, self._inbox))
 
     async def __aenter__(self) -> Self:
         return self
@@ -88,20 +86,21 @@ class Subscription:
     def get(self, timeout_ms: float | None = None) -> Item | None:
         """The next item, waiting for it up to `timeout_ms` milliseconds (None: without end); None if there is none.
 
-        Raises what ended the subscription. Not for the thread of an event loop, unless `timeout_ms` is 0.
+        None says that the time is over or, if `ended`, that nothing will come any more: loop `while not subscription.ended`.
+        Raises what ended the subscription otherwise. Not for the thread of an event loop, unless `timeout_ms` is 0.
         """
         until_ms = None if timeout_ms is None else SYSTEM_CLOCK.monotonic_ms() + timeout_ms
         while True:
             if (item := self._take()) is not None:
                 return item
-            if self._ended():
+            if self._inbox.over():
                 return None
             left_s = -1.0 if until_ms is None else (until_ms - SYSTEM_CLOCK.monotonic_ms()) / 1000
             if until_ms is not None and left_s <= 0:
                 return None
             bell = threading.Lock()
             bell.acquire()
-            if self._may_sleep(bell):
+            if self._inbox.may_sleep(bell):
                 bell.acquire(timeout=left_s)
                 self._inbox.waker = None
 
@@ -129,35 +128,59 @@ class Subscription:
     # Inside
 
     def _take(self) -> Item | None:
-        inbox = self._inbox
-        found: Any = inbox.take()
-        if found is None:
-            return None
-        if inbox.paused and inbox.drained:
-            self._desk.drained(inbox)
-        if type(found) is not list:
-            item: Item = found
-            return item
-        return Message(inbox.stream, found[0].decode(), found[1])
+        item = self._inbox.take()
+        if self._inbox.paused:
+            self._room()
+        return item
 
-    def _ended(self) -> bool:
-        """Whether nothing will come any more; raises what ended it."""
-        ending = self._inbox.ending
-        if ending is None or self._inbox.batches:
-            return False
-        if isinstance(ending, Exception):
-            raise ending
-        return True
+    def _room(self) -> None:
+        if self._inbox.drained:
+            self._desk.drained(self._inbox)
 
-    def _may_sleep(self, waker: Any) -> bool:
+
+class _Turns:
+    """A subscription in `async for`. Waits for items without making anything, for the reasons that `Bell` has.
+
+    It is its own awaitable, and its own way of awaiting: `anext(turns, default)` needs all that a coroutine has.
+    """
+
+    __slots__ = ("_bell", "_inbox", "_subscription")
+
+    def __init__(self, subscription: Subscription, inbox: Inbox) -> None:
+        self._subscription = subscription
+        self._inbox = inbox
+        self._bell = Bell()
+
+    def __aiter__(self) -> Self:
+        return self
+
+    def __anext__(self) -> Self:
+        return self
+
+    def __await__(self) -> Any:
+        return self
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Bell:
         inbox = self._inbox
-        if inbox.waker is not None:
-            raise MillstreamError(
-                f"the subscription of {inbox.stream} is being read by somebody else: subscribe once more"
-            )
-        inbox.waker = waker
-        # Said first, looked second: whoever puts something in looks for the waker after that.
-        if inbox.batches or inbox.ending is not None:
-            inbox.waker = None
-            return False
-        return True
+        while True:
+            if (inbox.batches or inbox.batch) and (item := inbox.take()) is not None:
+                if inbox.paused:
+                    self._subscription._room()
+                raise StopIteration(item)
+            if inbox.ending is not None and inbox.over():
+                raise StopAsyncIteration
+            self._bell.prepare()
+            if inbox.may_sleep(self._bell):
+                return self._bell.wait()
+
+    def send(self, _: object) -> Bell:
+        return self.__next__()
+
+    def throw(self, kind: Any, value: Any = None, _: object = None) -> Never:
+        raise kind if value is None else value
+
+    def close(self) -> None:
+        """Nothing is held between two waits."""

@@ -31,10 +31,7 @@ class Share(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Manifest:
-    """The shares of a batch, in the order in which their rows are published.
-
-    Raises OutputError if rows come with ids, and those of different tasks are not one after the other.
-    """
+    """The shares of a batch, in the order in which their rows are published: by id, if they come with ids."""
 
     def __init__(self, shares: Sequence[Share]) -> None:
         self._shares = sorted(shares, key=lambda share: share.place)
@@ -44,9 +41,19 @@ class Manifest:
                 parts = self.streams.setdefault(stream, [])
                 if portion.chunks:
                     parts.append((share.token, portion))
+        for parts in self.streams.values():
+            if _with_ids(parts):
+                parts.sort(key=lambda part: EntryId.parse(part[1].first))
+
+    def check(self) -> None:
+        """Raise OutputError if rows come with ids, and those of different tasks are not one after the other."""
         for stream, parts in self.streams.items():
-            if any(portion.first for _, portion in parts):
-                self.streams[stream] = _by_id(stream, parts)
+            for (_, one), (_, other) in pairwise(parts if _with_ids(parts) else ()):
+                if EntryId.parse(one.last) >= EntryId.parse(other.first):
+                    raise OutputError(
+                        f"the ids for stream {stream!r} overlap between partitions ({one.last} in one, {other.first} in "
+                        "another): repartition by the stream and sort within partitions by the id, or leave idColumn out"
+                    )
 
     @classmethod
     def parse(cls, blob: bytes) -> "Manifest":
@@ -84,12 +91,5 @@ class Manifest:
         ]
 
 
-def _by_id(stream: str, parts: list[tuple[str, Portion]]) -> list[tuple[str, Portion]]:
-    ordered = sorted(parts, key=lambda part: EntryId.parse(part[1].first))
-    for (_, one), (_, other) in pairwise(ordered):
-        if EntryId.parse(one.last) >= EntryId.parse(other.first):
-            raise OutputError(
-                f"the ids for stream {stream!r} overlap between partitions ({one.last} in one, {other.first} in another): "
-                "repartition by the stream and sort within partitions by the id, or leave idColumn out"
-            )
-    return ordered
+def _with_ids(parts: Sequence[tuple[str, Portion]]) -> bool:
+    return any(portion.first for _, portion in parts)

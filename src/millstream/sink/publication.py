@@ -120,6 +120,7 @@ class Publication:
             raise stale(self._sink, error) from error
 
     def _seal(self, manifest: Manifest, *, keep_s: int | Literal[""]) -> None:
+        manifest.check()
         calls = []
         for stream, parts in manifest.streams.items():
             first = "" if self._terms.skip_old_ids or not parts else parts[0][1].first

@@ -15,6 +15,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from millstream.errors import ConfigError, DecodeError
+from millstream.spark.other_case import tell_of_other_case
 
 Entry = Sequence[Any]
 """As hiredis parses it: [id, [name, value, name, value, ...]]."""
@@ -163,10 +164,11 @@ def typed_columns(fields: Fields, *, schema: pa.Schema, names: Sequence[str], fa
     What is absent, or empty where it is no text, is null. So is what does not fit the type, or, with `failfast`,
     raises DecodeError.
     """
-    columns = _raw_columns(fields, [name.encode() for name in names])
+    found = _raw_columns(fields, [name.encode() for name in names])
+    columns = {name: pa.array(raw, pa.binary()) for name, raw in zip(names, found, strict=True)}
+    tell_of_other_case(fields, [name for name, raw in columns.items() if raw.null_count == len(fields)])
     return {
-        name: decode(pa.array(raw, pa.binary()), schema.field(name).type, failfast=name if failfast else None)
-        for name, raw in zip(names, columns, strict=True)
+        name: decode(raw, schema.field(name).type, failfast=name if failfast else None) for name, raw in columns.items()
     }
 
 

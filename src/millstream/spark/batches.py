@@ -11,14 +11,14 @@ from operator import attrgetter
 
 from millstream.lifecycle import NOTHING, Again, BatchOutcome, Done, Outcome, Parked, attempt_batch, attempt_batch_plain
 from millstream.model import Message
-from millstream.spark.task import PartitionTask, Run
+from millstream.spark.task import Leaving, PartitionTask, Run
 
 
 class BatchTask(PartitionTask):
     """PartitionTask for a handler that takes lists. Its messages have no keys: each is a run by itself."""
 
     async def _drive_all(self, runs: list[Run]) -> None:
-        if self._cautious_left:
+        if self._cautious_left or any(run.in_line for run in runs):
             await super()._drive_all(runs)
             return
         waiting = _gathered(runs, self._handler.batch_size)
@@ -54,11 +54,14 @@ class BatchTask(PartitionTask):
         failed = [run for run, _, one in judged if isinstance(one, Again)]
         if failed and isinstance(outcome, Again):
             self._tallies[stream].retries += len(failed)
+            if self._has_to_leave(failed[0], outcome):
+                for run in failed:
+                    self._leave(run, Leaving("later", round(outcome.delay_ms), run.attempt))
+                return
             self._flush()
             group.create_task(self._work_through(waiting, group))  # other lists go on while these wait
-            await asyncio.sleep(outcome.delay_ms / 1000)
+            await self._wait(failed, outcome)
             for run in failed:
-                run.attempt += 1
                 await self._drive(run, iter(()), group)
 
     def _finish(self, some: Sequence[tuple[Run, Message]], outcome: Outcome) -> None:

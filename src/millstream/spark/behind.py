@@ -2,6 +2,8 @@
 
 import json
 
+from millstream.spark.offsets import readable
+
 
 def behind(end: str | None, latest: str | None) -> dict[str, int | None]:
     """Entries between two offsets of the source as Spark's progress reports have them, stream by stream.
@@ -19,8 +21,8 @@ def _between(reached: int | None, newest: int | None) -> int | None:
 
 
 def _counts(text: str | None) -> dict[str, int | None]:
-    raw = json.loads(text or "null")
     try:
+        raw = readable(json.loads(text or "null"))
         return {stream: count for stream, (_, count) in raw.items() if count is None or isinstance(count, int)}
     except (AttributeError, TypeError, ValueError):
         return {}

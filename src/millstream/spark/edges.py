@@ -1,7 +1,7 @@
 """Where reading starts and ends, stream by stream: words, entry ids and times, and which option goes before which."""
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any, Literal, TypeVar, cast
@@ -33,6 +33,13 @@ Edge = Word | EntryId | Moment
 entry at the start, or after the end."""
 
 
+def id_of(edge: Edge) -> EntryId | None:
+    """The id that `edge` lies directly behind; None for a word, which means another one in each stream."""
+    if isinstance(edge, Moment):
+        return edge.before
+    return edge if isinstance(edge, EntryId) else None
+
+
 @dataclass(frozen=True, kw_only=True)
 class Edges:
     """A start or an end: `default` for every stream that `streams` does not name; None = what is usual there."""
@@ -47,6 +54,12 @@ class Edges:
     def names(self, word: Word) -> bool:
         """True if any stream may begin or end at `word`."""
         return word in (self.default, *self.streams.values())
+
+    def are_all(self, word: Word, streams: Collection[str]) -> bool:
+        """True if every one of `streams` begins or ends at `word`; without any: if those of a pattern do."""
+        if not streams:
+            return self.default == word and not self.streams
+        return all(self.streams.get(stream, self.default) == word for stream in streams)
 
 
 USUAL = Edges()
@@ -66,6 +79,16 @@ def read_edges(given: Given, side: str, streams: Sequence[str], words: Sequence[
     if stamp is not None:
         return Edges(default=_moment(f"{side}Timestamp", stamp))
     return Edges(default=offsets.default, streams={**offsets.streams, **moments})
+
+
+def check_order(starting: Edges, ending: Edges, streams: Collection[str]) -> None:
+    """Raise ConfigError if a stream is to end before it begins. Without `streams`, which a pattern will find, those
+    with edges of their own are looked at, and all others as one."""
+    for stream in streams or ("", *starting.streams, *ending.streams):  # no stream has the name ""
+        start, end = id_of(starting.of(stream, "earliest")), id_of(ending.of(stream, "latest"))
+        if start is not None and end is not None and start > end:
+            where = f" in the stream {stream!r}" if stream else ""
+            raise ConfigError(f"reading is to begin{where} after {start} and to end at {end}, which is before that")
 
 
 def _offsets(given: Given, name: str, streams: Sequence[str], words: Sequence[str]) -> Edges:

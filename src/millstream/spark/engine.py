@@ -7,7 +7,6 @@ already is left out by the marks and the frontier, so nothing takes effect twice
 
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 
 import pyarrow as pa
 from pyspark.sql import DataFrame, Row
@@ -19,49 +18,35 @@ from millstream.errors import DecodeError
 from millstream.handlers import Handler
 from millstream.ledger import Ledger
 from millstream.model import EntryId, Message
+from millstream.spark.catching_up import CatchUp
 from millstream.spark.partition import run_partition
-from millstream.spark.task import TALLY_SCHEMA, Job, open_fields
-
-
-@dataclass(frozen=True, kw_only=True)
-class BatchDone:
-    """What one finished batch did: entries read, committed, dead, retries, refused commits; and how long it took."""
-
-    handler: str
-    batch: int
-    messages: int
-    committed: int
-    dead: int
-    retries: int
-    refused: int
-    seconds: float
+from millstream.spark.tally import TALLY_SCHEMA, BatchTotals, sums
+from millstream.spark.task import Job, open_fields
 
 
 class Engine:
     """Processes the micro-batches of one handler; give it to `DataStreamWriter.foreachBatch`.
 
-    `partitions` is the number of tasks that the keys are spread over. `on_batch` is told of every finished batch.
+    The keys are spread over as many tasks as there are cores. `on_batch` is told of every finished batch, `catch_up` of
+    what it has set aside.
     """
 
-    def __init__(self, job: Job, *, partitions: int, on_batch: Callable[[BatchDone], None]) -> None:
+    def __init__(self, job: Job, *, on_batch: Callable[[BatchTotals], None], catch_up: CatchUp) -> None:
         self._job = job
-        self._partitions = partitions
+        self._catch_up = catch_up
         self._on_batch = on_batch
         self._client = shared_client(job.url)
         self._ledger = Ledger(self._client, app=job.handler.app, handler=job.handler.name, token=job.token)
 
     def __call__(self, frame: DataFrame, batch_id: int) -> None:
         """Process one micro-batch to its end. Raises whatever makes the batch fail, so that Spark repeats it."""
+        self._catch_up.wait_for_room()
         began = time.monotonic()
         rows = self._run(frame)
+        self._catch_up.tell(rows)
         self._advance(rows)
         self._on_batch(
-            BatchDone(
-                handler=self._job.handler.name,
-                batch=batch_id,
-                seconds=time.monotonic() - began,
-                **{name: sum(row[name] for row in rows) for name in TALLY_SCHEMA.names[2:]},
-            )
+            BatchTotals(handler=self._job.handler.name, batch=batch_id, seconds=time.monotonic() - began, **sums(rows))
         )
 
     def _run(self, frame: DataFrame) -> list[Row]:
@@ -71,7 +56,8 @@ class Engine:
         if job.handler.key is not None:
             # A message without a key is spread by its id: there is never one big null key.
             place = F.expr("coalesce(nullif(key, X''), cast(concat(id_ms, '-', id_seq) as binary))")
-            frame = frame.repartition(self._partitions, place, F.col("stream"))
+            cores = frame.sparkSession.sparkContext.defaultParallelism  # of a cluster they come and go
+            frame = frame.repartition(cores, place, F.col("stream"))
             frame = frame.sortWithinPartitions("stream", "key", "id_ms", "id_seq")
 
         def run(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:

@@ -4,39 +4,45 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from millstream import asking
 from millstream.client import Client, Command, Reply, raise_if_error
 from millstream.errors import CommandFailed, ConfigError, Unavailable, WrongType
 from millstream.model import ZERO_ID, EntryId
 from millstream.spark.offsets import Position
 
-_COMMANDS_PER_TRIP = 1000
 _NO_SUCH_KEY = "no such key"
 
 
 class StreamFacts(NamedTuple):
     """The ids and counters of one stream (Redis XINFO STREAM).
 
-    * `last`: id of the newest entry that was ever added
+    * `tail`: where one stands who has read everything: the newest entry that was ever added, and how many ever were
     * `first`: id of the oldest entry that is left; 0-0 if there is none
     * `deleted`: greatest id that was deleted by itself (XDEL), not by trimming
-    * `added`, `length`: entries ever added, and entries that are left
+    * `length`: entries that are left
     """
 
-    last: EntryId
+    tail: Position
     first: EntryId
     deleted: EntryId
-    added: int
     length: int
+
+    @property
+    def last(self) -> EntryId:
+        """Id of the newest entry that was ever added."""
+        return self.tail.id
+
+    @property
+    def added(self) -> int:
+        """Entries that were ever added."""
+        count = self.tail.added
+        assert count is not None
+        return count
 
     @property
     def removed(self) -> int:
         """Entries that were added and are gone."""
         return self.added - self.length
-
-    @property
-    def tail(self) -> Position:
-        """Where one stands who has read everything."""
-        return Position(self.last, self.added)
 
     def has_gaps_after(self, entry_id: EntryId) -> bool:
         """True if single entries may be missing between the entries after `entry_id`: counting is no use there."""
@@ -53,9 +59,7 @@ class StreamFacts(NamedTuple):
 
 def ask(client: Client, commands: Sequence[Command]) -> list[Reply]:
     """Run `commands` in pipelines of bounded size; errors come back among the replies, except Unavailable."""
-    replies: list[Reply] = []
-    for at in range(0, len(commands), _COMMANDS_PER_TRIP):
-        replies += client.pipeline(commands[at : at + _COMMANDS_PER_TRIP])
+    replies = asking.ask(client, commands)
     for reply in replies:
         if isinstance(reply, Unavailable):
             raise reply
@@ -69,7 +73,12 @@ def survey(client: Client, streams: Iterable[str]) -> dict[str, StreamFacts | No
     """
     names = list(streams)
     replies = ask(client, [("XINFO", "STREAM", name) for name in names])
-    return {name: _facts(_fields(name, reply)) for name, reply in zip(names, replies, strict=True)}
+    return {name: understood(name, reply) for name, reply in zip(names, replies, strict=True)}
+
+
+def understood(stream: str, reply: Reply) -> StreamFacts | None:
+    """Read a reply to XINFO STREAM, of either protocol. Raises as `survey`, whatever the reply is."""
+    return _facts(_fields(stream, reply))
 
 
 def facts_and_groups(stream: str, reply: Reply) -> tuple[StreamFacts | None, dict[str, EntryId]]:
@@ -83,6 +92,8 @@ def facts_and_groups(stream: str, reply: Reply) -> tuple[StreamFacts | None, dic
 
 
 def _fields(stream: str, reply: Any) -> dict[bytes, Any] | None:
+    if isinstance(reply, dict):
+        return reply
     if isinstance(reply, list):
         return dict(zip(reply[::2], reply[1::2], strict=True))
     if isinstance(reply, CommandFailed) and _NO_SUCH_KEY in str(reply):
@@ -99,10 +110,9 @@ def _facts(found: dict[bytes, Any] | None) -> StreamFacts | None:
     if b"entries-added" not in found:
         raise ConfigError("this server is too old: the redis-streams source needs Redis 7.0 or Valkey 7.2")
     return StreamFacts(
-        last=_id(found[b"last-generated-id"]),
+        tail=Position(_id(found[b"last-generated-id"]), found[b"entries-added"]),
         first=_id(found[b"recorded-first-entry-id"]),
         deleted=_id(found[b"max-deleted-entry-id"]),
-        added=found[b"entries-added"],
         length=found[b"length"],
     )
 

@@ -17,6 +17,7 @@ from millstream.spark.offsets import Offsets, Position
 logger = logging.getLogger(__name__)
 
 _LOOK_INTERVAL_MS = 1000.0
+_LOOK_SHARE = 2_000
 
 
 class Frontier:
@@ -27,6 +28,7 @@ class Frontier:
         self._ledger = Ledger(client, app=names[0], handler=names[1]) if names is not None else None
         self._clock = clock
         self._look_due_ms = float("-inf")
+        self._looked = 0
 
     def of(self, streams: Sequence[str]) -> dict[str, EntryId]:
         """The frontier of each stream that has one."""
@@ -62,7 +64,7 @@ class Frontier:
         return lowered
 
     def reopened(self, places: Offsets) -> Offsets:
-        """Return other names for those of `places` that commits were forgotten before; looks once a second.
+        """Return other names for those of `places` that commits were forgotten before; looks at up to 2,000 a second.
 
         Spark makes a batch only if an offset has changed, so the same place without its count asks for one. That
         is done once: the place stays without a count until the stream goes on.
@@ -70,5 +72,9 @@ class Frontier:
         if self._ledger is None or self._clock.monotonic_ms() < self._look_due_ms:
             return {}
         self._look_due_ms = self._clock.monotonic_ms() + _LOOK_INTERVAL_MS
-        counted = {stream: place for stream, place in places.items() if place.added is not None}
-        return {stream: Position(counted[stream].id, None) for stream in self.behind(counted)}
+        counted = [stream for stream, place in places.items() if place.added is not None]
+        some = counted[self._looked :][:_LOOK_SHARE]
+        self._looked = self._looked + len(some) if self._looked + len(some) < len(counted) else 0
+        return {
+            stream: Position(places[stream].id, None) for stream in self.behind({name: places[name] for name in some})
+        }

@@ -5,13 +5,18 @@ comes one batch late and never for the last one.
 """
 
 from collections.abc import Iterable
+from itertools import islice
 from typing import Any, NamedTuple
 
 from millstream.client import Client, Command, Reply, raise_if_error
+from millstream.clock import SYSTEM_CLOCK, Clock
 from millstream.errors import AccessDenied, CommandFailed, ConfigError, GroupMissing, WrongType
 from millstream.model import EntryId
 from millstream.spark.facts import ask
 from millstream.spark.offsets import Offsets, Position
+
+_MOST_MS = 50.0
+_STREAMS_AT_A_TIME = 500
 
 
 class Standing(NamedTuple):
@@ -60,24 +65,60 @@ class LagGroup:
     `ours`: only a handler's own workers read through it, from whom this run has taken over.
     """
 
-    def __init__(self, client: Client, group: str, *, ours: bool = False) -> None:
+    def __init__(self, client: Client, group: str, *, ours: bool = False, clock: Clock = SYSTEM_CLOCK) -> None:
         self._client = client
         self._group = group
         self._ours = ours
+        self._clock = clock
         self._shown: Offsets = {}
+        self._due: Offsets = {}
+        self._offsets: Offsets = {}
 
     def show(self, offsets: Offsets) -> None:
         """Move the group to `offsets` on the streams where it stands elsewhere; make it where it is missing.
 
-        Raises ConfigError if somebody else uses the group: it has consumers or pending entries.
+        What takes longer than a twentieth of a second is left for the next call. Raises ConfigError if somebody else uses the
+        group: it has consumers or pending entries.
         """
         if not self._group:
             return
-        moved = {stream: at for stream, at in offsets.items() if self._shown.get(stream) != at}
+        if offsets is not self._offsets:
+            shown = self._shown
+            moved = {stream: at for stream, at in offsets.items() if shown.get(stream) != at}
+            # Those that wait for their turn come first.
+            self._due = {stream: moved.pop(stream) for stream in self._due if stream in moved} | moved
+            self._offsets = offsets
+        self._catch_up(self._clock.monotonic_ms() + _MOST_MS)
+
+    def catch_up(self) -> None:
+        """Do what was left. Raises as `show`."""
+        self._catch_up(float("inf"))
+
+    def _catch_up(self, until_ms: float) -> None:
+        while self._due:
+            some = dict(islice(self._due.items(), _STREAMS_AT_A_TIME))
+            self._move(some)
+            self._shown |= some
+            for stream in some:
+                del self._due[stream]
+            if self._clock.monotonic_ms() >= until_ms:
+                return
+
+    def _move(self, moved: Offsets) -> None:
+        made = self._made({stream: at for stream, at in moved.items() if stream not in self._shown})
+        moved = {stream: at for stream, at in moved.items() if stream not in made}
+        replies = self._sent("SETID", moved)
+        self._sent(
+            "CREATE", {stream: moved[stream] for stream, reply in replies.items() if isinstance(reply, GroupMissing)}
+        )
+
+    def _made(self, new: Offsets) -> set[str]:
+        """Make the group on streams that may not have it yet; return those that had none. Raises ConfigError."""
+        replies = self._sent("CREATE", new)
+        existing = [stream for stream, reply in replies.items() if "BUSYGROUP" in str(reply)]
         if not self._ours:  # a worker may read once more before it sees that it is not in charge any more
-            self._refuse_foreign(stream for stream in moved if stream not in self._shown)
-        self._move(moved)
-        self._shown.update(moved)
+            self._refuse_foreign(existing)
+        return new.keys() - existing
 
     def _refuse_foreign(self, streams: Iterable[str]) -> None:
         for stream, groups in _groups(self._client, streams).items():
@@ -89,16 +130,9 @@ class LagGroup:
                         'its own with option("group", NAME), or "" to show no progress'
                     )
 
-    def _move(self, moved: Offsets) -> None:
-        replies = ask(self._client, [self._command("SETID", *item) for item in moved.items()])
-        missing = {
-            stream: at
-            for (stream, at), reply in zip(moved.items(), replies, strict=True)
-            if isinstance(reply, GroupMissing)
-        }
-        made = ask(self._client, [self._command("CREATE", *item) for item in missing.items()])
-        for reply in (*replies, *made):
-            _answered(reply)
+    def _sent(self, verb: str, places: Offsets) -> dict[str, Reply]:
+        replies = ask(self._client, [self._command(verb, *item) for item in places.items()])
+        return {stream: _answered(reply) for stream, reply in zip(places, replies, strict=True)}
 
     def _command(self, verb: str, stream: str, at: Position) -> Command:
         known: Command = () if at.added is None else ("ENTRIESREAD", at.added)

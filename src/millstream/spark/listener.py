@@ -81,7 +81,7 @@ def _waiting(progress: StreamingQueryProgress) -> dict[str, int | None]:
 
 
 def report_batch(metrics: m.Metrics, handler: str, batch: Mapping[str, Any]) -> None:
-    """Count what a finished batch of `handler` (`app.name`) did: see `BatchDone`."""
+    """Count what a finished batch of `handler` (`app.name`) did: see `BatchTotals`."""
     metrics.count(m.READ, batch["messages"], handler=handler)
     metrics.count(m.COMMITTED, batch["committed"], handler=handler)
     metrics.count(m.RETRIED, batch["retries"], handler=handler)

@@ -33,7 +33,12 @@ class LossPolicy:
             return
         self._told[loss.stream] = (loss.start, count)
         self._total += count - told if start == loss.start else count
-        logger.warning("%s; going on (%d entries counted as lost so far)", loss, self._total)
+        if loss.count is None:
+            logger.warning(
+                "%s; going on with what stands there now, or will. How many are lost is not known here", loss
+            )
+        else:
+            logger.warning("%s; going on (%d entries so far, without those that vanish in mid-read)", loss, self._total)
 
     def doubt(self, stream: str, start: EntryId) -> None:
         """Say once that entries after `start` may be lost, where the count that would prove it is missing."""
@@ -53,3 +58,10 @@ def made_anew(stream: str, frontier: EntryId) -> DataLoss:
         f"stream {stream!r} was deleted and made anew with ids below {frontier}, up to which its handler has committed "
         "the old one; process the new one with --reprocess and a new --checkpoint"
     )
+
+
+def lose(text: str, *, fail: bool) -> None:
+    """Raise DataLoss for entries that vanished before a task could read them, or, unless `fail`, say so in the log."""
+    if fail:
+        raise DataLoss(f"{text}. Keep more of the stream, or set failOnDataLoss=false to count losses and go on")
+    logger.warning("%s", text)

@@ -19,6 +19,14 @@ def run_partition(job: Job, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.Re
     yield task.report()
 
 
+def run_lines(job: Job, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    """Run lines that were set aside, one row of `batches` each, and yield what `run_partition` does (for `mapInArrow`)."""
+    context = TaskContext.get()
+    task = task_of(job, shared_client(job.url), retried=context is not None and context.attemptNumber() > 0)
+    asyncio.run(task.catch_up(batches))
+    yield task.report()
+
+
 def task_of(job: Job, client: Client, *, retried: bool) -> PartitionTask:
     """The task that runs the job's handler. `retried`: an earlier attempt of it has died."""
     return (BatchTask if job.handler.in_batches else PartitionTask)(job, client, retried=retried)

@@ -5,30 +5,33 @@ or a second planner, plans the same batch again.
 """
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple
 
 from millstream.client import Client
 from millstream.clock import SYSTEM_CLOCK, Clock
 from millstream.model import ZERO_ID, EntryId
 from millstream.spark.cursor import Walk, walk
-from millstream.spark.edges import Edge, Moment
-from millstream.spark.facts import Loss, StreamFacts, after_loss, judge, survey
+from millstream.spark.edges import Edge, id_of
+from millstream.spark.facts import Loss, StreamFacts, after_loss, judge
 from millstream.spark.frontier import Frontier
 from millstream.spark.holding import Holding
+from millstream.spark.known import KnownFacts
 from millstream.spark.loss import LossPolicy, made_anew
 from millstream.spark.offsets import BEGINNING, Offsets, Position
 from millstream.spark.options import SourceOptions
 from millstream.spark.ranges import Piece, Spread, cut, deal, guess_cuts
+from millstream.spark.restless import Restless
 from millstream.spark.selection import Selection
-from millstream.spark.shares import divide
-from millstream.spark.starts import Starts
-from millstream.spark.subscription import Subscription
+from millstream.spark.shares import Filling, divide, in_turn
+from millstream.spark.starts import Starts, some_of
+from millstream.spark.subscription import subscription
 
 logger = logging.getLogger(__name__)
 
 _SPLIT_SLACK = 1.2
 _GUESSES_PER_TASK = 4
+_STREAMS_AT_A_TIME = 5_000
 
 
 class Planner:
@@ -43,65 +46,113 @@ class Planner:
         limits = options.limits
         self._spread = Spread(min_partitions=limits.min_partitions, max_records=limits.per_partition, cores=cores)
         self._losses = LossPolicy(fail=options.fail_on_data_loss)
-        self._subscription = Subscription(client, options.streams, options.pattern, clock=clock)
+        self._subscription = subscription(client, options, clock=clock)
         self._frontier = Frontier(client, options.frontier, clock=clock)
         self._starts = Starts(client, options, self._frontier, self._losses)
         self._holding = Holding(limits.least_per_trigger, limits.most_delay_ms, clock=clock)
+        self._known = KnownFacts(client, clock=clock)
+        self._restless = Restless()
         self._last_served = ""
 
     # --- where things stand ---
 
     def starts(self, usual: Edge) -> Offsets:
         """Where a query begins; `usual` is the edge of streams that the options say nothing about."""
-        return self._starts.of(survey(self._client, self._subscription.names()), usual)
+        return self._starts.of(self._survey(self._subscription.names()), usual)
 
     def tails(self) -> Offsets:
         """The newest entry of every subscribed stream."""
-        facts = survey(self._client, self._subscription.names())
-        return {name: fact.tail for name, fact in facts.items() if fact is not None}
+        return _tails(self._survey(self._subscription.names()))
+
+    def newest(self) -> tuple[int, Callable[[], Offsets]]:
+        """The newest entry of every stream as of the last look, and a number that is another one when they are others."""
+        return self._known.version, lambda: _tails(self._known.latest)
+
+    def _look(self) -> None:
+        """Learn what has changed: nothing that is known is older than this."""
+        self._restless.note(self._known.look())
+
+    def _survey(self, names: Collection[str]) -> dict[str, StreamFacts | None]:
+        self._look()
+        facts = self._known.of(names)
+        return {name: facts[name] for name in names}
 
     # --- the end of a batch ---
 
     def advance(self, start: Offsets, *, limit: int | None, target: Offsets | None, hold: bool = False) -> "Advance":
-        """Decide where the batch that begins at `start` ends.
+        """Decide where the batch that begins at `start` ends: at `start` itself, the same object, if nothing is new.
 
         A batch takes at most `limit` entries and, if `target` is given, nothing beyond it. With `hold` it takes none
         while fewer wait than `minOffsetsPerTrigger`, for as long as it may be delayed. Streams that are not in
         `start` get a place before the earliest entry that they have, and are read from the next batch on: what is
         gone by then is lost. Raises DataLoss, if told to, for what is gone.
+
+        Costs what has changed, if `start` is the object that the last call was given, or returned, and `target` is the same.
         """
-        subscribed = set(self._subscription.names())
-        facts = survey(self._client, sorted(subscribed | start.keys()))
-        # A batch of nothing records where the new ones begin.
-        ends = start | self._discovered(sorted(subscribed - start.keys()), facts)
-        waiting: dict[str, Waiting] = {}
-        for name, at in start.items():
-            fact = facts[name]
-            if fact is not None and at.added == fact.added and at.id == fact.last:
-                continue  # the usual case among many streams: all is read, and nothing lost
-            if name not in subscribed and (fact is not None or self._subscription.pattern is None):
-                continue  # it was subscribed to once: its place is kept
-            loss = judge(name, at, fact)
-            if loss is not None and loss.resets:
-                if not self._starts.asked_for(name, at):  # it may be yet to come
-                    ends[name] = self._reset(loss, fact)  # recorded in the same way; the next batch reads from there
-            elif fact is not None:
-                if loss is not None:
-                    self._losses.report(loss)
-                tail = fact.tail if target is None else min(fact.tail, target.get(name, at), key=lambda to: to.id)
-                if tail.id > at.id:
-                    if at.added is None and at.id != ZERO_ID and not fact.keeps(at.id):
-                        self._losses.doubt(name, at.id)
-                    waiting[name] = Waiting(after_loss(at, fact), tail, fact)
+        self._look()
+        found = self._find(start, limit, target)
+        waiting = found.waiting
         held_ms = self._holding.left_ms(sum(stream.backlog for stream in waiting.values())) if hold else 0.0
-        taken = {} if held_ms else self._take(waiting, limit)
+        taken = {} if held_ms else self._take(found, limit)
         self._refuse_made_anew({name: waiting[name] for name in taken})
-        ends |= taken
-        if ends == start:
-            ends |= self._frontier.reopened(start)
         if taken:
             self._holding.began()
-        return Advance(ends, {name: fact.tail for name, fact in facts.items() if fact is not None}, held_ms)
+        reopened = self._frontier.reopened(start)
+        changes = reopened | found.changes | taken
+        ends = start | changes if changes else start
+        self._restless.settle((name for name in found.at_rest if name not in reopened), start, ends)
+        return Advance(ends, held_ms)
+
+    def _find(self, start: Offsets, limit: int | None, target: Offsets | None) -> "Found":
+        """Judge streams that are not at rest: in turn, and no more of them than fill a batch of `limit`."""
+        subscribed = self._subscription.names()
+        found = Found({}, {}, [])
+        filling = Filling(limit, self._options.limits.least_per_trigger or 0)
+        names = in_turn(self._restless.among(start, subscribed), self._last_served)
+        for begin in range(0, len(names), _STREAMS_AT_A_TIME):
+            some = names[begin : begin + _STREAMS_AT_A_TIME]
+            facts = self._known.of(some)
+            # A batch of nothing records where the new ones begin.
+            found.changes.update(self._discovered([n for n in some if n not in start and n in subscribed], facts))
+            for name in some:
+                if name not in start:
+                    continue
+                result = self._judge(name, start[name], facts[name], subscribed=name in subscribed, target=target)
+                if result is None:
+                    found.at_rest.append(name)
+                elif isinstance(result, Waiting):
+                    found.waiting[name] = result
+                    filling.add(result.backlog)
+                    if filling.is_full:
+                        return found._replace(is_all=False)
+                else:
+                    found.changes[name] = result  # recorded in the same way; the next batch reads from there
+        return found
+
+    def _judge(
+        self, name: str, at: Position, fact: StreamFacts | None, *, subscribed: bool, target: Offsets | None
+    ) -> "Position | Waiting | None":
+        """What is to be done about a stream: go on elsewhere, read what waits there, or nothing."""
+        if fact is not None and at == fact.tail:
+            return None  # the usual case among many streams: all is read, and nothing lost
+        if not subscribed and (fact is not None or self._subscription.pattern is None):
+            return None  # it was subscribed to once: its place is kept
+        loss = judge(name, at, fact)
+        if loss is not None and loss.resets:
+            # An id that was asked for may be yet to come.
+            return None if self._starts.asked_for(name, at) else self._reset(loss, fact)
+        if fact is None:
+            return None
+        if loss is not None:
+            self._losses.report(loss)
+        tail = fact.tail
+        if target is not None and (end := target.get(name, at)).id < tail.id:
+            tail = end
+        if tail.id <= at.id:
+            return None
+        if at.added is None and at.id != ZERO_ID and not fact.keeps(at.id):
+            self._losses.doubt(name, at.id)
+        return Waiting(after_loss(at, fact), tail, fact)
 
     def _discovered(self, names: Sequence[str], facts: Mapping[str, StreamFacts | None]) -> Offsets:
         found = {name: fact.earliest() for name in names if (fact := facts[name]) is not None}
@@ -127,13 +178,14 @@ class Planner:
             raise made_anew(loss.stream, frontier)
         return BEGINNING
 
-    def _take(self, waiting: Mapping[str, "Waiting"], limit: int | None) -> Offsets:
+    def _take(self, found: "Found", limit: int | None) -> Offsets:
         """Move as far towards the tails as `limit` allows."""
-        backlogs = {name: stream.backlog for name, stream in waiting.items()}
-        if limit is None or sum(backlogs.values()) <= limit:
+        waiting = found.waiting
+        if limit is None:
             return {name: stream.tail for name, stream in waiting.items()}
+        backlogs = {name: stream.backlog for name, stream in waiting.items()}
         shares = divide(backlogs, limit, self._last_served)
-        self._last_served = list(shares)[-1] if len(shares) < len(backlogs) else ""
+        self._last_served = "" if found.is_all and len(shares) == len(backlogs) else list(shares)[-1]
         taken = {name: waiting[name].tail for name, share in shares.items() if share >= backlogs[name]}
         partly = {name: share for name, share in shares.items() if name not in taken}
         walked = walk(self._client, {name: Walk(waiting[name].at.id, share, 1) for name, share in partly.items()})
@@ -149,21 +201,22 @@ class Planner:
 
     def everything(self, selection: Selection) -> list[list[Piece]]:
         """Return what each task of a batch read reads, from `startingOffsets` to `endingOffsets`, of `selection`."""
-        names = [name for name in self._subscription.names() if selection.takes(name)]
-        facts = survey(self._client, names)
+        names = self._subscription.names()
+        facts = self._survey([name for name in names if selection.takes(name)])
         ends = {name: self._end(name, fact) for name, fact in facts.items() if fact is not None}
+        _tell_missing(names, [name for name in facts if name not in ends])
         return self.pieces(*selection.narrow(self._starts.of(facts, "earliest"), ends))
 
     def _end(self, name: str, facts: StreamFacts) -> Position:
-        edge = self._options.ending.of(name, "latest")
-        last = edge.before if isinstance(edge, Moment) else edge
-        return Position(last, None) if isinstance(last, EntryId) and last < facts.tail.id else facts.tail
+        last = id_of(self._options.ending.of(name, "latest"))
+        return Position(last, None) if last is not None and last < facts.tail.id else facts.tail
 
     def pieces(self, start: Offsets, end: Offsets) -> list[list[Piece]]:
         """Return what each task of the batch between `start` and `end` reads. Raises DataLoss, if told to."""
-        floors = self._frontier.lower({name: at for name, at in start.items() if name in end})
+        moved = {name: at for name, at in start.items() if name in end and at != end[name]}
+        floors = self._frontier.lower(moved)
         ranges = {name: (at, end[name]) for name, at in floors.items() if end[name].id > at.id}
-        facts = survey(self._client, ranges)
+        facts = self._survey(ranges)
         pieces: list[Piece] = []
         for name, (at, until) in ranges.items():
             fact = facts[name]
@@ -210,11 +263,22 @@ class Planner:
 
 
 class Advance(NamedTuple):
-    """Where a batch ends, where all streams end now, and how much longer the batch is held back at most, if it is."""
+    """Where a batch ends, and how much longer it is held back at most, if it is."""
 
     ends: Offsets
-    tails: Offsets
     held_ms: float = 0.0
+
+
+class Found(NamedTuple):
+    """What a look has found: streams with something to read, those that are to go on elsewhere, and those at rest.
+
+    `is_all`: there are no others with something to read.
+    """
+
+    waiting: "dict[str, Waiting]"
+    changes: Offsets
+    at_rest: list[str]
+    is_all: bool = True
 
 
 class Waiting(NamedTuple):
@@ -227,9 +291,10 @@ class Waiting(NamedTuple):
     @property
     def backlog(self) -> int:
         """Entries to read: exact, or at least not too few."""
-        if self.at.added is not None and self.tail.added is not None:
-            return max(1, self.tail.added - self.at.added)
-        return max(1, self.facts.length)
+        at, tail, facts = self
+        if at.added is not None and tail.added is not None:
+            return max(1, tail.added - at.added)
+        return max(1, facts.length)
 
     def count_after(self, taken: int, now: StreamFacts | None) -> int | None:
         """Entries ever added up to the `taken`-th after `at`; None if entries were removed in between."""
@@ -237,6 +302,10 @@ class Waiting(NamedTuple):
             return None
         whole = now.keeps(self.at.id) or now.removed == self.facts.removed
         return self.at.added + taken if whole else None
+
+
+def _tails(facts: Mapping[str, StreamFacts | None]) -> Offsets:
+    return {name: fact.tail for name, fact in facts.items() if fact is not None}
 
 
 def _pieces(name: str, at: Position, until: Position, facts: StreamFacts) -> list[Piece]:
@@ -257,3 +326,11 @@ def _estimate(at: Position, until: Position, facts: StreamFacts) -> int:
     span = facts.last.ms - facts.first.ms + 1
     part = min(until.id, facts.last).ms - max(at.id, facts.first).ms + 1
     return max(1, min(facts.length, facts.length * part // span))
+
+
+def _tell_missing(names: Collection[str], missing: Sequence[str]) -> None:
+    """Streams that are not there are read as empty ones, which may be what a misspelt name comes to."""
+    if missing:
+        logger.warning("there is nothing to read of streams that do not exist: %s", some_of(missing))
+    elif not names:
+        logger.warning("there is nothing to read: no stream is there of those that are subscribed to")

@@ -1,6 +1,6 @@
 """What is checked, and written down in Redis, before a handler's first batch with a new checkpoint."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Literal
 
 from millstream.client import Client, raise_if_error
@@ -14,15 +14,9 @@ Start = Literal["resume", "from-frontier", "reprocess"]
 StartAt = Literal["earliest", "latest"]
 
 
-def check_runnable(handlers: Iterable[Handler]) -> None:
-    """Raise ConfigError for a handler that only workers can run."""
-    for handler in handlers:
-        then = handler.retry.then
-        what = "reads partitions" if handler.partitions else ""
-        what = what or ("reads announced streams" if handler.announced else "")
-        what = what or ("" if then == "dead-letter" else f'has Retry(then="{then}")')
-        if what:
-            raise ConfigError(f"{handler.label} {what}, which Spark does not do yet: use millstream worker")
+def ledger_of(client: Client, handler: Handler) -> Ledger:
+    """The ledger of `handler`, for its driver."""
+    return Ledger(client, app=handler.app, handler=handler.name, keyed=handler.key is not None)
 
 
 def check_slots(handler: Handler, streams: Sequence[str]) -> None:
@@ -42,7 +36,7 @@ def prepare_new(
 
     Raises ConfigError if the handler has committed something and `start` does not say what that means; RedisError.
     """
-    ledger = Ledger(client, app=handler.app, handler=handler.name)
+    ledger = ledger_of(client, handler)
     if start == "reprocess":
         newer = ledger.renewed(ledger.new_token(streams))
         newer.begin(streams)

@@ -3,21 +3,20 @@
 What is asked for at once is bounded in entries and, by the sizes seen so far, in bytes.
 """
 
-import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple, TypeVar
 
 from millstream.client import Client, Reply, raise_if_error
-from millstream.errors import DataLoss
 from millstream.spark.arrow import Run
 from millstream.spark.facts import StreamFacts, ask, survey
 from millstream.spark.garbage import seldom_collected
+from millstream.spark.loss import lose
 from millstream.spark.ranges import Piece
-
-logger = logging.getLogger(__name__)
+from millstream.spark.replicas import ReplicaReads, Replicas
 
 T = TypeVar("T")
 
@@ -49,7 +48,7 @@ class _Reader:
         return max(self.piece.size - self.read, 1 if self.piece.rows is not None else _GUESS_MARGIN)
 
 
-class _Fetched(NamedTuple):
+class Fetched(NamedTuple):
     """What one round trip brought; `size` in bytes, about."""
 
     runs: list[Run]
@@ -61,13 +60,16 @@ class Reading:
     """Reads all entries of `pieces`: in stream order within one piece.
 
     `limit_ms` bounds the wait for a Redis that is away; None waits for ever. Entries that should be there and are
-    not raise DataLoss, or are counted in the log unless `fail_on_data_loss`.
+    not raise DataLoss, or are counted in the log unless `fail_on_data_loss`. Entries are asked of `replicas`, if any are
+    given, and all else of the primaries.
     """
 
     def __init__(
-        self, client: Client, pieces: Sequence[Piece], *, limit_ms: float | None, fail_on_data_loss: bool
-    ) -> None:
+        self, client: Client, pieces: Sequence[Piece], *, limit_ms: float | None, fail_on_data_loss: bool,
+        replicas: Replicas | None = None,
+    ) -> None:  # fmt: skip
         self._client = client
+        self._ask = partial(ask, client) if replicas is None else ReplicaReads(replicas).ask
         self._limit_ms = limit_ms
         self._fail_on_data_loss = fail_on_data_loss
         self._waiting = deque(_Reader.of(piece) for piece in pieces)
@@ -91,7 +93,7 @@ class Reading:
             if rows:
                 yield make(runs)
 
-    def _trip(self) -> _Fetched | None:
+    def _trip(self) -> Fetched | None:
         """Fetch some more entries in one round trip; None when there are none left."""
         if not self._waiting:
             return None
@@ -102,7 +104,7 @@ class Reading:
             asked.append((reader, min(reader.left, self._trip_entries)))
             budget -= asked[-1][1]
         commands = [("XRANGE", r.piece.stream, r.after, r.until, "COUNT", count) for r, count in asked]
-        replies = self._patiently(lambda: ask(self._client, commands))
+        replies = self._patiently(lambda: self._ask(commands))
         runs = [
             run
             for (reader, count), reply in zip(asked, replies, strict=True)
@@ -124,7 +126,7 @@ class Reading:
             self._check(reader)
         return reader.piece.stream, entries
 
-    def _weighed(self, runs: list[Run]) -> _Fetched:
+    def _weighed(self, runs: list[Run]) -> Fetched:
         """Learn from a trip how many entries the next one may ask for."""
         rows = sum(len(some) for _, some in runs)
         step = rows // _SAMPLES + 1
@@ -133,7 +135,7 @@ class Reading:
             self._entry_bytes = sum(sum(map(len, fields)) for _, fields in entries) // len(entries) + 1
         most = min(_MOST_TRIP_ENTRIES, self._trip_entries * _GROWTH, _TRIP_BYTES // self._entry_bytes)
         self._trip_entries = max(most, 1)
-        return _Fetched(runs, rows, rows * self._entry_bytes)
+        return Fetched(runs, rows, rows * self._entry_bytes)
 
     def _check(self, reader: _Reader) -> None:
         """Report what was removed while it was being read; what was gone before is the planner's business."""
@@ -152,9 +154,7 @@ class Reading:
             f"stream {piece.stream!r} lost {missing} entries between {piece.after} and {piece.until} while they were "
             "being read: they were trimmed or deleted"
         )
-        if self._fail_on_data_loss:
-            raise DataLoss(f"{text}. Keep more of the stream, or set failOnDataLoss=false to count losses and go on")
-        logger.warning("%s", text)
+        lose(text, fail=self._fail_on_data_loss)
 
 
 def _is_whole(piece: Piece, facts: StreamFacts) -> bool:

@@ -1,113 +1,60 @@
-"""Runs an app as Spark pipelines: one streaming query per handler, and a supervisor that keeps them going.
+"""Runs an app as Spark pipelines: one streaming query per handler and stage, and a supervisor that keeps them going.
 
-The spine is `Runner.run`: start a query per handler, watch them, start a failed one again with back-off, and stop
+The spine is `Runner.run`: start the queries, watch them, start a failed one again with back-off, and stop
 all of them when asked to, or when something failed that trying again cannot mend.
 """
 
-import functools
 import logging
 import threading
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
-from typing import Any, TypeVar
+from collections.abc import Callable
 
 from py4j.protocol import Py4JError, Py4JJavaError
 from pyspark.errors import PySparkException
-from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import SparkSession
 from pyspark.sql.streaming.query import StreamingQuery
 
 from millstream.app import App
-from millstream.client import Client, raise_if_error
+from millstream.client import Client
 from millstream.clock import SYSTEM_CLOCK, Clock
 from millstream.delayed import DelayedMessages
-from millstream.errors import AccessDenied, ConfigError, PipelineFailed, RedisError, StaleOwner, Unavailable
-from millstream.handlers import Handler
-from millstream.ledger import Ledger
-from millstream.naming import HandlerKeys
+from millstream.errors import (
+    AccessDenied,
+    ConfigError,
+    MillstreamError,
+    PipelineFailed,
+    RedisError,
+    StaleOwner,
+    Unavailable,
+)
 from millstream.spark.behind import behind
-from millstream.spark.engine import BatchDone, Engine
 from millstream.spark.failures import Failure, failure_of
-from millstream.spark.preparing import Start, StartAt, check_runnable, check_slots, prepare_new
-from millstream.spark.session import checkpoint_begun, java_has_ended
-from millstream.spark.task import Job
+from millstream.spark.handler_pipeline import HandlerPipeline
+from millstream.spark.pipeline import MOST_FAILURES, Event, Pipeline, RunSettings, Surroundings
+from millstream.spark.presence import keep_present
+from millstream.spark.remote import refuse_session
+from millstream.spark.session import java_has_ended, make_active
+from millstream.spark.stage_pipeline import StagePipeline
+
+__all__ = ["RunSettings", "Runner"]
 
 logger = logging.getLogger(__name__)
 
-Event = Mapping[str, Any]
-
 _WATCH_S = 0.2
-_FIRST_WORD_MS, _MOST_WORDS_APART_MS = 10_000.0, 300_000.0
-_STOP_MS = 25_000.0
-_MOST_FAILURES, _MOST_FAILURES_ONCE, _MOST_FAILURES_AT_FIRST = 10, 5, 2
+_STOP_MS, _LAST_WORDS_MS = 25_000.0, 2_000.0
+_MOST_FAILURES_ONCE, _MOST_FAILURES_AT_FIRST = 5, 2
 _JAVA_GONE_S = 1.0
-T = TypeVar("T")
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunSettings:
-    """How an app is run on Spark.
-
-    * `url`: where Redis is
-    * `checkpoint`: folder (any Hadoop file system) for Spark's checkpoints, one sub-folder per handler
-    * `max_per_batch`: most entries that a micro-batch takes
-    * `interval_ms`: least time between the starts of two micro-batches; 0 = as fast as they come
-    * `once`: process what is there now, then end
-    * `start`: what to do when the checkpoint is new but a frontier exists: `resume` refuses, `from-frontier`
-      goes on where the handler's commits end, `reprocess` forgets frontier and keyed state and begins anew
-    * `start_at`: where a handler that never ran begins
-    * `fail_on_data_loss`: stop if entries were trimmed or deleted before they were processed; else count them
-    """
-
-    url: str
-    checkpoint: str
-    max_per_batch: int = 50_000
-    interval_ms: int = 0
-    once: bool = False
-    start: Start = "resume"
-    start_at: StartAt = "earliest"
-    fail_on_data_loss: bool = True
-
-    def __post_init__(self) -> None:
-        if self.max_per_batch < 1 or self.interval_ms < 0:
-            raise ConfigError("max_per_batch must be at least 1 and interval_ms at least 0")
-
-
-class _BatchFailed(Exception):
-    """Ends a batch for Spark, which searches the texts of errors, and chokes on long ones."""
-
-
-@dataclass(slots=True)
-class _Batch:
-    """The batch that is running now, and when to say so next."""
-
-    number: int
-    began_ms: float
-    next_word_ms: float
-
-
-@dataclass(slots=True)
-class _Pipeline:
-    """One handler's query and its standing with the supervisor."""
-
-    handler: Handler
-    query: StreamingQuery | None = None
-    batch: _Batch | None = None
-    error: Exception | None = None
-    resumed: bool = False
-    began: bool = False
-    failures: int = 0
-    committed: int = 0
-    retry_at_ms: float = 0.0
-    done: bool = False
+_MOST_STARTING, _INITIALISING = 2, "Initializing sources"
 
 
 class Runner:
-    """Runs every handler of `app` on `spark` until stopped.
+    """Runs every handler and stage of `app` on `spark` until stopped.
 
     `on_event` is told, as mappings with an `event` name, of what happens: started, batch (finished), running (a
-    batch that takes long), restarting, stopped.
+    batch that takes long), caught-up (what was set aside was run), restarting, stopped (with `parked`, if that
+    is known: for each handler with parked keys, how many those are, and how many messages wait in them); all but the last
+    name their `handler` or `stage`.
     `on_watch` is called a few times a second with the number of entries that wait, or None while it is unknown.
-    Setting `stopping` has the effect of `stop`. Raises ConfigError for a handler that only workers can run.
+    Setting `stopping` has the effect of `stop`. Raises ConfigError for a session of Spark Connect.
     """
 
     def __init__(
@@ -121,7 +68,8 @@ class Runner:
         stopping: threading.Event | None = None,
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
-        check_runnable(app.handlers.values())
+        self._app = app.name
+        refuse_session(spark)
         self._spark = spark
         self._settings = settings
         self._on_event = on_event
@@ -130,7 +78,13 @@ class Runner:
         self._client = Client(settings.url)
         self._stopping = stopping or threading.Event()
         self._over = threading.Event()
-        self._pipelines = [_Pipeline(handler) for handler in app.handlers.values()]
+        self._around = around = Surroundings(
+            spark=spark, settings=settings, client=self._client, clock=clock, stopping=self._stopping, over=self._over,
+            on_event=on_event,
+        )  # fmt: skip
+        # Stages first: what Spark itself refuses in them is said before a handler has done anything.
+        self._pipelines: list[Pipeline] = [StagePipeline(around, stage) for stage in app.stages.values()]
+        self._pipelines += [HandlerPipeline(around, handler) for handler in app.handlers.values()]
 
     def stop(self) -> None:
         """Ask `run` to end; safe to call from a signal handler. What is not committed is done by the next run."""
@@ -143,13 +97,18 @@ class Runner:
         person.
         """
         try:
+            make_active(self._spark)
             for pipeline in self._pipelines:
-                self._wait_for(functools.partial(self._prepare, pipeline), pipeline.handler)
+                self._around.wait_for(pipeline.join, pipeline.label)
+                self._around.wait_for(pipeline.prepare, pipeline.label)
             threading.Thread(target=self._move_delayed, name="millstream-mover", daemon=True).start()
+            threading.Thread(target=self._keep_present, name="millstream-presence", daemon=True).start()
+            for pipeline in self._pipelines:
+                pipeline.begin()
             while not self._stopping.is_set() and not all(p.done for p in self._pipelines):
                 for pipeline in self._pipelines:
+                    pipeline.watch()
                     self._tend(pipeline)
-                    self._watch(pipeline)
                 self._on_watch(self.lag())
                 self._stopping.wait(_WATCH_S)
         except Unavailable:
@@ -166,7 +125,14 @@ class Runner:
                 ) from error
         finally:
             self._over.set()
+            last_word_ms = self._clock.monotonic_ms() + _LAST_WORDS_MS
+            for pipeline in self._pipelines:
+                pipeline.wind_up(max(0.0, last_word_ms - self._clock.monotonic_ms()) / 1000)
             self._stop_queries()
+            for pipeline in self._pipelines:
+                pipeline.leave()
+            if any(pipeline.has_started for pipeline in self._pipelines):
+                self._on_event({"event": "stopped", **self._parked()})
             self._client.close()
 
     def _move_delayed(self) -> None:
@@ -174,10 +140,18 @@ class Runner:
         with Client(self._settings.url) as client:
             try:
                 DelayedMessages(client).keep_moving(
-                    lambda: sorted({name for p in self._pipelines for name in self._streams(p.handler)}), self._over
+                    lambda: sorted({name for pipeline in self._pipelines for name in pipeline.streams()}), self._over
                 )
             except (RedisError, ConfigError) as error:
                 logger.warning("delayed messages are not moved by this pipeline: %s", error)
+
+    def _keep_present(self) -> None:
+        """Say who is at work."""
+
+        def names() -> list[str]:
+            return [pipeline.name for pipeline in self._pipelines if not pipeline.done]
+
+        keep_present(self._settings.url, self._app, names, self._over)
 
     def _stop_queries(self) -> None:
         """Stop all at once, since each waits for its batch; what does not stop in time ends with the session."""
@@ -188,11 +162,19 @@ class Runner:
             stop.start()
         for stop in stops:
             stop.join(max(0.0, deadline_ms - self._clock.monotonic_ms()) / 1000)
-        if queries:
-            self._on_event({"event": "stopped"})
+
+    def _parked(self) -> Event:
+        """What waits for a person, for those who read how it ended; nothing while Redis is away."""
+        try:
+            with Client(self._settings.url, timeout_ms=round(_LAST_WORDS_MS)) as client:
+                found = {pipeline.name: pipeline.parked(client) for pipeline in self._pipelines}
+        except (RedisError, ConfigError) as error:
+            logger.debug("what is parked is not known: %s", error)
+            return {}
+        return {"parked": {name: {"keys": keys, "messages": count} for name, (keys, count) in found.items() if keys}}
 
     def lag(self) -> int | None:
-        """Entries that wait to be processed, over all handlers; None until that is known."""
+        """Entries that wait to be processed, over all handlers and stages; None until that is known."""
         total: int | None = None
         for pipeline in self._pipelines:
             progress = pipeline.query.lastProgress if pipeline.query is not None else None
@@ -203,68 +185,54 @@ class Runner:
                     total = (total or 0) + sum(known)
         return total
 
-    def _wait_for(self, operation: Callable[[], T], handler: Handler) -> T:
-        return self._client.patiently(operation, what=handler.label, give_up=self._stopping.is_set)
+    # One pipeline
 
-    # One handler
-
-    def _prepare(self, pipeline: _Pipeline) -> None:
-        handler, path = pipeline.handler, self._checkpoint(pipeline.handler)
-        streams = self._streams(handler)
-        if self._client.is_cluster:
-            check_slots(handler, streams)
-        pipeline.resumed = checkpoint_begun(self._spark, path)
-        settings = self._settings
-        if not pipeline.resumed:
-            prepare_new(self._client, handler, streams, path, start=settings.start, start_at=settings.start_at)
-        elif settings.start == "reprocess":
-            raise ConfigError(f"reprocessing {handler.label} needs a new --checkpoint: this one says what is done")
-
-    def _streams(self, handler: Handler) -> list[str]:
-        return list(handler.streams) or self._client.scan_streams(handler.pattern or "*")
-
-    def _checkpoint(self, handler: Handler) -> str:
-        return f"{self._settings.checkpoint.rstrip('/')}/{handler.app}/{handler.name}"
-
-    def _tend(self, pipeline: _Pipeline) -> None:
-        """Start, restart or finish one handler's query as its standing asks."""
+    def _tend(self, pipeline: Pipeline) -> None:
+        """Start, restart or finish one query as its standing asks."""
+        if pipeline.broken is not None:
+            raise _ended(pipeline, pipeline.broken)
         query = pipeline.query
         if pipeline.done or (query is not None and query.isActive):
             return
+        pipeline.watch()  # what it has done to its end
         error = query.exception() if query is not None else None
         if error is not None:
             self._failed(pipeline, failure_of(pipeline.error or error))
         elif query is not None:
-            pipeline.done = self._settings.once
-            if not pipeline.done:
+            if not self._settings.once:
                 self._stopping.set()  # stopped from outside, by the session
-        elif self._clock.monotonic_ms() >= pipeline.retry_at_ms:
+            else:
+                pipeline.done = self._around.wait_for(pipeline.is_settled, pipeline.label)
+        elif self._clock.monotonic_ms() >= pipeline.retry_at_ms and self._starting() < _MOST_STARTING:
             try:
-                pipeline.query = self._start(pipeline)
-            except (PySparkException, Py4JJavaError, StaleOwner, AccessDenied) as refusal:
+                pipeline.query = pipeline.start()
+            except (PySparkException, Py4JJavaError, StaleOwner, AccessDenied, ConfigError, PipelineFailed) as refusal:
                 self._failed(pipeline, failure_of(refusal))
             else:
-                self._on_event({"event": "started", "handler": pipeline.handler.name})
+                pipeline.tell("started")
 
-    def _failed(self, pipeline: _Pipeline, failure: Failure) -> None:
-        handler = pipeline.handler
+    def _starting(self) -> int:
+        """How many queries are not past their start, which takes seconds of a core, and Spark gives it only ten."""
+        queries = [pipeline.query for pipeline in self._pipelines if pipeline.query is not None]
+        return sum(query.isActive and query.status["message"] == _INITIALISING for query in queries)
+
+    def _failed(self, pipeline: Pipeline, failure: Failure) -> None:
         if failure.final:
-            kind = AccessDenied if failure.kind is AccessDenied else PipelineFailed
-            raise kind(f"{handler.label} stopped: {failure.reason}")
-        committed = self._wait_for(functools.partial(self._committed, handler), handler)
-        pipeline.failures = pipeline.failures + 1 if committed == pipeline.committed else 1
-        pipeline.committed = committed
+            raise _ended(pipeline, failure)
+        achieved = self._around.wait_for(pipeline.achieved, pipeline.label)
+        pipeline.failures = pipeline.failures + 1 if achieved == pipeline.before else 1
+        pipeline.before = achieved
         self._give_up(pipeline, failure)
         wait_ms = min(500.0 * 2 ** min(pipeline.failures, 6), 30_000.0)
         pipeline.query = None
         pipeline.retry_at_ms = self._clock.monotonic_ms() + wait_ms
-        logger.warning("%s failed and starts again in %.0f s: %s", handler.label, wait_ms / 1000, failure.reason)
-        self._on_event({"event": "restarting", "handler": handler.name, "reason": failure.reason})
+        logger.warning("%s failed and starts again in %.0f s: %s", pipeline.label, wait_ms / 1000, failure.reason)
+        pipeline.tell("restarting", reason=failure.reason)
 
-    def _give_up(self, pipeline: _Pipeline, failure: Failure) -> None:
+    def _give_up(self, pipeline: Pipeline, failure: Failure) -> None:
         """Raise PipelineFailed once it has failed too often for the next time to be different."""
-        most = _MOST_FAILURES_ONCE if self._settings.once else _MOST_FAILURES
-        label, checkpoint = pipeline.handler.label, self._checkpoint(pipeline.handler)
+        most = _MOST_FAILURES_ONCE if self._settings.once else MOST_FAILURES
+        label, checkpoint = pipeline.label, pipeline.checkpoint
         if pipeline.resumed and not pipeline.began and pipeline.failures > _MOST_FAILURES_AT_FIRST:
             raise PipelineFailed(
                 f"{label} cannot go on from its checkpoint: {failure.reason}. If {checkpoint!r} is damaged, use a new "
@@ -275,90 +243,10 @@ class Runner:
                 f"{label} failed {pipeline.failures} times in a row with nothing committed in between: {failure.reason}"
             )
 
-    def _committed(self, handler: Handler) -> int:
-        """How many messages the handler has ever committed."""
-        keys = [HandlerKeys(handler.app, handler.name, stream).meta for stream in self._streams(handler)]
-        replies = self._client.pipeline([("HGET", key, "committed") for key in keys])
-        return sum(int(raise_if_error(reply) or 0) for reply in replies)
 
-    def _watch(self, pipeline: _Pipeline) -> None:
-        """Say that a batch is running, at ever longer intervals."""
-        batch = pipeline.batch
-        if batch is None:
-            return
-        taken_ms = self._clock.monotonic_ms() - batch.began_ms
-        if taken_ms >= batch.next_word_ms:
-            batch.next_word_ms += min(batch.next_word_ms, _MOST_WORDS_APART_MS)
-            self._on_event(
-                {
-                    "event": "running",
-                    "handler": pipeline.handler.name,
-                    "batch": batch.number,
-                    "seconds": round(taken_ms / 1000),
-                }
-            )
-
-    def _processing(self, pipeline: _Pipeline, engine: Engine) -> Callable[[DataFrame, int], None]:
-        """What Spark calls for each batch: `engine`, under the eyes of the supervisor."""
-
-        def process(frame: DataFrame, number: int) -> None:
-            pipeline.began = True
-            pipeline.batch = _Batch(number, self._clock.monotonic_ms(), _FIRST_WORD_MS)
-            try:
-                engine(frame, number)
-            except Exception as error:  # noqa: BLE001 - whatever it is ends the query; the supervisor judges it
-                pipeline.error = error
-                raise _BatchFailed(failure_of(error).reason) from None
-            finally:
-                pipeline.batch = None
-
-        return process
-
-    def _take_over(self, handler: Handler) -> int:
-        """Begin a run of `handler`, and return its token. Where workers were before, it goes on after them."""
-        ledger, streams = Ledger(self._client, app=handler.app, handler=handler.name), self._streams(handler)
-        token = ledger.new_token(streams)
-        # Before the query plans: of what workers have done it knows only the frontier that this leaves behind.
-        ledger.renewed(token).begin(streams)
-        return token
-
-    def _start(self, pipeline: _Pipeline) -> StreamingQuery:
-        handler, settings = pipeline.handler, self._settings
-        pipeline.error = None
-        token = self._wait_for(functools.partial(self._take_over, handler), handler)
-
-        def batch_done(batch: BatchDone) -> None:
-            pipeline.failures = 0
-            self._on_event({"event": "batch", **asdict(batch)})
-
-        options = {
-            "url": settings.url,
-            "layout": "packed",
-            "frontierApp": handler.app,
-            "frontierHandler": handler.name,
-            "group": HandlerKeys(handler.app, handler.name, "").group,
-            "startingOffsets": "frontier",
-            "maxOffsetsPerTrigger": settings.max_per_batch,
-            "failOnDataLoss": settings.fail_on_data_loss,
-            **({"keyField": handler.key_field} if handler.key_field else {}),
-            **({"subscribe": ",".join(handler.streams)} if handler.streams else {"subscribePattern": handler.pattern}),
-        }
-        engine = Engine(
-            Job(handler=handler, url=settings.url, token=token),
-            partitions=self._spark.sparkContext.defaultParallelism,
-            on_batch=batch_done,
-        )
-        writer = (
-            self._spark.readStream.format("redis-streams")
-            .options(**options)
-            .load()
-            .writeStream.queryName(handler.label)
-            .option("checkpointLocation", self._checkpoint(handler))
-            .foreachBatch(self._processing(pipeline, engine))
-        )
-        if settings.once:
-            return writer.trigger(availableNow=True).start()
-        return writer.trigger(processingTime=f"{settings.interval_ms} milliseconds").start()
+def _ended(pipeline: Pipeline, failure: Failure) -> MillstreamError:
+    kind = AccessDenied if failure.kind is AccessDenied else PipelineFailed
+    return kind(f"{pipeline.label} stopped: {failure.reason}")
 
 
 def _stop(query: StreamingQuery) -> None:

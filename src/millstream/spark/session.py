@@ -2,6 +2,7 @@
 
 import logging
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from contextlib import suppress
 from importlib import resources
 from pathlib import Path
 
+from py4j.java_gateway import JavaObject
 from py4j.protocol import Py4JError, Py4JJavaError
 from pyspark import SparkConf, SparkContext
 from pyspark.errors import PySparkException, PySparkRuntimeError
@@ -21,17 +23,27 @@ from pyspark.sql import SparkSession
 from millstream.errors import ConfigError
 from millstream.handlers import Handler
 from millstream.spark.failures import java_reason
+from millstream.spark.remote import refuse_connect
 
 _JAVA_OPTIONS = "spark.driver.extraJavaOptions"
 _KEPT_LINES = 20
+_TALKERS = ("py4j", "DataFrameQueryContextLogger", "SQLQueryContextLogger")
+"""Loggers of errors that are raised as well."""
+_ANSWER_S = 120
+"""How long Spark's Java and Python processes wait for each other to answer; 15 s, as usual, are too few on a busy machine."""
 _USELESS = (b"WARNING: Using incubator modules", b"Picked up JAVA_TOOL_OPTIONS")
 _END_S = 2.0
 
 
-def local_master(handlers: Iterable[Handler]) -> str:
-    """`local[*]`, with as many tries per task as a message that kills its process may need to become a dead letter."""
+def task_tries(handlers: Iterable[Handler]) -> int:
+    """As many tries per task as a message that kills its process may need to become a dead letter."""
     tries = max((handler.retry.attempts for handler in handlers), default=1) + 1
-    return f"local[*,{min(max(tries, 4), 10)}]"
+    return min(max(tries, 4), 10)
+
+
+def is_cluster(master: str) -> bool:
+    """True if executors run on machines, or at least in folders, of their own."""
+    return not re.fullmatch(r"local(\[.*\])?", master)
 
 
 def open_session(name: str, *, master: str, conf: Mapping[str, str], verbose: bool = False) -> SparkSession:
@@ -39,17 +51,23 @@ def open_session(name: str, *, master: str, conf: Mapping[str, str], verbose: bo
 
     Spark's and its Java bridge's own logs are shown only if `verbose`: every error reaches its caller anyway.
     """
-    os.environ["PYSPARK_PYTHON"] = os.environ["PYSPARK_DRIVER_PYTHON"] = sys.executable
+    refuse_connect(master, conf)
+    os.environ["PYSPARK_DRIVER_PYTHON"] = sys.executable
+    if not (is_cluster(master) and "PYSPARK_PYTHON" in os.environ):  # there it may be somewhere else
+        os.environ["PYSPARK_PYTHON"] = sys.executable
+    os.environ.setdefault("SPARK_AUTH_SOCKET_TIMEOUT", str(_ANSWER_S))
     log_file = resources.files("millstream.spark") / "log4j2.properties"
     level = "warn" if verbose else "off"
     if not verbose:
-        logging.getLogger("py4j").setLevel(logging.CRITICAL)
+        for name in _TALKERS:
+            logging.getLogger(name).setLevel(logging.CRITICAL)
         logging.getLogger().addFilter(_is_not_py4j)
     java_options = f"-Dlog4j2.configurationFile=file:{log_file} -Dmillstream.spark.log={level}"
     settings = {
         "spark.ui.enabled": "false",
         "spark.ui.showConsoleProgress": "false",
         "spark.speculation": "false",
+        "spark.python.authenticate.socketTimeout": f"{_ANSWER_S}s",
         "spark.sql.adaptive.enabled": "false",
         "spark.sql.streaming.minBatchesToRetain": "10",
         "spark.sql.streaming.numRecentProgressUpdates": "5",
@@ -57,6 +75,8 @@ def open_session(name: str, *, master: str, conf: Mapping[str, str], verbose: bo
     }
     if master.startswith("local"):
         settings |= {"spark.driver.host": "127.0.0.1", "spark.driver.bindAddress": "127.0.0.1"}
+    if not is_cluster(master):
+        settings["spark.sql.shuffle.partitions"] = str(os.cpu_count())
     settings |= conf
     settings[_JAVA_OPTIONS] = f"{java_options} {settings.get(_JAVA_OPTIONS, '')}".strip()
     whole = SparkConf().setAppName(name).setMaster(master).setAll(list(settings.items()))
@@ -74,6 +94,13 @@ def close_session(spark: SparkSession) -> None:
         spark.stop()
 
 
+def make_active(spark: SparkSession) -> None:
+    """Have this thread's calls find `spark` where they look for it themselves, as for the format of a sink."""
+    jvm = spark.sparkContext._jvm
+    assert jvm is not None
+    SparkSession._get_j_spark_session_class(jvm).setActiveSession(spark._jsparkSession)
+
+
 def java_has_ended(spark: SparkSession, *, within_s: float = 0.0) -> bool:
     """Whether the Java process behind `spark` is gone, or goes within so many seconds: no call succeeds then."""
     process: subprocess.Popen[bytes] | None = getattr(spark.sparkContext._gateway, "proc", None)
@@ -84,26 +111,54 @@ def java_has_ended(spark: SparkSession, *, within_s: float = 0.0) -> bool:
     return process.returncode is not None
 
 
-def checkpoint_begun(spark: SparkSession, path: str) -> bool:
-    """Make the folder `path`, on whatever file system it names, if it is not there; True if a query has begun in it.
+def checkpoint_begun(spark: SparkSession, path: str, sign: str) -> bool:
+    """Make the folder `path`, on whatever file system it names, if it is not there; True if a query has begun in it:
+    then its file `sign` is there, or its folder `sign` with something finished in it.
 
     Raises ConfigError if it cannot be used.
     """
-    jvm = spark.sparkContext._jvm
-    assert jvm is not None
     try:
-        folder = jvm.org.apache.hadoop.fs.Path(path)
-        files = folder.getFileSystem(spark.sparkContext._jsc.hadoopConfiguration())
+        files, folder = _folder(spark, path)
         if not files.mkdirs(folder):
             raise ConfigError(
                 f"the checkpoint folder {path!r} cannot be made; is it writable? give another --checkpoint"
             )
-        begun = jvm.org.apache.hadoop.fs.Path(folder, "offsets")
-        return bool(files.exists(begun) and len(files.listStatus(begun)))
+        return not all(map(_is_unfinished, _listed(spark, f"{path}/{sign}")))
     except (Py4JJavaError, PySparkException) as error:
         raise ConfigError(
             f"the checkpoint folder {path!r} cannot be used ({java_reason(error)}); give another --checkpoint"
         ) from error
+
+
+def clear_unfinished(spark: SparkSession, path: str) -> None:
+    """Remove what a query that died in its first batch was writing in the checkpoint `path`.
+
+    Spark takes the batch for one that never was, and then refuses a folder for it that is not empty (its class
+    MicroBatchExecution), so that without this the checkpoint could never be used again. Raises what pyspark does.
+    """
+    files, _ = _folder(spark, path)
+    left = _listed(spark, f"{path}/offsets")
+    if all(map(_is_unfinished, left)):
+        for one in left:
+            files.delete(one, False)
+
+
+def _folder(spark: SparkSession, path: str) -> tuple[JavaObject, JavaObject]:
+    """The file system that `path` is on, and its path there."""
+    jvm = spark.sparkContext._jvm
+    assert jvm is not None
+    folder = jvm.org.apache.hadoop.fs.Path(path)
+    return folder.getFileSystem(spark.sparkContext._jsc.hadoopConfiguration()), folder
+
+
+def _listed(spark: SparkSession, path: str) -> list[JavaObject]:
+    """The paths in a folder; that of `path` itself if it is a file, none if it is not there."""
+    files, folder = _folder(spark, path)
+    return [one.getPath() for one in files.listStatus(folder)] if files.exists(folder) else []
+
+
+def _is_unfinished(path: JavaObject) -> bool:
+    return str(path.getName()).startswith(".")
 
 
 def _is_not_py4j(record: logging.LogRecord) -> bool:

@@ -1,6 +1,7 @@
 """Divides a limited batch among streams. No I/O."""
 
-from collections.abc import Mapping
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping
 
 MOST_CUT = 200
 """About how many streams give a part of what waits there: finding where such a part ends costs Redis commands."""
@@ -17,17 +18,52 @@ def divide(backlogs: Mapping[str, int], limit: int, last_served: str = "") -> di
         return dict(backlogs)
     if len(backlogs) < min(limit, MOST_CUT + 1):
         return _in_proportion(backlogs, limit)
-    names = sorted(backlogs)
-    following = [name for name in names if name > last_served]
-    most = max(1, limit // MOST_CUT)
+    most = _most_in_turn(limit)
     shares: dict[str, int] = {}
-    for name in [*following, *names[: len(names) - len(following)]]:
+    for name in in_turn(backlogs, last_served):
         if not limit:
             return shares
         shares[name] = min(backlogs[name], most, limit)
         limit -= shares[name]
     rest = {name: backlogs[name] - share for name, share in shares.items() if backlogs[name] > share}
     return shares | {name: shares[name] + more for name, more in divide(rest, limit).items()}
+
+
+def in_turn(names: Iterable[str], last_served: str) -> list[str]:
+    """Return `names` in the order of their turns."""
+    ordered = sorted(names)
+    following = bisect_right(ordered, last_served)
+    return ordered[following:] + ordered[:following]
+
+
+def _most_in_turn(limit: int) -> int:
+    return max(1, limit // MOST_CUT)
+
+
+class Filling:
+    """Whether the first streams in turn fill a batch of `limit`, so that `divide` would give the others nothing.
+
+    It does not end before `least` entries are known, and never without a limit.
+    """
+
+    def __init__(self, limit: int | None, least: int = 0) -> None:
+        self._limit = limit
+        self._least = least
+        self._most = _most_in_turn(limit or 0)
+        self._streams = self._known = self._shared = 0
+
+    def add(self, backlog: int) -> None:
+        """Count a stream with this many entries."""
+        self._streams += 1
+        self._known += backlog
+        self._shared += min(backlog, self._most)
+
+    @property
+    def is_full(self) -> bool:
+        """True if the others need not be looked at."""
+        if self._limit is None or self._shared < self._limit:
+            return False
+        return self._streams > MOST_CUT and self._known > max(self._limit, self._least)
 
 
 def _in_proportion(backlogs: Mapping[str, int], limit: int) -> dict[str, int]:

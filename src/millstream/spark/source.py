@@ -5,11 +5,10 @@ long as the query; `read` runs in the executors, in workers that are used again 
 Redis or Arrow is imported there only, so that looking the source up stays cheap.
 """
 
-import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from pyspark.sql.datasource import (
     DataSource,
@@ -30,29 +29,24 @@ from pyspark.sql.streaming.datasource import (
 from pyspark.sql.types import StructType
 
 from millstream.errors import ConfigError
-from millstream.spark.garbage import seldom_collected
+from millstream.spark.doors import door
 from millstream.spark.given import Given
 from millstream.spark.offsets import Offsets, dump, load
 from millstream.spark.options import NAMES, SourceOptions, parse
+from millstream.spark.ranges import flat
 from millstream.spark.schema import check_schema, default_schema, shown_columns
+from millstream.spark.side import HELD_S, Side, rest
 from millstream.spark.sink_options import NAMES as SINK_NAMES
 from millstream.spark.sink_options import is_for_writing, parse_sink
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    from millstream.client import Client
     from millstream.spark.lag import LagGroup
-    from millstream.spark.planner import Advance, Planner
-    from millstream.spark.ranges import Piece
+    from millstream.spark.planner import Advance
     from millstream.spark.selection import Selection
 
-T = TypeVar("T")
-
 _BATCH_PATIENCE_MS = 60_000.0
-_IDLE_MS = (50.0, 500.0)
-_IDLE_SHARE = 2.0
-_HELD_S = 0.5
 
 
 class RedisStreamsSource(DataSource):
@@ -62,40 +56,68 @@ class RedisStreamsSource(DataSource):
     begins, for options that are wrong.
     """
 
+    @door
     def __init__(self, options: Any) -> None:
         super().__init__(options)
-        # Spark does not say yet which it will be. What can only be meant for writing is checked then.
-        if any(name.lower().startswith("subscribe") for name in options):
-            self._options  # noqa: B018 - what is wrong is said now
-        elif not is_for_writing(options, NAMES):
-            names = tuple(dict.fromkeys((*NAMES, *SINK_NAMES)))
-            Given.read(options, names, "reading and writing", len(names))
+        self._parsed = self._parse() if self._is_for_reading() else None
 
-    @cached_property
-    def _options(self) -> SourceOptions:
+    def _is_for_reading(self) -> bool:
+        """Spark does not say yet which it will be. What can only be meant for writing is checked then.
+
+        Raises ConfigError for an option that is unknown to both.
+        """
+        names = {name.lower() for name in self.options}
+        if any(name.startswith("subscribe") for name in names):
+            return True
+        if is_for_writing(self.options, NAMES):
+            return False
+        known = tuple(dict.fromkeys((*NAMES, *SINK_NAMES)))
+        Given.read(self.options, known, "reading and writing", len(known))
+        return bool(names - {name.lower() for name in SINK_NAMES})
+
+    def _parse(self) -> SourceOptions:
+        from millstream.client import route_to
+
         names = {name.lower() for name in self.options}
         if is_for_writing(self.options, NAMES) and not names & {"subscribe", "subscribepattern"}:
             raise ConfigError('these options are for writing: to read, name streams by option("subscribe", "a,b")')
-        return parse(self.options)
+        options = parse(self.options)
+        route_to(options.url, timeout_ms=0)  # looked at, not gone
+        return options
+
+    @property
+    def _options(self) -> SourceOptions:
+        return self._parsed or self._parse()
 
     @classmethod
     def name(cls) -> str:
         """What Spark users call it."""
         return "redis-streams"
 
+    @door
     def schema(self) -> StructType:
-        """The columns when the user gives no schema."""
-        return default_schema(self._options.columns)
+        """The columns; Spark asks only if the user gives no schema."""
+        columns = self._options.columns
+        schema = default_schema(columns)
+        check_schema(columns, schema)
+        return schema
 
+    @door
     def reader(self, schema: StructType) -> DataSourceReader:
         """What `spark.read` uses."""
         # Spark refuses a reader that could take filters unless it is set to give them.
         return (FilteringReader if self._options.push_down else RedisBatchReader)(self._options, schema)
 
+    @door
     def streamReader(self, schema: StructType) -> DataSourceStreamReader:  # noqa: N802 - Spark's name
         """What `spark.readStream` uses."""
+        if self._options.sharing is not None:
+            from millstream.spark.group_source import RedisGroupReader
+
+            return RedisGroupReader(self._options, schema)
         return RedisStreamReader(self._options, schema)
 
+    @door
     def writer(self, schema: StructType, overwrite: bool) -> DataSourceWriter:
         """What `df.write` uses."""
         from millstream.spark.sink import RedisBatchWriter
@@ -105,6 +127,7 @@ class RedisStreamsSource(DataSource):
         kind = RedisBatchWriter if options.target == "stream" else UpsertBatchWriter
         return kind(options, schema, overwrite)
 
+    @door
     def streamWriter(self, schema: StructType, overwrite: bool) -> DataSourceStreamWriter:  # noqa: N802
         """What `df.writeStream` uses."""
         from millstream.spark.sink import RedisStreamWriter
@@ -117,42 +140,7 @@ class RedisStreamsSource(DataSource):
         return RedisStreamWriter(options, schema, overwrite)
 
 
-class _Side:
-    """What both readers need; pickled into every task without what is open."""
-
-    def __init__(self, options: SourceOptions, schema: StructType) -> None:
-        self._options = options
-        self._schema = schema
-
-    def __reduce__(self) -> tuple[type, tuple[SourceOptions, StructType]]:
-        return type(self), (self._options, self._schema)
-
-    @cached_property
-    def _client(self) -> "Client":
-        from millstream.client import shared_client
-
-        return shared_client(self._options.url)
-
-    @cached_property
-    def _planner(self) -> "Planner":
-        from millstream.spark.planner import Planner
-
-        return Planner(self._client, self._options, cores=os.cpu_count() or 1)
-
-    def _patiently(self, plan: Callable[[], T], *, limit_ms: float | None = None) -> T:
-        with seldom_collected():
-            return self._client.patiently(plan, what="the redis-streams source", limit_ms=limit_ms)
-
-    def _read(self, partition: InputPartition, *, limit_ms: float | None) -> "Iterator[pa.RecordBatch]":
-        from millstream.spark.reading import Reading
-        from millstream.spark.rows import batch_maker
-
-        pieces: list[Piece] = partition.value or []  # Spark makes a partition of its own where there is none
-        reading = Reading(self._client, pieces, limit_ms=limit_ms, fail_on_data_loss=self._options.fail_on_data_loss)
-        return reading.batches(batch_maker(self._options.columns, self._schema))
-
-
-class RedisBatchReader(_Side, DataSourceReader):
+class RedisBatchReader(Side, DataSourceReader):
     """Reads the subscribed streams once, between two ends that are fixed when the query is planned."""
 
     @cached_property
@@ -162,12 +150,13 @@ class RedisBatchReader(_Side, DataSourceReader):
         shown = shown_columns(self._options.columns, self._schema)
         return Selection({column: what for what, column in shown.items()})
 
+    @door
     def partitions(self) -> list[InputPartition]:
         """One partition per task. Raises ConfigError, DataLoss, or RedisError after a minute without Redis."""
         self._options.check_batch()
         check_schema(self._options.columns, self._schema)
         tasks = self._patiently(lambda: self._planner.everything(self._selection), limit_ms=_BATCH_PATIENCE_MS)
-        return [InputPartition(pieces) for pieces in tasks]
+        return [InputPartition(flat(pieces)) for pieces in tasks]
 
     def read(self, partition: InputPartition) -> "Iterator[pa.RecordBatch]":
         """Yield the rows of one partition."""
@@ -184,7 +173,7 @@ class FilteringReader(RedisBatchReader):
                 yield condition
 
 
-class RedisStreamReader(_Side, DataSourceStreamReader, SupportsTriggerAvailableNow):
+class RedisStreamReader(Side, DataSourceStreamReader, SupportsTriggerAvailableNow):
     """Reads the subscribed streams on and on; its whole state is in the offsets that Spark keeps."""
 
     def __init__(self, options: SourceOptions, schema: StructType) -> None:
@@ -192,7 +181,7 @@ class RedisStreamReader(_Side, DataSourceStreamReader, SupportsTriggerAvailableN
         self._target: Offsets | None = None
         # To read the offsets of 100,000 streams takes a good part of a second; to compare them with the last two does not.
         self._known: list[tuple[dict[str, Any], Offsets]] = []
-        self._tails: tuple[dict[str, Any] | None, Offsets] = (None, {})
+        self._newest: tuple[int, dict[str, Any] | None] = (0, None)
 
     @cached_property
     def _lag(self) -> "LagGroup":
@@ -200,6 +189,7 @@ class RedisStreamReader(_Side, DataSourceStreamReader, SupportsTriggerAvailableN
 
         return LagGroup(self._client, self._options.group, ours=self._options.frontier is not None)
 
+    @door
     def getDefaultReadLimit(self) -> ReadLimit:  # noqa: N802
         """What limits a batch. Spark's first call: what is wrong with this use of the options is said here."""
         self._options.check_streaming()
@@ -230,16 +220,16 @@ class RedisStreamReader(_Side, DataSourceStreamReader, SupportsTriggerAvailableN
         began = time.monotonic()
         at = self._load(start)
         planned = self._patiently(lambda: self._advance(at, limit))
-        if planned.ends != at:
+        if planned.ends is not at:
             end = dump(planned.ends)
             self._know(end, planned.ends)
             return end
+        if self._target is not None:
+            self._patiently(self._lag.catch_up)  # there may be no other look
         if planned.held_ms:
-            time.sleep(min(planned.held_ms / 1000, _HELD_S))
+            time.sleep(min(planned.held_ms / 1000, HELD_S))
         elif self._target is None:
-            # Spark asks again at once, 90 times a second; leave Redis alone for longer than asking takes.
-            least, most_ms = _IDLE_MS
-            time.sleep(min(max((time.monotonic() - began) * _IDLE_SHARE, least / 1000), most_ms / 1000))
+            rest(began)
         return start
 
     def _advance(self, start: Offsets, limit: ReadLimit) -> "Advance":
@@ -247,10 +237,7 @@ class RedisStreamReader(_Side, DataSourceStreamReader, SupportsTriggerAvailableN
         most = limit.max_rows if isinstance(limit, ReadMaxRows) else None
         # Whoever wants all that is available, once or now, has no later batch to wait for.
         hold = self._target is None and not isinstance(limit, ReadAllAvailable)
-        planned = self._planner.advance(start, limit=most, target=self._target, hold=hold)
-        if planned.tails != self._tails[1]:
-            self._tails = (dump(planned.tails), planned.tails)
-        return planned
+        return self._planner.advance(start, limit=most, target=self._target, hold=hold)
 
     def _load(self, raw: dict[str, Any]) -> Offsets:
         for known, offsets in self._known:
@@ -264,12 +251,17 @@ class RedisStreamReader(_Side, DataSourceStreamReader, SupportsTriggerAvailableN
 
     def reportLatestOffset(self) -> dict[str, Any] | None:  # noqa: N802
         """The newest entries as of the last `latestOffset`, for Spark's progress reports."""
-        return self._tails[0]
+        version, newest = self._planner.newest()
+        if version != self._newest[0]:
+            offsets = newest()
+            known = next((raw for raw, same in self._known if same == offsets), None)
+            self._newest = (version, known or dump(offsets))
+        return self._newest[1]
 
     def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> list[InputPartition]:
         """What the tasks of one batch read; Spark may ask for any batch again, before anything else."""
         tasks = self._patiently(lambda: self._planner.pieces(self._load(start), self._load(end)))
-        return [InputPartition(pieces) for pieces in tasks]
+        return [InputPartition(flat(pieces)) for pieces in tasks]
 
     def read(self, partition: InputPartition) -> "Iterator[pa.RecordBatch]":
         """Yield the rows of one partition, waiting for Redis as long as it takes."""

@@ -7,7 +7,7 @@ from dataclasses import replace
 from millstream.client import Client
 from millstream.errors import ConfigError
 from millstream.model import EntryId
-from millstream.spark.edges import Edge, Moment
+from millstream.spark.edges import Edge, Moment, id_of
 from millstream.spark.facts import StreamFacts, judge
 from millstream.spark.frontier import Frontier
 from millstream.spark.lag import shown, standings
@@ -46,16 +46,15 @@ class Starts:
     def asked_for(self, name: str, at: Position) -> bool:
         """True if `at` is an id or time that was asked for, which need not have come yet."""
         edge = self._options.starting.of(name, "latest")
-        return at.added is None and at.id == (edge.before if isinstance(edge, Moment) else edge)
+        return at.added is None and at.id == id_of(edge)
 
     def _refuse_late(self, edges: Mapping[str, Edge], facts: Facts, usual: Edge) -> None:
         if (self._options.late_start or ("error" if usual == "latest" else "latest")) == "latest":
             return
         late = [name for name, edge in edges.items() if _is_late(facts[name], edge)]
         if late:
-            some = ", ".join(map(repr, late[:_NAMED])) + (f" and {len(late) - _NAMED:,} more" * (len(late) > _NAMED))
             raise ConfigError(
-                f"no entry has come at or after the time to begin at in {some}; to begin there with what comes next, "
+                f"no entry has come at or after the time to begin at in {some_of(late)}; to begin there with what comes next, "
                 'set option("startingOffsetsByTimestampStrategy", "latest")'
             )
 
@@ -119,6 +118,11 @@ class Starts:
             # A group may have been set to an id that is yet to come.
             starts[name] = fact.tail if at.id >= fact.last else at if at.added is not None else _located(at.id, fact)
         return starts
+
+
+def some_of(names: Sequence[str]) -> str:
+    """The first of `names` and the number of others, for a message."""
+    return ", ".join(map(repr, names[:_NAMED])) + f" and {len(names) - _NAMED:,} more" * (len(names) > _NAMED)
 
 
 def _is_late(facts: StreamFacts | None, edge: Edge) -> bool:

@@ -1,49 +1,60 @@
 """One Spark task of the handler engine: runs in an executor's Python worker.
 
-The spine is `PartitionTask.process`: for each Arrow batch, make runs of one key's messages, load their marks and
-state, drive every run through the handler, and commit. What is refused, because another execution of the same task
-was faster, is loaded again and goes on from there.
+The spine is `PartitionTask._work_off`: load the marks and states of runs of one key's messages, drive every run through
+the handler, and commit. What is refused, because another execution of the same task was faster, is loaded again and goes
+on from there. What has to wait, for long or for a person, is set aside (`millstream.aside`), and its batch goes on.
 """
 
 import asyncio
+import logging
 from collections import Counter, defaultdict, deque
-from collections.abc import Coroutine, Iterable, Iterator
+from collections.abc import Coroutine, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 import pyarrow as pa
 
-from millstream.client import Client
+from millstream.aside import Aside, How, Waiting, read_line, set_aside, waiting_keys
+from millstream.client import Arg, Client
 from millstream.errors import Unfinished
 from millstream.handlers import Handler
-from millstream.ledger import ENTRY_MARK, KEY_MARK, Ledger, Standing, Unit
-from millstream.lifecycle import Again, Dead, Done, Outcome, Parked, attempt, attempt_plain, letter, refuse_unkeyed
+from millstream.ledger import ENTRY_MARK, FAILED, IN_LINE, KEY_MARK, Ledger, Standing, Unit
+from millstream.lifecycle import (
+    Again,
+    Dead,
+    Done,
+    Outcome,
+    Parked,
+    attempt,
+    attempt_plain,
+    given_up,
+    letter,
+    refuse_unkeyed,
+)
 from millstream.model import ZERO_ID, EntryId, Message
 from millstream.naming import REDRIVE_FIELD
 from millstream.spark.alarm import Alarm
+from millstream.spark.moving import PartitionMoves
 from millstream.spark.pace import Pace
+from millstream.spark.tally import COUNTED, TALLY_SCHEMA, Tally
+
+logger = logging.getLogger(__name__)
 
 COMMIT_MESSAGES = 500
 COMMIT_BYTES = 1 << 20
 CAUTIOUS_MESSAGES = 4 * COMMIT_MESSAGES
-
-TALLY_SCHEMA = pa.schema(
-    [
-        ("stream", pa.string()),
-        ("last_id", pa.string()),
-        ("messages", pa.int64()),
-        ("committed", pa.int64()),
-        ("dead", pa.int64()),
-        ("retries", pa.int64()),
-        ("refused", pa.int64()),
-    ]
-)
+LINE_MESSAGES, LEAST_OF_LINE = 5_000, 10
+"""What a job that works lines off has in memory: so many messages of all its lines, but at least some of each."""
+MOST_WAIT_MS = 1_000.0
+"""What a batch waits for a key's next attempts in all; the key is set aside if it takes longer."""
 
 T = TypeVar("T")
 
 _unpack = msgspec.msgpack.Decoder(list[bytes]).decode
+_pack = msgspec.msgpack.Encoder().encode
+_FOR_NOBODY = _pack([REDRIVE_FIELD, b""])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,18 +67,6 @@ class Job:
 
 
 @dataclass(slots=True)
-class Tally:
-    """What a task did on one stream."""
-
-    last_id: EntryId
-    messages: int = 0
-    committed: int = 0
-    dead: int = 0
-    retries: int = 0
-    refused: int = 0
-
-
-@dataclass(slots=True)
 class Entry:
     """One row: an entry id and its fields, still packed."""
 
@@ -75,11 +74,22 @@ class Entry:
     packed: bytes
 
 
+class Leaving(NamedTuple):
+    """Why the rest of a run is set aside; by itself, since others of its key wait. See Aside."""
+
+    how: How = "join"
+    detail: Arg = ""
+    failed: int | None = None
+
+
 @dataclass(slots=True, eq=False)
 class Run:
     """The messages of one key of one stream, in order; or a single message that has no key.
 
-    `entries` are still to do, `covered` are in `unit`, not committed yet; so are those of `others`.
+    * `entries`: those that are still to do; `covered`: those in `unit`, not committed yet; so are those of `others`
+    * `in_line`: they were set aside before, and run from the line of the key
+    * `waited_ms`: for how long its batch has waited for it
+    * `leaving`: why the rest of it is to be set aside
     """
 
     stream: str
@@ -92,6 +102,9 @@ class Run:
     committed_state: bytes = b""
     attempt: int = 1
     others: list["Run"] = field(default_factory=list)
+    in_line: bool = False
+    waited_ms: float = 0.0
+    leaving: Leaving = field(default_factory=Leaving)
 
     def resume(self, mark: bytes, state: bytes, frontier: EntryId | None) -> None:
         """Begin, or begin again, after what is committed by now."""
@@ -101,8 +114,29 @@ class Run:
         while self.entries and self.entries[0].id <= done:
             self.entries.popleft()
             self.attempt = 1
+        self._begin(state, mark)
+
+    def take_line(self, waiting: Waiting) -> None:
+        """Begin, or begin again, with what its line has."""
+        self.entries = deque(
+            Entry(EntryId.parse(one), _FOR_NOBODY if pairs is None else _pack(pairs)) for one, pairs in waiting.entries
+        )
+        self.attempt = waiting.failed + 1
+        self._begin(waiting.state, b"")
+
+    def _begin(self, state: bytes, mark: bytes) -> None:
         self.state = self.committed_state = state
+        self.leaving = Leaving()
         self._begin_unit(mark)
+
+    def aside(self) -> Aside:
+        """What is to be set aside of it, once its unit is committed."""
+        ids = [str(entry.id) for entry in self.entries]
+        how, detail, failed = self.leaving
+        return Aside(
+            line=self.mark, expected=self.unit.expected, how=how, detail=detail, failed=failed,
+            ids=ids[:1] if self.in_line else ids,
+        )  # fmt: skip
 
     def accepted(self) -> None:
         """Its unit is committed; go on from there."""
@@ -112,7 +146,7 @@ class Run:
     def _begin_unit(self, mark: bytes) -> None:
         self.covered = []
         self.others = []
-        self.unit = Unit(self.mark, mark, self.key or b"")
+        self.unit = Unit(self.mark, IN_LINE if self.in_line else mark, self.key or b"")
 
 
 def _check_finished(runs: Iterable[Run]) -> None:
@@ -147,6 +181,7 @@ class PartitionTask:
             token=job.token,
             into=handler.into,
             into_maxlen=handler.into_maxlen,
+            keyed=handler.key is not None,
         )
         self._token = job.token
         self._label = handler.label.encode()
@@ -155,9 +190,13 @@ class PartitionTask:
         self._standings: dict[str, Standing] = {}
         self._tallies: dict[str, Tally] = {}
         self._outbox: list[Run] = []
+        self._leavers: list[Run] = []
         self._outbox_messages = 0
         self._outbox_bytes = 0
         self._refused: list[Run] = []
+        self._moves: PartitionMoves | None = None
+        if handler.partitions is not None:
+            self._moves = client.patiently(lambda: PartitionMoves(client, handler), what=handler.label)
         self._alarm = Alarm()
         self._slots = asyncio.Semaphore(handler.concurrency)
         self._alone = asyncio.Lock()
@@ -168,16 +207,23 @@ class PartitionTask:
     async def process(self, batches: Iterable[pa.RecordBatch]) -> None:
         """Run every message of `batches` and commit its effects."""
         for batch in batches:
-            runs = self._runs_of(batch)
-            self._begin_streams({run.stream for run in runs})
             self._pace.expect(Counter(batch.column("stream").to_pylist()) if self._handler.rate else {})
-            while runs:
-                self._load(runs)
-                await self._drive_all(runs)
-                self._flush()
-                _check_finished(run for run in runs if run not in self._refused)
-                runs, self._refused = self._refused, []
-                self._begin_streams({run.stream for run in runs}, again=True)
+            await self._work_off(self._runs_of(batch))
+
+    async def catch_up(self, batches: Iterable[pa.RecordBatch]) -> None:
+        """Run what waits in lines: `batches` have the columns `stream` and `line`. Of each line, the first few hundred."""
+        for batch in batches:
+            await self._work_off([self._run_of_line(**row) for row in batch.to_pylist()])
+
+    async def _work_off(self, runs: list[Run]) -> None:
+        self._begin_streams({run.stream for run in runs})
+        while runs:
+            self._load(runs)
+            await self._drive_all([run for run in runs if run not in self._refused])
+            self._flush()
+            _check_finished(run for run in runs if run not in self._refused)
+            runs, self._refused = self._refused, []
+            self._begin_streams({run.stream for run in runs}, again=True)
 
     async def _drive_all(self, runs: list[Run]) -> None:
         waiting = iter(runs)
@@ -203,16 +249,20 @@ class PartitionTask:
                 outcome = Done((), run.state)
             if isinstance(outcome, Again):
                 self._tallies[run.stream].retries += 1
+                if self._has_to_leave(run, outcome):
+                    self._leave(run, Leaving("later", round(outcome.delay_ms), message.attempt))
+                    return
                 self._post(run)
                 self._flush()
                 if run in self._refused:
                     return
                 # Another worker takes over the other keys while this one's key waits.
                 group.create_task(self._work(waiting, group))
-                await asyncio.sleep(outcome.delay_ms / 1000)
-                run.attempt += 1
+                await self._wait([run], outcome)
                 continue
-            assert not isinstance(outcome, Parked)  # a handler that parks does not get here: `check_runnable`
+            if isinstance(outcome, Parked):
+                self._leave(run, Leaving("park", f"{outcome.reason}: {outcome.error}", message.attempt))
+                return
             self._settle(run, message, outcome)
             if self._cautious_left > 0 or run.unit.messages >= COMMIT_MESSAGES or self._outbox_bytes >= COMMIT_BYTES:
                 self._cautious_left = max(0, self._cautious_left - 1)
@@ -223,13 +273,41 @@ class PartitionTask:
         self._post(run)
         self._flush_if_full()
 
+    def _has_to_leave(self, run: Run, outcome: Again) -> bool:
+        return run.waited_ms + outcome.delay_ms > MOST_WAIT_MS
+
+    def _leave(self, run: Run, leaving: Leaving) -> None:
+        """Have the rest of a run set aside, after what is done of it is committed."""
+        run.leaving = leaving
+        self._post(run)
+        self._leavers.append(run)
+        self._outbox_messages += 1
+        if self._cautious_left > 0:
+            self._flush()
+        else:
+            self._flush_if_full()
+
+    async def _wait(self, runs: Iterable[Run], outcome: Again) -> None:
+        """Wait for the next attempt on the first message of each."""
+        await asyncio.sleep(outcome.delay_ms / 1000)
+        for run in runs:
+            run.waited_ms += outcome.delay_ms
+            run.attempt += 1
+
     # Reading
 
     def _opened(self, run: Run) -> tuple[Message, bool]:
         """The next message of a run; False if it was redriven for another handler of the stream."""
-        pairs, meant_for = open_fields(run.entries[0].packed)
-        message = Message(run.stream, str(run.entries[0].id), pairs, run.key, run.attempt, self._token)
-        return message, meant_for in (None, self._label)
+        entry = run.entries[0]
+        pairs, meant_for = open_fields(entry.packed)
+        message = Message(run.stream, str(entry.id), pairs, run.key, run.attempt, self._token)
+        if meant_for is None:
+            return message, True
+        if meant_for == self._label and self._moves is not None and run.key is not None:
+            # A dead letter goes back to where it came from, and its key may have left since.
+            send = partial(self._moves.send_on, run.stream, run.key, message.id, _unpack(entry.packed))
+            return message, not self._client.patiently(send, what=self._handler.label)
+        return message, meant_for == self._label
 
     def _runs_of(self, batch: pa.RecordBatch) -> list[Run]:
         """Cut a sorted batch into runs of one stream and key; messages without a key stand alone."""
@@ -245,13 +323,21 @@ class PartitionTask:
                 mark = KEY_MARK + key if key is not None else ENTRY_MARK + str(entry.id).encode()
                 runs.append(Run(stream, key, mark, deque((entry,))))
                 last = (stream, key)
-            tally = self._tallies.get(stream)
-            if tally is None:
-                tally = self._tallies[stream] = Tally(entry.id)
+            tally = self._tally(stream, entry.id)
             tally.messages += 1
             if entry.id > tally.last_id:
                 tally.last_id = entry.id
         return runs
+
+    def _run_of_line(self, stream: str, line: bytes) -> Run:
+        self._tally(stream, ZERO_ID)
+        return Run(stream, line[1:] if line.startswith(KEY_MARK) else None, line, deque(), in_line=True)
+
+    def _tally(self, stream: str, entry_id: EntryId) -> Tally:
+        tally = self._tallies.get(stream)
+        if tally is None:
+            tally = self._tallies[stream] = Tally(entry_id)
+        return tally
 
     def _begin_streams(self, streams: set[str], *, again: bool = False) -> None:
         """Learn where `streams` stand; `again`, since what refused a commit may be that a batch has ended meanwhile."""
@@ -263,7 +349,27 @@ class PartitionTask:
                 self._cautious_left = CAUTIOUS_MESSAGES
 
     def _load(self, runs: list[Run]) -> None:
-        """Fetch marks and states of `runs`, and leave out what is committed."""
+        """Fetch what `runs` go on from, leave out what is committed, and set aside what waits behind others of its key."""
+        in_line = [run for run in runs if run.in_line]
+        for run in in_line:
+            self._load_line(run, max(LEAST_OF_LINE, LINE_MESSAGES // len(in_line)))
+        self._load_new([run for run in runs if not run.in_line])
+
+    def _load_line(self, run: Run, most: int) -> None:
+        keys = self._ledger.keys(run.stream)
+        ask = partial(read_line, self._client, keys, run.mark, most)
+        waiting = self._client.patiently(ask, what=self._handler.label)
+        gone = [one for one, pairs in waiting.entries if pairs is None]
+        if gone:
+            logger.warning(
+                "%d messages of stream %s that were set aside were trimmed or deleted before they were processed: %s",
+                len(gone), run.stream, ", ".join(gone[:10]),
+            )  # fmt: skip
+        run.take_line(waiting)
+
+    def _load_new(self, runs: list[Run]) -> None:
+        # Asked first: a key that waits no more by then may have left a newer state, but an older one could not be told.
+        waiting = self._waiting(runs)
         wanted: dict[str, tuple[list[bytes], list[bytes]]] = defaultdict(lambda: ([], []))
         for run in runs:
             marks, states = wanted[run.stream]
@@ -276,11 +382,32 @@ class PartitionTask:
             values = found[run.stream]
             state = values.get(b"s" + run.key, b"") if run.key is not None else b""
             run.resume(values.get(run.mark, b""), state, self._standings[run.stream].frontier)
+        self._put_aside([run for run in runs if run.entries and (run.stream, run.mark) in waiting])
+
+    def _waiting(self, runs: Iterable[Run]) -> set[tuple[str, bytes]]:
+        """Stream and line of those of which others of the same key wait."""
+        marks: dict[str, list[bytes]] = defaultdict(list)
+        for run in runs:
+            if run.key is not None and (self._moves is not None or self._may_wait(run.stream)):
+                marks[run.stream].append(run.mark)
+        waiting: set[tuple[str, bytes]] = set()
+        for stream, some in marks.items():
+            if self._moves is not None:
+                wait = partial(self._moves.expect, stream, some)
+                self._client.patiently(wait, what=self._handler.label)
+            look = partial(waiting_keys, self._ledger, stream, some)
+            waiting |= {(stream, mark) for mark in self._client.patiently(look, what=self._handler.label)}
+        return waiting
+
+    def _may_wait(self, stream: str) -> bool:
+        return self._standings[stream].lines or self._tallies[stream].aside > 0
 
     def _leave_out_done(self, runs: list[Run]) -> None:
         """Leave out what workers had committed beyond the frontier before this run took over from them."""
         floors = {stream: standing.floor for stream, standing in self._standings.items() if standing.floor}
-        below = [run for run in runs if run.stream in floors and run.entries[0].id <= floors[run.stream]]
+        below = [
+            run for run in runs if run.stream in floors and run.entries and run.entries[0].id <= floors[run.stream]
+        ]
         for stream in {run.stream for run in below}:
             some = [run for run in below if run.stream == stream]
             ids = [str(entry.id) for run in some for entry in run.entries if entry.id <= floors[stream]]
@@ -306,7 +433,8 @@ class PartitionTask:
         before = self._client.patiently(strike, what=self._handler.label)
         if before >= max(1, self._handler.retry.attempts - 1):
             message.attempt = before + 1
-            return Dead("crashed", f"the process ended each of the {before + 1} times that this message was tried")
+            dead = Dead("crashed", f"the process ended each of the {before + 1} times that this message was tried")
+            return dead if self._handler.key is None else given_up(self._handler, dead)
         outcome = await self._attempt(run, message)
         if isinstance(outcome, Again):  # while it waits, the process may die of another
             self._client.patiently(partial(strike, by=-1), what=self._handler.label)
@@ -330,6 +458,8 @@ class PartitionTask:
         unit.cover(message.id)
         if self._cautious_left > 0:
             unit.end_strikes(message.id)
+        if run.in_line and message.attempt > 1:
+            unit.end_strikes(message.id + FAILED)
         if isinstance(outcome, Dead):
             unit.add_dead(letter(self._handler, message, outcome).items())
             self._outbox_bytes += sum(map(len, message.pairs))
@@ -356,9 +486,13 @@ class PartitionTask:
 
     def _flush(self) -> None:
         """Commit the outbox. Repeating a commit is safe: what was executed already is refused, then left out."""
-        if not self._outbox:
-            return
         runs, self._outbox, self._outbox_messages, self._outbox_bytes = self._outbox, [], 0, 0
+        if runs:
+            self._commit(runs)
+        leavers, self._leavers = self._leavers, []
+        self._put_aside([run for run in leavers if run not in self._refused])
+
+    def _commit(self, runs: Sequence[Run]) -> None:
         units: dict[str, list[Unit]] = defaultdict(list)
         for run in runs:
             units[run.stream].append(run.unit)
@@ -376,17 +510,31 @@ class PartitionTask:
                     other.covered = []
                 run.accepted()
 
+    def _put_aside(self, runs: Iterable[Run]) -> None:
+        """Set aside the rest of `runs`, of which nothing is uncommitted."""
+        by_stream: dict[str, list[tuple[Run, Aside]]] = defaultdict(list)
+        for run in runs:
+            by_stream[run.stream].append((run, run.aside()))
+        for stream, some in by_stream.items():
+            put = partial(set_aside, self._ledger, stream, [aside for _, aside in some])
+            refused = {id(aside) for aside in self._client.patiently(put, what=self._handler.label)}
+            tally = self._tallies[stream]
+            for run, aside in some:
+                if id(aside) in refused:
+                    tally.refused += 1
+                    self._refused.append(run)
+                else:
+                    tally.aside += len(aside.ids)
+                    run.entries.clear()
+
     def report(self) -> pa.RecordBatch:
         """One row per stream."""
         rows = [
             {
                 "stream": stream,
                 "last_id": str(t.last_id),
-                "messages": t.messages,
-                "committed": t.committed,
-                "dead": t.dead,
-                "retries": t.retries,
-                "refused": t.refused,
+                **{name: getattr(t, name) for name in COUNTED},
+                "lines": self._may_wait(stream),
             }
             for stream, t in self._tallies.items()
         ]

@@ -14,9 +14,11 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from millstream.app import App
+from millstream.balancer import announce
 from millstream.client import Client, Command, raise_if_error
 from millstream.deadletters import DeadLetter, Reason
 from millstream.errors import MillstreamError
+from millstream.lines import skip, survey, unpark
 from millstream.naming import REDRIVE_FIELD, HandlerKeys
 
 APP = "contract"
@@ -68,6 +70,8 @@ class Case:
     * `at_most`: with `into_maxlen`: the output stream holds no more entries than that, all of them from `outputs`
     * `letters`: the dead letters that must come of it
     * `stop_after`: the engine is stopped once so many outputs are there, and started again
+    * `parks`: how many messages wait in each key that comes to be parked. Of each of these, once so many do, the first is
+      skipped, and then the key goes on
     * `kills`: the handler kills its process: run it where that harms nobody else
     """
 
@@ -82,6 +86,7 @@ class Case:
     letters: Sequence[Letter] = ()
     stop_after: int | None = None
     kills: bool = False
+    parks: Mapping[bytes, int] = field(default_factory=dict)
 
     @property
     def stream(self) -> str:
@@ -119,7 +124,8 @@ def app_of(cases: Iterable[Case]) -> App:
     app = App(APP)
     for case in cases:
         options = {"into": case.into, **case.options, "name": case.name}
-        app.handler(case.stream, **options)(case.function)
+        streams = () if "announced" in options else (case.stream,)
+        app.handler(*streams, **options)(case.function)
     return app
 
 
@@ -139,7 +145,14 @@ def put_through(engine: Engine, url: str, cases: Sequence[Case], *, within_s: fl
             through = [case.name for case in stopped if _committed(client, case) >= len(case.entries)]
             if through:
                 raise ContractBroken(f"stopped too late to show anything: {', '.join(through)}")
-        done = _Deadline(lambda: all(_committed(client, case) >= len(case.entries) for case in cases), within_s)
+        steering = [_Steering(client, case) for case in cases if case.parks]
+
+        def settled() -> bool:
+            for one in steering:
+                one.go_on()
+            return all(_committed(client, case) >= len(case.entries) for case in cases)
+
+        done = _Deadline(settled, within_s)
         try:
             engine(app_of(cases), url, done)
         except TimeoutError:
@@ -148,10 +161,12 @@ def put_through(engine: Engine, url: str, cases: Sequence[Case], *, within_s: fl
 
 
 def publish(client: Client, case: Case) -> None:
-    """Publish the entries of `case`."""
+    """Publish the entries of `case`; announce its stream, if its handler reads what is announced."""
     commands: list[Command] = [("XADD", case.stream, entry_id(n), *pairs) for n, pairs in enumerate(case.entries)]
     for reply in client.pipeline(commands):
         raise_if_error(reply)
+    if "announced" in case.options:
+        announce(client, case.options["announced"], case.stream)
 
 
 def judge(client: Client, case: Case) -> None:
@@ -159,6 +174,24 @@ def judge(client: Client, case: Case) -> None:
     problems = [*_outputs_wrong(client, case), *_letters_wrong(client, case), *_left_over(client, case)]
     if problems:
         raise ContractBroken(f"{case.name}: {case.promise}. But " + "; ".join(problems))
+
+
+@dataclass
+class _Steering:
+    """The person who decides on the parked keys of a case."""
+
+    client: Client
+    case: Case
+    settled: set[bytes] = field(default_factory=set)
+
+    def go_on(self) -> None:
+        """Skip the first message of each key that is parked with all of its messages, and have the key go on."""
+        for line in survey(self.client, self.case.keys) if self.settled < self.case.parks.keys() else ():
+            key = line.key or b""
+            is_due = key not in self.settled and self.case.parks.get(key) == line.length
+            if is_due and line.state == "parked" and skip(self.client, self.case.keys, line.name, error="skipped"):
+                unpark(self.client, self.case.keys, line.name)
+                self.settled.add(key)
 
 
 # --- How far the engine is ---

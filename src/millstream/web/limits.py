@@ -1,4 +1,4 @@
-"""No request of a master's is larger, or slower to arrive, than it has to be."""
+"""No request to a service is larger, or slower to arrive, than it has to be."""
 
 import asyncio
 from typing import TYPE_CHECKING

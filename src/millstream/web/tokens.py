@@ -57,6 +57,17 @@ class TokenBook:
             except ConfigError as error:
                 raise ConfigError(f"{path}:{number}: {error}") from error
 
+    def replace(self, path: Path) -> None:
+        """Accept the tokens of a file and no others. Raises ConfigError; then those of before still count.
+
+        So it is for a file without any, which must not open the doors to everybody.
+        """
+        fresh = TokenBook(self._check, self._wanted)
+        fresh.read(path)
+        if not fresh:
+            raise ConfigError(f"the token file {str(path)!r} holds no token")
+        self._words = fresh._words
+
     def find(self, token: str | None) -> tuple[bytes, frozenset[str]] | None:
         """A token's hash and its words; None if it is not known."""
         digest = _digest(token or "")

@@ -13,7 +13,8 @@ from millstream.clock import Clock
 from millstream.lifecycle import NOTHING, BatchOutcome, Done, Outcome
 from millstream.model import Message
 from millstream.reliable import Delivery
-from millstream.worker.hand import Hand, Ran
+from millstream.worker.hand import Hand
+from millstream.worker.outbox import Ran
 from millstream.worker.pipeline import Pipeline
 from millstream.worker.report import Report
 from millstream.worker.runners import GATE_S, AsyncRunner, PlainRunner

@@ -8,15 +8,13 @@ from queue import Empty, SimpleQueue
 from millstream.keyed import Lease, lease_of
 from millstream.lifecycle import Dead, Done, Outcome
 from millstream.reliable import Delivery, LineTurn
+from millstream.worker.outbox import Outbox
 from millstream.worker.policy import WorkerPolicy
 
 _PATIENCE_MS = 1_000.0
 _TURN_MS = 50.0
 _LONGEST_RUN = 16
 _WEIGHT = 0.2
-
-Ran = tuple[Sequence[Delivery], Outcome]
-"""Entries that were run, and what became of them; several only if they have outputs in common."""
 
 
 class Hand:
@@ -30,7 +28,7 @@ class Hand:
 
     def __init__(self, policy: WorkerPolicy, at_once: int) -> None:
         self.buffer: SimpleQueue[Delivery | None] = SimpleQueue()
-        self.outbox: SimpleQueue[Ran | None] = SimpleQueue()
+        self.outbox = Outbox(policy.batch)
         self.freed = threading.Event()
         self.nudge: Callable[[], None] = lambda: None
         self.gate = threading.Event()
@@ -116,9 +114,12 @@ class Hand:
         self.nudge()
 
     def conclude(self, delivery: Delivery, outcome: Outcome) -> Delivery | None:
-        """Put what became of an entry into the outbox; return the next of its line, to be run at once by the same runner."""
+        """Put what became of an entry into the outbox; return the next of its line, to be run at once by the same runner.
+
+        While there is more for the runners to do, nobody waits for its being settled.
+        """
         following = None if delivery.lease is None else self._following(delivery.lease, delivery, outcome)
-        self.outbox.put(((delivery,), outcome))
+        self.outbox.put(((delivery,), outcome), urgent=following is None and self.buffer.empty())
         return following
 
     def _following(self, turn: LineTurn, delivery: Delivery, outcome: Outcome) -> Delivery | None:

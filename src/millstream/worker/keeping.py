@@ -2,8 +2,10 @@
 
 import logging
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import islice
 
+from millstream.client import Client, Reply
 from millstream.clock import Clock
 from millstream.errors import HandlerStuck, OutOfMemory, Unavailable
 from millstream.handlers import Handler
@@ -19,6 +21,7 @@ from millstream.worker.report import Report
 logger = logging.getLogger(__name__)
 
 _LOOK_MS_EACH = 2.0
+_LOOKED_AT_ONCE = 100
 _EXTENSIONS = 3
 _GRACE_MS = 1_000.0
 _MEASURE_MS = 5_000.0
@@ -39,8 +42,9 @@ class Keeper:
 
     def __init__(
         self, pipeline: Pipeline, hand: Hand, report: Report, clock: Clock, policy: WorkerPolicy, *,
-        streams: Mapping[str, ReliableStream], on_suspect: Callable[[Delivery], None],
+        client: Client, streams: Mapping[str, ReliableStream], on_suspect: Callable[[Delivery], None],
     ) -> None:  # fmt: skip
+        self._client = client
         self._streams = streams
         self._pipeline = pipeline
         self._hand = hand
@@ -137,10 +141,10 @@ class Keeper:
         committed = self._report.committed
         away: Unavailable | None = None
         all_noted = True
-        for stream in self.streams:
+        for stream, seen in self._look_at_all():
             try:
                 with leaving_out(stream):
-                    all_noted = self._tend(stream, extends=extends) and all_noted
+                    all_noted = self._tend(stream, seen, extends=extends) and all_noted
             except OutOfMemory as error:
                 all_noted = False
                 self._say("a round over %s is not complete: %s", stream.stream, error)
@@ -155,14 +159,25 @@ class Keeper:
         if all_noted:
             self._committed_when_noted = committed
 
-    def _tend(self, stream: ReliableStream, *, extends: bool) -> bool:
+    def _look_at_all(self) -> Iterator[tuple[ReliableStream, Reply]]:
+        """Each stream and what a look at it says, many in one round trip."""
+        streams = iter(self.streams)
+        while some := list(islice(streams, _LOOKED_AT_ONCE)):
+            replies: Sequence[Reply]
+            try:
+                replies = self._client.pipeline([one.to_look() for one in some])
+            except Unavailable as error:  # perhaps only one server is
+                replies = [error] * len(some)
+            yield from zip(some, replies, strict=True)
+
+    def _tend(self, stream: ReliableStream, seen: Reply, *, extends: bool) -> bool:
         """Look after one stream; False if it has to be noted later how far the work is."""
         if stream.leaving:  # only what runs is looked after
             if extends:
                 self._extend(stream)
             return True
         was_paused = stream.paused
-        stream.look()
+        stream.looked(seen)
         if was_paused and not stream.paused:
             self.missed.set()
         if extends:

@@ -2,18 +2,19 @@
 
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
 
+from millstream.client import Reply
 from millstream.deadletters import reason_of
-from millstream.errors import OutOfMemory
+from millstream.errors import OutOfMemory, Unavailable
 from millstream.keyed import Ending, KeyedStream, Lease, lease_of
 from millstream.ledger import Unit, portions
 from millstream.lifecycle import Again, Dead, Done, Outcome, Parked
 from millstream.reliable import Delivery
-from millstream.worker.hand import Ran
+from millstream.worker.outbox import Ran
 from millstream.worker.settling import Settler
 
 logger = logging.getLogger(__name__)
@@ -38,10 +39,19 @@ class _Turn:
         return self.lease.last is self.runs[-1][0]
 
 
+@dataclass(frozen=True, slots=True)
+class _Sent:
+    """A commit that was sent together with others': under which number, and what came back."""
+
+    call: str
+    reply: Reply
+    took_s: float
+
+
 class LeaseSettler(Settler):
     """A Settler for handlers with a key. What fails waits in Redis, with its line, for its next attempt.
 
-    `on_turned` is told of a stream of which the turn of a line is over: there may be more of it.
+    `on_turned` is told of a stream of which the turn of a line is over, or lost: there may be more of it.
     """
 
     def __init__(self, *means: Any, on_turned: Callable[[str], None] = lambda stream: None, **options: Any) -> None:
@@ -64,8 +74,9 @@ class LeaseSettler(Settler):
                 self._lose(lease)
             else:
                 by_stream[lease.stream].append(self._turn(lease, some))
+        sent = self._commit_together(by_stream) if len(by_stream) > 1 else {}
         for stream, turns in by_stream.items():
-            self._settle_of(stream, turns)
+            self._settle_of(stream, turns, sent.get(stream))
         self._report.ended(len(found))
 
     def _turn(self, lease: Lease, runs: Runs) -> _Turn:
@@ -84,11 +95,24 @@ class LeaseSettler(Settler):
             turn.ending = Ending(lease, "park", f"{outcome.reason}: {outcome.error}", last.attempt)
         return turn
 
-    def _settle_of(self, stream: KeyedStream, turns: Sequence[_Turn]) -> None:
-        with_effects = [turn for turn in turns if turn.unit is not None]
-        kept = [
-            turn for some in portions(with_effects, attrgetter("unit")) for turn in self._commit_or_keep(stream, some)
-        ]
+    def _commit_together(self, by_stream: Mapping[KeyedStream, Sequence[_Turn]]) -> dict[KeyedStream, _Sent]:
+        """Commit what can go in one round trip. What is not answered well is committed again, stream by stream."""
+        of = {stream: _with_effects(turns) for stream, turns in by_stream.items()}
+        calls = {stream: stream.new_call() for stream, some in of.items() if len(list(_portions(some))) == 1}
+        commands = [stream.to_commit(_units(of[stream]), call) for stream, call in calls.items()]
+        began_ms = self._clock.monotonic_ms()
+        replies: Sequence[Reply]
+        try:
+            replies = self._client.pipeline(commands)
+        except Unavailable as error:
+            replies = [error] * len(commands)
+        took_s = (self._clock.monotonic_ms() - began_ms) / 1000
+        return {
+            stream: _Sent(call, reply, took_s) for (stream, call), reply in zip(calls.items(), replies, strict=True)
+        }
+
+    def _settle_of(self, stream: KeyedStream, turns: Sequence[_Turn], sent: _Sent | None) -> None:
+        kept = [turn for some in _portions(_with_effects(turns)) for turn in self._commit_or_keep(stream, some, sent)]
         turns = [turn for turn in turns if turn not in kept and not turn.lease.lost]
         endings = [turn.ending for turn in turns if turn.ending is not None]
         if endings:
@@ -102,14 +126,14 @@ class LeaseSettler(Settler):
         if over:
             self._on_turned(stream.stream)
 
-    def _commit_or_keep(self, stream: KeyedStream, turns: Sequence[_Turn]) -> list[_Turn]:
+    def _commit_or_keep(self, stream: KeyedStream, turns: Sequence[_Turn], sent: _Sent | None) -> list[_Turn]:
         """Commit what has effects; return what Redis has no memory for, which is kept, with its lease."""
         try:
-            self._commit_turns(stream, turns)
+            self._commit_turns(stream, turns, sent)
         except OutOfMemory as error:
             # What only acknowledges frees memory in the end.
             plain = [turn for turn in turns if turn.unit and turn.unit.is_acknowledgement]
-            self._commit_turns(stream, plain, allow_oom=True)
+            self._commit_turns(stream, plain, None, allow_oom=True)
             kept = [turn for turn in turns if turn not in plain]
             self._kept |= {turn.lease: turn.runs for turn in kept}
             for turn in kept:
@@ -118,15 +142,20 @@ class LeaseSettler(Settler):
             return kept
         return []
 
-    def _commit_turns(self, stream: KeyedStream, turns: Sequence[_Turn], *, allow_oom: bool = False) -> None:
+    def _commit_turns(
+        self, stream: KeyedStream, turns: Sequence[_Turn], sent: _Sent | None, *, allow_oom: bool = False
+    ) -> None:
         if not turns:
             return
         of = {id(turn.unit): turn for turn in turns}
-        units = [turn.unit for turn in turns if turn.unit is not None]
-        call = stream.new_call()
+        units = _units(turns)
         began_ms = self._clock.monotonic_ms()
-        refused = self._patiently(lambda: stream.commit(units, allow_oom=allow_oom, call=call))
-        took_s = (self._clock.monotonic_ms() - began_ms) / 1000
+        if sent is None or isinstance(sent.reply, Exception):
+            call = sent.call if sent else stream.new_call()
+            refused = self._patiently(lambda: stream.commit(units, allow_oom=allow_oom, call=call))
+        else:
+            refused = stream.committed(units, sent.reply)
+        took_s = (self._clock.monotonic_ms() - began_ms) / 1000 + (sent.took_s if sent else 0.0)
         for unit in refused:
             self._lose(of.pop(id(unit)).lease)
         done: list[Delivery] = []
@@ -144,6 +173,7 @@ class LeaseSettler(Settler):
     def _lose(self, lease: Lease) -> None:
         """Another worker has the line, or a person has changed it: nothing of it is this worker's any more."""
         lease.lost = True
+        self._on_turned(lease.stream.stream)
         lost = self._hand.end_lease(lease)
         if lost:
             self._report.refused_some(len(lost))
@@ -158,3 +188,15 @@ class LeaseSettler(Settler):
 
     def _try_memory_again(self) -> None:
         self.settle(())
+
+
+def _with_effects(turns: Sequence[_Turn]) -> list[_Turn]:
+    return [turn for turn in turns if turn.unit is not None]
+
+
+def _portions(turns: Sequence[_Turn]) -> Iterator[Sequence[_Turn]]:
+    return portions(turns, attrgetter("unit"))
+
+
+def _units(turns: Sequence[_Turn]) -> list[Unit]:
+    return [turn.unit for turn in turns if turn.unit is not None]

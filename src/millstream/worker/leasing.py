@@ -5,13 +5,13 @@ import logging
 import math
 import threading
 from collections.abc import Callable, Collection, Sequence
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 from typing import Any
 
 from millstream.client import Arg, Client, Script
 from millstream.clock import Clock
 from millstream.errors import AccessDenied, Unavailable, WrongType
-from millstream.keyed import KeyedStream, Lease
+from millstream.keyed import KeyedStream, Lease, Taken
 from millstream.naming import HandlerKeys, from_wire, to_wire
 from millstream.reliable import Delivery
 from millstream.worker.allowance import Allowed
@@ -24,66 +24,33 @@ logger = logging.getLogger(__name__)
 NAME = Script("name")
 
 _ROUTER_MS = 3_000
-_ROUTED_AT_ONCE = 1_000
+_ROUTED_AT_ONCE = 4_000
+"""Many: what is routed further ahead of the workers makes their turns longer, and a turn costs Redis as much as some messages."""
 _IDLE_S = 0.02
 _SWEEP_MS_EACH = 1.0
-_SWEEP_MS_EACH_ALONE = 5.0
 _LOOK_MS_EACH = 20.0
-_FOREIGN_MS = 100.0
 _OTHERS_MS = 50.0
 _TRUSTED_LOSSES = 1
 
 
-class LineTaker(Taker[KeyedStream]):
-    """Leases lines, of those streams that may have some; room is counted in lines.
+class LeaseTaker(Taker[KeyedStream]):
+    """Leases lines; room is counted in lines.
 
-    `on_suspect` takes an entry on which so many leases ran out that whoever ran it may have died of it. `woken`: streams
-    that have lines to take, where only this process works on them; else Redis is asked to wake it.
+    `on_suspect` takes an entry on which so many leases ran out that whoever ran it may have died of it.
     """
 
-    def __init__(
-        self, *means: Any, keys_of: Callable[[str], HandlerKeys], with_state: bool,
-        on_suspect: Callable[[Delivery], None], woken: "SimpleQueue[str] | None" = None, **options: Any,
-    ) -> None:  # fmt: skip
+    def __init__(self, *means: Any, with_state: bool, on_suspect: Callable[[Delivery], None], **options: Any) -> None:
         super().__init__(*means, **options)
-        self._keys_of = keys_of
         self._with_state = with_state
         self._on_suspect = on_suspect
-        self._woken = woken
-        self._due_ms: dict[str, float] = {}
-        self._turn = 0
 
-    def _take(self, allowed: Allowed, room: int, stopping: threading.Event) -> None:
-        self._hear(None)
-        now_ms = self._clock.monotonic_ms()
-        due = [name for name in allowed.streams if self._due_ms.get(name, 0.0) <= now_ms]
-        taken = 0
-        self._turn += 1  # with the room that there is, each may be the first
-        at = self._turn % max(1, len(due))
-        for name in (*due[at:], *due[:at]):
-            stream = self._streams.get(name)  # it may have gone to another worker meanwhile
-            if taken < room and stream is not None and not stream.leaving:
-                with leaving_out(stream):
-                    taken += self._take_of(stream, room - taken, allowed.count)
-        self._hand.found(taken, room)
-        if not taken:
-            self._wait(allowed.streams, allowed.until_ms, stopping)
+    def _terms(self, lines: int, count: int) -> dict[str, Any]:
+        return {
+            "lines": lines, "entries": min(count, self._policy.batch), "run": self._hand.run_length,
+            "lease_ms": self._policy.claim_ms, "with_state": self._with_state,
+        }  # fmt: skip
 
-    def _take_of(self, stream: KeyedStream, lines: int, count: int) -> int:
-        now_ms = self._clock.monotonic_ms()
-        taken = stream.take(
-            lines=lines, entries=min(count, self._policy.batch), run=self._hand.run_length, with_state=self._with_state,
-            lease_ms=self._policy.claim_ms, now_ms=now_ms,
-        )  # fmt: skip
-        if not taken.leases:
-            # Leases that others take meanwhile may run out, too; the more streams there are, the less often each is asked.
-            each_ms = _SWEEP_MS_EACH if self._woken is None else _SWEEP_MS_EACH_ALONE
-            sweep_ms = max(self._policy.sweep_ms, each_ms * len(self._streams))
-            wait_ms = sweep_ms if taken.wait_ms is None else min(sweep_ms, taken.wait_ms)
-            if self._woken is not None and taken.wait_ms is not None:
-                # Somebody else may be at the end of what was its own, and nobody here would hear of it.
-                wait_ms = min(wait_ms, max(_FOREIGN_MS, len(self._streams)))
-            self._due_ms[stream.stream] = now_ms + wait_ms
+    def _put_in_hand(self, stream: KeyedStream, taken: Taken) -> int:
         new = 0
         trusted: list[Lease] = []
         suspects: list[Delivery] = []
@@ -105,6 +72,44 @@ class LineTaker(Taker[KeyedStream]):
         self._report.adopted_some(taken.reaped)
         return len(taken.leases)
 
+
+class LineTaker(LeaseTaker):
+    """Leases lines of streams that others work on, too; Redis is asked to wake it when there may be some."""
+
+    def __init__(self, *means: Any, keys_of: Callable[[str], HandlerKeys], **options: Any) -> None:
+        super().__init__(*means, **options)
+        self._keys_of = keys_of
+        self._due_ms: dict[str, float] = {}
+        self._turn = 0
+
+    def take(self, room: int, stopping: threading.Event) -> None:
+        """See Taker."""
+        if (allowed := self._ask_all(stopping)) is not None:
+            self._take(allowed, room, stopping)
+
+    def _take(self, allowed: Allowed, room: int, stopping: threading.Event) -> None:
+        now_ms = self._clock.monotonic_ms()
+        due = [name for name in allowed.streams if self._due_ms.get(name, 0.0) <= now_ms]
+        taken = 0
+        self._turn += 1  # with the room that there is, each may be the first
+        at = self._turn % max(1, len(due))
+        for name in (*due[at:], *due[:at]):
+            if taken < room:
+                taken += self._take_of(self._streams[name], room - taken, allowed.count)
+        self._hand.found(taken, room)
+        if not taken:
+            self._wait(allowed.streams, allowed.until_ms, stopping)
+
+    def _take_of(self, stream: KeyedStream, lines: int, count: int) -> int:
+        now_ms = self._clock.monotonic_ms()
+        taken = stream.take(now_ms=now_ms, **self._terms(lines, count))
+        if not taken.leases:
+            # Leases that others take meanwhile may run out, too; the more streams there are, the less often each is asked.
+            sweep_ms = max(self._policy.sweep_ms, _SWEEP_MS_EACH * len(self._streams))
+            wait_ms = sweep_ms if taken.wait_ms is None else min(sweep_ms, taken.wait_ms)
+            self._due_ms[stream.stream] = now_ms + wait_ms
+        return self._put_in_hand(stream, taken)
+
     def look_again(self) -> None:
         """Forget which streams had nothing: a reply was lost, or they have been joined again."""
         self._due_ms.clear()
@@ -115,9 +120,6 @@ class LineTaker(Taker[KeyedStream]):
         now_ms = self._clock.monotonic_ms()
         due_ms = min(self._due_ms.get(name, now_ms) for name in names)
         wait_ms = max(1.0, min(self._policy.block_ms, until_ms, due_ms - now_ms))
-        if self._woken is not None:
-            self._hear(wait_ms)
-            return
         if self._client.is_cluster and len(names) > 1:  # keys of several slots cannot be waited for at once
             stopping.wait(min(wait_ms / 1000, _IDLE_S))
             self._due_ms.clear()
@@ -126,16 +128,6 @@ class LineTaker(Taker[KeyedStream]):
         found = self._client.execute("BLPOP", *places, math.ceil(wait_ms) / 1000)
         if found:
             self._due_ms.pop(places[found[0]], None)
-
-    def _hear(self, wait_ms: float | None) -> None:
-        """Note which streams have been woken here, after a wait for the first if `wait_ms` is given."""
-        if self._woken is None:
-            return
-        with contextlib.suppress(Empty):
-            if wait_ms is not None:
-                self._due_ms.pop(self._woken.get(timeout=wait_ms / 1000), None)
-            while True:
-                self._due_ms.pop(self._woken.get_nowait(), None)
 
 
 class Router:
@@ -166,7 +158,11 @@ class Router:
         self._all_due_ms = 0.0
         self._look_due_ms = 0.0
         self.streams: dict[str, KeyedStream] = {}
-        """Those to route, on a connection of their own; others add to them."""
+        """Those to route, on a connection of their own; others add to them, and take some away."""
+
+    def add(self, stream: KeyedStream) -> None:
+        """Route this stream, which has a connection for that, too."""
+        self.streams[stream.stream] = stream
 
     @property
     def held(self) -> Sequence[str]:
@@ -202,26 +198,30 @@ class Router:
         away: Unavailable | None = None
         for stream in due:
             try:
-                count = self._route(stream)
+                has_more = self._route(stream)
             except Unavailable as error:
                 away = error
                 if not self._client.is_cluster:
                     break
             else:
-                if count:
+                if has_more:
                     self._fresh.add(stream.stream)
         if away is not None:
             raise away
 
-    def _route(self, stream: KeyedStream) -> int:
+    def _route(self, stream: KeyedStream) -> bool:
+        """Route what is new on a stream; return whether there may be more."""
+        before = stream.routed
         count = 0
         with leaving_out(stream):
             count = stream.route(count=_ROUTED_AT_ONCE, most_pending=self._policy.look_ahead)
         if stream.leaving:
             self.streams.pop(stream.stream, None)
-        if count and self._woken is not None:
+        # Where nothing was new, yet it goes on elsewhere, Redis has gone back, or an answer was lost with what it said.
+        has_more = count > 0 or stream.routed != before
+        if has_more and self._woken is not None:
             self._woken.put(stream.stream)
-        return count
+        return has_more
 
     def _mine(self) -> list[KeyedStream]:
         """The streams on which this worker is the router, as of a second ago at the most."""

@@ -24,6 +24,7 @@ from millstream.worker.batches import AsyncBatchRunner, PlainBatchRunner
 from millstream.worker.guard import Guard, Quiet
 from millstream.worker.hand import Hand
 from millstream.worker.leaving import concerns_one, leaving_out
+from millstream.worker.moving import WatchedDelays
 from millstream.worker.partitions import PartitionSide
 from millstream.worker.pipeline import MakePipeline, Pipeline
 from millstream.worker.policy import WorkerPolicy
@@ -135,7 +136,7 @@ class ReadingLoop:
         self._over.set()
         self._wait_for(keepers)
         self._runner.cancel()
-        self._hand.outbox.put(None)
+        self._hand.outbox.end()
         self._wait_for([settler])
         leftovers = self._hand.deliveries
         self._hand.drop(leftovers)
@@ -237,16 +238,18 @@ class ReadingLoop:
     def _move_delayed(self) -> None:
         """Add to the streams the delayed messages that are due."""
         said = False
+        has_many = self.handler.order == "stream"
+        delayed = WatchedDelays(self._client, self._clock) if has_many else DelayedMessages(self._client)
         while not self._stopping.is_set():
             try:
-                DelayedMessages(self._client).keep_moving(
+                delayed.keep_moving(
                     lambda: [name for name, one in list(self._side.streams.items()) if not one.leaving],
                     self._stopping,
                     every_ms=self._policy.sweep_ms,
                     on_moved=self.report.moved,
                 )
             except AccessDenied as error:  # those of the others were moved
-                if self.handler.order != "stream" or not concerns_one(error):
+                if not has_many or not concerns_one(error):
                     raise
                 if not said:
                     logger.warning("delayed messages of a stream of %s are not moved: %s", self.handler.label, error)

@@ -5,7 +5,7 @@ import secrets
 from millstream.client import Client, Script
 from millstream.clock import SYSTEM_CLOCK, Clock
 from millstream.errors import ConfigError, StaleOwner
-from millstream.naming import PREFIX, check_identifier, host_name
+from millstream.naming import check_identifier, held_name, host_name
 
 NAME = Script("name")
 
@@ -72,5 +72,5 @@ class Names:
         return False
 
     def _set(self, name: str, held_ms: int) -> bool:
-        key = f"{PREFIX}:worker:{self._app}:{name}"
+        key = held_name(self._app, name)
         return bool(self._client.script(NAME, (key,), (self._token, held_ms)))

@@ -4,20 +4,16 @@ import logging
 import threading
 from collections.abc import Mapping, Sequence
 
-from millstream.client import Client, Script
-from millstream.errors import CommandFailed, ConfigError, Unavailable
+from millstream.client import Client
+from millstream.errors import ConfigError, Unavailable
 from millstream.layout import Layout
-from millstream.moves import Moves, PartitionStream
-from millstream.naming import StreamKeys, to_wire
+from millstream.moves import Moves, PartitionStream, send_on
 from millstream.partitions import Partitions
 from millstream.worker.sides import LineSide, Means, Round
 
 logger = logging.getLogger(__name__)
 
-SEND_ON = Script("send_on")
-
 _SOON_S = 0.05
-_SENT_ON_MS = 86_400_000
 
 
 class PartitionSide(LineSide):
@@ -66,24 +62,12 @@ class PartitionSide(LineSide):
         routed = self._to_route(PartitionStream, working)
         routed.place, routed.moves, routed.send_on = place, self._routing_moves[base], self._send_on
         self._work_on(working)
-        self._router.streams[name] = routed
+        self._router.add(routed)
 
     def _send_on(self, stream: str, key: bytes, entry_id: bytes, pairs: Sequence[bytes]) -> bool:
         """Publish a redriven entry, once, to the partition that its key is in by now; False if it has not moved."""
         base, _ = self._places[stream]
-        partitions = Partitions(self._routing, base)
-        layout = partitions.finish(partitions.found())
-        home = layout.stream(layout.place(key))
-        if home == stream:
-            return False
-        keys = map(to_wire, (home, StreamKeys(home).partition, self._keys_of(home).sent_on(stream, entry_id)))
-        try:
-            self._routing.script(SEND_ON, tuple(keys), (layout.generation, _SENT_ON_MS, *pairs))
-        except CommandFailed as error:
-            if "SEALED" not in str(error):
-                raise
-            raise Unavailable(f"{home} has been sealed this moment; tried again") from error
-        return True
+        return send_on(self._routing, base, self._keys_of(stream), key, entry_id, pairs)
 
     def rounds(self) -> Mapping[str, Round]:
         """See Side."""

@@ -69,6 +69,8 @@ class WorkerProcess:
         every_ms: float = 1_000.0,
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
+        if not app.handlers:
+            raise ConfigError(f"app {app.name!r} has only stages, which need Spark: use millstream run")
         unknown = set(settings.only) - app.handlers.keys()
         if unknown:
             raise ConfigError(

@@ -23,6 +23,11 @@ class EntryTaker(Taker[ReliableStream]):
         self._turns = Turns()
         self._consumers: list[Consumer] = []
 
+    def take(self, room: int, stopping: threading.Event) -> None:
+        """See Taker."""
+        if (allowed := self._ask_all(stopping)) is not None:
+            self._take(allowed, room, stopping)
+
     def _take(self, allowed: Allowed, room: int, stopping: threading.Event) -> None:
         turn = self._turns.next(allowed.streams, room, allowed.count)
         self._read_from(turn.streams)

@@ -6,7 +6,6 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from itertools import count
 from operator import itemgetter
-from queue import Empty
 from typing import TypeVar
 
 from millstream.client import Client
@@ -16,7 +15,8 @@ from millstream.errors import OutOfMemory
 from millstream.ledger import Unit, portions
 from millstream.lifecycle import Again, Dead, Done
 from millstream.reliable import Delivery, ReliableStream
-from millstream.worker.hand import Hand, Ran
+from millstream.worker.hand import Hand
+from millstream.worker.outbox import Ran
 from millstream.worker.pipeline import Pipeline
 from millstream.worker.report import Report
 
@@ -35,7 +35,7 @@ class Settler:
     """
 
     def __init__(
-        self, pipeline: Pipeline, hand: Hand, client: Client, report: Report, clock: Clock, *, batch: int,
+        self, pipeline: Pipeline, hand: Hand, client: Client, report: Report, clock: Clock, *,
         give_up: Callable[[], bool],
     ) -> None:  # fmt: skip
         self._pipeline = pipeline
@@ -43,7 +43,6 @@ class Settler:
         self._client = client
         self._report = report
         self._clock = clock
-        self._batch = batch
         self._give_up = give_up
         self._retries: list[tuple[float, int, Delivery]] = []
         self._number = count()
@@ -55,7 +54,7 @@ class Settler:
         """Settle until the outbox's end."""
         ended = False
         while not ended:
-            found, ended = self._collect()
+            found, ended = self._hand.outbox.collect(self._wait_s())
             if found:
                 self.settle(found)
             self._wake_retries()
@@ -97,20 +96,6 @@ class Settler:
             self._patiently(lambda: stream.note_failures(deliveries))
         except OutOfMemory as error:
             logger.warning("%d failed attempts are not counted beyond this worker: %s", len(deliveries), error)
-
-    def _collect(self) -> tuple[list[Ran], bool]:
-        get = self._hand.outbox.get
-        found: list[Ran] = []
-        try:
-            item = get(timeout=self._wait_s())
-            while item is not None:
-                found.append(item)
-                if len(found) >= self._batch:
-                    return found, False
-                item = get(block=False)
-        except Empty:
-            return found, False
-        return found, True
 
     def _wait_s(self) -> float | None:
         due = [self._retries[0][0]] if self._retries else []

@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from queue import SimpleQueue
-from typing import Literal, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 from millstream.client import Client
 from millstream.clock import Clock
@@ -22,7 +22,9 @@ from millstream.worker.hand import Hand
 from millstream.worker.keeping import Keeper
 from millstream.worker.lease_keeping import LeaseKeeper
 from millstream.worker.lease_settling import LeaseSettler
-from millstream.worker.leasing import LineTaker, Router
+from millstream.worker.leasing import LeaseTaker, LineTaker, Router
+from millstream.worker.own_routing import OwnRouter
+from millstream.worker.own_taking import OwnTaker
 from millstream.worker.pipeline import Pipeline
 from millstream.worker.policy import WorkerPolicy
 from millstream.worker.reading import EntryTaker
@@ -106,9 +108,10 @@ class EntrySide:
         self._means = m
         self.streams: dict[str, ReliableStream] = {}
         self.keeper = Keeper(
-            m.pipeline, m.hand, m.report, m.clock, m.policy, streams=self.streams, on_suspect=m.suspect
-        )
-        self.settler = Settler(m.pipeline, m.hand, m.client, m.report, m.clock, batch=m.policy.batch, give_up=m.give_up)
+            m.pipeline, m.hand, m.report, m.clock, m.policy, client=m.client, streams=self.streams,
+            on_suspect=m.suspect,
+        )  # fmt: skip
+        self.settler = Settler(m.pipeline, m.hand, m.client, m.report, m.clock, give_up=m.give_up)
         self.taker = EntryTaker(
             m.reading, m.hand, m.report, m.clock, m.policy, streams=self.streams, consumer=m.consumer,
             allowance=Allowance(m.handler.rate, m.clock),
@@ -173,24 +176,40 @@ class LineSide:
         self._newest: int | None = None
         self.streams: dict[str, KeyedStream] = {}
         self._routing = Client(m.url, clock=m.clock)
-        self._router = Router(
-            self._routing, m.clock, m.policy, token=secrets.token_hex(8), keys_of=self._keys_of,
-            readable=lambda name: name in self.streams and self.streams[name].readable,
-            woken=woken,
-        )  # fmt: skip
+        self._router = self._router_of(woken)
         self.keeper = LeaseKeeper(
-            m.pipeline, m.hand, m.report, m.clock, m.policy, streams=self.streams, on_suspect=m.suspect,
-            break_off=m.break_off,
+            m.pipeline, m.hand, m.report, m.clock, m.policy, client=m.client, streams=self.streams,
+            on_suspect=m.suspect, break_off=m.break_off,
         )  # fmt: skip
         self.settler: Settler = LeaseSettler(
-            m.pipeline, m.hand, m.client, m.report, m.clock, batch=m.policy.batch, give_up=m.give_up,
+            m.pipeline, m.hand, m.client, m.report, m.clock, give_up=m.give_up,
             on_turned=(lambda name: None) if woken is None else woken.put,
         )  # fmt: skip
-        self.taker = LineTaker(
-            m.reading, m.hand, m.report, m.clock, m.policy, streams=self.streams, keys_of=self._keys_of,
-            allowance=Allowance(m.handler.rate, m.clock), with_state=m.handler.wants_state, on_suspect=m.suspect,
-            woken=woken,
-        )  # fmt: skip
+        self.taker = self._taker_of(woken)
+
+    def _router_of(self, woken: "SimpleQueue[str] | None") -> Router:
+        m = self._means
+        options: dict[str, Any] = {
+            "token": secrets.token_hex(8),
+            "keys_of": self._keys_of,
+            "readable": lambda name: name in self.streams and self.streams[name].readable,
+        }
+        if woken is None:
+            return Router(self._routing, m.clock, m.policy, **options)
+        return OwnRouter(self._routing, m.clock, m.policy, woken=woken, **options)
+
+    def _taker_of(self, woken: "SimpleQueue[str] | None") -> LeaseTaker:
+        m = self._means
+        means = m.reading, m.hand, m.report, m.clock, m.policy
+        options: dict[str, Any] = {
+            "streams": self.streams,
+            "allowance": Allowance(m.handler.rate, m.clock),
+            "with_state": m.handler.wants_state,
+            "on_suspect": m.suspect,
+        }
+        if woken is None:
+            return LineTaker(*means, keys_of=self._keys_of, **options)
+        return OwnTaker(*means, woken=woken, **options)
 
     def _keys_of(self, name: str) -> HandlerKeys:
         return HandlerKeys(self._means.handler.app, self._means.handler.name, name)
@@ -223,7 +242,7 @@ class LineSide:
         """See Side."""
         working = self._opened(KeyedStream, name, self._means.start)
         self._work_on(working)
-        self._router.streams[name] = self._to_route(KeyedStream, working)
+        self._router.add(self._to_route(KeyedStream, working))
 
     def _work_on(self, stream: KeyedStream) -> None:
         stream.look()

@@ -9,7 +9,7 @@ from queue import Empty, SimpleQueue
 from typing import Literal
 
 from millstream.balancer import Balancer, BalancerPolicy, Lease, StreamAdded, StreamDisowned, Terminated
-from millstream.balancer.service import announce_all, note_trouble, note_workers
+from millstream.balancer.service import announce_all, claim_service, note_trouble
 from millstream.client import Client
 from millstream.errors import (
     AccessDenied,
@@ -87,7 +87,8 @@ class StreamSide(LineSide):
 
     def find(self, looking: Client) -> Sequence[str]:
         """See Side. Streams that nobody has announced are announced; which are its own, the worker is told later."""
-        self._claim_service(looking)  # each time: Redis may have lost it with the rest of its memory
+        # Each time: Redis may have lost it with the rest of its memory.
+        claim_service(looking, self._service, self._means.handler.label)
         if not self._is_member:
             # A lease that moves here later takes nothing over from a run on Spark that began after this worker.
             self._newest = self._begin_all(looking)
@@ -109,16 +110,6 @@ class StreamSide(LineSide):
         self._check_output(looking)
         self._balancer.start()  # last: it can be done once only
         return int(seconds) * 1_000_000 + int(microseconds)
-
-    def _claim_service(self, looking: Client) -> None:
-        """Note whose workers share the streams of the service. Raises ConfigError if they are those of another handler."""
-        label = self._means.handler.label
-        known = note_workers(looking, self._service, label)
-        if known != label:
-            raise ConfigError(
-                f"the streams of service {self._service!r} are shared by the workers of {known}: give {label} a service of "
-                f"its own, or, if {known} is no more, HDEL {ServiceKeys(self._service).meta} handler"
-            )
 
     def _check_output(self, looking: Client) -> None:
         """Raises AccessDenied if the user may not write to where all of its streams' outputs go."""
@@ -240,7 +231,7 @@ class StreamSide(LineSide):
 
     def _rejoin(self, name: str) -> None:
         self.streams[name].leaving = False
-        self._router.streams[name] = self._to_route(KeyedStream, self.streams[name])
+        self._router.add(self._to_route(KeyedStream, self.streams[name]))
 
     def _end(self, lease: Lease, *, hand_in: bool) -> None:
         self._left_out.pop(lease.stream, None)

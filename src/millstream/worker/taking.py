@@ -35,20 +35,20 @@ class Taker(ABC, Generic[S_co]):
         self._streams = streams
         self._allowance = allowance
 
+    @abstractmethod
     def take(self, room: int, stopping: threading.Event) -> None:
         """Take as much as there is `room` for, or wait for a while. Raises RedisError."""
-        self._report.polling()
-        allowed = self._allowance.ask([one for one in list(self._streams.values()) if one.readable])
-        if allowed.streams:
-            self._take(allowed, room, stopping)
-        else:
-            self._report.resting()
-            stopping.wait(min(self._policy.sweep_ms, allowed.until_ms) / 1000)
-
-    @abstractmethod
-    def _take(self, allowed: Allowed, room: int, stopping: threading.Event) -> None:
-        """As `take`, of what is `allowed`, which is one stream at least."""
 
     @abstractmethod
     def look_again(self) -> None:
         """Streams were joined again, or a reply was lost."""
+
+    def _ask_all(self, stopping: threading.Event) -> Allowed | None:
+        """What may be read of all streams, which is one at least; None, after a while, if nothing may."""
+        self._report.polling()
+        allowed = self._allowance.ask([one for one in list(self._streams.values()) if one.readable])
+        if allowed.streams:
+            return allowed
+        self._report.resting()
+        stopping.wait(min(self._policy.sweep_ms, allowed.until_ms) / 1000)
+        return None

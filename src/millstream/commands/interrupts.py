@@ -1,0 +1,51 @@
+"""Signals that ask a command to stop."""
+
+import _thread
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+_STOP = (signal.SIGTERM, signal.SIGINT)
+
+
+def set_from_signal(event: threading.Event) -> None:
+    """Set `event` from the handler of a signal, a moment later.
+
+    `event.set()` itself takes a lock, which the code that was interrupted may hold in its `event.wait()`: it would wait for itself,
+    and no further signal would help. A bare thread takes none (`threading.Thread` does).
+    """
+    _thread.start_new_thread(event.set, ())
+
+
+def stopping_at_signals() -> threading.Event:
+    """An event that SIGTERM and Ctrl-C set from now on, instead of what else they do. For the main thread."""
+    stopping = threading.Event()
+    for number in _STOP:
+        signal.signal(number, lambda *_: set_from_signal(stopping))
+    return stopping
+
+
+@contextmanager
+def orderly_stop(at_second: Callable[[], None] = lambda: None) -> Iterator[threading.Event]:
+    """An event that SIGTERM and Ctrl-C set, instead of what else they do; `at_second` is called for each signal after the first.
+
+    If Ctrl-C was among them, KeyboardInterrupt is raised at the end. For the main thread.
+    """
+    stopping = threading.Event()
+    received: list[int] = []
+
+    def stop(number: int, _: object) -> None:
+        received.append(number)
+        if len(received) > 1:
+            at_second()
+        set_from_signal(stopping)
+
+    before = {number: signal.signal(number, stop) for number in _STOP}
+    try:
+        yield stopping
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    if signal.SIGINT in received:
+        raise KeyboardInterrupt

@@ -1,0 +1,252 @@
+"""The cases of the handler contract that are about keys: their order, their state, and what it means that one waits."""
+
+import asyncio
+from typing import Any
+
+from millstream.errors import Reject
+from millstream.model import Message, Retry, State
+from millstream.testing.contract import Case, Letter, entry
+
+Output = dict[str, object]
+
+
+def keyed(message: Message, state: State) -> Output | None:
+    """Count the messages of a key; fail, reject or forget on request."""
+    state["count"] = state.get("count", 0) + 1
+    match message.text("ask"):
+        case "reject":
+            raise Reject("not counted")
+        case "forget":
+            state.clear()
+        case "fail" if message.attempt < 3:
+            raise RuntimeError("a failed attempt leaves no trace in the state")
+        case "spoil":
+            state["thing"] = object()
+    return {"key": message.text("key"), "n": message.text("n"), "count": state.get("count", 0)}
+
+
+async def keyed_async(message: Message, state: State) -> Output | None:
+    """As `keyed`, but the later messages of a key are quicker than the earlier ones."""
+    await asyncio.sleep(0.02 / (1 + int(message.fields["n"])))
+    return keyed(message, state)
+
+
+_ASKS = ("", "fail", "reject", "", "fail", "forget", "", "spoil", "")
+_COUNTS = (1, 2, None, 3, 4, 0, 1, None, 2)
+_KEYS = range(4)
+_PLACES = [(n, key) for n in range(len(_ASKS)) for key in _KEYS]
+_KEYED: dict[str, Any] = {
+    "entries": [entry(key=f"k{key}", n=n, ask=_ASKS[n]) for n, key in _PLACES],
+    "outputs": [{"key": f"k{key}", "n": n, "count": _COUNTS[n]} for n, key in _PLACES if _COUNTS[n] is not None],
+    "order_by": "key",
+    "letters": [
+        Letter(entry=at, reason="rejected" if _ASKS[n] == "reject" else "bad-output")
+        for at, (n, _) in enumerate(_PLACES)
+        if _COUNTS[n] is None
+    ],
+}
+_KEYED_OPTIONS = {"key": "key", "retry": Retry(attempts=3, delay_ms=20)}
+_STREAM: dict[str, Any] = {
+    "entries": [entry(key="all", n=n, ask=ask) for n, ask in enumerate(_ASKS)],
+    "outputs": [{"key": "all", "n": n, "count": count} for n, count in enumerate(_COUNTS) if count is not None],
+    "order_by": "key",
+    "letters": [
+        Letter(entry=n, reason="rejected" if _ASKS[n] == "reject" else "bad-output")
+        for n, count in enumerate(_COUNTS)
+        if count is None
+    ],
+}
+_STREAM_OPTIONS = {"order": "stream", "retry": Retry(attempts=3, delay_ms=20)}
+
+
+def parks(message: Message, state: State) -> Output:
+    """Count the messages of a key; fail each time on those that ask for it."""
+    state["count"] = state.get("count", 0) + 1
+    if message.text("ask") == "fail":
+        raise RuntimeError("not without a person")
+    return {"key": message.key or b"", "n": message.text("n"), "count": state["count"], "attempt": message.attempt}
+
+
+async def parks_async(message: Message, state: State) -> Output:
+    """As `parks`."""
+    await asyncio.sleep(0)
+    return parks(message, state)
+
+
+_PARKED = {"a": 2, "b": 0}
+_PARKS: dict[str, Any] = {
+    "entries": [entry(key=key, n=n, ask="fail" if n == _PARKED.get(key) else "") for n in range(6) for key in "abc"],
+    "outputs": [
+        {"key": key, "n": n, "count": n + 1 - (n > _PARKED.get(key, n)), "attempt": 1}
+        for n in range(6)
+        for key in "abc"
+        if n != _PARKED.get(key)
+    ],
+    "order_by": "key",
+    "letters": [
+        Letter(entry=3 * n + "abc".index(key), reason="skipped", attempts=2, says="skipped")
+        for key, n in _PARKED.items()
+    ],
+    "parks": {key.encode(): 6 - n for key, n in _PARKED.items()},
+}
+_PARKS_OPTIONS = {"key": "key", "retry": Retry(attempts=2, delay_ms=10, then="park")}
+
+
+def blocks(message: Message, state: State) -> Output:
+    """Fail as often as the message asks for, which is more often than there are attempts."""
+    state["count"] = state.get("count", 0) + 1
+    if message.attempt <= int(message.fields["fails"]):
+        raise RuntimeError("not yet")
+    return {"key": message.key or b"-", "n": message.text("n"), "count": state["count"], "attempt": message.attempt}
+
+
+def blocks_unkeyed(message: Message) -> Output:
+    """As `blocks`."""
+    return blocks(message, State())
+
+
+_BLOCK_FAILS = {("a", 1): 4, ("b", 0): 3}
+_BLOCKED = [(key, n, _BLOCK_FAILS.get((key, n), 0)) for n in range(4) for key in "abc"]
+_BLOCK = Retry(attempts=2, delay_ms=300, factor=1.5, jitter=0, then="block")
+
+
+def key_length(message: Message) -> str | None:
+    """The key of a message: as many letters of its word as it says."""
+    return (message.text("word") or "")[: int(message.fields["letters"])] or None
+
+
+def key_function(message: Message, state: State) -> Output:
+    """Show the key, and how often it has come."""
+    state["count"] = state.get("count", 0) + 1
+    return {"key": message.key or b"-", "count": state["count"]}
+
+
+def unordered(message: Message, state: State) -> Output:
+    """Show the key; a message without one has a state of its own that is not kept."""
+    state["count"] = state.get("count", 0) + 1
+    return {"key": message.key or b"-", "count": state["count"]}
+
+
+KEYED_CASES: tuple[Case, ...] = (
+    Case(
+        name="keyed",
+        promise="the messages of a key run one by one in stream order, also when one is tried again, each on the state "
+        "that the one before it has committed",
+        function=keyed,
+        options=_KEYED_OPTIONS,
+        **_KEYED,
+    ),
+    Case(
+        name="keyed_async",
+        promise="so do those of an async handler, while other keys run at the same time",
+        function=keyed_async,
+        options=_KEYED_OPTIONS,
+        **_KEYED,
+    ),
+    Case(
+        name="whole_stream",
+        promise='with order="stream" all messages of a stream run one by one, on the state of the stream',
+        function=keyed,
+        options=_STREAM_OPTIONS,
+        **_STREAM,
+    ),
+    Case(
+        name="whole_stream_async",
+        promise="so do those of an async handler",
+        function=keyed_async,
+        options=_STREAM_OPTIONS,
+        **_STREAM,
+    ),
+    Case(
+        name="announced",
+        promise="so do those of a stream that is announced to the handler's service",
+        function=keyed,
+        options={**_STREAM_OPTIONS, "announced": "contract-announced"},
+        **_STREAM,
+    ),
+    Case(
+        name="parks",
+        promise='with then="park" a key waits for a person after its last attempt, and goes on in order when told to, while '
+        "others go on all the time",
+        function=parks,
+        options=_PARKS_OPTIONS,
+        **_PARKS,
+    ),
+    Case(
+        name="parks_async",
+        promise="so does one of an async handler",
+        function=parks_async,
+        options=_PARKS_OPTIONS,
+        **_PARKS,
+    ),
+    Case(
+        name="whole_stream_parks",
+        promise='so does a stream with order="stream"',
+        function=parks,
+        options={"order": "stream", "retry": Retry(attempts=2, delay_ms=10, then="park")},
+        entries=[entry(n=n, ask="fail" if n == 2 else "") for n in range(6)],
+        outputs=[
+            {"key": "{whole_stream_parks}.in", "n": n, "count": n + 1 - (n > 2), "attempt": 1}
+            for n in range(6)
+            if n != 2
+        ],
+        order_by="key",
+        letters=[Letter(entry=2, reason="skipped", attempts=2)],
+        parks={b"{whole_stream_parks}.in": 4},
+    ),
+    Case(
+        name="blocks",
+        promise='with then="block" a message is tried again until it succeeds, and its key waits for it',
+        function=blocks,
+        options={"key": "key", "retry": _BLOCK},
+        entries=[entry(key=key, n=n, fails=fails) for key, n, fails in _BLOCKED],
+        outputs=[{"key": key, "n": n, "count": n + 1, "attempt": fails + 1} for key, n, fails in _BLOCKED],
+        order_by="key",
+    ),
+    Case(
+        name="blocks_unkeyed",
+        promise="so is one without a key, while others go on",
+        function=blocks_unkeyed,
+        options={"retry": _BLOCK},
+        entries=[entry(n=n, fails=fails) for n, fails in enumerate((0, 4, 0))],
+        outputs=[{"key": "-", "n": n, "count": 1, "attempt": fails + 1} for n, fails in enumerate((0, 4, 0))],
+    ),
+    Case(
+        name="key_function",
+        promise="a key may be computed; a message without one, or whose key cannot be told, is a dead letter",
+        function=key_function,
+        options={"key": key_length},
+        entries=[
+            entry(word="apple", letters=2),
+            entry(word="apart", letters=2),
+            entry(word="", letters=2),
+            entry(word="apple", letters="x"),
+            entry(word="bear", letters=1),
+        ],
+        outputs=[{"key": "ap", "count": 1}, {"key": "ap", "count": 2}, {"key": "b", "count": 1}],
+        order_by="key",
+        letters=[
+            Letter(entry=2, reason="missing-key"),
+            Letter(entry=3, reason="undecodable", says="the key function raised ValueError"),
+        ],
+    ),
+    Case(
+        name="missing_key",
+        promise="a message without its key field is a dead letter before its handler sees it",
+        function=key_function,
+        options={"key": "key"},
+        entries=[entry(key="a"), entry(other="a"), entry(key=""), entry(key="a")],
+        outputs=[{"key": "a", "count": 1}, {"key": "a", "count": 2}],
+        order_by="key",
+        letters=[Letter(entry=1, reason="missing-key"), Letter(entry=2, reason="missing-key")],
+    ),
+    Case(
+        name="unordered",
+        promise="or it is processed without order and without a state that is kept, if the handler asks for that",
+        function=unordered,
+        options={"key": "key", "missing_key": "unordered"},
+        entries=[entry(key="a"), entry(other="a"), entry(other="b"), entry(key="a")],
+        outputs=[{"key": "a", "count": 1}, *2 * [{"key": "-", "count": 1}], {"key": "a", "count": 2}],
+        order_by="key",
+    ),
+)

@@ -1,0 +1,177 @@
+"""How a worker routes streams that only it works on, thousands of them: told by Redis which have changed, many together."""
+
+import contextlib
+import logging
+import threading
+from collections.abc import Sequence
+from itertools import islice
+from queue import Empty, SimpleQueue
+from typing import Any
+
+from millstream.client import Client
+from millstream.errors import Unavailable
+from millstream.keyed import KeyedStream
+from millstream.router.watch import Watch
+from millstream.worker.agenda import Agenda, Sweep
+from millstream.worker.leasing import Router
+
+logger = logging.getLogger(__name__)
+
+_AT_ONCE = 100
+_ROUTED_AT_ONCE = 1_000
+_LOOK_MS = 50.0
+_CHECK_MS = 1_000.0
+_VAIN_ROUNDS = 5
+_MANY_VAIN_ROUNDS = 20
+_PAUSE_MS_EACH = 10.0
+_VAIN_MS_EACH = 0.2
+
+
+class OwnRouter(Router):
+    """A Router that learns from a `Watch` what has changed. Where the server does not track, it does as any Router."""
+
+    def __init__(self, client: Client, *means: Any, woken: "SimpleQueue[str]", **options: Any) -> None:
+        super().__init__(client, *means, woken=woken, **options)
+        self._watch = Watch(client)
+        self._to_wake = woken
+        self._added: SimpleQueue[str] = SimpleQueue()
+        self._to_route: dict[str, None] = {}
+        self._held_back = Agenda()
+        self._sweep = Sweep()
+        self._check_due_ms = self._listen_due_ms = 0.0
+        self._told: set[str] = set()
+        self._new = self._vain = self._vain_rounds = 0
+        self._has_warned = False
+
+    def add(self, stream: KeyedStream) -> None:
+        """See Router."""
+        super().add(stream)
+        self._added.put(stream.stream)
+
+    def run(self, stopping: threading.Event) -> None:
+        """See Router."""
+        while not (stopping.is_set() or self._watch.refused):
+            try:
+                self._listen(stopping)
+                self._route_some()
+            except Unavailable as error:
+                logger.debug("nothing is routed while Redis is away: %s", error)
+                stopping.wait(self._policy.sweep_ms / 1000)
+        self._watch.close()
+        super().run(stopping)
+
+    def _listen(self, stopping: threading.Event) -> None:
+        """Wait a little until there is something to route; note on which streams."""
+        now_ms = self._clock.monotonic_ms()
+        checks = now_ms >= self._check_due_ms
+        if now_ms < self._listen_due_ms:
+            if not self._to_route:
+                stopping.wait(min(_LOOK_MS, self._listen_due_ms - now_ms) / 1000)
+        elif self._to_route or checks or self._watch.wait(_LOOK_MS):
+            self._hear()
+        now_ms = self._clock.monotonic_ms()
+        if checks:
+            self._check_due_ms = now_ms + _CHECK_MS
+            # What is told is no more than a hint: once in a while each is looked at.
+            self._to_route |= dict.fromkeys(self._sweep.next(self.streams))
+        self._to_route |= dict.fromkeys(self._held_back.take(now_ms, len(self.streams)))
+        with contextlib.suppress(Empty):
+            while True:
+                self._to_route[self._added.get_nowait()] = None
+
+    def _hear(self) -> None:
+        """Note what has changed; with pauses, longer the more it is, while most of what is told is in vain.
+
+        A server that can track fewer keys than there are streams says of each that it forgets that it has changed, and
+        forgets one for each that is asked about; and what it cannot track while slots move counts as changed, too.
+        """
+        self._vain_rounds = self._vain_rounds + 1 if self._vain > self._new else 0
+        pause_ms = 0.0
+        if (rounds := self._vain_rounds - _VAIN_ROUNDS) > 0:
+            longest_ms = min(_CHECK_MS, max(_LOOK_MS, _VAIN_MS_EACH * self._vain))
+            pause_ms = min(longest_ms, _PAUSE_MS_EACH * rounds)
+        self._new = self._vain = 0
+        self._listen_due_ms = self._clock.monotonic_ms() + pause_ms
+        if self._vain_rounds >= _MANY_VAIN_ROUNDS and not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "Redis says again and again that streams have changed where nothing is new: is its"
+                " tracking-table-max-keys too small for %d streams?", len(self.streams),
+            )  # fmt: skip
+        told = self._watch.changed()
+        self._told |= told or set()
+        self._to_route |= dict.fromkeys(self.streams.copy() if told is None else told)
+
+    def _route_some(self) -> None:
+        names = list(islice(self._to_route, _AT_ONCE))
+        streams: list[KeyedStream] = []
+        for name in names:
+            if (stream := self.streams.get(name)) is None:
+                continue
+            if self._readable(name):
+                streams.append(stream)
+            else:
+                self._hold_back(name, _LOOK_MS)
+        more, away = self._route_together(streams) if streams else ([], None)
+        for name in names:
+            del self._to_route[name]
+            self._told.discard(name)
+        self._say_full(streams)
+        for stream in streams:
+            if stream.stream in self._full:
+                self._hold_back(stream.stream, _LOOK_MS)
+        self._to_route |= dict.fromkeys(name for name in more if name not in self._full)
+        if away is not None and not self._client.is_cluster:  # else it concerns some only, which are held back
+            raise away
+
+    def _hold_back(self, name: str, for_ms: float) -> None:
+        self._held_back.put(name, self._clock.monotonic_ms() + for_ms)
+
+    def _route_together(self, streams: Sequence[KeyedStream]) -> tuple[list[str], Unavailable | None]:
+        """Route what is new on these in two round trips; return which may have more, and why others are held back."""
+        most = self._policy.look_ahead
+        count = _ROUTED_AT_ONCE // len(streams)
+        reads = {one.stream: one.to_read(count=count, most_pending=most) for one in streams}
+        # Whatever is asked about a key, its next change is told.
+        found = dict(self._watch.read({name: read or ("EXISTS", name) for name, read in reads.items()}))
+        together: list[KeyedStream] = []
+        alone: list[KeyedStream] = []
+        for stream in streams:
+            is_read = reads[stream.stream] is not None and not isinstance(found[stream.stream], Exception)
+            (together if is_read else alone).append(stream)
+        more: list[str] = []
+        before = [(one.routed, one.pending) for one in together]
+        answers = self._client.pipeline([one.to_enlist(found[one.stream], most_pending=most) for one in together])
+        for stream, answer, (routed, pending) in zip(together, answers, before, strict=True):
+            if isinstance(answer, Exception):
+                alone.append(stream)
+                continue
+            passed, entries = stream.enlisted(answer), len(found[stream.stream])
+            is_moved = stream.routed != routed
+            # Without new ones, Redis has gone back, or an answer was lost with what it said.
+            if passed or is_moved:
+                self._to_wake.put(stream.stream)
+            if passed < entries or entries >= count or (is_moved and not passed):
+                more.append(stream.stream)
+            if stream.stream in self._told:
+                is_vain = not (passed or is_moved or pending or stream.pending)  # what is committed is told, too
+                self._vain, self._new = self._vain + is_vain, self._new + (not is_vain)
+        others, away = self._route_alone(alone)
+        return more + others, away
+
+    def _route_alone(self, streams: Sequence[KeyedStream]) -> tuple[list[str], Unavailable | None]:
+        """As _route_together, one by one: what one server refuses keeps nobody else waiting."""
+        more: list[str] = []
+        away: Unavailable | None = None
+        for stream in streams:
+            if away is not None and not self._client.is_cluster:  # its only server has just refused another, too
+                self._hold_back(stream.stream, self._policy.sweep_ms)
+                continue
+            try:
+                if self._route(stream):
+                    more.append(stream.stream)
+            except Unavailable as error:
+                away = error
+                logger.debug("nothing of %s is routed for now: %s", stream.stream, error)
+                self._hold_back(stream.stream, self._policy.sweep_ms)
+        return more, away

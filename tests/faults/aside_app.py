@@ -1,0 +1,114 @@
+"""An app that sets messages aside, and whose driver is killed, by SIGKILL, at exactly the points that a test arms.
+
+A point is armed by a file of its name in the folder MILLSTREAM_TEST_ARM. Whoever reaches it first, driver or task, takes
+the file and ends the driver, and itself.
+"""
+
+import os
+import signal
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from millstream import App, Message, Retry, State
+from millstream.ledger import Ledger
+from millstream.spark import task
+
+app = App("bank")
+
+ARM = Path(os.environ["MILLSTREAM_TEST_ARM"])
+MENDED = ARM / "mended"
+"""While it is not there, what is poisoned fails for good."""
+
+_in_line = False
+
+
+def reach(point: str) -> None:
+    """End the driver, and this process, if `point` is armed."""
+    armed = ARM / point
+    if not armed.exists():
+        return
+    me = psutil.Process()
+    drivers = [process for process in (*me.parents(), me) if "millstream.commands.cli" in process.cmdline()]
+    if not drivers:
+        return  # a task that has outlived its driver
+    try:
+        armed.rename(ARM / f"hit.{point}")
+    except FileNotFoundError:
+        return  # another process was faster
+    for process in (*drivers, me):
+        with suppress(psutil.NoSuchProcess):
+            process.send_signal(signal.SIGKILL)
+
+
+def _around(step: Callable[..., Any], before: str = "", after: str = "", *, lines: bool | None = None) -> Any:
+    """`step` with points; `lines`: only in a task that runs lines, or in none."""
+
+    def stepped(*args: Any, **kwargs: Any) -> Any:
+        counts = lines is None or lines == _in_line
+        if before and counts:
+            reach(before)
+        result = step(*args, **kwargs)
+        if after and counts:
+            reach(after)
+        return result
+
+    return stepped
+
+
+def _told(step: Callable[..., Any], *, lines: bool) -> Any:
+    """Notes which of the two kinds of work the process is at: it does one at a time."""
+
+    async def told(*args: Any, **kwargs: Any) -> Any:
+        global _in_line  # noqa: PLW0603 - the hooks are plain functions
+        _in_line = lines
+        return await step(*args, **kwargs)
+
+    return told
+
+
+_task: Any = task
+_ledger: Any = Ledger
+_task.PartitionTask.process = _told(_task.PartitionTask.process, lines=False)
+_task.PartitionTask.catch_up = _told(_task.PartitionTask.catch_up, lines=True)
+_task.set_aside = _around(_task.set_aside, "before-aside", "after-aside", lines=False)
+_task.read_line = _around(_task.read_line, after="line-loaded")
+_ledger.commit = _around(_ledger.commit, "line-run", "line-committed", lines=True)
+_ledger.advance = _around(_ledger.advance, "before-advance", "after-advance")
+
+
+@dataclass
+class Booking:
+    account: str
+    n: int
+    poison: str | None = None
+
+
+def add(booking: Booking, message: Message, state: State) -> dict[str, object]:
+    """Count and sum up; what is poisoned fails until it is mended, or, "late", the first time."""
+    fails = message.attempt == 1 if booking.poison == "late" else booking.poison and not MENDED.exists()
+    if fails:
+        state["spoilt"] = True  # a failed attempt must leave no trace
+        raise RuntimeError("not yet")
+    state["count"] = state.get("count", 0) + 1
+    state["sum"] = state.get("sum", 0) + booking.n
+    return {"account": booking.account, "id": message.id, **state}
+
+
+@app.handler("bookings", key="account", retry=Retry(attempts=2, delay_ms=1_100, then="park"), into="{bookings}.park")
+def park(booking: Booking, message: Message, state: State) -> dict[str, object]:
+    """Keys whose messages fail twice wait for a person."""
+    return add(booking, message, state)
+
+
+@app.handler(
+    "bookings", key="account", into="{bookings}.block",
+    retry=Retry(attempts=2, delay_ms=1_100, max_delay_ms=1_100, then="block"),
+)  # fmt: skip
+def block(booking: Booking, message: Message, state: State) -> dict[str, object]:
+    """Keys whose messages fail wait until these succeed."""
+    return add(booking, message, state)

@@ -1,0 +1,163 @@
+"""What is set aside on Spark under fire: the driver is killed while keys are parked, back off and are blocked."""
+
+import os
+import random
+from collections import defaultdict
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from millstream.client import Client
+from millstream.lines import check_lines, survey
+from millstream.naming import HandlerKeys
+from millstream.server import EmbeddedServer
+from millstream.testing.history import check_outputs
+from tests.faults.driver import HERE, Driver, wait_until
+from tests.integration.commandline import call
+
+pytestmark = [pytest.mark.faults, pytest.mark.spark, pytest.mark.timeout(1200)]
+
+SOAK = bool(os.environ.get("MILLSTREAM_SOAK"))
+ROUNDS = 2 if SOAK else 1
+BATCH_POINTS = ("after-aside", "before-advance", "before-aside", "after-advance") if SOAK else ("after-aside",)
+LINE_POINTS = ("line-committed", "line-loaded", "line-run") if SOAK else ()
+MESSAGES = 800 * ROUNDS
+ACCOUNTS = 50
+STUCK, LATE = 5, 3
+"""Accounts with a message that fails until it is mended, and with some that fail once."""
+PARKING, BLOCKING = (HandlerKeys("bank", name, "bookings") for name in ("park", "block"))
+
+
+class Bookings:
+    """What was published, and so is expected."""
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+        self._numbers: dict[bytes, int] = defaultdict(int)
+        self.ids: dict[bytes, list[str]] = defaultdict(list)
+        self.stuck_at: dict[bytes, int] = {}
+
+    def publish(self, count: int, chance: random.Random) -> None:
+        """Each message is another account's. Those of the first accounts are poisoned at some time; others now and then."""
+        rows = []
+        for _ in range(count):
+            number = chance.randrange(ACCOUNTS)
+            account = b"acc-%d" % number
+            n = self._numbers[account] = self._numbers[account] + 1
+            poison = ""
+            if number < STUCK and n == 3:
+                poison, self.stuck_at[account] = "stuck", n
+            elif STUCK <= number < STUCK + LATE and n % 10 == 2:
+                poison = "late"
+            rows.append((account, ("account", account, "n", n, *(("poison", poison) if poison else ()))))
+        ids = self._client.pipeline([("XADD", "bookings", "*", *items) for _, items in rows])
+        for (account, _), entry_id in zip(rows, ids, strict=True):
+            self.ids[account].append(entry_id.decode())
+
+    def waiting(self, keys: HandlerKeys) -> dict[str, list[str]]:
+        """The entries of each line that has any."""
+        ids = {
+            line.name: self._client.execute("LRANGE", keys.line(line.name), 0, -1)
+            for line in survey(self._client, keys)
+        }
+        return {name.decode()[1:]: [one.decode() for one in found] for name, found in ids.items()}
+
+    def stuck(self) -> dict[str, list[str]]:
+        """What has to wait while nobody mends anything."""
+        return {account.decode(): self.ids[account][n - 1 :] for account, n in self.stuck_at.items()}
+
+    def verify(self, keys: HandlerKeys) -> None:
+        """All is done once, in order, with the state that it leaves; nothing waits."""
+        rows = [
+            {items[i].decode(): items[i + 1].decode() for i in range(0, len(items), 2)}
+            for _, items in self._client.execute("XRANGE", f"{{bookings}}.{keys.handler}", "-", "+")
+        ]
+        check_outputs(dict(self.ids), [(row["account"].encode(), row["id"]) for row in rows]).raise_if_bad()
+        found = self._client.execute("HGETALL", keys.state)
+        states = {found[i]: msgspec.msgpack.decode(found[i + 1]) for i in range(0, len(found), 2)}
+        sums = {account: (len(ids), len(ids) * (len(ids) + 1) // 2) for account, ids in self.ids.items()}
+        assert {account: (state["count"], state["sum"]) for account, state in states.items()} == sums
+        assert all(state.keys() == {"count", "sum"} for state in states.values())
+        assert self._client.execute("EXISTS", keys.parked, keys.ready, keys.backoff, keys.strikes, keys.dead) == 0
+        assert check_lines(self._client, keys, "bookings") == []
+
+
+def kill_at(driver: Driver, point: str) -> None:
+    """Arm a point, wait until somebody has reached it, and start the driver again."""
+    (driver.folder / f"hit.{point}").unlink(missing_ok=True)
+    (driver.folder / point).touch()
+    wait_until((driver.folder / f"hit.{point}").exists, f"nobody reached {point}", driver=driver)
+    driver.process.wait(30)
+    driver.start()
+
+
+def frontiers(client: Client) -> list[bytes]:
+    """How far the handlers are."""
+    return [client.execute("HGET", keys.meta, "frontier") for keys in (PARKING, BLOCKING)]
+
+
+def test_a_driver_killed_while_keys_wait_loses_none_doubles_none_and_wakes_none(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seed = random.SystemRandom().randrange(1 << 32)
+    chance = random.Random(seed)
+    with EmbeddedServer() as server, Client(server.url) as client:
+        bookings = Bookings(client)
+        bookings.publish(MESSAGES, chance)
+        driver = Driver(
+            f"{HERE}/aside_app.py:app", url=server.url, folder=tmp_path,
+            options=("--max-per-batch", "200", "--master", "local[2,4]"),
+        )  # fmt: skip
+        try:
+            (tmp_path / BATCH_POINTS[0]).touch()
+            driver.start()
+            for _ in range(ROUNDS):
+                for point in (*BATCH_POINTS, *LINE_POINTS):
+                    bookings.publish(200, chance)
+                    kill_at(driver, point)
+            last = client.execute("XREVRANGE", "bookings", "+", "-", "COUNT", 1)[0][0]
+            wait_until(lambda: frontiers(client) == [last, last], f"the end; seed {seed}", driver=driver, timeout_s=400)
+            check_what_waits(client, bookings, driver)
+            (tmp_path / "mended").touch()
+            wait_until(lambda: not survey(client, BLOCKING), "blocked keys go on by themselves", driver=driver)
+            assert bookings.waiting(PARKING) == bookings.stuck(), "nobody has unparked them"
+            unpark_and_kill(client, bookings, driver)
+            wait_until(lambda: not survey(client, PARKING), "unparked keys go on", driver=driver)
+            assert driver.stop() == 0
+        finally:
+            if driver.alive:
+                driver.kill()
+        with capsys.disabled():
+            print(f"\nseed {seed}; driver starts: {driver.starts}")  # noqa: T201
+        for keys in (PARKING, BLOCKING):
+            bookings.verify(keys)
+
+
+def check_what_waits(client: Client, bookings: Bookings, driver: Driver) -> None:
+    """Of the stuck keys all, from the failure on, in order; parked or to be tried again. Of others nothing."""
+    for keys, states in ((PARKING, {"parked"}), (BLOCKING, {"ready", "backing off"})):
+        wait_until(
+            lambda: bookings.waiting(keys).keys() == bookings.stuck().keys(),  # noqa: B023 - it is over by then
+            f"{keys.handler}: the stuck keys alone wait", driver=driver,
+        )  # fmt: skip
+        wait_until(
+            lambda: {line.state for line in survey(client, keys)} <= states,  # noqa: B023
+            f"{keys.handler}: they wait as {states}", driver=driver,
+        )  # fmt: skip
+        assert bookings.waiting(keys) == bookings.stuck()
+    assert check_lines(client, PARKING, "bookings") == []
+
+
+def unpark_and_kill(client: Client, bookings: Bookings, driver: Driver) -> None:
+    """Unpark them; the driver dies in the middle of the job that runs the first of them."""
+    (driver.folder / "hit.line-committed").unlink(missing_ok=True)
+    first, *others = bookings.stuck()
+    (driver.folder / "line-committed").touch()
+    assert call("unpark", "bank.park", first, url=client.url).code == 0
+    wait_until((driver.folder / "hit.line-committed").exists, "nobody runs what is unparked", driver=driver)
+    driver.process.wait(30)
+    assert bookings.waiting(PARKING).keys() >= set(others)
+    driver.start()
+    for account in others:
+        assert call("unpark", "bank.park", account, url=client.url).code == 0

@@ -1,0 +1,163 @@
+"""A cluster: executors in folders of their own, which know of the app only what the driver gives them, and which die."""
+
+import os
+import random
+import sys
+import tarfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pyspark
+import pytest
+
+import millstream
+from millstream.client import Client
+from millstream.testing.history import check_outputs
+from tests.faults.driver import Driver, wait_until
+
+SOAK = bool(os.environ.get("MILLSTREAM_SOAK"))
+MESSAGES, KILLS = (40_000, 20) if SOAK else (2_000, 1)
+PATIENCE_S = 1800 if SOAK else 400  # four Java processes start on two cores
+pytestmark = [pytest.mark.spark, pytest.mark.faults, pytest.mark.timeout(3600 if SOAK else 600)]
+
+APP = """
+import os, time
+import millstream
+from millstream import App, Message, Rows, State
+from prices import price
+from taxes.rates import rate
+
+app = App("shop")
+
+@app.handler("orders", key="customer", into="totals")
+def total(message: Message, state: State) -> dict:
+    time.sleep(0.001)
+    state["count"] = state.get("count", 0) + 1
+    place = {"cwd": os.getcwd(), "millstream": millstream.__file__, "app": __file__}
+    return {"id": message.id, "customer": message.text("customer"), "count": state["count"], "price": price() * rate(), **place}
+
+@app.stage(Rows("orders", "_id string, customer string"), into="copies")
+def copy(orders):
+    from pyspark.sql import functions as F
+    return orders.select(F.col("_id").alias("id"), "customer", F.udf(price, "int")().alias("price"))
+
+@app.stage(Rows("orders", "_id string, customer string"))
+def newest(orders):
+    writer = orders.withColumnRenamed("_id", "id").writeStream.format("redis-streams")
+    return writer.options(target="hash", keyColumn="customer", keyPrefix="newest:", guardColumn="id")
+"""
+
+
+@pytest.fixture
+def cluster(tmp_path: Path, millstream_url: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
+    """A driver that starts two executors; they have Python and its libraries from an archive."""
+    home, app, taxes = tmp_path / "spark", tmp_path / "app", tmp_path / "elsewhere" / "taxes"
+    for folder in (home, app, taxes):
+        folder.mkdir(parents=True)
+    for part in ("bin", "jars", "python"):  # executors work below Spark's home
+        (home / part).symlink_to(Path(pyspark.__file__).parent / part)
+    (app / "shop_of_cluster.py").write_text(APP)
+    (app / "prices.py").write_text("def price() -> int:\n    return 1\n")
+    (taxes / "rates.py").write_text("def rate() -> int:\n    return 10\n")
+    monkeypatch.setenv("SPARK_HOME", str(home))
+    monkeypatch.setenv("SPARK_LOCAL_IP", "127.0.0.1")
+    monkeypatch.setenv("PYSPARK_PYTHON", "./environment/bin/python")
+    options = (
+        *("--master", "local-cluster[2,1,1024]", "--py-files", str(taxes), "--max-per-batch", str(MESSAGES // 10)),
+        *("--conf", f"spark.archives={environment(tmp_path)}#environment"),
+        *("--conf", "spark.executorEnv.PYTHONPATH=", "--conf", "spark.sql.shuffle.partitions=2"),
+    )
+    driver = Driver(f"{app}/shop_of_cluster.py", url=millstream_url, folder=tmp_path, options=options)
+    yield driver
+    if driver.starts and driver.alive:
+        driver.kill()
+
+
+def environment(folder: Path) -> Path:
+    """Pack what stands for a virtual environment, and unpack it for the driver."""
+    here, source = folder / "environment", Path(millstream.__file__).parent
+    (here / "bin").mkdir(parents=True)
+    python = here / "bin" / "python"
+    python.write_text(f'#!/bin/sh\nPYTHONPATH="$(dirname "$0")/../lib:$PYTHONPATH" exec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    packed = folder / "environment.tar.gz"
+    with tarfile.open(packed, "w:gz") as archive:
+        archive.add(here / "bin", "bin")
+        for package in (source, source.with_name("pyspark_millstream")):
+            archive.add(package, f"lib/{package.name}", filter=lambda one: None if "__pycache__" in one.name else one)
+    with tarfile.open(packed) as archive:
+        archive.extractall(here, filter="data")
+    return packed
+
+
+def publish(client: Client, start: int) -> dict[bytes, list[str]]:
+    """Add orders; return the ids of each customer's."""
+    customers = [b"c%d" % (n % 50) for n in range(start, start + MESSAGES)]
+    ids = client.pipeline([("XADD", "orders", "*", "customer", customer) for customer in customers])
+    found: dict[bytes, list[str]] = {}
+    for customer, entry_id in zip(customers, ids, strict=True):
+        found.setdefault(customer, []).append(entry_id.decode())
+    return found
+
+
+def rows(client: Client, stream: str) -> list[dict[str, str]]:
+    entries = client.execute("XRANGE", stream, "-", "+")
+    return [{items[i].decode(): items[i + 1].decode() for i in range(0, len(items), 2)} for _, items in entries]
+
+
+def executors(driver: Driver) -> list[psutil.Process]:
+    return [one for one in driver.family() if "CoarseGrainedExecutorBackend" in command_of(one)]
+
+
+def command_of(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())
+    except (psutil.NoSuchProcess, psutil.ZombieProcess):  # it ends at this moment
+        return ""
+
+
+def wait_for(client: Client, stream: str, count: int, driver: Driver) -> None:
+    wait_until(
+        lambda: client.execute("XLEN", stream) >= count, f"{count} {stream}", driver=driver, timeout_s=PATIENCE_S
+    )
+
+
+def finish(driver: Driver, client: Client, count: int) -> None:
+    wait_for(client, "totals", count, driver)
+    wait_for(client, "copies", count, driver)
+    newest = client.execute("XREVRANGE", "orders", "+", "-", "COUNT", 1)[0][0]
+    wait_until(lambda: client.execute("HGET", "newest:c49", "id") == newest, "the newest order", driver=driver)
+    assert driver.stop() == 0
+
+
+def test_executors_that_die_lose_and_double_nothing_and_an_upgraded_app_goes_on(
+    cluster: Driver, millstream_url: str, tmp_path: Path
+) -> None:
+    with Client(millstream_url) as client:
+        ids = publish(client, 0)
+        cluster.start()
+        for kill in range(KILLS):
+            wait_for(client, "totals", (kill + 1) * MESSAGES // (KILLS + 2), cluster)
+            wait_until(lambda: len(executors(cluster)) == 2, "two executors", driver=cluster)
+            random.choice(executors(cluster)).kill()
+        finish(cluster, client, MESSAGES)
+
+        (tmp_path / "app" / "prices.py").write_text("def price() -> int:\n    return 2\n")
+        for customer, later in publish(client, MESSAGES).items():
+            ids[customer] += later
+        cluster.start()
+        finish(cluster, client, 2 * MESSAGES)
+
+        totals, copies = rows(client, "totals"), rows(client, "copies")
+        check_outputs(ids, [(row["customer"].encode(), row["id"]) for row in totals], []).raise_if_bad()
+        assert sorted(row["id"] for row in copies) == sorted(one for some in ids.values() for one in some)
+        assert [row["count"] for row in totals if row["customer"] == "c7"] == [
+            str(n + 1) for n in range(2 * MESSAGES // 50)
+        ]
+        assert sum(row["price"] == "10" for row in totals) == sum(row["price"] == "1" for row in copies) == MESSAGES
+        assert sum(row["price"] == "20" for row in totals) == sum(row["price"] == "2" for row in copies) == MESSAGES
+        for row in totals:
+            assert "/app.zip/" in row["app"], "it came from the driver"
+            assert row["cwd"].startswith(str(tmp_path / "spark" / "work"))
+            assert Path(row["millstream"]).is_relative_to(row["cwd"]), "it came with the archive"

@@ -1,0 +1,33 @@
+"""Everything that a Spark query with `readAs=group` does in Redis, for the tests of access rights."""
+
+from contextlib import ExitStack
+
+from millstream.client import Client
+from millstream.spark.options import parse
+from millstream.spark.places import START
+from millstream.spark.taken import TakenReading
+from millstream.spark.taking import Taker
+
+
+def take_from_group(url: str, admin: Client) -> None:
+    """Three runs: one that is followed by another of its checkpoint, and one of another checkpoint."""
+    ids = [admin.execute("XADD", "orders", "*", "n", n) for n in range(9)]
+    admin.execute("XADD", "orders:2", "*", "n", 1)
+    admin.execute("XGROUP", "CREATE", "orders", "g", 0)
+    admin.execute("XREADGROUP", "GROUP", "g", "dead", "COUNT", 3, "STREAMS", "orders", ">")
+    admin.execute("XCLAIM", "orders", "g", "dead", 0, *ids[:3], "IDLE", 600_000, "JUSTID")
+    admin.execute("XDEL", "orders", ids[0])
+    given = {"url": url, "subscribePattern": "orders*", "readAs": "group", "group": "g", "startingOffsets": "earliest"}
+    options = parse({**given, "maxOffsetsPerTrigger": "4", "failOnDataLoss": "false"}, {})
+    assert options.sharing is not None
+    with Client(url) as client, ExitStack() as stack:
+        first, taker, other = (Taker(client, options, options.sharing, cores=2) for _ in range(3))
+        for one in (first, taker, other):
+            stack.callback(one.close)
+        end = first.advance(START, target=None, hold=False).place
+        assert sum(end.taken.values()) == 4
+        (portions,) = taker.tasks(START, end)
+        reading = TakenReading(client, portions, limit_ms=0, fail_on_data_loss=True)
+        assert sum(len(entries) for runs in reading.batches(list) for _, entries in runs) == 4
+        assert sum(taker.advance(end, target=None, hold=False).place.taken.values()) == 4
+        assert sum(other.advance(START, target=None, hold=False).place.taken.values()) == 4

@@ -1,0 +1,175 @@
+"""Random steps of runs on Spark, of workers and of people on one handler: nothing is lost, doubled or out of order."""
+
+import random
+from collections import defaultdict
+from collections.abc import Iterator
+
+import pytest
+
+from millstream import App, Message, Retry
+from millstream.client import Client
+from millstream.handlers import Handler
+from millstream.keyed import Ending, KeyedStream, Lease
+from millstream.ledger import Ledger
+from millstream.lines import check_lines, park, skip, survey, unpark
+from millstream.model import EntryId
+from tests.integration.keyed_bench import KEYS, MANY, line_of
+from tests.integration.task_bench import Bench, Row
+
+LETTERS = "ABC"
+
+
+def handle(message: Message) -> dict[str, object]:
+    """Fails on every message that asks for it, each time."""
+    if message.fields["fail"] == b"1":
+        raise RuntimeError("bad")
+    return {"k": message.key or b"", "n": message.text("n")}
+
+
+class Machine(Bench):
+    """A stream that Spark and workers take from each other. `sent`: what was published of each key, and whether it fails."""
+
+    def __init__(self, client: Client, chance: random.Random) -> None:
+        super().__init__(client)
+        app = App("app")
+        retry = Retry(attempts=2, delay_ms=chance.choice((0, 2_000)), then="park")
+        app.handler("in", key="k", into="out", retry=retry)(handle)
+        self.runs: Handler = app.handlers["handle"]
+        self.chance = chance
+        self.sent: dict[str, list[tuple[int, bool]]] = defaultdict(list)
+        self.count = 0
+        self.on_spark = False
+
+    def publish(self) -> None:
+        for _ in range(self.chance.randrange(1, 8)):
+            self.count += 1
+            key, fails = self.chance.choice(LETTERS), self.chance.random() < 0.15
+            self.sent[key].append((self.count, fails))
+            self.client.execute("XADD", "in", f"{self.count}-0", "k", key, "n", self.count, "fail", int(fails))
+
+    # Spark
+
+    def begin(self) -> None:
+        self.on_spark = True
+        self.token = Ledger(self.client, app="app", handler="handle").new_token(["in"])
+        self.ledger.begin(["in"])
+
+    @property
+    def ledger(self) -> Ledger:
+        return Ledger(self.client, app="app", handler="handle", token=self.token, keyed=True)
+
+    def batch(self, most: int, *, dies: bool = False, again: bool = False) -> None:
+        """A batch; it may die before its end, or be run by a twin as well."""
+        if not self.on_spark:
+            self.begin()
+        after = self.ledger.frontiers(["in"]).get("in", EntryId(0, 0))
+        rows: list[Row] = []
+        for entry_id, pairs in self.client.execute("XRANGE", "in", f"({after}", "+", "COUNT", most):
+            fields = dict(zip(pairs[::2], pairs[1::2], strict=True))
+            rows.append((EntryId.parse(entry_id).ms, fields[b"k"], fields))
+        if rows:
+            cut = self.chance.randrange(len(rows) + 1) if dies else len(rows)
+            for _ in range(1 + again):
+                self.process(self.runs, self.rows(*rows[:cut]))
+            if not dies:
+                self.ledger.advance({"in": EntryId(max(n for n, _, _ in rows), 0)})
+
+    def run_lines(self) -> None:
+        if not self.on_spark:
+            self.begin()
+        for name in self.client.execute("ZRANGE", KEYS.backoff, 0, -1):
+            self.client.execute("ZADD", KEYS.backoff, 1, name)  # time flies
+        self.catch_up(self.runs)
+
+    # Workers
+
+    def work(self) -> None:
+        self.on_spark = False
+        worker = KeyedStream(
+            self.client, "in", line_of=line_of, app="app", handler="handle", consumer="w1", into="out",
+        )  # fmt: skip
+        worker.join()
+        worker.recover([], 100)
+        worker.route(count=self.chance.randrange(20), most_pending=MANY)
+        for lease in worker.take(lines=9, entries=MANY, run=5, lease_ms=60_000, now_ms=0).leases:
+            if self.chance.random() < 0.7:
+                self._run(worker, lease)
+
+    def _run(self, worker: KeyedStream, lease: Lease) -> None:
+        for one in list(lease.waiting):
+            fields = dict(zip(one.pairs[::2], one.pairs[1::2], strict=True))
+            if fields[b"fail"] == b"1":
+                worker.release([Ending(lease, "park", "bad", 2)])
+                return
+            unit = worker.unit_of(lease, [one])
+            unit.add_outputs([[b"k", fields[b"k"], b"n", fields[b"n"]]])
+            assert worker.commit([unit]) == []
+            lease.waiting.popleft()
+            lease.given -= 1
+        worker.release([Ending(lease, "next")])
+
+    # People
+
+    def decide(self, *, settle: bool = False) -> None:
+        """Park a key, have one go on, or skip what fails."""
+        if not self.on_spark and not self.client.execute("HGET", KEYS.meta, "engine"):
+            return
+        for line in survey(self.client, KEYS):
+            number = int((line.first or "0").partition("-")[0])
+            if line.state == "parked" and (settle or self.chance.random() < 0.5):
+                if dict(self.sent[(line.key or b"").decode()]).get(number):
+                    assert skip(self.client, KEYS, line.name, error="x")
+                else:
+                    unpark(self.client, KEYS, line.name)
+        if not settle:
+            park(self.client, KEYS, b"k" + self.chance.choice(LETTERS).encode(), "by hand")
+
+    def settle(self) -> None:
+        self.begin()
+        for letter in LETTERS:
+            unpark(self.client, KEYS, b"k" + letter.encode())
+        for _ in range(3 * self.count + 5):
+            self.batch(1_000)
+            self.decide(settle=True)
+            self.run_lines()
+            if not survey(self.client, KEYS):
+                break
+
+    def check(self) -> None:
+        found: dict[str, list[int]] = defaultdict(list)
+        for _, (_, key, _, n) in self.client.execute("XRANGE", "out", "-", "+"):
+            found[key.decode()].append(int(n))
+        wanted = {key: [n for n, fails in sent if not fails] for key, sent in self.sent.items()}
+        assert found == {key: ns for key, ns in wanted.items() if ns}
+        dead = sorted(int(letter.id.partition("-")[0]) for letter in self.dead())
+        assert dead == sorted(n for sent in self.sent.values() for n, fails in sent if fails)
+        assert check_lines(self.client, KEYS, "in") == []
+        assert self.client.execute("XPENDING", "in", KEYS.group)[0] == 0
+
+
+@pytest.fixture
+def client(millstream_url: str) -> Iterator[Client]:
+    with Client(millstream_url) as connected:
+        yield connected
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_whatever_spark_workers_and_people_do_each_message_takes_effect_once_in_order(
+    client: Client, seed: int
+) -> None:
+    chance = random.Random(seed)
+    machine = Machine(client, chance)
+    for _ in range(40):
+        match chance.randrange(8):
+            case 0 | 1:
+                machine.publish()
+            case 2 | 3:
+                machine.batch(chance.choice((3, 9, 50)), dies=chance.random() < 0.4, again=chance.random() < 0.2)
+            case 4:
+                machine.run_lines()
+            case 5 | 6:
+                machine.work()
+            case 7:
+                machine.decide()
+    machine.settle()
+    machine.check()

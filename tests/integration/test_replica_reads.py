@@ -1,0 +1,533 @@
+"""`readFrom=replica`: the rows are those of the primary, whatever its replicas do; on real servers, without Spark."""
+
+import re
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from itertools import chain
+
+import pytest
+
+from millstream.client import Client, Command
+from millstream.errors import DataLoss, ServerError, Unavailable
+from millstream.model import ZERO_ID, EntryId
+from millstream.rights import RoleName, rule
+from millstream.server import EmbeddedServer
+from millstream.spark import replicas as replicas_module
+from millstream.spark.arrow import Run
+from millstream.spark.facts import ask
+from millstream.spark.options import parse
+from millstream.spark.planner import Planner
+from millstream.spark.ranges import Piece
+from millstream.spark.reading import Reading
+from millstream.spark.replicas import ReplicaReads, Replicas
+from millstream.spark.taken import Portion, TakenReading
+from millstream.testing.proxy import Proxy
+from millstream.testing.topologies import cluster, sentinel_trio, wait_until
+
+FOLLOWS = {"repl-diskless-sync-delay": "0", "appendonly": "no"}
+USUAL = {
+    "replica-read-only": "yes", "replica-serve-stale-data": "yes", "replica-ignore-maxmemory": "yes", "maxmemory": "0",
+    "key-load-delay": "0",
+}  # fmt: skip
+
+
+@dataclass
+class Deployment:
+    """A primary, and two replicas: one behind a proxy that can hold back what the primary sends."""
+
+    primary: EmbeddedServer
+    late: EmbeddedServer
+    prompt: EmbeddedServer
+    link: Proxy
+    client: Client
+    replicas: Replicas
+
+    def follow(self, *followers: EmbeddedServer) -> None:
+        """Make these, and no others, replicas, with all that the primary has."""
+        for server in (self.late, self.prompt):
+            server.call("REPLICAOF", "NO", "ONE")  # a history of its own, so that nothing it has can be kept
+            server.call("REPLICAOF", *self.source(server) if server in followers else ("NO", "ONE"))
+        wait_until(lambda: self.attached == len(followers), "the replicas to be attached")
+        for server in followers:
+            wait_until(lambda server=server: b"master_link_status:up" in server.call("INFO", "replication"), "the link")  # type: ignore[misc]
+        self.settle(len(followers))
+
+    def source(self, server: EmbeddedServer) -> tuple[str, int]:
+        return ("127.0.0.1", self.link.port if server is self.late else self.primary.port)
+
+    @property
+    def attached(self) -> int:
+        return int(self.primary.call("INFO", "replication").count(b"state=online"))
+
+    def settle(self, replicas: int) -> None:
+        """Wait until so many replicas have all that was written."""
+        self.client.pipeline([("XADD", "tick", "*", "a", "b"), ("DEL", "tick")])
+        assert self.client.execute("WAIT", replicas, 5_000) >= replicas
+
+    def add(self, stream: str, numbers: Sequence[int]) -> None:
+        self.client.pipeline([("XADD", stream, f"{n + 1}-0", "n", n) for n in numbers])
+
+    def read(self, pieces: Sequence[Piece]) -> list[tuple[str, int]]:
+        reading = Reading(self.client, pieces, limit_ms=0, fail_on_data_loss=True, replicas=self.replicas)
+        return rows(reading.batches(list))
+
+    def planned(self, **given: str) -> list[Piece]:
+        """What the tasks of a batch read from both ends of all streams."""
+        options = parse({"url": self.client.url, "subscribePattern": "*", **given}, {})
+        planner = Planner(self.client, options, cores=2)
+        return list(chain.from_iterable(planner.pieces(planner.starts("earliest"), planner.tails())))
+
+
+def rows(batches: Iterator[list[Run]]) -> list[tuple[str, int]]:
+    return [(name, int(pairs[1])) for runs in batches for name, entries in runs for _, pairs in entries]
+
+
+def asked(server: EmbeddedServer) -> int:
+    """How many XRANGE a server has run."""
+    _, found, rest = server.call("INFO", "commandstats").partition(b"cmdstat_xrange:calls=")
+    return int(rest.partition(b",")[0]) if found else 0
+
+
+@contextmanager
+def none_asked(*servers: EmbeddedServer) -> Iterator[None]:
+    before = [asked(server) for server in servers]
+    yield
+    assert [asked(server) for server in servers] == before
+
+
+@contextmanager
+def asked_for(*servers: EmbeddedServer) -> Iterator[None]:
+    before = [asked(server) for server in servers]
+    yield
+    assert all(now > then for now, then in zip(map(asked, servers), before, strict=True))
+
+
+def stands_alone(server: EmbeddedServer) -> bool:
+    with suppress(ServerError):  # LOADING
+        return bool(server.call("REPLICAOF", "NO", "ONE"))
+    return False
+
+
+@pytest.fixture(scope="module")
+def servers() -> Iterator[tuple[EmbeddedServer, EmbeddedServer, EmbeddedServer, Proxy]]:
+    with ExitStack() as stack:
+        primary, late, prompt = (stack.enter_context(EmbeddedServer(extra=FOLLOWS)) for _ in range(3))
+        yield primary, late, prompt, stack.enter_context(Proxy(primary.port))
+
+
+@pytest.fixture
+def deployment(
+    servers: tuple[EmbeddedServer, EmbeddedServer, EmbeddedServer, Proxy], monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Deployment]:
+    """Replicas that hang are given up soon, and tried again at once."""
+    monkeypatch.setattr(replicas_module, "_TIMEOUT_MS", 1_000)
+    monkeypatch.setattr(replicas_module, "_CATCH_UP_MS", 5_000.0)
+    monkeypatch.setattr(replicas_module, "_REST_MS", 1.0)
+    monkeypatch.setattr(replicas_module, "_REST_SHARE", 0)
+    monkeypatch.setattr(replicas_module, "_NOBODY_MS", 1.0)
+    primary, late, prompt, link = servers
+    link.resume()
+    for server in (late, prompt):
+        if not server.running:
+            server.start()
+        server.resume()
+        server.call("CONFIG", "RESETSTAT")
+        for name, value in USUAL.items():
+            server.call("CONFIG", "SET", name, value)
+        wait_until(lambda server=server: stands_alone(server), "the end of what it loads")  # type: ignore[misc]
+    primary.call("FLUSHALL")
+    with Client(primary.url) as client:
+        replicas = Replicas(client)
+        yield Deployment(primary, late, prompt, link, client, replicas)
+        replicas.close()
+
+
+def test_the_rows_are_those_of_the_primary_and_only_replicas_are_asked_for_them(deployment: Deployment) -> None:
+    deployment.follow(deployment.late, deployment.prompt)
+    deployment.add("a", range(5_000))
+    deployment.add("b", range(30))
+    deployment.client.execute("XTRIM", "a", "MAXLEN", 4_000)
+    deployment.client.execute("XDEL", "b", "5-0")
+    deployment.settle(2)
+    pieces = deployment.planned()
+    with none_asked(deployment.primary), asked_for(deployment.late, deployment.prompt):
+        found = [deployment.read(pieces) for _ in range(12)]
+    there = rows(Reading(deployment.client, pieces, limit_ms=0, fail_on_data_loss=True).batches(list))
+    assert sorted(there) == [("a", n) for n in range(1_000, 5_000)] + [("b", n) for n in range(30) if n != 4]
+    assert all(some == there for some in found)
+    with asked_for(deployment.primary):
+        assert deployment.read([Piece("a", ZERO_ID, EntryId(2_500, 7), 500, None)]) == there[:1_500], (
+            "with no entry there"
+        )
+
+
+def test_no_replica_is_said_once_and_one_that_comes_later_is_found(
+    deployment: Deployment, caplog: pytest.LogCaptureFixture
+) -> None:
+    deployment.follow()
+    deployment.add("s", range(100))
+    pieces = deployment.planned()
+    assert [len(deployment.read(pieces)) for _ in range(3)] == [100] * 3
+    assert caplog.text.count("there is no replica") == 1
+    deployment.follow(deployment.prompt)
+    with none_asked(deployment.primary), asked_for(deployment.prompt):
+        assert len(deployment.read(pieces)) == 100
+
+
+# --- Replicas that are behind ---
+
+NEWS: dict[str, list[Command]] = {
+    "more is added": [("XADD", "s", f"{n}-0", "n", n - 1) for n in range(101, 201)],
+    "the head is trimmed": [("XTRIM", "s", "MAXLEN", 40)],
+    "an entry is deleted": [("XDEL", "s", "50-0")],
+    "the stream is made anew": [("DEL", "s"), *(("XADD", "s", f"{n}-0", "n", -n) for n in range(61, 101))],
+    "the stream is deleted": [("DEL", "s")],
+    "its last id is moved": [("XSETID", "s", "300-0")],
+}
+
+
+@pytest.mark.parametrize("news", NEWS)
+def test_what_a_replica_has_not_heard_of_yet_is_read_from_the_primary(
+    deployment: Deployment, news: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replicas_module, "_CATCH_UP_MS", 20.0)
+    deployment.follow(deployment.late)
+    deployment.add("s", range(100))
+    deployment.settle(1)
+    deployment.link.freeze()
+    deployment.client.pipeline(NEWS[news])
+    pieces = deployment.planned()
+    expected = [("s", int(pairs[1])) for _, pairs in deployment.client.execute("XRANGE", "s", "-", "+")]
+    assert deployment.read(pieces) == deployment.read(pieces) == expected
+    assert len(caplog.records) == (1 if expected else 0), "trouble is said once"
+    assert not expected or "bytes behind its primary" in caplog.text
+    deployment.link.resume()
+    deployment.settle(1)
+    monkeypatch.setattr(replicas_module, "_CATCH_UP_MS", 5_000.0)
+    with asked_for(*([deployment.late] if expected else [])):
+        assert deployment.read(pieces) == expected
+
+
+def test_a_replica_that_is_behind_for_a_moment_is_waited_for(deployment: Deployment) -> None:
+    deployment.follow(deployment.late)
+    deployment.link.freeze()
+    deployment.add("s", range(100))
+    pieces = deployment.planned()
+    resume = threading.Timer(0.2, deployment.link.resume)
+    resume.start()
+    with none_asked(deployment.primary), asked_for(deployment.late):
+        assert len(deployment.read(pieces)) == 100
+    resume.join()
+
+
+def test_what_a_task_has_seen_of_the_primary_no_replica_takes_back(
+    deployment: Deployment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deployment.follow(deployment.late)
+    deployment.add("s", range(100))
+    deployment.settle(1)
+    reads = ReplicaReads(deployment.replicas)
+    with none_asked(deployment.primary):
+        assert len(reads.ask([("XRANGE", "s", "-", "300-0", "COUNT", 10)])[0]) == 10
+    deployment.link.freeze()
+    deployment.add("s", range(100, 200))
+    with asked_for(deployment.primary, deployment.late):
+        assert len(reads.ask([("XRANGE", "s", "(10-0", "300-0", "COUNT", 150)])[0]) == 150
+    monkeypatch.setattr(replicas_module, "_CATCH_UP_MS", 20.0)
+    with none_asked(deployment.late):
+        assert len(reads.ask([("XRANGE", "s", "(50-0", "60-0", "COUNT", 10)])[0]) == 10
+
+
+def test_a_connection_that_was_closed_between_two_tasks_is_opened_again(deployment: Deployment) -> None:
+    deployment.follow(deployment.prompt)
+    deployment.add("s", range(100))
+    deployment.settle(1)
+    pieces = deployment.planned()
+    for _ in range(2):
+        with none_asked(deployment.primary):
+            assert len(deployment.read(pieces)) == 100
+        assert deployment.prompt.call("CLIENT", "KILL", "TYPE", "normal") > 0
+
+
+def test_a_replica_that_was_asked_in_vain_is_left_alone_for_a_while(
+    deployment: Deployment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replicas_module, "_REST_MS", 60_000.0)
+    deployment.follow(deployment.late)
+    deployment.add("s", range(100))
+    pieces = deployment.planned()
+    deployment.late.pause()
+    assert len(deployment.read(pieces)) == 100
+    deployment.late.resume()
+    deployment.settle(1)
+    with none_asked(deployment.late):
+        assert len(deployment.read(pieces)) == 100
+
+
+# --- Replicas that change while they are read ---
+
+
+def hang(deployment: Deployment) -> None:
+    deployment.late.pause()
+
+
+def die(deployment: Deployment) -> None:
+    deployment.late.kill()
+
+
+def become_primary(deployment: Deployment) -> None:
+    deployment.late.call("REPLICAOF", "NO", "ONE")
+    deployment.late.call("XDEL", "s", "50-0")
+
+
+def follow_another(deployment: Deployment) -> None:
+    """It has the other one's data already."""
+    deployment.prompt.call("FLUSHALL")
+    deployment.prompt.call("XADD", "s", "100-0", "n", -1)
+    deployment.late.call("REPLICAOF", "127.0.0.1", deployment.prompt.port)
+    wait_until(lambda: deployment.late.call("XLEN", "s") == 1, "the other one's data")
+
+
+def wait_for_its_primary(deployment: Deployment) -> None:
+    """It was a primary meanwhile, is a replica again, and has not met its primary yet."""
+    become_primary(deployment)
+    deployment.link.freeze()
+    deployment.late.call("REPLICAOF", *deployment.source(deployment.late))
+
+
+def refuse_stale_data(deployment: Deployment) -> None:
+    deployment.late.call("CONFIG", "SET", "replica-serve-stale-data", "no")
+    deployment.link.freeze()
+    deployment.link.cut_all()
+    wait_until(lambda: b"master_link_status:down" in deployment.late.call("INFO", "replication"), "the end of the link")
+
+
+def load(deployment: Deployment) -> None:
+    """It has to fetch everything anew, and is slow about it."""
+    deployment.client.pipeline([("XADD", f"t{n}", "*", "value", "x" * 2_000) for n in range(100)])
+    for name, value in (("key-load-delay", 20_000), ("loading-process-events-interval-bytes", 1_024)):
+        deployment.late.call("CONFIG", "SET", name, value)
+    deployment.late.call("REPLICAOF", "NO", "ONE")
+    deployment.late.call("SET", "own", "history")
+    deployment.late.call("REPLICAOF", *deployment.source(deployment.late))
+    wait_until(lambda: b"loading:1" in deployment.late.call("INFO", "persistence"), "its loading")
+
+
+def be_written_to(deployment: Deployment) -> None:
+    deployment.late.call("CONFIG", "SET", "replica-read-only", "no")
+    deployment.late.call("XDEL", "s", "50-0")
+
+
+def evict(deployment: Deployment) -> None:
+    """It gives up the stream, and makes one of its own from what comes after."""
+    settings = {"replica-ignore-maxmemory": "no", "maxmemory-policy": "allkeys-random", "maxmemory": "1"}
+    for name, value in settings.items():
+        deployment.late.call("CONFIG", "SET", name, value)
+    wait_until(lambda: deployment.late.call("EXISTS", "s") == 0, "the eviction")
+    deployment.late.call("CONFIG", "SET", "maxmemory", 0)
+    deployment.client.execute("XADD", "s", "101-0", "n", 100)
+    wait_until(lambda: deployment.late.call("XLEN", "s") == 1, "the rest of the stream")
+
+
+def lose_the_key(deployment: Deployment) -> None:
+    """As one whose clock is ahead does with a key that expires; nothing else shows it."""
+    be_written_to(deployment)
+    deployment.late.call("DEL", "s")
+    deployment.late.call("CONFIG", "SET", "replica-read-only", "yes")
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (hang, "cannot be reached: Timeout"),
+        (die, "cannot be reached"),
+        (become_primary, "it is no replica now"),
+        (follow_another, "it does not follow the primary any more"),
+        (wait_for_its_primary, "it does not follow the primary any more"),
+        (refuse_stale_data, "Link with MASTER is down"),
+        (load, "cannot be reached|loading"),
+        (be_written_to, "others may write to it"),
+        (evict, "it has evicted keys by itself"),
+        (lose_the_key, ""),
+    ],
+)
+def test_whatever_becomes_of_a_replica_in_the_midst_of_a_task_the_rows_stay_the_same(
+    deployment: Deployment, change: Callable[[Deployment], None], why: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    deployment.follow(deployment.late)
+    deployment.add("s", range(100))
+    deployment.settle(1)
+    reads = ReplicaReads(deployment.replicas)
+    with none_asked(deployment.primary):
+        (found,) = reads.ask([("XRANGE", "s", "-", "101-0", "COUNT", 10)])
+    assert len(found) == 10
+    change(deployment)
+    rest = [("XRANGE", "s", "(10-0", "101-0", "COUNT", 90), ("XRANGE", "s", "50-0", "50-0")]
+    assert reads.ask(rest) == reads.ask(rest) == ask(deployment.client, rest)
+    assert re.search(why, "".join(record.getMessage() for record in caplog.records[:1]))
+    assert bool(caplog.records) == bool(why)
+
+
+def test_another_replica_takes_over_from_one_that_dies(deployment: Deployment) -> None:
+    deployment.follow(deployment.late, deployment.prompt)
+    deployment.add("s", range(100))
+    deployment.settle(2)
+    reads = ReplicaReads(deployment.replicas)
+    with none_asked(deployment.primary):
+        assert len(reads.ask([("XRANGE", "s", "-", "100-0", "COUNT", 10)])[0]) == 10
+        late_first = asked(deployment.late) > 0
+        (deployment.late if late_first else deployment.prompt).kill()
+        (found,) = reads.ask([("XRANGE", "s", "(10-0", "100-0", "COUNT", 90)])
+        assert len(found) == 90
+
+
+def test_a_task_goes_on_while_there_is_no_primary(deployment: Deployment) -> None:
+    deployment.follow(deployment.prompt)
+    deployment.add("s", range(100))
+    deployment.settle(1)
+    reads = ReplicaReads(deployment.replicas)
+    assert len(reads.ask([("XRANGE", "s", "-", "100-0", "COUNT", 10)])[0]) == 10
+    deployment.primary.pause()
+    try:
+        assert len(reads.ask([("XRANGE", "s", "(10-0", "100-0", "COUNT", 90)])[0]) == 90
+    finally:
+        deployment.primary.resume()
+
+
+# --- Through a group ---
+
+
+def test_entries_taken_through_a_group_are_read_from_replicas_and_asked_of_the_primary_before_they_count_as_lost(
+    deployment: Deployment,
+) -> None:
+    deployment.follow(deployment.late)
+    deployment.add("s", range(1_000))
+    deployment.client.execute("RPUSH", "near", *(f"{n + 1}-0" for n in range(300)))
+    deployment.client.execute("RPUSH", "far", *(f"{n + 1}-0" for n in range(0, 1_000, 10)))
+    deployment.settle(1)
+    portions = [Portion("s", 0, 300, "near"), Portion("s", 0, 100, "far")]
+    expected = [("s", n) for n in (*range(300), *range(0, 1_000, 10))]
+
+    def read() -> list[tuple[str, int]]:
+        reading = TakenReading(
+            deployment.client, portions, limit_ms=0, fail_on_data_loss=True, replicas=deployment.replicas
+        )
+        return rows(reading.batches(list))
+
+    with none_asked(deployment.primary), asked_for(deployment.late):
+        assert read() == expected
+    lose_the_key(deployment)
+    assert read() == expected
+    deployment.client.execute("XDEL", "s", "11-0")
+    with pytest.raises(DataLoss):
+        read()
+
+
+# --- Rights, and other deployments ---
+
+
+def test_reading_from_replicas_needs_the_rights_that_are_printed_for_it(
+    deployment: Deployment, caplog: pytest.LogCaptureFixture
+) -> None:
+    deployment.follow(deployment.prompt)
+    deployment.add("s", range(100))
+    deployment.settle(1)
+    pieces = deployment.planned()
+    for servers, replicas, why in (
+        ((deployment.primary, deployment.prompt), True, None),
+        ((deployment.primary, deployment.prompt), False, "its replicas cannot be asked for: .*info"),
+        ((deployment.primary,), True, "cannot be read from: .* refuses the credentials"),
+    ):
+        for server in (deployment.primary, deployment.prompt):
+            server.call("ACL", "DELUSER", "reader")
+            server.call("ACL", "LOG", "RESET")
+        line = rule("reader", [RoleName.SPARK], streams=["s"], app="app", replicas=replicas).line
+        for server in servers:
+            server.call(*line.split(), ">secret")
+        caplog.clear()
+        with Client(deployment.primary.url.replace("//", "//reader:secret@")) as client:
+            limited = Replicas(client)
+            reading = Reading(client, pieces, limit_ms=0, fail_on_data_loss=True, replicas=limited)
+            with none_asked(*([deployment.prompt] if why else [deployment.primary])):
+                assert len(rows(reading.batches(list))) == 100
+            limited.close()
+        if why is None:
+            assert deployment.primary.call("ACL", "LOG") == deployment.prompt.call("ACL", "LOG") == []
+        else:
+            (record,) = caplog.records
+            assert re.search(why, record.getMessage())
+
+
+def test_a_server_that_is_no_primary_any_more_sends_nobody_to_its_replicas(deployment: Deployment) -> None:
+    deployment.follow(deployment.prompt)
+    deployment.add("s", range(10))
+    deployment.late.call("REPLICAOF", "127.0.0.1", deployment.prompt.port)
+    wait_until(lambda: b"master_link_status:up" in deployment.late.call("INFO", "replication"), "its link")
+    deployment.settle(1)
+    with Client(deployment.prompt.url) as client:
+        replicas = Replicas(client)
+        pieces = [Piece("s", ZERO_ID, EntryId(10, 0), 10, 10)]
+        reading = Reading(client, pieces, limit_ms=0, fail_on_data_loss=True, replicas=replicas)
+        with none_asked(deployment.late), asked_for(deployment.prompt):
+            assert len(rows(reading.batches(list))) == 10
+        replicas.close()
+
+
+def test_in_a_cluster_each_shard_has_its_own_replicas() -> None:
+    extra = {"cluster-enabled": "yes", "cluster-node-timeout": "5000", **FOLLOWS}
+    with cluster() as deployed, EmbeddedServer(extra=extra) as replica, Client(deployed.url) as admin:
+        first = deployed.nodes[0]
+        replica.call("CLUSTER", "MEET", "127.0.0.1", first.port)
+        first_id = first.call("CLUSTER", "MYID")
+        wait_until(lambda: first_id in replica.call("CLUSTER", "NODES"), "the nodes to meet")
+        first.call("CONFIG", "SET", "repl-diskless-sync-delay", 0)
+        wait_until(lambda: replicates(replica, first_id), "the replica")
+        streams = [f"s{n}" for n in range(12)]
+        for name in streams:
+            admin.pipeline([("XADD", name, f"{n + 1}-0", "n", n) for n in range(50)])
+        line = rule("reader", [RoleName.SPARK], streams=["s*"], cluster=True, replicas=True).line
+        for server in (*deployed.nodes, replica):
+            server.call(*line.split(), ">secret")
+        wait_until(lambda: all(knows(node, replica) for node in deployed.nodes), "the cluster to know of it")
+        wait_until(lambda: b"cluster_state:ok" in replica.call("CLUSTER", "INFO"), "it to know the cluster")
+        pieces = [Piece(name, ZERO_ID, EntryId(50, 0), 50, 50) for name in streams]
+        with Client(deployed.url.replace("//", "//reader:secret@")) as client:
+            replicas = Replicas(client)
+            reading = Reading(client, pieces, limit_ms=0, fail_on_data_loss=True, replicas=replicas)
+            with none_asked(first), asked_for(replica, *deployed.nodes[1:]):
+                found = rows(reading.batches(list))
+            assert sorted(found) == sorted((name, n) for name in streams for n in range(50))
+            of_others = next(name for name in streams if not client.shard(name).replicas)
+            with pytest.raises(Unavailable, match="does not serve this hash slot"):
+                replicas.of_node(("127.0.0.1", replica.port)).execute("XRANGE", of_others, "-", "+")
+            replicas.close()
+        assert not any(server.call("ACL", "LOG") for server in (*deployed.nodes, replica))
+
+
+def replicates(replica: EmbeddedServer, primary_id: bytes) -> bool:
+    with suppress(ServerError):  # until it knows the other for a primary
+        replica.call("CLUSTER", "REPLICATE", primary_id)
+    return b"master_link_status:up" in replica.call("INFO", "replication")
+
+
+def knows(node: EmbeddedServer, replica: EmbeddedServer) -> bool:
+    return any(replica.port in (other[1] for other in row[3:]) for row in node.call("CLUSTER", "SLOTS"))
+
+
+def test_behind_sentinel_the_replica_is_read_and_later_the_one_that_takes_over() -> None:
+    with sentinel_trio() as trio, Client(trio.url) as client:
+        client.pipeline([("XADD", "s", f"{n + 1}-0", "n", n) for n in range(100)])
+        assert client.execute("WAIT", 1, 5_000) == 1
+        replicas = Replicas(client)
+        reads = ReplicaReads(replicas)
+        with none_asked(trio.primary):
+            (found,) = reads.ask([("XRANGE", "s", "-", "100-0", "COUNT", 10)])
+        trio.primary.kill()
+        (more,) = reads.ask([("XRANGE", "s", "(10-0", "100-0", "COUNT", 40)])
+        wait_until(lambda: b"role:master" in trio.replica.call("INFO", "replication"), "the failover")
+        last = [("XRANGE", "s", "(50-0", "100-0", "COUNT", 50)]
+        (rest,) = client.patiently(lambda: reads.ask(last), what="the test", limit_ms=30_000)
+        replicas.close()
+    assert [int(pairs[1]) for _, pairs in (*found, *more, *rest)] == list(range(100))

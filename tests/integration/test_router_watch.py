@@ -1,0 +1,42 @@
+"""Being told of changes without a thread: on real Redis."""
+
+from typing import Any
+
+import pytest
+
+from millstream.client import Client
+from millstream.errors import Unavailable
+from millstream.router.watch import Watch, _Line
+from millstream.wire import Push
+
+KEYS = [f"k{n}" for n in range(5)]
+
+
+def test_flushall_right_behind_the_last_answer_is_not_forgotten(
+    millstream_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = _Line._received
+
+    def received(line: _Line) -> list[Any]:
+        monkeypatch.setattr(_Line, "_received", real)
+        found = real(line)
+        while len(found) < len(KEYS):
+            found += real(line)
+        admin.execute("FLUSHALL")
+        while not any(type(reply) is Push for reply in found):
+            found += real(line)
+        return found
+
+    with Client(millstream_url) as admin, Client(millstream_url) as client:
+        watch = Watch(client)
+        assert watch.changed() is None
+        monkeypatch.setattr(_Line, "_received", received)
+        with pytest.raises(Unavailable):
+            dict(watch.ask(("EXISTS",), KEYS))
+        assert watch.wait(0), "there is something to be told"
+        assert watch.changed() is None, "nothing is known any more"
+        dict(watch.ask(("EXISTS",), KEYS))
+        for key in KEYS:
+            admin.execute("SET", key, "1")
+        assert watch.changed() == set(KEYS)
+        watch.close()

@@ -1,0 +1,66 @@
+"""What a run on Spark knows of announced streams, without Spark itself."""
+
+import logging
+from collections.abc import Callable
+
+import pytest
+
+from millstream import App
+from millstream.balancer import announce
+from millstream.balancer.service import end_leases, service_of
+from millstream.client import Client
+from millstream.clock import SYSTEM_CLOCK
+from millstream.errors import ConfigError, WrongType
+from millstream.naming import ServiceKeys
+from millstream.spark.membership import Membership, announced_streams
+from millstream.spark.options import parse
+from millstream.spark.subscription import subscription
+from tests.integration.test_worker import eventually
+
+
+def membership(
+    client: Client, app: str = "app", on_ended: Callable[[Exception], None] = lambda error: None
+) -> Membership:
+    made = App(app)
+    made.handler(announced="calls", order="stream", name="handle")(lambda message: None)
+    return Membership(client, made.handlers["handle"], on_ended=on_ended)
+
+
+def test_a_run_reads_what_is_announced_until_it_is_done_and_leaves_out_what_is_no_stream(
+    millstream_url: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Client(millstream_url) as client:
+        client.execute("SET", "bad", "text")
+        for name in ("call:1", "bad"):
+            announce(client, "calls", name)
+        member = membership(client)
+        member.join()
+        eventually(lambda: announced_streams(client, "calls") == ["bad", "call:1"])
+        assert service_of(client, "app.handle") == "calls"
+        options = parse({"url": millstream_url, "subscribeAnnounced": "calls", "layout": "packed"}, {})
+        with caplog.at_level(logging.WARNING):
+            assert [*subscription(client, options, clock=SYSTEM_CLOCK).names()] == ["call:1"]
+        assert "the announced stream 'bad' is left out: its key holds a string" in caplog.text
+        announce(client, "calls", "call:2")  # it is read while the run goes on
+        eventually(lambda: "call:2" in announced_streams(client, "calls"))
+        assert end_leases(client, "calls", "done", ["call:1", "bad"]) == set()
+        assert [*subscription(client, options, clock=SYSTEM_CLOCK).names()] == ["call:2"]
+        with pytest.raises(ConfigError, match=r"shared by the workers of app\.handle"):
+            membership(client, "other").join()
+        member.close()
+
+
+def test_a_run_is_told_when_no_announcement_is_read_any_more(millstream_url: str) -> None:
+    ends: list[Exception] = []
+    with Client(millstream_url) as client:
+        announce(client, "calls", "call:1")
+        member = membership(client, on_ended=ends.append)
+        member.join()
+        eventually(lambda: announced_streams(client, "calls") == ["call:1"])
+        assert ends == []
+        client.execute("DEL", ServiceKeys("calls").streams)
+        client.execute("SET", ServiceKeys("calls").streams, "text")
+        eventually(lambda: bool(ends))
+        assert isinstance(ends[0], WrongType)
+        member.close()
+        assert len(ends) == 1

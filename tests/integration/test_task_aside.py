@@ -1,0 +1,404 @@
+"""What the engine's task sets aside: keys that are parked, or wait for long, while their batch and other keys go on."""
+
+import logging
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from millstream import App, Message, Retry, State
+from millstream.client import Client
+from millstream.errors import ConfigError
+from millstream.handlers import Handler
+from millstream.inspection import inspect
+from millstream.keyed import KeyedStream, line_of_key
+from millstream.ledger import Ledger
+from millstream.lines import check_lines, park, skip, survey, unpark
+from millstream.model import EntryId
+from millstream.naming import HandlerKeys
+from millstream.reliable import TRIM, ReliableStream
+from tests.integration.task_bench import Bench, Item, Row, only
+
+KEYS = HandlerKeys("app", "handle", "in")
+A = b"kA"
+
+
+class Aside(Bench):
+    """A bench whose entries are in the stream as well, and a run on Spark that has begun."""
+
+    batch: list[Row]
+
+    def begin(self, handler: Handler) -> None:
+        self.token = self._ledger(handler).new_token(["in"])
+        self._ledger(handler).begin(["in"])
+
+    def add(self, *numbers: int, keys: str, fail: int = 0) -> list[Row]:
+        """Add entries with these numbers, one for each letter of `keys`; those of A fail `fail` times."""
+        rows: list[Row] = []
+        for n, key in zip(numbers, keys, strict=True):
+            fields: dict[Any, Any] = {"n": n, "k": key, "fail": fail if key == "A" else 0}
+            self.client.execute("XADD", "in", f"{n}-0", *[part for item in fields.items() for part in item])
+            rows.append((n, key.encode(), fields))
+        return rows
+
+    def run(self, handler: Handler, rows: list[Row]) -> dict[str, Any]:
+        """A whole batch."""
+        report = self.process(handler, self.rows(*rows))
+        self._ledger(handler).advance({"in": EntryId(max(n for n, _, _ in rows), 0)})
+        return report
+
+    def _ledger(self, handler: Handler) -> Ledger:
+        keyed = handler.key is not None
+        return Ledger(self.client, app=handler.app, handler=handler.name, token=self.token, keyed=keyed)
+
+    def lines(self) -> dict[bytes | None, tuple[str, int]]:
+        return {line.key: (line.state, line.length) for line in survey(self.client, KEYS)}
+
+    def check(self) -> None:
+        assert check_lines(self.client, KEYS, "in") == []
+
+
+@pytest.fixture
+def bench(millstream_url: str) -> Iterator[Aside]:
+    with Client(millstream_url) as client:
+        yield Aside(client)
+
+
+def parking(bench: Aside, **options: Any) -> Handler:
+    handler = bench.handler(**{"retry": Retry(attempts=2, delay_ms=1, then="park"), **options})
+    bench.begin(handler)
+    return handler
+
+
+def worker(client: Client) -> KeyedStream:
+    def line(entry_id: bytes, pairs: Any) -> bytes:
+        return line_of_key(dict(zip(pairs[::2], pairs[1::2], strict=True)).get(b"k"), entry_id)
+
+    stream = KeyedStream(client, "in", line_of=line, app="app", handler="handle", consumer="w1", into="out")
+    stream.join()
+    return stream
+
+
+def test_a_key_is_parked_after_its_last_attempt_and_what_comes_of_it_waits_while_others_go_on(bench: Aside) -> None:
+    handler = parking(bench)
+    report = bench.run(handler, bench.add(1, 2, 3, 4, 5, keys="ABABA", fail=9))
+    assert (report["committed"], report["aside"], report["dead"]) == (2, 3, 0)
+    report = bench.run(handler, bench.add(6, 7, keys="AB"))
+    assert (report["committed"], report["aside"]) == (1, 1)
+    assert (bench.outputs(), bench.lines()) == ([2, 4, 7], {b"A": ("parked", 4)})
+    (line,) = survey(bench.client, KEYS)
+    assert (line.first, line.failed, line.parked) == ("1-0", 2, "failed: RuntimeError: attempt 2 fails")
+    assert bench.catch_up(handler) == {}
+    bench.check()
+
+
+def test_a_key_that_is_unparked_goes_on_in_order_with_its_state_and_attempts_anew(bench: Aside) -> None:
+    handler = parking(bench)
+    bench.run(handler, bench.add(1, keys="A") + bench.add(2, 3, keys="AB", fail=9) + bench.add(4, keys="A"))
+    works = replace(handler, retry=Retry(attempts=20, delay_ms=0, then="park"))
+    assert unpark(bench.client, KEYS, A)
+    bench.run(works, bench.add(5, keys="A"))
+    assert bench.lines() == {b"A": ("ready", 3)}
+    (line,) = survey(bench.client, KEYS)
+    assert line.why == "it waits for the run on Spark, as number 1 of the lines that do"
+    bench.seen.clear()
+    bench.catch_up(works)
+    assert [(n, attempt) for _, n, attempt in bench.seen] == [*((2, n + 1) for n in range(10)), (4, 1), (5, 1)]
+    bench.run(works, bench.add(6, keys="A"))
+    assert bench.outputs() == [1, 3, 2, 4, 5, 6]
+    bench.check()
+    assert bench.client.execute("EXISTS", KEYS.parked, KEYS.ready, KEYS.strikes, KEYS.marks) == 0
+    assert bench.client.execute("HGET", KEYS.state, "A") == b"\x81\xa3sum\x12"
+
+
+def test_a_parked_key_that_fails_again_is_parked_again_and_one_that_is_skipped_stays_so(bench: Aside) -> None:
+    handler = parking(bench)
+    bench.run(handler, bench.add(1, 2, keys="AA", fail=9))
+    unpark(bench.client, KEYS, A)
+    assert bench.catch_up(handler)["aside"] == 1
+    assert (bench.lines(), skip(bench.client, KEYS, A, error="x")) == ({b"A": ("parked", 2)}, "1-0")
+    assert bench.lines() == {b"A": ("parked", 1)}
+    bench.check()
+    assert [(letter.reason, letter.attempts) for letter in bench.dead()] == [("skipped", 2)]
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["next batch", "same batch"])
+def test_a_batch_that_is_repeated_sets_nothing_aside_twice(bench: Aside, again: bool) -> None:
+    handler = parking(bench)
+    rows = bench.add(1, 2, 3, keys="AAB", fail=9)
+    bench.process(handler, bench.rows(*rows))
+    bench.begin(handler)
+    if again:
+        unpark(bench.client, KEYS, A)
+    report = bench.process(handler, bench.rows(*rows, *bench.add(4, keys="A")))
+    assert (report["committed"], report["aside"]) == (0, 1)
+    assert bench.lines() == {b"A": ("ready" if again else "parked", 3)}
+    bench.check()
+
+
+def test_what_a_person_parks_while_it_runs_is_not_committed_and_waits(bench: Aside) -> None:
+    app = App("app")
+
+    def handle(item: Item, state: State) -> dict[str, int]:
+        if item.n == 2:
+            park(bench.client, KEYS, A, "stop it")
+        return {"n": item.n}
+
+    handler = only(app, handle, key="k", into="out")
+    bench.begin(handler)
+    report = bench.run(handler, bench.add(1, 2, 3, keys="AAB"))
+    assert (bench.outputs(), report["aside"], bench.lines()) == ([3], 2, {b"A": ("parked", 2)})
+    unpark(bench.client, KEYS, A)
+    bench.catch_up(replace(handler, function=lambda item, state: {"n": item.n}))
+    assert bench.outputs() == [3, 1, 2]
+    bench.check()
+
+
+def test_what_is_skipped_while_it_runs_from_its_line_is_not_committed(bench: Aside) -> None:
+    handler = parking(bench)
+    bench.run(handler, bench.add(1, 2, keys="AA", fail=9))
+    unpark(bench.client, KEYS, A)
+
+    def handle(item: Item, message: Message, state: State) -> dict[str, int]:
+        if item.n == 1:
+            assert skip(bench.client, KEYS, A, error="x")
+        return {"n": item.n}
+
+    bench.catch_up(replace(handler, function=handle))
+    assert (bench.outputs(), [letter.id for letter in bench.dead()]) == ([2], ["1-0"])
+    bench.check()
+
+
+def test_what_is_parked_while_it_runs_from_its_line_is_not_committed(bench: Aside) -> None:
+    handler = parking(bench)
+    bench.run(handler, bench.add(1, 2, keys="AA", fail=9))
+    unpark(bench.client, KEYS, A)
+
+    def handle(item: Item, message: Message, state: State) -> dict[str, int]:
+        park(bench.client, KEYS, A, "stop it")
+        return {"n": item.n}
+
+    bench.catch_up(replace(handler, function=handle))
+    assert (bench.outputs(), bench.lines()) == ([], {b"A": ("parked", 2)})
+    bench.check()
+
+
+def test_a_key_whose_attempts_are_far_apart_is_set_aside_and_its_attempts_count_on(bench: Aside) -> None:
+    handler = parking(bench, retry=Retry(attempts=3, delay_ms=700, jitter=0))
+    report = bench.run(handler, bench.add(1, keys="A", fail=2) + bench.add(2, 3, keys="AB"))
+    assert (report["committed"], report["aside"], report["retries"]) == (1, 2, 2)
+    assert bench.lines() == {b"A": ("backing off", 2)}
+    ready = bench.ready(handler)
+    assert ready.lines == []
+    assert ready.wait_ms is not None
+    assert 0 < ready.wait_ms <= 1_401
+    bench.client.execute("ZADD", KEYS.backoff, 1, A)
+    bench.catch_up(handler)
+    assert (bench.outputs(), bench.seen[-2:]) == ([3, 1, 2], [(b"A", 1, 3), (b"A", 2, 1)])
+    bench.check()
+    assert bench.client.execute("EXISTS", KEYS.strikes) == 0
+
+
+@pytest.mark.parametrize("advance", [True, False], ids=["whole batch", "half batch"])
+def test_a_message_without_a_key_that_waits_for_long_holds_up_nobody_and_workers_can_take_it_over(
+    bench: Aside, advance: bool
+) -> None:
+    def handle(item: Item, message: Message) -> dict[str, int]:
+        if item.fail:
+            raise RuntimeError("no")
+        return {"n": item.n}
+
+    handler = only(App("app"), handle, into="out", retry=Retry(attempts=2, delay_ms=2_000, then="block"))
+    bench.begin(handler)
+    rows: list[Row] = [(n, None, fields) for n, _, fields in bench.add(1, 2, 3, keys="ABC", fail=9)]
+    report = bench.run(handler, rows) if advance else bench.process(handler, bench.rows(*rows))
+    assert (report["committed"], report["aside"], bench.ready(handler).lines) == (2, 1, [])
+    stream = ReliableStream(bench.client, "in", app="app", handler="handle", consumer="u1", into="out")
+    stream.join()
+    found = [*stream.read_pending(), *stream.read(count=10)]
+    assert [(one.id, one.attempt) for one in found] == [(b"1-0", 2 if advance else 1)]
+    assert stream.commit([stream.unit(found[0])]) == []
+    assert bench.client.execute("EXISTS", KEYS.strikes) == 0
+    assert bench.client.execute("XPENDING", "in", KEYS.group)[0] == 0
+
+
+@pytest.mark.parametrize("advance", [True, False], ids=["whole batch", "half batch"])
+def test_parked_keys_go_from_spark_to_workers_and_back_in_order(bench: Aside, advance: bool) -> None:
+    handler = parking(bench)
+    rows = bench.add(1, 2, 3, keys="AAB", fail=9)
+    (bench.run if advance else lambda h, r: bench.process(h, bench.rows(*r)))(handler, rows)
+    bench.add(4, 5, keys="AB")
+    keyed = worker(bench.client)
+    keyed.route(count=10, most_pending=100)
+    assert bench.lines() == {b"A": ("parked", 3), b"B": ("ready", 1)}
+    bench.check()
+    bench.begin(handler)
+    assert bench.lines() == {b"A": ("parked", 3)}
+    bench.check()
+    works = replace(handler, retry=Retry(attempts=20, delay_ms=0))
+    standing = bench._ledger(handler).begin(["in"])["in"]
+    left = [
+        (n, k, f)
+        for n, k, f in [(4, b"A", {"n": 4}), (5, b"B", {"n": 5})]
+        if n > (standing.frontier or EntryId(0, 0)).ms
+    ]
+    report = bench.run(works, [*left, *bench.add(6, keys="A")])
+    assert (bench.lines(), report["aside"]) == ({b"A": ("parked", 4)}, 1)
+    unpark(bench.client, KEYS, A)
+    bench.catch_up(works)
+    assert bench.outputs() == [3, 5, 1, 2, 4, 6]
+    bench.check()
+
+
+def test_a_line_that_waits_on_spark_is_taken_by_the_next_worker(bench: Aside) -> None:
+    bench.run(parking(bench), bench.add(1, 2, keys="AA", fail=9))
+    unpark(bench.client, KEYS, A)
+    keyed = worker(bench.client)
+    (lease,) = keyed.take(lines=9, entries=9, run=9, lease_ms=60_000, now_ms=0).leases
+    assert [(one.id, one.attempt) for one in lease.entries] == [(b"1-0", 1), (b"2-0", 1)]
+    bench.check()
+
+
+def test_a_handler_without_a_key_does_not_begin_where_keys_wait(bench: Aside) -> None:
+    bench.run(parking(bench), bench.add(1, 2, keys="AA", fail=9))
+    with pytest.raises(ConfigError, match="unpark them or skip"):
+        bench.begin(only(App("app"), lambda message: None, name="handle"))
+
+
+def test_to_process_anew_forgets_what_is_parked(bench: Aside) -> None:
+    handler = parking(bench)
+    bench.run(handler, bench.add(1, 2, keys="AA", fail=9))
+    bench._ledger(handler).forget(["in"])
+    assert (bench.lines(), bench.client.execute("XPENDING", "in", KEYS.group)[0]) == ({}, 0)
+
+
+def test_an_entry_that_is_deleted_while_it_is_set_aside_is_named_and_the_next_goes_on(
+    bench: Aside, caplog: pytest.LogCaptureFixture
+) -> None:
+    handler = parking(bench)
+    bench.run(handler, bench.add(1, 2, keys="AA", fail=9))
+    bench.client.execute("XDEL", "in", "1-0")
+    unpark(bench.client, KEYS, A)
+    with caplog.at_level(logging.WARNING):
+        bench.catch_up(replace(handler, retry=Retry(attempts=20, delay_ms=0)))
+    assert (bench.outputs(), bench.dead()) == ([2], [])
+    assert "were trimmed or deleted before they were processed: 1-0" in caplog.text
+    bench.check()
+
+
+def test_what_is_set_aside_is_pending_and_so_is_seen_and_not_trimmed(bench: Aside) -> None:
+    bench.run(parking(bench), bench.add(1, 2, keys="AB", fail=9))
+    assert bench.client.execute("XPENDING", "in", KEYS.group)[:2] == [1, b"1-0"]
+    (report,) = inspect(bench.client).handlers
+    assert (report.engine, report.pending, report.lag, report.consumers) == ("spark", 1, 1, 0)
+
+
+@pytest.mark.parametrize("seen_by", ["the jobs", "the next batch"])
+def test_what_is_set_aside_is_not_trimmed_where_a_person_has_destroyed_the_group(bench: Aside, seen_by: str) -> None:
+    handler = parking(bench)
+    bench.run(handler, bench.add(1, 2, 3, keys="BAB", fail=9))
+    bench.client.execute("XGROUP", "DESTROY", "in", KEYS.group)
+    bench.client.execute("XGROUP", "CREATE", "in", KEYS.group, "3-0")  # as the driver shows it again
+    if seen_by == "the jobs":
+        assert bench.ready(handler).lines == []
+    else:
+        bench.run(handler, bench.add(4, keys="A"))
+    bench.client.script(TRIM, ("in",), (1_000,))
+    assert bench.client.execute("XPENDING", "in", KEYS.group)[1] == b"2-0"
+    bench.check()
+
+
+def test_a_group_that_is_destroyed_is_made_again_while_something_is_set_aside_and_only_then(bench: Aside) -> None:
+    handler = parking(bench)
+    bench.run(handler, bench.add(1, 2, keys="AB", fail=9))
+    bench.client.execute("XGROUP", "DESTROY", "in", KEYS.group)
+    bench.ready(handler)
+    bench.check()
+    assert bench.ready(handler).entries == 1
+    skip(bench.client, KEYS, A, error="x")
+    unpark(bench.client, KEYS, A)
+    bench.client.execute("XGROUP", "DESTROY", "in", KEYS.group)
+    bench.ready(handler)
+    assert bench.client.execute("XINFO", "GROUPS", "in") == []
+
+
+# What runs beside a batch
+
+
+def works_of(handler: Handler) -> Handler:
+    """The same handler once nothing fails any more; it adds up what it has seen of a key."""
+
+    def handle(item: Item, message: Message, state: State) -> dict[str, int]:
+        state["sum"] = state.get("sum", 0) + item.n
+        return {"n": item.n}
+
+    return replace(handler, function=handle)
+
+
+def make_due_and_work_off(bench: Aside, handler: Handler) -> None:
+    """As a job does that works lines off, at whatever moment of a batch."""
+    bench.client.execute("ZADD", KEYS.backoff, "XX", 1, A)
+    thread = threading.Thread(target=bench.catch_up, args=(handler,))  # it has an event loop of its own
+    thread.start()
+    thread.join()
+
+
+def sums(bench: Aside) -> bytes:
+    found: bytes = bench.client.execute("HGET", KEYS.state, "A")
+    return found
+
+
+@pytest.mark.parametrize("moment", ["before the state is loaded", "after"])
+def test_a_line_that_is_worked_off_while_a_batch_begins_leaves_it_no_old_state(
+    bench: Aside, moment: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    handler = parking(bench, retry=Retry(attempts=3, delay_ms=5_000, jitter=0))
+    works = works_of(handler)
+    bench.run(handler, bench.add(1, keys="A", fail=9))
+    load, done = Ledger.load, threading.Event()
+
+    def meanwhile(ledger: Ledger, wanted: Any) -> Any:
+        found = load(ledger, wanted) if moment == "after" else None
+        if not done.is_set():
+            done.set()
+            make_due_and_work_off(bench, works)
+        return load(ledger, wanted) if found is None else found
+
+    monkeypatch.setattr(Ledger, "load", meanwhile)
+    bench.run(works, bench.add(2, keys="A"))
+    bench.catch_up(works)
+    assert (bench.outputs(), sums(bench), bench.lines()) == ([1, 2], b"\x81\xa3sum\x03", {})
+    bench.check()
+
+
+def test_a_key_that_was_set_aside_by_a_task_waits_in_its_later_rows_too(bench: Aside) -> None:
+    handler = parking(bench, retry=Retry(attempts=3, delay_ms=5_000, jitter=0))
+    works = works_of(handler)
+
+    def handle(item: Item, message: Message, state: State) -> Any:
+        if item.n == 1:
+            raise RuntimeError("not now")
+        make_due_and_work_off(bench, works)
+        return works.function(item=item, message=message, state=state)
+
+    first, second = bench.add(1, keys="A"), bench.add(2, keys="A")
+    bench.process(replace(handler, function=handle), bench.rows(*first), bench.rows(*second))
+    make_due_and_work_off(bench, works)
+    assert (bench.outputs(), sums(bench), bench.lines()) == ([1, 2], b"\x81\xa3sum\x03", {})
+
+
+@pytest.mark.parametrize("routed", [0, 1])
+def test_what_half_a_batch_set_aside_is_not_lost_when_workers_come_and_go_at_once(bench: Aside, routed: int) -> None:
+    handler = parking(bench, retry=Retry(attempts=3, delay_ms=5_000, jitter=0))
+    rows = bench.add(1, 2, 3, keys="BAA", fail=9)
+    bench.process(handler, bench.rows(*rows))
+    joined = worker(bench.client)
+    if routed:
+        joined.route(count=1, most_pending=100)
+    bench.begin(handler)
+    frontier = bench._ledger(handler).begin(["in"])["in"].frontier or EntryId(0, 0)
+    bench.run(works_of(handler), [row for row in rows if row[0] > frontier.ms])
+    assert (bench.outputs(), bench.dead()) == ([1, 2, 3], [])
+    bench.check()

@@ -1,0 +1,227 @@
+"""The engine's task on partitions that grow: each key keeps its order, its state and its single run."""
+
+import asyncio
+import random
+import string
+from collections import defaultdict
+from collections.abc import Iterator
+
+import msgspec
+import pyarrow as pa
+import pytest
+
+from millstream import App, Message, State
+from millstream.aside import ready_lines
+from millstream.client import Client
+from millstream.handlers import Handler
+from millstream.ledger import Ledger
+from millstream.lines import park, unpark
+from millstream.model import EntryId
+from millstream.moves import Moves
+from millstream.naming import HandlerKeys
+from millstream.partitioned import PartitionedProducer
+from millstream.partitions import Partitions
+from millstream.spark.catching_up import CatchUp
+from millstream.spark.partition import task_of
+from millstream.spark.task import Job, PartitionTask
+from tests.clocks import HandClock
+from tests.integration.task_bench import LINES, SCHEMA
+
+BASE = "orders"
+
+
+def count(message: Message, state: State) -> dict[str, object]:
+    """Gives the number of each message of a key that comes right after the one before it."""
+    n = int(message.fields["n"])
+    if state.get("n", 0) != n - 1:
+        raise RuntimeError(f"{n} comes after {state.get('n', 0)}")
+    state["n"] = n
+    return {"k": message.key or b"", "n": n}
+
+
+class Pipeline:
+    """A run on Spark, without Spark, whose every step the test chooses."""
+
+    def __init__(self, client: Client) -> None:
+        app = App("app")
+        app.handler(BASE, partitions=2, key="k", into="out", name="handle")(count)
+        self.client = client
+        self.handler: Handler = app.handlers["handle"]
+        self.producer = PartitionedProducer(client, BASE, key="k", partitions=2)
+        self.sent: dict[str, int] = defaultdict(int)
+        self.partitions = Partitions(client, BASE)
+        self.partitions.made(2)
+        self.begin()
+
+    @property
+    def streams(self) -> list[str]:
+        return self.partitions.found().streams
+
+    @property
+    def ledger(self) -> Ledger:
+        return Ledger(self.client, app="app", handler="handle", token=self.token, keyed=True)
+
+    def begin(self) -> None:
+        self.token = Ledger(self.client, app="app", handler="handle").new_token(self.streams)
+        self.ledger.begin(self.streams)
+
+    def publish(self, keys: str) -> None:
+        rows = []
+        for key in keys:
+            self.sent[key] += 1
+            rows.append({"k": key, "n": self.sent[key]})
+        self.producer.publish_many(rows)
+
+    def batch(self, most: int, *, dies: bool = False) -> None:
+        """A batch of up to so many entries of each partition; it may die before its end."""
+        rows, ends = [], {}
+        frontiers = self.ledger.frontiers(self.streams)
+        for stream in self.streams:
+            after = frontiers.get(stream, EntryId(0, 0))
+            for entry_id, pairs in self.client.execute("XRANGE", stream, f"({after}", "+", "COUNT", most):
+                at = EntryId.parse(entry_id)
+                ends[stream] = at
+                key = dict(zip(pairs[::2], pairs[1::2], strict=True))[b"k"]
+                rows.append((stream, key, at.ms, at.seq, msgspec.msgpack.encode(pairs)))
+        rows.sort()
+        if rows:
+            columns = dict(zip(("stream", "key", "id_ms", "id_seq", "fields"), zip(*rows, strict=True), strict=True))
+            batch = pa.RecordBatch.from_pydict(
+                {f.name: pa.array(columns[f.name], f.type) for f in SCHEMA}, schema=SCHEMA
+            )
+            asyncio.run(self._task().process([batch]))
+        if not dies:
+            self.ledger.advance(ends)
+
+    def catch_up(self) -> bool:
+        found = ready_lines(self.ledger, self.streams, 100)
+        rows = [{"stream": stream, "line": line} for stream, ready in found.items() for line in ready.lines]
+        asyncio.run(self._task().catch_up([pa.RecordBatch.from_pylist(rows, schema=LINES)] if rows else []))
+        return bool(rows)
+
+    def move(self) -> bool:
+        layout = self.partitions.found()
+        moves = Moves(self.client, layout, app="app", handler="handle")
+        return bool(moves.bring_in(range(layout.count)) + moves.settle(range(layout.count)))
+
+    def drain(self) -> None:
+        for _ in range(4 + len(self.streams)):
+            self.batch(1_000)
+            while self.move() or self.catch_up():
+                pass
+
+    def _task(self) -> PartitionTask:
+        return task_of(Job(handler=self.handler, url=self.client.url, token=self.token), self.client, retried=False)
+
+    def check(self) -> None:
+        found: dict[str, list[int]] = defaultdict(list)
+        for _, (_, key, _, n) in self.client.execute("XRANGE", "out", "-", "+"):
+            found[key.decode()].append(int(n))
+        assert dict(found) == {key: list(range(1, last + 1)) for key, last in self.sent.items()}
+        assert [self.client.execute("XLEN", HandlerKeys("app", "handle", stream).dead) for stream in self.streams] == [
+            0
+        ] * len(self.streams)
+
+
+@pytest.fixture
+def pipeline(millstream_url: str) -> Iterator[Pipeline]:
+    with Client(millstream_url) as client:
+        yield Pipeline(client)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_keys_that_move_keep_their_order_and_their_state_whatever_dies_in_between(
+    pipeline: Pipeline, seed: int
+) -> None:
+    chance = random.Random(seed)
+    for step in range(60):
+        if step in (15, 35):
+            pipeline.partitions.grow(2 + step // 7)
+        match chance.randrange(7):
+            case 0 | 1:
+                pipeline.publish("".join(chance.choices(string.ascii_letters, k=20)))
+            case 2 | 3:
+                pipeline.batch(chance.choice((2, 8, 50)), dies=chance.random() < 0.3)
+            case 4:
+                pipeline.catch_up()
+            case 5:
+                pipeline.move()
+            case 6:
+                pipeline.begin()
+    pipeline.drain()
+    pipeline.check()
+
+
+def test_a_key_that_is_parked_in_its_old_partition_waits_in_the_new_one_as_well(pipeline: Pipeline) -> None:
+    pipeline.publish(string.ascii_letters)
+    old = pipeline.partitions.found()
+    for stream in old.streams:
+        for key in string.ascii_letters:
+            park(pipeline.client, HandlerKeys("app", "handle", stream), b"k" + key.encode(), "by hand")
+    pipeline.batch(100)
+    pipeline.partitions.grow(6)
+    pipeline.publish(string.ascii_letters)
+    pipeline.begin()
+    pipeline.drain()
+    assert pipeline.client.execute("XLEN", "out") == 0
+    for stream in old.streams:
+        for key in string.ascii_letters:
+            unpark(pipeline.client, HandlerKeys("app", "handle", stream), b"k" + key.encode())
+    pipeline.drain()
+    pipeline.check()
+
+
+def test_a_run_is_not_settled_while_keys_that_move_wait_and_no_batch_waits_for_them(
+    millstream_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Client(millstream_url) as client:
+        pipeline = Pipeline(client)
+        pipeline.publish(string.ascii_letters)
+        pipeline.partitions.grow(6)
+        pipeline.publish(string.ascii_letters)
+        pipeline.begin()
+        pipeline.batch(1_000)
+        job = Job(handler=pipeline.handler, url=millstream_url, token=pipeline.token)
+        catch_up = CatchUp(job, None, streams=pipeline.streams, give_up=lambda: False)  # type: ignore[arg-type]
+        assert client.execute("XLEN", "out") < 2 * len(string.ascii_letters)
+        assert not catch_up.is_settled()
+        monkeypatch.setattr("millstream.spark.catching_up.LOOK_AHEAD", 1)
+        catch_up.wait_for_room()
+
+
+def test_streams_on_which_nothing_can_be_run_are_asked_together_and_seldom(millstream_url: str) -> None:
+    with Client(millstream_url) as client:
+        pipeline, clock = Pipeline(client), HandClock()
+        streams = [f"s{n}" for n in range(250)]
+        pipeline.token = Ledger(client, app="app", handler="handle").new_token(streams)
+        pipeline.ledger.begin(streams)
+        for stream in streams:
+            client.execute("XADD", stream, "1-0", "k", "A")
+            park(client, HandlerKeys("app", "handle", stream), b"kA", "by hand")
+        job = Job(handler=pipeline.handler, url=millstream_url, token=pipeline.token)
+        catch_up = CatchUp(job, None, streams=streams, give_up=lambda: False, clock=clock)  # type: ignore[arg-type]
+
+        def asked() -> int:
+            """How many streams were asked for since the last time."""
+            stats = client.execute("INFO", "commandstats").decode().splitlines()
+            found = [line for line in stats if line.startswith("cmdstat_evalsha:")]
+            client.execute("CONFIG", "RESETSTAT")
+            return int(found[0].split("calls=")[1].split(",")[0]) if found else 0
+
+        asked()
+        assert catch_up.run() is None
+        assert asked() == 250
+        assert catch_up.run() is None
+        catch_up.wait_for_room()
+        assert asked() == 0
+        catch_up.look_at(["s3"])
+        assert catch_up.run() is None
+        assert asked() == 1
+        assert catch_up.is_settled()
+        assert asked() == 250, "the end is not told from what was seen before"
+        clock.now_ms += 1_000.0
+        unpark(client, HandlerKeys("app", "handle", "s7"), b"kA")
+        asked()
+        assert catch_up.run() is None
+        assert asked() == 250, "what a person does is seen without being told of"
+        assert len(catch_up.streams()) == 249

@@ -1,0 +1,119 @@
+"""`readAs=group` on Spark: a query that shares a consumer group with ordinary workers."""
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import redis
+from pyspark.errors import StreamingQueryException
+from pyspark.sql import DataFrame
+
+from millstream.groups import Group
+from tests.spark.pipelines import eventually
+from tests.spark.sources import Bench, Taken
+
+pytestmark = pytest.mark.spark
+
+GROUP = "workers"
+ROWS = 6_000
+
+
+@contextmanager
+def worker(url: str) -> Iterator[list[int]]:
+    """An ordinary worker of the group, which is no program of ours; what it has done."""
+    done: list[int] = []
+    stopping = threading.Event()
+
+    def work() -> None:
+        with redis.Redis.from_url(url) as client:
+            while not stopping.is_set():
+                for _, entries in client.xreadgroup(GROUP, "plain", {"s": ">"}, count=5, block=100):
+                    for entry_id, fields in entries:
+                        done.append(int(fields[b"n"]))
+                        client.xack("s", GROUP, entry_id)
+                stopping.wait(0.05)  # slowly, so that enough is left for the query
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    try:
+        yield done
+    finally:
+        stopping.set()
+        thread.join()
+
+
+def test_a_query_shares_a_group_with_a_worker_and_repeats_the_batch_that_failed(bench: Bench) -> None:
+    group = Group(bench.client, "s", GROUP)
+    bench.add("s", ROWS)
+    group.create()
+    frame = bench.stream("s", schema="n int, _id string", readAs="group", group=GROUP, maxOffsetsPerTrigger=1_500)
+    held: list[int] = []
+    attempts: list[list[str]] = []
+
+    class Failing(Taken):
+        """Fails once it has read the second batch."""
+
+        def take(self, frame: DataFrame, batch_id: int) -> None:
+            rows = frame.collect()
+            names = {one.name: one.pending for one in group.consumers() if one.name.startswith("spark-")}
+            held.append(sum(names.values()) - len(rows))
+            if batch_id == 1:
+                attempts.append(sorted(row["_id"] for row in rows))
+                if len(attempts) == 1:
+                    raise RuntimeError("as planned")
+            self.batches.append(rows)
+
+    taken = Failing("q")
+    writer = frame.writeStream.foreachBatch(taken.take).option("checkpointLocation", str(bench.folder / "c"))
+    with worker(bench.url) as done:
+        with pytest.raises(StreamingQueryException, match="as planned"):
+            writer.start().awaitTermination(120)
+        bench.add("s", 500, start=ROWS)
+        query = writer.start()
+        bench.queries.append(query)
+        eventually(lambda: len(taken.rows) + len(done) >= ROWS + 500, "all was read by one or the other")
+        bench.add("s", 500, start=ROWS + 500)
+        eventually(lambda: len(taken.rows) + len(done) >= ROWS + 1_000, "the rest was read by one or the other")
+        eventually(lambda: group.pending.summary().count == 0, "all was acknowledged")
+        query.stop()
+    assert sorted([row["n"] for row in taken.rows] + done) == list(range(ROWS + 1_000))
+    assert min(len(taken.rows), len(done)) > 100
+    assert attempts[0] == attempts[1]
+    assert len(attempts[0]) > 0
+    assert set(held) == {0}, "while it is processed, a batch is held by its portions, and nothing else is"
+    info = group.info()
+    assert info is not None
+    assert info.lag == 0
+
+
+def test_available_now_acknowledges_what_it_read_and_a_long_batch_is_kept_while_the_driver_lives(
+    bench: Bench,
+) -> None:
+    bench.add("s", 2_500)
+    group = Group(bench.client, "s", GROUP)
+    options = {"readAs": "group", "group": GROUP, "startingOffsets": "earliest", "adoptAfter": "3s"}
+    frame = bench.stream("s", maxOffsetsPerTrigger=1_000, **options)
+    taken = bench.take(frame)
+    assert taken.numbers == list(range(2_500))
+    assert taken.sizes == [1_000, 1_000, 500]
+    assert group.pending.summary().count == 0
+    bench.add("s", 3)
+    waiting, ended = threading.Event(), threading.Event()
+
+    def fail_later(frame: DataFrame, batch_id: int) -> None:
+        waiting.set()
+        ended.wait(60)
+        raise RuntimeError("as planned")
+
+    writer = frame.writeStream.foreachBatch(fail_later)
+    query = writer.option("checkpointLocation", str(bench.folder / "checkpoint")).start()
+    bench.queries.append(query)
+    assert waiting.wait(60)
+    threading.Event().wait(3.5)
+    assert group.pending.entries(min_idle_ms=3_000) == [], "it is kept while the batch lasts"
+    assert group.pending.summary().count == 3
+    ended.set()
+    with pytest.raises(StreamingQueryException, match="as planned"):
+        query.awaitTermination(60)
+    eventually(lambda: len(group.pending.entries(min_idle_ms=4_000)) == 3, "a driver that is gone keeps nothing")

@@ -1,0 +1,165 @@
+"""What a query knows of its streams without asking again is what Redis would answer; on real Redis, without Spark."""
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from typing import Any
+
+import pytest
+
+from millstream.client import Client
+from millstream.errors import Unavailable
+from millstream.router.watch import Watch
+from millstream.server import EmbeddedServer
+from millstream.spark.facts import survey
+from millstream.spark.known import KnownFacts
+from millstream.testing.topologies import acl_server, cluster, wait_until
+from tests.clocks import HandClock
+from tests.faults.test_router_faults import finish_move, move_slot
+
+NAMES = [f"{{{tag}}}:{n}" for tag in "abcd" for n in range(10)]
+
+
+@pytest.fixture
+def client(millstream_url: str) -> Iterator[Client]:
+    with Client(millstream_url) as client:
+        yield client
+
+
+class Knowing:
+    """Looks, and asks about what has changed since the last look; time stands still, so that nothing else is asked."""
+
+    def __init__(self, client: Client) -> None:
+        self.client = client
+        self.clock = HandClock()
+        self.known = KnownFacts(client, clock=self.clock)
+        self.look()
+
+    def look(self) -> set[str] | None:
+        changed = self.known.look()
+        facts = self.known.of(NAMES)
+        assert {name: facts[name] for name in NAMES} == survey(self.client, NAMES)
+        return changed
+
+
+def happenings(client: Client, dice: random.Random) -> None:
+    """Something that happens to streams."""
+    one, other = dice.sample(NAMES[:10], 2)
+    many = dice.sample(NAMES, dice.randrange(len(NAMES)))
+    choices: list[list[Sequence[Any]]] = [
+        [("XADD", name, "*", "a", 1) for name in many],
+        [("XADD", one, "*", "a", 1), ("XADD", one, "*", "a", 2), ("XADD", one, "*", "a", 3)],
+        [("XADD", one, "*", "a", 1), ("XTRIM", one, "MAXLEN", 1)],
+        [("XTRIM", one, "MAXLEN", 0)],
+        [("XDEL", one, *([entry[0] for entry in client.execute("XRANGE", one, "-", "+", "COUNT", 1)] or ["1-1"]))],
+        [("DEL", one)],
+        [("UNLINK", *many)] if not client.is_cluster and many else [],
+        [("DEL", one), ("XADD", one, "1-1", "a", 1)],
+        [("XADD", one, "*", "a", 1), ("RENAME", one, other)],
+        [("XADD", one, "*", "a", 1), ("COPY", one, other, "REPLACE")],
+        [("MULTI",), ("XADD", one, "*", "a", 1), ("DEL", one), ("EXEC",)] if not client.is_cluster else [],
+        [("EVAL", "return redis.call('XADD', KEYS[1], '*', 'a', '1')", 1, one)],
+        [("SET", one, "text"), ("DEL", one)],
+        [("XGROUP", "CREATE", one, f"g{dice.random()}", "$", "MKSTREAM")],
+        [("PEXPIRE", one, -1)],
+    ]
+    for command in dice.choice(choices):
+        client.execute(*command)
+
+
+def test_whatever_happens_to_streams_is_known_at_the_next_look(client: Client) -> None:
+    dice = random.Random(7)
+    knowing = Knowing(client)
+    for _ in range(300):
+        for _ in range(dice.randrange(3)):
+            happenings(client, dice)
+        if dice.randrange(20) == 0:
+            client.execute(*dice.choice([("FLUSHALL",), ("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")]))
+        knowing.look()
+    client.execute("XADD", NAMES[3], "*", "a", 1)
+    assert knowing.look() == {NAMES[3]}
+    assert knowing.look() == set()
+
+
+def test_a_stream_that_expires_is_missed(client: Client) -> None:
+    client.execute("XADD", NAMES[0], "*", "a", 1)
+    knowing = Knowing(client)
+    client.execute("PEXPIRE", NAMES[0], 30)
+    assert knowing.look() == {NAMES[0]}
+    wait_until(lambda: bool(knowing.known.look()), "Redis to notice")
+    assert knowing.known.of(NAMES)[NAMES[0]] is None
+
+
+def test_a_server_that_forgets_what_it_was_asked_says_so_and_a_new_one_is_asked_anew(
+    millstream_fresh_server: EmbeddedServer,
+) -> None:
+    with Client(millstream_fresh_server.url) as client:
+        client.execute("CONFIG", "SET", "tracking-table-max-keys", 10)
+        dice = random.Random(3)
+        knowing = Knowing(client)
+        for _ in range(50):
+            happenings(client, dice)
+            wait_until(lambda: knowing.look() is not None, "it to be told")
+        client.execute("CONFIG", "SET", "tracking-table-max-keys", 0)
+        millstream_fresh_server.restart()
+        client.close()
+        assert knowing.look() is None
+        knowing.look()
+        assert knowing.look() == set()
+        client.execute("SWAPDB", 0, 1)  # is not told
+        facts = knowing.known.of(NAMES)
+        for _ in range(400):
+            knowing.clock.now_ms += 1_000
+            knowing.known.look()
+            facts = knowing.known.of(NAMES)
+        assert not any(facts.values())
+
+
+def test_without_the_right_to_be_told_everything_is_asked_each_time(caplog: pytest.LogCaptureFixture) -> None:
+    with acl_server(["plain >secret ~* +@all -client|tracking"]) as server, Client(server.urls["plain"]) as client:
+        knowing = Knowing(client)
+        for _ in range(2):
+            client.execute("XADD", NAMES[0], "*", "a", 1)
+            assert knowing.look() is None
+        assert caplog.text.count("every look asks about every stream") == 1
+
+
+def test_slots_that_move_take_what_is_known_with_them() -> None:
+    dice = random.Random(5)
+    with cluster() as made, Client(made.url) as client:
+        knowing = Knowing(client)
+        wait_until(lambda: knowing.look() is not None, "the nodes to say the same")
+        slot = int(client.execute("CLUSTER", "KEYSLOT", NAMES[0]))
+        client.execute("XADD", NAMES[0], "*", "a", 1)
+        source = next(node for node in made.nodes if node.call("CLUSTER", "COUNTKEYSINSLOT", slot))
+        target = next(node for node in made.nodes if node is not source)
+
+        def happens(look: Callable[[], object]) -> None:
+            for _ in range(30):
+                with suppress(Unavailable):  # of two keys, one has moved
+                    happenings(client, dice)
+                look()
+
+        happens(knowing.look)
+        client.execute("XADD", NAMES[0], "*", "a", 1)
+        move_slot(client, source, target, slot, finish=False)
+        # A stream that is created while its slot is on its way, and was not there before, is not told before it has arrived.
+        happens(lambda: (knowing.known.look(), knowing.known.of(NAMES)))
+        finish_move(source, target, slot)
+        happens(knowing.look)
+        wait_until(lambda: knowing.look() is not None, "the nodes to say the same")
+        assert knowing.look() == set()
+
+
+def test_a_connection_that_breaks_in_the_middle_is_not_believed(client: Client) -> None:
+    watch = Watch(client)
+    assert watch.changed() is None
+    replies = watch.ask(("XLEN",), NAMES)
+    assert next(replies) == (NAMES[0], 0)
+    client.execute("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")
+    with pytest.raises(Unavailable):
+        list(watch.ask(("XLEN",), NAMES))
+    assert watch.changed() is None
+    assert dict(watch.ask(("XLEN",), NAMES)) == dict.fromkeys(NAMES, 0)
+    watch.close()
+    assert watch.changed() is None

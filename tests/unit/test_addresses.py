@@ -1,0 +1,24 @@
+"""URLs of Redis deployments."""
+
+import pytest
+
+from millstream.addresses import url_of_node
+
+
+@pytest.mark.parametrize(
+    ("url", "expected"),
+    [
+        ("redis://h:1", "redis://r:7"),
+        ("rediss://me:s%40cret@h:1/3?ssl_ca_certs=/ca", "rediss://me:s%40cret@r:7/3?ssl_ca_certs=/ca"),
+        ("redis+sentinel://me:s@a:1,b:2/mymaster/3", "redis://me:s@r:7/3"),
+        ("redis+sentinel://a/mymaster", "redis://r:7/"),
+        ("rediss+cluster://me:s@a:1,b:2/0", "rediss://me:s@r:7"),
+        ("unix://me:s@/run/redis.sock?db=2", "redis://me:s@r:7?db=2"),
+    ],
+)
+def test_another_node_of_a_deployment_is_reached_as_the_deployment_is(url: str, expected: str) -> None:
+    assert url_of_node(url, ("r", 7)) == expected
+
+
+def test_an_address_of_ipv6_stands_in_brackets() -> None:
+    assert url_of_node("redis://h", ("::1", 7)) == "redis://[::1]:7"

@@ -1,0 +1,118 @@
+"""The outbox of a worker: what is collected together, when, and in which order."""
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from millstream.lifecycle import Again, Outcome
+from millstream.worker.outbox import Outbox, Ran
+
+FOR_EVER_S = 3_600.0
+
+
+def ran(number: int, producer: int = 0) -> Ran:
+    outcome: Outcome = Again(number, str(producer))
+    return (), outcome
+
+
+def numbers(found: list[Ran]) -> list[float]:
+    return [outcome.delay_ms for _, outcome in found if isinstance(outcome, Again)]
+
+
+@contextmanager
+def collecting(outbox: Outbox) -> Iterator[list[list[float]]]:
+    """Collect once meanwhile; at the end it must have come to that."""
+    found: list[list[float]] = []
+    thread = threading.Thread(target=lambda: found.append(numbers(outbox.collect(None)[0])), daemon=True)
+    thread.start()
+    yield found
+    thread.join(10)
+    assert not thread.is_alive()
+
+
+def test_what_is_not_urgent_waits_for_what_is() -> None:
+    outbox = Outbox(10, linger_s=FOR_EVER_S)
+    outbox.put(ran(1))
+    assert numbers(outbox.collect(None)[0]) == [1]
+    with collecting(outbox) as found:
+        outbox.put(ran(2), urgent=False)
+        outbox.put(ran(3), urgent=False)
+        time.sleep(0.05)
+        assert found == []
+        outbox.put(ran(4))
+    assert found == [[2, 3, 4]]
+
+
+def test_what_is_not_urgent_waits_no_longer_than_the_linger() -> None:
+    outbox = Outbox(10, linger_s=0.01)
+    outbox.put(ran(1))
+    outbox.collect(None)
+    outbox.put(ran(2), urgent=False)
+    with collecting(outbox) as found:
+        pass
+    assert found == [[2]]
+
+
+def test_what_comes_after_a_while_of_nothing_is_collected_at_once() -> None:
+    outbox = Outbox(10, linger_s=0.001)
+    with collecting(outbox) as found:
+        time.sleep(0.1)
+        outbox.put(ran(1), urgent=False)
+    assert found == [[1]]
+
+
+def test_as_many_as_may_be_settled_together_are_collected_at_once() -> None:
+    outbox = Outbox(3, linger_s=FOR_EVER_S)
+    with collecting(outbox) as found:
+        time.sleep(0.05)
+        for number in range(3):
+            outbox.put(ran(number), urgent=False)
+    assert found == [[0, 1, 2]]
+    for number in range(5):
+        outbox.put(ran(number), urgent=False)
+    assert numbers(outbox.collect(None)[0]) == [0, 1, 2]
+    outbox.put(ran(5), urgent=False)
+    assert numbers(outbox.collect(None)[0]) == [3, 4, 5]
+
+
+def test_a_time_limit_ends_the_waiting_with_nothing() -> None:
+    assert Outbox(3, linger_s=FOR_EVER_S).collect(0.01) == ([], False)
+
+
+def test_the_end_is_told_with_the_last_that_was_put_in() -> None:
+    outbox = Outbox(2, linger_s=FOR_EVER_S)
+    for number in range(3):
+        outbox.put(ran(number), urgent=False)
+    outbox.end()
+    first, second = outbox.collect(None), outbox.collect(None)
+    assert [(numbers(some), ended) for some, ended in (first, second)] == [([0, 1], False), ([2], True)]
+
+
+def test_nothing_is_lost_nor_out_of_order_between_threads() -> None:
+    each, producers = 20_000, 3
+    outbox = Outbox(100, linger_s=0.0005)
+
+    def produce(producer: int) -> None:
+        for number in range(each):
+            outbox.put(ran(number, producer), urgent=number % 7 == 0)
+            if number % 1_000 == 0:
+                time.sleep(0.002)  # so that the collector falls asleep now and then
+
+    threads = [threading.Thread(target=produce, args=(producer,)) for producer in range(producers)]
+    for thread in threads:
+        thread.start()
+    seen: dict[str, list[float]] = {str(producer): [] for producer in range(producers)}
+    while sum(map(len, seen.values())) < each * producers:
+        began_s = time.monotonic()
+        found, ended = outbox.collect(30.0)
+        # Who was woken late, by what others have brought along already, finds nothing; nobody sleeps beside something.
+        assert found or time.monotonic() - began_s < 20, "something was put in, and nobody was woken"
+        assert not ended
+        assert len(found) <= 100
+        for _, outcome in found:
+            assert isinstance(outcome, Again)
+            seen[outcome.error].append(outcome.delay_ms)
+    for thread in threads:
+        thread.join()
+    assert all(one == list(range(each)) for one in seen.values())

@@ -1,0 +1,229 @@
+"""How tasks wait for a subscription: nothing is made for it, and whatever ends the wait, nothing is lost."""
+
+import asyncio
+import threading
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pytest
+
+from millstream.clock import SYSTEM_CLOCK
+from millstream.errors import MillstreamError
+from millstream.model import Message
+from millstream.router.bell import Bell
+from millstream.router.inbox import Inbox, Waker
+from millstream.router.pump import ThreadPump
+from millstream.router.subscription import Subscription
+
+
+class Desk:
+    def drained(self, inbox: Inbox) -> None:
+        pass
+
+    def left(self, inbox: Inbox) -> None:
+        pass
+
+
+class Bench:
+    """A subscription, and what its task has taken out."""
+
+    def __init__(self) -> None:
+        self.inbox = Inbox("s", 1000, "wait")
+        self.subscription = Subscription(self.inbox, Desk())
+        self.taken: list[str] = []
+
+    async def follow(self) -> None:
+        async for item in self.subscription:
+            assert isinstance(item, Message)
+            self.taken.append(item.id)
+
+    def waker(self) -> Bell:
+        assert isinstance(self.inbox.waker, Bell)
+        return self.inbox.waker
+
+    def put(self, *numbers: int) -> Bell:
+        """As the router does it; the bell is for the caller to ring."""
+        waker = self.waker()
+        self.inbox.put([[b"%d-0" % number, []] for number in numbers])
+        self.inbox.waker = None
+        return waker
+
+
+def in_loop(body: Callable[[Bench], Coroutine[Any, Any, None]]) -> None:
+    asyncio.run(body(Bench()))
+
+
+async def started(work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+    task = asyncio.ensure_future(work)
+    await asyncio.sleep(0)
+    return task
+
+
+def test_a_task_that_waits_again_waits_for_the_same_bell() -> None:
+    async def body(bench: Bench) -> None:
+        await started(bench.follow())
+        first = bench.waker()
+        wake = first._wake
+        for number in range(3):
+            asyncio.get_running_loop().call_soon(bench.put(number).ring)
+            await asyncio.sleep(0)
+            assert bench.taken[-1] == f"{number}-0", "it went on at once"
+            assert bench.waker() is first
+            assert first._wake is wake
+
+    in_loop(body)
+
+
+def test_a_wait_that_is_cancelled_loses_nothing_even_when_it_had_been_woken() -> None:
+    async def body(bench: Bench) -> None:
+        for number in range(2):
+            task = await started(bench.follow())
+            bell = bench.put(number) if number else bench.waker()
+            task.cancel()
+            asyncio.get_running_loop().call_soon(bell.ring)
+            with pytest.raises(asyncio.CancelledError):
+                await task
+        assert bench.taken == []
+        with pytest.raises(asyncio.TimeoutError):
+            await asyncio.wait_for(bench.follow(), 0.01)
+        assert bench.taken == ["1-0"]
+
+    in_loop(body)
+
+
+def test_a_bell_that_rings_for_nothing_does_no_harm() -> None:
+    async def body(bench: Bench) -> None:
+        task = await started(bench.follow())
+        for _ in range(2):
+            asyncio.get_running_loop().call_soon(bench.waker().ring)
+            await asyncio.sleep(0)
+        assert not task.done()
+        asyncio.get_running_loop().call_soon(bench.put(1, 2).ring)
+        await asyncio.sleep(0)
+        assert bench.taken == ["1-0", "2-0"]
+
+    in_loop(body)
+
+
+def test_an_iterator_may_be_waited_for_with_a_limit() -> None:
+    async def body(bench: Bench) -> None:
+        turns = aiter(bench.subscription)
+        with pytest.raises(asyncio.TimeoutError):
+            await asyncio.wait_for(anext(turns), 0.01)
+        waiting = await started(asyncio.wait_for(anext(turns), 10))
+        await asyncio.sleep(0)
+        asyncio.get_running_loop().call_soon(bench.put(1).ring)
+        assert (await waiting).id == "1-0"
+
+    in_loop(body)
+
+
+def test_one_iterator_is_for_one_task() -> None:
+    async def body(bench: Bench) -> None:
+        turns = aiter(bench.subscription)
+
+        async def take() -> Any:
+            return await anext(turns)
+
+        await started(take())
+        with pytest.raises(MillstreamError, match="subscribe once more"):
+            await take()
+
+    in_loop(body)
+
+
+class Overtaken(Inbox):
+    """The router's thread delivers as soon as it can know of a waker, before the task goes on."""
+
+    pump: ThreadPump
+
+    def may_sleep(self, waker: Waker) -> bool:
+        free = super().may_sleep(waker)
+        if free and not self.given:
+            delivered = threading.Event()
+            self.put([[b"1-0", []]])
+            self.pump.call(lambda: self.pump.wake(self))
+            self.pump.call(delivered.set)
+            assert delivered.wait(5)
+        return free
+
+
+def test_a_message_between_the_announcement_of_the_first_wait_and_the_wait_is_heard_of() -> None:
+    inbox = Overtaken("s", 1000, "wait")
+    inbox.pump = pump = ThreadPump(SYSTEM_CLOCK, print)
+    pump.start()
+
+    async def body() -> Any:
+        return await asyncio.wait_for(anext(aiter(Subscription(inbox, Desk()))), 1)
+
+    try:
+        assert asyncio.run(body()).id == "1-0"
+    finally:
+        assert pump.stop(1000)
+
+
+def test_bells_in_no_loop_are_not_passed_over_in_silence(caplog: pytest.LogCaptureFixture) -> None:
+    inbox = Inbox("s", 1000, "wait")
+    inbox.waker = Bell()
+    pump = ThreadPump(SYSTEM_CLOCK, print)
+    pump.wake(inbox)
+    pump._end_round()
+    assert "in no event loop" in caplog.text
+
+
+@pytest.mark.parametrize("default", [(), (None,)])
+def test_waiting_for_the_next_one_can_be_cancelled_with_and_without_a_default(default: tuple[None, ...]) -> None:
+    async def body(bench: Bench) -> None:
+        turns = aiter(bench.subscription)
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.01):
+                await anext(turns, *default)
+        asyncio.get_running_loop().call_soon(lambda: bench.put(1).ring())
+        item = await anext(turns, *default)
+        assert isinstance(item, Message)
+        bench.inbox.ending = True
+        if default:
+            assert await anext(turns, None) is None
+
+    in_loop(body)
+
+
+def test_waiting_for_the_next_one_can_be_a_task_of_its_own() -> None:
+    async def body(bench: Bench) -> None:
+        turns: Any = aiter(bench.subscription)
+        task = asyncio.create_task(anext(turns))
+        await asyncio.sleep(0)
+        asyncio.get_running_loop().call_soon(bench.put(1).ring)
+        assert (await task).id == "1-0"
+        task = asyncio.create_task(anext(turns))
+        await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    in_loop(body)
+
+
+@pytest.mark.parametrize("rings_first", [True, False])
+def test_a_cancellation_is_for_the_task_that_was_cancelled_though_another_waits_at_once(rings_first: bool) -> None:
+    async def body(bench: Bench) -> None:
+        turns = aiter(bench.subscription)
+
+        async def take() -> Any:
+            return await anext(turns)
+
+        def ring() -> None:
+            bench.put(1).ring()
+
+        loop = asyncio.get_running_loop()
+        first = await started(take())
+        if rings_first:
+            loop.call_soon(ring)
+        first.cancel()
+        if not rings_first:
+            loop.call_soon(ring)
+        assert (await take()).id == "1-0"
+        await asyncio.sleep(0)
+        assert first.cancelled()
+
+    in_loop(body)

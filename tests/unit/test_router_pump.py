@@ -1,0 +1,21 @@
+"""The router's thread: what other threads ask for wakes it up, and nothing keeps it awake."""
+
+import select
+import threading
+
+from millstream.clock import SYSTEM_CLOCK
+from millstream.router.pump import ThreadPump
+from millstream.testing.topologies import wait_until
+
+
+def test_a_ring_that_comes_after_its_call_was_run_does_not_keep_the_thread_awake() -> None:
+    pump = ThreadPump(SYSTEM_CLOCK, print)
+    pump.start()
+    try:
+        pump._ring()
+        wait_until(lambda: not select.select([pump._bell], [], [], 0)[0], "silence", timeout_ms=2_000)
+        called = threading.Event()
+        pump.call(called.set)
+        assert called.wait(5)
+    finally:
+        assert pump.stop(1000)

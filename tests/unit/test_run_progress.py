@@ -1,0 +1,53 @@
+"""What `millstream run` tells people and programs: by its events alone, no Spark and no Redis."""
+
+import json
+from collections.abc import Mapping
+
+import pytest
+
+from millstream.commands.run import Progress
+
+BATCH = {"event": "batch", "handler": "pay", "batch": 0, "messages": 50, "committed": 44, "dead": 0, "retries": 1}
+CAUGHT_UP = {"event": "caught-up", "handler": "pay", "messages": 0, "committed": 6, "dead": 6, "retries": 0}
+STAGE = {"event": "batch", "stage": "minutes", "batch": 0, "messages": 7}
+
+
+def last_line(capsys: pytest.CaptureFixture[str], *events: Mapping[str, object]) -> str:
+    with Progress("shop", as_json=False) as progress:
+        for event in events:
+            progress.event(event)
+    return capsys.readouterr().err.splitlines()[-1]
+
+
+def test_the_last_line_has_the_totals_and_says_what_waits_for_a_person(capsys: pytest.CaptureFixture[str]) -> None:
+    end = {"event": "stopped", "parked": {"pay": {"keys": 1, "messages": 6}}}
+    assert last_line(capsys, BATCH, CAUGHT_UP, STAGE, end) == (
+        "stopped: 50 committed, 6 dead letters, 1 key parked (6 messages wait: millstream keys shop.pay)"
+    )
+
+
+def test_the_last_line_names_every_handler_with_parked_keys_and_nothing_that_is_not(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert last_line(capsys, BATCH, {"event": "stopped"}) == "stopped: 44 committed, 0 dead letters"
+    end = {"event": "stopped", "parked": {"b": {"keys": 2, "messages": 1}, "a": {"keys": 1, "messages": 0}}}
+    assert last_line(capsys, {**BATCH, "dead": 1}, end) == (
+        "stopped: 44 committed, 1 dead letter, 3 keys parked (1 message waits: millstream keys shop.a, "
+        "millstream keys shop.b)"
+    )
+
+
+def test_in_json_the_last_event_has_the_totals(capsys: pytest.CaptureFixture[str]) -> None:
+    with Progress("shop", as_json=True) as progress:
+        for event in (BATCH, CAUGHT_UP, STAGE, {"event": "stopped", "parked": {}}):
+            progress.event(event)
+    assert json.loads(capsys.readouterr().out.splitlines()[-1]) == {
+        "event": "stopped", "parked": {}, "batches": 2, "messages": 57, "committed": 50, "dead": 6, "retries": 1,
+    }  # fmt: skip
+
+
+def test_one_of_a_thing_is_one(capsys: pytest.CaptureFixture[str]) -> None:
+    with Progress("shop", as_json=False, every_s=0) as progress:
+        progress.event({**BATCH, "dead": 1})
+        progress.show(None)
+    assert "1 batch  44 committed  1 dead letter  1 retry" in capsys.readouterr().err

@@ -1,0 +1,83 @@
+"""What Spark is told when the source refuses: one error, and no more of a traceback than its last step."""
+
+import traceback
+from typing import Any
+
+import pytest
+
+from millstream.errors import ConfigError, DataLoss
+from millstream.model import EntryId
+from millstream.spark.doors import door, through_door
+from millstream.spark.facts import Loss
+from millstream.spark.loss import LossPolicy
+from millstream.spark.offsets import Position
+from millstream.spark.source import RedisStreamsSource
+
+URL = "redis://127.0.0.1:6379/0"
+
+
+def shown(error: BaseException) -> str:
+    return "".join(traceback.format_exception(error))
+
+
+@pytest.mark.parametrize(
+    ("given", "complaint"),
+    [
+        ({"url": "http://x"}, "the URL must begin with redis://"),
+        ({"url": "redis://h:1/0x"}, "'0x' is no database"),
+        ({"maxOffsetsPerTrigger": "0"}, "must be a whole number"),
+        ({"starttt": "x"}, "option 'starttt' is unknown"),
+        ({"startingOffsets": "9-0", "endingOffsets": "8-0"}, "which is before that"),
+    ],
+)
+def test_a_wrong_option_is_refused_when_the_source_is_made_in_few_lines(given: dict[str, str], complaint: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        RedisStreamsSource({"url": URL, "subscribe": "s", **given})
+    # The test's own frame, then the door, called and left.
+    assert [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)][1:] == ["guarded"]
+    assert complaint in shown(caught.value).splitlines()[-1]
+    assert "noqa" not in shown(caught.value)
+
+
+def test_options_that_only_reading_has_are_looked_at_without_a_subscription_too() -> None:
+    with pytest.raises(ConfigError, match="to read, name the streams either by"):
+        RedisStreamsSource({"url": URL, "startingOffsets": "earliest"})
+    RedisStreamsSource({"url": URL, "fieldsAs": "json"})
+    RedisStreamsSource({"url": URL, "stream": "s"})
+
+
+def test_a_mode_without_typed_columns_is_refused_with_the_schema_that_spark_asks_for() -> None:
+    source = RedisStreamsSource({"url": URL, "subscribe": "s", "mode": "failfast"})
+    with pytest.raises(ConfigError, match="mode=failfast is for typed columns"):
+        source.schema()
+
+
+def test_errors_leave_through_a_door_without_their_way_and_their_cause_and_others_as_they_are() -> None:
+    def fails(error: Exception) -> Any:
+        try:
+            raise KeyError("inner")
+        except KeyError as cause:
+            raise error from cause
+
+    with pytest.raises(DataLoss) as caught:
+        door(fails)(DataLoss("gone"))
+    assert "inner" not in shown(caught.value)
+    assert "in fails" not in shown(caught.value)
+    with pytest.raises(DataLoss) as caught:
+        list(through_door(fails(DataLoss("gone")) for _ in range(3)))
+    assert "in fails" not in shown(caught.value)
+    with pytest.raises(ValueError, match="a bug") as bug:
+        door(fails)(ValueError("a bug"))
+    assert "inner" in shown(bug.value)
+    assert "in fails" in shown(bug.value)
+
+
+def test_a_count_of_lost_entries_is_told_where_there_is_one(caplog: pytest.LogCaptureFixture) -> None:
+    losses, at = LossPolicy(fail=False), Position(EntryId(5, 0), 5)
+    losses.report(Loss(stream="live", start=at, count=None))
+    assert "deleted or re-created" in caplog.text
+    assert "not known here" in caplog.text
+    assert "(0 " not in caplog.text
+    caplog.clear()
+    losses.report(Loss(stream="orders", start=at, count=7))
+    assert "(7 entries so far, " in caplog.text

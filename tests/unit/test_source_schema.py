@@ -1,0 +1,81 @@
+"""Typed columns of the Spark source: which are refused, and what is said about those that no entry has."""
+
+import logging
+
+import pyarrow as pa
+import pytest
+from pyspark.sql.types import IntegerType, StringType, StructField, StructType
+
+from millstream.errors import ConfigError
+from millstream.spark.arrow import typed_columns
+from millstream.spark.options import Columns
+from millstream.spark.schema import check_schema, default_schema
+
+
+def schema(*names: str) -> StructType:
+    return StructType([StructField(name, StringType()) for name in names])
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [("_ID", "_id"), ("_Timestamp", "_timestamp"), ("_timestmp", "_timestamp"), ("_idms", "_id_ms")],
+)
+def test_a_column_that_is_nearly_one_about_the_entry_is_refused(name: str, meant: str) -> None:
+    with pytest.raises(ConfigError, match=f"the column {name} looks like .* did you mean {meant}[?]"):
+        check_schema(Columns(), schema("n", name))
+
+
+def test_fields_may_have_names_of_their_own_also_with_an_underscore() -> None:
+    check_schema(
+        Columns(),
+        schema(
+            "id",
+            "Stream",
+            "_own",
+            "_state",
+            "_index",
+            "_time",
+            "_type",
+            "_key",
+            "_id",
+            "_stream",
+            "_uid",
+            "_pid",
+            "_ids",
+            "_idx",
+        ),
+    )
+
+
+def test_what_a_schema_makes_meaningless_is_refused_with_it_and_what_needs_one_without() -> None:
+    with pytest.raises(ConfigError, match=r"fieldsAs=map and \.schema"):
+        check_schema(Columns(fields_as="map"), schema("n"))
+    with pytest.raises(ConfigError, match="mode=failfast is for typed columns"):
+        check_schema(Columns(failfast=True), default_schema(Columns()))
+    check_schema(Columns(failfast=True), schema("n"))
+    check_schema(Columns(fields_as="map"), default_schema(Columns(fields_as="map")))
+
+
+@pytest.mark.parametrize("alike", [True, False])
+def test_a_column_that_is_null_because_of_its_case_is_told_once(caplog: pytest.LogCaptureFixture, alike: bool) -> None:
+    column = f"Customer{alike}"
+    wanted = pa.schema([(column, pa.string()), ("n", pa.int32()), ("nowhere", pa.string())])
+    entry = [b"n", b"1", column.lower().encode(), b"ann"]
+    entries = [entry if alike or number % 2 else [*entry, b"more", b""] for number in range(400)]
+
+    def told(some: list[list[bytes]]) -> list[str]:
+        caplog.clear()
+        with caplog.at_level(logging.WARNING):
+            typed_columns(some, schema=wanted, names=wanted.names, failfast=False)
+        return [record.getMessage() for record in caplog.records]
+
+    assert told(entries[:100]) == [], "a few entries prove nothing"
+    (message,) = told(entries)
+    assert f"{column!r}" in message
+    assert f"{column.lower()!r}" in message
+    assert told(entries) == []
+
+
+def test_types_are_asked_for_as_before() -> None:
+    with pytest.raises(ConfigError, match="the column _id_ms must be of type bigint"):
+        check_schema(Columns(), StructType([StructField("_id_ms", IntegerType())]))
