@@ -14,6 +14,8 @@ from millstream.naming import ServiceKeys
 SERVICE = "flights"
 KEYS = ServiceKeys(SERVICE)
 LEASE_MS = 600
+STEADY_MS = 3_000  # so that a slow machine costs no lease
+ROUND_S = STEADY_MS / 3 / 1000
 LONG_MS = 60_000
 NoticeT = TypeVar("NoticeT", bound=Notice)
 
@@ -132,7 +134,9 @@ class Watch:
 def joined(url: str, *consumers: str, options: dict[str, Any] | None = None, **policy: Any) -> Iterator[Any]:
     """Balancers, started one after the other; a single one comes as itself."""
     made = [
-        Balancer(url, SERVICE, consumer=name, policy=BalancerPolicy(**{"lease_ms": LEASE_MS} | policy), **options or {})
+        Balancer(
+            url, SERVICE, consumer=name, policy=BalancerPolicy(**{"lease_ms": STEADY_MS} | policy), **options or {}
+        )
         for name in consumers
     ]
     try:
@@ -142,7 +146,7 @@ def joined(url: str, *consumers: str, options: dict[str, Any] | None = None, **p
             one.close()
 
 
-def hear(balancer: Balancer, kind: type[NoticeT], timeout_s: float = 5.0) -> NoticeT:
+def hear(balancer: Balancer, kind: type[NoticeT], timeout_s: float = 30.0) -> NoticeT:
     """The next notification, which has to be of this kind."""
     found = balancer.next(timeout_s)
     assert isinstance(found, kind), f"{found} instead of {kind.__name__}"
@@ -155,11 +159,11 @@ def hear_added(balancer: Balancer, count: int) -> dict[str, StreamAdded]:
     return {notice.stream: notice for notice in found}
 
 
-def silent(balancer: Balancer, for_s: float = 0.3) -> bool:
+def silent(balancer: Balancer, for_s: float = 1.1 * ROUND_S) -> bool:
     return balancer.next(for_s) is None
 
 
-def eventually(condition: Callable[[], Any], what: str, timeout_s: float = 5.0) -> float:
+def eventually(condition: Callable[[], Any], what: str, timeout_s: float = 30.0) -> float:
     """Wait until it is true; return how many seconds that took."""
     began_s = time.monotonic()
     while not condition():

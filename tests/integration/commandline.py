@@ -26,6 +26,7 @@ class Outcome:
 
     def json(self) -> Any:
         """Its output, one JSON value."""
+        assert self.out, f"exit code {self.code} and no output: {self.err}"
         return json.loads(self.out)
 
     def json_lines(self) -> list[Any]:

@@ -35,8 +35,6 @@ from tests.integration.balancers import (
     silent,
 )
 
-STEADY_MS = 3_000  # so that a slow machine costs no lease
-
 
 @pytest.fixture
 def client(millstream_url: str) -> Iterator[Client]:
@@ -56,7 +54,7 @@ def proxy(client: Client, millstream_server: EmbeddedServer) -> Iterator[Proxy]:
 
 def test_when_redis_has_lost_everything_the_owners_announce_their_streams_again(client: Client) -> None:
     announced(client, *names(4))
-    with joined(client.url, "a", "b", lease_ms=STEADY_MS, moves=1.0) as (first, second):
+    with joined(client.url, "a", "b", moves=1.0) as (first, second):
         old = hear_added(first, 4)
         first.release(hear(first, StreamDisowned).stream, hear(first, StreamDisowned).stream)
         old |= hear_added(second, 2)
@@ -75,7 +73,7 @@ def test_when_redis_has_lost_everything_the_owners_announce_their_streams_again(
 
 def test_it_is_said_again_if_the_connection_breaks_over_it(client: Client, proxy: Proxy) -> None:
     announced(client, "s1", "s2")
-    with joined(proxy.url, "a", lease_ms=STEADY_MS) as balancer:
+    with joined(proxy.url, "a") as balancer:
         hear_added(balancer, 2)
         proxy.cut_before("XADD")
         client.execute("FLUSHALL")
@@ -97,7 +95,7 @@ def test_streams_outlive_a_redis_that_forgets_and_is_away_for_longer_than_the_le
             assert hear(balancer, StreamDisowned).why in ("lost contact", "forgotten")
             time.sleep(LEASE_MS / 1000)
             server.start()
-            new = hear(balancer, StreamAdded, 10).lease
+            new = hear(balancer, StreamAdded).lease
             assert (new.stream, new.info) == ("s", old.info)
             assert new.token > old.token
 
@@ -123,14 +121,14 @@ def all_read(client: Client) -> bool:
 )
 def test_no_stream_is_lost_with(client: Client, lost: str) -> None:
     announced(client, *names(3))
-    with joined(client.url, "a", lease_ms=STEADY_MS, most_streams=2) as balancer:
+    with joined(client.url, "a", most_streams=2) as balancer:
         hear_added(balancer, 2)
         match lost:
             case "the group":
                 client.execute("XGROUP", "DESTROY", KEYS.input, KEYS.group)
             case "the input stream":
                 announced(client, "s9")
-                with joined(client.url, "reader", lease_ms=STEADY_MS):
+                with joined(client.url, "reader"):
                     eventually(lambda: len(owners(client)) == 4, "all of them")
                 client.execute("DEL", KEYS.input)
             case "an announcement":
@@ -139,14 +137,14 @@ def test_no_stream_is_lost_with(client: Client, lost: str) -> None:
                 client.execute("DEL", *client.execute("KEYS", f"{KEYS.base}:*"))
             case _:
                 client.execute("DEL", KEYS.meta)
-        with joined(client.url, "b", lease_ms=STEADY_MS) as other:
+        with joined(client.url, "b") as other:
             wanted = 4 if lost == "the input stream" else 3
-            eventually(lambda: len(owners(client)) == wanted, "all of them", 8)
-            eventually(lambda: len(balancer.leases) + len(other.leases) == wanted, "all of them", 8)
+            eventually(lambda: len(owners(client)) == wanted, "all of them")
+            eventually(lambda: len(balancer.leases) + len(other.leases) == wanted, "all of them")
             announced(client, "new")
             eventually(lambda: "new" in owners(client), "what is announced later")
             eventually(lambda: all_read(client), "the end of what was announced again")
-            eventually(lambda: all_done(client, balancer, other), "the end of all", 8)
+            eventually(lambda: all_done(client, balancer, other), "the end of all")
 
 
 def all_done(client: Client, *balancers: Balancer) -> bool:
@@ -162,7 +160,7 @@ def all_done(client: Client, *balancers: Balancer) -> bool:
 
 def test_of_two_processes_with_one_name_the_second_does_not_start(client: Client) -> None:
     announced(client, "s")
-    with joined(client.url, "a", lease_ms=500) as first:
+    with joined(client.url, "a") as first:
         lease = hear(first, StreamAdded).lease
         second = Balancer(client.url, SERVICE, consumer="a", policy=BalancerPolicy(lease_ms=500))
         began_s = time.monotonic()

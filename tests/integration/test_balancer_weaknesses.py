@@ -18,6 +18,7 @@ from tests.integration.balancers import (
     KEYS,
     LEASE_MS,
     SERVICE,
+    STEADY_MS,
     add_raw,
     announced,
     bid,
@@ -38,8 +39,6 @@ from tests.integration.balancers import (
     silent,
 )
 
-STEADY_MS = 3_000
-
 
 @pytest.fixture
 def client(millstream_url: str) -> Iterator[Client]:
@@ -55,7 +54,7 @@ def scripts_run(client: Client) -> int:
 
 def test_01_to_close_hands_unfinished_streams_on_instead_of_deleting_them(client: Client) -> None:
     announced(client, *names(5))
-    with joined(client.url, "a", lease_ms=STEADY_MS) as leaving:
+    with joined(client.url, "a") as leaving:
         hear_added(leaving, 5)
         leaving.done("s0000")
         assert leaving.close() == 4
@@ -67,7 +66,7 @@ def test_01_to_close_hands_unfinished_streams_on_instead_of_deleting_them(client
 def test_02_no_stream_is_orphaned_by_a_notification_that_nobody_hears(client: Client) -> None:
     assert client.execute("CONFIG", "GET", "notify-keyspace-events")[1] == b""
     announced(client, *names(3))
-    held = round_of(client, "b", lease_ms=LEASE_MS).given
+    held = round_of(client, "b", lease_ms=STEADY_MS).given
     with joined(client.url, "a", most_streams=3) as balancer:
         time.sleep(0.05)
         peer(client, "b").hand_in("released", held[:1])
@@ -111,7 +110,7 @@ def test_04_a_newcomer_takes_nothing_of_the_healthy_however_long_they_have_had_i
 def test_05_a_bad_announcement_stops_nobody_and_is_met_once(client: Client) -> None:
     bad = add_raw(client, "{")
     announced(client, "good")
-    with joined(client.url, "a", lease_ms=STEADY_MS) as balancer:
+    with joined(client.url, "a") as balancer:
         assert hear(balancer, StreamAdded).stream == "good"
         worse = add_raw(client, "nothing", field="of ours")
         announced(client, "better")
@@ -159,7 +158,7 @@ def test_09_a_claimed_stream_is_renewed_from_the_start(client: Client) -> None:
         lease = balancer.claim("s")
         while balancer.next(0.1):  # that it was free
             pass
-        assert silent(balancer, 2 * LEASE_MS / 1000)
+        assert silent(balancer, 1.1 * STEADY_MS / 1000)
         assert balancer.lease("s") == lease
         assert round_of(client, "b").found_lost == 0
         assert owners(client) == {"s": "a"}
@@ -177,7 +176,7 @@ def test_10_a_stream_that_is_announced_twice_has_one_owner(client: Client) -> No
 def test_11_a_death_costs_the_others_no_request_for_each_stream_and_other_services_none(client: Client) -> None:
     announced(client, *names(300))
     round_of(client, "dying", lease_ms=LEASE_MS)
-    with joined(client.url, "a", "b", "c", "d", lease_ms=STEADY_MS, most_waiting=1_000):
+    with joined(client.url, "a", "b", "c", "d", most_waiting=1_000):
         before, began_s = scripts_run(client), time.monotonic()
         eventually(lambda: len(counts(client)) == 4 and free(client) == [], "the recovery")
         took_s = time.monotonic() - began_s
@@ -206,12 +205,12 @@ def test_13_a_failed_renewal_costs_nothing_and_a_thousand_streams_no_more_than_o
     client: Client, millstream_server: EmbeddedServer
 ) -> None:
     client.pipeline([("XADD", KEYS.input, "*", FIELD, json.dumps({"DataStreamName": name})) for name in names(1_000)])
-    with Proxy(millstream_server.port) as proxy, joined(proxy.url, "a", lease_ms=900, most_waiting=2_000) as balancer:
+    with Proxy(millstream_server.port) as proxy, joined(proxy.url, "a", most_waiting=2_000) as balancer:
         leases = {one.lease.token for one in hear_added(balancer, 1_000).values()}
         proxy.cut_before("EVALSHA", containing=BALANCE.sha)
         eventually(lambda: sum(proxy.cuts.values()) == 1, "a failed renewal")
         before = scripts_run(client)
-        assert silent(balancer, 1.2)
+        assert silent(balancer, 1.2 * STEADY_MS / 1000)
         assert scripts_run(client) - before < 20
         assert {lease.token for lease in balancer.leases} == leases
 
@@ -220,7 +219,7 @@ def test_14_to_be_done_is_one_step_that_may_be_repeated_when_it_failed(
     client: Client, millstream_server: EmbeddedServer
 ) -> None:
     announced(client, "s1", "s2")
-    with Proxy(millstream_server.port) as proxy, joined(proxy.url, "a", lease_ms=STEADY_MS) as balancer:
+    with Proxy(millstream_server.port) as proxy, joined(proxy.url, "a") as balancer:
         hear_added(balancer, 2)
         client.execute("SCRIPT", "LOAD", HAND_IN.text)
         proxy.cut_before("EVALSHA", containing=HAND_IN.sha)
@@ -249,7 +248,7 @@ def test_16_no_figure_is_kept_for_each_stream_and_claims_are_measured_too(client
     recorder = Recorder()
     announced(client, *names(20))
     given = round_of(client, "b").given
-    with joined(client.url, "a", options={"metrics": recorder}, recover="claim", lease_ms=STEADY_MS) as balancer:
+    with joined(client.url, "a", options={"metrics": recorder}, recover="claim") as balancer:
         peer(client, "b").hand_in("released", given)
         for lease in given:
             balancer.claim(lease.stream)

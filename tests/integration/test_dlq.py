@@ -1,5 +1,6 @@
 """Dead letters: found, shown byte for byte, sent back once, and deleted."""
 
+import itertools
 import os
 import random
 import subprocess
@@ -24,6 +25,7 @@ from tests.integration.commandline import call, start
 
 KEYS = HandlerKeys("airline", "departure", "flights")
 MARK = [REDRIVE_FIELD, b"airline.departure"]
+_buried = itertools.count()
 KILLS = 200 if os.environ.get("MILLSTREAM_SOAK") else 35
 
 
@@ -58,9 +60,11 @@ def letter(
 
 
 def bury(client: Client, *letters: DeadLetter) -> list[str]:
-    """Have messages die, and return the ids of their letters."""
-    commands = [("XADD", HandlerKeys(d.app, d.handler, d.stream).dead, "*", *d.items()) for d in letters]
-    return [letter_id.decode() for letter_id in client.pipeline(commands)]
+    """Have messages die, and return the ids of their letters: no two are the same, in whatever boxes they are."""
+    ids = [f"{time.time_ns() // 1_000_000}-{next(_buried)}" for _ in letters]
+    boxes = [HandlerKeys(d.app, d.handler, d.stream).dead for d in letters]
+    client.pipeline([("XADD", *where, *letter.items()) for *where, letter in zip(boxes, ids, letters, strict=True)])
+    return ids
 
 
 def entries(client: Client, stream: str = "flights") -> list[list[bytes]]:
