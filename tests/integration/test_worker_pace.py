@@ -40,6 +40,7 @@ def measured(client: Client, rate: float | None, workers: int, stream: str = "in
     return len(client.execute("XRANGE", "out", first, end)) / WINDOW_S
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize(("rate", "workers"), [(200, 3), (200, 1), (12.5, 3)])
 def test_all_workers_together_keep_the_rate(client: Client, rate: float, workers: int) -> None:
     fill(client, 5_000)

@@ -83,6 +83,23 @@ def test_a_damaged_checkpoint_is_named_with_its_remedy(pipelines: Pipelines) -> 
     assert pipelines.meta("app", "handle", "in")["committed"] == "2"
 
 
+def test_a_machine_that_is_too_busy_to_start_python_is_not_taken_for_a_damaged_checkpoint(pipelines: Pipelines) -> None:
+    settings = runner.RunSettings(url=pipelines.url, checkpoint=str(pipelines.folder / "checkpoint"))
+    supervisor = runner.Runner(app_of(nothing), pipelines.spark, settings, on_event=pipelines.events.append)
+    (resuming,) = supervisor._pipelines
+    resuming.resumed, resuming.failures = True, 3
+    late = failure_of(
+        RuntimeError("job failed\norg.apache.spark.SparkException: Python worker failed to connect back.")
+    )
+    assert late.reason.endswith("connect back within Spark's 10 seconds: has this machine too much to do?")
+    supervisor._give_up(resuming, late)
+    with pytest.raises(PipelineFailed, match="cannot go on from its checkpoint: OSError: Incomplete log"):
+        supervisor._give_up(resuming, failure_of(OSError("job failed\nOSError: Incomplete log")))
+    resuming.failures = 11
+    with pytest.raises(PipelineFailed, match="11 times in a row"):
+        supervisor._give_up(resuming, late)
+
+
 def test_a_query_that_died_while_it_wrote_its_first_batch_goes_on_from_its_checkpoint(pipelines: Pipelines) -> None:
     app = app_of(nothing)
     app.stage(Rows("in", "n int"), into="out", name="copy")(lambda rows: rows)

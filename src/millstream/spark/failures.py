@@ -13,6 +13,7 @@ _FINAL = (StaleOwner, DataLoss, ConfigError, AccessDenied, WrongType)
 _OUR_ERROR = re.compile(r"millstream\.errors\.(\w+): (.*)")
 _ANY_ERROR = re.compile(r"^[\s|]*(?:Caused by: )?((?:\w+\.)*\w*(?:Error|Exception)): (.*)", re.MULTILINE)
 _REASON_CHARS = 500
+_PYTHON_LATE = "Python worker failed to connect back"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +27,11 @@ class Failure:
     def final(self) -> bool:
         """Whether a person has to change something first."""
         return self.kind is not None and issubclass(self.kind, _FINAL)
+
+    @property
+    def starved(self) -> bool:
+        """Whether a Python process was not up within the ten seconds that Spark gives it, and lets nobody change."""
+        return _PYTHON_LATE in self.reason
 
 
 def failure_of(error: BaseException) -> Failure:
@@ -53,4 +59,6 @@ def java_reason(error: Exception) -> str:
 
 
 def _failure(kind: type[MillstreamError] | None, reason: str) -> Failure:
-    return Failure(kind=kind, reason=reason.strip().partition("\n")[0][:_REASON_CHARS])
+    line = reason.strip().partition("\n")[0].rstrip(".")[:_REASON_CHARS]
+    hint = " within Spark's 10 seconds: has this machine too much to do?" if line.endswith(_PYTHON_LATE) else ""
+    return Failure(kind=kind, reason=line + hint)

@@ -233,7 +233,8 @@ class Runner:
         """Raise PipelineFailed once it has failed too often for the next time to be different."""
         most = _MOST_FAILURES_ONCE if self._settings.once else MOST_FAILURES
         label, checkpoint = pipeline.label, pipeline.checkpoint
-        if pipeline.resumed and not pipeline.began and pipeline.failures > _MOST_FAILURES_AT_FIRST:
+        at_first = pipeline.resumed and not pipeline.began and not failure.starved  # a busy machine says nothing of it
+        if at_first and pipeline.failures > _MOST_FAILURES_AT_FIRST:
             raise PipelineFailed(
                 f"{label} cannot go on from its checkpoint: {failure.reason}. If {checkpoint!r} is damaged, use a new "
                 "--checkpoint and --from-frontier"
