@@ -199,7 +199,7 @@ def test_a_stop_hands_back_what_waits_and_counts_no_attempt(client: Client) -> N
     assert leaving.leftovers == []  # type: ignore[attr-defined]
     assert leaving.report.handed_back > 0
     with working(client, make(double), "next", policy=long):
-        eventually(lambda: len(outputs(client)) == 50, within_s=5)
+        eventually(lambda: len(outputs(client)) == 50)
     attempts = {pairs[3] for _, pairs in client.execute("XRANGE", "out", "-", "+")}
     assert attempts == {b"1"}
 
