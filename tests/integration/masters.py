@@ -179,9 +179,20 @@ def holders(client: Client) -> dict[str, str]:
     return {one.decode(): name.decode() for one, name, *_ in client.execute("XPENDING", STREAM, GROUP, "-", "+", 1_000)}
 
 
+def is_read(client: Client) -> bool:
+    """Whether the group has been given all that there is."""
+    last = client.execute("XREVRANGE", STREAM, "+", "-", "COUNT", 1)
+    return bool(last) and last[0][0] in [group[7] for group in client.execute("XINFO", "GROUPS", STREAM)]
+
+
 def is_clean(client: Client) -> bool:
-    """Whether nothing is pending and nothing is kept of any line."""
-    return not holders(client) and not check_lines(client, KEYS, STREAM) and not client.execute("HLEN", KEYS.owners)
+    """Whether all is read, nothing is pending and nothing is kept of any line."""
+    return (
+        is_read(client)
+        and not holders(client)
+        and not check_lines(client, KEYS, STREAM)
+        and not client.execute("HLEN", KEYS.owners)
+    )
 
 
 def end(process: subprocess.Popen[bytes], number: int = signal.SIGTERM) -> int:

@@ -43,7 +43,7 @@ def test_who_leaves_has_no_subscription_any_more(client: Client, millstream_url:
         for socket in sockets[1:]:
             socket.socket.shutdown(2)  # without a word
         # Nothing is published and no heartbeat is due: it is the end of the connection that is noticed.
-        eventually(lambda: subscriptions(server) == 0, "the end of all subscriptions", within_s=5)
+        eventually(lambda: subscriptions(server) == 0, "the end of all subscriptions", within_s=12)
         assert server.figure("millstream_serve_connections", kind="sse") == 0
         assert server.figure("millstream_serve_connections", kind="websocket") == 0
         assert server.figure("millstream_serve_connections_ended_total", reason="left") == 10

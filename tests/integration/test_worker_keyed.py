@@ -198,6 +198,7 @@ def proxy(client: Client) -> Iterator[Proxy]:
         yield opened
 
 
+@pytest.mark.alone
 def test_an_async_handler_is_broken_off_before_its_lease_ends(client: Client, proxy: Proxy) -> None:
     begun, ended = threading.Event(), threading.Event()
 

@@ -119,7 +119,7 @@ def test_a_paused_handler_reads_nothing_stays_healthy_and_goes_on_when_told(clie
         time.sleep(1.5)
         assert (loop.report.committed, health.failures(), health.unreadiness()) == (10, [], [])
         pause(client, paused=False)
-        eventually(lambda: loop.report.committed == 20, within_s=3)
+        eventually(lambda: loop.report.committed == 20)
     assert sorted(outputs(client)) == list(range(20))
 
 
@@ -133,7 +133,7 @@ def test_a_worker_that_starts_while_paused_takes_nothing_not_even_what_it_held(c
         time.sleep(1)
         assert (loop.report.read, loop.report.adopted, outputs(client)) == (0, 0, [])
         pause(client, paused=False)
-        eventually(lambda: loop.report.committed == 5, within_s=3)
+        eventually(lambda: loop.report.committed == 5)
     assert pending(client) == 0
 
 
