@@ -105,8 +105,7 @@ class KeyedStream(ReliableStream):
             return 0
         after = self.routed  # another thread may move it meanwhile
         entries = self._client.execute("XRANGE", self.stream, b"(" + after, "+", "COUNT", count)
-        if entries:
-            self._affordable = _affordable(entries)
+        self._note_size(entries)
         # Without new ones it is asked where the stream is routed to: a Redis that lost some may have gone back behind us.
         calls: list[Sequence[Arg]] = []
         for at in range(0, max(1, len(entries)), _ENLISTED_AT_ONCE):
@@ -121,6 +120,10 @@ class KeyedStream(ReliableStream):
         """Route, in portions between which Redis serves others, in one round trip; return how many entries were new."""
         replies = self._ledger.run_each(ROUTE, [(self.stream, call) for call in calls])
         return sum([self.enlisted(reply) for reply in replies])
+
+    def _note_size(self, entries: Sequence[Any]) -> None:
+        if entries:
+            self._affordable = _affordable(entries)
 
     def _expect(self, lines: Sequence[Arg]) -> None:
         """Do what has to be done before entries are routed to these lines."""
@@ -140,10 +143,12 @@ class KeyedStream(ReliableStream):
         """The command that reads what is to be routed next; None where `route` has to ask for something before."""
         if self._routed is None or self.pending >= most_pending:
             return None
-        return ("XRANGE", self.stream, b"(" + self.routed, "+", "COUNT", min(count, most_pending - self.pending))
+        count = min(count, most_pending - self.pending, self._affordable)
+        return ("XRANGE", self.stream, b"(" + self.routed, "+", "COUNT", count)
 
     def to_enlist(self, entries: Sequence[Any], *, most_pending: int) -> Command:
         """The command that routes what was read so."""
+        self._note_size(entries)
         args = self._enlisting(self.routed, self._lines_of(entries), most_pending)
         return self._ledger.command(ROUTE, self.stream, args)
 

@@ -96,6 +96,15 @@ def test_of_large_entries_few_are_read_at_once(client: Client) -> None:
     worker = keyed(client)
     assert worker.route(count=8_000, most_pending=MANY) == 100
     assert 1 <= worker.route(count=8_000, most_pending=MANY) <= 14
+    other = keyed(client, "w2")
+    other.route(count=0, most_pending=MANY)
+    read = other.to_read(count=1_000, most_pending=MANY)
+    assert read is not None
+    assert read[-1] == 100
+    other.to_enlist(client.execute(*read), most_pending=MANY)
+    read = other.to_read(count=1_000, most_pending=MANY)
+    assert read is not None
+    assert 1 <= int(read[-1]) <= 14
 
 
 def test_no_more_than_the_look_ahead_is_held_in_lines(client: Client) -> None:

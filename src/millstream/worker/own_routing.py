@@ -131,13 +131,13 @@ class OwnRouter(Router):
         """Route what is new on these in two round trips; return which may have more, and why others are held back."""
         most = self._policy.look_ahead
         count = _ROUTED_AT_ONCE // len(streams)
-        reads = {one.stream: one.to_read(count=count, most_pending=most) for one in streams}
+        reads = {one.stream: one.to_read(count=count, most_pending=most) or () for one in streams}
         # Whatever is asked about a key, its next change is told.
         found = dict(self._watch.read({name: read or ("EXISTS", name) for name, read in reads.items()}))
         together: list[KeyedStream] = []
         alone: list[KeyedStream] = []
         for stream in streams:
-            is_read = reads[stream.stream] is not None and not isinstance(found[stream.stream], Exception)
+            is_read = reads[stream.stream] and not isinstance(found[stream.stream], Exception)
             (together if is_read else alone).append(stream)
         more: list[str] = []
         before = [(one.routed, one.pending) for one in together]
@@ -151,7 +151,7 @@ class OwnRouter(Router):
             # Without new ones, Redis has gone back, or an answer was lost with what it said.
             if passed or is_moved:
                 self._to_wake.put(stream.stream)
-            if passed < entries or entries >= count or (is_moved and not passed):
+            if passed < entries or entries >= int(reads[stream.stream][-1]) or (is_moved and not passed):
                 more.append(stream.stream)
             if stream.stream in self._told:
                 is_vain = not (passed or is_moved or pending or stream.pending)  # what is committed is told, too
