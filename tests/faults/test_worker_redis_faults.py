@@ -120,7 +120,7 @@ def test_entries_of_a_read_whose_reply_was_lost_are_processed_at_once(
         proxy.cut_after("XREADGROUP", times=CUTS)
         report = books.check(log=fleet.log)
         assert proxy.cuts["after", "XREADGROUP"] == CUTS
-        assert fleet.figures()["adopted"] > 0
+        eventually(lambda: fleet.figures()["adopted"] > 0, "a word about adopted entries", log=fleet.log)
     tell(report, watch, cuts=CUTS)
     assert watch.longest_s < 3.0
 
