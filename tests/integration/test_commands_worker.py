@@ -73,8 +73,9 @@ def end(worker: subprocess.Popen[bytes], number: int = signal.SIGTERM) -> tuple[
 
 
 def test_processes_share_the_work_say_what_they_did_and_end_in_order(client: Client, app: str) -> None:
-    fill(client, 200, "wait", "0.01")
     worker = start("worker", app, "--processes", "2", "--threads", "1", "--json", url=client.url)
+    eventually(lambda: len(client.execute("KEYS", "millstream:worker:shop:*")) == 2)
+    fill(client, 200, "wait", "0.02")
     eventually(lambda: len(done(client)) == 200)
     code, out, err = end(worker)
     events = [json.loads(line) for line in out.splitlines()]
