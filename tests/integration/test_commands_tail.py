@@ -245,7 +245,7 @@ def test_a_stream_of_a_pattern_that_becomes_something_else_is_left_out(client: C
         client.execute("SET", "s:1", "text")
         assert process.stderr is not None
         assert process.stderr.readline().startswith(b"following 2 streams, ")
-        assert b"tail leaves a stream out: s:1 is not a stream" in process.stderr.readline()
+        assert b"tail leaves out s:1: s:1 is not a stream" in process.stderr.readline()
         client.execute("XADD", "s:2", "*", "n", 2)
         client.execute("DEL", "s:1")
         assert lines(process, 1)[0]["stream"] == "s:2"
@@ -254,6 +254,24 @@ def test_a_stream_of_a_pattern_that_becomes_something_else_is_left_out(client: C
     finally:
         process.kill()
         process.communicate()
+
+
+def test_a_stream_of_a_pattern_that_may_not_be_read_is_named_and_not_counted(client: Client) -> None:
+    for name in ("s:1", "s:2", "s:3"):
+        fill(client, name, 1)
+    client.execute("ACL", "SETUSER", "some", "reset", "on", ">secret", "+@all", "~s:1", "~s:2")
+    process = start("tail", "s:*", "--json", url=client.url.replace("redis://", "redis://some:secret@"))
+    try:
+        assert process.stderr is not None
+        said = [process.stderr.readline() for _ in range(2)]
+        client.execute("XADD", "s:2", "*", "n", 2)
+        assert lines(process, 1)[0]["stream"] == "s:2"
+    finally:
+        process.kill()
+        process.communicate()
+        client.execute("ACL", "DELUSER", "some")
+    assert said[0].startswith(b"WARNING tail leaves out s:3: the Redis user may not do ")
+    assert said[1].startswith(b"following 2 streams, ")
 
 
 def _until_it_waits(client: Client) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 
 from millstream.client import Client
 from millstream.errors import AccessDenied, Unavailable, WrongType
+from millstream.escaping import visible
 from millstream.router import BEGINNING, END, Item, Router, Start, Subscription
 
 logger = logging.getLogger(__name__)
@@ -45,6 +46,7 @@ class Follower:
         self._beginning: set[str] = set()
         self._looked = False
         self._known: set[str] = set()
+        self._denied: set[str] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
@@ -110,10 +112,11 @@ class Follower:
         try:
             await self._follow(subscription)
         except (WrongType, AccessDenied) as error:  # nobody has named it
-            logger.warning("tail leaves a stream out: %s", error)
+            logger.warning("tail leaves out %s: %s", visible(subscription.stream), error)
+            self._known.discard(subscription.stream)
+            if isinstance(error, AccessDenied):  # the other may become a stream again
+                self._denied.add(subscription.stream)
             self._has_begun(subscription.stream)
-            if isinstance(error, WrongType):  # it may become a stream again
-                self._known.discard(subscription.stream)
 
     async def _look(self, patterns: Sequence[str]) -> None:
         """Find the streams of the patterns, again and again: the more keys there are, the less often."""
@@ -122,7 +125,7 @@ class Follower:
             began = time.monotonic()
             try:
                 found = await asyncio.to_thread(self._scan, patterns)
-                new = sorted(found - self._known)
+                new = sorted(found - self._known - self._denied)
                 for name, place in (await asyncio.to_thread(places, new)).items():
                     self._begin(self._follow_found(self._subscribe(name, place)))
                 places = _from_their_beginning
