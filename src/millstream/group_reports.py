@@ -86,6 +86,6 @@ def _queries(client: Client, consumers: Mapping[Place, Iterable[str]]) -> set[Pl
 
 
 def _holder(group: str, consumer: str, queries: Set[Place]) -> str:
-    """Whose the consumer is: a portion of a query's batch is held by `<query>-<number>`."""
-    query, _, number = consumer.rpartition("-")
+    """Whose the consumer is: a portion of a query's batch is held by `<query>:<number>`."""
+    query, _, number = consumer.rpartition(":")
     return query if number.isdigit() and (group, query) in queries else consumer

@@ -79,7 +79,8 @@ class KeyedStream(ReliableStream):
         )  # fmt: skip
         self._line_of = line_of
         self._routed: bytes | None = None
-        self._affordable = _FIRST_READ
+        self.affordable = _FIRST_READ
+        """How many entries may be read at once, by the size of the last ones."""
         self.pending = 0
         """How many entries are pending in all, as of the last `route`."""
 
@@ -100,7 +101,7 @@ class KeyedStream(ReliableStream):
     def _route(self, count: int, most_pending: int) -> int:
         if self._routed is None or self.pending >= most_pending:
             self._enlist_all([self._enlisting(self.routed, (), most_pending)])
-        count = min(count, most_pending - self.pending, self._affordable)
+        count = min(count, most_pending - self.pending, self.affordable)
         if count <= 0:
             return 0
         after = self.routed  # another thread may move it meanwhile
@@ -123,7 +124,7 @@ class KeyedStream(ReliableStream):
 
     def _note_size(self, entries: Sequence[Any]) -> None:
         if entries:
-            self._affordable = _affordable(entries)
+            self.affordable = _affordable(entries)
 
     def _expect(self, lines: Sequence[Arg]) -> None:
         """Do what has to be done before entries are routed to these lines."""
@@ -143,7 +144,7 @@ class KeyedStream(ReliableStream):
         """The command that reads what is to be routed next; None where `route` has to ask for something before."""
         if self._routed is None or self.pending >= most_pending:
             return None
-        count = min(count, most_pending - self.pending, self._affordable)
+        count = min(count, most_pending - self.pending)
         return ("XRANGE", self.stream, b"(" + self.routed, "+", "COUNT", count)
 
     def to_enlist(self, entries: Sequence[Any], *, most_pending: int) -> Command:

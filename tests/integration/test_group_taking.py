@@ -119,7 +119,7 @@ def test_a_batch_is_held_by_its_portions_and_acknowledged_when_the_next_is_plann
     end = one.plan()
     assert one.rows(end) == list(range(2_000)), "in stream order, task after task"
     assert [len(portions) for portions in one.taker.tasks(one.place, end)] == [1, 1, 1]
-    assert holders(client) == {"spark-0": 667, "spark-1": 667, "spark-2": 666}
+    assert holders(client) == {"spark:0": 667, "spark:1": 667, "spark:2": 666}
     one.place = end
     assert one.batch() == list(range(2_000, 2_500))
     assert sum(holders(client).values()) == 500
@@ -190,6 +190,17 @@ def test_a_batch_of_a_hundred_thousand_is_planned_read_and_acknowledged(
     assert holders(client) == {}
 
 
+def test_consumers_with_names_that_end_in_numbers_are_others(client: Client, query: Callable[..., Query]) -> None:
+    add(client, range(100))
+    Group(client, "s", GROUP).create(BEGINNING)
+    work(client, "spark-0", 30)
+    one, two = (query(consumer=name, maxOffsetsPerTrigger="20") for name in ("spark", "spark-1"))
+    for expected in (range(30, 50), range(70, 90)):
+        assert one.batch() == list(expected)
+        assert two.batch() == list(range(expected.stop, min(expected.stop + 20, 100)))
+    assert holders(client) == {"spark-0": 30, "spark:0": 20, "spark-1:0": 10}
+
+
 def test_entries_of_a_dead_consumer_are_adopted_and_those_of_a_living_one_are_not(
     client: Client, query: Callable[..., Query]
 ) -> None:
@@ -200,7 +211,7 @@ def test_entries_of_a_dead_consumer_are_adopted_and_those_of_a_living_one_are_no
     client.execute("XCLAIM", "s", GROUP, "dead", 0, *ids[:40:2], "IDLE", 10_000, "JUSTID")
     one = query(adoptAfter="5s", maxOffsetsPerTrigger="15")
     assert one.batch() == list(range(0, 30, 2))
-    assert holders(client) == {"dead": 25, "alive": 50, "spark-0": 15}
+    assert holders(client) == {"dead": 25, "alive": 50, "spark:0": 15}
     assert one.batch() == [*range(30, 40, 2), *range(90, 100)]
     assert one.plan() == one.place
     assert holders(client) == {"dead": 20, "alive": 50}
@@ -300,7 +311,7 @@ def test_a_zombie_driver_takes_and_acknowledges_nothing(
         zombie.advance(end, target=None, hold=False)
     with pytest.raises(StaleOwner):  # it begins anew, and is still the older one
         zombie.advance(end, target=None, hold=False)
-    assert holders(client) == {"spark-0": 30}
+    assert holders(client) == {"spark:0": 30}
     with pytest.raises(StaleOwner):
         zombie.tasks(one.place, end)
     assert one.rows(end) == list(range(30, 60))

@@ -313,6 +313,9 @@ def test_an_unkeyed_entry_is_remembered_by_its_id_within_the_batch(client: Clien
     assert ledger.strike(STREAM, "6-0") == 0
     assert ledger.strike(STREAM, "6-0") == 1
     assert ledger.begin([STREAM])[STREAM].struck == 1
+    for _ in range(2):
+        ledger.strike(STREAM, "6-0", by=-1)
+    assert ledger.begin([STREAM])[STREAM].struck == 0, "it has survived each time"
 
 
 def test_a_commit_between_the_reads_of_a_load_is_seen_so_that_no_stale_state_is_committed(millstream_url: str) -> None:

@@ -15,6 +15,7 @@ from millstream.naming import ServiceKeys
 from millstream.spark.membership import Membership, announced_streams
 from millstream.spark.options import parse
 from millstream.spark.subscription import subscription
+from tests.integration.balancers import Watch
 from tests.integration.test_worker import eventually
 
 
@@ -48,6 +49,23 @@ def test_a_run_reads_what_is_announced_until_it_is_done_and_leaves_out_what_is_n
         with pytest.raises(ConfigError, match=r"shared by the workers of app\.handle"):
             membership(client, "other").join()
         member.close()
+
+
+def test_a_name_that_is_announced_anew_is_looked_at_anew(millstream_url: str, caplog: pytest.LogCaptureFixture) -> None:
+    with Client(millstream_url) as client:
+        announced = ServiceKeys("calls").streams
+        client.execute("HSET", announced, "call:1", 1)
+        options = parse({"url": millstream_url, "subscribeAnnounced": "calls", "layout": "packed"}, {})
+        watch = Watch()
+        subscribed = subscription(client, options, clock=watch)
+        assert [*subscribed.names()] == ["call:1"]
+        client.execute("HDEL", announced, "call:1")
+        watch.ahead_ms += 1_500
+        assert [*subscribed.names()] == []
+        client.pipeline([("RPUSH", "call:1", "no stream"), ("HSET", announced, "call:1", 2)])
+        watch.ahead_ms += 1_500
+        assert [*subscribed.names()] == []
+        assert "the announced stream 'call:1' is left out: its key holds a list" in caplog.text
 
 
 def test_a_run_is_told_when_no_announcement_is_read_any_more(millstream_url: str) -> None:

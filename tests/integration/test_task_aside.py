@@ -288,6 +288,18 @@ def test_an_entry_that_is_deleted_while_it_is_set_aside_is_named_and_the_next_go
     bench.check()
 
 
+def test_to_set_aside_does_not_make_a_deleted_stream_anew(bench: Aside, caplog: pytest.LogCaptureFixture) -> None:
+    handler = parking(bench)
+    rows = bench.add(1, 2, keys="AB", fail=9)
+    bench.client.execute("DEL", "in")
+    bench.run(handler, rows)
+    assert bench.lines() == {b"A": ("parked", 1)}
+    unpark(bench.client, KEYS, A)
+    bench.catch_up(handler)
+    assert "were trimmed or deleted before they were processed: 1-0" in caplog.text
+    assert (bench.outputs(), bench.lines(), bench.client.execute("EXISTS", "in")) == ([2], {}, 0)
+
+
 def test_what_is_set_aside_is_pending_and_so_is_seen_and_not_trimmed(bench: Aside) -> None:
     bench.run(parking(bench), bench.add(1, 2, keys="AB", fail=9))
     assert bench.client.execute("XPENDING", "in", KEYS.group)[:2] == [1, b"1-0"]

@@ -7,6 +7,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from math import inf
 from queue import SimpleQueue
 from typing import Any
@@ -27,7 +28,7 @@ from millstream.testing.topologies import cluster
 from millstream.worker import WorkerPolicy
 from millstream.worker.own_routing import OwnRouter
 from tests.integration.commandline import call
-from tests.integration.test_worker import eventually, make, working
+from tests.integration.test_worker import QUICK, eventually, make, working
 
 SERVICE = ServiceKeys("millstream:app.handle")
 
@@ -384,6 +385,49 @@ class Routing:
                 self.router._listen(threading.Event())
                 self.router._route_some()
         return {self.woken.get() for _ in range(self.woken.qsize())}
+
+
+def test_large_entries_of_many_streams_are_read_a_few_at_a_time(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    routing = Routing(client, 50)
+    routing.woken_by(3)
+    client.pipeline([("XADD", name, "*", "payload", b"x" * 60_000) for name in routing.names for _ in range(40)])
+    read = routing.router._watch.read
+    trips: list[int] = []
+
+    def weighed(commands: Any) -> Any:
+        found = dict(read(commands))
+        trips.append(sum(len(part) for entries in found.values() for _, pairs in entries for part in pairs))
+        return found.items()
+
+    monkeypatch.setattr(routing.router._watch, "read", weighed)
+    assert routing.woken_by(60) == set(routing.names)
+    assert sum(trips) == 50 * 40 * 60_007
+    assert sum(trip > 5 << 20 for trip in trips) <= 1, "the first, when no size is known yet"
+
+
+def test_large_effects_of_many_streams_are_committed_a_few_at_a_time(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    barrier = threading.Barrier(8)
+
+    def enlarge(message: Message) -> dict[str, Any]:
+        barrier.wait(30)  # so that all end at once
+        return {"stream": message.stream, "n": 0, "blob": "x" * 2_000_000}
+
+    fill(client, 16, 1)
+    trips: list[int] = []
+    send = Client.pipeline
+
+    def weighed(self: Client, commands: Any, *more: Any) -> Any:
+        trips.append(sum(len(arg) for command in commands for arg in command if isinstance(arg, str | bytes)))
+        return send(self, commands, *more)
+
+    monkeypatch.setattr(Client, "pipeline", weighed)
+    with working(client, make(enlarge, pattern="s:*", order="stream"), policy=replace(QUICK, threads=8)):
+        eventually(lambda: len(rows(client)) == 16)
+    assert max(trips) < 9 << 20
 
 
 def test_after_a_redis_has_lost_all_what_is_new_is_routed_without_a_sweep(client: Client) -> None:

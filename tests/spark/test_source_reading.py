@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import closing
-from itertools import chain
+from itertools import chain, pairwise
 
 import pytest
 
@@ -73,6 +73,17 @@ def test_small_streams_share_round_trips(client: Client) -> None:
         batches = read(watched, pieces)
         assert len(watched.trips) <= 12
     assert all(ids(batches, piece.stream) == [b"%d-0" % n for n in range(1, 6)] for piece in pieces)
+
+
+@pytest.mark.parametrize("size", [1, 10, 500, 1_000])
+def test_cuts_that_hold_more_than_was_guessed_keep_the_order_of_their_stream(client: Client, size: int) -> None:
+    fill(client, "s", 5_000)
+    fill(client, "t", 10)
+    marks = (EntryId(0, 0), EntryId(4_000, 0), EntryId(4_500, 0), EntryId(5_000, 0))
+    pieces = [Piece("s", after, until, size, None) for after, until in pairwise(marks)]
+    batches = read(client, [*pieces, Piece("t", ZERO_ID, END, 10, 10)])
+    assert ids(batches, "s") == [b"%d-0" % n for n in range(1, 5_001)]
+    assert len(ids(batches, "t")) == 10
 
 
 @pytest.mark.parametrize("size", [1, 10, 5000, 100_000])

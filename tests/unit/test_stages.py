@@ -143,6 +143,7 @@ def test_an_app_is_packed_with_what_it_has_imported_from_its_own_folder(
         "@app.stage('in', into='out')\ndef stage(rows): ...\n"
     )
     load_app(str(tmp_path / "packed_app_of_this_test.py"))
+    (tmp_path / "packed_app_of_this_test").mkdir()  # data, which Python does not take for a package beside the module
     found = loaded_from(tmp_path)
     assert [path.name for path in found] == ["package_of_this_test", "packed_app_of_this_test.py"]
     pack(found, tmp_path / "app.zip")

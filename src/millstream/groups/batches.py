@@ -65,7 +65,7 @@ class Filled(NamedTuple):
 class Batches:
     """What one run takes from the group `group` of some streams, in the name of `consumer`.
 
-    What it has taken and put into no batch is held by `consumer`, portion n of a batch by `<consumer>-<n>`. Every method
+    What it has taken and put into no batch is held by `consumer`, portion n of a batch by `<consumer>:<n>`. Every method
     may be repeated; each raises RedisError, GroupMissing among them, and StaleOwner once a newer run is in charge.
     """
 
@@ -73,7 +73,7 @@ class Batches:
         self._client = client
         self._group = group
         self._consumer = consumer
-        self._portion = re.compile(f"{re.escape(consumer)}-[0-9]+")
+        self._portion = re.compile(f"{re.escape(consumer)}:[0-9]+")
         self._epoch = ""
 
     def keys(self, stream: str) -> TakenKeys:

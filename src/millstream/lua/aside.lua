@@ -25,7 +25,8 @@ local meta = redis.call('HMGET', KEYS[1], 'epoch', 'frontier', 'top')
 local frontier, top = meta[2], meta[3]
 local refusal = stale(ARGV[1], meta[1])
 if refusal then return refusal end
-keep_lines_pending(group, frontier) -- before there is more of it
+local is_there = redis.call('EXISTS', KEYS[7]) == 1 -- what was deleted is not made anew
+if is_there then keep_lines_pending(group, frontier) end -- before there is more of it
 
 local now = now_ms()
 
@@ -37,7 +38,7 @@ local function may_join(name, expected, how, first)
 end
 
 local function add(name, ids)
-  hold_by(group, WAITING, ids) -- first, as what may be refused comes before what cannot be done twice
+  if is_there then hold_by(group, WAITING, ids) end -- first, as what may be refused comes before what cannot be done twice
   for i = 1, #ids, PASSED_AT_ONCE do
     redis.call('RPUSH', line_of(name), unpack(ids, i, math.min(i + PASSED_AT_ONCE - 1, #ids)))
   end

@@ -2,7 +2,7 @@
 -- Acknowledge a page of a batch: the entries that are still ours.
 --
 -- KEYS  1 stream   2 record (hash: epoch, token, batch, step, gone)   3 ids of the batch (list)
--- ARGV  1 epoch of the run   2 group   3 consumer; the batch's portions are held by <consumer>-<number>
+-- ARGV  1 epoch of the run   2 group   3 consumer; the batch's portions are held by <consumer>:<number>
 -- REPLY how many ids are left; how many entries others had taken over; how many were not pending any more
 -- ERROR STALE when a newer run is in charge; NOGROUP when the group is gone
 --
@@ -17,7 +17,7 @@ local refusal = refuse_older(ARGV[1])
 if refusal then return refusal end
 
 local function is_ours(holder)
-  local prefix = ARGV[3] .. '-'
+  local prefix = ARGV[3] .. ':'
   return holder == ARGV[3] or (string.sub(holder, 1, #prefix) == prefix and string.find(holder, '^%d+$', #prefix + 1))
 end
 

@@ -34,7 +34,7 @@ local gone = 0
 if #page > 0 then
   local ids = {}
   for i, item in ipairs(page) do ids[i] = item[1] end
-  local portion = string.format('%s-%d', consumer, math.floor(planned / step))
+  local portion = string.format('%s:%d', consumer, math.floor(planned / step))
   ids[#ids + 1] = 'JUSTID'
   local claimed = redis.call('XCLAIM', KEYS[1], group, portion, 0, unpack(ids))
   gone = #page - #claimed

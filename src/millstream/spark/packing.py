@@ -36,7 +36,8 @@ def loaded_from(folder: Path) -> list[Path]:
         place = folder.joinpath(*name.split("."))
         if origin is not None and Path(origin) in (place.with_suffix(".py"), place / "__init__.py"):
             top = folder / name.partition(".")[0]
-            found.add(top if top.is_dir() else top.with_suffix(".py"))
+            alone = top.with_suffix(".py")
+            found.add(alone if Path(origin) == alone else top)
     return sorted(found)
 
 

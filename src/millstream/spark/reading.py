@@ -47,6 +47,10 @@ class _Reader:
         """About how many entries are still to come, and not too few: each shortfall costs a round trip."""
         return max(self.piece.size - self.read, 1 if self.piece.rows is not None else _GUESS_MARGIN)
 
+    def may_hold_more_before(self, other: "_Reader") -> bool:
+        """True if it may take more than one trip, and `other` has the entries of its stream that come after."""
+        return self.piece.stream == other.piece.stream and self.piece.rows is None
+
 
 class Fetched(NamedTuple):
     """What one round trip brought; `size` in bytes, about."""
@@ -99,7 +103,7 @@ class Reading:
             return None
         asked: list[tuple[_Reader, int]] = []
         budget = self._trip_entries
-        while self._waiting and budget > 0:
+        while self._waiting and budget > 0 and not (asked and asked[-1][0].may_hold_more_before(self._waiting[0])):
             reader = self._waiting.popleft()
             asked.append((reader, min(reader.left, self._trip_entries)))
             budget -= asked[-1][1]

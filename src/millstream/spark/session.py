@@ -59,8 +59,8 @@ def open_session(name: str, *, master: str, conf: Mapping[str, str], verbose: bo
     log_file = resources.files("millstream.spark") / "log4j2.properties"
     level = "warn" if verbose else "off"
     if not verbose:
-        for name in _TALKERS:
-            logging.getLogger(name).setLevel(logging.CRITICAL)
+        for talker in _TALKERS:
+            logging.getLogger(talker).setLevel(logging.CRITICAL)
         logging.getLogger().addFilter(_is_not_py4j)
     java_options = f"-Dlog4j2.configurationFile=file:{log_file} -Dmillstream.spark.log={level}"
     settings = {

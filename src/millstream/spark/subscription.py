@@ -115,7 +115,8 @@ class AnnouncedSubscription(_KeptElsewhere):
             self._usable[name] = why is None
             if why is not None:
                 logger.warning("the announced stream %r is left out: %s", name, why)
-        return [name for name in names if self._usable[name]]
+        self._usable = {name: self._usable[name] for name in names}
+        return [name for name, usable in self._usable.items() if usable]
 
     def _why_not(self, names: Sequence[str]) -> list[str | None]:
         """What keeps each from being read; None if nothing does."""

@@ -98,7 +98,7 @@ class LeaseSettler(Settler):
     def _commit_together(self, by_stream: Mapping[KeyedStream, Sequence[_Turn]]) -> dict[KeyedStream, _Sent]:
         """Commit what can go in one round trip. What is not answered well is committed again, stream by stream."""
         of = {stream: _with_effects(turns) for stream, turns in by_stream.items()}
-        calls = {stream: stream.new_call() for stream, some in of.items() if len(list(_portions(some))) == 1}
+        calls = {stream: stream.new_call() for stream in _first_trip(of)}
         commands = [stream.to_commit(_units(of[stream]), call) for stream, call in calls.items()]
         began_ms = self._clock.monotonic_ms()
         replies: Sequence[Reply]
@@ -196,6 +196,15 @@ def _with_effects(turns: Sequence[_Turn]) -> list[_Turn]:
 
 def _portions(turns: Sequence[_Turn]) -> Iterator[Sequence[_Turn]]:
     return portions(turns, attrgetter("unit"))
+
+
+def _first_trip(of: Mapping[KeyedStream, Sequence[_Turn]]) -> Iterator[KeyedStream]:
+    """The first streams whose turns make one portion, all together."""
+    room = len(next(_portions([turn for turns in of.values() for turn in turns]), ()))
+    for stream, turns in of.items():
+        room -= len(turns)
+        if turns and room >= 0:
+            yield stream
 
 
 def _units(turns: Sequence[_Turn]) -> list[Unit]:

@@ -103,7 +103,7 @@ class OwnRouter(Router):
         self._to_route |= dict.fromkeys(self.streams.copy() if told is None else told)
 
     def _route_some(self) -> None:
-        names = list(islice(self._to_route, _AT_ONCE))
+        names = self._next()
         streams: list[KeyedStream] = []
         for name in names:
             if (stream := self.streams.get(name)) is None:
@@ -124,14 +124,29 @@ class OwnRouter(Router):
         if away is not None and not self._client.is_cluster:  # else it concerns some only, which are held back
             raise away
 
+    def _next(self) -> list[str]:
+        """As many as may be read together: of those with large entries, few."""
+        names: list[str] = []
+        share = 0.0
+        for name in islice(self._to_route, _AT_ONCE):
+            if (stream := self.streams.get(name)) is not None:
+                share += 1 / stream.affordable
+            if names and share > 1:
+                break
+            names.append(name)
+        return names
+
     def _hold_back(self, name: str, for_ms: float) -> None:
         self._held_back.put(name, self._clock.monotonic_ms() + for_ms)
 
     def _route_together(self, streams: Sequence[KeyedStream]) -> tuple[list[str], Unavailable | None]:
         """Route what is new on these in two round trips; return which may have more, and why others are held back."""
         most = self._policy.look_ahead
-        count = _ROUTED_AT_ONCE // len(streams)
-        reads = {one.stream: one.to_read(count=count, most_pending=most) or () for one in streams}
+        counts = [min(_ROUTED_AT_ONCE, one.affordable) // len(streams) or 1 for one in streams]
+        reads = {
+            one.stream: one.to_read(count=count, most_pending=most) or ()
+            for one, count in zip(streams, counts, strict=True)
+        }
         # Whatever is asked about a key, its next change is told.
         found = dict(self._watch.read({name: read or ("EXISTS", name) for name, read in reads.items()}))
         together: list[KeyedStream] = []
