@@ -379,11 +379,6 @@ class Client:
         """Run a keyless command on the primary that has `key`."""
         return self._single(command, self._route_pool(key))
 
-    def everywhere(self, *command: Arg) -> list[Reply]:
-        """Run a keyless command on every primary; replies in no particular order."""
-        with self._lock:
-            return [self._single(command, pool) for pool in list(self._route.pools())]
-
     def pipeline(self, commands: Sequence[Command]) -> list[Reply]:
         """Run many commands in one round trip per node; replies in order, errors among them as RedisError.
 

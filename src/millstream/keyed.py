@@ -23,7 +23,10 @@ RECOVER = Script("recover")
 
 _ENLISTED_AT_ONCE = 1_000
 _FIRST_READ = 100
-_READ_BYTES, _OVERHEAD_BYTES, _SAMPLE = 4 * 2**20, 100, 16
+_OVERHEAD_BYTES, _SAMPLE = 100, 16
+
+READ_BYTES = 4 * 2**20
+"""About how much is read at once, of one stream or of many together."""
 
 How = Literal["next", "first", "later", "park"]
 """What becomes of a line when its lease ends: its turn is over; it was not begun; it waits; it waits for a person."""
@@ -79,8 +82,8 @@ class KeyedStream(ReliableStream):
         )  # fmt: skip
         self._line_of = line_of
         self._routed: bytes | None = None
-        self.affordable = _FIRST_READ
-        """How many entries may be read at once, by the size of the last ones."""
+        self.entry_bytes = READ_BYTES // _FIRST_READ
+        """About how large its entries are, by the last ones that were read."""
         self.pending = 0
         """How many entries are pending in all, as of the last `route`."""
 
@@ -122,9 +125,14 @@ class KeyedStream(ReliableStream):
         replies = self._ledger.run_each(ROUTE, [(self.stream, call) for call in calls])
         return sum([self.enlisted(reply) for reply in replies])
 
+    @property
+    def affordable(self) -> int:
+        """How many of its entries may be read at once."""
+        return max(1, READ_BYTES // self.entry_bytes)
+
     def _note_size(self, entries: Sequence[Any]) -> None:
         if entries:
-            self.affordable = _affordable(entries)
+            self.entry_bytes = _entry_bytes(entries)
 
     def _expect(self, lines: Sequence[Arg]) -> None:
         """Do what has to be done before entries are routed to these lines."""
@@ -144,7 +152,7 @@ class KeyedStream(ReliableStream):
         """The command that reads what is to be routed next; None where `route` has to ask for something before."""
         if self._routed is None or self.pending >= most_pending:
             return None
-        count = min(count, most_pending - self.pending)
+        count = min(count, most_pending - self.pending, self.affordable)
         return ("XRANGE", self.stream, b"(" + self.routed, "+", "COUNT", count)
 
     def to_enlist(self, entries: Sequence[Any], *, most_pending: int) -> Command:
@@ -264,11 +272,9 @@ class KeyedStream(ReliableStream):
         return self._ledger.run(script, self.stream, args)
 
 
-def _affordable(entries: Sequence[Any]) -> int:
-    """How many entries like these may be read at once."""
+def _entry_bytes(entries: Sequence[Any]) -> int:
     sample = entries[:: 1 + len(entries) // _SAMPLE]
-    size = sum(_OVERHEAD_BYTES + sum(map(len, pairs)) for _, pairs in sample)
-    return max(1, _READ_BYTES * len(sample) // size)
+    return sum(_OVERHEAD_BYTES + sum(map(len, pairs)) for _, pairs in sample) // len(sample)
 
 
 def line_of_key(key: bytes | None, entry_id: bytes) -> bytes:

@@ -153,7 +153,7 @@ class _Seen:
 def park(client: Client, keys: HandlerKeys, line: bytes, reason: str) -> bool:
     """Have a line wait for a person, from its next turn on; False if it does already.
 
-    This and the two below raise ConfigError if no workers of keys are in charge of the stream, and RedisError.
+    This and the two below raise ConfigError if no worker of keys, nor a run on Spark, has begun on the stream, and RedisError.
     """
     return bool(_steer(client, keys, (line, "park", reason)))
 
@@ -166,7 +166,8 @@ def unpark(client: Client, keys: HandlerKeys, line: bytes) -> bool:
 def skip(client: Client, keys: HandlerKeys, line: bytes, *, error: str, reason: Reason = "skipped") -> str | None:
     """Make the first entry of a line a dead letter that says `error`, and return its id.
 
-    None if it has none, or if that was committed at this very moment. Whoever works on it commits nothing of it any more. A line that is parked stays so.
+    None if it has none, or if that was committed at this very moment. Whoever works on it commits nothing of it any more.
+    A line that is parked stays so.
     """
     (first,) = answers(client, [("LINDEX", keys.line(line), 0)])
     if first is None:
@@ -191,8 +192,8 @@ def _steer(client: Client, keys: HandlerKeys, args: Sequence[Arg]) -> Reply:
     except CommandFailed as error:
         if "NOTKEYED" in str(error):
             raise ConfigError(
-                f"no workers of a handler with a key are in charge of {keys.stream} for {keys.app}.{keys.handler}: "
-                "its keys cannot be parked, unparked or skipped"
+                f"{keys.app}.{keys.handler} has not begun on {keys.stream} as a handler with a key, so that its keys cannot "
+                "be parked, unparked or skipped: start it first, with `millstream worker` or `millstream run`"
             ) from error
         if "MOVING" in str(error):
             raise ConfigError(

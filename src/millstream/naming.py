@@ -168,7 +168,7 @@ class HandlerKeys:
 
     @property
     def ready(self) -> str:
-        """List: lines that wait for a worker, by turns."""
+        """List: lines that can be run, by workers or on Spark, by turns."""
         return f"{self.base}:ready"
 
     @property

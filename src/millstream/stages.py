@@ -1,6 +1,6 @@
 """A stage: ordinary PySpark over the rows of streams, declared in the same app as the handlers.
 
-Nothing here imports pyspark: workers load the same file. What a stage makes is checked where it runs, in `spark/stages.py`.
+Nothing here imports pyspark: workers load the same file. What a stage makes is checked where it runs, in `spark/stage_pipeline.py`.
 """
 
 import difflib

@@ -570,7 +570,8 @@ def test_on_a_cluster_the_roles_need_a_few_rights_more() -> None:
                 client._single([*line.split(), ">secret"], node)
             url = deployed.url.replace("redis+cluster://", f"redis+cluster://millstream-{role}:secret@")
             with Client(url) as limited:
-                client.everywhere("FLUSHALL")
+                for node in client._route.pools():
+                    client._single(["FLUSHALL"], node)
                 if role is RoleName.WORKER:
                     client.execute("XADD", "orders", "*", "n", 1)
                     stream = ReliableStream(limited, "orders", app="shop", handler="bill", consumer="w")

@@ -110,9 +110,9 @@ def test_nothing_is_skipped_where_its_dead_letter_cannot_be_kept(client: Client)
 
 
 def test_lines_cannot_be_steered_where_no_workers_of_keys_are_in_charge(client: Client) -> None:
-    with pytest.raises(ConfigError, match="no workers of a handler with a key"):
+    with pytest.raises(ConfigError, match="has not begun on in as a handler with a key"):
         park(client, KEYS, b"kA", "x")
-    with pytest.raises(ConfigError, match="no workers of a handler with a key"):
+    with pytest.raises(ConfigError, match="has not begun on in as a handler with a key"):
         unpark(client, KEYS, b"kA")
 
 

@@ -40,7 +40,8 @@ def cluster_url() -> Iterator[str]:
 def client(request: pytest.FixtureRequest) -> Iterator[Client]:
     url = request.getfixturevalue("millstream_url" if request.param == "server" else "cluster_url")
     with Client(url) as connected:
-        connected.everywhere("FLUSHALL")
+        for node in connected._route.pools():
+            connected._single(["FLUSHALL"], node)
         yield connected
 
 

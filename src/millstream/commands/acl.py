@@ -38,9 +38,10 @@ def acl(
 ) -> None:
     """Print ACL SETUSER lines with the rights that are needed, and no more. Nothing is changed.
 
-    Roles: worker (millstream worker), spark (millstream run), group-source (readAs=group in Spark), sink (df.write and df.writeStream in Spark), producer (Producer, millstream publish), leases (a
-    Balancer; beside worker, for order="stream"), master and consumer (millstream master, and who gets messages from
-    it), router (millstream serve, or a Router) and operator (all commands that look or mend). Run the lines with redis-cli, then give each user a password.
+    Roles: worker (millstream worker), spark (millstream run), group-source (readAs=group in Spark), sink (df.write and
+    df.writeStream in Spark), producer (Producer, millstream publish), leases (a Balancer; beside worker, for
+    order="stream"), master and consumer (millstream master, and who gets messages from it), router (millstream serve, or
+    a Router) and operator (all commands that look or mend). Run the lines with redis-cli, then give each user a password.
     """
     chosen = tuple(dict.fromkeys(roles or ROLES))
     users = {user: chosen} if user else {f"{PREFIX}-{role}": (role,) for role in chosen}

@@ -37,8 +37,8 @@ if engine then
 end
 
 -- Beside these there is how often attempts failed, and leases were lost; and of what has survived, 0.
-local struck, fields = 0, redis.call('HGETALL', KEYS[4])
-for i = 1, #fields, 2 do
-  if string.find(fields[i], '%d$') and fields[i + 1] ~= '0' then struck = struck + 1 end
+local struck = 0
+for _, field in ipairs(redis.call('HKEYS', KEYS[4])) do
+  if string.find(field, '%d$') and redis.call('HGET', KEYS[4], field) ~= '0' then struck = struck + 1 end
 end
 return {frontier or '', struck, floor or '', some_lines() and 1 or 0}

@@ -13,18 +13,21 @@ from millstream.spark.task import Job, PartitionTask
 
 def run_partition(job: Job, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
     """Process one partition and yield one row per stream that says what was done (for `mapInArrow`)."""
-    context = TaskContext.get()
-    task = task_of(job, shared_client(job.url), retried=context is not None and context.attemptNumber() > 0)
+    task = _task_here(job)
     asyncio.run(task.process(batches))
     yield task.report()
 
 
 def run_lines(job: Job, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
     """Run lines that were set aside, one row of `batches` each, and yield what `run_partition` does (for `mapInArrow`)."""
-    context = TaskContext.get()
-    task = task_of(job, shared_client(job.url), retried=context is not None and context.attemptNumber() > 0)
+    task = _task_here(job)
     asyncio.run(task.catch_up(batches))
     yield task.report()
+
+
+def _task_here(job: Job) -> PartitionTask:
+    context = TaskContext.get()
+    return task_of(job, shared_client(job.url), retried=context is not None and context.attemptNumber() > 0)
 
 
 def task_of(job: Job, client: Client, *, retried: bool) -> PartitionTask:

@@ -21,9 +21,10 @@ class Hand:
     """Entries between being read and being settled. Shared by the threads of one reading loop.
 
     `buffer` are those that wait to be run, in order; `outbox` those that were run; `nudge` is called when some are put
-    into the buffer; while `gate` is not set, none begins. How many are taken ahead follows the handler: more when it runs out of them, fewer when they wait
-    for longer than a second, so that a slow worker does not hoard what others could do (as TCP finds its window).
-    Of a handler with a key, `leases` are counted instead, as each line is run by one thread or task at a time.
+    into the buffer; while `gate` is not set, none begins. How many are taken ahead follows the handler: more when it runs
+    out of them, fewer when they wait for longer than a second, so that a slow worker does not hoard what others could do
+    (as TCP finds its window). Of a handler with a key, `leases` are counted instead, as each line is run by one thread or
+    task at a time.
     """
 
     def __init__(self, policy: WorkerPolicy, at_once: int) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Sequence
 from queue import SimpleQueue
 from typing import Any
 
-from millstream.client import Arg, Client, Script
+from millstream.client import Arg, Client
 from millstream.clock import Clock
 from millstream.errors import AccessDenied, Unavailable, WrongType
 from millstream.keyed import KeyedStream, Lease, Taken
@@ -16,12 +16,11 @@ from millstream.naming import HandlerKeys, from_wire, to_wire
 from millstream.reliable import Delivery
 from millstream.worker.allowance import Allowed
 from millstream.worker.leaving import concerns_one, leaving_out
+from millstream.worker.names import NAME
 from millstream.worker.policy import WorkerPolicy
 from millstream.worker.taking import Taker
 
 logger = logging.getLogger(__name__)
-
-NAME = Script("name")
 
 _ROUTER_MS = 3_000
 _ROUTED_AT_ONCE = 4_000

@@ -10,7 +10,7 @@ from typing import Any
 
 from millstream.client import Client
 from millstream.errors import Unavailable
-from millstream.keyed import KeyedStream
+from millstream.keyed import READ_BYTES, KeyedStream
 from millstream.router.watch import Watch
 from millstream.worker.agenda import Agenda, Sweep
 from millstream.worker.leasing import Router
@@ -127,11 +127,11 @@ class OwnRouter(Router):
     def _next(self) -> list[str]:
         """As many as may be read together: of those with large entries, few."""
         names: list[str] = []
-        share = 0.0
+        size = 0
         for name in islice(self._to_route, _AT_ONCE):
             if (stream := self.streams.get(name)) is not None:
-                share += 1 / stream.affordable
-            if names and share > 1:
+                size += stream.entry_bytes
+            if names and size > READ_BYTES:
                 break
             names.append(name)
         return names

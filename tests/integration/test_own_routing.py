@@ -1,0 +1,147 @@
+"""How a worker routes streams that only it works on: told what has changed, many together."""
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from math import inf
+from queue import SimpleQueue
+from typing import Any
+
+import pytest
+
+from millstream.client import Client
+from millstream.clock import SYSTEM_CLOCK
+from millstream.errors import OutOfMemory, Unavailable
+from millstream.keyed import KeyedStream
+from millstream.naming import HandlerKeys
+from millstream.server import EmbeddedServer
+from millstream.worker import WorkerPolicy
+from millstream.worker.own_routing import OwnRouter
+from tests.integration.test_worker import eventually
+
+
+@pytest.fixture
+def client(millstream_url: str) -> Iterator[Client]:
+    with Client(millstream_url) as connected:
+        yield connected
+
+
+def fill(client: Client, streams: int, first: int = 0) -> None:
+    """An entry for each."""
+    client.pipeline([("XADD", f"s:{s}", "*", "n", first) for s in range(streams)])
+
+
+class Routing:
+    """A router of streams of its own, without sweeps, that goes on by steps."""
+
+    def __init__(self, client: Client, streams: int) -> None:
+        self.client = Client(client.url)
+        self.woken: SimpleQueue[str] = SimpleQueue()
+        self.names = [f"s:{number}" for number in range(streams)]
+        self.router = OwnRouter(
+            self.client, SYSTEM_CLOCK, WorkerPolicy(), token="t", keys_of=lambda name: HandlerKeys("app", "handle", name),
+            readable=lambda name: True, woken=self.woken,
+        )  # fmt: skip
+        self.router._check_due_ms = inf
+        for name in self.names:
+            stream = KeyedStream(
+                self.client, name, line_of=lambda entry_id, pairs: b"kall", app="app", handler="handle", consumer="w"
+            )
+            stream.join()
+            self.router.add(stream)
+
+    def woken_by(self, steps: int) -> set[str]:
+        while steps:
+            steps -= 1
+            with suppress(Unavailable):
+                self.router._listen(threading.Event())
+                self.router._route_some()
+        return {self.woken.get() for _ in range(self.woken.qsize())}
+
+
+def test_large_entries_of_many_streams_are_read_a_few_at_a_time(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    routing = Routing(client, 50)
+    routing.woken_by(3)
+    client.pipeline([("XADD", name, "*", "payload", b"x" * 60_000) for name in routing.names for _ in range(40)])
+    read = routing.router._watch.read
+    trips: list[int] = []
+
+    def weighed(commands: Any) -> Any:
+        found = dict(read(commands))
+        trips.append(sum(len(part) for entries in found.values() for _, pairs in entries for part in pairs))
+        return found.items()
+
+    monkeypatch.setattr(routing.router._watch, "read", weighed)
+    assert routing.woken_by(60) == set(routing.names)
+    assert sum(trips) == 50 * 40 * 60_007
+    assert sum(trip > 5 << 20 for trip in trips) <= 1, "the first, when no size is known yet"
+
+
+def test_after_a_redis_has_lost_all_what_is_new_is_routed_without_a_sweep(client: Client) -> None:
+    fill(client, 3)
+    routing = Routing(client, 3)
+    assert routing.woken_by(9) == set(routing.names)
+    client.pipeline([("MULTI",), ("FLUSHALL",), *(("XADD", name, "*", "n", 0) for name in routing.names), ("EXEC",)])
+    assert routing.woken_by(9) == set(routing.names)
+    assert all(one.pending == 1 for one in routing.router.streams.values())
+
+
+def test_what_was_routed_by_a_call_whose_answer_was_lost_is_told_without_a_sweep(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill(client, 3)
+    routing = Routing(client, 3)
+    routing.woken_by(9)
+    send = routing.client.pipeline
+
+    def lose(commands: Any) -> Any:
+        monkeypatch.undo()
+        send(commands)
+        raise Unavailable("the answer is lost")
+
+    monkeypatch.setattr(routing.client, "pipeline", lose)
+    fill(client, 3, first=1)
+    assert routing.woken_by(9) == set(routing.names)
+
+
+def test_streams_that_cannot_be_routed_for_now_keep_no_others_waiting(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill(client, 150)
+    routing = Routing(client, 150)
+
+    def refuse(**options: Any) -> int:
+        raise OutOfMemory("no room")
+
+    for name in routing.names[:100]:
+        monkeypatch.setattr(routing.router.streams[name], "route", refuse)
+    assert routing.woken_by(9) == set(routing.names[100:])
+
+
+def test_a_redis_that_can_track_few_keys_is_not_asked_all_the_time(
+    millstream_fresh_server: EmbeddedServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Client(millstream_fresh_server.url) as client:
+        client.execute("CONFIG", "SET", "tracking-table-max-keys", 250)
+        routing = Routing(client, 500)
+        stopping = threading.Event()
+        thread = threading.Thread(target=routing.router.run, args=(stopping,))
+        thread.start()
+        eventually(lambda: "tracking-table-max-keys" in caplog.text)
+
+        def calls() -> int:
+            stats = client.execute("INFO", "commandstats").decode()
+            return int(stats.partition("cmdstat_evalsha:calls=")[2].partition(",")[0])
+
+        before = calls()
+        time.sleep(1)
+        asked = calls() - before
+        fill(client, 500)
+        eventually(lambda: routing.woken.qsize() >= 500)
+        stopping.set()
+        thread.join()
+        assert asked < 10_000
+        assert caplog.text.count("tracking-table-max-keys") == 1
