@@ -51,6 +51,10 @@ def test_any_other_failure_is_tried_again_and_told_in_one_line() -> None:
     assert failure_of(ValueError("")).reason == "ValueError:"
 
 
+def test_a_session_has_the_name_that_it_was_opened_with(spark: SparkSession) -> None:
+    assert spark.sparkContext.appName == "tests"
+
+
 def test_a_batch_that_takes_long_is_told_of_at_ever_longer_intervals(
     pipelines: Pipelines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
