@@ -104,7 +104,7 @@ class MessageError(MillstreamError):
 
 
 class DecodeError(MessageError):
-    """The fields of a message do not fit the handler's model."""
+    """The fields of a message do not fit the handler's model, or the schema of rows."""
 
 
 class MissingKey(MessageError):

@@ -421,7 +421,7 @@ def test_rows_with_ids_are_published_by_id_whatever_the_order_of_tasks(client: C
     publication = Run(client, "one").publication
     publication.publish_once(shares)
     assert [entry_id for entry_id, _ in client.execute("XRANGE", "a", "-", "+")] == [b"4-1", b"5-8", b"5-9", b"5-10"]
-    with pytest.raises(OutputError, match="has reached the id 5-10"):
+    with pytest.raises(OutputError, match="the stream 'a' has reached the id 5-10,"):
         publication.publish_once([ids(client, "1.0.0.3", "5-10", "6-0").finish(0)])
     run = Run(client, "one")
     late = ids(client, token_of(epoch := begin(client, SINK, "one"), 0, 0, 9), "5-10").finish(0, epoch)
@@ -445,7 +445,7 @@ def test_an_id_that_another_writer_overtakes_stops_the_batch_until_that_is_mende
         drain(manifest)
 
     run.publication._drain = overtaken  # type: ignore[method-assign]
-    with pytest.raises(OutputError, match="has reached the id 5-1"):
+    with pytest.raises(OutputError, match="the stream 'a' has reached the id 5-1,"):
         run.commit(0, [share])
     assert not run.publication.withdraw([share])
     with pytest.raises(OutputError):

@@ -1,7 +1,9 @@
 """`millstream run` as a process: however it ends, one line says why and the exit code fits."""
 
+import os
 import signal
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -47,6 +49,26 @@ def test_a_stop_in_the_middle_of_a_batch_is_quick_and_quiet(asleep: Driver, numb
     assert asleep.process.wait(20) == code
     assert asleep.errors() == ""
     wait_until(lambda: asleep.events[-1]["event"] == "stopped", "the last event")
+
+
+def test_a_stop_that_reaches_all_of_its_group_is_quiet_too(millstream_url: str, tmp_path: Path) -> None:
+    (tmp_path / "sleeper.py").write_text(SLEEPER)
+    driver = Driver(str(tmp_path / "sleeper.py"), url=millstream_url, folder=tmp_path)
+    with Client(millstream_url) as client:
+        client.execute("XADD", "in", "*", "k", 1)
+        driver.start()
+        try:
+            wait_until(lambda: any(event["event"] == "batch" for event in driver.events), "a batch", driver=driver)
+            group = os.getpgid(driver.process.pid)
+            for pid in [*(one.pid for one in driver.family()), driver.process.pid]:
+                with suppress(ProcessLookupError):
+                    if os.getpgid(pid) == group:
+                        os.kill(pid, signal.SIGTERM)
+            assert driver.process.wait(40) == 0
+        finally:
+            if driver.alive:
+                driver.kill()
+    assert driver.errors() == ""
 
 
 def test_a_java_process_that_is_killed_ends_the_run_with_one_line(asleep: Driver) -> None:

@@ -147,10 +147,12 @@ def test_typed_columns_are_decoded_and_what_does_not_fit_is_null(bench: Bench) -
     assert fifth["i"] == 2
 
 
-def test_failfast_names_the_field_and_the_value_that_does_not_fit(bench: Bench) -> None:
+def test_failfast_names_the_entry_the_field_and_the_value_that_does_not_fit(bench: Bench) -> None:
+    bench.add_raw("first", [["i", "7"]])
     bench.add_raw("typed", [["i", "1"], ["i", ""], ["other", "x"], ["i", "one"]])
-    reader = bench.spark.read.format("redis-streams").options(url=bench.url, subscribe="typed", mode="FAILFAST")
-    with pytest.raises(PySparkException, match="the field 'i' holds b'one'"):
+    entry_id = bench.client.execute("XREVRANGE", "typed", "+", "-", "COUNT", 1)[0][0].decode()
+    reader = bench.spark.read.format("redis-streams").options(url=bench.url, subscribe="first,typed", mode="FAILFAST")
+    with pytest.raises(PySparkException, match=f"entry {entry_id} of the stream 'typed': the field 'i' holds b'one'"):
         reader.schema("i int").load().collect()
 
 

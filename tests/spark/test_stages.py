@@ -189,9 +189,12 @@ def test_what_is_no_stage_is_refused_before_anything_runs(pipelines: Pipelines) 
             pipelines.once(app)
         assert str(refused.value).startswith("app.wrong ")
         assert "\n" not in str(refused.value)
+    app = App("app")
+    app.stage(Rows("in", options={"maxOffsetPerTrigger": 5}), into="out", name="wrong")(lambda rows: rows)
+    with pytest.raises(ConfigError, match=r"app\.wrong .*did you mean 'maxOffsetsPerTrigger'"):
+        pipelines.once(app)
     for rows, says in (
         (Rows("in", "n nonsense"), "(?i)nonsense"),
-        (Rows("in", options={"maxOffsetPerTrigger": 5}), "did you mean 'maxOffsetsPerTrigger'"),
         (Rows("in", "n array<int>"), "cannot be of type array"),
         (Rows("in", 7), "is no model"),
     ):
@@ -203,7 +206,15 @@ def test_what_is_no_stage_is_refused_before_anything_runs(pipelines: Pipelines) 
     app.stage(Rows("in", "n int"), into="out", name="wrong")(lambda rows: rows.groupBy("n").count())
     with pytest.raises(PipelineFailed, match=r"app\.wrong stopped: .*watermark"):
         pipelines.once(app)
-    assert not [event for event in pipelines.events if event["event"] == "batch"]
+    app = App("app")
+    app.stage(Rows("in", "n int"), name="wrong")(
+        lambda rows: rows.groupBy("n").count().writeStream.outputMode("update").format("redis-streams")
+        .options(url=pipelines.url, stream="out")
+    )  # fmt: skip
+    pipelines.client.execute("XADD", "in", "*", "n", 1)
+    with pytest.raises(PipelineFailed, match=r"app\.wrong stopped: .*Update mode: use the mode append.*foreachBatch"):
+        pipelines.once(app)
+    assert not [event for event in pipelines.events if event["event"] in ("batch", "restarting")]
 
 
 def test_the_stages_of_sales_are_functions_of_frames_that_batches_can_test(spark: SparkSession) -> None:

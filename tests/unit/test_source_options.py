@@ -80,7 +80,11 @@ def test_the_url_may_come_from_the_environment() -> None:
         ({"readAs": "group", "group": "g", "startingGroup": "h"}, "option startingGroup does not go with readAs=group"),
         ({"adoptAfter": "5m"}, "option adoptAfter does not go with readAs=log"),
         ({"startingOffsets": "9-1", "endingOffsets": "9-0"}, "after 9-1 and to end at 9-0, which is before"),
-        ({"startingTimestamp": "9", "endingOffsets": '{"orders": "5-0"}'}, "begin in the stream 'orders' after 8-"),
+        (
+            {"startingTimestamp": "9", "endingOffsets": '{"orders": "5-0"}'},
+            "'orders' from 1970-01-01T00:00:00.009+00:00 and",
+        ),
+        ({"startingTimestamp": "1700000000"}, "for seconds write 1700000000000"),
         (
             {"endingOffsets": "5-0", "maxOffsetsPerTrigger": "5"},
             "do not go together: maxOffsetsPerTrigger is for spark.rea",

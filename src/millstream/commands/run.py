@@ -101,7 +101,8 @@ class Progress:
                 return f"{name} has started"
             case "running":
                 batch = f"batch {event['batch']}" if "batch" in event else "a batch"
-                return f"{name}: {batch} running for {event['seconds']:,} s"
+                why = f": {event['reason']}" if "reason" in event else ""
+                return f"{name}: {batch} running for {event['seconds']:,} s{why}"
             case "stopped":
                 return self._last_words(event)
         return ""

@@ -5,7 +5,7 @@
 -- ARGV  1 'MAXLEN', 'MINID' or ''   2 '~' or '='   3 its threshold
 --       4 '1': rows whose id is not above the stream's last are passed over, or ''
 -- REPLY number of chunks that are left
--- ERROR LOST when chunks, or the seal, are missing; TOPPED and the stream's last id, when somebody has
+-- ERROR LOST when chunks, or the seal, are missing; TOPPED, the stream's last id and its name, when somebody has
 --       added an entry above the id of the next row
 --
 -- INVARIANTS  A chunk leaves its list in the same step in which its rows become entries, so whoever drains, and how often,
@@ -37,7 +37,7 @@ local function publish(key, chunk)
   local rows = cmsgpack.unpack(chunk)
   local with_ids = rows[1][1] ~= '*'
   local top = with_ids and last_id()
-  if with_ids and ARGV[4] == '' and not less(top, rows[1][1]) then return nil, redis.error_reply('TOPPED ' .. top) end
+  if with_ids and ARGV[4] == '' and not less(top, rows[1][1]) then return nil, redis.error_reply('TOPPED ' .. top .. ' ' .. stream) end
   for _, row in ipairs(rows) do
     if not with_ids or less(top, row[1]) then redis.call('XADD', stream, unpack(row)) end
   end

@@ -6,7 +6,7 @@
 --       3 id of the first entry, if the rows have ids and none may be passed over, or ''   4.. chunks in each list
 -- REPLY number of chunks
 -- ERROR WRONGTYPE when the key holds something else; NOPERM when the user may not write to it; LOST and what is missing;
---       TOPPED and the stream's last id, when the first one is not above it
+--       TOPPED, the stream's last id and its name, when the first one is not above it
 --
 -- INVARIANT  Nothing is visible yet. `left` counts the chunks that are to be published, in the same slot as they are: a
 --   Redis that forgets some of them is found out.
@@ -27,7 +27,7 @@ if ARGV[3] ~= '' and found == 'stream' then
   local facts = redis.call('XINFO', 'STREAM', stream)
   for i = 1, #facts, 2 do
     if facts[i] == 'last-generated-id' and not less(facts[i + 1], ARGV[3]) then
-      return redis.error_reply('TOPPED ' .. facts[i + 1])
+      return redis.error_reply('TOPPED ' .. facts[i + 1] .. ' ' .. stream)
     end
   end
 end

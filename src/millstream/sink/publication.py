@@ -170,10 +170,11 @@ class Publication:
                     f"Redis has forgotten rows that were staged ({what}): they expire after {STAGED_S} s, are evicted under "
                     "a maxmemory-policy of allkeys-*, and are lost with a failover"
                 ) from error
-            _, topped, last = str(error).partition("TOPPED ")
+            _, topped, what = str(error).partition("TOPPED ")
             if topped:
+                last, _, stream = what.partition(" ")
                 raise OutputError(
-                    f"a stream has reached the id {last}, and the next row's is not above it: the sink must be the only "
+                    f"the stream {stream!r} has reached the id {last}, and the next row's is not above it: the sink must be the only "
                     'writer of a stream whose ids it gives; option("existingIds", "skip") passes such rows over'
                 ) from error
             raise

@@ -6,7 +6,7 @@ query without a word of explanation.
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import chain
+from itertools import chain, islice
 from typing import Any
 
 import msgspec
@@ -36,6 +36,14 @@ ColumnMaker = Callable[[Fields], dict[str, pa.Array]]
 """Makes the columns that come from the entries' fields, by their names."""
 
 
+class _Misfit(Exception):
+    """A value in the `row`-th entry, in which there is no value of the wanted type."""
+
+    def __init__(self, row: int, text: str) -> None:
+        super().__init__(text)
+        self.row = row
+
+
 class BatchMaker:
     """Makes record batches of `schema`: columns about the entry itself, and those that `make_columns` adds.
 
@@ -48,10 +56,16 @@ class BatchMaker:
         self._make_columns = make_columns
 
     def __call__(self, runs: Sequence[Run]) -> pa.RecordBatch:
-        """Return one batch with the entries of `runs`, in their order."""
+        """Return one batch with the entries of `runs`, in their order. Raises DecodeError, which names the entry, if told to."""
         entries = list(chain.from_iterable(run for _, run in runs))
         fields: Fields = [entry[1] for entry in entries]
-        columns = self._about([entry[0] for entry in entries], runs) | self._make_columns(fields)
+        try:
+            columns = self._about([entry[0] for entry in entries], runs) | self._make_columns(fields)
+        except _Misfit as misfit:
+            owners = (stream for stream, run in runs for _ in run)
+            stream = next(islice(owners, misfit.row, None))
+            entry_id = entries[misfit.row][0].decode()
+            raise DecodeError(f"the entry {entry_id} of the stream {stream!r}: {misfit}") from None
         return pa.RecordBatch.from_arrays([columns[name] for name in self._schema.names], schema=self._schema)
 
     def _about(self, ids: Ids, runs: Sequence[Run]) -> dict[str, pa.Array]:
@@ -161,8 +175,8 @@ def _keys(fields: Fields, name: bytes) -> list[bytes | None]:
 def typed_columns(fields: Fields, *, schema: pa.Schema, names: Sequence[str], failfast: bool) -> dict[str, pa.Array]:
     """One column per name in `names`, decoded to its type in `schema`; of a repeated name the last value counts.
 
-    What is absent, or empty where it is no text, is null. So is what does not fit the type, or, with `failfast`,
-    raises DecodeError.
+    What is absent, or empty where it is no text, is null. So is what does not fit the type, but with `failfast`, with
+    which BatchMaker raises DecodeError.
     """
     found = _raw_columns(fields, [name.encode() for name in names])
     columns = {name: pa.array(raw, pa.binary()) for name, raw in zip(names, found, strict=True)}
@@ -186,7 +200,7 @@ def _raw_columns(fields: Fields, names: Sequence[bytes]) -> list[Sequence[bytes 
 
 
 def decode(raw: pa.Array, wanted: pa.DataType, *, failfast: str | None) -> pa.Array:
-    """Decode binary values to the type `wanted`. `failfast` names the column for the error, None makes nulls."""
+    """Decode binary values to the type `wanted`; what does not fit is null, or an error that names the column `failfast`."""
     if pa.types.is_binary(wanted):
         return raw
     if not pa.types.is_string(wanted):
@@ -194,8 +208,10 @@ def decode(raw: pa.Array, wanted: pa.DataType, *, failfast: str | None) -> pa.Ar
     convert = _to_timestamp if pa.types.is_timestamp(wanted) else partial(_to, wanted=wanted)
     decoded = pa.chunked_array(_salvage(raw, convert), type=wanted).combine_chunks()
     if failfast is not None and decoded.null_count > raw.null_count:
-        bad = raw.filter(pc.and_(pc.is_null(decoded), pc.is_valid(raw)))[0].as_py()
-        raise DecodeError(f"the field {failfast!r} holds {bad[:100]!r}, which is not a value of type {wanted}")
+        row = pc.index(pc.and_(pc.is_null(decoded), pc.is_valid(raw)), True).as_py()
+        raise _Misfit(
+            row, f"the field {failfast!r} holds {raw[row].as_py()[:100]!r}, which is not a value of type {wanted}"
+        )
     return decoded
 
 

@@ -13,6 +13,8 @@ from millstream.spark.given import Given, near
 Word = Literal["earliest", "latest", "group", "frontier"]
 
 _GREATEST_SEQ = 2**64 - 1
+_LIKE_SECONDS = range(10**9, 10**10)
+"""As milliseconds they were early in 1970; as seconds they are times since 2001."""
 T = TypeVar("T")
 
 
@@ -88,7 +90,19 @@ def check_order(starting: Edges, ending: Edges, streams: Collection[str]) -> Non
         start, end = id_of(starting.of(stream, "earliest")), id_of(ending.of(stream, "latest"))
         if start is not None and end is not None and start > end:
             where = f" in the stream {stream!r}" if stream else ""
-            raise ConfigError(f"reading is to begin{where} after {start} and to end at {end}, which is before that")
+            raise ConfigError(
+                f"reading is to begin{where} {_said(starting.of(stream, 'earliest'), 'after', 'from')} and to end "
+                f"{_said(ending.of(stream, 'latest'), 'at', 'at')}, which is before that"
+            )
+
+
+def _said(edge: Edge, id_lies: str, time_lies: str) -> str:
+    if not isinstance(edge, Moment):
+        return f"{id_lies} {edge}"
+    try:
+        return f"{time_lies} {datetime.fromtimestamp(edge.ms / 1000, UTC).isoformat(timespec='milliseconds')}"
+    except (ValueError, OverflowError, OSError):  # beyond the year 9999
+        return f"{time_lies} {edge.ms} ms since 1970"
 
 
 def _offsets(given: Given, name: str, streams: Sequence[str], words: Sequence[str]) -> Edges:
@@ -141,11 +155,13 @@ def _edge(name: str, value: object, words: Sequence[str]) -> Edge:
 
 
 def _moment(name: str, value: object) -> Moment:
+    if isinstance(value, str) and value.isascii() and value.isdigit():
+        value = int(value)
     if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+        if value in _LIKE_SECONDS:
+            raise ConfigError(f"option {name}={value} are milliseconds since 1970; for seconds write {value}000")
         return Moment(value)
     if isinstance(value, str):
-        if value.isascii() and value.isdigit():
-            return Moment(int(value))
         try:
             moment = datetime.fromisoformat(value)
         except ValueError:

@@ -13,6 +13,8 @@ _FINAL = (StaleOwner, DataLoss, ConfigError, AccessDenied, WrongType)
 _OUR_ERROR = re.compile(r"millstream\.errors\.(\w+): (.*)")
 _ANY_ERROR = re.compile(r"^[\s|]*(?:Caused by: )?((?:\w+\.)*\w*(?:Error|Exception)): (.*)", re.MULTILINE)
 _REASON_CHARS = 500
+_OUTPUT_MODE = re.compile(r"redis-streams does not support (Update|Complete) mode$")
+_WRITE_OTHERWISE = ": use the mode append, with a watermark if rows are summed up, or write in foreachBatch"
 _PYTHON_LATE = "Python worker failed to connect back"
 
 
@@ -26,7 +28,7 @@ class Failure:
     @property
     def final(self) -> bool:
         """Whether a person has to change something first."""
-        return self.kind is not None and issubclass(self.kind, _FINAL)
+        return (self.kind is not None and issubclass(self.kind, _FINAL)) or _WRITE_OTHERWISE in self.reason
 
     @property
     def starved(self) -> bool:
@@ -61,4 +63,5 @@ def java_reason(error: Exception) -> str:
 def _failure(kind: type[MillstreamError] | None, reason: str) -> Failure:
     line = reason.strip().partition("\n")[0].rstrip(".")[:_REASON_CHARS]
     hint = " within Spark's 10 seconds: has this machine too much to do?" if line.endswith(_PYTHON_LATE) else ""
+    hint = _WRITE_OTHERWISE if _OUTPUT_MODE.search(line) else hint
     return Failure(kind=kind, reason=line + hint)

@@ -67,11 +67,11 @@ def load(raw: Mapping[str, Any]) -> Offsets:
     """Read back what `dump` returned. Raises ConfigError for anything else."""
     try:
         return {stream: _position(*place) for stream, place in readable(raw).items()}
-    except (TypeError, ValueError, AttributeError) as error:
+    except (TypeError, ValueError, AttributeError):
         raise ConfigError(
             'the offsets in the checkpoint are not of the form {"stream": ["ms-seq", number]}: was it written by '
             "another source? Use a new checkpoint folder (for `millstream run`, with --from-frontier)"
-        ) from error
+        ) from None
 
 
 def _position(text: str, added: int | None) -> Position:

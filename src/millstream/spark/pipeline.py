@@ -15,7 +15,7 @@ from millstream.clock import Clock
 from millstream.errors import ConfigError
 from millstream.spark.failures import Failure
 from millstream.spark.preparing import Start, StartAt
-from millstream.spark.session import checkpoint_begun, clear_unfinished, is_cluster
+from millstream.spark.session import checkpoint_begun, clear_unfinished, has_executors, is_cluster
 
 Event = Mapping[str, Any]
 T = TypeVar("T")
@@ -56,6 +56,9 @@ class RunSettings:
     def __post_init__(self) -> None:
         if self.max_per_batch < 1 or self.interval_ms < 0:
             raise ConfigError("max_per_batch must be at least 1 and interval_ms at least 0")
+
+
+_NOBODY = "no executor has come to the master yet: are workers running, with enough free cores and memory?"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,7 +165,8 @@ class Pipeline(ABC):
         if taken_ms >= batch.next_word_ms:
             batch.next_word_ms += min(batch.next_word_ms, _MOST_WORDS_APART_MS)
             numbered = {} if batch.number is None else {"batch": batch.number}
-            self.tell("running", **numbered, seconds=round(taken_ms / 1000))
+            idle = {} if has_executors(self._around.spark) else {"reason": _NOBODY}
+            self.tell("running", **numbered, seconds=round(taken_ms / 1000), **idle)
 
     def tell(self, event: str, **more: Any) -> None:
         """Tell of an event of this pipeline."""

@@ -5,7 +5,7 @@ or a second planner, plans the same batch again.
 """
 
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from millstream.client import Client
@@ -53,6 +53,7 @@ class Planner:
         self._known = KnownFacts(client, clock=clock)
         self._restless = Restless()
         self._last_served = ""
+        self._told: set[str] = set()
 
     # --- where things stand ---
 
@@ -112,6 +113,8 @@ class Planner:
         for begin in range(0, len(names), _STREAMS_AT_A_TIME):
             some = names[begin : begin + _STREAMS_AT_A_TIME]
             facts = self._known.of(some)
+            if self._options.streams:
+                self._tell_absent(name for name in some if name in subscribed and facts[name] is None)
             # A batch of nothing records where the new ones begin.
             found.changes.update(self._discovered([n for n in some if n not in start and n in subscribed], facts))
             for name in some:
@@ -128,6 +131,12 @@ class Planner:
                 else:
                     found.changes[name] = result  # recorded in the same way; the next batch reads from there
         return found
+
+    def _tell_absent(self, names: Iterable[str]) -> None:
+        """Say once of listed streams that they are not there: their names may be misspelt."""
+        if new := [name for name in names if name not in self._told]:
+            self._told |= set(new)
+            logger.warning("streams that do not exist are read as soon as they do: %s", some_of(new))
 
     def _judge(
         self, name: str, at: Position, fact: StreamFacts | None, *, subscribed: bool, target: Offsets | None

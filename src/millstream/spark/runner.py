@@ -50,7 +50,7 @@ class Runner:
     """Runs every handler and stage of `app` on `spark` until stopped.
 
     `on_event` is told, as mappings with an `event` name, of what happens: started, batch (finished), running (a
-    batch that takes long), caught-up (what was set aside was run), restarting, stopped (with `parked`, if that
+    batch that takes long; with a `reason` if nobody is there to run it), caught-up (what was set aside was run), restarting, stopped (with `parked`, if that
     is known: for each handler with parked keys, how many those are, and how many messages wait in them); all but the last
     name their `handler` or `stage`.
     `on_watch` is called a few times a second with the number of entries that wait, or None while it is unknown.
@@ -235,9 +235,10 @@ class Runner:
         label, checkpoint = pipeline.label, pipeline.checkpoint
         at_first = pipeline.resumed and not pipeline.began and not failure.starved  # a busy machine says nothing of it
         if at_first and pipeline.failures > _MOST_FAILURES_AT_FIRST:
+            changed = "If what it keeps was changed, give it another name. " if pipeline.kind == "stage" else ""
             raise PipelineFailed(
-                f"{label} cannot go on from its checkpoint: {failure.reason}. If {checkpoint!r} is damaged, use a new "
-                "--checkpoint and --from-frontier"
+                f"{label} cannot go on from its checkpoint: {failure.reason}. {changed}If {checkpoint!r} is damaged, use a "
+                "new --checkpoint and --from-frontier"
             )
         if pipeline.failures > most:
             raise PipelineFailed(

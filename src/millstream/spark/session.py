@@ -33,6 +33,8 @@ _ANSWER_S = 120
 """How long Spark's Java and Python processes wait for each other to answer; 15 s, as usual, are too few on a busy machine."""
 _USELESS = (b"WARNING: Using incubator modules", b"Picked up JAVA_TOOL_OPTIONS")
 _END_S = 2.0
+_DYING_S = 20.0
+_NO_MASTER = "Cannot call methods on a stopped SparkContext."
 
 
 def task_tries(handlers: Iterable[Handler]) -> int:
@@ -85,13 +87,22 @@ def open_session(name: str, *, master: str, conf: Mapping[str, str], verbose: bo
     try:
         return SparkSession.builder.config(conf=whole).getOrCreate()
     except (PySparkException, Py4JError, ValueError, OSError) as error:
-        raise ConfigError(f"Spark refuses its settings (--master, --conf): {java_reason(error)}") from error
+        reason = java_reason(error)
+        if reason.endswith(_NO_MASTER):
+            raise ConfigError(
+                f"Spark gave up on the master {master}: is one running there, under just that name? --spark-log shows more"
+            ) from error
+        raise ConfigError(f"Spark refuses its settings (--master, --conf): {reason}") from error
 
 
 def close_session(spark: SparkSession) -> None:
-    """Stop `spark`, unless its Java process has ended already."""
-    if not java_has_ended(spark):
-        spark.stop()
+    """Stop `spark`, unless its Java process has ended, or ends just now: what ends all of a group ends that as well."""
+    try:
+        if not java_has_ended(spark):
+            spark.stop()
+    except (Py4JError, OSError):
+        if not java_has_ended(spark, within_s=_DYING_S):
+            raise
 
 
 def make_active(spark: SparkSession) -> None:
@@ -109,6 +120,14 @@ def java_has_ended(spark: SparkSession, *, within_s: float = 0.0) -> bool:
     with suppress(subprocess.TimeoutExpired):
         process.wait(within_s)
     return process.returncode is not None
+
+
+def has_executors(spark: SparkSession) -> bool:
+    """Whether anybody is there to run tasks. Raises what pyspark does."""
+    context = spark.sparkContext
+    if not is_cluster(str(context.master)):
+        return True
+    return len(context._jsc.sc().statusTracker().getExecutorInfos()) > 1  # the driver is among them
 
 
 def checkpoint_begun(spark: SparkSession, path: str, sign: str) -> bool:
@@ -175,7 +194,8 @@ def _start_java(conf: SparkConf) -> None:
     log = _JavaLog(reader)
     log.start()
     try:
-        gateway = launch_gateway(conf, popen_kwargs={"stderr": writer})
+        # A signal for all of our group is for us to obey: Java would end before its queries.
+        gateway = launch_gateway(conf, popen_kwargs={"stderr": writer, "process_group": 0})
     except (PySparkRuntimeError, Py4JError, OSError) as error:
         os.close(writer)
         log.join(_END_S)

@@ -16,6 +16,7 @@ from pyspark.sql.types import StructType
 
 from millstream.errors import ConfigError
 from millstream.sink.manifest import Portion, Share
+from millstream.spark.doors import door
 from millstream.spark.sink_options import SinkOptions
 
 if TYPE_CHECKING:
@@ -102,10 +103,12 @@ class RedisBatchWriter(_Side, DataSourceArrowWriter):
         sink, batch = numbered or (self._name, 0)
         return Job(sink=sink, batch=batch, run=self._name if numbered else None, patience_ms=_BATCH_PATIENCE_MS)
 
+    @door
     def write(self, iterator: "Iterator[pa.RecordBatch]") -> Staged:
         """Stage the rows of one task."""
         return self._stage(iterator, self._job)
 
+    @door
     def commit(self, messages: Sequence[WriterCommitMessage | None]) -> None:
         """Publish what the tasks have staged."""
         job, shares = self._job, _shares(messages)
@@ -118,6 +121,7 @@ class RedisBatchWriter(_Side, DataSourceArrowWriter):
         elif shares:
             publication.publish(shares, batch=job.batch, epoch=shares[0].epoch, before="skip")
 
+    @door
     def abort(self, messages: Sequence[WriterCommitMessage | None]) -> None:
         """Free what was staged, unless it is to be published."""
         job, shares = self._job, _shares(messages)
@@ -131,6 +135,7 @@ class RedisBatchWriter(_Side, DataSourceArrowWriter):
 class RedisStreamWriter(_Side, DataSourceStreamArrowWriter):
     """`df.writeStream`: each batch is published once, however often it is run, by whichever run of the query."""
 
+    @door
     def write(self, iterator: "Iterator[pa.RecordBatch]") -> Staged:
         """Stage the rows of one task."""
         context = TaskContext.get()
@@ -143,11 +148,13 @@ class RedisStreamWriter(_Side, DataSourceStreamArrowWriter):
             )
         return self._stage(iterator, Job(sink=query, batch=int(batch), run=run, patience_ms=None))
 
+    @door
     def commit(self, messages: Sequence[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803 - Spark's name
         """Publish the batch, unless it is published. Spark calls it again after a crash before its own commit log."""
         if shares := _shares(messages):
             self._publication(_sink(messages), None).publish(shares, batch=batchId, epoch=shares[0].epoch)
 
+    @door
     def abort(self, messages: Sequence[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803
         """Free what was staged, unless the batch is decided: then the next run publishes the rest."""
         if shares := _shares(messages):

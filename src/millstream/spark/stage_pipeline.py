@@ -14,6 +14,7 @@ from millstream.model import ZERO_ID
 from millstream.naming import stage_group
 from millstream.spark.failures import failure_of
 from millstream.spark.lag import Standing, standings
+from millstream.spark.options import parse
 from millstream.spark.pipeline import Batch, Pipeline, Surroundings
 from millstream.spark.schema import schema_of
 from millstream.stages import Input, Stage
@@ -108,8 +109,9 @@ class StagePipeline(Pipeline):
         options |= {"subscribe": ",".join(one.streams)} if one.streams else {"subscribePattern": one.pattern}
         # What is redriven is for the handler that could not process it: the stage has read it before.
         options |= {"group": self._group, "startingOffsets": begins_at, "redriven": "skip"}
+        options |= one.options
+        parse({name: _text(value) for name, value in options.items() if value is not None})  # Spark does so much later
         reader = self._around.spark.readStream.format("redis-streams").options(**options)
-        reader = reader.options(**one.options)  # type: ignore[arg-type]  # Spark takes their text
         return (reader if one.schema is None else reader.schema(schema_of(one.schema))).load()
 
     def _checked(self, made: Any) -> DataStreamWriter:
@@ -136,6 +138,10 @@ class StagePipeline(Pipeline):
         if into is None:
             return made
         return made.format("redis-streams").options(url=self._around.settings.url, stream=into)
+
+
+def _text(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _said(error: Exception, stage: Stage) -> str:
