@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple
 
 from millstream.client import Arg, Client, Command, Reply, Script
+from millstream.errors import Unavailable
 from millstream.ledger import ENTRY_MARK, FAILED, KEY_MARK, LEASES_LOST, Kind, Unit
 from millstream.lines import WAITING, check_lines
 from millstream.reliable import Delivery, LineTurn, ReliableStream
@@ -20,9 +21,12 @@ TAKE = Script("take")
 EXTEND = Script("extend")
 RELEASE = Script("release")
 RECOVER = Script("recover")
+LOWEST = Script("lowest")
 
 _ENLISTED_AT_ONCE = 1_000
 _FIRST_READ = 100
+_LAST_ID = b"18446744073709551615-18446744073709551615"
+_MOST_LINES = 50_000
 _OVERHEAD_BYTES, _SAMPLE = 100, 16
 
 READ_BYTES = 4 * 2**20
@@ -82,8 +86,8 @@ class KeyedStream(ReliableStream):
         )  # fmt: skip
         self._line_of = line_of
         self._routed: bytes | None = None
-        self.entry_bytes = READ_BYTES // _FIRST_READ
-        """About how large its entries are, by the last ones that were read."""
+        self._entry_bytes = READ_BYTES // _FIRST_READ  # about, by the last ones that were read
+        self._is_careful = False
         self.pending = 0
         """How many entries are pending in all, as of the last `route`."""
 
@@ -108,7 +112,7 @@ class KeyedStream(ReliableStream):
         if count <= 0:
             return 0
         after = self.routed  # another thread may move it meanwhile
-        entries = self._client.execute("XRANGE", self.stream, b"(" + after, "+", "COUNT", count)
+        entries = self._read(after, count)
         self._note_size(entries)
         # Without new ones it is asked where the stream is routed to: a Redis that lost some may have gone back behind us.
         calls: list[Sequence[Arg]] = []
@@ -120,6 +124,15 @@ class KeyedStream(ReliableStream):
             after = some[-1][0] if some else after
         return self._enlist_all(calls)
 
+    def _read(self, after: bytes, count: int) -> Sequence[Any]:
+        if after == _LAST_ID:  # Redis knows of none behind it
+            return ()
+        try:
+            return self._client.execute("XRANGE", self.stream, b"(" + after, "+", "COUNT", count)  # type: ignore[no-any-return]
+        except Unavailable:
+            self.note_failed_read()
+            raise
+
     def _enlist_all(self, calls: Sequence[Sequence[Arg]]) -> int:
         """Route, in portions between which Redis serves others, in one round trip; return how many entries were new."""
         replies = self._ledger.run_each(ROUTE, [(self.stream, call) for call in calls])
@@ -128,11 +141,16 @@ class KeyedStream(ReliableStream):
     @property
     def affordable(self) -> int:
         """How many of its entries may be read at once."""
-        return max(1, READ_BYTES // self.entry_bytes)
+        return 1 if self._is_careful else max(1, READ_BYTES // self._entry_bytes)
+
+    def note_failed_read(self) -> None:
+        """What was asked for may have been more than the server sends: ask for one entry next."""
+        self._is_careful = True
 
     def _note_size(self, entries: Sequence[Any]) -> None:
+        self._is_careful = False
         if entries:
-            self.entry_bytes = _entry_bytes(entries)
+            self._entry_bytes = _entry_bytes(entries)
 
     def _expect(self, lines: Sequence[Arg]) -> None:
         """Do what has to be done before entries are routed to these lines."""
@@ -150,7 +168,7 @@ class KeyedStream(ReliableStream):
 
     def to_read(self, *, count: int, most_pending: int) -> Command | None:
         """The command that reads what is to be routed next; None where `route` has to ask for something before."""
-        if self._routed is None or self.pending >= most_pending:
+        if self._routed in (None, _LAST_ID) or self.pending >= most_pending:
             return None
         count = min(count, most_pending - self.pending, self.affordable)
         return ("XRANGE", self.stream, b"(" + self.routed, "+", "COUNT", count)
@@ -165,6 +183,11 @@ class KeyedStream(ReliableStream):
         """Note the answer; return how many entries were new."""
         passed, _, self.pending, self._routed = reply
         return int(passed)
+
+    def trim(self) -> int:
+        """See ReliableStream. What is in lines stays, too, whoever has acknowledged it; where they are too many, all stays."""
+        lowest = self._as_member(lambda: self._script(LOWEST, (_MOST_LINES,)))
+        return 0 if lowest is None else self._trim_below(lowest)
 
     # Leasing
 

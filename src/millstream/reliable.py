@@ -188,7 +188,11 @@ class ReliableStream:
         # Where nothing is known of us any more, "latest" would skip what came since.
         self._start = "0"
         if lost:
-            logger.warning("the group %s of stream %s was lost and is made again", self._group.name, self.stream)
+            at = self._client.execute("HGET", self._ledger.keys(self.stream).meta, "frontier") or b"0-0"
+            logger.warning(
+                "the group %s of stream %s was lost and is made again at %s: what has an id up to that counts as done, also "
+                "in a stream that was made anew", self._group.name, self.stream, at.decode(),
+            )  # fmt: skip
         elif before and before != self.token:
             logger.warning(
                 "Redis has lost the progress of the group %s on stream %s (or a run on Spark had it meanwhile): workers "
@@ -410,7 +414,10 @@ class ReliableStream:
 
     def trim(self) -> int:
         """Remove, about, the entries before the lowest that any group of the stream still needs; return how many."""
-        return int(self._client.script(TRIM, (self.stream,), (_MOST_TRIMMED,)))
+        return self._trim_below(b"")
+
+    def _trim_below(self, needed: bytes) -> int:
+        return int(self._client.script(TRIM, (self.stream,), (_MOST_TRIMMED, needed)))
 
     def checkpoint(self) -> Checkpoint:
         """Note in Redis how far all workers are, so that marks can be dropped and a lost group be made again.

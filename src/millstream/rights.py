@@ -67,6 +67,7 @@ SCRIPTS: Mapping[str, str] = {
     "group_batch": "hget hincrby hset llen rpush xclaim xpending",
     "group_keep": "hget hincrby hset xclaim xpending",
     "hand_in": f"{_SERVICE} hexists lrem",
+    "lowest": f"{_LINES} hlen hset lindex zcard",
     "hold": "hget xclaim xpending",
     "join": f"{_TAKEOVER} {_MAY_COMMIT} xack xgroup|setid",
     "leave": f"{_LINES} hmget xrange",
@@ -137,7 +138,7 @@ class Role:
 
 _HANDLERS = "{app}.*"
 _DELAYED = ("due", "delayed")
-_KEYED = ("route", "take", "extend", "release", "recover")
+_KEYED = ("route", "take", "extend", "release", "recover", "lowest")
 _GROW = ("seal", "swap")
 _MOVE = ("expect", "leave", "arrive", "settled", "send_on")
 _LAYOUT = ("partition", "partitions")
@@ -156,6 +157,7 @@ ROLES: Mapping[RoleName, Role] = {
         direct="client|reply hdel hexists hget hincrby hmget hscan hset set time xgroup|create xgroup|destroy xgroup|setid xinfo|groups "
         "xinfo|stream xrange xreadgroup xrevrange",
         helpful="client|tracking",
+        unreached="lpush",
         own_keys=(_HANDLERS, *_DELAYED, *_LAYOUT),
         app_keys=(f"{PREFIX}:worker:{{app}}:*",),
     ),

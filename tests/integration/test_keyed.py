@@ -6,10 +6,11 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from millstream.client import Client
-from millstream.errors import CommandFailed
+from millstream.errors import CommandFailed, Unavailable
 from millstream.keyed import ROUTE, Ending, KeyedStream, Lease
 from millstream.ledger import Ledger, Unit
 from millstream.lines import park, unpark
+from millstream.server import EmbeddedServer
 from tests.integration.keyed_bench import (
     KEYS,
     MANY,
@@ -105,6 +106,35 @@ def test_of_large_entries_few_are_read_at_once(client: Client) -> None:
     read = other.to_read(count=1_000, most_pending=MANY)
     assert read is not None
     assert 1 <= int(read[-1]) <= 14
+
+
+def test_a_read_that_is_too_much_for_the_server_is_tried_again_with_less(
+    millstream_fresh_server: EmbeddedServer,
+) -> None:
+    with Client(millstream_fresh_server.url) as client:
+        publish(client, "A" * 2_000)
+        worker = keyed(client)
+        while worker.route(count=8_000, most_pending=MANY):
+            pass
+        client.execute("CONFIG", "SET", "client-output-buffer-limit", "normal 20mb 0 0")
+        client.pipeline([("XADD", "in", f"{n}-0", "k", "A", "payload", b"x" * 500_000) for n in range(2_001, 2_101)])
+        with pytest.raises(Unavailable):
+            worker.route(count=8_000, most_pending=MANY)
+        assert worker.route(count=8_000, most_pending=MANY) == 1
+        assert worker.route(count=8_000, most_pending=MANY) == 8
+        assert worker.check() == []
+
+
+def test_behind_the_greatest_id_there_is_nothing_to_read(client: Client) -> None:
+    publish(client, "AB")
+    greatest = f"{2**64 - 1}-{2**64 - 1}"
+    client.execute("XADD", "in", greatest, "k", "A")
+    worker = keyed(client)
+    assert worker.route(count=100, most_pending=MANY) == 3
+    assert worker.route(count=100, most_pending=MANY) == 0
+    assert worker.to_read(count=100, most_pending=MANY) is None
+    assert lines(client, "kA", "kB") == [[1, 2**64 - 1], [2]]
+    assert worker.check() == []
 
 
 def test_no_more_than_the_look_ahead_is_held_in_lines(client: Client) -> None:
@@ -386,6 +416,16 @@ def test_an_entry_without_a_key_has_no_state_not_even_that_of_a_key_named_like_i
 
 
 # --- Failing ---
+
+
+def test_keys_that_fail_take_turns_with_the_others(client: Client) -> None:
+    worker = routed(client, "ABCDEF")
+    failing = take(worker, lines=3).leases
+    assert [one.line for one in failing] == [b"kA", b"kB", b"kC"]
+    worker.release([Ending(one, "later", 0, 1) for one in failing])
+    expire(client)
+    assert [one.line for one in take(worker, lines=3).leases] == [b"kD", b"kE", b"kF"]
+    assert [one.line for one in take(worker, lines=3).leases] == [b"kA", b"kB", b"kC"]
 
 
 def test_a_failed_attempt_keeps_its_place_and_is_counted_while_other_keys_run(client: Client) -> None:

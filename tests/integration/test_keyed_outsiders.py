@@ -7,8 +7,8 @@ import pytest
 
 from millstream.client import Client, Script
 from millstream.errors import GroupMissing
-from millstream.keyed import Ending, KeyedStream, Lease
-from millstream.lines import skip
+from millstream.keyed import LOWEST, Ending, KeyedStream, Lease
+from millstream.lines import skip, unpark
 from millstream.reliable import ReliableStream
 from tests.integration.keyed_bench import (
     KEYS,
@@ -154,6 +154,43 @@ def test_a_step_that_needs_the_group_is_done_whole_or_not_at_all(
     drain(worker)
     skipped = [int(pairs[1].partition(b"-")[0]) for _, pairs in client.execute("XRANGE", KEYS.dead, "-", "+")]
     assert outputs(client)["kA"] == [n for n in (1, 2, 3) if n not in skipped]
+
+
+@pytest.mark.parametrize(
+    "deed", ["nothing", "the waiting consumer is deleted", "the group is made anew at the end", "all entries are read"]
+)
+def test_what_waits_in_lines_is_not_trimmed_by_workers_whatever_outsiders_do(client: Client, deed: str) -> None:
+    publish(client, "B" * 250 + "A" * 500 + "B" * 250)
+    worker = keyed(client)
+    worker.route(count=1_000, most_pending=1_000)
+    while worker.route(count=1_000, most_pending=1_000):
+        pass
+    leases = take(worker, run=1).leases
+    worker.release([Ending(one, "park", "x") if one.line == b"kA" else Ending(one, "next") for one in leases])
+    drain(worker)
+    interfere(client, deed)
+    client.execute("XACK", "in", GROUP, *(f"{n}-0" for n in range(1, 1_001)))
+    worker.trim()
+    assert 700 < client.execute("XLEN", "in") < 1_000
+    client.execute("HDEL", KEYS.meta, "trim_at")
+    unpark(client, KEYS, b"kA")
+    drain(worker)
+    assert outputs(client)["kA"] == list(range(251, 751))
+    worker.trim()
+    assert client.execute("XLEN", "in") < 200
+
+
+def test_lines_are_not_looked_at_so_often_that_redis_would_do_little_else(client: Client) -> None:
+    publish(client, "-" * 500)
+    worker = keyed(client)
+    while worker.route(count=1_000, most_pending=1_000):
+        pass
+    assert worker._script(LOWEST, (1_000,)) == b"1-0"
+    assert worker._script(LOWEST, (1_000,)) is None, "not before 50 ms have passed"
+    client.execute("HDEL", KEYS.meta, "trim_at")
+    assert worker._script(LOWEST, (499,)) is None, "they are too many"
+    client.execute("HSET", KEYS.meta, "trim_at", 10**14)
+    assert worker._script(LOWEST, (1_000,)) == b"1-0", "the clock went back"
 
 
 def test_a_parked_line_and_foreign_entries_do_not_fill_the_look_ahead_together(client: Client) -> None:

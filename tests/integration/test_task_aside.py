@@ -317,7 +317,7 @@ def test_what_is_set_aside_is_not_trimmed_where_a_person_has_destroyed_the_group
         assert bench.ready(handler).lines == []
     else:
         bench.run(handler, bench.add(4, keys="A"))
-    bench.client.script(TRIM, ("in",), (1_000,))
+    bench.client.script(TRIM, ("in",), (1_000, ""))
     assert bench.client.execute("XPENDING", "in", KEYS.group)[1] == b"2-0"
     bench.check()
 

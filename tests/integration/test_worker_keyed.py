@@ -6,6 +6,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ from millstream.metrics import Recorder
 from millstream.server import EmbeddedServer
 from millstream.testing.proxy import Proxy
 from millstream.worker import WorkerPolicy
-from tests.integration.test_worker import KEYS, dead, eventually, make, pending, working
+from tests.integration.test_worker import KEYS, QUICK, dead, eventually, make, pending, working
 
 
 @pytest.fixture
@@ -62,6 +63,28 @@ def check_order(client: Client, total: int) -> None:
         assert [int(row["count"]) for row in some] == list(range(1, len(some) + 1))
     assert pending(client) == 0
     assert check_lines(client, KEYS, "in") == []
+
+
+def test_a_worker_that_joins_is_left_what_another_has_taken_while_messages_took_less_time(client: Client) -> None:
+    hold = threading.Event()
+
+    def work(message: Message) -> dict[str, Any]:
+        if b"slow" in message.pairs:
+            hold.wait(0.2)
+        return {"n": message.text("n"), "key": message.key or b"", "count": 1}
+
+    policy = replace(QUICK, threads=2)
+    with working(client, make(work, key="key"), "w1", policy=policy) as one:
+        fill(client, 2_000, 2_000)
+        eventually(lambda: len(rows(client)) == 2_000)
+        client.pipeline([("XADD", "in", "*", "n", n, "key", f"k{n}", "slow", 1) for n in range(2_000, 3_000)])
+        eventually(lambda: len(client.execute("HKEYS", KEYS.owners)) > 200)
+        with working(client, make(work, key="key"), "w2", policy=policy) as two:
+            eventually(lambda: two.report.committed > 10)
+            assert one.report.handed_back > 0
+            hold.set()
+            eventually(lambda: len(rows(client)) == 3_000)
+    check_order(client, 3_000)
 
 
 @pytest.mark.parametrize("function", [count, count_async])

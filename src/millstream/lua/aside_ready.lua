@@ -22,9 +22,9 @@ if refusal then return refusal end
 
 local now, most = now_ms(), tonumber(ARGV[3])
 local due = redis.call('ZRANGEBYSCORE', BACKOFF, '-inf', now, 'LIMIT', 0, most)
-for i = #due, 1, -1 do
-  line_up(due[i], true)
-  redis.call('ZREM', BACKOFF, due[i])
+for _, name in ipairs(due) do
+  line_up(name) -- behind the others: keys that fail all the time would take every turn
+  redis.call('ZREM', BACKOFF, name)
 end
 local first = redis.call('ZRANGE', BACKOFF, 0, 0, 'WITHSCORES')[2]
 local wait_ms = first and math.max(0, tonumber(first) - now + 1) or -1

@@ -36,7 +36,7 @@ if meta[2] and tonumber(meta[2]) >= fence then fence = tonumber(meta[2]) + 1 end
 local ahead = redis.call('ZRANGEBYSCORE', LEASES, ms + math.max(10 * lease_ms, FURTHEST_MS), '+inf', 'LIMIT', 0, AT_ONCE)
 for _, name in ipairs(ahead) do redis.call('ZADD', LEASES, ms + lease_ms, name) end
 
--- Both lists come out in the order in which they were due, so the first is put first last.
+-- They come out in the order in which they were due, so the first is put first last.
 local reaped = redis.call('ZRANGEBYSCORE', LEASES, '-inf', ms, 'LIMIT', 0, AT_ONCE)
 for i = #reaped, 1, -1 do
   local name = reaped[i]
@@ -46,9 +46,9 @@ for i = #reaped, 1, -1 do
   line_up(name, true)
 end
 local due = redis.call('ZRANGEBYSCORE', BACKOFF, '-inf', ms, 'LIMIT', 0, AT_ONCE)
-for i = #due, 1, -1 do
-  redis.call('ZREM', BACKOFF, due[i])
-  line_up(due[i], true)
+for _, name in ipairs(due) do
+  redis.call('ZREM', BACKOFF, name)
+  line_up(name) -- behind the others: keys that fail all the time would take every turn
 end
 
 if ARGV[10] then

@@ -2,7 +2,7 @@
 -- Remove the entries of a stream that none of its consumer groups needs any more.
 --
 -- KEYS  1 the stream
--- ARGV  1 most entries that are removed in one call
+-- ARGV  1 most entries that are removed in one call   2 an id that is needed, with all after it, or ''
 -- REPLY number of entries removed
 --
 -- INVARIANT  No entry is removed that some group has not been given, or that is pending in one: the lowest of these
@@ -24,4 +24,5 @@ for _, items in ipairs(redis.call('XINFO', 'GROUPS', KEYS[1])) do
   if not lowest or less(needed, lowest) then lowest = needed end
 end
 if not lowest then return 0 end
+if ARGV[2] ~= '' and less(ARGV[2], lowest) then lowest = ARGV[2] end
 return redis.call('XTRIM', KEYS[1], 'MINID', '~', lowest, 'LIMIT', ARGV[1])

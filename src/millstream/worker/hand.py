@@ -5,7 +5,7 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from queue import Empty, SimpleQueue
 
-from millstream.keyed import Lease, lease_of
+from millstream.keyed import KeyedStream, Lease, lease_of
 from millstream.lifecycle import Dead, Done, Outcome
 from millstream.reliable import Delivery, LineTurn
 from millstream.worker.outbox import Outbox
@@ -132,6 +132,26 @@ class Hand:
                 return following
         turn.last = delivery
         return None
+
+    def drop_surplus(self, stream: KeyedStream) -> list[Lease]:
+        """Let go of lines that have not begun, of those that are more than would be taken now; return them."""
+        given_back: list[Lease] = []
+        with self._lock:
+            for lease in [one for one in self.leases.copy() if one.stream is stream]:
+                if len(self.leases) <= self._limit:
+                    break
+                head = lease.entries[0]
+                if head.running or head not in self:
+                    continue
+                del self._held[head.place]
+                if head.running:  # it began this moment, or was about to
+                    self._held[head.place] = head
+                else:
+                    self.leases.discard(lease)
+                    given_back.append(lease)
+        for lease in given_back:
+            self.end_lease(lease)
+        return given_back
 
     def end_lease(self, lease: Lease) -> list[Delivery]:
         """Let go of a line; return what was left of it in hand."""

@@ -5,6 +5,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from millstream.client import Reply
 from millstream.errors import HandlerStuck
 from millstream.keyed import Ending, KeyedStream, Lease, lease_of
 from millstream.lifecycle import Again, Dead, Done, overdue
@@ -92,6 +93,15 @@ class LeaseKeeper(Keeper):
                 lost = self._hand.end_lease(lease)
                 self._report.refused_some(len(lost))
                 logger.warning("%d messages of %s are not this worker's any more", len(lost), stream.stream)
+
+    def _tend(self, stream: ReliableStream, seen: Reply, *, extends: bool) -> bool:
+        """Give back what was taken while runs were shorter, and so waits for long: a worker that joins has time for it."""
+        assert isinstance(stream, KeyedStream)
+        if surplus := self._hand.drop_surplus(stream):
+            stream.forgive([one for lease in surplus for one in lease.entries])
+            lost = stream.release([Ending(lease, "first") for lease in surplus])
+            self._report.handed_back_some(sum(one.given for one in surplus) - sum(one.given for one in lost))
+        return super()._tend(stream, seen, extends=extends)
 
     def _give_up(self, delivery: Delivery) -> None:
         """Note the failed attempt. The line stays leased as long as the run goes on, that is, until the process has ended."""

@@ -26,6 +26,7 @@ _ROUTER_MS = 3_000
 _ROUTED_AT_ONCE = 4_000
 """Many: what is routed further ahead of the workers makes their turns longer, and a turn costs Redis as much as some messages."""
 _IDLE_S = 0.02
+_FAILURES_TOLD = 10
 _SWEEP_MS_EACH = 1.0
 _LOOK_MS_EACH = 20.0
 _OTHERS_MS = 50.0
@@ -156,6 +157,7 @@ class Router:
         self._fresh: set[str] = set()
         self._all_due_ms = 0.0
         self._look_due_ms = 0.0
+        self._failures = 0
         self.streams: dict[str, KeyedStream] = {}
         """Those to route, on a connection of their own; others add to them, and take some away."""
 
@@ -175,6 +177,7 @@ class Router:
                 mine = self._mine()
                 due = self._due(mine)
                 self._route_all(due)
+                self._failures = 0
                 self._say_full(due)
                 open_ones = [one for one in mine if one.stream not in self._full]
                 if not self._fresh:
@@ -183,13 +186,19 @@ class Router:
                     self._look(open_ones)  # a stream that always has something hides no other
             except Unavailable as error:
                 self._ask_due_ms = 0.0
-                logger.debug("nothing is routed while Redis is away: %s", error)
+                self._tell_away(error)
                 stopping.wait(self._policy.sweep_ms / 1000)
             except (WrongType, AccessDenied) as error:  # of one of many that were waited for
                 if self._woken is None or not concerns_one(error):
                     raise
                 self._all_due_ms = 0.0
         self._let_go()
+
+    def _tell_away(self, error: Unavailable) -> None:
+        """Say so once it has lasted: a Redis that is away is told of elsewhere, one that refuses what is read is not."""
+        self._failures += 1
+        level = logging.WARNING if self._failures == _FAILURES_TOLD else logging.DEBUG
+        logger.log(level, "nothing new is given to the workers for now: %s", error)
 
     def _route_all(self, due: Sequence[KeyedStream]) -> None:
         """Route what is new on each; then raise what kept some from it, perhaps only the server of that stream."""

@@ -54,8 +54,9 @@ class OwnRouter(Router):
             try:
                 self._listen(stopping)
                 self._route_some()
+                self._failures = 0
             except Unavailable as error:
-                logger.debug("nothing is routed while Redis is away: %s", error)
+                self._tell_away(error)
                 stopping.wait(self._policy.sweep_ms / 1000)
         self._watch.close()
         super().run(stopping)
@@ -130,7 +131,7 @@ class OwnRouter(Router):
         size = 0
         for name in islice(self._to_route, _AT_ONCE):
             if (stream := self.streams.get(name)) is not None:
-                size += stream.entry_bytes
+                size += READ_BYTES // stream.affordable
             if names and size > READ_BYTES:
                 break
             names.append(name)
@@ -148,7 +149,12 @@ class OwnRouter(Router):
             for one, count in zip(streams, counts, strict=True)
         }
         # Whatever is asked about a key, its next change is told.
-        found = dict(self._watch.read({name: read or ("EXISTS", name) for name, read in reads.items()}))
+        try:
+            found = dict(self._watch.read({name: read or ("EXISTS", name) for name, read in reads.items()}))
+        except Unavailable:
+            for stream in streams:
+                stream.note_failed_read()
+            raise
         together: list[KeyedStream] = []
         alone: list[KeyedStream] = []
         for stream in streams:
