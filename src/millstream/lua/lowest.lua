@@ -5,7 +5,8 @@
 -- ARGV  1 most lines that are looked at in one call
 -- REPLY its id, '' if no line has any; nil where there are more lines than that, or they were looked at a moment ago
 --
--- INVARIANT  An entry comes into a line after all that lie before it in the stream, so that the lowest only rises.
+-- INVARIANT  An entry comes into a line after all that lie before it in the stream, so that the lowest only rises; but for
+--   those that masters bring in from the pending list, which has kept them so far.
 
 -- include ids
 -- include lines

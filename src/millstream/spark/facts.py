@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from millstream import asking
 from millstream.client import Client, Command, Reply, raise_if_error
-from millstream.errors import CommandFailed, ConfigError, Unavailable, WrongType
+from millstream.errors import AccessDenied, CommandFailed, ConfigError, Unavailable, WrongType
 from millstream.model import ZERO_ID, EntryId
 from millstream.spark.offsets import Position
 
@@ -100,6 +100,10 @@ def _fields(stream: str, reply: Any) -> dict[bytes, Any] | None:
         return None
     if isinstance(reply, WrongType):
         raise WrongType(f"the key {stream!r} holds another type of value than a stream: subscribe to streams only")
+    if isinstance(reply, AccessDenied):
+        raise AccessDenied(
+            f"XINFO STREAM {stream}: {reply}; the lines of `millstream acl` have the rights that are needed"
+        )
     raise_if_error(reply)
     raise CommandFailed(f"XINFO STREAM {stream}: {reply!r} is no answer to that")
 

@@ -5,7 +5,7 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from queue import Empty, SimpleQueue
 
-from millstream.keyed import KeyedStream, Lease, lease_of
+from millstream.keyed import Lease, lease_of
 from millstream.lifecycle import Dead, Done, Outcome
 from millstream.reliable import Delivery, LineTurn
 from millstream.worker.outbox import Outbox
@@ -107,10 +107,11 @@ class Hand:
     def take_leases(self, leases: Iterable[Lease], now_ms: float) -> None:
         """Put the first entry of each line into the buffer, and hold the others for whoever runs it."""
         for lease in leases:
-            self.leases.add(lease)
-            for delivery in lease.waiting:
-                delivery.since_ms = now_ms
-                self._held[delivery.place] = delivery
+            with self._lock:  # it is in hand whole, or not at all
+                self.leases.add(lease)
+                for delivery in lease.waiting:
+                    delivery.since_ms = now_ms
+                    self._held[delivery.place] = delivery
             self.buffer.put(lease.waiting.popleft())
         self.nudge()
 
@@ -133,11 +134,13 @@ class Hand:
         turn.last = delivery
         return None
 
-    def drop_surplus(self, stream: KeyedStream) -> list[Lease]:
+    def drop_surplus(self) -> list[Lease]:
         """Let go of lines that have not begun, of those that are more than would be taken now; return them."""
         given_back: list[Lease] = []
+        if len(self.leases) <= self._limit:
+            return given_back
         with self._lock:
-            for lease in [one for one in self.leases.copy() if one.stream is stream]:
+            for lease in self.leases.copy():
                 if len(self.leases) <= self._limit:
                     break
                 head = lease.entries[0]

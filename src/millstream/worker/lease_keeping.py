@@ -2,15 +2,16 @@
 
 import logging
 import threading
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
-from millstream.client import Reply
 from millstream.errors import HandlerStuck
 from millstream.keyed import Ending, KeyedStream, Lease, lease_of
 from millstream.lifecycle import Again, Dead, Done, overdue
 from millstream.reliable import Delivery, ReliableStream
 from millstream.worker.keeping import Keeper
+from millstream.worker.leaving import leaving_out
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +36,17 @@ class LeaseKeeper(Keeper):
         known = [lease for lease in self._hand.leases.copy() if lease.stream is stream]
         earlier, unheard = stream.recover(known, self._policy.batch)
         self._report.adopted_some(earlier + unheard)
+
+    def round(self) -> None:
+        """See Keeper. Lines that were taken while runs were shorter, and wait, are given back: others may have time."""
+        surplus: dict[KeyedStream, list[Lease]] = defaultdict(list)
+        for lease in self._hand.drop_surplus():
+            surplus[lease.stream].append(lease)
+        for stream, some in surplus.items():
+            with leaving_out(stream):
+                lost = stream.release([Ending(lease, "first") for lease in some])
+                self._report.handed_back_some(sum(one.given for one in some) - sum(one.given for one in lost))
+        super().round()
 
     def watch(self, over: threading.Event) -> None:
         """Until it is over, see to it that no handler runs beyond its lease, though Redis may be away.
@@ -93,15 +105,6 @@ class LeaseKeeper(Keeper):
                 lost = self._hand.end_lease(lease)
                 self._report.refused_some(len(lost))
                 logger.warning("%d messages of %s are not this worker's any more", len(lost), stream.stream)
-
-    def _tend(self, stream: ReliableStream, seen: Reply, *, extends: bool) -> bool:
-        """Give back what was taken while runs were shorter, and so waits for long: a worker that joins has time for it."""
-        assert isinstance(stream, KeyedStream)
-        if surplus := self._hand.drop_surplus(stream):
-            stream.forgive([one for lease in surplus for one in lease.entries])
-            lost = stream.release([Ending(lease, "first") for lease in surplus])
-            self._report.handed_back_some(sum(one.given for one in surplus) - sum(one.given for one in lost))
-        return super()._tend(stream, seen, extends=extends)
 
     def _give_up(self, delivery: Delivery) -> None:
         """Note the failed attempt. The line stays leased as long as the run goes on, that is, until the process has ended."""
