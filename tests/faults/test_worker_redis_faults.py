@@ -93,6 +93,7 @@ def test_connections_cut_on_either_side_of_every_kind_of_command_lose_and_double
             assert rounds < 10 * CUTS, f"{proxy.cuts} of {goals}"
             books.publish(200, ms=1)
             books.publish(5, do="stumble")
+            books.publish(4, ms=800)  # so that there always is something to extend
             if rounds % 3 == 0:
                 fleet.victim().kill()  # so that there is something to recover and to adopt
             time.sleep(0.5)

@@ -56,7 +56,7 @@ def test_a_query_shares_a_group_with_a_worker_and_repeats_the_batch_that_failed(
 
         def take(self, frame: DataFrame, batch_id: int) -> None:
             rows = frame.collect()
-            names = {one.name: one.pending for one in group.consumers() if one.name.startswith("spark-")}
+            names = {one.name: one.pending for one in group.consumers() if one.name.startswith("spark:")}
             held.append(sum(names.values()) - len(rows))
             if batch_id == 1:
                 attempts.append(sorted(row["_id"] for row in rows))
