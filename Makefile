@@ -14,9 +14,9 @@ setup: ## install what is missing: .venv, redis-server, Java (done by the other 
 demo: setup ## a year of real flights through a Spark pipeline, and a report (ARGS=--kill, ARGS=--json)
 	@$(BIN)/millstream demo $(ARGS)
 
-test: lint ## lint and every test, three at a time but for those that assert how long something takes
-	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m "not alone" $(ARGS) || [ $$? = 5 ] # no such test
-	$(BIN)/python -m pytest -m alone $(ARGS) || [ $$? = 5 ]
+test: lint ## lint and every test (AREA=keys: those of one area, see CONTRIBUTING)
+	@mkdir -p build
+	$(BIN)/python -m pytest -n 3 --dist loadgroup --durations=30 --junitxml=build/tests.xml $(if $(AREA),-m $(AREA)) $(ARGS)
 
 unit: setup ## the tests of tests/unit only
 	$(BIN)/python -m pytest tests/unit $(ARGS)

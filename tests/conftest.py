@@ -12,43 +12,89 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from xdist.scheduler import LoadFileScheduling
 
 from millstream.client import Client
 from millstream.rights import RoleName, rule
 from millstream.server import EmbeddedServer
+from tests.support import waiting
+from tests.support.leftovers import RunGuardian
 
 pytest_plugins = ["pytester"]
 
-LINES = {
-    "drivers": (
-        "tests/faults/test_exactly_once.py", "tests/faults/test_redis_faults.py", "tests/faults/test_sink_faults.py",
-        "tests/faults/test_aside_faults.py", "tests/faults/test_cluster_faults.py", "tests/faults/test_group_faults.py",
-        "tests/spark/test_connect.py", "tests/spark/test_demo.py", "tests/spark/test_notebook.py",
-        "tests/spark/test_run_command.py",
-    ),
-    "session": ("tests/contract/", "tests/spark/"),
-}  # fmt: skip
-"""Files whose tests use Spark, in processes of their own or in that of the tests."""
+AREAS = ("worker", "keys", "groups", "balancer", "router", "master", "spark", "sink", "cli")
+"""The systems that tests belong to, each a marker: `make test AREA=keys`. Every file of tests names its own."""
+
+LINES = ("session", "drivers")
+"""Tests that share the one Spark session of their process, and tests that start Spark in other processes.
+
+Side by side, the tests of a line run one after another in one process: two cores bear no third Spark.
+"""
+ORDER = ("faults", "contract", "spark", "integration", "unit")
+"""What takes longest comes first, so that no process has much left when the others are done."""
+
+guardian_key = pytest.StashKey[RunGuardian]()
+left_key = pytest.StashKey[list[str]]()
 
 
+@pytest.fixture
+def client(millstream_url: str) -> Iterator[Client]:
+    """A client of the shared server, which is empty."""
+    with Client(millstream_url) as opened:
+        yield opened
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
-    """Where tests run side by side, their processes ignore Ctrl-C, and so would the programs that tests interrupt."""
+    """Guard the run; and let Ctrl-C reach the programs that tests interrupt.
+
+    Where tests run side by side, their processes ignore it, and so would what they start.
+    """
     if hasattr(config, "workerinput"):
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    else:
+        config.stash[guardian_key] = RunGuardian()
+    config.option.timeout = config.option.timeout or waiting.TEST_TIMEOUT_S
 
 
-class _FewSparks(LoadFileScheduling):  # type: ignore[misc]  # xdist has no annotations
-    """Side by side, a file's tests stay together, and so do those of each of Spark's lines: two cores bear no third Spark."""
-
-    def _split_scope(self, nodeid: str) -> str:
-        lines = (line for line, files in LINES.items() if nodeid.startswith(files))
-        return next(lines, None) or str(super()._split_scope(nodeid))
+def pytest_report_header() -> str:
+    """What the fail-safe of this run is."""
+    return f"slowness: {waiting.slowness():.1f}, fail-safe: {waiting.FAIL_SAFE_S:.0f} s"
 
 
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadFileScheduling | None:
-    """Where tests run side by side, say which do."""
-    return _FewSparks(config, log) if config.getoption("dist") == "loadfile" else None
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Look for processes that the tests left behind."""
+    if guardian := session.config.stash.get(guardian_key, None):
+        session.config.stash[left_key] = guardian.end(grace_s=waiting.FAIL_SAFE_S / 6)
+        if session.config.stash[left_key] and session.exitstatus == pytest.ExitCode.OK:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED  # it broke a promise, whatever its tests say
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Name what was left behind."""
+    for name in config.stash.get(left_key, []):
+        terminalreporter.write_line(f"FAILED left behind by the tests, and killed: {name}", red=True)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Every file of tests names its area. Side by side, Spark's lines stay together."""
+    if lacking := {item.path.name for item in items if not any(item.get_closest_marker(area) for area in AREAS)}:
+        raise pytest.UsageError(f"say with `pytestmark` which of {', '.join(AREAS)} is tested in {sorted(lacking)}")
+    for item in items:
+        if line := _line(item):
+            item.add_marker(pytest.mark.xdist_group(line))
+    items.sort(key=_rank)
+
+
+def _line(item: pytest.Item) -> str | None:
+    if "spark" in getattr(item, "fixturenames", ()):
+        return "session"
+    return "drivers" if item.get_closest_marker("drivers") else None
+
+
+def _rank(item: pytest.Item) -> int:
+    line, folder = _line(item), item.path.parent.name
+    return LINES.index(line) if line else len(LINES) + (ORDER.index(folder) if folder in ORDER else len(ORDER))
 
 
 if os.environ.get("MILLSTREAM_TEST_ACL"):

@@ -10,10 +10,10 @@ from pyspark.sql import SparkSession
 from millstream.client import Client
 from millstream.server import EmbeddedServer
 from millstream.testing.contract import Case, ContractBroken, Engine, judge, put_through
-from tests.contract.engines import Pipelines, WorkerCommand
 from tests.contract.worker_app import ALL
+from tests.support.engines import Pipelines, WorkerCommand
 
-pytestmark = pytest.mark.timeout(900)  # the first test of an engine waits for all that it runs
+pytestmark = [pytest.mark.worker, pytest.mark.keys, pytest.mark.spark]
 
 APART = ("crashed", "restart")
 WAVE = 6
@@ -66,6 +66,7 @@ def on_spark(millstream_server: EmbeddedServer, spark: SparkSession, folders: It
     yield from ran({Pipelines(spark, next(folders)): cases for cases in (*waves, named("restart"))})
 
 
+@pytest.mark.xdist_group("contract on workers")
 @pytest.mark.parametrize("case", ALL, ids=lambda case: case.name)
 def test_workers_keep_the_contract(on_workers: Ran, case: Case) -> None:
     on_workers.judge(case)

@@ -21,6 +21,8 @@ from millstream.spark.runner import Runner, RunSettings
 from millstream.testing.history import check_outputs
 from millstream.worker import ReadingLoop, WorkerPolicy
 
+pytestmark = [pytest.mark.worker, pytest.mark.keys, pytest.mark.spark]
+
 KEYS = HandlerKeys("app", "handle", "in")
 POLICY = WorkerPolicy(block_ms=100, claim_ms=1_000, sweep_ms=100)
 PART = 300

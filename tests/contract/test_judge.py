@@ -11,6 +11,8 @@ from millstream.deadletters import DeadLetter
 from millstream.ledger import ENTRY_MARK, Ledger, Unit
 from millstream.testing.contract import APP, Case, ContractBroken, Letter, entry, entry_id, judge, publish, put_through
 
+pytestmark = [pytest.mark.worker, pytest.mark.keys, pytest.mark.spark]
+
 
 def handle(message: Message) -> None:
     """Is never run here."""

@@ -3,7 +3,7 @@
 import pytest
 
 from millstream.testing.history import Report
-from tests.faults.fleet import Standstill, Tell
+from tests.support.worker_processes import Standstill, Tell
 
 
 @pytest.fixture

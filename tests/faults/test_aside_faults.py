@@ -13,10 +13,11 @@ from millstream.lines import check_lines, survey
 from millstream.naming import HandlerKeys
 from millstream.server import EmbeddedServer
 from millstream.testing.history import check_outputs
-from tests.faults.driver import HERE, Driver, wait_until
-from tests.integration.commandline import call
+from tests.support.commandline import call
+from tests.support.drivers import APPS, Driver
+from tests.support.waiting import eventually
 
-pytestmark = [pytest.mark.faults, pytest.mark.spark, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.spark, pytest.mark.keys, pytest.mark.drivers, pytest.mark.faults]
 
 SOAK = bool(os.environ.get("MILLSTREAM_SOAK"))
 ROUNDS = 2 if SOAK else 1
@@ -87,7 +88,7 @@ def kill_at(driver: Driver, point: str) -> None:
     """Arm a point, wait until somebody has reached it, and start the driver again."""
     (driver.folder / f"hit.{point}").unlink(missing_ok=True)
     (driver.folder / point).touch()
-    wait_until((driver.folder / f"hit.{point}").exists, f"nobody reached {point}", driver=driver)
+    eventually((driver.folder / f"hit.{point}").exists, f"nobody reached {point}", log=driver.errors)
     driver.process.wait(30)
     driver.start()
 
@@ -106,7 +107,7 @@ def test_a_driver_killed_while_keys_wait_loses_none_doubles_none_and_wakes_none(
         bookings = Bookings(client)
         bookings.publish(MESSAGES, chance)
         driver = Driver(
-            f"{HERE}/aside_app.py:app", url=server.url, folder=tmp_path,
+            f"{APPS}/aside_app.py:app", url=server.url, folder=tmp_path,
             options=("--max-per-batch", "200", "--master", "local[2,4]"),
         )  # fmt: skip
         try:
@@ -117,13 +118,13 @@ def test_a_driver_killed_while_keys_wait_loses_none_doubles_none_and_wakes_none(
                     bookings.publish(200, chance)
                     kill_at(driver, point)
             last = client.execute("XREVRANGE", "bookings", "+", "-", "COUNT", 1)[0][0]
-            wait_until(lambda: frontiers(client) == [last, last], f"the end; seed {seed}", driver=driver, timeout_s=400)
+            eventually(lambda: frontiers(client) == [last, last], f"the end; seed {seed}", log=driver.errors)
             check_what_waits(client, bookings, driver)
             (tmp_path / "mended").touch()
-            wait_until(lambda: not survey(client, BLOCKING), "blocked keys go on by themselves", driver=driver)
+            eventually(lambda: not survey(client, BLOCKING), "blocked keys go on by themselves", log=driver.errors)
             assert bookings.waiting(PARKING) == bookings.stuck(), "nobody has unparked them"
             unpark_and_kill(client, bookings, driver)
-            wait_until(lambda: not survey(client, PARKING), "unparked keys go on", driver=driver)
+            eventually(lambda: not survey(client, PARKING), "unparked keys go on", log=driver.errors)
             assert driver.stop() == 0
         finally:
             if driver.alive:
@@ -137,13 +138,13 @@ def test_a_driver_killed_while_keys_wait_loses_none_doubles_none_and_wakes_none(
 def check_what_waits(client: Client, bookings: Bookings, driver: Driver) -> None:
     """Of the stuck keys all, from the failure on, in order; parked or to be tried again. Of others nothing."""
     for keys, states in ((PARKING, {"parked"}), (BLOCKING, {"ready", "backing off"})):
-        wait_until(
+        eventually(
             lambda: bookings.waiting(keys).keys() == bookings.stuck().keys(),  # noqa: B023 - it is over by then
-            f"{keys.handler}: the stuck keys alone wait", driver=driver,
+            f"{keys.handler}: the stuck keys alone wait", log=driver.errors,
         )  # fmt: skip
-        wait_until(
+        eventually(
             lambda: {line.state for line in survey(client, keys)} <= states,  # noqa: B023
-            f"{keys.handler}: they wait as {states}", driver=driver,
+            f"{keys.handler}: they wait as {states}", log=driver.errors,
         )  # fmt: skip
         assert bookings.waiting(keys) == bookings.stuck()
     assert check_lines(client, PARKING, "bookings") == []
@@ -155,7 +156,7 @@ def unpark_and_kill(client: Client, bookings: Bookings, driver: Driver) -> None:
     first, *others = bookings.stuck()
     (driver.folder / "line-committed").touch()
     assert call("unpark", "bank.park", first, url=client.url).code == 0
-    wait_until((driver.folder / "hit.line-committed").exists, "nobody runs what is unparked", driver=driver)
+    eventually((driver.folder / "hit.line-committed").exists, "nobody runs what is unparked", log=driver.errors)
     driver.process.wait(30)
     assert bookings.waiting(PARKING).keys() >= set(others)
     driver.start()

@@ -20,12 +20,13 @@ from millstream.client import Client
 from millstream.naming import ServiceKeys
 from millstream.server import EmbeddedServer
 from millstream.testing.proxy import Proxy
-from tests.faults.driver import HERE
-from tests.faults.fleet import Tell, eventually
-from tests.faults.lease_owner import REFUSED, SERVICE, WRITES
+from tests.support.apps.lease_owner import REFUSED, SERVICE, WRITES
+from tests.support.drivers import APPS
+from tests.support.waiting import eventually
+from tests.support.worker_processes import Tell
 
 SOAK = bool(os.environ.get("MILLSTREAM_SOAK"))
-pytestmark = [pytest.mark.faults, pytest.mark.timeout(600 if SOAK else 120)]
+pytestmark = [pytest.mark.balancer, pytest.mark.faults]
 
 STREAMS = 2_000 if SOAK else 300
 LEASE_MS = 1_000
@@ -61,7 +62,7 @@ def owning(
     client: Client, folder: Path, name: str, url: str | None = None, *, moves: float = 1.0, lease_ms: int = LEASE_MS
 ) -> Iterator[Owner]:
     """A process that takes part as `name`, by way of `url`; `moves` and `lease_ms` as of BalancerPolicy."""
-    command = [sys.executable, f"{HERE}/lease_owner.py", url or client.url, client.url, name, str(lease_ms), str(moves)]
+    command = [sys.executable, f"{APPS}/lease_owner.py", url or client.url, client.url, name, str(lease_ms), str(moves)]
     with (folder / f"{name}.log").open("ab") as log:
         owner = Owner(name, subprocess.Popen(command, stderr=log))
     try:
@@ -91,7 +92,7 @@ def eventually_shared(client: Client, *names: str, within: float = 0.1) -> None:
             and all(abs(found[name] - part) <= max(1, within * part) for name in names)
         )
 
-    eventually(is_shared, f"fair shares of {names}", within_s=60, log=lambda: str(counts(client)))
+    eventually(is_shared, f"fair shares of {names}", log=lambda: str(counts(client)))
 
 
 def stopped(process: "subprocess.Popen[bytes]") -> bool:

@@ -14,12 +14,13 @@ import pytest
 import millstream
 from millstream.client import Client
 from millstream.testing.history import check_outputs
-from tests.faults.driver import Driver, wait_until
+from tests.support.drivers import Driver
+from tests.support.waiting import eventually
 
 SOAK = bool(os.environ.get("MILLSTREAM_SOAK"))
 MESSAGES, KILLS = (40_000, 20) if SOAK else (2_000, 1)
 PATIENCE_S = 1800 if SOAK else 400  # four Java processes start on two cores
-pytestmark = [pytest.mark.spark, pytest.mark.faults, pytest.mark.timeout(3600 if SOAK else 600)]
+pytestmark = [pytest.mark.spark, pytest.mark.drivers, pytest.mark.faults]
 
 APP = """
 import os, time
@@ -118,16 +119,14 @@ def command_of(process: psutil.Process) -> str:
 
 
 def wait_for(client: Client, stream: str, count: int, driver: Driver) -> None:
-    wait_until(
-        lambda: client.execute("XLEN", stream) >= count, f"{count} {stream}", driver=driver, timeout_s=PATIENCE_S
-    )
+    eventually(lambda: client.execute("XLEN", stream) >= count, f"{count} {stream}", log=driver.errors)
 
 
 def finish(driver: Driver, client: Client, count: int) -> None:
     wait_for(client, "totals", count, driver)
     wait_for(client, "copies", count, driver)
     newest = client.execute("XREVRANGE", "orders", "+", "-", "COUNT", 1)[0][0]
-    wait_until(lambda: client.execute("HGET", "newest:c49", "id") == newest, "the newest order", driver=driver)
+    eventually(lambda: client.execute("HGET", "newest:c49", "id") == newest, "the newest order", log=driver.errors)
     assert driver.stop() == 0
 
 
@@ -139,7 +138,7 @@ def test_executors_that_die_lose_and_double_nothing_and_an_upgraded_app_goes_on(
         cluster.start()
         for kill in range(KILLS):
             wait_for(client, "totals", (kill + 1) * MESSAGES // (KILLS + 2), cluster)
-            wait_until(lambda: len(executors(cluster)) == 2, "two executors", driver=cluster)
+            eventually(lambda: len(executors(cluster)) == 2, "two executors", log=cluster.errors)
             random.choice(executors(cluster)).kill()
         finish(cluster, client, MESSAGES)
 

@@ -17,9 +17,10 @@ from millstream.deadletters import DeadLetter
 from millstream.naming import HandlerKeys
 from millstream.server import EmbeddedServer
 from millstream.testing.history import check_outputs
-from tests.faults.driver import HERE, Driver, wait_until
+from tests.support.drivers import APPS, Driver
+from tests.support.waiting import eventually
 
-pytestmark = [pytest.mark.faults, pytest.mark.spark, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.spark, pytest.mark.drivers, pytest.mark.faults]
 
 SOAK = bool(os.environ.get("MILLSTREAM_SOAK"))
 MESSAGES = 200_000 if SOAK else 30_000
@@ -92,7 +93,7 @@ def committed(client: Client) -> int:
 
 
 def wait_for_commits(client: Client, goal: int, driver: Driver) -> None:
-    wait_until(lambda: committed(client) >= goal, f"{goal} commits", driver=driver)
+    eventually(lambda: committed(client) >= goal, f"{goal} commits", log=driver.errors)
 
 
 class Assassin:
@@ -120,7 +121,7 @@ class Assassin:
     def _arm(self, point: str) -> None:
         before = self._hits(point)  # counted first: somebody may be there as soon as it is armed
         (self._driver.folder / point).touch()
-        wait_until(lambda: self._hits(point) > before, f"nobody reached {point}", driver=self._driver)
+        eventually(lambda: self._hits(point) > before, f"nobody reached {point}", log=self._driver.errors)
         if point == EXACT_POINTS[2]:  # this one is the driver's own
             self._driver.process.wait(30)
             self._restart()
@@ -133,7 +134,7 @@ class Assassin:
         return len(list(self._driver.folder.glob(f"hit.{point}.*")))
 
     def _kill_worker(self) -> None:
-        wait_until(self._driver.workers, "no Python worker to kill", driver=self._driver)
+        eventually(self._driver.workers, "no Python worker to kill", log=self._driver.errors)
         try:
             self._chance.choice(self._driver.workers()).kill()
         except (psutil.NoSuchProcess, IndexError):
@@ -150,7 +151,7 @@ def test_killing_drivers_and_workers_all_through_a_run_applies_everything_once_a
         last = client.execute("XREVRANGE", "bookings", "+", "-", "COUNT", 1)[0][0]
         batch = MESSAGES // (KILLS * 2)
         driver = Driver(
-            f"{HERE}/killer_app.py:app",
+            f"{APPS}/killer_app.py:app",
             url=server.url,
             folder=tmp_path,
             options=("--max-per-batch", str(batch)),
@@ -162,11 +163,10 @@ def test_killing_drivers_and_workers_all_through_a_run_applies_everything_once_a
                 goal = (number + 1) * MESSAGES // (KILLS + 2)
                 wait_for_commits(client, goal, driver)
                 assassin.strike(number)
-            wait_until(
+            eventually(
                 lambda: client.execute("HGET", KEYS.meta, "frontier") == last,
                 f"the end of the stream; kills: {assassin.log}, seed {seed}",
-                driver=driver,
-                timeout_s=240,
+                log=driver.errors,
             )
             assert driver.stop() == 0
         finally:

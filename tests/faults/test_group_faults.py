@@ -16,7 +16,7 @@ from millstream.groups import Group
 from millstream.server import EmbeddedServer
 from tests.faults.test_sink_faults import SOAK, Copying, published
 
-pytestmark = [pytest.mark.faults, pytest.mark.spark, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.groups, pytest.mark.spark, pytest.mark.drivers, pytest.mark.faults]
 
 ROWS = 100_000 if SOAK else 5_000
 BATCH = ROWS // 5

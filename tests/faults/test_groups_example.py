@@ -12,9 +12,9 @@ import pytest
 
 from millstream.client import Client
 from millstream.groups import Consumer, Group
-from millstream.testing.topologies import wait_until
+from tests.support.waiting import eventually
 
-pytestmark = [pytest.mark.faults, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.groups, pytest.mark.faults]
 EXAMPLE = Path(__file__).parents[2] / "examples" / "group_consumer.py"
 
 
@@ -49,11 +49,11 @@ def test_example_consumers_that_are_killed_and_restarted_lose_nothing(millstream
         Consumer(client, group="mygroup", name="c1", streams=["mystream"]).read_new(count=10)
         for goal in (300, 1500, 3000):
             with running(millstream_url, "c1", tmp_path) as first, running(millstream_url, "c2", tmp_path) as second:
-                wait_until(lambda goal=goal: len(processed(tmp_path)) >= goal, f"{goal} messages")  # type: ignore[misc]
+                eventually(lambda goal=goal: len(processed(tmp_path)) >= goal, f"{goal} messages")  # type: ignore[misc]
                 os.kill(first.pid, signal.SIGKILL)
                 os.kill(second.pid, signal.SIGSTOP)
         with running(millstream_url, "c1", tmp_path):
-            wait_until(
+            eventually(
                 lambda: group.pending.summary().count == 0 and len(set(processed(tmp_path))) == 5000, "the drain"
             )
     ids = processed(tmp_path)

@@ -9,9 +9,10 @@ import pytest
 from millstream.client import Client
 from millstream.groups import ClaimOptions, Consumer, DoneFile, Group, GroupInfo, PendingEntry, Reader, ReadPolicy
 from millstream.server import EmbeddedServer
-from millstream.testing.topologies import sentinel_trio, wait_until
+from millstream.testing.topologies import sentinel_trio
+from tests.support.waiting import eventually
 
-pytestmark = [pytest.mark.faults, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.groups, pytest.mark.faults]
 QUICK = ReadPolicy(block_ms=50)
 Memory = tuple[GroupInfo | None, list[str], list[PendingEntry]]
 
@@ -77,7 +78,7 @@ def rewritten_aof_restart() -> Iterator[tuple[Client, Callable[[], None]]]:
         def restart() -> None:
             client.execute("BGREWRITEAOF")
             done = b"aof_rewrite_in_progress:0"
-            wait_until(lambda: done in client.execute("INFO", "persistence"), "the rewrite")
+            eventually(lambda: done in client.execute("INFO", "persistence"), "the rewrite")
             server.kill()
             server.start()
 
@@ -91,7 +92,7 @@ def promotion() -> Iterator[tuple[Client, Callable[[], None]]]:
         def fail_over() -> None:
             assert client.execute("WAIT", 1, 5000) == 1
             trio.primary.kill()
-            wait_until(lambda: b"role:master" in trio.replica.call("INFO", "replication"), "the promotion")
+            eventually(lambda: b"role:master" in trio.replica.call("INFO", "replication"), "the promotion")
 
         yield client, fail_over
 
@@ -117,7 +118,7 @@ def test_a_waiting_reader_follows_a_failover_and_gets_every_entry(tmp_path: Path
             seen = [one for batch in reader.read() for one in batch.ids[:5] if reader.ack("s", [one])]
             fail_over()
             client.patiently(lambda: add(client, range(11, 21)), what="test", limit_ms=30_000)
-            wait_until(lambda: bool(take(reader, seen)) and len(set(seen)) == 20, "every entry")
+            eventually(lambda: bool(take(reader, seen)) and len(set(seen)) == 20, "every entry")
         assert sorted(seen, key=lambda one: int(one[:-2])) == [b"%d-0" % n for n in range(1, 21)]
         assert Group(client, "s", "g").pending.summary().count == 0
 
@@ -164,7 +165,7 @@ def test_a_redis_that_lost_its_last_second_makes_only_a_forgetful_consumer_proce
         kill_and_start(server, client)
         assert Group(client, "s", "g").pending.summary().count == 2  # Redis has forgotten 12 acknowledgements
         with start(client) as reader:
-            wait_until(lambda: take(reader, processed)[-1] == b"20-0", "the end of the stream")
+            eventually(lambda: take(reader, processed)[-1] == b"20-0", "the end of the stream")
             reader.read()
         assert Group(client, "s", "g").pending.summary().count == 0
     assert set(processed) == {b"%d-0" % n for n in range(1, 21)}
@@ -178,7 +179,7 @@ def test_a_redis_that_came_back_empty_is_filled_and_read_again(tmp_path: Path) -
         with Reader(client, group="g", consumer="c", streams=["s"], policy=QUICK, on_event=events.append) as reader:
             seen = take(reader, [])
             kill_and_start(server, client)
-            wait_until(lambda: not take(reader, []) and len(events) == 2, "the group to be made again")
+            eventually(lambda: not take(reader, []) and len(events) == 2, "the group to be made again")
             add(client, range(1, 3))
-            wait_until(lambda: len(take(reader, seen)) == 5, "the new entries")
+            eventually(lambda: len(take(reader, seen)) == 5, "the new entries")
     assert [type(event).__name__ for event in events] == ["GroupRecreated", "Resumed"]

@@ -14,8 +14,8 @@ import msgspec
 import pytest
 
 from millstream.inbox import Inbox
-from tests.faults.inbox_consumer import POINTS, Payment, Plan
-from tests.integration.databases import Database, postgres_server
+from tests.support.apps.inbox_consumer import POINTS, Payment, Plan
+from tests.support.databases import Database, postgres_server
 
 ROOT = Path(__file__).parents[2]
 SOAK = bool(os.environ.get("MILLSTREAM_SOAK"))
@@ -26,7 +26,7 @@ SCHEMA = (
     "CREATE TABLE entries (number {serial}, account TEXT, id TEXT, balance INTEGER)",
 )
 
-pytestmark = pytest.mark.faults
+pytestmark = [pytest.mark.worker, pytest.mark.faults]
 
 
 @contextmanager
@@ -80,7 +80,7 @@ def booked(database: Database) -> dict[str, list[tuple[str, int]]]:
 def start(plan: Plan) -> "subprocess.Popen[bytes]":
     file = Path(f"{plan.acks}.plan")
     file.write_bytes(msgspec.json.encode(plan))
-    return subprocess.Popen([sys.executable, "-m", "tests.faults.inbox_consumer", str(file)], cwd=ROOT)
+    return subprocess.Popen([sys.executable, "-m", "tests.support.apps.inbox_consumer", str(file)], cwd=ROOT)
 
 
 @pytest.mark.parametrize("kind", ["sqlite", "postgres"])

@@ -4,7 +4,6 @@ import os
 import random
 import statistics
 import time
-from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -14,22 +13,17 @@ import pytest
 from millstream.client import Client
 from millstream.server import EmbeddedServer
 from millstream.testing.proxy import Proxy
-from tests.faults.fleet import Fleet, Tell, eventually, wake_up, watched
-from tests.faults.keyed_books import KeyedBooks
+from tests.support.keyed_workers import KeyedBooks
+from tests.support.waiting import eventually
+from tests.support.worker_processes import Fleet, Tell, wake_up, watched
 
 SOAK = bool(os.environ.get("MILLSTREAM_SOAK"))
-pytestmark = [pytest.mark.faults, pytest.mark.timeout(3600 if SOAK else 120)]
+pytestmark = [pytest.mark.keys, pytest.mark.faults]
 
 MESSAGES, KEYS, MOST = (120_000, 1_000, 8) if SOAK else (12_000, 300, 3)
 HOT, COLD = (150_000, 4_000) if SOAK else (20_000, 300)
 LEASE_S = 1.0
 APP = {"app": "keyed"}
-
-
-@pytest.fixture
-def client(millstream_fresh_server: EmbeddedServer) -> Iterator[Client]:
-    with Client(millstream_fresh_server.url) as opened:
-        yield opened
 
 
 def test_chaos_keeps_every_key_in_order_and_loses_and_doubles_nothing(

@@ -5,7 +5,7 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -14,30 +14,13 @@ import pytest
 from millstream.client import Client
 from millstream.server import EmbeddedServer
 from millstream.testing.history import Event, check, read_events
-from tests.integration.commandline import PROGRAM, environment, run
-from tests.integration.masters import (
-    GROUP,
-    KEYS,
-    STREAM,
-    TOKEN,
-    Foreign,
-    Master,
-    end,
-    eventually,
-    holders,
-    is_clean,
-    publish,
-)
+from tests.support.commandline import PROGRAM, environment, run
+from tests.support.masters import GROUP, KEYS, STREAM, TOKEN, Foreign, Master, end, holders, is_clean, publish
+from tests.support.waiting import eventually
 
-pytestmark = pytest.mark.faults
+pytestmark = [pytest.mark.master, pytest.mark.faults]
 
 EXAMPLE = Path(__file__).parents[2] / "examples/tickets"
-
-
-@pytest.fixture
-def client(millstream_url: str) -> Iterator[Client]:
-    with Client(millstream_url) as found:
-        yield found
 
 
 class Fleet:
@@ -85,7 +68,7 @@ class Fleet:
             lines = self.log(name).read_bytes().splitlines() if self.log(name).exists() else []
             return bool(lines) and b'"started"' in lines[-1]
 
-        eventually(works, f"{name} at work", within_s=30)
+        eventually(works, f"{name} at work")
 
     def judge(self, enqueued: Sequence[Event]) -> None:
         """Nothing lost, doubled, out of order or at the same time as another of its ticket."""
@@ -100,7 +83,7 @@ def enqueue(client: Client, tickets: int, each: int) -> list[Event]:
 
 
 def registered(master: Master, count: int) -> None:
-    eventually(lambda: len(master.get("consumers")["consumers"]) == count, f"{count} consumers", within_s=30)
+    eventually(lambda: len(master.get("consumers")["consumers"]) == count, f"{count} consumers")
 
 
 def test_who_stops_answering_its_health_url_loses_its_messages_to_others(millstream_url: str, client: Client) -> None:
@@ -290,7 +273,7 @@ def test_one_consumer_of_three_and_one_master_of_two_are_killed_and_every_ticket
         end(one.process, signal.SIGKILL)
         fleet.in_the_middle("c2")
         end(fleet.processes["c2"], signal.SIGKILL)
-        eventually(lambda: is_clean(client), "all done", within_s=40)
+        eventually(lambda: is_clean(client), "all done")
     events = read_events(*tmp_path.glob("*.jsonl"))
     report = check([*enqueued, *events])
     # A killed consumer may have done a message, or two, that it could not acknowledge any more.
@@ -313,7 +296,7 @@ def test_a_consumer_that_is_told_to_stop_finishes_and_hands_on(
         assert master.state_of("c1") is None
         assert "c1" not in holders(client).values()
         fleet.python("c2")
-        eventually(lambda: is_clean(client), "all done", within_s=30)
+        eventually(lambda: is_clean(client), "all done")
         fleet.judge(enqueued)
 
 
@@ -329,7 +312,7 @@ def test_redis_restarts_and_everybody_goes_on(millstream_fresh_server: EmbeddedS
         def done() -> bool:
             return bool(client.patiently(lambda: is_clean(client), what="the test"))
 
-        eventually(done, "all done", within_s=40)
+        eventually(done, "all done")
         fleet.judge(enqueued)
 
 
@@ -350,7 +333,7 @@ def test_a_consumer_in_javascript_joins_one_in_python(
         fleet.python("py")
         registered(master, 2)
         enqueued = enqueue(client, 8, 10)
-        eventually(lambda: is_clean(client), "all done", within_s=40)
+        eventually(lambda: is_clean(client), "all done")
         fleet.judge(enqueued)
     for name in ("js", "py"):
         assert len(fleet.log(name).read_text().splitlines()) > 30, f"{name} did little"

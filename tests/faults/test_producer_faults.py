@@ -6,7 +6,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import pytest
 
@@ -16,7 +16,7 @@ from millstream.producer import Producer
 from millstream.server import EmbeddedServer
 from millstream.testing.proxy import Proxy
 
-pytestmark = pytest.mark.faults
+pytestmark = [pytest.mark.cli, pytest.mark.faults]
 
 SOAK = bool(os.environ.get("MILLSTREAM_SOAK"))
 MESSAGES = 100_000 if SOAK else 10_000
@@ -43,12 +43,6 @@ class Hasty:
 
     def sleep_ms(self, duration_ms: float) -> None:
         time.sleep(duration_ms / 100_000.0)
-
-
-@pytest.fixture
-def client(millstream_fresh_server: EmbeddedServer) -> Iterator[Client]:
-    with Client(millstream_fresh_server.url) as opened:
-        yield opened
 
 
 def by_key(client: Client) -> dict[int, list[int]]:

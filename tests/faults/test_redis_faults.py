@@ -9,9 +9,10 @@ import pytest
 from millstream.client import Client
 from millstream.naming import HandlerKeys
 from millstream.server import EmbeddedServer
-from tests.faults.driver import HERE, Driver, wait_until
+from tests.support.drivers import APPS, Driver
+from tests.support.waiting import eventually
 
-pytestmark = [pytest.mark.faults, pytest.mark.spark, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.spark, pytest.mark.drivers, pytest.mark.faults]
 KEYS = HandlerKeys("bank", "book", "bookings")
 MESSAGES = 20_000
 
@@ -23,7 +24,7 @@ class Bank:
         self.server = server
         self.client = Client(server.url)
         self.driver = Driver(
-            f"{HERE}/killer_app.py:app", url=server.url, folder=folder, options=("--max-per-batch", "2000")
+            f"{APPS}/killer_app.py:app", url=server.url, folder=folder, options=("--max-per-batch", "2000")
         )
 
     def publish(self, count: int) -> None:
@@ -38,7 +39,7 @@ class Bank:
         return int(self.client.patiently(lambda: self.client.execute("HGET", KEYS.meta, "committed"), what="test") or 0)
 
     def wait_for(self, goal: int) -> None:
-        wait_until(lambda: self.committed() >= goal, f"{goal} commits", driver=self.driver, timeout_s=180)
+        eventually(lambda: self.committed() >= goal, f"{goal} commits", log=self.driver.errors)
 
     def check(self, count: int) -> None:
         """Every booking has exactly one output, in order, and the balances are right."""
@@ -79,7 +80,7 @@ def test_a_redis_that_is_killed_and_comes_back_costs_nothing_but_time(bank: Bank
 def test_a_redis_without_memory_stops_commits_without_counting_attempts_until_there_is_room(bank: Bank) -> None:
     bank.wait_for(MESSAGES // 4)
     bank.client.execute("CONFIG", "SET", "maxmemory", "1")
-    wait_until(lambda: "maxmemory" in bank.driver.errors(), "a word about it", driver=bank.driver)
+    eventually(lambda: "maxmemory" in bank.driver.errors(), "a word about it", log=bank.driver.errors)
     stuck_at = bank.committed()
     time.sleep(1)
     assert bank.committed() == stuck_at < MESSAGES

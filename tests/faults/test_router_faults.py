@@ -14,10 +14,11 @@ from millstream.errors import Unavailable
 from millstream.router import Gap, ReadPolicy, Router
 from millstream.server import EmbeddedServer
 from millstream.testing.proxy import Proxy
-from millstream.testing.topologies import cluster, sentinel_trio, wait_until
-from tests.integration.routers import OFTEN, READERS, Crowd, ids_in, make_router, publish, taken
+from millstream.testing.topologies import cluster, sentinel_trio
+from tests.support.routers import OFTEN, READERS, Crowd, ids_in, make_router, publish, taken
+from tests.support.waiting import eventually
 
-pytestmark = pytest.mark.faults
+pytestmark = [pytest.mark.router, pytest.mark.faults]
 
 SOAK = bool(os.environ.get("MILLSTREAM_SOAK"))
 STREAMS = 100_000 if SOAK else 400
@@ -68,7 +69,7 @@ def troubles(crowd: Crowd, trouble: Callable[[], None], rounds: int = ROUNDS) ->
     for _ in range(rounds):
         trouble()
         before = crowd.total
-        wait_until(lambda: crowd.total > before + 100, "messages after the trouble")  # noqa: B023
+        eventually(lambda: crowd.total > before + 100, "messages after the trouble")  # noqa: B023
 
 
 def test_broken_connections_lose_and_double_nothing(millstream_fresh_server: EmbeddedServer, reader: Any) -> None:
@@ -111,7 +112,7 @@ def test_a_silent_connection_is_given_up(millstream_fresh_server: EmbeddedServer
             crowd.wait_for(50)
             proxy.freeze()
             publish(client, crowd.got, [1])
-            wait_until(
+            eventually(
                 lambda: reader == "pool" or not router._fleet._stations[None].link.up, "the silence to be noticed"
             )
             proxy.resume()
@@ -208,7 +209,7 @@ def test_slots_that_move_take_their_streams_with_them(reader: Any) -> None:
             move_slot(client, source, target, slot, finish=False)
             for n in range(3):
                 [key] = client.pipeline([("XADD", "{a}:0", "*", "n", n)])
-                wait_until(lambda: crowd.got["{a}:0"][-1:] >= [key.decode()], "it from where it is")  # noqa: B023
+                eventually(lambda: crowd.got["{a}:0"][-1:] >= [key.decode()], "it from where it is")  # noqa: B023
             finish_move(source, target, slot)
             crowd.wait_for(crowd.total + 400)
             for tag in ("b", "c"):

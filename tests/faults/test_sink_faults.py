@@ -15,7 +15,7 @@ import pytest
 from millstream.client import Client
 from millstream.server import EmbeddedServer
 
-pytestmark = [pytest.mark.faults, pytest.mark.spark, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.sink, pytest.mark.drivers, pytest.mark.faults, pytest.mark.spark]
 
 ROOT = Path(__file__).parents[2]
 SOAK = bool(os.environ.get("MILLSTREAM_SOAK"))
@@ -43,7 +43,7 @@ class Copying:
         paths = [str(ROOT), str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]
         with (self._folder / "stderr.log").open("ab") as errors:
             process = subprocess.Popen(
-                [sys.executable, "-m", "tests.faults.sink_driver", *arguments],
+                [sys.executable, "-m", "tests.support.apps.sink_driver", *arguments],
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "MILLSTREAM_TEST_ARM": str(self._folder)},
                 stderr=errors,
                 cwd=self._folder,

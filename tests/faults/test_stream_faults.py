@@ -4,7 +4,7 @@ import os
 import random
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -18,19 +18,14 @@ from millstream.ledger import JOIN
 from millstream.server import EmbeddedServer
 from millstream.testing.history import Event, Report, check, read_events
 from millstream.testing.proxy import Proxy
-from tests.faults.fleet import Books, Fleet, Tell, eventually, wake_up
+from tests.support.waiting import eventually
+from tests.support.worker_processes import Books, Fleet, Tell, wake_up
 
 SOAK = bool(os.environ.get("MILLSTREAM_SOAK"))
-pytestmark = [pytest.mark.faults, pytest.mark.timeout(3600 if SOAK else 120)]
+pytestmark = [pytest.mark.balancer, pytest.mark.worker, pytest.mark.faults]
 
 STREAMS, MESSAGES, ROUNDS = (400, 100_000, 40) if SOAK else (40, 6_000, 8)
 APP = {"app": "streamed"}
-
-
-@pytest.fixture
-def client(millstream_fresh_server: EmbeddedServer) -> Iterator[Client]:
-    with Client(millstream_fresh_server.url) as opened:
-        yield opened
 
 
 class StreamBooks:
@@ -68,9 +63,7 @@ class StreamBooks:
 
     def check(self, log: Callable[[], str], *, within_s: float) -> Report:
         """Wait for the end, then judge the history."""
-        eventually(
-            self.is_done, "all effects", within_s=within_s, log=lambda: f"{self._done()} of {self.total}\n{log()}"
-        )
+        eventually(self.is_done, "all effects", log=lambda: f"{self._done()} of {self.total}\n{log()}")
         rows = self._outputs()
         enqueued = [
             Event(kind="enqueued", stream=name, id=one, key=name.encode())

@@ -4,7 +4,6 @@ import os
 import random
 import signal
 import time
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -13,21 +12,16 @@ import pytest
 
 from millstream.client import Client
 from millstream.server import EmbeddedServer
-from tests.faults.fleet import Books, Fleet, Tell, eventually, watched
+from tests.support.waiting import eventually
+from tests.support.worker_processes import Books, Fleet, Tell, watched
 
-pytestmark = [pytest.mark.faults, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.worker, pytest.mark.faults]
 
 SOAK = bool(os.environ.get("MILLSTREAM_SOAK"))
 KILLS = 200 if SOAK else 15
 STOPS = 20 if SOAK else 2
 SIGTERMS = 20 if SOAK else 2
 ALONE = ("--claim-s", "600", "--threads", "1")
-
-
-@pytest.fixture
-def client(millstream_fresh_server: EmbeddedServer) -> Iterator[Client]:
-    with Client(millstream_fresh_server.url) as opened:
-        yield opened
 
 
 def kill(process: psutil.Process) -> None:

@@ -2,7 +2,6 @@
 
 import os
 import time
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -14,10 +13,11 @@ from millstream.naming import HandlerKeys
 from millstream.server import EmbeddedServer
 from millstream.testing.proxy import Proxy
 from millstream.testing.topologies import sentinel_trio
-from tests.faults.fleet import Books, Fleet, Tell, eventually, watched
+from tests.support.waiting import eventually
+from tests.support.worker_processes import Books, Fleet, Tell, watched
 
 SOAK = bool(os.environ.get("MILLSTREAM_SOAK"))
-pytestmark = [pytest.mark.faults, pytest.mark.timeout(3600 if SOAK else 120)]
+pytestmark = [pytest.mark.worker, pytest.mark.faults]
 
 REDIS_KILLS = 20 if SOAK else 2
 CUTS = 50 if SOAK else 5
@@ -25,12 +25,6 @@ KEYS = HandlerKeys("steady", "work", "in")
 AWAY_S = 4.0
 COMMANDS = ("XREADGROUP", "XPENDING", "XCLAIM", "HMGET", "HSCAN", "HSET")
 SCRIPTS = {**dict.fromkeys(("commit", "hold", "checkpoint", "join", "due"), CUTS), "name": 2}
-
-
-@pytest.fixture
-def client(millstream_fresh_server: EmbeddedServer) -> Iterator[Client]:
-    with Client(millstream_fresh_server.url) as opened:
-        yield opened
 
 
 @pytest.mark.alone

@@ -39,20 +39,23 @@ from millstream.worker import ReadingLoop, WorkerPolicy
 from millstream.worker.moving import WatchedDelays
 from millstream.worker.names import Names
 from millstream.worker.partitions import PartitionSide
-from tests.integration import masters
-from tests.integration.balancers import bid
-from tests.integration.commandline import call
-from tests.integration.group_duties import take_from_group
-from tests.integration.lease_duties import oversee, serve
-from tests.integration.master_duties import SETTINGS, consume, direct
-from tests.integration.partition_bench import BASE, growth_killed_after, moved_key
-from tests.integration.partition_bench import Publisher as PartitionPublisher
-from tests.integration.partition_bench import Worker as PartitionWorker
-from tests.integration.producer_duties import produce
-from tests.integration.router_duties import follow
-from tests.integration.sink_duties import share_of, write_batches
-from tests.integration.spark_duties import keep_lines, move_keys
-from tests.integration.test_worker import eventually, working
+from tests.integration.test_worker import working
+from tests.support import masters
+from tests.support.acl_scenarios.group import take_from_group
+from tests.support.acl_scenarios.lease import oversee, serve
+from tests.support.acl_scenarios.master import SETTINGS, consume, direct
+from tests.support.acl_scenarios.producer import produce
+from tests.support.acl_scenarios.router import follow
+from tests.support.acl_scenarios.sink import share_of, write_batches
+from tests.support.acl_scenarios.spark import keep_lines, move_keys
+from tests.support.balancers import bid
+from tests.support.commandline import call
+from tests.support.partition_fixtures import BASE, growth_killed_after, moved_key
+from tests.support.partition_fixtures import Publisher as PartitionPublisher
+from tests.support.partition_fixtures import Worker as PartitionWorker
+from tests.support.waiting import eventually
+
+pytestmark = [pytest.mark.cli, pytest.mark.xdist_group("acl")]
 
 NARROW = ("--stream", "orders*", "--stream", "{orders.*}", "--into", "out", "--app", "shop", "--service", "calls")
 KEYS = HandlerKeys("shop", "bill", "orders")
@@ -463,7 +466,7 @@ def test_a_master_and_its_consumers_run_under_their_rights(admin: Client) -> Non
             consumer.register(master)
             for _ in range(3):
                 consumer.finish(master, consumer.next()[0])
-        masters.eventually(lambda: masters.is_clean(admin), "the end of all")
+        eventually(lambda: masters.is_clean(admin), "the end of all")
         assert client.script(ACK, (masters.STREAM,), (masters.GROUP, "c1", "1-1")) == 0
     assert admin.execute("ACL", "LOG") == []
 

@@ -6,7 +6,6 @@ import subprocess
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
@@ -27,6 +26,9 @@ from millstream.errors import ConfigError, PipelineFailed, WrongType
 from millstream.handlers import Handler
 from millstream.lifecycle import Dead, letter, refuse_unkeyed
 from millstream.model import Message, State
+from tests.support.waiting import eventually
+
+pytestmark = [pytest.mark.worker, pytest.mark.keys, pytest.mark.xdist_group("airline")]
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "airline.py"
 FLIGHTS = 3_000
@@ -40,12 +42,6 @@ def flights() -> Flights:
 @pytest.fixture(scope="module")
 def handler() -> Handler:
     return load_app(f"{EXAMPLE}:app").handlers["departure"]
-
-
-@pytest.fixture
-def client(millstream_url: str) -> Iterator[Client]:
-    with Client(millstream_url) as connected:
-        yield connected
 
 
 @pytest.fixture
@@ -97,12 +93,12 @@ def test_flights_that_are_held_back_wait_for_their_release(client: Client, fligh
     publisher = FlightPublisher(client.url, flights, hold_at=1_234)
     publisher.start()
     try:
-        wait_until(lambda: client.execute("XLEN", KEYS.stream) >= 1_234)
+        eventually(lambda: client.execute("XLEN", KEYS.stream) >= 1_234)
         time.sleep(0.2)
         assert client.execute("XLEN", KEYS.stream) == 1_234
         assert not publisher.check()
         publisher.release()
-        wait_until(publisher.check)
+        eventually(publisher.check)
         assert client.execute("XLEN", KEYS.stream) == FLIGHTS
     finally:
         publisher.stop()
@@ -234,7 +230,7 @@ def test_all_descendants_of_a_process_are_found_whatever_group_they_are_in() -> 
     parent = subprocess.Popen([sys.executable, "-c", PARENT, CHILD])
     family: list[int] = []
     try:
-        wait_until(lambda: len(descendants(parent.pid)) == 2)
+        eventually(lambda: len(descendants(parent.pid)) == 2)
         family = [process.pid for process in descendants(parent.pid)]
         assert os.getpgid(family[0]) != os.getpgid(family[1])
     finally:
@@ -255,14 +251,7 @@ def test_a_pipeline_that_ends_by_itself_is_an_error_with_the_end_of_its_log(tmp_
             return True
         return False
 
-    wait_until(ended)
+    eventually(ended)
     with pytest.raises(PipelineFailed, match=r"none\.py"):
         pipeline.check()
     pipeline.stop()
-
-
-def wait_until(condition: Callable[[], bool], limit_s: float = 20.0) -> None:
-    deadline = time.monotonic() + limit_s
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.02)

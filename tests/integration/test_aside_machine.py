@@ -2,7 +2,6 @@
 
 import random
 from collections import defaultdict
-from collections.abc import Iterator
 
 import pytest
 
@@ -13,8 +12,10 @@ from millstream.keyed import Ending, KeyedStream, Lease
 from millstream.ledger import Ledger
 from millstream.lines import check_lines, park, skip, survey, unpark
 from millstream.model import EntryId
-from tests.integration.keyed_bench import KEYS, MANY, line_of
-from tests.integration.task_bench import Bench, Row
+from tests.support.keyed_fixtures import KEYS, MANY, line_of
+from tests.support.task_fixtures import Bench, Row
+
+pytestmark = [pytest.mark.keys, pytest.mark.spark]
 
 LETTERS = "ABC"
 
@@ -145,12 +146,6 @@ class Machine(Bench):
         assert dead == sorted(n for sent in self.sent.values() for n, fails in sent if fails)
         assert check_lines(self.client, KEYS, "in") == []
         assert self.client.execute("XPENDING", "in", KEYS.group)[0] == 0
-
-
-@pytest.fixture
-def client(millstream_url: str) -> Iterator[Client]:
-    with Client(millstream_url) as connected:
-        yield connected
 
 
 @pytest.mark.parametrize("seed", range(12))

@@ -3,7 +3,6 @@
 import asyncio
 import threading
 import time
-from collections.abc import Iterator
 
 import pytest
 
@@ -30,14 +29,13 @@ from millstream.metrics import (
     LEASES_TAKEN,
     Recorder,
 )
-from tests.integration.balancers import (
+from tests.support.balancers import (
     KEYS,
     SERVICE,
     Watch,
     announced,
     bid,
     dead,
-    eventually,
     expire,
     free,
     hear,
@@ -50,13 +48,9 @@ from tests.integration.balancers import (
     round_of,
     silent,
 )
+from tests.support.waiting import eventually
 
-
-@pytest.fixture
-def client(millstream_url: str) -> Iterator[Client]:
-    with Client(millstream_url) as opened:
-        yield opened
-
+pytestmark = [pytest.mark.balancer]
 
 # --- Methods ---
 

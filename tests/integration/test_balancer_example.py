@@ -1,6 +1,5 @@
 """examples/leases.py does what it says: sensors are shared, each in order, and the command shows who has which."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,17 +10,14 @@ from millstream.balancer import Balancer, StreamAdded, announce
 from millstream.client import Client
 from millstream.inspection import read_state
 from millstream.naming import HandlerKeys
-from tests.integration.commandline import call
-from tests.integration.test_worker import eventually, working
+from tests.integration.test_worker import working
+from tests.support.commandline import call
+from tests.support.waiting import eventually
+
+pytestmark = [pytest.mark.balancer]
 
 EXAMPLE = Path(__file__).parents[2] / "examples/leases.py"
 SENSORS = [f"sensor:{name}" for name in ("attic", "cellar", "hall", "roof")]
-
-
-@pytest.fixture
-def client(millstream_url: str) -> Iterator[Client]:
-    with Client(millstream_url) as connected:
-        yield connected
 
 
 def add(client: Client, *celsius: float) -> None:

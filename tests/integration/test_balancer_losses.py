@@ -12,7 +12,7 @@ from millstream.errors import LeaseLost, NameHeld
 from millstream.server import EmbeddedServer
 from millstream.testing.proxy import Proxy
 from millstream.testing.topologies import acl_server, cluster
-from tests.integration.balancers import (
+from tests.support.balancers import (
     KEYS,
     LEASE_MS,
     LONG_MS,
@@ -20,7 +20,6 @@ from tests.integration.balancers import (
     Watch,
     announced,
     bid,
-    eventually,
     expire,
     group_consumers,
     hear,
@@ -34,6 +33,9 @@ from tests.integration.balancers import (
     round_of,
     silent,
 )
+from tests.support.waiting import eventually
+
+pytestmark = [pytest.mark.balancer]
 
 
 @pytest.fixture

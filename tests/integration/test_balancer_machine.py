@@ -14,7 +14,7 @@ from millstream.balancer import Lease
 from millstream.balancer.service import Round, Service, announce
 from millstream.client import Client
 from millstream.errors import AlreadyOwned, LeaseLost, NameHeld, StreamNotFound
-from tests.integration.balancers import (
+from tests.support.balancers import (
     KEYS,
     SERVICE,
     add_raw,
@@ -26,6 +26,8 @@ from tests.integration.balancers import (
     peer,
     pending,
 )
+
+pytestmark = [pytest.mark.balancer]
 
 SOAK = bool(os.environ.get("MILLSTREAM_SOAK"))
 EXAMPLES, STEPS = (2_000, 80) if SOAK else (60, 40)

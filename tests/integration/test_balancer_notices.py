@@ -1,7 +1,6 @@
 """What a program is told by its balancer, and when."""
 
 import time
-from collections.abc import Iterator
 from typing import Literal
 
 import pytest
@@ -19,7 +18,7 @@ from millstream.client import Client
 from millstream.errors import ConfigError, LeaseLost, WrongType
 from millstream.server import EmbeddedServer
 from millstream.testing.proxy import Proxy
-from tests.integration.balancers import (
+from tests.support.balancers import (
     KEYS,
     LEASE_MS,
     SERVICE,
@@ -38,12 +37,7 @@ from tests.integration.balancers import (
     silent,
 )
 
-
-@pytest.fixture
-def client(millstream_url: str) -> Iterator[Client]:
-    with Client(millstream_url) as opened:
-        yield opened
-
+pytestmark = [pytest.mark.balancer]
 
 # --- Notifications ---
 

@@ -4,7 +4,6 @@ import contextlib
 import math
 import threading
 import time
-from collections.abc import Iterator
 from functools import partial
 from typing import Literal
 
@@ -17,7 +16,7 @@ from millstream.balancer.service import FIELD
 from millstream.client import Client
 from millstream.errors import LeaseLost, WrongType
 from millstream.naming import ServiceKeys
-from tests.integration.balancers import (
+from tests.support.balancers import (
     KEYS,
     ROUND_S,
     Watch,
@@ -26,7 +25,6 @@ from tests.integration.balancers import (
     bid,
     counts,
     dead,
-    eventually,
     expire,
     free,
     hear,
@@ -41,13 +39,9 @@ from tests.integration.balancers import (
     silent,
     streams_of,
 )
+from tests.support.waiting import eventually
 
-
-@pytest.fixture
-def client(millstream_url: str) -> Iterator[Client]:
-    with Client(millstream_url) as opened:
-        yield opened
-
+pytestmark = [pytest.mark.balancer]
 
 # --- Shares ---
 

@@ -13,14 +13,13 @@ from millstream.client import Client
 from millstream.errors import LeaseLost, MillstreamError, Unavailable
 from millstream.server import EmbeddedServer
 from millstream.testing.proxy import Proxy
-from tests.integration.balancers import (
+from tests.support.balancers import (
     KEYS,
     SERVICE,
     STEADY_MS,
     announced,
     bid,
     counts,
-    eventually,
     expire,
     free,
     hear,
@@ -33,6 +32,9 @@ from tests.integration.balancers import (
     round_of,
     silent,
 )
+from tests.support.waiting import eventually
+
+pytestmark = [pytest.mark.balancer]
 
 
 @pytest.fixture

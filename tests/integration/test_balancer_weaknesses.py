@@ -2,7 +2,6 @@
 
 import json
 import time
-from collections.abc import Iterator
 
 import pytest
 
@@ -14,7 +13,7 @@ from millstream.metrics import CATALOGUE, LEASES_ENDED, LEASES_LASTED, Recorder
 from millstream.server import EmbeddedServer
 from millstream.testing.proxy import Proxy
 from millstream.testing.topologies import acl_server
-from tests.integration.balancers import (
+from tests.support.balancers import (
     KEYS,
     LEASE_MS,
     SERVICE,
@@ -24,7 +23,6 @@ from tests.integration.balancers import (
     bid,
     counts,
     dead,
-    eventually,
     expire,
     free,
     group_consumers,
@@ -38,12 +36,9 @@ from tests.integration.balancers import (
     round_of,
     silent,
 )
+from tests.support.waiting import eventually
 
-
-@pytest.fixture
-def client(millstream_url: str) -> Iterator[Client]:
-    with Client(millstream_url) as opened:
-        yield opened
+pytestmark = [pytest.mark.balancer]
 
 
 def scripts_run(client: Client) -> int:

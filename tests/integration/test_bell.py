@@ -21,6 +21,8 @@ import pytest
 from millstream.bell import Bell
 from millstream.errors import ConfigError
 
+pytestmark = [pytest.mark.worker]
+
 LETTER = {"app": "airline", "handler": "departure", "dead": 2}
 
 

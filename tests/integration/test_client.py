@@ -3,7 +3,6 @@
 import logging
 import socket
 import threading
-from collections.abc import Iterator
 
 import pytest
 
@@ -21,11 +20,7 @@ from millstream.errors import (
 )
 from millstream.server import EmbeddedServer
 
-
-@pytest.fixture
-def client(millstream_url: str) -> Iterator[Client]:
-    with Client(millstream_url) as connected:
-        yield connected
+pytestmark = [pytest.mark.cli, pytest.mark.groups]
 
 
 class ReplyEater(threading.Thread):

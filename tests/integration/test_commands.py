@@ -25,7 +25,9 @@ from millstream.errors import ConfigError
 from millstream.escaping import harmless, json_fields, unescape, visible
 from millstream.model import EntryId
 from millstream.server import EmbeddedServer
-from tests.integration.commandline import PROGRAM, call, environment, run, start
+from tests.support.commandline import PROGRAM, call, environment, run, start
+
+pytestmark = [pytest.mark.cli]
 
 NOBODY = "redis://127.0.0.1:1/0"
 

@@ -10,7 +10,9 @@ from millstream.client import Client
 from millstream.deadletters import DeadLetter
 from millstream.naming import HandlerKeys
 from millstream.testing.topologies import acl_server, cluster, sentinel_trio, tls_server
-from tests.integration.commandline import call, run
+from tests.support.commandline import call, run
+
+pytestmark = [pytest.mark.cli]
 
 STREAMS = [f"stream-{number}" for number in range(8)]
 

@@ -15,15 +15,11 @@ from millstream.ledger import Ledger
 from millstream.naming import HandlerKeys
 from millstream.reliable import ReliableStream
 from millstream.worker import ReadingLoop, WorkerPolicy
-from tests.integration.commandline import call
+from tests.support.commandline import call
+
+pytestmark = [pytest.mark.cli, pytest.mark.groups]
 
 KEYS = HandlerKeys("shop", "bill", "s")
-
-
-@pytest.fixture
-def client(millstream_url: str) -> Iterator[Client]:
-    with Client(millstream_url) as opened:
-        yield opened
 
 
 def add(client: Client, count: int, stream: str = "s") -> None:

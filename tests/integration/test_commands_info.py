@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import msgspec
 import pytest
@@ -17,16 +17,12 @@ from millstream.spark.options import parse
 from millstream.spark.places import START
 from millstream.spark.presence import keep_present, say_present
 from millstream.spark.taking import Taker
-from tests.integration.commandline import call
-from tests.integration.masters import eventually
+from tests.support.commandline import call
+from tests.support.waiting import eventually
+
+pytestmark = [pytest.mark.cli]
 
 KEYS = HandlerKeys("airline", "departure", "flights")
-
-
-@pytest.fixture
-def client(millstream_url: str) -> Iterator[Client]:
-    with Client(millstream_url) as opened:
-        yield opened
 
 
 def fill(client: Client, stream: str, count: int, size: int = 1) -> None:

@@ -10,7 +10,9 @@ from millstream.keyed import Ending, KeyedStream, line_of_key
 from millstream.lines import count_parked
 from millstream.naming import HandlerKeys
 from millstream.server import EmbeddedServer
-from tests.integration.commandline import call
+from tests.support.commandline import call
+
+pytestmark = [pytest.mark.cli, pytest.mark.keys]
 
 
 @pytest.fixture

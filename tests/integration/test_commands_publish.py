@@ -20,13 +20,9 @@ from millstream.client import Client
 from millstream.errors import OutOfMemory, OutputError, Unavailable, WrongType
 from millstream.publishing import Publisher, Value
 from millstream.server import EmbeddedServer
-from tests.integration.commandline import PROGRAM, call, environment, run, start
+from tests.support.commandline import PROGRAM, call, environment, run, start
 
-
-@pytest.fixture
-def client(millstream_url: str) -> Iterator[Client]:
-    with Client(millstream_url) as opened:
-        yield opened
+pytestmark = [pytest.mark.cli]
 
 
 def entries(client: Client, stream: str = "s") -> list[list[bytes]]:

@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
 from functools import partial
 
 import pytest
@@ -11,17 +10,14 @@ import pytest
 from millstream.balancer import Balancer, BalancerPolicy, StreamAdded, StreamDisowned
 from millstream.client import Client
 from millstream.naming import ServiceKeys
-from tests.integration.commandline import call, run
-from tests.integration.test_worker import eventually, make, working
+from tests.integration.test_worker import make, working
+from tests.support.commandline import call, run
+from tests.support.waiting import eventually
+
+pytestmark = [pytest.mark.cli, pytest.mark.balancer]
 
 KEYS = ServiceKeys("calls")
 QUICK = BalancerPolicy(lease_ms=600)
-
-
-@pytest.fixture
-def client(millstream_url: str) -> Iterator[Client]:
-    with Client(millstream_url) as connected:
-        yield connected
 
 
 def test_streams_are_announced_shown_released_and_done(client: Client) -> None:

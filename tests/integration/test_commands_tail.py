@@ -5,19 +5,14 @@ import re
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
 
 import pytest
 
 from millstream.client import Client
 from millstream.server import EmbeddedServer
-from tests.integration.commandline import call, start
+from tests.support.commandline import call, start
 
-
-@pytest.fixture
-def client(millstream_url: str) -> Iterator[Client]:
-    with Client(millstream_url) as opened:
-        yield opened
+pytestmark = [pytest.mark.cli]
 
 
 def fill(client: Client, stream: str, count: int) -> None:

@@ -5,14 +5,16 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import httpx
 import pytest
 
 from millstream.client import Client
-from tests.integration.commandline import free_port, run, start
+from tests.support.commandline import free_port, run, start
+from tests.support.waiting import eventually
+
+pytestmark = [pytest.mark.cli, pytest.mark.worker]
 
 APP = """
 import os, time
@@ -37,12 +39,6 @@ def copy(orders):
 
 
 @pytest.fixture
-def client(millstream_url: str) -> Iterator[Client]:
-    with Client(millstream_url) as connected:
-        yield connected
-
-
-@pytest.fixture
 def app(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     path = tmp_path / "shop_app.py"
     path.write_text(APP)
@@ -57,13 +53,6 @@ def fill(client: Client, count: int, *more: str) -> None:
 def done(client: Client) -> list[dict[bytes, bytes]]:
     entries = client.execute("XRANGE", "done", "-", "+")
     return [dict(zip(pairs[::2], pairs[1::2], strict=True)) for _, pairs in entries]
-
-
-def eventually(holds: Callable[[], bool], within_s: float = 30.0) -> None:
-    end = time.monotonic() + within_s
-    while not holds():
-        assert time.monotonic() < end, "it did not come to hold in time"
-        time.sleep(0.05)
 
 
 def end(worker: subprocess.Popen[bytes], number: int = signal.SIGTERM) -> tuple[int, str, str]:
@@ -92,7 +81,7 @@ def test_a_process_that_dies_is_started_again_under_its_name_and_goes_on(client:
     fill(client, 20)
     client.execute("XADD", "orders", "*", "n", 20, "x", "die")
     worker = start("worker", app, "--name", "till", url=client.url)
-    eventually(lambda: len(done(client)) == 21, within_s=15)
+    eventually(lambda: len(done(client)) == 21)
     code, _, err = end(worker)
     assert code == 0
     assert "worker till-0 ended with code 9 and starts again in 0.1 s" in err
@@ -106,7 +95,7 @@ def test_the_processes_end_with_their_supervisor_even_if_it_is_killed(client: Cl
     child = int(done(client)[0][b"pid"])
     worker.kill()
     worker.communicate(timeout=10)
-    eventually(lambda: not _lives(child), within_s=10)
+    eventually(lambda: not _lives(child))
 
 
 def test_a_process_whose_supervisor_was_killed_ends_before_another_may_have_its_name(client: Client, app: str) -> None:
@@ -118,7 +107,7 @@ def test_a_process_whose_supervisor_was_killed_ends_before_another_may_have_its_
     eventually(lambda: _pending(client) == 1)
     worker.kill()
     worker.communicate(timeout=10)
-    eventually(lambda: not _lives(child), within_s=9)  # a name is free after 10 to 15
+    eventually(lambda: not _lives(child))  # a name is free after 10 to 15
 
 
 def test_it_ends_when_nobody_reads_its_figures_any_more(client: Client, app: str) -> None:

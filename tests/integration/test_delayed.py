@@ -22,15 +22,11 @@ from millstream.server import EmbeddedServer
 from millstream.testing.proxy import Proxy
 from millstream.testing.topologies import cluster
 from millstream.worker.moving import WatchedDelays
-from tests.integration.commandline import call
+from tests.support.commandline import call
+
+pytestmark = [pytest.mark.worker]
 
 SIZES = (0, 1, 31, 32, 255, 256, 65_535, 65_536, 1_000_000)
-
-
-@pytest.fixture
-def client(millstream_url: str) -> Iterator[Client]:
-    with Client(millstream_url) as opened:
-        yield opened
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import subprocess
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import msgspec
@@ -21,19 +21,15 @@ from millstream.errors import AccessDenied, ConfigError, OutOfMemory, WrongType
 from millstream.ledger import Ledger, Unit
 from millstream.naming import REDRIVE_FIELD, HandlerKeys
 from millstream.server import EmbeddedServer
-from tests.integration.commandline import call, start
+from tests.support.commandline import call, start
+
+pytestmark = [pytest.mark.worker]
 
 KEYS = HandlerKeys("airline", "departure", "flights")
 MARK = [REDRIVE_FIELD, b"airline.departure"]
 _buried = itertools.count()
 BOTH = "return redis.call('XLEN', KEYS[1]) + redis.call('XLEN', KEYS[2])"
 KILLS = 200 if os.environ.get("MILLSTREAM_SOAK") else 35
-
-
-@pytest.fixture
-def client(millstream_url: str) -> Iterator[Client]:
-    with Client(millstream_url) as opened:
-        yield opened
 
 
 def letter(

@@ -19,6 +19,8 @@ from millstream.spark.taken import TakenReading
 from millstream.spark.taking import Taker
 from millstream.testing.topologies import cluster
 
+pytestmark = [pytest.mark.groups, pytest.mark.spark]
+
 GROUP = "workers"
 
 
@@ -72,12 +74,6 @@ class Query:
         rows = self.rows(end)
         self.place = end
         return rows
-
-
-@pytest.fixture
-def client(millstream_url: str) -> Iterator[Client]:
-    with Client(millstream_url) as client:
-        yield client
 
 
 @pytest.fixture

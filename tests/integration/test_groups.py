@@ -2,7 +2,6 @@
 
 import threading
 import time
-from collections.abc import Iterator
 
 import pytest
 
@@ -11,13 +10,10 @@ from millstream.errors import CommandFailed, ConfigError, GroupMissing, Unavaila
 from millstream.groups import BEGINNING, END, ClaimOptions, Consumer, Group, PendingSummary, groups_of
 from millstream.model import EntryId
 from millstream.server import EmbeddedServer
-from millstream.testing.topologies import cluster, wait_until
+from millstream.testing.topologies import cluster
+from tests.support.waiting import eventually
 
-
-@pytest.fixture
-def client(millstream_url: str) -> Iterator[Client]:
-    with Client(millstream_url) as connected:
-        yield connected
+pytestmark = [pytest.mark.groups]
 
 
 @pytest.fixture
@@ -373,7 +369,7 @@ def test_what_a_leaving_consumer_is_given_meanwhile_is_not_dropped(client: Clien
             client.pipeline([("XADD", "s", f"{n}-0", "n", n) for n in range(start, start + 100)])
             group.delete_consumer("leaver", heir="heir")
     finally:
-        wait_until(lambda: groups_of(client, "s")[0].last_delivered == b"4009-0", "all to be read")
+        eventually(lambda: groups_of(client, "s")[0].last_delivered == b"4009-0", "all to be read")
         stop.set()
         thread.join()
     held = group.pending.summary()
@@ -461,8 +457,8 @@ def test_a_replica_serves_plain_reads_and_refuses_group_commands(millstream_fres
             add(client, "s", range(1, 4))
             Group(client, "s", "g").create()
         with Client(replica.url) as client:
-            wait_until(lambda: bool(client.execute("EXISTS", "s")), "the replica to follow")
-            wait_until(lambda: bool(groups_of(client, "s")), "the group to arrive")
+            eventually(lambda: bool(client.execute("EXISTS", "s")), "the replica to follow")
+            eventually(lambda: bool(groups_of(client, "s")), "the group to arrive")
             assert [entry[0] for entry in client.execute("XRANGE", "s", "-", "+")] == ids(1, 2, 3)
             with pytest.raises(Unavailable, match=r"READONLY|read only"):
                 take(client)

@@ -26,16 +26,12 @@ from millstream.groups import (
     Resumed,
 )
 from millstream.server import EmbeddedServer
-from millstream.testing.topologies import wait_until
+from tests.support.waiting import eventually
+
+pytestmark = [pytest.mark.groups]
 
 LOGGER = "millstream.groups.reader"
 QUICK = ReadPolicy(block_ms=100)
-
-
-@pytest.fixture
-def client(millstream_url: str) -> Iterator[Client]:
-    with Client(millstream_url) as connected:
-        yield connected
 
 
 class Running:
@@ -73,7 +69,7 @@ class Running:
 
     def wait_for(self, *numbers: int, stream: str = "s") -> None:
         wanted = {(stream, b"%d-0" % n) for n in numbers}
-        wait_until(lambda: wanted <= set(self.seen), f"entries {wanted}", timeout_ms=10_000)
+        eventually(lambda: wanted <= set(self.seen), f"entries {wanted}")
 
 
 def add(client: Client, *numbers: int, stream: str = "s") -> None:
@@ -82,7 +78,7 @@ def add(client: Client, *numbers: int, stream: str = "s") -> None:
 
 
 def wait_blocked(client: Client) -> None:
-    wait_until(lambda: b"blocked_clients:1" in client.execute("INFO", "clients"), "a blocked reader")
+    eventually(lambda: b"blocked_clients:1" in client.execute("INFO", "clients"), "a blocked reader")
 
 
 def test_a_reader_begins_with_what_it_held_then_takes_new_entries(client: Client) -> None:
@@ -157,7 +153,7 @@ def test_a_group_lost_under_a_waiting_reader_is_made_again_and_nothing_published
         running.wait_for(5)
         wait_blocked(client)
         fault(client)
-        wait_until(lambda: bool(running.events), "word of it", timeout_ms=2_000)
+        eventually(lambda: bool(running.events), "word of it")
         add(client, 7)
         running.wait_for(7)
     (event,) = running.events
@@ -186,7 +182,7 @@ def test_the_other_streams_of_a_read_go_on_when_one_is_deleted(client: Client) -
         running.wait_for(5, stream="t")
         wait_blocked(client)
         client.execute("DEL", "s")
-        wait_until(lambda: bool(running.events), "word of it", timeout_ms=2_000)
+        eventually(lambda: bool(running.events), "word of it")
         add(client, 6, stream="t")
         add(client, 1)
         running.wait_for(6, stream="t")
@@ -354,7 +350,7 @@ def test_entries_whose_delivery_was_lost_with_the_connection_are_read_again(clie
         proxy.cut_after(b"XREADGROUP")
         add(client, 2, 3)
         running.wait_for(2, 3)
-        wait_until(lambda: bool(running.events), "word of it")
+        eventually(lambda: bool(running.events), "word of it")
     assert proxy.cuts == 1
     assert isinstance(running.events[0], Resumed)
     assert sorted(running.seen) == [("s", b"1-0"), ("s", b"2-0"), ("s", b"3-0")]
@@ -412,7 +408,7 @@ def test_entries_of_a_dead_consumer_are_adopted_while_new_ones_go_on(client: Cli
 def test_a_failed_entry_that_was_left_pending_comes_again(client: Client) -> None:
     add(client, 1)
     with Running(client, policy=ReadPolicy(block_ms=20, adopt_after_ms=100), acks=False) as running:
-        wait_until(lambda: len(running.seen) >= 3, "the entry to come three times", timeout_ms=5_000)
+        eventually(lambda: len(running.seen) >= 3, "the entry to come three times")
     assert Group(client, "s", "g").pending.entries()[0].deliveries >= 3
 
 
@@ -428,7 +424,7 @@ def test_entries_trimmed_while_pending_are_reported(
     client.execute("XDEL", "s", "1-0", "2-0")
     policy = ReadPolicy(block_ms=50, adopt_after_ms=adopt_after_ms)
     with Running(client, policy=policy) as running:
-        wait_until(lambda: bool(running.events), "word of it", timeout_ms=5_000)
+        eventually(lambda: bool(running.events), "word of it")
     assert running.events[0] == EntriesGone(stream="s", ids=[b"1-0", b"2-0"])
     assert running.seen == []
     assert "2 pending entries of s were trimmed or deleted" in caplog.text

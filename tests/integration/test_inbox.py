@@ -13,7 +13,9 @@ import pytest
 from millstream.errors import ConfigError, StaleOwner
 from millstream.inbox import Inbox
 from millstream.model import Message
-from tests.integration.databases import Database, postgres_server
+from tests.support.databases import Database, postgres_server
+
+pytestmark = [pytest.mark.worker, pytest.mark.xdist_group("inbox")]
 
 
 @pytest.fixture(scope="module")

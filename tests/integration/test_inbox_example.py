@@ -13,6 +13,8 @@ from millstream import Message, Reject
 from millstream.errors import StaleOwner
 from millstream.inbox import Inbox
 
+pytestmark = [pytest.mark.worker]
+
 ROOT = Path(__file__).parents[2]
 
 

@@ -1,7 +1,7 @@
 """Keyed streams: one line per key, one worker per line, and only the newest lease commits, in order and once."""
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 
@@ -11,7 +11,7 @@ from millstream.keyed import ROUTE, Ending, KeyedStream, Lease
 from millstream.ledger import Ledger, Unit
 from millstream.lines import park, unpark
 from millstream.server import EmbeddedServer
-from tests.integration.keyed_bench import (
+from tests.support.keyed_fixtures import (
     KEYS,
     MANY,
     commit,
@@ -31,12 +31,7 @@ from tests.integration.keyed_bench import (
     unit_of,
 )
 
-
-@pytest.fixture
-def client(millstream_url: str) -> Iterator[Client]:
-    with Client(millstream_url) as connected:
-        yield connected
-
+pytestmark = [pytest.mark.keys]
 
 # --- Routing ---
 

@@ -1,6 +1,6 @@
 """Hand-over between workers of keys, workers without keys and Spark: nothing is lost, doubled or out of order."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 
@@ -11,7 +11,7 @@ from millstream.ledger import Unit
 from millstream.lines import park, skip, unpark
 from millstream.model import EntryId
 from millstream.reliable import Delivery, ReliableStream
-from tests.integration.keyed_bench import (
+from tests.support.keyed_fixtures import (
     KEYS,
     MANY,
     commit,
@@ -28,11 +28,7 @@ from tests.integration.keyed_bench import (
     unit_of,
 )
 
-
-@pytest.fixture
-def client(millstream_url: str) -> Iterator[Client]:
-    with Client(millstream_url) as connected:
-        yield connected
+pytestmark = [pytest.mark.keys]
 
 
 def unkeyed(client: Client) -> ReliableStream:

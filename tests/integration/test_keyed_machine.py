@@ -22,7 +22,7 @@ from millstream.keyed import Ending, Lease
 from millstream.ledger import Unit
 from millstream.lines import park, skip, unpark
 from millstream.server import EmbeddedServer
-from tests.integration.keyed_bench import (
+from tests.support.keyed_fixtures import (
     KEYS,
     drain,
     expire,
@@ -34,6 +34,8 @@ from tests.integration.keyed_bench import (
     take,
     unit_of,
 )  # fmt: skip
+
+pytestmark = [pytest.mark.keys]
 
 SOAK = bool(os.environ.get("MILLSTREAM_SOAK"))
 EXAMPLES, STEPS = (3_000, 80) if SOAK else (120, 40)

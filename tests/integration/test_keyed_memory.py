@@ -1,7 +1,6 @@
 """What keyed streams keep in Redis: who holds what, how much it takes, and that nothing of it stays."""
 
 import sys
-from collections.abc import Iterator
 
 import pytest
 
@@ -11,13 +10,9 @@ from millstream.keyed import Ending
 from millstream.lines import check_lines
 from millstream.model import EntryId
 from millstream.server import EmbeddedServer
-from tests.integration.keyed_bench import KEYS, MANY, commit, drain, expire, held, keyed, lines, routed, take
+from tests.support.keyed_fixtures import KEYS, MANY, commit, drain, expire, held, keyed, lines, routed, take
 
-
-@pytest.fixture
-def client(millstream_url: str) -> Iterator[Client]:
-    with Client(millstream_url) as connected:
-        yield connected
+pytestmark = [pytest.mark.keys]
 
 
 def test_any_tool_sees_who_holds_what(client: Client) -> None:

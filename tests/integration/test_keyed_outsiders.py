@@ -1,7 +1,7 @@
 """What outsiders do to a keyed stream with plain Redis commands: no line is wedged, lent out twice, or loses an entry."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 
@@ -10,7 +10,7 @@ from millstream.errors import GroupMissing
 from millstream.keyed import LOWEST, Ending, KeyedStream, Lease
 from millstream.lines import skip, unpark
 from millstream.reliable import ReliableStream
-from tests.integration.keyed_bench import (
+from tests.support.keyed_fixtures import (
     KEYS,
     commit,
     drain,
@@ -23,6 +23,8 @@ from tests.integration.keyed_bench import (
     take,
     take_one,
 )
+
+pytestmark = [pytest.mark.keys]
 
 LETTERS = "ABCABCABCABC"
 LOOK_AHEAD = 6
@@ -55,12 +57,6 @@ DEEDS: dict[str, list[tuple[object, ...]]] = {
     "the stream is deleted": [("DEL", "in")],
     "the scripts are forgotten": [("SCRIPT", "FLUSH")],
 }  # fmt: skip
-
-
-@pytest.fixture
-def client(millstream_url: str) -> Iterator[Client]:
-    with Client(millstream_url) as connected:
-        yield connected
 
 
 def left_after(client: Client) -> dict[str, list[int]]:

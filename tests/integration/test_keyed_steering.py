@@ -1,20 +1,14 @@
 """What people do to the lines of keys, and what they are told about them."""
 
-from collections.abc import Iterator
-
 import pytest
 
 from millstream.client import Client
 from millstream.errors import ConfigError, WrongType
 from millstream.keyed import Ending
 from millstream.lines import STEER, park, skip, survey, unpark
-from tests.integration.keyed_bench import KEYS, MANY, commit, expire, ids, keyed, lines, publish, routed, take, take_one
+from tests.support.keyed_fixtures import KEYS, MANY, commit, expire, ids, keyed, lines, publish, routed, take, take_one
 
-
-@pytest.fixture
-def client(millstream_url: str) -> Iterator[Client]:
-    with Client(millstream_url) as connected:
-        yield connected
+pytestmark = [pytest.mark.keys]
 
 
 def test_a_parked_line_waits_for_a_person_and_keeps_its_order(client: Client) -> None:

@@ -15,14 +15,10 @@ from millstream.model import EntryId
 from millstream.naming import HandlerKeys
 from millstream.server import EmbeddedServer
 
+pytestmark = [pytest.mark.keys, pytest.mark.spark]
+
 STREAM = "orders"
 KEYS = HandlerKeys("app", "handler", STREAM)
-
-
-@pytest.fixture
-def client(millstream_url: str) -> Iterator[Client]:
-    with Client(millstream_url) as connected:
-        yield connected
 
 
 def make_ledger(client: Client, token: int = 1, **options: object) -> Ledger:

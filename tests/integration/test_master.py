@@ -8,24 +8,11 @@ import pytest
 from millstream.client import Client
 from millstream.lines import check_lines, park
 from millstream.server import EmbeddedServer
-from tests.integration.commandline import run
-from tests.integration.masters import (
-    GROUP,
-    KEYS,
-    STREAM,
-    Foreign,
-    Master,
-    eventually,
-    holders,
-    is_clean,
-    publish,
-)
+from tests.support.commandline import run
+from tests.support.masters import GROUP, KEYS, STREAM, Foreign, Master, holders, is_clean, publish
+from tests.support.waiting import eventually
 
-
-@pytest.fixture
-def client(millstream_url: str) -> Iterator[Client]:
-    with Client(millstream_url) as found:
-        yield found
+pytestmark = [pytest.mark.master, pytest.mark.xdist_group("master")]
 
 
 @pytest.fixture(scope="module")

@@ -15,16 +15,13 @@ from millstream.master.addresses import LOOPBACK, AllowList
 from millstream.master.pings import Pinger
 from millstream.master.registry import Registry
 from millstream.master.settings import MasterSettings
-from tests.integration.commandline import run
-from tests.integration.masters import GROUP, KEYS, STREAM, TOKEN, Foreign, HealthPage, Master, eventually, publish
+from tests.support.commandline import run
+from tests.support.masters import GROUP, KEYS, STREAM, TOKEN, Foreign, HealthPage, Master, publish
+from tests.support.waiting import eventually
+
+pytestmark = [pytest.mark.master]
 
 NAMES = ("--ticket-stream", STREAM, "--concurrency-stream-group", GROUP)
-
-
-@pytest.fixture
-def client(millstream_url: str) -> Iterator[Client]:
-    with Client(millstream_url) as found:
-        yield found
 
 
 def test_a_master_does_not_start_without_a_token_unless_it_is_told_to(millstream_url: str, tmp_path: Path) -> None:

@@ -1,7 +1,6 @@
 """What masters do in Redis, step by step, where only the moment matters."""
 
 import time
-from collections.abc import Iterator
 
 import pytest
 
@@ -10,15 +9,11 @@ from millstream.master.desk import Desk
 from millstream.master.registry import Registry
 from millstream.master.settings import MasterSettings
 from millstream.web.refusal import Refused
-from tests.integration.masters import GROUP, KEYS, STREAM, holders, is_clean, publish
+from tests.support.masters import GROUP, KEYS, STREAM, holders, is_clean, publish
+
+pytestmark = [pytest.mark.master]
 
 SETTINGS = MasterSettings(ticket_stream=STREAM, group=GROUP)
-
-
-@pytest.fixture
-def client(millstream_url: str) -> Iterator[Client]:
-    with Client(millstream_url) as found:
-        yield found
 
 
 @pytest.fixture

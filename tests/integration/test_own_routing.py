@@ -2,7 +2,6 @@
 
 import threading
 import time
-from collections.abc import Iterator
 from contextlib import suppress
 from math import inf
 from queue import SimpleQueue
@@ -18,13 +17,9 @@ from millstream.naming import HandlerKeys
 from millstream.server import EmbeddedServer
 from millstream.worker import WorkerPolicy
 from millstream.worker.own_routing import OwnRouter
-from tests.integration.test_worker import eventually
+from tests.support.waiting import eventually
 
-
-@pytest.fixture
-def client(millstream_url: str) -> Iterator[Client]:
-    with Client(millstream_url) as connected:
-        yield connected
+pytestmark = [pytest.mark.worker, pytest.mark.keys]
 
 
 def fill(client: Client, streams: int, first: int = 0) -> None:

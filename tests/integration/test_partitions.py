@@ -3,7 +3,6 @@
 import asyncio
 import string
 from collections import defaultdict
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -19,7 +18,7 @@ from millstream.partitioned import PartitionedProducer
 from millstream.partitions import Partitions
 from millstream.producer import Producer
 from millstream.reliable import ReliableStream
-from tests.integration.partition_bench import (
+from tests.support.partition_fixtures import (
     BASE,
     Publisher,
     Worker,
@@ -32,13 +31,9 @@ from tests.integration.partition_bench import (
     waiting_in,
 )
 
+pytestmark = [pytest.mark.keys]
+
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
-
-
-@pytest.fixture
-def client(millstream_url: str) -> Iterator[Client]:
-    with Client(millstream_url) as connected:
-        yield connected
 
 
 @pytest.fixture

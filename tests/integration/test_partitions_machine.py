@@ -3,6 +3,7 @@
 import os
 from collections import defaultdict
 
+import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -18,7 +19,7 @@ from millstream.client import Client
 from millstream.keyed import Ending, Lease
 from millstream.lines import park, unpark
 from millstream.partitions import Partitions
-from tests.integration.partition_bench import (
+from tests.support.partition_fixtures import (
     BASE,
     Publisher,
     Worker,
@@ -27,6 +28,8 @@ from tests.integration.partition_bench import (
     keys_of,
     outcome,
 )
+
+pytestmark = [pytest.mark.keys]
 
 SOAK = bool(os.environ.get("MILLSTREAM_SOAK"))
 EXAMPLES, STEPS = (1_000, 120) if SOAK else (30, 60)

@@ -22,8 +22,11 @@ from millstream.testing.history import Event, check
 from millstream.testing.topologies import cluster
 from millstream.worker import ReadingLoop, WorkerPolicy
 from millstream.worker.partitions import PartitionSide
-from tests.integration.commandline import call
-from tests.integration.partition_bench import BASE, check_all, growth_killed_after, moved_key, places_are_right
+from tests.support.commandline import call
+from tests.support.partition_fixtures import BASE, check_all, growth_killed_after, moved_key, places_are_right
+from tests.support.waiting import eventually
+
+pytestmark = [pytest.mark.keys, pytest.mark.xdist_group("partitions_working")]
 
 QUICK = WorkerPolicy(block_ms=50, claim_ms=3_000, sweep_ms=50, stop_ms=5_000)
 KEYS = [f"key-{n}" for n in range(60)]
@@ -74,13 +77,6 @@ def working(url: str, handler: Handler, *names: str, **options: Any) -> Iterator
         for thread in threads:
             thread.join(20)
     assert failures == []
-
-
-def eventually(holds: Callable[[], bool], within_s: float = 30.0) -> None:
-    end = time.monotonic() + within_s
-    while not holds():
-        assert time.monotonic() < end, "it did not come to hold in time"
-        time.sleep(0.02)
 
 
 class Books:

@@ -28,7 +28,10 @@ from millstream.producer import Producer
 from millstream.publishing import Publisher
 from millstream.server import EmbeddedServer
 from millstream.testing.proxy import Proxy
-from millstream.testing.topologies import cluster, wait_until
+from millstream.testing.topologies import cluster
+from tests.support.waiting import eventually
+
+pytestmark = [pytest.mark.cli]
 
 
 @dataclass
@@ -50,12 +53,6 @@ class Typed(TypedDict):
 class Checked(pydantic.BaseModel):
     account: str
     amount: int
-
-
-@pytest.fixture
-def client(millstream_url: str) -> Iterator[Client]:
-    with Client(millstream_url) as opened:
-        yield opened
 
 
 @pytest.fixture
@@ -125,7 +122,7 @@ def test_a_client_that_is_shared_stays_open_and_the_producers_own_is_closed(mill
         with Producer(millstream_url) as producer:
             producer.publish("s", {"n": 2})
             assert connections(client) == before + 1
-        wait_until(lambda: connections(client) == before, "the connection to be closed")
+        eventually(lambda: connections(client) == before, "the connection to be closed")
         assert numbers(client) == [1, 2]
 
 
@@ -251,7 +248,7 @@ def test_a_full_stream_is_waited_for_and_the_order_is_kept(client: Client) -> No
             producer.publish_many("s", [{"n": n} for n in range(500)])
             for n in range(500, 600):
                 producer.publish("s", {"n": n})
-        wait_until(lambda: len(seen) == 600, "all to be consumed")
+        eventually(lambda: len(seen) == 600, "all to be consumed")
     finally:
         stop.set()
         consumer.join()
@@ -301,7 +298,7 @@ def test_a_redis_without_memory_does_not_make_a_lost_reply_a_refusal(millstream_
 def replica(millstream_fresh_server: EmbeddedServer) -> Iterator[EmbeddedServer]:
     millstream_fresh_server.call("CONFIG", "SET", "repl-diskless-sync-delay", "0")
     with EmbeddedServer(extra={"replicaof": f"127.0.0.1 {millstream_fresh_server.port}", "appendonly": "no"}) as server:
-        wait_until(lambda: b"master_link_status:up" in server.call("INFO", "replication"), "replication")
+        eventually(lambda: b"master_link_status:up" in server.call("INFO", "replication"), "replication")
         yield server
         server.resume()
 

@@ -12,6 +12,8 @@ from millstream.errors import Unavailable
 from millstream.server import EmbeddedServer
 from millstream.testing.proxy import Proxy
 
+pytestmark = [pytest.mark.groups]
+
 
 @pytest.fixture
 def proxy(millstream_server: EmbeddedServer, millstream_url: str) -> Iterator[Proxy]:

@@ -13,13 +13,9 @@ from millstream.model import EntryId
 from millstream.naming import HandlerKeys
 from millstream.reliable import Delivery, ReliableStream
 
+pytestmark = [pytest.mark.worker]
+
 KEYS = HandlerKeys("app", "handle", "in")
-
-
-@pytest.fixture
-def client(millstream_url: str) -> Iterator[Client]:
-    with Client(millstream_url) as connected:
-        yield connected
 
 
 def worker(client: Client, name: str = "w1", *, join: bool = True) -> ReliableStream:

@@ -24,7 +24,10 @@ from millstream.spark.reading import Reading
 from millstream.spark.replicas import ReplicaReads, Replicas
 from millstream.spark.taken import Portion, TakenReading
 from millstream.testing.proxy import Proxy
-from millstream.testing.topologies import cluster, sentinel_trio, wait_until
+from millstream.testing.topologies import cluster, sentinel_trio
+from tests.support.waiting import eventually
+
+pytestmark = [pytest.mark.spark, pytest.mark.xdist_group("replica_reads")]
 
 FOLLOWS = {"repl-diskless-sync-delay": "0", "appendonly": "no"}
 USUAL = {
@@ -49,9 +52,9 @@ class Deployment:
         for server in (self.late, self.prompt):
             server.call("REPLICAOF", "NO", "ONE")  # a history of its own, so that nothing it has can be kept
             server.call("REPLICAOF", *self.source(server) if server in followers else ("NO", "ONE"))
-        wait_until(lambda: self.attached == len(followers), "the replicas to be attached")
+        eventually(lambda: self.attached == len(followers), "the replicas to be attached")
         for server in followers:
-            wait_until(lambda server=server: b"master_link_status:up" in server.call("INFO", "replication"), "the link")  # type: ignore[misc]
+            eventually(lambda server=server: b"master_link_status:up" in server.call("INFO", "replication"), "the link")  # type: ignore[misc]
         self.settle(len(followers))
 
     def source(self, server: EmbeddedServer) -> tuple[str, int]:
@@ -136,7 +139,7 @@ def deployment(
         server.call("CONFIG", "RESETSTAT")
         for name, value in USUAL.items():
             server.call("CONFIG", "SET", name, value)
-        wait_until(lambda server=server: stands_alone(server), "the end of what it loads")  # type: ignore[misc]
+        eventually(lambda server=server: stands_alone(server), "the end of what it loads")  # type: ignore[misc]
     primary.call("FLUSHALL")
     with Client(primary.url) as client:
         replicas = Replicas(client)
@@ -287,7 +290,7 @@ def follow_another(deployment: Deployment) -> None:
     deployment.prompt.call("FLUSHALL")
     deployment.prompt.call("XADD", "s", "100-0", "n", -1)
     deployment.late.call("REPLICAOF", "127.0.0.1", deployment.prompt.port)
-    wait_until(lambda: deployment.late.call("XLEN", "s") == 1, "the other one's data")
+    eventually(lambda: deployment.late.call("XLEN", "s") == 1, "the other one's data")
 
 
 def wait_for_its_primary(deployment: Deployment) -> None:
@@ -301,7 +304,7 @@ def refuse_stale_data(deployment: Deployment) -> None:
     deployment.late.call("CONFIG", "SET", "replica-serve-stale-data", "no")
     deployment.link.freeze()
     deployment.link.cut_all()
-    wait_until(lambda: b"master_link_status:down" in deployment.late.call("INFO", "replication"), "the end of the link")
+    eventually(lambda: b"master_link_status:down" in deployment.late.call("INFO", "replication"), "the end of the link")
 
 
 def load(deployment: Deployment) -> None:
@@ -312,7 +315,7 @@ def load(deployment: Deployment) -> None:
     deployment.late.call("REPLICAOF", "NO", "ONE")
     deployment.late.call("SET", "own", "history")
     deployment.late.call("REPLICAOF", *deployment.source(deployment.late))
-    wait_until(lambda: b"loading:1" in deployment.late.call("INFO", "persistence"), "its loading")
+    eventually(lambda: b"loading:1" in deployment.late.call("INFO", "persistence"), "its loading")
 
 
 def be_written_to(deployment: Deployment) -> None:
@@ -325,10 +328,10 @@ def evict(deployment: Deployment) -> None:
     settings = {"replica-ignore-maxmemory": "no", "maxmemory-policy": "allkeys-random", "maxmemory": "1"}
     for name, value in settings.items():
         deployment.late.call("CONFIG", "SET", name, value)
-    wait_until(lambda: deployment.late.call("EXISTS", "s") == 0, "the eviction")
+    eventually(lambda: deployment.late.call("EXISTS", "s") == 0, "the eviction")
     deployment.late.call("CONFIG", "SET", "maxmemory", 0)
     deployment.client.execute("XADD", "s", "101-0", "n", 100)
-    wait_until(lambda: deployment.late.call("XLEN", "s") == 1, "the rest of the stream")
+    eventually(lambda: deployment.late.call("XLEN", "s") == 1, "the rest of the stream")
 
 
 def lose_the_key(deployment: Deployment) -> None:
@@ -464,7 +467,7 @@ def test_a_server_that_is_no_primary_any_more_sends_nobody_to_its_replicas(deplo
     deployment.follow(deployment.prompt)
     deployment.add("s", range(10))
     deployment.late.call("REPLICAOF", "127.0.0.1", deployment.prompt.port)
-    wait_until(lambda: b"master_link_status:up" in deployment.late.call("INFO", "replication"), "its link")
+    eventually(lambda: b"master_link_status:up" in deployment.late.call("INFO", "replication"), "its link")
     deployment.settle(1)
     with Client(deployment.prompt.url) as client:
         replicas = Replicas(client)
@@ -481,17 +484,17 @@ def test_in_a_cluster_each_shard_has_its_own_replicas() -> None:
         first = deployed.nodes[0]
         replica.call("CLUSTER", "MEET", "127.0.0.1", first.port)
         first_id = first.call("CLUSTER", "MYID")
-        wait_until(lambda: first_id in replica.call("CLUSTER", "NODES"), "the nodes to meet")
+        eventually(lambda: first_id in replica.call("CLUSTER", "NODES"), "the nodes to meet")
         first.call("CONFIG", "SET", "repl-diskless-sync-delay", 0)
-        wait_until(lambda: replicates(replica, first_id), "the replica")
+        eventually(lambda: replicates(replica, first_id), "the replica")
         streams = [f"s{n}" for n in range(12)]
         for name in streams:
             admin.pipeline([("XADD", name, f"{n + 1}-0", "n", n) for n in range(50)])
         line = rule("reader", [RoleName.SPARK], streams=["s*"], cluster=True, replicas=True).line
         for server in (*deployed.nodes, replica):
             server.call(*line.split(), ">secret")
-        wait_until(lambda: all(knows(node, replica) for node in deployed.nodes), "the cluster to know of it")
-        wait_until(lambda: b"cluster_state:ok" in replica.call("CLUSTER", "INFO"), "it to know the cluster")
+        eventually(lambda: all(knows(node, replica) for node in deployed.nodes), "the cluster to know of it")
+        eventually(lambda: b"cluster_state:ok" in replica.call("CLUSTER", "INFO"), "it to know the cluster")
         pieces = [Piece(name, ZERO_ID, EntryId(50, 0), 50, 50) for name in streams]
         with Client(deployed.url.replace("//", "//reader:secret@")) as client:
             replicas = Replicas(client)
@@ -526,7 +529,7 @@ def test_behind_sentinel_the_replica_is_read_and_later_the_one_that_takes_over()
             (found,) = reads.ask([("XRANGE", "s", "-", "100-0", "COUNT", 10)])
         trio.primary.kill()
         (more,) = reads.ask([("XRANGE", "s", "(10-0", "100-0", "COUNT", 40)])
-        wait_until(lambda: b"role:master" in trio.replica.call("INFO", "replication"), "the failover")
+        eventually(lambda: b"role:master" in trio.replica.call("INFO", "replication"), "the failover")
         last = [("XRANGE", "s", "(50-0", "100-0", "COUNT", 50)]
         (rest,) = client.patiently(lambda: reads.ask(last), what="the test", limit_ms=30_000)
         replicas.close()

@@ -17,16 +17,12 @@ from millstream.metrics import ROUTER_SUBSCRIPTIONS, Recorder
 from millstream.model import Message
 from millstream.router import END, Dropped, Gap, PoolPolicy, ReadPolicy, Router, Start, TooSlow
 from millstream.router.inbox import Cursor, Inbox
-from millstream.testing.topologies import wait_until
-from tests.integration.routers import OFTEN, READERS, Crowd, ids, ids_in, make_router, publish, taken
+from tests.support.routers import OFTEN, READERS, Crowd, ids, ids_in, make_router, publish, taken
+from tests.support.waiting import eventually
+
+pytestmark = [pytest.mark.router]
 
 DOCUMENTATION = Path(__file__).parents[2] / "docs/router.md"
-
-
-@pytest.fixture
-def client(millstream_url: str) -> Iterator[Client]:
-    with Client(millstream_url) as connected:
-        yield connected
 
 
 @pytest.fixture(params=READERS)
@@ -102,7 +98,7 @@ def test_threads_and_event_loops_follow_side_by_side(client: Client, router: Rou
         thread.start()
         publish(client, first.got, range(5))
         first.check(client)
-        wait_until(lambda: second == first.got["s0"], "the thread to have as much")
+        eventually(lambda: second == first.got["s0"], "the thread to have as much")
         router.close()
         thread.join(20)
 
@@ -115,7 +111,7 @@ def test_subscribers_of_one_stream_share_one_read(client: Client, router: Router
     subscriptions = [router.subscribe("s") for _ in range(200)]
     for subscription in subscriptions:
         taken(subscription, 1)
-    wait_until(lambda: served_from(router, "s") == 1, "all to be served from one place")
+    eventually(lambda: served_from(router, "s") == 1, "all to be served from one place")
     before = client.execute("INFO", "stats")
     publish(client, ["s"], [1])
     for subscription in subscriptions:
@@ -148,7 +144,7 @@ def test_a_late_subscriber_catches_up_and_joins_with_nothing_lost_or_doubled(cli
     for one in (early, *late):
         while one.get(200):
             pass
-    wait_until(lambda: served_from(router, "s") == 1, "the late ones to have joined")
+    eventually(lambda: served_from(router, "s") == 1, "the late ones to have joined")
 
 
 def test_a_hot_stream_does_not_starve_the_others(client: Client, router: Router) -> None:
@@ -169,7 +165,7 @@ def test_who_waits_is_read_on_for_when_there_is_room_and_holds_up_nobody(client:
     publish(client, ["s"], range(500))
     everything = ids_in(client, "s")
     assert ids(taken(fast, 500)) == everything
-    wait_until(lambda: slow.buffered == 10, "the slow one's buffer to be full")
+    eventually(lambda: slow.buffered == 10, "the slow one's buffer to be full")
     publish(client, ["s"], range(500))
     assert ids(taken(fast, 500)) == ids_in(client, "s")[500:]
     assert slow.buffered == 10
@@ -185,7 +181,7 @@ def test_the_oldest_are_dropped_and_counted_if_that_is_asked_for(client: Client,
     publish(client, ["s"], range(97))
     marker = router.subscribe("s", after="0")
     taken(marker, 100)
-    wait_until(lambda: subscription.dropped == 89, "all to have come")
+    eventually(lambda: subscription.dropped == 89, "all to have come")
     assert subscription.buffered == 10
     items = taken(subscription, 11)
     assert sum(item.count for item in items if isinstance(item, Dropped)) == 89
@@ -197,7 +193,7 @@ def test_the_oldest_are_dropped_and_counted_if_that_is_asked_for(client: Client,
 def test_who_asked_to_be_disconnected_is_told_where_to_resume(client: Client, router: Router) -> None:
     subscription = router.subscribe("s", buffer=10, when_full="disconnect")
     publish(client, ["s"], range(25))
-    wait_until(lambda: router.figures().subscriptions == 0, "it to be disconnected")
+    eventually(lambda: router.figures().subscriptions == 0, "it to be disconnected")
     assert ids(taken(subscription, 10)) == ids_in(client, "s")[:10]
     with pytest.raises(TooSlow) as told:
         next(subscription)
@@ -213,7 +209,7 @@ def test_who_asked_to_be_disconnected_is_told_where_to_resume(client: Client, ro
 def test_trimmed_past_the_position_is_a_gap_with_its_size(client: Client, router: Router) -> None:
     slow = router.subscribe("s", buffer=10)
     publish(client, ["s"], range(60))
-    wait_until(lambda: slow._inbox.paused, "it to be read on for no more")
+    eventually(lambda: slow._inbox.paused, "it to be read on for no more")
     client.execute("XTRIM", "s", "MAXLEN", 20)
     items = taken(slow, 31)
     [gap] = [item for item in items if isinstance(item, Gap)]
@@ -224,7 +220,7 @@ def test_trimmed_past_the_position_is_a_gap_with_its_size(client: Client, router
 def test_a_stream_trimmed_to_nothing_is_one_gap(client: Client, router: Router) -> None:
     slow = router.subscribe("s", buffer=2)
     publish(client, ["s"], range(5))
-    wait_until(lambda: slow._inbox.paused, "it to be read on for no more")
+    eventually(lambda: slow._inbox.paused, "it to be read on for no more")
     client.execute("XTRIM", "s", "MAXLEN", 0)
     items = taken(slow, 3)
     assert isinstance(items[2], Gap)
@@ -328,7 +324,7 @@ def test_unsubscribing_frees_everything(client: Client, router: Router) -> None:
     assert subscriptions[0].get(0) is None
     subscriptions.clear()  # dropped, not closed
     del one
-    wait_until(lambda: router.figures().subscriptions == 1, "all but one to be gone")
+    eventually(lambda: router.figures().subscriptions == 1, "all but one to be gone")
     assert router.figures().streams == 1
     publish(client, ["keep", "s1"], [0])
     taken(keep, 1)
@@ -343,7 +339,7 @@ def test_leaving_an_async_loop_unsubscribes(client: Client, router: Router) -> N
 
     publish(client, ["s"], range(2))
     assert isinstance(asyncio.run(take_one()), Message)
-    wait_until(lambda: router.figures().subscriptions == 0, "it to be gone")
+    eventually(lambda: router.figures().subscriptions == 0, "it to be gone")
 
 
 def test_a_cancelled_reader_can_go_on(client: Client, router: Router) -> None:
@@ -372,7 +368,7 @@ def test_two_readers_of_one_subscription_are_refused(router: Router) -> None:
 def test_closing_the_router_ends_subscriptions_after_what_they_hold(client: Client, router: Router) -> None:
     publish(client, ["s"], range(3))
     subscription, empty = router.subscribe("s"), router.subscribe("nothing")
-    wait_until(lambda: subscription.buffered == 3, "the messages")
+    eventually(lambda: subscription.buffered == 3, "the messages")
     waiting = threading.Thread(target=lambda: list(empty))
     waiting.start()
     assert router.close()
@@ -386,10 +382,10 @@ def test_closing_the_router_ends_subscriptions_after_what_they_hold(client: Clie
 def test_who_takes_items_with_a_time_limit_knows_when_no_more_come(client: Client, router: Router) -> None:
     publish(client, ["s"], range(2))
     subscription, broken = router.subscribe("s"), router.subscribe("text")
-    wait_until(lambda: subscription.buffered == 2, "the messages")
+    eventually(lambda: subscription.buffered == 2, "the messages")
     assert (subscription.get(100) is not None, subscription.ended) == (True, False)
     client.execute("SET", "text", "x")
-    wait_until(lambda: router.figures().subscriptions == 1, "the other one to be ended")
+    eventually(lambda: router.figures().subscriptions == 1, "the other one to be ended")
     assert not broken.ended
     with pytest.raises(WrongType):
         broken.get(100)
@@ -424,7 +420,7 @@ def test_the_example_of_the_documentation_follows(client: Client, millstream_url
         async with Router(millstream_url) as router:
             following = [asyncio.create_task(names["follow"](router, "s", after)) for after in ("0", END)]
             thread = asyncio.create_task(asyncio.to_thread(names["follow_in_a_thread"], router, "later"))
-            await asyncio.to_thread(wait_until, lambda: len(said) == 4, "three messages and a start")
+            await asyncio.to_thread(eventually, lambda: len(said) == 4, "three messages and a start")
         assert await asyncio.gather(*following, thread) == [last, last, None]
 
     asyncio.run(main())
@@ -445,7 +441,7 @@ def test_figures_reach_the_metrics(client: Client, millstream_url: str, reader: 
     recorder = Recorder()
     with make_router(millstream_url, reader, metrics=recorder) as router:
         subscriptions = [router.subscribe(f"s{n}") for n in range(3)]
-        wait_until(lambda: recorder.value(ROUTER_SUBSCRIPTIONS) == 3, "the gauge")
+        eventually(lambda: recorder.value(ROUTER_SUBSCRIPTIONS) == 3, "the gauge")
         assert len(subscriptions) == 3
 
 
@@ -454,7 +450,7 @@ def test_ten_thousand_come_and_go_in_a_second(client: Client, router: Router) ->
     began = time.perf_counter()
     for n in range(10_000):
         router.subscribe(f"s{n}").close()
-    wait_until(lambda: router.figures().subscriptions == 0, "all to be gone")
+    eventually(lambda: router.figures().subscriptions == 0, "all to be gone")
     subscription = router.subscribe("s0")
     publish(client, ["s0"], [0])
     taken(subscription, 1)
@@ -468,15 +464,15 @@ def test_the_pool_grows_with_its_streams_up_to_its_cap(client: Client, millstrea
     pool = PoolPolicy(workers=1, max_workers=3, streams=10, block_ms=20)
     with Router(millstream_url, reader="pool", pool=pool) as router:
         first = [router.subscribe(f"s{n}") for n in range(5)]
-        wait_until(lambda: router.figures().connections == 2, "one worker beside the reading connection")
+        eventually(lambda: router.figures().connections == 2, "one worker beside the reading connection")
         more = [router.subscribe(f"t{n}") for n in range(100)]
-        wait_until(lambda: router.figures().connections == 4, "all the workers that are allowed")
+        eventually(lambda: router.figures().connections == 4, "all the workers that are allowed")
         publish(client, [one.stream for one in first + more], [0])
         for one in first + more:
             taken(one, 1)
         more.clear()
         del one
-        wait_until(lambda: router.figures().connections <= 3, "the pool to shrink")
+        eventually(lambda: router.figures().connections <= 3, "the pool to shrink")
 
 
 def test_a_pool_that_does_not_block_works_too(client: Client, millstream_url: str) -> None:

@@ -2,7 +2,7 @@
 
 import asyncio
 import threading
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
@@ -13,15 +13,11 @@ from millstream.model import Message
 from millstream.router import Router
 from millstream.server import EmbeddedServer
 from millstream.testing.proxy import Proxy
-from tests.integration.routers import READERS, ids, ids_in, make_router, publish, taken
+from tests.support.routers import READERS, ids, ids_in, make_router, publish, taken
+
+pytestmark = [pytest.mark.router]
 
 NAMES = [f"s{n}" for n in range(100)]
-
-
-@pytest.fixture
-def client(millstream_url: str) -> Iterator[Client]:
-    with Client(millstream_url) as connected:
-        yield connected
 
 
 @pytest.fixture(params=READERS)

@@ -9,6 +9,8 @@ from millstream.errors import Unavailable
 from millstream.router.watch import Watch, _Line
 from millstream.wire import Push
 
+pytestmark = [pytest.mark.router]
+
 KEYS = [f"k{n}" for n in range(5)]
 
 

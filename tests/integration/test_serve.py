@@ -7,7 +7,9 @@ import pytest
 
 from millstream.client import Client
 from millstream.server import EmbeddedServer
-from tests.integration.fanouts import Server, numbers, publish
+from tests.support.gateways import Server, numbers, publish
+
+pytestmark = [pytest.mark.router, pytest.mark.xdist_group("serve")]
 
 
 @pytest.fixture(scope="module")

@@ -13,9 +13,11 @@ from millstream.client import Client
 from millstream.fanout.access import Access, stream_tokens
 from millstream.server import EmbeddedServer
 from millstream.web.refusal import Refused
-from tests.integration.commandline import call
-from tests.integration.fanouts import Server, publish
-from tests.integration.masters import eventually
+from tests.support.commandline import call
+from tests.support.gateways import Server, publish
+from tests.support.waiting import eventually
+
+pytestmark = [pytest.mark.router, pytest.mark.xdist_group("serve_access")]
 
 ALL, SOME = "0123456789abcdef-all", "0123456789abcdef-some"
 FRIEND = "https://friend.example"

@@ -3,15 +3,17 @@
 import signal
 from pathlib import Path
 
+import pytest
+
 from millstream.client import Client
-from tests.integration.browser import Browser, needs_browser
-from tests.integration.fanouts import Server, publish
-from tests.integration.masters import eventually
+from tests.support.browser import Browser, needs_browser
+from tests.support.gateways import Server, publish
+from tests.support.waiting import eventually
 
 PAGE = Path(__file__).parents[2] / "examples/follow"
 TOKEN = "0123456789abcdef-page"
 
-pytestmark = needs_browser
+pytestmark = [pytest.mark.router, needs_browser]
 
 
 def lines(browser: Browser) -> list[str]:

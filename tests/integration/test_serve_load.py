@@ -7,6 +7,8 @@ import pytest
 
 from benchmarks.serve import compare, follow
 
+pytestmark = [pytest.mark.router]
+
 SOAK = bool(os.environ.get("MILLSTREAM_SOAK"))
 CLIENTS, RATE, SECONDS = (10_000, 1_000, 20.0) if SOAK else (100, 200, 1.0)
 

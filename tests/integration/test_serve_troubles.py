@@ -3,7 +3,6 @@
 import json
 import signal
 import time
-from collections.abc import Iterator
 from contextlib import ExitStack
 
 import pytest
@@ -11,16 +10,12 @@ from websockets.exceptions import ConnectionClosed
 
 from millstream.client import Client
 from millstream.server import EmbeddedServer
-from tests.integration.fanouts import Event, Events, Server, numbers, publish
-from tests.integration.masters import eventually
+from tests.support.gateways import Event, Events, Server, numbers, publish
+from tests.support.waiting import eventually
+
+pytestmark = [pytest.mark.router]
 
 PAD = 20_000
-
-
-@pytest.fixture
-def client(millstream_url: str) -> Iterator[Client]:
-    with Client(millstream_url) as connected:
-        yield connected
 
 
 def subscriptions(server: Server) -> float:
@@ -43,7 +38,7 @@ def test_who_leaves_has_no_subscription_any_more(client: Client, millstream_url:
         for socket in sockets[1:]:
             socket.socket.shutdown(2)  # without a word
         # Nothing is published and no heartbeat is due: it is the end of the connection that is noticed.
-        eventually(lambda: subscriptions(server) == 0, "the end of all subscriptions", within_s=12)
+        eventually(lambda: subscriptions(server) == 0, "the end of all subscriptions")
         assert server.figure("millstream_serve_connections", kind="sse") == 0
         assert server.figure("millstream_serve_connections", kind="websocket") == 0
         assert server.figure("millstream_serve_connections_ended_total", reason="left") == 10
@@ -58,7 +53,7 @@ def test_a_stalled_client_costs_the_others_nothing_and_is_cut_off(client: Client
         for n in range(0, 200, 10):
             publish(client, "s", range(n, n + 10), PAD)
             assert numbers(other.next(10)) == list(range(n, n + 10))
-        eventually(lambda: subscriptions(server) == 1, "the end of those that stalled", within_s=10)
+        eventually(lambda: subscriptions(server) == 1, "the end of those that stalled")
         assert server.figure("millstream_serve_connections_ended_total", reason="stalled") == 2
         publish(client, "s", [200])
         assert numbers(other.next()) == [200]

@@ -17,7 +17,9 @@ import redis
 from millstream import server as server_module
 from millstream.errors import ConfigError, ServerError
 from millstream.server import EmbeddedServer, find_redis_server
-from millstream.testing.topologies import wait_until
+from tests.support.waiting import eventually
+
+pytestmark = [pytest.mark.cli]
 
 KILL_SAFE = {"appendfsync": "no"}
 
@@ -227,7 +229,7 @@ def test_a_server_dies_with_a_killed_parent_and_frees_its_folder(
 def test_a_server_nobody_stopped_ends_with_an_orderly_exit(tmp_path: Path, start_parent: StartParent) -> None:
     parent, pid = start_parent(tmp_path, then="")
     assert parent.wait(30) == 0
-    wait_until(lambda: is_dead(pid), "the server to end")
+    eventually(lambda: is_dead(pid), "the server to end")
     # Redis says this after SIGTERM only: the exit was not left to the parent-death signal.
     assert "Redis is now ready to exit" in (tmp_path / "redis.log").read_text()
 

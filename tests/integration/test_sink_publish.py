@@ -1,7 +1,6 @@
 """The sink's protocol, without Spark: staged by tasks, published once and whole, whoever dies and whoever wakes up late."""
 
 import threading
-from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any, NoReturn
 
@@ -13,13 +12,9 @@ from millstream.server import EmbeddedServer
 from millstream.sink import Share, Stage, Terms, begin, raw, token_of
 from millstream.sink import publication as publication_module
 from millstream.testing.topologies import cluster
-from tests.integration.sink_bench import SINK, STREAMS, Killed, Run, check, killed_at, published, rows_of, staged
+from tests.support.sink_fixtures import SINK, STREAMS, Killed, Run, check, killed_at, published, rows_of, staged
 
-
-@pytest.fixture
-def client(millstream_url: str) -> Iterator[Client]:
-    with Client(millstream_url) as client:
-        yield client
+pytestmark = [pytest.mark.sink]
 
 
 def test_a_batch_is_published_in_order_of_tasks_and_rows_and_leaves_nothing_behind(client: Client) -> None:

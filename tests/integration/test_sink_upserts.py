@@ -2,7 +2,6 @@
 
 import itertools
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,11 +10,7 @@ from millstream.client import Client
 from millstream.errors import ConfigError, WrongType
 from millstream.sink.upserts import upsert
 
-
-@pytest.fixture
-def client(millstream_url: str) -> Iterator[Client]:
-    with Client(millstream_url) as client:
-        yield client
+pytestmark = [pytest.mark.sink]
 
 
 def put(client: Client, guard: str, key: str = "k", gone: tuple[str, ...] = (), **fields: Any) -> int:

@@ -15,8 +15,10 @@ from millstream.naming import ServiceKeys
 from millstream.spark.membership import Membership, announced_streams
 from millstream.spark.options import parse
 from millstream.spark.subscription import subscription
-from tests.integration.balancers import Watch
-from tests.integration.test_worker import eventually
+from tests.support.balancers import Watch
+from tests.support.waiting import eventually
+
+pytestmark = [pytest.mark.spark]
 
 
 def membership(

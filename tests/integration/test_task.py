@@ -17,7 +17,9 @@ from millstream.errors import StaleOwner, Unfinished
 from millstream.ledger import Ledger
 from millstream.model import EntryId
 from millstream.naming import REDRIVE_FIELD, HandlerKeys
-from tests.integration.task_bench import Bench, Item, Row, only
+from tests.support.task_fixtures import Bench, Item, Row, only
+
+pytestmark = [pytest.mark.spark]
 
 
 @pytest.fixture

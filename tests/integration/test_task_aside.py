@@ -19,7 +19,9 @@ from millstream.lines import check_lines, park, skip, survey, unpark
 from millstream.model import EntryId
 from millstream.naming import HandlerKeys
 from millstream.reliable import TRIM, ReliableStream
-from tests.integration.task_bench import Bench, Item, Row, only
+from tests.support.task_fixtures import Bench, Item, Row, only
+
+pytestmark = [pytest.mark.spark]
 
 KEYS = HandlerKeys("app", "handle", "in")
 A = b"kA"

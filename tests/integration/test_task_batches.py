@@ -13,7 +13,9 @@ from millstream.client import Client
 from millstream.handlers import Handler
 from millstream.ledger import ENTRY_MARK, Ledger, Unit
 from millstream.naming import REDRIVE_FIELD
-from tests.integration.task_bench import Bench, Item, Row, only
+from tests.support.task_fixtures import Bench, Item, Row, only
+
+pytestmark = [pytest.mark.spark]
 
 KINDS = pytest.mark.parametrize("kind", ["plain", "async"])
 

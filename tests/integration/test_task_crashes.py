@@ -9,7 +9,9 @@ import pytest
 from millstream import App, Message, Retry
 from millstream.client import Client
 from millstream.naming import HandlerKeys
-from tests.integration.task_bench import Bench, Item, only
+from tests.support.task_fixtures import Bench, Item, only
+
+pytestmark = [pytest.mark.spark]
 
 
 @pytest.fixture

@@ -24,8 +24,10 @@ from millstream.partitions import Partitions
 from millstream.spark.catching_up import CatchUp
 from millstream.spark.partition import task_of
 from millstream.spark.task import Job, PartitionTask
-from tests.clocks import HandClock
-from tests.integration.task_bench import LINES, SCHEMA
+from tests.support.clocks import HandClock
+from tests.support.task_fixtures import LINES, SCHEMA
+
+pytestmark = [pytest.mark.spark]
 
 BASE = "orders"
 

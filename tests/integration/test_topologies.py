@@ -12,14 +12,10 @@ from redis.sentinel import MasterNotFoundError, Sentinel
 
 from millstream.errors import ConfigError, ServerError
 from millstream.server import EmbeddedServer
-from millstream.testing.topologies import (
-    PRIMARY_NAME,
-    acl_server,
-    cluster,
-    sentinel_trio,
-    tls_server,
-    wait_until,
-)
+from millstream.testing.topologies import PRIMARY_NAME, acl_server, cluster, sentinel_trio, tls_server
+from tests.support.waiting import eventually
+
+pytestmark = [pytest.mark.groups]
 
 
 def test_a_cluster_spreads_keys_over_its_nodes_and_survives_a_restart_of_one() -> None:
@@ -34,7 +30,7 @@ def test_a_cluster_spreads_keys_over_its_nodes_and_survives_a_restart_of_one() -
 
         deployment.nodes[1].kill()
         deployment.nodes[1].start()
-        wait_until(lambda: is_whole(deployment.nodes), "the cluster to become whole again")
+        eventually(lambda: is_whole(deployment.nodes), "the cluster to become whole again")
         with redis.RedisCluster.from_url(plain_url) as client:
             assert [client.get(f"key-{number}") for number in range(300)] == [
                 str(number).encode() for number in range(300)
@@ -62,8 +58,8 @@ def test_sentinels_promote_the_replica_when_the_primary_is_killed_and_keep_the_d
             assert client.wait(1, 5000) == 1
 
             trio.primary.kill()
-            wait_until(lambda: b"role:master" in trio.replica.call("INFO", "replication"), "the failover")
-            wait_until(lambda: knows_primary(guide, trio.replica.port), "the Sentinels to tell of it")
+            eventually(lambda: b"role:master" in trio.replica.call("INFO", "replication"), "the failover")
+            eventually(lambda: knows_primary(guide, trio.replica.port), "the Sentinels to tell of it")
             assert client.get("key") == b"value"
 
 

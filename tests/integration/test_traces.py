@@ -17,6 +17,8 @@ from millstream.metrics import Recorder
 from millstream.producer import Producer
 from millstream.worker import ReadingLoop, WorkerPolicy
 
+pytestmark = [pytest.mark.worker, pytest.mark.spark]
+
 
 @pytest.fixture
 def spans(monkeypatch: pytest.MonkeyPatch) -> Iterator[InMemorySpanExporter]:

@@ -21,15 +21,12 @@ from millstream.metrics import Recorder
 from millstream.naming import REDRIVE_FIELD, HandlerKeys
 from millstream.producer import Producer
 from millstream.worker import Pipeline, ReadingLoop, WorkerPolicy
+from tests.support.waiting import eventually
+
+pytestmark = [pytest.mark.worker]
 
 KEYS = HandlerKeys("app", "handle", "in")
 QUICK = WorkerPolicy(block_ms=100, claim_ms=1_000, sweep_ms=50, stop_ms=5_000)
-
-
-@pytest.fixture
-def client(millstream_url: str) -> Iterator[Client]:
-    with Client(millstream_url) as connected:
-        yield connected
 
 
 def make(function: Callable[..., Any], **options: Any) -> Handler:
@@ -83,13 +80,6 @@ def dead(client: Client) -> list[DeadLetter]:
 
 def pending(client: Client) -> int:
     return int(client.execute("XPENDING", "in", KEYS.group)[0])
-
-
-def eventually(holds: Callable[[], bool], within_s: float = 20.0) -> None:
-    end = time.monotonic() + within_s
-    while not holds():
-        assert time.monotonic() < end, "it did not come to hold in time"
-        time.sleep(0.01)
 
 
 async def double_async(message: Message) -> dict[str, Any]:

@@ -5,7 +5,7 @@ import inspect
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,10 @@ from millstream.errors import HandlerStuck
 from millstream.naming import REDRIVE_FIELD
 from millstream.reliable import Delivery, ReliableStream
 from millstream.worker import WorkerPolicy
-from tests.integration.test_worker import KEYS, dead, eventually, fill, make, outputs, pending, working
+from tests.integration.test_worker import KEYS, dead, fill, make, outputs, pending, working
+from tests.support.waiting import eventually
+
+pytestmark = [pytest.mark.worker]
 
 
 @dataclass
@@ -25,12 +28,6 @@ class Number:
     """A model."""
 
     n: int
-
-
-@pytest.fixture
-def client(millstream_url: str) -> Iterator[Client]:
-    with Client(millstream_url) as connected:
-        yield connected
 
 
 def doubled(numbers: list[Number]) -> list[dict[str, int]]:

@@ -21,13 +21,10 @@ from millstream.metrics import Recorder
 from millstream.server import EmbeddedServer
 from millstream.testing.proxy import Proxy
 from millstream.worker import WorkerPolicy
-from tests.integration.test_worker import KEYS, QUICK, dead, eventually, make, pending, working
+from tests.integration.test_worker import KEYS, QUICK, dead, make, pending, working
+from tests.support.waiting import eventually
 
-
-@pytest.fixture
-def client(millstream_url: str) -> Iterator[Client]:
-    with Client(millstream_url) as connected:
-        yield connected
+pytestmark = [pytest.mark.worker, pytest.mark.keys]
 
 
 def count(message: Message, state: State) -> dict[str, Any]:
@@ -190,7 +187,7 @@ def test_a_stop_gives_back_what_has_not_begun_and_counts_no_attempt(client: Clie
     assert check_lines(client, KEYS, "in") == []
     assert {line.state for line in survey(client, KEYS)} == {"ready"}
     with working(client, make(count, key="key"), "w2"):
-        eventually(lambda: len(rows(client)) >= 60, within_s=5.0)
+        eventually(lambda: len(rows(client)) >= 60)
     check_order(client, 60)
     assert {row["attempt"] for row in rows(client)} == {"1"}
 
@@ -274,7 +271,7 @@ def test_a_key_that_fails_does_not_eat_the_rate_of_the_others(client: Client) ->
     client.pipeline([("XADD", "in", "*", "n", n, "key", f"k{n}") for n in range(1, 101)])
     handler = make(handle, key="key", rate=60, retry=Retry(attempts=1_000, delay_ms=20, factor=1, then="block"))
     with working(client, handler) as loop:
-        eventually(lambda: len(rows(client)) >= 100, within_s=5.0)
+        eventually(lambda: len(rows(client)) >= 100)
         assert loop.report.read <= 140
 
 
@@ -315,5 +312,5 @@ def test_a_lag_counts_what_waits_in_lines(client: Client) -> None:
     fill(client, 500, 100)
     recorder = Recorder()
     with working(client, make(hang, key="key", into=None), metrics=recorder):
-        eventually(lambda: recorder.value(m.LAG, handler="app.handle") > 300, within_s=10.0)
+        eventually(lambda: recorder.value(m.LAG, handler="app.handle") > 300)
         over.set()

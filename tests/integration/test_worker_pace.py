@@ -2,7 +2,6 @@
 
 import threading
 import time
-from collections.abc import Iterator
 from contextlib import ExitStack
 
 import pytest
@@ -12,16 +11,13 @@ from millstream.client import Client
 from millstream.health import Health
 from millstream.ledger import Ledger
 from millstream.naming import HandlerKeys
-from tests.integration.commandline import call
-from tests.integration.test_worker import KEYS, double, eventually, fill, make, outputs, pending, working
+from tests.integration.test_worker import KEYS, double, fill, make, outputs, pending, working
+from tests.support.commandline import call
+from tests.support.waiting import eventually
+
+pytestmark = [pytest.mark.worker]
 
 WINDOW_S = 2.5
-
-
-@pytest.fixture
-def client(millstream_url: str) -> Iterator[Client]:
-    with Client(millstream_url) as connected:
-        yield connected
 
 
 # The rate

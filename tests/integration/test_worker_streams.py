@@ -5,7 +5,7 @@ import json
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
@@ -21,16 +21,13 @@ from millstream.ledger import Ledger
 from millstream.naming import HandlerKeys, ServiceKeys
 from millstream.testing.topologies import cluster
 from millstream.worker import WorkerPolicy
-from tests.integration.commandline import call
-from tests.integration.test_worker import QUICK, eventually, make, working
+from tests.integration.test_worker import QUICK, make, working
+from tests.support.commandline import call
+from tests.support.waiting import eventually
+
+pytestmark = [pytest.mark.worker]
 
 SERVICE = ServiceKeys("millstream:app.handle")
-
-
-@pytest.fixture
-def client(millstream_url: str) -> Iterator[Client]:
-    with Client(millstream_url) as connected:
-        yield connected
 
 
 def count(message: Message, state: State) -> dict[str, Any]:
@@ -223,7 +220,7 @@ SLOW_TO_LOOK = WorkerPolicy(block_ms=100, claim_ms=1_000, sweep_ms=5_000, stop_m
 def test_the_next_turn_of_a_stream_waits_for_no_sweep(client: Client) -> None:
     fill(client, 1, 300)
     with working(client, make(count, pattern="s:*", order="stream"), policy=SLOW_TO_LOOK):
-        eventually(lambda: len(rows(client)["s:0"]) == 300, within_s=15)
+        eventually(lambda: len(rows(client)["s:0"]) == 300)
     check_order(client, 1, 300)
 
 
@@ -236,7 +233,7 @@ def test_a_back_off_is_over_when_it_is_over(client: Client) -> None:
     fill(client, 2, 1)
     handler = make(handle, pattern="s:*", order="stream", retry=Retry(attempts=6, delay_ms=50, factor=1, jitter=0))
     with working(client, handler, policy=SLOW_TO_LOOK):
-        eventually(lambda: len(rows(client)) == 2, within_s=15)
+        eventually(lambda: len(rows(client)) == 2)
 
 
 def test_one_stream_that_cannot_be_worked_on_is_nobody_elses_trouble_and_comes_back_when_it_is_mended(

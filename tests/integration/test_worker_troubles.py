@@ -22,13 +22,10 @@ from millstream.worker import Pipeline, WorkerPolicy
 from millstream.worker.hand import Hand
 from millstream.worker.report import Report
 from millstream.worker.settling import Settler
-from tests.integration.test_worker import KEYS, QUICK, dead, double, eventually, fill, make, outputs, pending, working
+from tests.integration.test_worker import KEYS, QUICK, dead, double, fill, make, outputs, pending, working
+from tests.support.waiting import eventually
 
-
-@pytest.fixture
-def client(millstream_url: str) -> Iterator[Client]:
-    with Client(millstream_url) as connected:
-        yield connected
+pytestmark = [pytest.mark.worker]
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from pyspark.sql import SparkSession
 
 from millstream.client import Client
 from millstream.spark.session import open_session
-from tests.spark.sources import Bench
+from tests.support.sources import Bench
 
 
 @pytest.fixture(scope="session")

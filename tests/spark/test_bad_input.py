@@ -10,9 +10,9 @@ from pyspark.sql import SparkSession
 
 from millstream import App, Message, State
 from millstream.client import Client
-from tests.spark.pipelines import Pipelines
+from tests.support.pipelines import Pipelines
 
-pytestmark = pytest.mark.spark
+pytestmark = [pytest.mark.spark]
 MANY_KEYS = 1_000_000 if os.environ.get("MILLSTREAM_SOAK") else 100_000
 
 

@@ -8,10 +8,10 @@ from pyspark.sql import functions as F
 
 from millstream import App, Message
 from millstream.client import Client
-from tests.spark.pipelines import Pipelines
-from tests.spark.sources import Bench
+from tests.support.pipelines import Pipelines
+from tests.support.sources import Bench
 
-pytestmark = pytest.mark.spark
+pytestmark = [pytest.mark.spark]
 MEGABYTE = 1 << 20
 
 

@@ -13,9 +13,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from millstream.client import Client
-from tests.spark.connect_server import ConnectServer
+from tests.support.connect_server import ConnectServer
 
-pytestmark = pytest.mark.spark
+pytestmark = [pytest.mark.drivers, pytest.mark.spark]
 HERE = Path(__file__).parent
 EXAMPLE = HERE.parents[1] / "examples" / "pipelines"
 

@@ -21,7 +21,7 @@ FLIGHTS = 20_000
 LIMIT_S = 600.0
 MARK = "MILLSTREAM_TEST_OF_DEMO"
 
-pytestmark = [pytest.mark.spark, pytest.mark.timeout(LIMIT_S + 60)]
+pytestmark = [pytest.mark.spark, pytest.mark.drivers]
 
 
 class Demo:

@@ -11,9 +11,10 @@ from millstream.client import Client
 from millstream.errors import AccessDenied, ConfigError
 from millstream.rights import RoleName, rule
 from millstream.testing import topologies
-from tests.spark.pipelines import Pipelines, eventually
+from tests.support.pipelines import Pipelines
+from tests.support.waiting import eventually
 
-pytestmark = pytest.mark.spark
+pytestmark = [pytest.mark.spark]
 STREAMS = ("orders:{1}", "orders:{2}", "orders:{3}")
 
 

@@ -12,9 +12,10 @@ from millstream.client import Client
 from millstream.errors import ConfigError, PipelineFailed
 from millstream.ledger import Ledger
 from millstream.naming import REDRIVE_FIELD, HandlerKeys
-from tests.spark.pipelines import Pipelines, eventually
+from tests.support.pipelines import Pipelines
+from tests.support.waiting import eventually
 
-pytestmark = pytest.mark.spark
+pytestmark = [pytest.mark.spark]
 
 
 @dataclass

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.spark
+pytestmark = [pytest.mark.drivers, pytest.mark.spark]
 PATIENT = "--conf spark.python.authenticate.socketTimeout=120s pyspark-shell"
 EXAMPLES = Path(__file__).parents[2] / "examples"
 

@@ -12,9 +12,10 @@ from millstream import App, Message, State
 from millstream.client import Client
 from millstream.partitioned import PartitionedProducer
 from millstream.partitions import Partitions
-from tests.spark.pipelines import Pipelines, eventually
+from tests.support.pipelines import Pipelines
+from tests.support.waiting import eventually
 
-pytestmark = pytest.mark.spark
+pytestmark = [pytest.mark.spark, pytest.mark.keys]
 
 KEYS = [f"k{n}" for n in range(20)]
 

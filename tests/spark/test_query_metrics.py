@@ -12,9 +12,11 @@ from millstream.client import Client
 from millstream.metrics import Recorder
 from millstream.spark.behind import behind
 from millstream.spark.listener import QueryMetrics
-from tests.faults.driver import Driver, wait_until
-from tests.spark.pipelines import eventually
-from tests.spark.sources import Bench
+from tests.support.drivers import Driver
+from tests.support.sources import Bench
+from tests.support.waiting import eventually
+
+pytestmark = [pytest.mark.spark]
 
 
 def test_how_far_behind_follows_from_the_counts_in_two_offsets() -> None:
@@ -105,8 +107,8 @@ def test_the_run_command_serves_its_figures(millstream_url: str, tmp_path: Path)
 
     driver.start()
     try:
-        wait_until(lambda: any(event["event"] == "batch" for event in driver.events), "a batch", driver=driver)
-        wait_until(lambda: "millstream_spark_batch_seconds_count" in page(), "Spark has told", driver=driver)
+        eventually(lambda: any(event["event"] == "batch" for event in driver.events), "a batch", log=driver.errors)
+        eventually(lambda: "millstream_spark_batch_seconds_count" in page(), "Spark has told", log=driver.errors)
         text = page()
         for line in (
             'millstream_messages_read_total{handler="app.tell"} 10.0',

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from tests.spark.sources import Bench
+from tests.support.sources import Bench
 
-pytestmark = pytest.mark.spark
+pytestmark = [pytest.mark.spark]
 
 README = Path(__file__).parents[2] / "README.md"
 WHERE = "redis://127.0.0.1:6379/0"

@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 
 from millstream.client import Client
-from tests.faults.driver import Driver, wait_until
-from tests.integration.commandline import run
+from tests.support.commandline import run
+from tests.support.drivers import Driver
+from tests.support.waiting import eventually
 
-pytestmark = [pytest.mark.spark, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.spark, pytest.mark.drivers]
 
 SLEEPER = """
 import time
@@ -35,8 +36,8 @@ def asleep(millstream_url: str, tmp_path: Path) -> Iterator[Driver]:
         client.pipeline([("XADD", "in", "*", "k", n) for n in range(5_000)])
         driver.start()
         try:
-            wait_until(driver.workers, "a worker", driver=driver)
-            wait_until(lambda: client.execute("HEXISTS", "millstream:{in}:in:app.nap:meta", "epoch"), "a batch")
+            eventually(driver.workers, "a worker", log=driver.errors)
+            eventually(lambda: client.execute("HEXISTS", "millstream:{in}:in:app.nap:meta", "epoch"), "a batch")
             yield driver
         finally:
             if driver.alive:
@@ -48,7 +49,7 @@ def test_a_stop_in_the_middle_of_a_batch_is_quick_and_quiet(asleep: Driver, numb
     asleep.process.send_signal(number)
     assert asleep.process.wait(20) == code
     assert asleep.errors() == ""
-    wait_until(lambda: asleep.events[-1]["event"] == "stopped", "the last event")
+    eventually(lambda: asleep.events[-1]["event"] == "stopped", "the last event")
 
 
 def test_a_stop_that_reaches_all_of_its_group_is_quiet_too(millstream_url: str, tmp_path: Path) -> None:
@@ -58,7 +59,7 @@ def test_a_stop_that_reaches_all_of_its_group_is_quiet_too(millstream_url: str, 
         client.execute("XADD", "in", "*", "k", 1)
         driver.start()
         try:
-            wait_until(lambda: any(event["event"] == "batch" for event in driver.events), "a batch", driver=driver)
+            eventually(lambda: any(event["event"] == "batch" for event in driver.events), "a batch", log=driver.errors)
             group = os.getpgid(driver.process.pid)
             for pid in [*(one.pid for one in driver.family()), driver.process.pid]:
                 with suppress(ProcessLookupError):

@@ -15,9 +15,10 @@ from millstream.ledger import Ledger
 from millstream.producer import Producer
 from millstream.spark import pipeline, runner
 from millstream.spark.failures import failure_of
-from tests.spark.pipelines import Pipelines, eventually
+from tests.support.pipelines import Pipelines
+from tests.support.waiting import eventually
 
-pytestmark = pytest.mark.spark
+pytestmark = [pytest.mark.spark]
 
 
 @pytest.fixture

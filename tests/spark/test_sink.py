@@ -13,9 +13,9 @@ from pyspark.sql.functions import lit
 from pyspark.sql.streaming.query import StreamingQuery
 
 from millstream.naming import SinkKeys
-from tests.spark.sources import Bench, pairs
+from tests.support.sources import Bench, pairs
 
-pytestmark = pytest.mark.spark
+pytestmark = [pytest.mark.sink, pytest.mark.spark]
 
 
 def save(bench: Bench, frame: DataFrame, *, mode: str = "append", **options: Any) -> None:

@@ -13,6 +13,8 @@ from millstream.errors import ConfigError, OutputError
 from millstream.spark.encoding import RowMaker, check_columns
 from millstream.spark.sink_options import Layout
 
+pytestmark = [pytest.mark.sink, pytest.mark.spark]
+
 ONE = Layout(stream="a")
 
 

@@ -27,7 +27,9 @@ from pyspark.sql.datasource import (
 from millstream.model import ZERO_ID, EntryId
 from millstream.spark.offsets import Position
 from millstream.spark.selection import Selection
-from tests.spark.sources import Bench
+from tests.support.sources import Bench
+
+pytestmark = [pytest.mark.spark]
 
 COLUMNS = {name: name for name in ("stream", "id", "id_ms", "timestamp")}
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)

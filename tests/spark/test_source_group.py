@@ -10,10 +10,10 @@ from pyspark.errors import StreamingQueryException
 from pyspark.sql import DataFrame
 
 from millstream.groups import Group
-from tests.spark.pipelines import eventually
-from tests.spark.sources import Bench, Taken
+from tests.support.sources import Bench, Taken
+from tests.support.waiting import eventually
 
-pytestmark = pytest.mark.spark
+pytestmark = [pytest.mark.spark, pytest.mark.groups]
 
 GROUP = "workers"
 ROWS = 6_000

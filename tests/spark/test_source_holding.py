@@ -1,7 +1,6 @@
 """`minOffsetsPerTrigger` and `maxTriggerDelay`: small batches wait for more, and not too long."""
 
 import threading
-from collections.abc import Iterator
 
 import pytest
 from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadMaxRows, ReadMinRows
@@ -12,17 +11,13 @@ from millstream.spark.options import parse
 from millstream.spark.planner import Planner
 from millstream.spark.schema import default_schema
 from millstream.spark.source import RedisStreamReader
-from tests.clocks import HandClock
-from tests.spark.pipelines import eventually
-from tests.spark.sources import Bench
+from tests.support.clocks import HandClock
+from tests.support.sources import Bench
+from tests.support.waiting import eventually
+
+pytestmark = [pytest.mark.spark]
 
 MINUTE_MS = 60_000.0
-
-
-@pytest.fixture
-def client(millstream_url: str) -> Iterator[Client]:
-    with Client(millstream_url) as client:
-        yield client
 
 
 class Query:

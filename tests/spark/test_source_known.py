@@ -1,7 +1,7 @@
 """What a query knows of its streams without asking again is what Redis would answer; on real Redis, without Spark."""
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -13,17 +13,14 @@ from millstream.router.watch import Watch
 from millstream.server import EmbeddedServer
 from millstream.spark.facts import survey
 from millstream.spark.known import KnownFacts
-from millstream.testing.topologies import acl_server, cluster, wait_until
-from tests.clocks import HandClock
+from millstream.testing.topologies import acl_server, cluster
 from tests.faults.test_router_faults import finish_move, move_slot
+from tests.support.clocks import HandClock
+from tests.support.waiting import eventually
+
+pytestmark = [pytest.mark.spark]
 
 NAMES = [f"{{{tag}}}:{n}" for tag in "abcd" for n in range(10)]
-
-
-@pytest.fixture
-def client(millstream_url: str) -> Iterator[Client]:
-    with Client(millstream_url) as client:
-        yield client
 
 
 class Knowing:
@@ -86,7 +83,7 @@ def test_a_stream_that_expires_is_missed(client: Client) -> None:
     knowing = Knowing(client)
     client.execute("PEXPIRE", NAMES[0], 30)
     assert knowing.look() == {NAMES[0]}
-    wait_until(lambda: bool(knowing.known.look()), "Redis to notice")
+    eventually(lambda: bool(knowing.known.look()), "Redis to notice")
     assert knowing.known.of(NAMES)[NAMES[0]] is None
 
 
@@ -99,7 +96,7 @@ def test_a_server_that_forgets_what_it_was_asked_says_so_and_a_new_one_is_asked_
         knowing = Knowing(client)
         for _ in range(50):
             happenings(client, dice)
-            wait_until(lambda: knowing.look() is not None, "it to be told")
+            eventually(lambda: knowing.look() is not None, "it to be told")
         client.execute("CONFIG", "SET", "tracking-table-max-keys", 0)
         millstream_fresh_server.restart()
         client.close()
@@ -128,7 +125,7 @@ def test_slots_that_move_take_what_is_known_with_them() -> None:
     dice = random.Random(5)
     with cluster() as made, Client(made.url) as client:
         knowing = Knowing(client)
-        wait_until(lambda: knowing.look() is not None, "the nodes to say the same")
+        eventually(lambda: knowing.look() is not None, "the nodes to say the same")
         slot = int(client.execute("CLUSTER", "KEYSLOT", NAMES[0]))
         client.execute("XADD", NAMES[0], "*", "a", 1)
         source = next(node for node in made.nodes if node.call("CLUSTER", "COUNTKEYSINSLOT", slot))
@@ -147,7 +144,7 @@ def test_slots_that_move_take_what_is_known_with_them() -> None:
         happens(lambda: (knowing.known.look(), knowing.known.of(NAMES)))
         finish_move(source, target, slot)
         happens(knowing.look)
-        wait_until(lambda: knowing.look() is not None, "the nodes to say the same")
+        eventually(lambda: knowing.look() is not None, "the nodes to say the same")
         assert knowing.look() == set()
 
 

@@ -1,7 +1,7 @@
 """What happens to streams while a query reads them: each case is either nothing, an error, or a count in the log."""
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 from pyspark.errors import StreamingQueryException
@@ -13,14 +13,10 @@ from millstream.spark.offsets import Offsets, Position
 from millstream.spark.options import parse
 from millstream.spark.planner import Planner
 from millstream.spark.reading import Reading
-from tests.spark.pipelines import eventually
-from tests.spark.sources import Bench, Taken
+from tests.support.sources import Bench, Taken
+from tests.support.waiting import eventually
 
-
-@pytest.fixture
-def client(millstream_url: str) -> Iterator[Client]:
-    with Client(millstream_url) as client:
-        yield client
+pytestmark = [pytest.mark.spark]
 
 
 class Query:

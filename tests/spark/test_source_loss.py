@@ -13,9 +13,9 @@ from millstream.spark.loss import LossPolicy
 from millstream.spark.offsets import Position
 from millstream.spark.ranges import Piece
 from millstream.spark.reading import Reading
-from tests.spark.sources import Bench
+from tests.support.sources import Bench
 
-pytestmark = pytest.mark.spark
+pytestmark = [pytest.mark.spark]
 
 
 def test_a_trimmed_range_fails_with_the_exact_count_or_is_left_out(bench: Bench) -> None:

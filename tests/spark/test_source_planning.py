@@ -2,7 +2,6 @@
 
 import json
 import time
-from collections.abc import Iterator
 from itertools import pairwise
 
 import pytest
@@ -24,15 +23,11 @@ from millstream.spark.ranges import Piece, Spread, cut, deal, flat, guess_cuts, 
 from millstream.spark.shares import MOST_CUT, Filling, divide, in_turn
 from millstream.spark.subscription import Subscription
 from millstream.testing import topologies
-from tests.clocks import HandClock
+from tests.support.clocks import HandClock
+
+pytestmark = [pytest.mark.spark]
 
 backlogs = st.dictionaries(st.text("abcdef", min_size=1, max_size=3), st.integers(1, 10_000), min_size=1, max_size=30)
-
-
-@pytest.fixture
-def client(millstream_url: str) -> Iterator[Client]:
-    with Client(millstream_url) as client:
-        yield client
 
 
 def fill(client: Client, stream: str, count: int, *, ms: int | None = None) -> None:

@@ -14,9 +14,9 @@ from millstream.model import EntryId
 from millstream.spark import source
 from millstream.spark.options import parse
 from millstream.spark.schema import default_schema
-from tests.spark.sources import Bench
+from tests.support.sources import Bench
 
-pytestmark = pytest.mark.spark
+pytestmark = [pytest.mark.spark]
 
 ODD: list[list[str | bytes]] = [
     [b"binary", bytes(range(256))],

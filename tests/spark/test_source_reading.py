@@ -1,6 +1,6 @@
 """What a task of the source asks Redis for, and what it makes of lost replies; on real Redis, without Spark."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from itertools import chain, pairwise
 
@@ -12,6 +12,8 @@ from millstream.model import ZERO_ID, EntryId
 from millstream.spark.arrow import Run, split_ids
 from millstream.spark.ranges import Piece
 from millstream.spark.reading import Reading
+
+pytestmark = [pytest.mark.spark]
 
 END = EntryId(10**9, 0)
 
@@ -30,12 +32,6 @@ class Watched(Client):
         if self._lose and len(self.trips) % self._lose == 0:
             raise Unavailable("the reply was lost")
         return replies
-
-
-@pytest.fixture
-def client(millstream_url: str) -> Iterator[Client]:
-    with Client(millstream_url) as client:
-        yield client
 
 
 def fill(client: Client, stream: str, count: int, value: bytes = b"x") -> None:

@@ -9,12 +9,12 @@ from pyspark.sql import SparkSession
 from millstream import App, Message
 from millstream.client import Client
 from millstream.server import EmbeddedServer
-from millstream.testing.topologies import wait_until
 from tests.integration.test_replica_reads import FOLLOWS, asked_for, none_asked
-from tests.spark.pipelines import Pipelines
-from tests.spark.sources import Bench, pairs
+from tests.support.pipelines import Pipelines
+from tests.support.sources import Bench, pairs
+from tests.support.waiting import eventually
 
-pytestmark = pytest.mark.spark
+pytestmark = [pytest.mark.spark]
 
 
 def test_tasks_read_from_the_replica(spark: SparkSession, tmp_path: Path) -> None:
@@ -22,7 +22,7 @@ def test_tasks_read_from_the_replica(spark: SparkSession, tmp_path: Path) -> Non
         follows = {**FOLLOWS, "replicaof": f"127.0.0.1 {primary.port}"}
         with EmbeddedServer(extra=follows) as replica:
             bench = Bench(spark, primary.url, tmp_path, client)
-            wait_until(lambda: b"state=online" in primary.call("INFO", "replication"), "the replica")
+            eventually(lambda: b"state=online" in primary.call("INFO", "replication"), "the replica")
             bench.add("s", 5_000)
             numbers = list(range(5_000))
             bounds: dict[str, Any] = {

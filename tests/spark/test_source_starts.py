@@ -1,7 +1,5 @@
 """Where queries begin: at times, and where consumer groups stand; on real Redis, without Spark."""
 
-from collections.abc import Iterator
-
 import pytest
 
 from millstream.client import Client
@@ -12,11 +10,7 @@ from millstream.spark.options import parse
 from millstream.spark.planner import Planner
 from millstream.spark.selection import Selection
 
-
-@pytest.fixture
-def client(millstream_url: str) -> Iterator[Client]:
-    with Client(millstream_url) as client:
-        yield client
+pytestmark = [pytest.mark.spark]
 
 
 def fill(client: Client, stream: str, *ids: str) -> None:

@@ -16,10 +16,10 @@ from millstream.spark.ranges import unflattened
 from millstream.spark.reading import Reading
 from millstream.spark.rows import batch_maker
 from millstream.spark.source import RedisStreamReader, RedisStreamsSource
-from tests.spark.pipelines import eventually
-from tests.spark.sources import Bench
+from tests.support.sources import Bench
+from tests.support.waiting import eventually
 
-pytestmark = pytest.mark.spark
+pytestmark = [pytest.mark.spark]
 
 
 def test_available_now_ends_at_what_was_there_and_a_restart_reads_each_entry_once(bench: Bench) -> None:

@@ -18,9 +18,10 @@ from millstream.client import Client
 from millstream.errors import ConfigError, PipelineFailed
 from millstream.naming import stage_group
 from millstream.spark.stage_pipeline import StagePipeline
-from tests.spark.pipelines import Pipelines, eventually
+from tests.support.pipelines import Pipelines
+from tests.support.waiting import eventually
 
-pytestmark = pytest.mark.spark
+pytestmark = [pytest.mark.spark]
 
 
 @dataclass
@@ -122,12 +123,10 @@ def test_a_stage_that_fails_starts_again_and_stops_with_the_rest(pipelines: Pipe
 
     pipelines.add("in", *({"n": n} for n in range(10)), {"millstream.redrive": "app.other", "n": 3})
     with pipelines.running(app) as background:
-        eventually(
-            lambda: "ValueError: seven" in [event.get("reason") for event in pipelines.events], "it", timeout_s=200
-        )
+        eventually(lambda: "ValueError: seven" in [event.get("reason") for event in pipelines.events], "it")
         mended.touch()
         eventually(lambda: "the table is away" in str(pipelines.events), "its failure to begin anew")
-        eventually(lambda: len(pipelines.entries("out")) == 10, "the rest", timeout_s=200)
+        eventually(lambda: len(pipelines.entries("out")) == 10, "the rest")
         eventually(lambda: background.runner.lag() == 0, "no lag")
     assert background.error is None
     assert [fields["n"] for _, fields in pipelines.entries("out")] == [str(n) for n in range(10)]

@@ -4,6 +4,8 @@ import pytest
 
 from millstream.addresses import url_of_node
 
+pytestmark = [pytest.mark.cli, pytest.mark.groups]
+
 
 @pytest.mark.parametrize(
     ("url", "expected"),

@@ -2,7 +2,11 @@
 
 from math import inf
 
+import pytest
+
 from millstream.worker.agenda import Agenda
+
+pytestmark = [pytest.mark.worker]
 
 
 def test_what_is_due_comes_out_once_in_order_and_no_more_than_asked_for() -> None:

@@ -14,6 +14,8 @@ from millstream.errors import ConfigError, DecodeError
 from millstream.model import EntryId
 from millstream.naming import HandlerKeys, hash_tag
 
+pytestmark = [pytest.mark.worker, pytest.mark.cli]
+
 
 @dataclass
 class Order:

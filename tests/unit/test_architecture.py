@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = [pytest.mark.cli]
+
 ROOT = Path(__file__).parents[2]
 CHECKED = ("src", "tests", "benchmarks", "examples")
 MAX_FILE_LINES = 600

@@ -11,6 +11,8 @@ from millstream.balancer import Balancer, BalancerPolicy, Lease, StreamAdded, St
 from millstream.balancer.postbox import Postbox
 from millstream.errors import ConfigError
 
+pytestmark = [pytest.mark.balancer]
+
 # --- The policy ---
 
 

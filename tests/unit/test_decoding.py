@@ -25,6 +25,8 @@ from millstream import decoding
 from millstream.decoding import compile_decoder, encode_output, wire_types
 from millstream.errors import ConfigError, DecodeError, OutputError
 
+pytestmark = [pytest.mark.worker, pytest.mark.spark]
+
 
 class Colour(enum.Enum):
     RED = "red"

@@ -7,6 +7,8 @@ import pytest
 
 from millstream.fanout.pauses import Pauses, Traffic
 
+pytestmark = [pytest.mark.router]
+
 
 class Knot:
     """Refers to itself, so that only a collection frees it."""

@@ -9,6 +9,8 @@ import pytest
 from millstream.fanout import serving
 from millstream.fanout.access import Access, stream_tokens
 
+pytestmark = [pytest.mark.router]
+
 OLD, NEW = "0123456789abcdef-old", "0123456789abcdef-new"
 
 

@@ -22,6 +22,8 @@ from millstream.demo.report import Kill, Outcome, Sample, hours_of_day, print_re
 from millstream.errors import ConfigError
 from millstream.model import Message, State
 
+pytestmark = [pytest.mark.spark, pytest.mark.xdist_group("flights")]
+
 EXAMPLE = Path(__file__).parents[2] / "examples" / "airline.py"
 
 

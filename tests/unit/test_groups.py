@@ -10,6 +10,8 @@ from millstream.errors import ConfigError
 from millstream.groups import Batch, ClaimOptions, Consumer, Delivered, DoneFile, Reader, ReadPolicy
 from millstream.model import EntryId
 
+pytestmark = [pytest.mark.groups]
+
 NOWHERE = "redis://127.0.0.1:1/0"
 
 

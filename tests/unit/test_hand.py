@@ -21,6 +21,8 @@ from millstream.worker.hand import Hand
 from millstream.worker.report import Report
 from millstream.worker.runners import AsyncRunner, Look, PlainRunner, Runner
 
+pytestmark = [pytest.mark.worker]
+
 
 @pytest.fixture
 def stream() -> Iterator[ReliableStream]:

@@ -12,7 +12,9 @@ from millstream.errors import ConfigError, ServerError
 from millstream.health import Health, HealthServer
 from millstream.metrics import Recorder
 from millstream.worker.report import Report
-from tests.clocks import HandClock
+from tests.support.clocks import HandClock
+
+pytestmark = [pytest.mark.worker]
 
 
 @pytest.fixture

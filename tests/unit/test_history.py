@@ -29,6 +29,8 @@ from millstream.testing.history import (
     read_events,
 )
 
+pytestmark = [pytest.mark.worker, pytest.mark.keys]
+
 FAULTS = ("lost", "unexpected", "duplicated", "out_of_order", "overlapping", "stale")
 EFFECTS: tuple[Kind, ...] = ("committed", "dead")
 

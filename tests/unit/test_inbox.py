@@ -8,6 +8,8 @@ from millstream.errors import ConfigError
 from millstream.inbox import Inbox
 from millstream.model import Message
 
+pytestmark = [pytest.mark.worker]
+
 
 class Spy:
     """A connection that notes what it is told, and says that so many rows were changed."""

@@ -10,6 +10,8 @@ import pytest
 
 from millstream.commands.interrupts import orderly_stop, set_from_signal
 
+pytestmark = [pytest.mark.worker]
+
 
 @pytest.mark.timeout(30)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

@@ -9,6 +9,8 @@ from millstream.master.addresses import LOOPBACK, AllowList
 from millstream.master.tokens import Tokens
 from millstream.web.refusal import Refused
 
+pytestmark = [pytest.mark.master]
+
 
 @pytest.mark.parametrize(
     ("entries", "url", "address"),

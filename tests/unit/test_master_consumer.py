@@ -1,6 +1,10 @@
 """What a consumer runs: never the same message twice at once, nor once more because of an old answer."""
 
+import pytest
+
 from millstream.master.consumer import Running
+
+pytestmark = [pytest.mark.master]
 
 
 def test_what_runs_is_not_begun_again() -> None:

@@ -16,6 +16,8 @@ from millstream.errors import ConfigError
 from millstream.metrics import CATALOGUE, NOBODY, Metric, Metrics, Recorder
 from millstream.worker.report import Report
 
+pytestmark = [pytest.mark.worker]
+
 DOCUMENT = Path(__file__).parents[2] / "docs/metrics.md"
 SOURCE = Path(metrics.__file__).parent
 

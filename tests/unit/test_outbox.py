@@ -5,8 +5,12 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import pytest
+
 from millstream.lifecycle import Again, Outcome
 from millstream.worker.outbox import Outbox, Ran
+
+pytestmark = [pytest.mark.worker]
 
 FOR_EVER_S = 3_600.0
 

@@ -10,6 +10,8 @@ from millstream.errors import ConfigError, NotReplicated, OutputError, RedisErro
 from millstream.naming import StreamKeys, hash_tag
 from millstream.producer import Producer
 
+pytestmark = [pytest.mark.cli]
+
 NOWHERE = "redis://127.0.0.1:1/0"
 
 

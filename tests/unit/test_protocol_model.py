@@ -2,7 +2,9 @@
 
 import pytest
 
-from tests.unit.protocol_model import Lines, Memo, explore
+from tests.support.protocol_model import Lines, Memo, explore
+
+pytestmark = [pytest.mark.keys, pytest.mark.spark]
 
 OVERLAP = "two workers run one key"
 

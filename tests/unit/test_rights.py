@@ -12,6 +12,8 @@ from millstream.errors import ConfigError
 from millstream.naming import HandlerKeys, ServiceKeys, StreamKeys
 from millstream.rights import ROLES, SCRIPTS, RoleName, rule
 
+pytestmark = [pytest.mark.cli]
+
 CALL = re.compile(r"(?:redis\.p?call|\bcall|\btry|\bmay)\(\s*'([A-Z]+)'(?:,\s*'([A-Z]+)')?")
 CONTAINERS = ("XGROUP", "XINFO")
 PARTS = {"ids", "moving", "sealed", "rights", "group", "lines", "takeover", "service", "charge"}

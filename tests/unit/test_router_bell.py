@@ -15,6 +15,8 @@ from millstream.router.inbox import Inbox, Waker
 from millstream.router.pump import ThreadPump
 from millstream.router.subscription import Subscription
 
+pytestmark = [pytest.mark.router]
+
 
 class Desk:
     def drained(self, inbox: Inbox) -> None:

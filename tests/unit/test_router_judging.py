@@ -9,6 +9,8 @@ from millstream.router.judging import MISSING, ZERO, Facts, Reading, before, fac
 from millstream.router.policy import PoolPolicy
 from millstream.wire import slot_of
 
+pytestmark = [pytest.mark.router]
+
 
 def entry(n: int) -> list[object]:
     return [b"%d-0" % n, [b"n", b"1"]]

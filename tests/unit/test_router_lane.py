@@ -2,11 +2,15 @@
 
 from typing import Any
 
+import pytest
+
 from millstream.metrics import NOBODY
 from millstream.router.asking import LaneCalls
 from millstream.router.inbox import Cursor, Inbox
 from millstream.router.lane import Lane
 from millstream.router.shelf import Calls, Shelf
+
+pytestmark = [pytest.mark.router]
 
 
 class Told:

@@ -3,9 +3,13 @@
 import select
 import threading
 
+import pytest
+
 from millstream.clock import SYSTEM_CLOCK
 from millstream.router.pump import ThreadPump
-from millstream.testing.topologies import wait_until
+from tests.support.waiting import eventually
+
+pytestmark = [pytest.mark.router]
 
 
 def test_a_ring_that_comes_after_its_call_was_run_does_not_keep_the_thread_awake() -> None:
@@ -13,7 +17,7 @@ def test_a_ring_that_comes_after_its_call_was_run_does_not_keep_the_thread_awake
     pump.start()
     try:
         pump._ring()
-        wait_until(lambda: not select.select([pump._bell], [], [], 0)[0], "silence", timeout_ms=2_000)
+        eventually(lambda: not select.select([pump._bell], [], [], 0)[0], "silence")
         called = threading.Event()
         pump.call(called.set)
         assert called.wait(5)

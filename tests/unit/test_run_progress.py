@@ -7,6 +7,8 @@ import pytest
 
 from millstream.commands.run import Progress
 
+pytestmark = [pytest.mark.spark]
+
 BATCH = {"event": "batch", "handler": "pay", "batch": 0, "messages": 50, "committed": 44, "dead": 0, "retries": 1}
 CAUGHT_UP = {"event": "caught-up", "handler": "pay", "messages": 0, "committed": 6, "dead": 6, "retries": 0}
 STAGE = {"event": "batch", "stage": "minutes", "batch": 0, "messages": 7}

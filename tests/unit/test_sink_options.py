@@ -6,6 +6,8 @@ from millstream.errors import ConfigError
 from millstream.sink import Terms
 from millstream.spark.sink_options import Layout, SinkOptions, parse_sink
 
+pytestmark = [pytest.mark.sink]
+
 URL = "redis://127.0.0.1:6379/0"
 
 

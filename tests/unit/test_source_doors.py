@@ -13,6 +13,8 @@ from millstream.spark.loss import LossPolicy
 from millstream.spark.offsets import Position
 from millstream.spark.source import RedisStreamsSource
 
+pytestmark = [pytest.mark.spark]
+
 URL = "redis://127.0.0.1:6379/0"
 
 

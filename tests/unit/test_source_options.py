@@ -7,6 +7,8 @@ from millstream.model import ZERO_ID, EntryId
 from millstream.spark.edges import Edges, Moment
 from millstream.spark.options import Columns, Limits, Sharing, SourceOptions, parse
 
+pytestmark = [pytest.mark.spark]
+
 URL = "redis://127.0.0.1:6379/0"
 
 

@@ -11,6 +11,8 @@ from millstream.spark.arrow import typed_columns
 from millstream.spark.options import Columns
 from millstream.spark.schema import check_schema, default_schema
 
+pytestmark = [pytest.mark.spark]
+
 
 def schema(*names: str) -> StructType:
     return StructType([StructField(name, StringType()) for name in names])

@@ -5,6 +5,8 @@ import pytest
 from millstream.errors import ConfigError
 from millstream.spark.remote import refuse_connect
 
+pytestmark = [pytest.mark.spark]
+
 
 @pytest.mark.parametrize(
     ("master", "conf", "environ", "says"),

@@ -15,6 +15,8 @@ from millstream.spark.packing import loaded_from, pack
 from millstream.spark.schema import schema_of
 from millstream.worker.process import WorkerProcess, WorkerSettings
 
+pytestmark = [pytest.mark.spark]
+
 APP = """
 from millstream import App, Rows
 

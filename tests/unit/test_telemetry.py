@@ -17,6 +17,8 @@ from millstream.decoding import compile_decoder
 from millstream.model import Message
 from millstream.telemetry import UNTRACED, Tracing, tracing
 
+pytestmark = [pytest.mark.worker, pytest.mark.spark]
+
 TRACEPARENT = b"00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
 

@@ -4,6 +4,8 @@ import pytest
 
 from millstream.worker.turns import Turn, Turns
 
+pytestmark = [pytest.mark.worker]
+
 NAMES = [f"s{number}" for number in range(10)]
 
 

@@ -8,7 +8,7 @@ from typing import Any, Self
 
 from millstream.client import Client
 from millstream.router import Gap, Item, PoolPolicy, ReadPolicy, Router, Subscription
-from millstream.testing.topologies import wait_until
+from tests.support.waiting import eventually
 
 READERS = ("tracking", "pool")
 POOL = PoolPolicy(workers=2, max_workers=4, streams=200, block_ms=50)
@@ -92,13 +92,13 @@ class Crowd:
 
     def wait_for(self, total: int) -> None:
         """Wait until so many messages have come."""
-        wait_until(lambda: self.total >= total, f"{total} messages, of which {self.total} came")
+        eventually(lambda: self.total >= total, f"{total} messages, of which {self.total} came")
 
     def check(self, client: Client) -> None:
         """Every stream came whole, in order, with nothing twice."""
         entries = client.pipeline([("XRANGE", name, "-", "+") for name in self.got])
         wanted = {name: [entry[0].decode() for entry in found] for name, found in zip(self.got, entries, strict=True)}
-        wait_until(lambda: all(len(self.got[name]) >= len(wanted[name]) for name in wanted), "all that was published")
+        eventually(lambda: all(len(self.got[name]) >= len(wanted[name]) for name in wanted), "all that was published")
         wrong = [name for name in wanted if wanted[name] != self.got[name]]
         assert not wrong, f"{len(wrong)} streams differ, such as {wrong[0]}: {self.got[wrong[0]]} of {wanted[wrong[0]]}"
         assert not self.failures

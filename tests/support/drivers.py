@@ -5,14 +5,12 @@ import os
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-HERE = Path(__file__).parent
+APPS = Path(__file__).parent / "apps"
 
 
 class Driver:
@@ -98,14 +96,3 @@ class Driver:
         code = self.process.wait(60)
         self._listener.join(10)
         return code
-
-
-def wait_until(
-    condition: Callable[[], object], what: str, *, timeout_s: float = 120, driver: Driver | None = None
-) -> None:
-    """Wait for `condition`; fail with `what`, and what the driver said, after `timeout_s` seconds."""
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        if time.monotonic() > deadline:
-            raise AssertionError(f"not within {timeout_s} s: {what}\n{driver.errors() if driver else ''}")
-        time.sleep(0.05)

@@ -14,7 +14,7 @@ import msgspec
 
 from millstream.inbox import Inbox
 from millstream.model import Message
-from tests.integration.databases import Database
+from tests.support.databases import Database
 
 POINTS = ("noted", "written", "uncommitted", "committed", "acknowledged")
 

@@ -1,7 +1,7 @@
 """Running an app on the shared session, and reading what it did."""
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -93,13 +93,3 @@ class Background(threading.Thread):
             self.runner.run()
         except BaseException as error:  # noqa: BLE001 - handed to the test
             self.error = error
-
-
-def eventually(condition: Callable[[], object], what: str, *, timeout_s: float = 90) -> None:
-    """Wait for `condition`; fail with `what` after `timeout_s` seconds."""
-    waiting = threading.Event()
-    for _ in range(int(timeout_s / 0.1)):
-        if condition():
-            return
-        waiting.wait(0.1)
-    raise AssertionError(f"not within {timeout_s} s: {what}")

@@ -9,7 +9,7 @@ from millstream.errors import NotReplicated
 from millstream.naming import StreamKeys
 from millstream.partitioned import PartitionedProducer
 from millstream.producer import Producer
-from tests.integration.partition_bench import BASE, growth_killed_after
+from tests.support.partition_fixtures import BASE, growth_killed_after
 
 LETTERS = "ABCDEFGH"
 

@@ -7,7 +7,8 @@ from pathlib import Path
 from millstream.client import Client
 from millstream.lines import check_lines
 from millstream.testing.history import Event, Report, check
-from tests.faults.fleet import Books, eventually
+from tests.support.waiting import eventually
+from tests.support.worker_processes import Books
 
 
 class KeyedBooks(Books):
@@ -38,7 +39,7 @@ class KeyedBooks(Books):
 
         `overlap`: no two runs of one key may have overlapped.
         """
-        eventually(self.drained, "the drain", within_s=within_s, log=lambda: self._standing() + log())
+        eventually(self.drained, "the drain", log=lambda: self._standing() + log())
         enqueued = [Event(kind="enqueued", stream="in", id=one, key=self.key_of[one]) for one in self.enqueued]
         outputs = self.outputs()
         effects = [

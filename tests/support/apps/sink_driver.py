@@ -9,7 +9,7 @@ import sys
 from pyspark.errors import StreamingQueryException
 
 from millstream.spark.session import open_session
-from tests.faults.sink_source import DeadlySource
+from tests.support.apps.sink_source import DeadlySource
 
 
 def main(url: str, checkpoint: str, master: str, most: str, options: str) -> None:

@@ -2,7 +2,7 @@
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -161,15 +161,6 @@ def hear_added(balancer: Balancer, count: int) -> dict[str, StreamAdded]:
 
 def silent(balancer: Balancer, for_s: float = 1.1 * ROUND_S) -> bool:
     return balancer.next(for_s) is None
-
-
-def eventually(condition: Callable[[], Any], what: str, timeout_s: float = 30.0) -> float:
-    """Wait until it is true; return how many seconds that took."""
-    began_s = time.monotonic()
-    while not condition():
-        assert time.monotonic() - began_s < timeout_s, f"waited in vain for {what}"
-        time.sleep(0.01)
-    return time.monotonic() - began_s
 
 
 def streams_of(balancers: Sequence[Balancer]) -> list[set[str]]:

@@ -20,7 +20,8 @@ from millstream.deadletters import DeadLetter
 from millstream.errors import RedisError
 from millstream.naming import HandlerKeys
 from millstream.testing.history import Event, Report, check, read_events
-from tests.faults.driver import HERE
+from tests.support.drivers import APPS
+from tests.support.waiting import eventually
 
 _PUBLISHED_AT_ONCE = 500
 
@@ -37,7 +38,7 @@ class Fleet:
         self.lines: list[dict[str, Any]] = []
         self._log = folder / f"log.{time.monotonic_ns()}"
         self._folder = folder
-        self._command = [sys.executable, "-m", "millstream.commands.cli", "worker", f"{HERE}/worker_app.py:{app}"]
+        self._command = [sys.executable, "-m", "millstream.commands.cli", "worker", f"{APPS}/worker_app.py:{app}"]
         self._command += ["--url", url, "--json", "--processes", str(processes), "--claim-s", "1", *options]
         self._processes = processes
         self._started: list[psutil.Process] = []
@@ -96,7 +97,7 @@ class Fleet:
             told = {line["worker"] for line in list(self.lines) if line["event"] == "figures"}
             return len(told) >= self._processes
 
-        eventually(have_told, "all workers at work", within_s=within_s, log=self.log)
+        eventually(have_told, "all workers at work", log=self.log)
         return self
 
     def victim(self) -> psutil.Process:
@@ -223,7 +224,7 @@ class Books:
 
         `dead`: the messages that end as dead letters, and why; no other may.
         """
-        eventually(self.drained, "the drain", within_s=within_s, log=lambda: self._standing() + log())
+        eventually(self.drained, "the drain", log=lambda: self._standing() + log())
         enqueued = [Event(kind="enqueued", stream="in", id=one) for one in self.enqueued if one not in set(gone)]
         effects = [
             Event(kind="committed", stream="in", id=row["id"], handler="work", position=at)
@@ -285,14 +286,3 @@ def watched(books: Books) -> Iterator[Standstill]:
     finally:
         watch.end()
         thread.join()
-
-
-def eventually(
-    holds: Callable[[], object], what: str, *, within_s: float = 30.0, log: Callable[[], str] = str
-) -> float:
-    """Wait until it holds; how many seconds that took. Fails with `what`, and the end of `log`, after `within_s`."""
-    began = time.monotonic()
-    while not holds():
-        assert time.monotonic() - began < within_s, f"not within {within_s} s: {what}\n{log()[-3000:]}"
-        time.sleep(0.02)
-    return time.monotonic() - began

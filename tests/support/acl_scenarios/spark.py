@@ -11,7 +11,7 @@ from millstream.ledger import IN_LINE, Ledger, Unit
 from millstream.naming import REDRIVE_FIELD, HandlerKeys
 from millstream.partitions import Partitions
 from millstream.spark.moving import PartitionMoves, keep_moving
-from tests.integration.partition_bench import BASE, Publisher, moved_key
+from tests.support.partition_fixtures import BASE, Publisher, moved_key
 
 
 def keep_lines(client: Client, admin: Client, keys: HandlerKeys) -> None:

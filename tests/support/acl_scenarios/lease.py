@@ -9,7 +9,7 @@ from millstream.balancer.service import Service
 from millstream.client import Client
 from millstream.errors import NameHeld
 from millstream.naming import PREFIX, ServiceKeys
-from tests.integration.balancers import bid
+from tests.support.balancers import bid
 
 SERVICES = ("calls", f"{PREFIX}:shop.bill")
 """One of a program's own, and a handler's."""

@@ -5,8 +5,7 @@ import signal
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Self
 
@@ -16,7 +15,8 @@ import msgspec
 from millstream.client import Client
 from millstream.lines import check_lines
 from millstream.naming import HandlerKeys
-from tests.integration.commandline import PROGRAM, environment
+from tests.support.commandline import PROGRAM, environment
+from tests.support.waiting import eventually
 
 TOKEN = "a-token-for-tests-0123456789"
 STREAM, GROUP = "tickets", "workers"
@@ -24,16 +24,6 @@ KEYS = HandlerKeys("master", GROUP, STREAM)
 QUICK = ("--ping-interval-s", "0.2", "--ping-failures", "2", "--min-idle-time-s", "0.5", "--retry-delay-s", "0.05")
 
 Pair = tuple[str, dict[str, str]]
-
-
-def eventually(condition: Callable[[], Any], what: str, within_s: float = 20.0) -> Any:
-    """Wait until a condition holds, and return what it gave."""
-    end = time.monotonic() + within_s
-    while time.monotonic() < end:
-        if found := condition():
-            return found
-        time.sleep(0.02)
-    raise AssertionError(f"it did not come to this: {what}")
 
 
 class Master:
@@ -146,9 +136,9 @@ class Foreign:
         found = self._client.execute(*command)
         return [(one.decode(), _fields(pairs)) for one, pairs in found[0][1]] if found else []
 
-    def next(self, within_s: float = 20.0) -> Pair:
+    def next(self) -> Pair:
         """The first message that is delegated, once there is one."""
-        found: list[Pair] = eventually(self.read, f"a message for {self.name}", within_s)
+        found: list[Pair] = eventually(self.read, f"a message for {self.name}")
         return found[0]
 
     def xack(self, message_id: str) -> int:

@@ -12,7 +12,7 @@ import httpx
 from websockets.sync.client import ClientConnection, connect
 
 from millstream.client import Client
-from tests.integration.commandline import PROGRAM, environment, free_port
+from tests.support.commandline import PROGRAM, environment, free_port
 
 
 class Server:

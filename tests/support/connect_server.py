@@ -11,7 +11,7 @@ from types import TracebackType
 import psutil
 import pyspark
 
-from tests.integration.commandline import free_port
+from tests.support.commandline import free_port
 
 SPARK_HOME = Path(pyspark.__file__).parent
 PROGRAM = "org.apache.spark.sql.connect.service.SparkConnectServer"
