@@ -1,6 +1,6 @@
 # `make` lists the targets. ARGS goes to the program behind a target: make demo ARGS=--kill
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test unit lint soak bench clean
+.PHONY: help setup demo test unit lint quick-java soak bench clean
 SHELL := /bin/bash
 BIN := .venv/bin
 ARGS ?=
@@ -14,9 +14,10 @@ setup: ## install what is missing: .venv, redis-server, Java (done by the other 
 demo: setup ## a year of real flights through a Spark pipeline, and a report (ARGS=--kill, ARGS=--json)
 	@$(BIN)/millstream demo $(ARGS)
 
-test: lint ## lint and every test (AREA=keys: those of one area, see CONTRIBUTING)
+test: setup ## lint and every test (AREA=keys: those of one area, see CONTRIBUTING)
+	@$(MAKE) --no-print-directory -j2 lint quick-java
 	@mkdir -p build
-	$(BIN)/python -m pytest -n 3 --dist loadgroup --durations=30 --junitxml=build/tests.xml $(if $(AREA),-m $(AREA)) $(ARGS)
+	$(BIN)/python -m pytest -n 3 --dist loadgroup --durations=30 --junitxml=build/tests.xml $(if $(AREA),-m "$(AREA)") $(ARGS)
 
 unit: setup ## the tests of tests/unit only
 	$(BIN)/python -m pytest tests/unit $(ARGS)
@@ -26,8 +27,11 @@ lint: setup ## ruff and mypy
 	$(BIN)/python -m ruff format --check
 	$(BIN)/python -m mypy
 
-soak: setup ## every test, the fault and load tests with full counts: takes hours
-	MILLSTREAM_SOAK=1 $(BIN)/python -m pytest --timeout=0 $(ARGS)
+soak: setup ## every test, the fault and load tests with full counts (AREA=keys: those of one area): takes hours
+	MILLSTREAM_SOAK=1 $(BIN)/python -m pytest --timeout=0 $(if $(AREA),-m "$(AREA)") $(ARGS)
+
+quick-java: setup # what makes starts of Spark's Java quick in tests, once a clone
+	@$(BIN)/python -m tests.support.java
 
 bench: setup ## every benchmark, one line of JSON each
 	$(BIN)/python -m benchmarks all --json $(ARGS)

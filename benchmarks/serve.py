@@ -40,8 +40,11 @@ def compare(clients: int, rate: int, seconds: float) -> dict[str, Any]:
     return result | {f"beside_{name}": value for name, value in beside.items()}
 
 
-async def follow(clients: int, rate: int, seconds: float, *, stalled: int) -> dict[str, Any]:
-    """So many clients, each on a stream of its own, and `stalled` that read nothing of the busiest stream."""
+async def follow(clients: int, rate: int, seconds: float, *, stalled: int, limit_s: float = 30.0) -> dict[str, Any]:
+    """So many clients, each on a stream of its own, and `stalled` that read nothing of the busiest stream.
+
+    What has not come `limit_s` seconds after the last was published counts as missing.
+    """
     with server() as redis:
         create(redis.url, names(clients))
         with _serving(redis.url) as (process, url):
@@ -54,7 +57,7 @@ async def follow(clients: int, rate: int, seconds: float, *, stalled: int) -> di
             async with _busy(redis):
                 cpu = process.cpu_times()
                 done: Run = await measure(
-                    redis, meter, command="XADD", count=clients, rate=rate, seconds=seconds, limit_s=30
+                    redis, meter, command="XADD", count=clients, rate=rate, seconds=seconds, limit_s=limit_s
                 )
                 spent = process.cpu_times()
             connected = sum(one.connected for one in lazy)

@@ -17,6 +17,7 @@ from millstream.client import Client
 from millstream.rights import RoleName, rule
 from millstream.server import EmbeddedServer
 from tests.support import waiting
+from tests.support.java import start_java_quickly
 from tests.support.leftovers import RunGuardian
 
 pytest_plugins = ["pytester"]
@@ -53,7 +54,9 @@ def pytest_configure(config: pytest.Config) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     else:
         config.stash[guardian_key] = RunGuardian()
-    config.option.timeout = config.option.timeout or waiting.TEST_TIMEOUT_S
+        start_java_quickly()
+    if config.option.timeout is None:
+        config.option.timeout = waiting.TEST_TIMEOUT_S
 
 
 def pytest_report_header() -> str:
@@ -65,8 +68,10 @@ def pytest_report_header() -> str:
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """Look for processes that the tests left behind."""
     if guardian := session.config.stash.get(guardian_key, None):
-        session.config.stash[left_key] = guardian.end(grace_s=waiting.FAIL_SAFE_S / 6)
-        if session.config.stash[left_key] and session.exitstatus == pytest.ExitCode.OK:
+        interrupted = session.exitstatus == pytest.ExitCode.INTERRUPTED
+        left = guardian.end(grace_s=0 if interrupted else waiting.FAIL_SAFE_S / 6)
+        session.config.stash[left_key] = left
+        if left and session.exitstatus == pytest.ExitCode.OK:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED  # it broke a promise, whatever its tests say
 
 

@@ -1,9 +1,24 @@
 """millstream: Redis Streams processed reliably, in order per key, on workers and on Apache Spark."""
 
-from millstream.app import App, load_app
-from millstream.errors import MillstreamError, Reject
-from millstream.model import EntryId, Message, Retry, State
-from millstream.stages import Rows
+from typing import TYPE_CHECKING
+
+from millstream.lazy import names_of
+
+if TYPE_CHECKING:
+    from millstream.app import App, load_app
+    from millstream.errors import MillstreamError, Reject
+    from millstream.model import EntryId, Message, Retry, State
+    from millstream.stages import Rows
+else:
+    __getattr__ = names_of(
+        __name__,
+        {
+            "millstream.app": ("App", "load_app"),
+            "millstream.errors": ("MillstreamError", "Reject"),
+            "millstream.model": ("EntryId", "Message", "Retry", "State"),
+            "millstream.stages": ("Rows",),
+        },
+    )
 
 __all__ = ["App", "EntryId", "Message", "MillstreamError", "Reject", "Retry", "Rows", "State", "load_app"]
 __version__ = "0.1.0"

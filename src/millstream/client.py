@@ -11,7 +11,6 @@ import logging
 import re
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from importlib import resources
 from itertools import chain
 from typing import Any, Protocol, TypeVar
 from urllib.parse import urlsplit
@@ -38,6 +37,7 @@ from millstream.errors import (
     Unavailable,
     WrongType,
 )
+from millstream.lua import text_of
 from millstream.naming import PREFIX, from_wire
 from millstream.wire import Node, Redirection, Wire, packed, routing_key
 
@@ -191,14 +191,13 @@ _REDIS_ERRORS = (redis.exceptions.RedisError, RedisClusterException, OSError)
 _AWAY = ("BUSY ", "MISCONF", "NOREPLICAS", "UNKILLABLE", "UNBLOCKED")
 _PLACE_IN_SCRIPT = re.compile(r"script: ([0-9a-f]{40}), on @user_script:(\d+)\.?")
 _COMMAND_IN_LUA = re.compile(r"\('([A-Z]+)'(?:, '([A-Z]+)')?")
-_script_names: dict[Arg, str] = {}
-_script_lines: dict[str, list[str]] = {}
+_scripts: "dict[Arg, Script]" = {}  # by their hash, and by their text
 
 
 def _place(found: re.Match[str]) -> str:
     """A line of a script, and the command on it: of what it has refused, Redis says no more than where."""
-    number = int(found[2])
-    lines = _script_lines.get(found[1], [])
+    number, script = int(found[2]), _scripts.get(found[1])
+    lines = script.text.splitlines() if script else []
     command = _COMMAND_IN_LUA.search(lines[number - 1]) if number <= len(lines) else None
     words = " ".join(filter(None, command.groups())) if command else ""
     return f"({words and f'{words}, '}line {number} of the script)"
@@ -209,7 +208,7 @@ def _name_of(command: Command | None) -> str:
     if not command:
         return "the command"
     if command[0] in ("EVAL", "EVALSHA"):
-        return f"the {_script_names.get(command[1], 'unnamed')} script"
+        return f"the {script.name if (script := _scripts.get(command[1])) else 'unnamed'} script"
     words = (part.decode("utf-8", "backslashreplace") if isinstance(part, bytes) else str(part) for part in command[:2])
     return " ".join(words)[:80]
 
@@ -268,13 +267,6 @@ def raise_if_error(reply: Reply) -> Reply:
     return reply
 
 
-_INCLUDE = re.compile(r"^-- include (\w+)$", re.MULTILINE)
-
-
-def _lua(name: str) -> str:
-    return (resources.files("millstream.lua") / f"{name}.lua").read_text("utf-8")
-
-
 class Script:
     """A Lua script in a file of `millstream.lua`; called by its hash, loaded where a server lacks it.
 
@@ -284,12 +276,20 @@ class Script:
 
     def __init__(self, name: str, *, allow_oom: bool = False) -> None:
         self.name = name
-        self.text = _INCLUDE.sub(lambda found: _lua(found[1]), _lua(name))
-        if allow_oom:
-            self.text = self.text.replace("#!lua", "#!lua flags=allow-oom", 1)
-        self.sha = hashlib.sha1(self.text.encode(), usedforsecurity=False).hexdigest()
-        _script_names[self.sha] = _script_names[self.text] = name
-        _script_lines[self.sha] = self.text.splitlines()
+        self._allow_oom = allow_oom
+
+    @functools.cached_property
+    def text(self) -> str:
+        """All of it, read when it is first needed: no process needs every script."""
+        text = text_of(self.name)
+        return text.replace("#!lua", "#!lua flags=allow-oom", 1) if self._allow_oom else text
+
+    @functools.cached_property
+    def sha(self) -> str:
+        """Its hash, by which Redis knows it."""
+        sha = hashlib.sha1(self.text.encode(), usedforsecurity=False).hexdigest()
+        _scripts[sha] = _scripts[self.text] = self
+        return sha
 
 
 # --- The client -------------------------------------------------------------------------------------------------

@@ -7,10 +7,7 @@ answers its reads and the runs of its handlers end.
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from socketserver import ThreadingMixIn
 from typing import TYPE_CHECKING
-from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
-from wsgiref.types import StartResponse, WSGIEnvironment
 
 import msgspec
 
@@ -19,9 +16,11 @@ from millstream.errors import ConfigError, ServerError
 from millstream.metrics import Recorder
 
 if TYPE_CHECKING:
-    from wsgiref.types import WSGIApplication
+    from wsgiref.simple_server import WSGIServer
+    from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
 
 _MARGIN_MS = 30_000.0
+_CALLER_S = 5.0
 
 
 class Progress:
@@ -163,7 +162,7 @@ class HealthServer:
     ) -> None:
         pages = _pages(health, recorder)
         try:
-            self._server = make_server(host, port, pages, _Server, _Requests)
+            self._server = _listen(host, port, pages)
         except (OSError, OverflowError) as error:
             raise ServerError(
                 f"cannot serve health or metrics on {host}:{port} ({error}); choose another port"
@@ -187,26 +186,32 @@ class HealthServer:
         self._thread.join()
 
 
-class _Server(ThreadingMixIn, WSGIServer):
-    """A thread for each request: a caller that dawdles holds up no other."""
+def _listen(host: str, port: int, pages: "WSGIApplication") -> "WSGIServer":
+    # Imported here, since most processes count their progress and serve no pages.
+    from socketserver import ThreadingMixIn
+    from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
-    daemon_threads = True
-    block_on_close = False
+    class Server(ThreadingMixIn, WSGIServer):
+        """A thread for each request: a caller that dawdles holds up no other."""
 
+        daemon_threads = True
+        block_on_close = False
 
-class _Requests(WSGIRequestHandler):
-    """Silent, and patient with a caller for only so many seconds."""
+    class Requests(WSGIRequestHandler):
+        """Silent, and patient with a caller for only so many seconds."""
 
-    timeout = 5
+        timeout = _CALLER_S
 
-    def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - the name is the base class's
-        """Say nothing: a probe comes every few seconds."""
+        def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - the name is the base class's
+            """Say nothing: a probe comes every few seconds."""
+
+    return make_server(host, port, pages, Server, Requests)
 
 
 def _pages(health: Health | None, recorder: Recorder | None) -> "WSGIApplication":
     metrics = None if recorder is None else _metrics_page(recorder)
 
-    def serve(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
+    def serve(environ: "WSGIEnvironment", start_response: "StartResponse") -> Iterable[bytes]:
         path = environ["PATH_INFO"]
         if environ["REQUEST_METHOD"] != "GET":
             return _answer(start_response, "405 Method Not Allowed", b'{"error":"only GET"}')
@@ -229,7 +234,7 @@ def _metrics_page(recorder: Recorder) -> "WSGIApplication":
     return make_wsgi_app(registry)
 
 
-def _answer(start_response: StartResponse, status: str, body: bytes) -> list[bytes]:
+def _answer(start_response: "StartResponse", status: str, body: bytes) -> list[bytes]:
     start_response(
         status,
         [

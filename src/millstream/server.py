@@ -39,6 +39,7 @@ from millstream.errors import ConfigError, ServerError
 OLDEST_VERSION = (7, 0)
 
 _STOP_MS = 5_000
+_STOP_AGAIN_MS = 100
 _LOCK_GRACE_MS = 2_000
 _POLL_MS = 10
 _LOG_TAIL_LINES = 12
@@ -71,6 +72,13 @@ def find_redis_server() -> str:
     binary = shutil.which("redis-server") or shutil.which("valkey-server")
     if binary is None:
         raise ServerError("redis-server is not on PATH: install it with `apt-get install redis-server`")
+    _check_version(binary, Path(binary).stat().st_mtime_ns)
+    return binary
+
+
+@functools.cache
+def _check_version(binary: str, changed_ns: int) -> None:  # noqa: ARG001 - another binary at the same path is asked again
+    """Raise ServerError if the binary is too old; asked once of each that is there."""
     answer = subprocess.run([binary, "--version"], capture_output=True, text=True, timeout=10, check=False)
     version = re.search(r"v=(\d+)\.(\d+)", answer.stdout)
     if version is None or (int(version[1]), int(version[2])) < OLDEST_VERSION:
@@ -79,7 +87,6 @@ def find_redis_server() -> str:
             f"{binary} is {found}, but millstream needs Redis 7.0 or newer: "
             "`apt-get install redis-server` brings it on Debian 12 and Ubuntu 24.04 or later"
         )
-    return binary
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -358,12 +365,17 @@ class EmbeddedServer:
         if not self.running:
             return
         process = self._living()
-        process.terminate()
-        process.send_signal(signal.SIGCONT)
-        try:
-            process.wait(_STOP_MS / 1000)
-        except subprocess.TimeoutExpired:
-            self.kill()
+        give_up_ms = SYSTEM_CLOCK.monotonic_ms() + _STOP_MS
+        while SYSTEM_CLOCK.monotonic_ms() < give_up_ms:
+            # Again, as it may refuse: a replica does while it writes its first append-only file.
+            process.terminate()
+            process.send_signal(signal.SIGCONT)
+            try:
+                process.wait(_STOP_AGAIN_MS / 1000)
+            except subprocess.TimeoutExpired:
+                continue
+            return
+        self.kill()
 
     def _living(self) -> subprocess.Popen[bytes]:
         if self._process is None or self._process.poll() is not None:

@@ -12,6 +12,7 @@ from millstream.server import EmbeddedServer
 from millstream.testing.contract import Case, ContractBroken, Engine, judge, put_through
 from tests.contract.worker_app import ALL
 from tests.support.engines import Pipelines, WorkerCommand
+from tests.support.waiting import FAIL_SAFE_S
 
 pytestmark = [pytest.mark.worker, pytest.mark.keys, pytest.mark.spark]
 
@@ -37,7 +38,7 @@ def ran(runs: Mapping[Engine, Sequence[Case]]) -> Iterator[Ran]:
         broken: dict[str, str] = {}
         for engine, cases in runs.items():
             try:
-                put_through(engine, server.url, cases)
+                put_through(engine, server.url, cases, within_s=FAIL_SAFE_S)
             except ContractBroken as error:
                 broken |= {case.name: str(error) for case in cases}
         yield Ran(client, broken)
@@ -72,7 +73,6 @@ def test_workers_keep_the_contract(on_workers: Ran, case: Case) -> None:
     on_workers.judge(case)
 
 
-@pytest.mark.spark
 @pytest.mark.parametrize("case", ALL, ids=lambda case: case.name)
 def test_spark_keeps_the_contract(on_spark: Ran, case: Case) -> None:
     on_spark.judge(case)

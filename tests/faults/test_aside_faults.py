@@ -89,7 +89,7 @@ def kill_at(driver: Driver, point: str) -> None:
     (driver.folder / f"hit.{point}").unlink(missing_ok=True)
     (driver.folder / point).touch()
     eventually((driver.folder / f"hit.{point}").exists, f"nobody reached {point}", log=driver.errors)
-    driver.process.wait(30)
+    driver.ended()
     driver.start()
 
 
@@ -157,7 +157,7 @@ def unpark_and_kill(client: Client, bookings: Bookings, driver: Driver) -> None:
     (driver.folder / "line-committed").touch()
     assert call("unpark", "bank.park", first, url=client.url).code == 0
     eventually((driver.folder / "hit.line-committed").exists, "nobody runs what is unparked", log=driver.errors)
-    driver.process.wait(30)
+    driver.ended()
     assert bookings.waiting(PARKING).keys() >= set(others)
     driver.start()
     for account in others:

@@ -22,15 +22,15 @@ from millstream.server import EmbeddedServer
 from millstream.testing.proxy import Proxy
 from tests.support.apps.lease_owner import REFUSED, SERVICE, WRITES
 from tests.support.drivers import APPS
-from tests.support.waiting import eventually
+from tests.support.waiting import FAIL_SAFE_S, eventually
 from tests.support.worker_processes import Tell
 
 SOAK = bool(os.environ.get("MILLSTREAM_SOAK"))
 pytestmark = [pytest.mark.balancer, pytest.mark.faults]
 
 STREAMS = 2_000 if SOAK else 300
-LEASE_MS = 1_000
-LONG_MS = 5_000
+LEASE_MS = 1_500
+LONG_MS = 8_000
 """Where no lease is to end, however slow the machine is."""
 KEYS = ServiceKeys(SERVICE)
 
@@ -71,7 +71,7 @@ def owning(
         owner.process.send_signal(signal.SIGCONT)
         owner.process.terminate()
         with suppress(subprocess.TimeoutExpired):
-            owner.process.wait(10)
+            owner.process.wait(FAIL_SAFE_S)
         owner.process.kill()
         owner.process.wait()
 
@@ -148,19 +148,20 @@ def regained_s(client: Client, owner: str, at: float) -> dict[str, float | None]
     return {stream: again.get(stream) for stream, by in last.items() if by == owner}
 
 
-@pytest.mark.alone
-def test_streams_of_an_owner_that_is_killed_are_owned_again_within_their_lease_and_a_second(
+def test_streams_of_an_owner_that_is_killed_are_owned_again_once_their_lease_has_ended(
     client: Client, tmp_path: Path, tell: Tell
 ) -> None:
+    """How soon after that: `benchmarks lease_takeover`."""
     with ExitStack() as stack:
         owners = [stack.enter_context(owning(client, tmp_path, f"c{number}")) for number in range(3)]
         eventually_shared(client, "c0", "c1", "c2")
         eventually(lambda: writers(client) == counts(client), "all at work on all that they have")
+        until_s = float(client.execute("ZSCORE", KEYS.alive, "c0")) / 1000
         killed_at = owners[0].kill()
         eventually_shared(client, "c1", "c2")
         took_s = eventually_regained_s(client, "c0", killed_at)
     tell(None, streams=len(took_s), owned_again_within_s=round(max(took_s), 2), lease_s=LEASE_MS / 1000)
-    assert max(took_s) < LEASE_MS / 1000 + 1.0
+    assert killed_at + min(took_s) >= until_s - 0.001, "none before the lease has ended, by the server's clock"
     check_owners(client)
 
 
@@ -210,15 +211,22 @@ def test_a_redis_that_was_away_longer_than_the_leases_finds_every_stream_with_an
             stack.enter_context(owning(client, tmp_path, name, proxy.url))
         eventually_shared(client, "c0", "c1")
         proxy.freeze()  # for both: their leases end while nobody can say so
-        time.sleep(3 * LEASE_MS / 1000)
+        eventually(lambda: leases_are_over(client), "the end of all leases")
         proxy.resume()
         eventually_shared(client, "c0", "c1")
         millstream_fresh_server.kill()
-        time.sleep(2 * LEASE_MS / 1000)
+        time.sleep(1.2 * LEASE_MS / 1000)
         millstream_fresh_server.start()
         client.patiently(lambda: client.execute("PING"), what="test")
         eventually_shared(client, "c0", "c1")
     check_owners(client)
+
+
+def leases_are_over(client: Client) -> bool:
+    """Whether every consumer's leases have ended, by the server's clock."""
+    seconds, micros = client.execute("TIME")
+    now_ms = int(seconds) * 1000 + int(micros) // 1000
+    return not client.execute("ZCOUNT", KEYS.alive, now_ms, "+inf")
 
 
 def is_quiet(client: Client, key: str) -> bool:
@@ -249,9 +257,7 @@ def test_from_one_to_five_to_two_owners_shares_stay_fair_and_no_more_streams_mov
         eventually(lambda: len(counts(client)) == 5, "all five")
         assert counts(client) == {"c0": STREAMS, "c1": 0, "c2": 0, "c3": 0, "c4": 0}
         client.execute("DEL", f"{KEYS.base}:moves")
-        began = time.monotonic()
         eventually_shared(client, *(owner.name for owner in owners), within=0)
-        grown_s = time.monotonic() - began
         steps = [moved(client)]
         assert steps == [STREAMS * 4 // 5], "one part for each that has come"
         while len(owners) > 2:  # one by one: of those that go at once, one may be given what another has left
@@ -261,5 +267,5 @@ def test_from_one_to_five_to_two_owners_shares_stay_fair_and_no_more_streams_mov
             eventually_shared(client, *(one.name for one in owners), within=0)
             steps.append(moved(client) - before)
             assert steps[-1] == has, "what it had, and nothing else"
-    tell(None, streams=STREAMS, moved_growing_then_shrinking=steps, shared_within_s=round(grown_s, 1))
+    tell(None, streams=STREAMS, moved_growing_then_shrinking=steps)
     check_owners(client)

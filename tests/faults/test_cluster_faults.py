@@ -18,8 +18,7 @@ from tests.support.drivers import Driver
 from tests.support.waiting import eventually
 
 SOAK = bool(os.environ.get("MILLSTREAM_SOAK"))
-MESSAGES, KILLS = (40_000, 20) if SOAK else (2_000, 1)
-PATIENCE_S = 1800 if SOAK else 400  # four Java processes start on two cores
+MESSAGES, KILLS = (40_000, 20) if SOAK else (1_000, 1)
 pytestmark = [pytest.mark.spark, pytest.mark.drivers, pytest.mark.faults]
 
 APP = """

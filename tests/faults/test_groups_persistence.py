@@ -10,7 +10,7 @@ from millstream.client import Client
 from millstream.groups import ClaimOptions, Consumer, DoneFile, Group, GroupInfo, PendingEntry, Reader, ReadPolicy
 from millstream.server import EmbeddedServer
 from millstream.testing.topologies import sentinel_trio
-from tests.support.waiting import eventually
+from tests.support.waiting import FAIL_SAFE_S, eventually
 
 pytestmark = [pytest.mark.groups, pytest.mark.faults]
 QUICK = ReadPolicy(block_ms=50)
@@ -90,7 +90,7 @@ def promotion() -> Iterator[tuple[Client, Callable[[], None]]]:
     with sentinel_trio() as trio, Client(trio.url) as client:
 
         def fail_over() -> None:
-            assert client.execute("WAIT", 1, 5000) == 1
+            eventually(lambda: client.execute("WAIT", 1, 1_000) == 1, "the replica to have it all")
             trio.primary.kill()
             eventually(lambda: b"role:master" in trio.replica.call("INFO", "replication"), "the promotion")
 
@@ -105,7 +105,7 @@ def test_pending_entries_owners_delivery_counts_and_set_ids_survive(fault: Calla
         assert len(before[2]) == 22
         assert {entry.deliveries for entry in before[2]} == {1, 2, 8}
         strike()
-        after = client.patiently(lambda: memory(client), what="test", limit_ms=30_000)
+        after = client.patiently(lambda: memory(client), what="test", limit_ms=1000 * FAIL_SAFE_S)
         assert after == before
         (batch,) = Consumer(client, group="g", name="new", streams=["s"]).read_new()
         assert batch.ids == [b"%d-0" % n for n in range(34, 41)]
@@ -117,7 +117,7 @@ def test_a_waiting_reader_follows_a_failover_and_gets_every_entry(tmp_path: Path
         with Reader(client, group="g", consumer="c", streams=["s"], policy=QUICK) as reader:
             seen = [one for batch in reader.read() for one in batch.ids[:5] if reader.ack("s", [one])]
             fail_over()
-            client.patiently(lambda: add(client, range(11, 21)), what="test", limit_ms=30_000)
+            client.patiently(lambda: add(client, range(11, 21)), what="test", limit_ms=1000 * FAIL_SAFE_S)
             eventually(lambda: bool(take(reader, seen)) and len(set(seen)) == 20, "every entry")
         assert sorted(seen, key=lambda one: int(one[:-2])) == [b"%d-0" % n for n in range(1, 21)]
         assert Group(client, "s", "g").pending.summary().count == 0

@@ -16,7 +16,8 @@ from millstream.server import EmbeddedServer
 from millstream.testing.proxy import Proxy
 from millstream.testing.topologies import cluster, sentinel_trio
 from tests.support.routers import OFTEN, READERS, Crowd, ids_in, make_router, publish, taken
-from tests.support.waiting import eventually
+from tests.support.slots import finish_move, move_slot
+from tests.support.waiting import FAIL_SAFE_S, eventually
 
 pytestmark = [pytest.mark.router, pytest.mark.faults]
 
@@ -171,29 +172,11 @@ def test_a_failover_to_a_replica_is_followed(reader: Any) -> None:
     ):
         publish(client, crowd.got, range(3))
         crowd.wait_for(300)
-        client.execute("WAIT", 1, 5_000)
+        eventually(lambda: client.execute("WAIT", 1, 1_000) == 1, "the replica to have it all")
         trio.primary.kill()
-        client.patiently(lambda: publish(client, crowd.got, [3]), what="the test", limit_ms=60_000)
+        client.patiently(lambda: publish(client, crowd.got, [3]), what="the test", limit_ms=1000 * FAIL_SAFE_S)
         crowd.check(client)
         assert not crowd.gaps
-
-
-def move_slot(client: Client, source: EmbeddedServer, target: EmbeddedServer, slot: int, *, finish: bool) -> None:
-    """Move a slot and its keys to another node, as `redis-cli --cluster reshard` does; `finish`: tell everybody."""
-    ours, theirs = (node.call("CLUSTER", "MYID").decode() for node in (source, target))
-    target.call("CLUSTER", "SETSLOT", slot, "IMPORTING", ours)
-    source.call("CLUSTER", "SETSLOT", slot, "MIGRATING", theirs)
-    while keys := source.call("CLUSTER", "GETKEYSINSLOT", slot, 100):
-        source.call("MIGRATE", "127.0.0.1", target.port, "", 0, 5_000, "KEYS", *keys)
-    if finish:
-        finish_move(source, target, slot)
-
-
-def finish_move(source: EmbeddedServer, target: EmbeddedServer, slot: int) -> None:
-    """The slot is the target's now."""
-    theirs = target.call("CLUSTER", "MYID").decode()
-    for node in (target, source):
-        node.call("CLUSTER", "SETSLOT", slot, "NODE", theirs)
 
 
 def test_slots_that_move_take_their_streams_with_them(reader: Any) -> None:
@@ -206,7 +189,7 @@ def test_slots_that_move_take_their_streams_with_them(reader: Any) -> None:
         target = next(node for node in made.nodes if node is not source)
         with publishing(made.url, names):
             crowd.wait_for(400)
-            move_slot(client, source, target, slot, finish=False)
+            move_slot(source, target, slot, finish=False)
             for n in range(3):
                 [key] = client.pipeline([("XADD", "{a}:0", "*", "n", n)])
                 eventually(lambda: crowd.got["{a}:0"][-1:] >= [key.decode()], "it from where it is")  # noqa: B023
@@ -216,7 +199,7 @@ def test_slots_that_move_take_their_streams_with_them(reader: Any) -> None:
                 other = int(client.execute("CLUSTER", "KEYSLOT", f"{{{tag}}}:0"))
                 source = next(node for node in made.nodes if node.call("CLUSTER", "COUNTKEYSINSLOT", other))
                 target = next(node for node in made.nodes if node is not source)
-                move_slot(client, source, target, other, finish=True)
+                move_slot(source, target, other, finish=True)
             crowd.wait_for(crowd.total + 400)
         crowd.check(client)
         assert not crowd.gaps
@@ -233,4 +216,4 @@ def test_where_tracking_is_refused_the_pool_takes_over(caplog: pytest.LogCapture
             assert router.reader == "pool"
         assert "tracking is refused" in caplog.text
         with Router(url, reader="tracking") as strict, pytest.raises(Exception, match="tracking"):
-            strict.subscribe("s").get(20_000)
+            strict.subscribe("s").get(1000 * FAIL_SAFE_S)

@@ -73,8 +73,7 @@ def publish(url: str, flights: Flights) -> None:
     publisher = FlightPublisher(url, flights)
     publisher.start()
     try:
-        while not publisher.check():
-            time.sleep(0.01)
+        eventually(publisher.check)
     finally:
         publisher.stop()
 

@@ -12,7 +12,7 @@ from millstream.keyed import Ending, KeyedStream, Lease
 from millstream.ledger import Ledger
 from millstream.lines import check_lines, park, skip, survey, unpark
 from millstream.model import EntryId
-from tests.support.keyed_fixtures import KEYS, MANY, line_of
+from tests.support.keyed_fixtures import HOUR_MS, KEYS, MANY, line_of
 from tests.support.task_fixtures import Bench, Row
 
 pytestmark = [pytest.mark.keys, pytest.mark.spark]
@@ -92,7 +92,7 @@ class Machine(Bench):
         worker.join()
         worker.recover([], 100)
         worker.route(count=self.chance.randrange(20), most_pending=MANY)
-        for lease in worker.take(lines=9, entries=MANY, run=5, lease_ms=60_000, now_ms=0).leases:
+        for lease in worker.take(lines=9, entries=MANY, run=5, lease_ms=HOUR_MS, now_ms=0).leases:
             if self.chance.random() < 0.7:
                 self._run(worker, lease)
 

@@ -6,18 +6,22 @@ import pytest
 
 from examples.fencing import WRITE, write
 from examples.leases import app
-from millstream.balancer import Balancer, StreamAdded, announce
+from millstream.balancer import Balancer, BalancerPolicy, StreamAdded, announce
 from millstream.client import Client
 from millstream.inspection import read_state
-from millstream.naming import HandlerKeys
-from tests.integration.test_worker import working
+from millstream.naming import HandlerKeys, ServiceKeys
+from tests.support.balancers import hear, wake
 from tests.support.commandline import call
 from tests.support.waiting import eventually
+from tests.support.workers import working
 
 pytestmark = [pytest.mark.balancer]
 
 EXAMPLE = Path(__file__).parents[2] / "examples/leases.py"
 SENSORS = [f"sensor:{name}" for name in ("attic", "cellar", "hall", "roof")]
+
+
+OF = ServiceKeys.of_handler("sensors.watch")
 
 
 def add(client: Client, *celsius: float) -> None:
@@ -41,7 +45,7 @@ def test_the_example_shares_sensors_and_keeps_each_in_order(client: Client) -> N
     with working(client, handler, "one"):
         eventually(lambda: readings(client) == [3] * 4)
         with working(client, handler, "two"):
-            eventually(lambda: {owner for owner, _ in shown(client).values()} == {"one", "two"})
+            eventually(lambda: wake(client, OF) and {owner for owner, _ in shown(client).values()} == {"one", "two"})
             add(client, 22.0, -300.0, 10.0)
             eventually(lambda: readings(client) == [5] * 4)
             text = call("streams", "sensors.watch", "--url", client.url).out
@@ -58,13 +62,12 @@ def test_the_example_shares_sensors_and_keeps_each_in_order(client: Client) -> N
 
 def test_the_store_of_the_other_example_refuses_a_stale_owner(client: Client) -> None:
     announce(client, "calls", "call:1")
-    with Balancer(client.url, "calls", consumer="one") as one:
-        stale = one.next(5)
-        assert isinstance(stale, StreamAdded)
+    patient = BalancerPolicy(lease_ms=300_000)
+    with Balancer(client.url, "calls", consumer="one", policy=patient) as one:
+        stale = hear(one, StreamAdded)
         assert write(client, "book:1", stale.lease, "total", "1")
-    with Balancer(client.url, "calls", consumer="two") as two:
-        fresh = two.next(5)
-        assert isinstance(fresh, StreamAdded)
+    with Balancer(client.url, "calls", consumer="two", policy=patient) as two:
+        fresh = hear(two, StreamAdded)
         assert write(client, "book:1", fresh.lease, "total", "2")
         assert not write(client, "book:1", stale.lease, "total", "3")
         assert write(client, "book:1", fresh.lease, "sum", "4")

@@ -1,12 +1,10 @@
 """Memory and names are lost: what a balancer does about it, on every kind of deployment."""
 
 import contextlib
-import time
-from collections.abc import Iterator
 
 import pytest
 
-from millstream.balancer import Balancer, BalancerPolicy, StreamAdded, StreamDisowned, announce
+from millstream.balancer import Balancer, Lease, StreamAdded, StreamDisowned, announce
 from millstream.client import Client
 from millstream.errors import LeaseLost, NameHeld
 from millstream.server import EmbeddedServer
@@ -17,7 +15,7 @@ from tests.support.balancers import (
     LEASE_MS,
     LONG_MS,
     SERVICE,
-    Watch,
+    StoppedClock,
     announced,
     bid,
     expire,
@@ -25,30 +23,22 @@ from tests.support.balancers import (
     hear,
     hear_added,
     joined,
-    load_scripts,
     names,
     owners,
     peer,
     pending,
+    policy_of,
+    proxy,
     round_of,
-    silent,
+    scripts_run,
+    until_ms,
+    wake,
 )
+from tests.support.clocks import HandClock
 from tests.support.waiting import eventually
 
 pytestmark = [pytest.mark.balancer]
-
-
-@pytest.fixture
-def client(millstream_url: str) -> Iterator[Client]:
-    with Client(millstream_url) as opened:
-        load_scripts(opened)
-        yield opened
-
-
-@pytest.fixture
-def proxy(client: Client, millstream_server: EmbeddedServer) -> Iterator[Proxy]:
-    with Proxy(millstream_server.port) as made:
-        yield made
+__all__ = ["proxy"]  # a fixture
 
 
 # --- Lost memory ---
@@ -58,19 +48,27 @@ def test_when_redis_has_lost_everything_the_owners_announce_their_streams_again(
     announced(client, *names(4))
     with joined(client.url, "a", "b", moves=1.0) as (first, second):
         old = hear_added(first, 4)
+        wake(client)
         first.release(hear(first, StreamDisowned).stream, hear(first, StreamDisowned).stream)
         old |= hear_added(second, 2)
         client.execute("FLUSHALL")
+        wake(client)
         gone = [hear(one, StreamDisowned) for one in (first, second) for _ in range(2)]
         assert {one.why for one in gone} == {"forgotten"}
-        eventually(lambda: sorted(owners(client)) == names(4), "all of them")
-        found = {}
-        for one in (first, second):
-            while notice := one.next(0.3):
-                if isinstance(notice, StreamAdded):
-                    found[notice.stream] = notice.lease
+        found: dict[str, Lease] = {}
+        eventually(lambda: wake(client) and heard_all(found, first, second), "all of them")
+        assert sorted(owners(client)) == names(4)
         assert {stream: lease.info for stream, lease in found.items()} == {name: {"of": name} for name in names(4)}
         assert all(found[stream].token > old[stream].lease.token for stream in names(4))
+
+
+def heard_all(found: dict[str, Lease], *balancers: Balancer) -> bool:
+    """Hear what there is; whether each of four streams has been added to somebody."""
+    for one in balancers:
+        while notice := one.next(0):
+            if isinstance(notice, StreamAdded):
+                found[notice.stream] = notice.lease
+    return sorted(found) == names(4)
 
 
 def test_it_is_said_again_if_the_connection_breaks_over_it(client: Client, proxy: Proxy) -> None:
@@ -79,6 +77,7 @@ def test_it_is_said_again_if_the_connection_breaks_over_it(client: Client, proxy
         hear_added(balancer, 2)
         proxy.cut_before("XADD")
         client.execute("FLUSHALL")
+        wake(client)
         assert {hear(balancer, StreamDisowned).why for _ in range(2)} == {"forgotten"}
         assert hear_added(balancer, 2).keys() == {"s1", "s2"}
         assert sum(proxy.cuts.values()) == 1
@@ -87,15 +86,15 @@ def test_it_is_said_again_if_the_connection_breaks_over_it(client: Client, proxy
 def test_streams_outlive_a_redis_that_forgets_and_is_away_for_longer_than_the_lease(
     millstream_fresh_server: EmbeddedServer,
 ) -> None:
-    server = millstream_fresh_server
+    server, clock = millstream_fresh_server, StoppedClock()
     with Client(server.url) as client:
         announced(client, "s")
-        with joined(client.url, "a", lease_ms=LEASE_MS) as balancer:
+        with joined(client.url, "a", options={"clock": clock}) as balancer:
             old = hear(balancer, StreamAdded).lease
             client.execute("FLUSHALL")
             server.kill()
-            assert hear(balancer, StreamDisowned).why in ("lost contact", "forgotten")
-            time.sleep(LEASE_MS / 1000)
+            clock.now_ms += LONG_MS
+            assert hear(balancer, StreamDisowned).why == "lost contact"
             server.start()
             new = hear(balancer, StreamAdded).lease
             assert (new.stream, new.info) == ("s", old.info)
@@ -141,8 +140,8 @@ def test_no_stream_is_lost_with(client: Client, lost: str) -> None:
                 client.execute("DEL", KEYS.meta)
         with joined(client.url, "b") as other:
             wanted = 4 if lost == "the input stream" else 3
-            eventually(lambda: len(owners(client)) == wanted, "all of them")
-            eventually(lambda: len(balancer.leases) + len(other.leases) == wanted, "all of them")
+            eventually(lambda: wake(client) and len(owners(client)) == wanted, "all of them")
+            eventually(lambda: wake(client) and len(balancer.leases) + len(other.leases) == wanted, "all of them")
             announced(client, "new")
             eventually(lambda: "new" in owners(client), "what is announced later")
             eventually(lambda: all_read(client), "the end of what was announced again")
@@ -164,12 +163,12 @@ def test_of_two_processes_with_one_name_the_second_does_not_start(client: Client
     announced(client, "s")
     with joined(client.url, "a") as first:
         lease = hear(first, StreamAdded).lease
-        second = Balancer(client.url, SERVICE, consumer="a", policy=BalancerPolicy(lease_ms=500))
-        began_s = time.monotonic()
+        clock = HandClock()  # which need not wait
+        second = Balancer(client.url, SERVICE, consumer="a", policy=policy_of(lease_ms=30_000), clock=clock)
         with pytest.raises(NameHeld, match="another name") as raised:
             second.start()
         assert raised.value.consumer == "a"
-        assert time.monotonic() - began_s > 0.9, "the other might have been dead"
+        assert clock.now_ms >= 2 * 30_000, "the other might have been dead"
         assert second.close() == 0
         assert first.lease("s") == lease
         assert client.execute("HGET", KEYS.owners, "s") == b"%d a" % lease.token
@@ -180,23 +179,30 @@ def test_a_process_that_is_started_again_under_its_name_gets_in_when_the_lease_o
 ) -> None:
     announced(client, "s")
     old = round_of(client, "a", lease_ms=LEASE_MS).given[0]
+    ended_ms = until_ms(client, "a")
     with joined(client.url, "a") as balancer:
         new = hear(balancer, StreamAdded).lease
         assert new.token > old.token
+        assert new.token >= ended_ms * 1_000, "the server gave it away before its lease had ended"
         assert new.losses == 1
     assert peer(client, "a").hand_in("done", [old]) == {"s"}
 
 
 def test_a_process_whose_name_was_taken_over_learns_that_its_streams_are_gone_and_waits(client: Client) -> None:
-    watch = Watch()
+    clock = StoppedClock()
     announced(client, "s")
-    with joined(client.url, "a", lease_ms=1_000, options={"clock": watch}) as slept:
+    with joined(client.url, "a", options={"clock": clock}) as slept:
         lease = hear(slept, StreamAdded).lease
         expire(client, "a")
-        peer(client, "a", "i2").round(bid(lease_ms=LONG_MS))
+        asked = scripts_run(client)
+        peer(client, "a", "i2").round(bid())
+        eventually(lambda: scripts_run(client) >= asked + 2, "it to have asked for its name as well")
+        clock.now_ms += LONG_MS
         gone = hear(slept, StreamDisowned)
         assert (gone.lease, gone.why) == (lease, "lost contact")
-        assert silent(slept)
+        asked = scripts_run(client)
+        eventually(lambda: scripts_run(client) >= asked + 2, "it to have asked for its name, and again")
+        assert slept.next(0) is None
         with pytest.raises(LeaseLost):
             slept.done("s")
         with pytest.raises(LeaseLost):
@@ -235,7 +241,7 @@ def test_it_works_on_redis_cluster() -> None:
         for service in names(6):
             announce(client, service, "s", service)
         for service in names(6):
-            with Balancer(deployment.url, service, consumer="a", policy=BalancerPolicy(lease_ms=1_000)) as balancer:
+            with Balancer(deployment.url, service, consumer="a", policy=policy_of()) as balancer:
                 lease = hear(balancer, StreamAdded).lease
                 assert lease.info == service
                 announce(client, service, "t")

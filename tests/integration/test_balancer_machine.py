@@ -16,6 +16,7 @@ from millstream.client import Client
 from millstream.errors import AlreadyOwned, LeaseLost, NameHeld, StreamNotFound
 from tests.support.balancers import (
     KEYS,
+    LONG_MS,
     SERVICE,
     add_raw,
     bid,
@@ -25,12 +26,13 @@ from tests.support.balancers import (
     owners,
     peer,
     pending,
+    server_us,
 )
 
 pytestmark = [pytest.mark.balancer]
 
 SOAK = bool(os.environ.get("MILLSTREAM_SOAK"))
-EXAMPLES, STEPS = (2_000, 80) if SOAK else (60, 40)
+EXAMPLES, STEPS = (2_000, 80) if SOAK else (40, 40)
 
 NAMES = ["c0", "c1", "c2"]
 STREAMS = [f"s{n}" for n in range(8)]
@@ -193,7 +195,7 @@ class BalancerMachine(RuleBasedStateMachine):
     def redis_is_away(self) -> None:
         expire(self.client, *filter(self.is_known, NAMES))
         if self.client.execute("EXISTS", KEYS.meta):
-            self.client.execute("HINCRBY", KEYS.meta, "pulse", -3_600_000)
+            self.client.execute("HINCRBY", KEYS.meta, "pulse", -LONG_MS)
         before = owners(self.client)
         for name in NAMES:
             known = self.client.execute("HGET", KEYS.consumers, name)
@@ -216,12 +218,11 @@ class BalancerMachine(RuleBasedStateMachine):
         return known is not None and known.split()[0] == f"i{self.lives[who]}".encode()
 
     def is_alive(self, who: str) -> bool:
-        seconds, micros = self.client.execute("TIME")
         score = self.client.execute("ZSCORE", KEYS.alive, who)
         return (
             self.client.execute("HEXISTS", KEYS.consumers, who) == 1
             and score is not None
-            and float(score) > int(seconds) * 1000 + int(micros) / 1000
+            and float(score) > server_us(self.client) / 1_000
             and self.is_known(who)
         )
 

@@ -3,7 +3,6 @@
 import contextlib
 import math
 import threading
-import time
 from functools import partial
 from typing import Literal
 
@@ -15,16 +14,20 @@ from millstream.balancer import Balancer, StreamAdded, StreamDisowned, StreamExp
 from millstream.balancer.service import FIELD
 from millstream.client import Client
 from millstream.errors import LeaseLost, WrongType
+from millstream.metrics import LEASE_NOTICES, Recorder
 from millstream.naming import ServiceKeys
 from tests.support.balancers import (
     KEYS,
-    ROUND_S,
-    Watch,
+    LONG_MS,
+    SERVICE,
+    StoppedClock,
     add_raw,
     announced,
     bid,
+    commands_run,
     counts,
     dead,
+    expect_no_more,
     expire,
     free,
     hear,
@@ -35,9 +38,11 @@ from tests.support.balancers import (
     peer,
     pending,
     round_of,
+    rounds_later,
     settle,
     silent,
     streams_of,
+    wake,
 )
 from tests.support.waiting import eventually
 
@@ -124,13 +129,15 @@ def test_a_stream_that_cannot_be_divided_stays_where_it_is(client: Client) -> No
 def test_a_weight_is_asked_for_in_every_round(client: Client) -> None:
     weights = {"a": 1.0}
     announced(client, *names(10))
-    with joined(client.url, "a", weight=lambda: weights["a"], moves=1.0, drain_ms=60_000) as balancer:
+    with joined(client.url, "a", weight=lambda: weights["a"], moves=1.0, drain_ms=LONG_MS) as balancer:
         hear_added(balancer, 10)
         round_of(client, "b")
+        wake(client)
         lost = [hear(balancer, StreamDisowned) for _ in range(5)]
         assert {one.why for one in lost} == {"rebalanced"}
-        assert silent(balancer)
+        assert silent(client, balancer)
         weights["a"] = 0.25
+        wake(client)
         lost += [hear(balancer, StreamDisowned) for _ in range(3)]
         balancer.release(*(one.stream for one in lost))
         assert len(round_of(client, "b").given) == 8
@@ -146,9 +153,9 @@ def test_a_consumer_whose_streams_lag_has_fewer_of_them_until_it_has_caught_up(c
     with joined(client.url, "a", weight=weight, moves=1.0) as slow, joined(client.url, "b", moves=1.0) as quick:
         for one in (slow, quick):
             threading.Thread(target=give_back_all, args=(one,), daemon=True).start()
-        eventually(lambda: counts(client) == {"a": 5, "b": 20}, "fewer streams where they lag")
+        eventually(lambda: wake(client) and counts(client) == {"a": 5, "b": 20}, "fewer streams where they lag")
         waiting["a"] = 0
-        eventually(lambda: abs(counts(client)["a"] - counts(client)["b"]) == 1, "equal parts")
+        eventually(lambda: wake(client) and sorted(counts(client).values()) == [12, 13], "equal parts")
 
 
 def give_back_all(balancer: Balancer) -> None:
@@ -162,15 +169,20 @@ def give_back_all(balancer: Balancer) -> None:
 
 
 def test_no_more_than_a_part_of_the_streams_moves_in_a_second(client: Client) -> None:
+    moved = KEYS.base + ":moves"
     announced(client, *names(400))
     round_of(client, "a")
     round_of(client, "b")
     assert round_of(client, "a", moves=0.05).excess == 20
+    assert client.execute("PTTL", moved) in {*range(1_001), -2}, "it is over at the latest after a second"
+    assert client.execute("GET", moved) in (b"20", None)
+    client.execute("SET", moved, 20)  # this second has no end
     assert round_of(client, "a", moves=0.05).excess == 0
     assert round_of(client, "a", moves=0.07).excess == 8
-    assert 0 < client.execute("PTTL", KEYS.base + ":moves") <= 1_000
-    time.sleep(1.05)
+    assert client.execute("GET", moved) == b"28"
+    client.execute("DEL", moved)
     assert round_of(client, "a", moves=0.05, leaving=7).excess == 20
+    eventually(lambda: not client.execute("EXISTS", moved), "the end of that second")
     assert round_of(client, "a", moves=1.0, leaving=199).excess == 1, "what is on its way counts"
     assert round_of(client, "a", moves=1.0, leaving=200).excess == 0
     assert counts(client) == {"a": 400}, "until it is released"
@@ -195,26 +207,28 @@ def test_one_stream_at_least_moves_and_nothing_does_while_others_are_free(client
 
 def test_what_the_program_has_not_heard_of_moves_without_its_notice(client: Client) -> None:
     announced(client, *names(6))
-    with joined(client.url, "a", moves=1.0, drain_ms=60_000) as old:
+    with joined(client.url, "a", moves=1.0, drain_ms=LONG_MS) as old:
         eventually(lambda: len(old.leases) == 6, "its streams")
         heard = [hear(old, StreamAdded).stream for _ in range(2)]
         with joined(client.url, "b") as new:
+            wake(client)
             moved = hear_added(new, 3)
             assert set(moved).isdisjoint(heard)
             assert streams_of([old, new])[0] == set(names(6)) - set(moved)
             rest = hear_added(old, 1)
             assert set(rest) | set(heard) | set(moved) == set(names(6))
             assert {one.lease.losses for one in moved.values()} == {0}
-            assert silent(old)
+            assert silent(client, old)
 
 
 def test_among_those_it_works_on_the_ones_with_a_time_limit_move_last(client: Client) -> None:
     announced(client, *names(4))
-    with joined(client.url, "a", moves=1.0, drain_ms=60_000) as old:
+    with joined(client.url, "a", moves=1.0, drain_ms=LONG_MS) as old:
         hear_added(old, 4)
         for stream in names(4)[1:3]:
-            old.expect(stream, 30_000)
+            old.expect(stream, LONG_MS)
         round_of(client, "b")
+        wake(client)
         assert {hear(old, StreamDisowned).stream for _ in range(2)} == {"s0000", "s0003"}
 
 
@@ -223,7 +237,7 @@ def test_a_program_that_claims_gives_nothing_back_for_balance(client: Client) ->
     with joined(client.url, "a", recover="claim", moves=1.0) as old:
         hear_added(old, 4)
         round_of(client, "b")
-        assert silent(old)
+        assert silent(client, old)
         assert counts(client) == {"a": 4}
 
 
@@ -237,7 +251,7 @@ def has(client: Client, consumer: str, count: int) -> bool:
 def test_a_program_that_does_not_listen_gets_no_more_than_it_lets_wait(client: Client) -> None:
     announced(client, *names(5))
     with joined(client.url, "a", most_waiting=2) as balancer:
-        time.sleep(1.1 * ROUND_S)
+        rounds_later(client, balancer)
         assert counts(client) == {"a": 2}
         assert sum(not name.startswith("a") for name in pending(client).values()) == 0, "the others are not even read"
         for have in (3, 4, 5):
@@ -251,20 +265,23 @@ def test_a_program_that_does_not_listen_leaves_streams_to_one_that_does(client: 
         seen = set()
         for _ in range(3):
             seen.add(hear(other, StreamAdded).stream)
-        eventually(lambda: counts(client)["deaf"] == 1, "its one")
+        rounds_later(client, deaf)
+        rounds_later(client, other)
         assert counts(client) == {"deaf": 1, "b": 3}
         assert len(deaf.leases) == 1
 
 
 def test_free_streams_are_not_told_beyond_what_may_wait(client: Client) -> None:
+    recorder = Recorder()
     announced(client, *names(5))
     held = round_of(client, "b").given
-    with joined(client.url, "a", recover="claim", most_waiting=2) as balancer:
+    with joined(client.url, "a", recover="claim", most_waiting=2, options={"metrics": recorder}) as balancer:
         peer(client, "b").hand_in("released", held)
-        time.sleep(2.1 * ROUND_S)
-        told = [hear(balancer, StreamExpired, 0).stream for _ in range(2)]
-        assert len(set(told)) == 2
-        assert balancer.next(0) is None
+        rounds_later(client, balancer)
+        assert recorder.value(LEASE_NOTICES, service=SERVICE, notice="StreamExpired") == 2
+        told = [hear(balancer, StreamExpired).stream for _ in range(5) if wake(client)]  # as there is room for them
+        assert sorted(told) == names(5)
+        assert silent(client, balancer)
         assert len(owners(client)) == 0
 
 
@@ -328,24 +345,24 @@ def test_who_leaves_after_the_end_of_its_leases_gives_nothing_back_in_order(
 
 
 def test_to_close_after_the_end_of_the_lease_counts_as_a_loss(client: Client) -> None:
-    watch = Watch()
+    clock = StoppedClock()
     announced(client, "s")
-    with joined(client.url, "a", lease_ms=60_000, options={"clock": watch}) as balancer:
+    with joined(client.url, "a", options={"clock": clock}) as balancer:
         hear(balancer, StreamAdded)
-        watch.ahead_ms += 60_000
+        clock.now_ms += LONG_MS
         assert balancer.close() == 1
     assert round_of(client, "b").given[0].losses == 1
 
 
 def test_a_balancer_gives_up_what_is_stuck_too_often(client: Client) -> None:
     announced(client, "s")
-    with joined(client.url, "a", most_losses=2, lease_ms=300) as balancer:
+    with joined(client.url, "a", most_losses=2) as balancer:
         for losses in (0, 1):
             assert hear(balancer, StreamAdded).lease.losses == losses
-            balancer.expect("s", 10)
+            expect_no_more(client, balancer, "s")
             assert hear(balancer, StreamDisowned).why == "stuck"
         eventually(lambda: len(dead(client)) == 1, "the dead letter")
-        assert silent(balancer)
+        assert silent(client, balancer)
         assert owners(client) == {}
 
 
@@ -411,12 +428,6 @@ def test_any_number_of_announcements_that_give_nothing_is_read_in_calls_that_end
         began = commands_run(client)
     assert len(left) - 1 == count // 1_000 + 1
     assert len(dead(client)) == (0 if text and "s0000" in text else count)
-
-
-def commands_run(client: Client) -> int:
-    """How many commands the server has run so far, those of scripts included."""
-    lines = client.execute("INFO", "commandstats").decode().splitlines()
-    return sum(int(line.partition("calls=")[2].partition(",")[0]) for line in lines if line.startswith("cmdstat_"))
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """The command line as a whole: help, errors, exit codes, pipes and terminals."""
 
+import json
 import os
 import pty
 import re
@@ -25,7 +26,8 @@ from millstream.errors import ConfigError
 from millstream.escaping import harmless, json_fields, unescape, visible
 from millstream.model import EntryId
 from millstream.server import EmbeddedServer
-from tests.support.commandline import PROGRAM, call, environment, run, start
+from tests.support.commandline import PROGRAM, Outcome, call, ended, environment, lives, run, running
+from tests.support.waiting import FAIL_SAFE_S
 
 pytestmark = [pytest.mark.cli]
 
@@ -50,16 +52,19 @@ def test_every_family_has_help(name: str) -> None:
 
 def test_light_commands_import_neither_spark_nor_what_only_others_need() -> None:
     script = (
-        "import sys\n"
+        "import json, sys\n"
         "from millstream.commands.cli import main\n"
-        "try: main(sys.argv[1:])\n"
-        "except SystemExit: pass\n"
-        "heavy = {'pyspark', 'pyarrow', 'pandas', 'matplotlib', 'rich', 'httpx'} & set(sys.modules)\n"
-        "sys.exit(f'imports {heavy}' if heavy else 0)"
+        "for args in json.loads(sys.argv[1]):\n"
+        "    try: main(args)\n"
+        "    except SystemExit: pass\n"
+        "    heavy = {'pyspark', 'pyarrow', 'pandas', 'matplotlib', 'rich', 'httpx'} & set(sys.modules)\n"
+        "    if heavy: sys.exit(f'{args} imports {heavy}')"
     )
-    for args in (["--help"], ["dlq", "--help"], ["tail", "s", "--url", NOBODY], ["info", "--url", NOBODY]):
-        done = subprocess.run([sys.executable, "-c", script, *args], capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stderr
+    light = [["--help"], ["dlq", "--help"], ["tail", "s", "--url", NOBODY], ["info", "--url", NOBODY]]
+    done = subprocess.run(
+        [sys.executable, "-c", script, json.dumps(light)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
 
 
 def test_help_needs_no_redis_client_and_no_server() -> None:
@@ -180,8 +185,7 @@ def test_a_closed_pipe_is_quiet(millstream_url: str) -> None:
 
 
 def test_ctrl_c_is_quiet_and_ends_with_code_130(millstream_url: str) -> None:
-    process = start("tail", "s", "--from", "earliest", url=millstream_url)
-    try:
+    with running("tail", "s", "--from", "earliest", url=millstream_url) as process:
         with Client(millstream_url) as client:
             client.execute("XADD", "s", "*", "a", "b")
         assert process.stdout is not None
@@ -189,10 +193,7 @@ def test_ctrl_c_is_quiet_and_ends_with_code_130(millstream_url: str) -> None:
         assert process.stdout.readline()
         assert process.stderr.readline() == b"following 1 stream; Ctrl-C ends it\n"
         process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=30)
-    finally:
-        process.kill()
-    assert (process.returncode, out, err) == (130, b"", b"")
+        assert ended(process) == Outcome(code=130, out="", err="")
 
 
 @pytest.mark.parametrize("no_color", [False, True])
@@ -204,7 +205,7 @@ def test_tables_are_drawn_in_a_terminal_and_obey_no_color(millstream_url: str, n
     assert "─" in shown
     assert "\\x1b[31mred[bold]" in shown
     assert "\x1b[31m" not in shown
-    plain = run("info", url=millstream_url)
+    plain = call("info", url=millstream_url)
     assert "─" not in plain.out
     assert "\\x1b[31mred[bold]" in plain.out
 
@@ -212,7 +213,7 @@ def test_tables_are_drawn_in_a_terminal_and_obey_no_color(millstream_url: str, n
 def test_a_question_is_asked_in_a_terminal_only(millstream_url: str) -> None:
     with Client(millstream_url) as client:
         client.execute("HSET", "millstream:{s}:s:a.h:state", "k", b"\x80")
-    unasked = run("state", "reset", "a", "h", "s", "k", url=millstream_url)
+    unasked = call("state", "reset", "a", "h", "s", "k", url=millstream_url)
     assert unasked.code == 2
     assert "add --yes" in unasked.err
     assert "Aborted" in _in_a_terminal("state", "reset", "a", "h", "s", "k", url=millstream_url, answer=b"n\n")
@@ -242,7 +243,7 @@ def _in_a_terminal(*args: str, url: str, env: dict[str, str] | None = None, answ
             if answer and b"[y/N]" in shown:
                 os.write(ours, answer)
                 answer = b""
-        process.wait(30)
+        process.wait(FAIL_SAFE_S)
     finally:
         os.close(ours)
     return shown.decode()
@@ -282,7 +283,8 @@ def test_times_are_read_as_ids_words_or_moments() -> None:
     assert parse_start("2013-01-31T06:00") == EntryId(1359612000000, 0)
     assert parse_start("2013-01-31T06:00+01:00") == EntryId(1359608400000, 0)
     assert parse_start("20130131") == EntryId(1359590400000, 0)
-    assert abs(parse_time_ms("2h") - (time.time() - 7200) * 1000) < 5000
+    before, found, after = time.time(), parse_time_ms("2h"), time.time()
+    assert (before - 7200) * 1000 - 1 <= found <= (after - 7200) * 1000
     with pytest.raises(ConfigError, match="not a time"):
         parse_start("soon")
 
@@ -296,19 +298,15 @@ def test_figures_are_written_for_people() -> None:
 
 def test_millstream_dev_runs_a_server_until_it_is_told_to_stop(tmp_path: Path) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
-        process = start("dev", "--data-dir", str(tmp_path / "data"), "--port", "0", "--json")
-        try:
+        with running("dev", "--data-dir", str(tmp_path / "data"), "--port", "0", "--json") as process:
             assert process.stdout is not None
-            line = process.stdout.readline()
-            url = line.decode().split('"')[3]
-            with Client(url) as client:
+            told = json.loads(process.stdout.readline())
+            with Client(told["url"]) as client:
                 assert client.execute("INCR", "starts") == (1 if number is signal.SIGTERM else 2)
             process.send_signal(number)
-            _, err = process.communicate(timeout=30)
-        finally:
-            process.kill()
-        assert (process.returncode, err) == (0, b"")
-        assert call("info", url=url).code == 3
+            outcome = ended(process)
+        assert (outcome.code, outcome.err) == (0, "")
+        assert not lives(told["pid"])
 
 
 def test_millstream_dev_says_so_when_its_port_is_taken_and_when_its_server_dies(
@@ -317,12 +315,9 @@ def test_millstream_dev_says_so_when_its_port_is_taken_and_when_its_server_dies(
     taken = run("dev", "--data-dir", str(tmp_path), "--port", str(millstream_server.port))
     assert taken.code == 1
     assert "is taken" in taken.err
-    process = start("dev", "--data-dir", str(tmp_path), "--port", "0", "--json")
-    try:
+    with running("dev", "--data-dir", str(tmp_path), "--port", "0", "--json") as process:
         assert process.stdout is not None
-        os.kill(int(re.findall(rb'"pid":(\d+)', process.stdout.readline())[0]), signal.SIGKILL)
-        _, err = process.communicate(timeout=30)
-    finally:
-        process.kill()
-    assert process.returncode == 1
-    assert err.startswith(b"error: redis-server has ended")
+        os.kill(json.loads(process.stdout.readline())["pid"], signal.SIGKILL)
+        outcome = ended(process)
+    assert outcome.code == 1
+    assert outcome.err.startswith("error: redis-server has ended")

@@ -10,7 +10,7 @@ from millstream.client import Client
 from millstream.deadletters import DeadLetter
 from millstream.naming import HandlerKeys
 from millstream.testing.topologies import acl_server, cluster, sentinel_trio, tls_server
-from tests.support.commandline import call, run
+from tests.support.commandline import call
 
 pytestmark = [pytest.mark.cli]
 
@@ -64,11 +64,11 @@ def test_a_command_that_a_user_may_not_run_is_named(tmp_path: Path) -> None:
     path.write_text("n\n1\n")
     with acl_server(["reader >secret ~orders* +@read +@connection"]) as server:
         url = server.urls["reader"]
-        refused = run("publish", "orders", str(path), url=url)
+        refused = call("publish", "orders", str(path), url=url)
         assert refused.code == 3
         assert "the Redis user may not do" in refused.err
-        assert run("tail", "orders", "--no-follow", url=url).code == 0
-        assert run("tail", "others", "--no-follow", url=url).code == 3
+        assert call("tail", "orders", "--no-follow", url=url).code == 0
+        assert call("tail", "others", "--no-follow", url=url).code == 3
 
 
 def _have_letters(url: str) -> None:

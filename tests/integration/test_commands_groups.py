@@ -3,19 +3,21 @@
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 
 from millstream import App, Message, Reject
+from millstream.asking import server_time_ms
 from millstream.client import Client
-from millstream.clock import SYSTEM_CLOCK
 from millstream.groups import Consumer, Group
 from millstream.inspection import inspect
 from millstream.ledger import Ledger
 from millstream.naming import HandlerKeys
 from millstream.reliable import ReliableStream
-from millstream.worker import ReadingLoop, WorkerPolicy
 from tests.support.commandline import call
+from tests.support.waiting import FAIL_SAFE_S, eventually
+from tests.support.workers import LONG_AGO_MS, QUICK, working
 
 pytestmark = [pytest.mark.cli, pytest.mark.groups]
 
@@ -243,38 +245,42 @@ def test_a_claim_for_nobody_or_of_nothing_is_refused(client: Client, group: Grou
 # --- The groups of handlers ---
 
 
-@contextmanager
-def working(client: Client, *, pause_ms: float = 0.0) -> Iterator[list[str]]:
-    """A worker of shop.bill works meanwhile; yields the ids that its handler was run on."""
-    app, seen = App("shop"), list[str]()
+class Bill:
+    """The handler shop.bill. It stops at some messages until it is told to go on, and refuses 13 unless it is `lucky`."""
 
-    @app.handler("s", into="out", name="bill")
-    def bill(message: Message) -> dict[str, str]:
-        seen.append(message.id)
-        SYSTEM_CLOCK.sleep_ms(pause_ms)
-        if message.text("n") == "13" and len(seen) < 100:
+    def __init__(self, *stops: int) -> None:
+        self.seen: list[int] = []
+        self.lucky = False
+        self._stops = {number: threading.Event() for number in stops}
+
+    def bill(self, message: Message) -> dict[str, int]:
+        """Give the number of the message."""
+        number = int(message.text("n") or 0)
+        self.seen.append(number)
+        if number in self._stops:
+            assert self._stops[number].wait(FAIL_SAFE_S)
+        if number == 13 and not self.lucky:
             raise Reject("unlucky")
-        return {"n": message.text("n") or ""}
+        return {"n": number}
 
-    policy = WorkerPolicy(block_ms=100, claim_ms=300, sweep_ms=50, stop_ms=5_000, threads=1)
-    loop = ReadingLoop(app.handlers["bill"], client.url, consumer="w", policy=policy)
-    failures: list[BaseException] = []
-
-    def run() -> None:
+    @contextmanager
+    def stopped_at(self, number: int) -> Iterator[None]:
+        """Once it works on this message; at the end it goes on."""
+        eventually(lambda: number in self.seen, f"message {number} to be worked on")
         try:
-            loop.run()
-        except Exception as error:  # noqa: BLE001 - raised below
-            failures.append(error)
+            yield
+        finally:
+            self._stops[number].set()
 
-    thread = threading.Thread(target=run)
-    thread.start()
-    try:
-        yield seen
-    finally:
-        loop.stop()
-        thread.join(20)
-    if failures:
-        raise failures[0]
+
+@contextmanager
+def billing(client: Client, *stops: int, claim_ms: int = LONG_AGO_MS) -> Iterator[Bill]:
+    """A worker of shop.bill works meanwhile."""
+    app, bill = App("shop"), Bill(*stops)
+    app.handler("s", into="out", name="bill")(bill.bill)
+    policy = replace(QUICK, claim_ms=claim_ms, threads=1)
+    with working(client, app.handlers["bill"], "w", policy=policy):
+        yield bill
 
 
 def outputs(client: Client) -> list[int]:
@@ -282,10 +288,7 @@ def outputs(client: Client) -> list[int]:
 
 
 def wait_for_outputs(client: Client, count: int) -> None:
-    end_ms = SYSTEM_CLOCK.monotonic_ms() + 20_000
-    while client.execute("XLEN", "out") < count:
-        assert SYSTEM_CLOCK.monotonic_ms() < end_ms
-        SYSTEM_CLOCK.sleep_ms(5)
+    eventually(lambda: client.execute("XLEN", "out") >= count, f"{count} outputs")
 
 
 @pytest.mark.parametrize("words", [("create",), ("set-id", "--at", "earliest", "--yes"), ("set-id", "--at", "latest")])
@@ -303,12 +306,12 @@ def test_the_place_of_a_handler_is_not_changed_by_its_group_and_it_is_said_how(
 
 def test_destroying_the_group_of_a_handler_at_work_loses_and_doubles_nothing(client: Client) -> None:
     add(client, 400)
-    with working(client, pause_ms=1):
-        for wanted in (50, 200):
-            wait_for_outputs(client, wanted)
-            outcome = call("groups", "destroy", "s", KEYS.group, "--yes", url=client.url)
-            assert outcome.code == 0, outcome.err
-            assert "goes on where it stands" in outcome.err
+    with billing(client, 50, 200) as bill:
+        for number in (50, 200):
+            with bill.stopped_at(number):
+                outcome = call("groups", "destroy", "s", KEYS.group, "--yes", url=client.url)
+                assert outcome.code == 0, outcome.err
+                assert "goes on where it stands" in outcome.err
         wait_for_outputs(client, 399)
     assert outputs(client) == [n for n in range(1, 401) if n != 13]
 
@@ -323,20 +326,19 @@ def test_a_handlers_group_without_a_ledger_is_not_destroyed_as_it_would_begin_an
 
 def test_entries_that_are_taken_from_a_worker_by_hand_are_committed_once(client: Client) -> None:
     add(client, 200)
-    with working(client, pause_ms=1) as seen:
-        wait_for_outputs(client, 20)
-        outcome = call("claim", "s", KEYS.group, "x", "--min-idle", "0s", "--create", "--json", url=client.url)
-        assert len(outcome.json()["claimed"]) > 0
-        assert "adopt by themselves" in outcome.err
+    with billing(client, 20, claim_ms=300) as bill:
+        with bill.stopped_at(20):
+            outcome = call("claim", "s", KEYS.group, "x", "--min-idle", "0s", "--create", "--json", url=client.url)
+            assert "20-0" in outcome.json()["claimed"]
+            assert "adopt by themselves" in outcome.err
         wait_for_outputs(client, 199)
         call("groups", "delete-consumer", "s", KEYS.group, "x", "--heir", "w", "--yes", url=client.url)
     assert outputs(client) == [n for n in range(1, 201) if n != 13]
-    assert len(seen) >= 200
+    assert set(bill.seen) == set(range(1, 201))
 
 
 def test_info_shows_what_workers_have_in_hand(client: Client) -> None:
-    server_s, _ = client.execute("TIME")
-    now_ms = int(server_s) * 1_000
+    now_ms = server_time_ms(client)
     stream = ReliableStream(client, "s", app="shop", handler="bill", consumer="w")
     stream.join()
     for age_s in (90, 80, 70, 60, 50, 40):
@@ -345,11 +347,12 @@ def test_info_shows_what_workers_have_in_hand(client: Client) -> None:
     stream.acknowledge(found[0])
     stream.checkpoint()
     (handler,) = inspect(client).handlers
+    later_ms = server_time_ms(client) - now_ms
     assert (handler.engine, handler.consumers, handler.pending) == ("workers", 1, 3)
     assert (handler.lag, handler.lag_exact) == (5, True)  # three in hand, two waiting
     assert handler.frontier == f"{now_ms - 60_000}-0"
     assert handler.oldest_age_ms == handler.oldest_pending_age_ms
-    assert 80_000 <= (handler.oldest_pending_age_ms or 0) < 90_000
+    assert 80_000 <= (handler.oldest_pending_age_ms or 0) <= 80_000 + later_ms
     assert call("info", "--json", url=client.url).json()["handlers"][0]["pending"] == 3
     assert "workers (1)" in call("info", url=client.url).out
     stream.acknowledge(*found[1:])
@@ -370,8 +373,10 @@ def test_info_tells_when_a_handler_has_moved_to_spark(client: Client) -> None:
 
 def test_a_dead_letter_of_a_worker_is_listed_and_redriven_once(client: Client) -> None:
     add(client, 150)
-    with working(client):
+    with billing(client) as bill:
         wait_for_outputs(client, 149)
+        eventually(lambda: client.execute("XLEN", KEYS.dead) == 1, "the dead letter")
+        bill.lucky = True
         (letter,) = call("dlq", "list", "--json", url=client.url).json_lines()
         assert (letter["handler"], letter["id"], letter["reason"]) == ("bill", "13-0", "rejected")
         assert call("dlq", "redrive", "--all", "--yes", "--json", url=client.url).json()["redriven"] == 1

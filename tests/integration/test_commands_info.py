@@ -1,12 +1,13 @@
 """`millstream info` and `millstream state`."""
 
+import itertools
 import threading
-import time
 from collections.abc import Sequence
 
 import msgspec
 import pytest
 
+from millstream.asking import server_time_ms
 from millstream.client import Client
 from millstream.inspection import inspect
 from millstream.ledger import Ledger, Unit
@@ -17,12 +18,14 @@ from millstream.spark.options import parse
 from millstream.spark.places import START
 from millstream.spark.presence import keep_present, say_present
 from millstream.spark.taking import Taker
+from tests.support.clocks import HandClock
 from tests.support.commandline import call
-from tests.support.waiting import eventually
+from tests.support.waiting import FAIL_SAFE_S, eventually
 
 pytestmark = [pytest.mark.cli]
 
 KEYS = HandlerKeys("airline", "departure", "flights")
+ENDLESS_MS = 1e12
 
 
 def fill(client: Client, stream: str, count: int, size: int = 1) -> None:
@@ -50,7 +53,7 @@ def test_nothing_is_found_in_an_empty_redis(client: Client) -> None:
 
 
 def test_streams_are_shown_with_their_ends_ages_and_groups(client: Client) -> None:
-    now_ms = int(time.time() * 1000)
+    now_ms = server_time_ms(client)
     client.execute("XADD", "s", f"{now_ms - 60_000}-0", "a", "b")
     client.execute("XADD", "s", f"{now_ms}-0", "a", "b")
     client.execute("XGROUP", "CREATE", "s", "workers", "0")
@@ -58,9 +61,10 @@ def test_streams_are_shown_with_their_ends_ages_and_groups(client: Client) -> No
     client.execute("XGROUP", "CREATE", "empty", "g", "$", "MKSTREAM")
     client.execute("SET", "no stream", "x")
     empty, filled = inspect(client).streams
+    later_ms = server_time_ms(client) - now_ms
     assert (empty.name, empty.length, empty.first_id, empty.oldest_age_ms) == ("empty", 0, None, None)
     assert (filled.length, filled.first_id, filled.last_id) == (2, f"{now_ms - 60_000}-0", f"{now_ms}-0")
-    assert 59_000 < (filled.oldest_age_ms or 0) < 70_000
+    assert 60_000 <= (filled.oldest_age_ms or 0) <= 60_000 + later_ms
     assert [(group.name, group.consumers, group.pending) for group in filled.groups] == [("workers", 1, 1)]
     assert "workers (1, 1)" in call("info", url=client.url).out
     assert (
@@ -90,12 +94,11 @@ def test_the_lag_is_exact_whatever_was_deleted(
     frontier(client, position)
     if deleted:
         client.execute("XDEL", "flights", *(f"{number}-0" for number in deleted))
-    report = handler(inspect(client))
+    before_ms, report, after_ms = server_time_ms(client), handler(inspect(client)), server_time_ms(client)
     assert (report.lag, report.lag_exact, report.frontier) == (lag, True, position)
-    now_ms = time.time() * 1000
     assert (report.oldest_age_ms is None) == (first_waiting is None)
     if first_waiting is not None:
-        assert abs(now_ms - first_waiting - (report.oldest_age_ms or 0)) < 10_000
+        assert before_ms <= first_waiting + (report.oldest_age_ms or 0) <= after_ms
 
 
 def test_a_lag_that_redis_does_not_know_is_counted_and_what_nobody_knows_is_said_so(client: Client) -> None:
@@ -115,14 +118,14 @@ def test_counting_stops_when_its_time_is_over_and_says_so(client: Client) -> Non
     report = handler(inspect(client, budget_ms=0))
     assert not report.lag_exact
     assert 500 <= (report.lag or 0) < 29_999
-    assert handler(inspect(client, budget_ms=60_000)).lag == 29_999
+    assert handler(inspect(client, budget_ms=ENDLESS_MS)).lag == 29_999
 
 
 def test_huge_entries_are_counted_a_few_at_a_time(client: Client) -> None:
     fill(client, "flights", 200, size=200_000)
     frontier(client, "1-0")
     assert handler(inspect(client, budget_ms=0)).lag == 50
-    assert handler(inspect(client, budget_ms=60_000)).lag == 199
+    assert handler(inspect(client, budget_ms=ENDLESS_MS)).lag == 199
 
 
 def test_handlers_are_shown_with_their_counters_and_letters(client: Client) -> None:
@@ -161,13 +164,13 @@ def test_a_handler_is_summed_up_over_its_streams(client: Client) -> None:
     client.execute("XCLAIM", "c", keys.group, "waiting", 0, "1-0", "2-0", "FORCE", "JUSTID")
     frontier(client, "2-0", keys)
     client.execute("XADD", keys.dead, "*", "a", "b")
-    found = reader(inspect(client), "shop.bill")
+    before_ms, found = server_time_ms(client), reader(inspect(client), "shop.bill")
     assert (found.kind, found.how, found.at_work, found.streams) == ("handler", ("spark by key",), 0, 3)
     assert (found.behind, found.exact, found.least, found.mean, found.most) == (8, True, 0, 8 / 3, 5)
     assert found.furthest == (("c", 5), ("b", 3))
     assert (found.pending, found.parked, found.waiting) == (2, 2, 1)
     assert (found.arrived, found.done) == (15, 7)
-    assert abs(time.time() * 1000 - 1 - (found.oldest_age_ms or 0)) < 10_000
+    assert before_ms <= 1 + (found.oldest_age_ms or 0) <= server_time_ms(client)
     client.execute("HDEL", HandlerKeys("shop", "bill", "a").meta, "frontier")
     unsure = reader(inspect(client), "shop.bill")
     assert (unsure.behind, unsure.exact, unsure.least, unsure.mean) == (8, False, 3, 4)
@@ -224,7 +227,7 @@ def test_who_is_at_work_on_spark_is_told_by_the_run(client: Client) -> None:
         eventually(lambda: handler(inspect(client)).workers == ("spark:departure",), "the run is seen")
     finally:
         over.set()
-        run.join()
+        run.join(FAIL_SAFE_S)
     assert "spark (1)" in call("info", url=client.url).out
     assert 0 < client.execute("PTTL", held_name("airline", "spark:departure")) <= 30_000
 
@@ -234,36 +237,39 @@ def test_two_looks_tell_rates(client: Client, monkeypatch: pytest.MonkeyPatch) -
     frontier(client, "4-0")
     client.execute("HSET", KEYS.meta, "committed", 4)
 
-    def meanwhile(seconds: float) -> None:
-        client.pipeline([("XADD", "flights", f"{n}-0", "n", n) for n in range(11, 31)])
-        client.execute("HSET", KEYS.meta, "committed", 14)
-        pause(seconds)
+    class Meanwhile(HandClock):
+        """While it sleeps, the streams grow and the handler works."""
 
-    pause = time.sleep
-    monkeypatch.setattr("millstream.commands.info.time.sleep", meanwhile)
+        def monotonic(self) -> float:
+            return self.monotonic_ms() / 1000
+
+        def sleep(self, seconds: float) -> None:
+            client.pipeline([("XADD", "flights", f"{n}-0", "n", n) for n in range(11, 31)])
+            client.execute("HSET", KEYS.meta, "committed", 14)
+            self.sleep_ms(seconds * 1000)
+
+    monkeypatch.setattr("millstream.commands.info.time", Meanwhile())
     (row,) = call("info", "--over", "2s", "--json", url=client.url).json()["readers"]
-    assert row["arriving_per_s"] == pytest.approx(10, rel=0.3)
-    assert row["done_per_s"] == pytest.approx(5, rel=0.3)
+    assert (row["arriving_per_s"], row["done_per_s"]) == (10.0, 5.0)
     assert call("info", "--over", "soon", url=client.url).code == 2
 
 
-def test_ten_thousand_streams_take_about_a_second(client: Client) -> None:
-    client.pipeline([("XADD", f"s{number}", "1-0", "a", "b") for number in range(10_000)])
-    client.pipeline([("XADD", f"s{number}", "2-0", "a", "b") for number in range(10_000)])
-    client.pipeline([("HSET", HandlerKeys("a", "h", f"s{n}").meta, "frontier", "1-0") for n in range(10_000)])
-    client.pipeline([("XGROUP", "CREATE", f"s{n}", "billing", "1-0") for n in range(10_000)])
-    client.pipeline([("XREADGROUP", "GROUP", "billing", "w", "STREAMS", f"s{n}", ">") for n in range(5_000)])
-    began = time.process_time(), time.monotonic()
-    found = inspect(client)
-    busy, waited = time.process_time() - began[0], time.monotonic() - began[1]
-    assert len(found.streams) == 10_000
-    assert sum(report.lag or 0 for report in found.handlers) == 10_000
-    assert (reader(found, "billing").behind, reader(found, "billing").pending) == (10_000, 5_000)
-    # The machine of a test may be busy with others: our own work is what has to stay small.
-    assert busy < 4, f"{busy:.1f} s of work, {waited:.1f} s in all"
+def test_thousands_of_streams_take_a_few_round_trips(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    client.pipeline([("XADD", f"s{number}", "1-0", "a", "b") for number in range(2_000)])
+    client.pipeline([("XADD", f"s{number}", "2-0", "a", "b") for number in range(2_000)])
+    client.pipeline([("HSET", HandlerKeys("a", "h", f"s{n}").meta, "frontier", "1-0") for n in range(2_000)])
+    client.pipeline([("XGROUP", "CREATE", f"s{n}", "billing", "1-0") for n in range(2_000)])
+    client.pipeline([("XREADGROUP", "GROUP", "billing", "w", "STREAMS", f"s{n}", ">") for n in range(1_000)])
+    trips, exchange = itertools.count(), Client._exchange
+    monkeypatch.setattr(Client, "_exchange", lambda *args: (next(trips), exchange(*args))[1])
+    found = inspect(client, clock=HandClock())
+    assert next(trips) < 100, "how long that takes, `python -m benchmarks info` says"
+    assert len(found.streams) == 2_000
+    assert sum(report.lag or 0 for report in found.handlers) == 2_000
+    assert (reader(found, "billing").behind, reader(found, "billing").pending) == (2_000, 1_000)
     shown = call("info", url=client.url)
     assert shown.out.count("\n") < 120
-    assert "and 9,950 more streams; --limit or --json shows them" in shown.err
+    assert "and 1,950 more streams; --limit or --json shows them" in shown.err
 
 
 # --- State ---

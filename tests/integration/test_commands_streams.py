@@ -10,14 +10,14 @@ import pytest
 from millstream.balancer import Balancer, BalancerPolicy, StreamAdded, StreamDisowned
 from millstream.client import Client
 from millstream.naming import ServiceKeys
-from tests.integration.test_worker import make, working
-from tests.support.commandline import call, run
-from tests.support.waiting import eventually
+from tests.support.commandline import call
+from tests.support.waiting import FAIL_SAFE_S, eventually
+from tests.support.workers import make, working
 
 pytestmark = [pytest.mark.cli, pytest.mark.balancer]
 
 KEYS = ServiceKeys("calls")
-QUICK = BalancerPolicy(lease_ms=600)
+STEADY = BalancerPolicy(lease_ms=300_000)
 
 
 def test_streams_are_announced_shown_released_and_done(client: Client) -> None:
@@ -28,10 +28,10 @@ def test_streams_are_announced_shown_released_and_done(client: Client) -> None:
     assert (found["streams"], found["unread"], found["consumers"]) == (0, 2, [])
     client.execute("XADD", "call:1", "*", "n", 1)
     client.execute("XGROUP", "CREATE", "call:1", "readers", "0")
-    with Balancer(client.url, "calls", consumer="me", policy=QUICK) as balancer:
+    with Balancer(client.url, "calls", consumer="me", policy=STEADY) as balancer:
         leases = {}
         for _ in range(2):
-            notice = balancer.next(5)
+            notice = balancer.next(FAIL_SAFE_S)
             assert isinstance(notice, StreamAdded)
             leases[notice.stream] = notice.lease
         assert leases["call:1"].info == {"tariff": 1}
@@ -45,12 +45,12 @@ def test_streams_are_announced_shown_released_and_done(client: Client) -> None:
         shown = call("streams", "calls", *url).out
         assert "2 streams: 2 with an owner, 0 free; 0 announced and not read yet, 0 dead letters" in shown
         assert call("release", "calls", "call:1", *url).out == "call:1 is released\n"
-        told = [balancer.next(5) for _ in range(2)]
+        told = [balancer.next(FAIL_SAFE_S) for _ in range(2)]
         assert any(isinstance(one, StreamDisowned) and one.lease == leases["call:1"] for one in told)
         again = next(one.lease for one in told if isinstance(one, StreamAdded))
         assert (again.stream, again.token > leases["call:1"].token) == ("call:1", True)
         assert call("done", "calls", "call:2", "--yes", *url).out == "call:2 is done\n"
-        gone = balancer.next(5)
+        gone = balancer.next(FAIL_SAFE_S)
         assert isinstance(gone, StreamDisowned)
         assert gone.stream == "call:2"
     assert client.execute("HKEYS", KEYS.streams) == [b"call:1"]
@@ -73,8 +73,8 @@ def test_what_is_not_known_is_named(client: Client) -> None:
 def test_what_is_half_done_is_not_called_wrong_usage(client: Client) -> None:
     url = ("--url", client.url)
     call("announce", "calls", "call:1", *url)
-    with Balancer(client.url, "calls", consumer="me", policy=QUICK) as balancer:
-        assert isinstance(balancer.next(5), StreamAdded)
+    with Balancer(client.url, "calls", consumer="me", policy=STEADY) as balancer:
+        assert isinstance(balancer.next(FAIL_SAFE_S), StreamAdded)
         some = call("release", "calls", "nope", "call:1", *url)
         assert (some.code, some.out, "'nope'" in some.err) == (1, "call:1 is released\n", True)
         assert call("release", "calls", "nope", *url).code == 2
@@ -85,7 +85,7 @@ def test_many_streams_are_announced_at_once_or_none(client: Client) -> None:
     first = call("announce", "calls", "call:1", "call:2", *url)
     assert first.out == "call:1 is announced to calls\ncall:2 is announced to calls\n"
     assert "'calls' is new here" in first.err
-    assert run("announce", "calls", "-", *url, stdin=b"call:3\ncall:4\n").code == 0
+    assert call("announce", "calls", "-", *url, stdin=b"call:3\ncall:4\n").code == 0
     assert call("announce", "calls", "call:5", "call:a}b", *url).code == 2
     assert client.execute("XLEN", KEYS.input) == 4
     rows = call("announce", "calls", "call:6", "call:7", "--json", *url).json_lines()
@@ -117,7 +117,7 @@ def test_a_handler_is_announced_to_where_it_listens(client: Client) -> None:
 def test_dead_letters_are_counted_and_it_is_said_how_to_see_them(client: Client) -> None:
     url = ("--url", client.url)
     client.execute("XADD", KEYS.input, "*", "no", "announcement")
-    with Balancer(client.url, "calls", consumer="me", policy=QUICK):
+    with Balancer(client.url, "calls", consumer="me", policy=STEADY):
         eventually(lambda: client.execute("XLEN", KEYS.dead) == 1)
     found = call("streams", "calls", *url)
     assert "1 dead letter" in found.out

@@ -4,13 +4,13 @@ import json
 import re
 import signal
 import subprocess
-import time
 
 import pytest
 
 from millstream.client import Client
 from millstream.server import EmbeddedServer
-from tests.support.commandline import call, start
+from tests.support.commandline import Outcome, call, ended, running
+from tests.support.waiting import eventually
 
 pytestmark = [pytest.mark.cli]
 
@@ -80,15 +80,11 @@ def test_what_is_not_there_is_said(client: Client) -> None:
 def test_what_is_added_after_it_has_said_that_it_follows_is_shown(client: Client, streams: list[str]) -> None:
     fill(client, "a", 3)
     fill(client, "b", 3)
-    process = start("tail", *streams, "--json", url=client.url)
-    try:
+    with running("tail", *streams, "--json", url=client.url) as process:
         assert process.stderr is not None
         assert process.stderr.readline().startswith(b"following 2 streams")
         client.execute("XADD", "a", "*", "n", 4)
         assert [entry["fields"] for entry in lines(process, 1)] == [{"n": "4"}]
-    finally:
-        process.kill()
-        process.communicate()
 
 
 def test_an_empty_end_is_an_end(client: Client) -> None:
@@ -137,14 +133,10 @@ def test_a_long_value_is_cut_for_people_and_whole_in_json(client: Client) -> Non
 
 def test_following_shows_only_what_comes_and_all_of_it(client: Client) -> None:
     fill(client, "a", 5)
-    process = start("tail", "a", "b", "--json", url=client.url)
-    try:
+    with running("tail", "a", "b", "--json", url=client.url) as process:
         _until_it_waits(client)
         client.pipeline([("XADD", stream, "*", "n", number) for number in range(700) for stream in ("a", "b")])
         shown = lines(process, 1_400)
-    finally:
-        process.kill()
-        process.communicate()
     for stream in ("a", "b"):
         fields = [entry["fields"] for entry in shown if entry["stream"] == stream]
         assert fields == [{"n": str(number)} for number in range(700)]
@@ -153,38 +145,31 @@ def test_following_shows_only_what_comes_and_all_of_it(client: Client) -> None:
 def test_following_goes_on_after_redis_was_away(millstream_fresh_server: EmbeddedServer) -> None:
     with Client(millstream_fresh_server.url) as client:
         fill(client, "s", 3)
-        process = start("tail", "s", "--from", "2", "--json", url=client.url)
-        try:
+        with running("tail", "s", "--from", "2", "--json", url=client.url) as process:
             assert [entry["id"] for entry in lines(process, 2)] == ["2-1", "3-1"]
             millstream_fresh_server.kill()
-            time.sleep(0.5)
+            assert process.stderr is not None
+            assert any(b"the router waits for Redis" in line for line in process.stderr)
             millstream_fresh_server.start()
             client.patiently(lambda: client.execute("XADD", "s", "4-1", "n", 4), what="the test")
             assert [entry["id"] for entry in lines(process, 1)] == ["4-1"]
-        finally:
-            process.kill()
-            _, err = process.communicate()
-    assert b"the router waits for Redis" in err
 
 
 def test_the_streams_of_a_pattern_are_followed_and_those_made_later_and_ctrl_c_ends_it(client: Client) -> None:
     fill(client, "a:1", 3)
     fill(client, "b:1", 3)
-    process = start("tail", "a:*", "--json", url=client.url)
-    try:
+    with running("tail", "a:*", "--json", url=client.url) as process:
         _until_it_waits(client)
         client.execute("XADD", "a:1", "*", "n", 4)
         client.execute("XADD", "b:1", "*", "n", 4)
         fill(client, "a:2", 2)
         shown = lines(process, 3)
         process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=20)
-    finally:
-        process.kill()
+        outcome = ended(process)
     found = sorted((str(entry["stream"]), str(entry["fields"])) for entry in shown)
     assert found == [("a:1", "{'n': '4'}"), ("a:2", "{'n': '1'}"), ("a:2", "{'n': '2'}")]
-    assert (process.returncode, out) == (130, b"")
-    assert err == b"following 1 stream, and those made later that match a:*; Ctrl-C ends it\n"
+    said = "following 1 stream, and those made later that match a:*; Ctrl-C ends it\n"
+    assert outcome == Outcome(code=130, out="", err=said)
 
 
 def test_a_thousand_streams_of_a_pattern_are_shown_from_after_an_id(client: Client) -> None:
@@ -199,43 +184,36 @@ def test_a_thousand_streams_of_a_pattern_are_shown_from_after_an_id(client: Clie
 
 def test_who_begins_at_a_time_that_a_stream_does_not_reach_is_shown_what_comes(client: Client) -> None:
     fill(client, "old", 3)
-    process = start("tail", "old", "none", "--from", "1h", "--json", url=client.url)
-    try:
+    with running("tail", "old", "none", "--from", "1h", "--json", url=client.url) as process:
         _until_it_waits(client)
         client.pipeline([("XADD", stream, "*", "n", 4) for stream in ("old", "none")])
         shown = lines(process, 2)
-    finally:
-        process.kill()
-        process.communicate()
     assert sorted(str(entry["stream"]) for entry in shown) == ["none", "old"]
 
 
 @pytest.mark.parametrize("form", [(), ("--json",)])
 def test_what_cannot_be_shown_any_more_is_told_at_its_place(client: Client, form: tuple[str, ...]) -> None:
     fill(client, "s", 5)
-    process = start("tail", "s*", "--from", "5", *form, url=client.url)
-    try:
+    with running("tail", "s*", "--from", "5", *form, url=client.url) as process:
         assert process.stdout is not None
         process.stdout.readline()
         client.pipeline([("DEL", "s"), ("XADD", "s", "1-1", "n", "new")])
         shown = [process.stdout.readline() for _ in range(2 if form else 1)]
-    finally:
         process.kill()
-        _, err = process.communicate()
+        err = ended(process).err
     assert b"1-1" in shown[-1]
     if form:
         assert json.loads(shown[0]) == {
             "event": "gap", "stream": "s", "after": "5-1", "reason": "recreated", "missed": None
         }  # fmt: skip
     else:
-        assert b"s: the stream was deleted and made anew, after 5-1\n" in err
+        assert "s: the stream was deleted and made anew, after 5-1\n" in err
 
 
 def test_a_stream_of_a_pattern_that_becomes_something_else_is_left_out(client: Client) -> None:
     fill(client, "s:1", 1)
     fill(client, "s:2", 1)
-    process = start("tail", "s:*", "--json", url=client.url)
-    try:
+    with running("tail", "s:*", "--json", url=client.url) as process:
         _until_it_waits(client)
         client.execute("SET", "s:1", "text")
         assert process.stderr is not None
@@ -246,24 +224,19 @@ def test_a_stream_of_a_pattern_that_becomes_something_else_is_left_out(client: C
         assert lines(process, 1)[0]["stream"] == "s:2"
         client.execute("XADD", "s:1", "*", "n", 2)
         assert lines(process, 1)[0]["stream"] == "s:1"
-    finally:
-        process.kill()
-        process.communicate()
 
 
 def test_a_stream_of_a_pattern_that_may_not_be_read_is_named_and_not_counted(client: Client) -> None:
     for name in ("s:1", "s:2", "s:3"):
         fill(client, name, 1)
     client.execute("ACL", "SETUSER", "some", "reset", "on", ">secret", "+@all", "~s:1", "~s:2")
-    process = start("tail", "s:*", "--json", url=client.url.replace("redis://", "redis://some:secret@"))
     try:
-        assert process.stderr is not None
-        said = [process.stderr.readline() for _ in range(2)]
-        client.execute("XADD", "s:2", "*", "n", 2)
-        assert lines(process, 1)[0]["stream"] == "s:2"
+        with running("tail", "s:*", "--json", url=client.url.replace("redis://", "redis://some:secret@")) as process:
+            assert process.stderr is not None
+            said = [process.stderr.readline() for _ in range(2)]
+            client.execute("XADD", "s:2", "*", "n", 2)
+            assert lines(process, 1)[0]["stream"] == "s:2"
     finally:
-        process.kill()
-        process.communicate()
         client.execute("ACL", "DELUSER", "some")
     assert said[0].startswith(b"WARNING tail leaves out s:3: the Redis user may not do ")
     assert said[1].startswith(b"following 2 streams, ")
@@ -271,7 +244,5 @@ def test_a_stream_of_a_pattern_that_may_not_be_read_is_named_and_not_counted(cli
 
 def _until_it_waits(client: Client) -> None:
     """Until it has read once: what is added then has to be shown."""
-    deadline = time.monotonic() + 30
-    while not re.search(rb" name=millstream-router .* cmd=(xread|xinfo)", client.execute("CLIENT", "LIST")):
-        assert time.monotonic() < deadline, "tail does not begin to wait"
-        time.sleep(0.02)
+    reads = re.compile(rb" name=millstream-router .* cmd=(xread|xinfo)")
+    eventually(lambda: reads.search(client.execute("CLIENT", "LIST")), "tail to have read")

@@ -1,32 +1,38 @@
 """`millstream worker`, as processes of its own, on a real Redis."""
 
-import json
-import os
 import signal
 import subprocess
-import time
+import sys
 from pathlib import Path
 
 import httpx
 import pytest
 
 from millstream.client import Client
-from tests.support.commandline import free_port, run, start
-from tests.support.waiting import eventually
+from millstream.reliable import HANDED_BACK_MS
+from millstream.worker import names
+from tests.support.commandline import Outcome, call, ended, lives, reserved_port, running
+from tests.support.waiting import FAIL_SAFE_S, eventually
 
 pytestmark = [pytest.mark.cli, pytest.mark.worker]
 
+ENDLESS_S = "1000000"
+
 APP = """
-import os, time
+import glob, os, time
 from millstream import App, Message
 
 app = App("shop")
 
-@app.handler("orders", into="done", time_limit_ms=60_000)
+@app.handler("orders", into="done", time_limit_ms=10_000_000)
 def handle(message: Message):
     print("a handler may print")
     print('{"event": "figures"}')
     time.sleep(float(message.fields.get("wait", b"0")))
+    if b"meet" in message.pairs:
+        open(f"{os.environ['MARKER']}-met-{os.getpid()}", "w").close()
+        while len(glob.glob(os.environ["MARKER"] + "-met-*")) < 2:
+            time.sleep(0.01)
     if b"die" in message.pairs and not os.path.exists(os.environ["MARKER"]):
         open(os.environ["MARKER"], "w").close()
         os._exit(9)
@@ -43,6 +49,8 @@ def app(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     path = tmp_path / "shop_app.py"
     path.write_text(APP)
     monkeypatch.setenv("MARKER", str(tmp_path / "marker"))
+    monkeypatch.setattr(sys, "path", [*sys.path])  # what is called in this process leaves no trace of the app
+    monkeypatch.delitem(sys.modules, path.stem, raising=False)
     return f"{path}:app"
 
 
@@ -55,94 +63,85 @@ def done(client: Client) -> list[dict[bytes, bytes]]:
     return [dict(zip(pairs[::2], pairs[1::2], strict=True)) for _, pairs in entries]
 
 
-def end(worker: subprocess.Popen[bytes], number: int = signal.SIGTERM) -> tuple[int, str, str]:
+def end(worker: subprocess.Popen[bytes], number: int = signal.SIGTERM) -> Outcome:
     worker.send_signal(number)
-    out, err = worker.communicate(timeout=40)
-    return worker.returncode, out.decode(), err.decode()
+    return ended(worker)
 
 
 def test_processes_share_the_work_say_what_they_did_and_end_in_order(client: Client, app: str) -> None:
-    worker = start("worker", app, "--processes", "2", "--threads", "1", "--json", url=client.url)
-    eventually(lambda: len(client.execute("KEYS", "millstream:worker:shop:*")) == 2)
-    fill(client, 200, "wait", "0.02")
-    eventually(lambda: len(done(client)) == 200)
-    code, out, err = end(worker)
-    events = [json.loads(line) for line in out.splitlines()]
-    assert (code, events[0]["event"], events[-1]) == (0, "started", {"event": "stopped"})
+    fill(client, 200, "x", "meet")  # a process goes on once another has begun as well
+    options = ("--processes", "2", "--threads", "1", "--prefetch", "10", "--json")
+    with running("worker", app, *options, url=client.url) as worker:
+        eventually(lambda: len(done(client)) == 200, "all messages to be done")
+        assert len(client.execute("KEYS", "millstream:worker:shop:*")) == 2
+        outcome = end(worker)
+    events = outcome.json_lines()
+    assert (outcome.code, events[0]["event"], events[-1]) == (0, "started", {"event": "stopped"})
     last = {event["worker"]: event["handlers"]["handle"] for event in events if event["event"] == "figures"}
     assert sum(figures["committed"] for figures in last.values()) == 200
     assert len({entry[b"pid"] for entry in done(client)}) == 2
-    assert err.startswith("left out, as they need Spark: the stages copy; `millstream run` runs them\n")
-    assert err.count("a handler may print") == err.count('{"event": "figures"}') == 200
+    assert outcome.err.startswith("left out, as they need Spark: the stages copy; `millstream run` runs them\n")
+    assert outcome.err.count("a handler may print") == outcome.err.count('{"event": "figures"}') == 200
     assert client.execute("XPENDING", "orders", "millstream:shop.handle")[0] == 0
 
 
 def test_a_process_that_dies_is_started_again_under_its_name_and_goes_on(client: Client, app: str) -> None:
     fill(client, 20)
     client.execute("XADD", "orders", "*", "n", 20, "x", "die")
-    worker = start("worker", app, "--name", "till", url=client.url)
-    eventually(lambda: len(done(client)) == 21)
-    code, _, err = end(worker)
-    assert code == 0
-    assert "worker till-0 ended with code 9 and starts again in 0.1 s" in err
+    with running("worker", app, "--name", "till", url=client.url) as worker:
+        eventually(lambda: len(done(client)) == 21, "all messages to be done")
+        outcome = end(worker)
+    assert outcome.code == 0
+    assert "worker till-0 ended with code 9 and starts again in 0.1 s" in outcome.err
     assert sorted(int(entry[b"n"]) for entry in done(client)) == list(range(21))
 
 
 def test_the_processes_end_with_their_supervisor_even_if_it_is_killed(client: Client, app: str) -> None:
     fill(client, 1)
-    worker = start("worker", app, url=client.url)
-    eventually(lambda: len(done(client)) == 1)
-    child = int(done(client)[0][b"pid"])
-    worker.kill()
-    worker.communicate(timeout=10)
-    eventually(lambda: not _lives(child))
+    with running("worker", app, url=client.url):
+        eventually(lambda: len(done(client)) == 1, "the message to be done")
+        child = int(done(client)[0][b"pid"])
+    eventually(lambda: not lives(child), "the process to end with its supervisor")
 
 
 def test_a_process_whose_supervisor_was_killed_ends_before_another_may_have_its_name(client: Client, app: str) -> None:
     fill(client, 1)
-    worker = start("worker", app, "--stop-s", "60", url=client.url)
-    eventually(lambda: len(done(client)) == 1)
-    child = int(done(client)[0][b"pid"])
-    fill(client, 1, "wait", "50")
-    eventually(lambda: _pending(client) == 1)
-    worker.kill()
-    worker.communicate(timeout=10)
-    eventually(lambda: not _lives(child))  # a name is free after 10 to 15
+
+    def has_ended() -> bool:
+        held = client.execute("KEYS", "millstream:worker:shop:*")
+        living = lives(child)
+        assert held or not living, "another may have its name while it lives"
+        return not living
+
+    with running("worker", app, "--stop-s", ENDLESS_S, url=client.url):
+        eventually(lambda: len(done(client)) == 1, "the message to be done")
+        child = int(done(client)[0][b"pid"])
+        fill(client, 1, "wait", ENDLESS_S)
+        eventually(lambda: _pending(client) == 1, "a message to be worked on")
+    eventually(has_ended, "the process to end, whatever it does")
 
 
 def test_it_ends_when_nobody_reads_its_figures_any_more(client: Client, app: str) -> None:
     fill(client, 1)
-    worker = start("worker", app, "--json", url=client.url)
-    assert worker.stdout is not None
-    assert worker.stderr is not None
-    worker.stdout.readline()
-    worker.stdout.close()
-    said = worker.stderr.read().decode()
-    assert worker.wait(timeout=20) == 141
+    with running("worker", app, "--json", url=client.url) as worker:
+        assert worker.stdout is not None
+        assert worker.stderr is not None
+        worker.stdout.readline()
+        worker.stdout.close()
+        said = worker.stderr.read().decode()
+        assert worker.wait(FAIL_SAFE_S) == 141
     assert "starts again" not in said
-    worker.stderr.close()
-
-
-def _lives(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
 
 
 def test_ctrl_c_stops_and_a_second_signal_does_not_wait(client: Client, app: str) -> None:
-    fill(client, 1, "wait", "30")
-    worker = start("worker", app, url=client.url)
-    eventually(lambda: _pending(client) == 1)
-    time.sleep(0.3)
-    worker.send_signal(signal.SIGINT)
-    time.sleep(1.0)
-    assert worker.poll() is None
-    began = time.monotonic()
-    assert end(worker, signal.SIGINT)[0] == 130
-    assert time.monotonic() - began < 5
-    assert _pending(client) == 1
+    fill(client, 2, "wait", ENDLESS_S)
+    with running("worker", app, "--threads", "1", "--stop-s", ENDLESS_S, url=client.url) as worker:
+        eventually(lambda: _pending(client) == 2, "one message to be worked on, and one to wait for that")
+        worker.send_signal(signal.SIGINT)
+        eventually(lambda: _handed_back(client) == 1, "the stop to begin")
+        assert worker.poll() is None
+        assert end(worker, signal.SIGINT).code == 130
+    assert (_pending(client), _handed_back(client)) == (2, 1)
 
 
 def _pending(client: Client) -> int:
@@ -151,32 +150,46 @@ def _pending(client: Client) -> int:
     return int(client.execute("XPENDING", "orders", "millstream:shop.handle")[0])
 
 
+def _handed_back(client: Client) -> int:
+    """How many messages a worker had, and left to any other."""
+    arguments = ("IDLE", HANDED_BACK_MS, "-", "+", 10)
+    return len(client.execute("XPENDING", "orders", "millstream:shop.handle", *arguments))
+
+
 def test_health_is_progress_and_metrics_are_served(client: Client, app: str) -> None:
     fill(client, 5)
-    port = free_port()
-    worker = start("worker", app, "--health-port", str(port), url=client.url)
-    try:
-        eventually(lambda: len(done(client)) == 5)
-        at = f"http://127.0.0.1:{port}"
-        assert httpx.get(f"{at}/healthz").json()["status"] == "ok"
-        assert httpx.get(f"{at}/readyz").status_code == 200
-        eventually(
-            lambda: 'millstream_messages_committed_total{handler="shop.handle"} 5.0' in httpx.get(f"{at}/metrics").text
-        )
-    finally:
-        assert end(worker)[0] == 0
+    wanted = 'millstream_messages_committed_total{handler="shop.handle"} 5.0'
+    with (
+        reserved_port() as port,
+        running("worker", app, "--health-port", str(port), url=client.url) as worker,
+        httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=FAIL_SAFE_S, trust_env=False) as http,
+    ):
+        eventually(lambda: len(done(client)) == 5, "all messages to be done")
+        assert http.get("/healthz").json()["status"] == "ok"
+        assert http.get("/readyz").status_code == 200
+        eventually(lambda: wanted in http.get("/metrics").text, "the figures")
+        assert end(worker).code == 0
 
 
-def test_two_supervisors_of_one_host_take_different_names_and_a_given_name_is_refused_twice(
-    client: Client, app: str
+def test_two_supervisors_of_one_host_take_different_names(client: Client, app: str) -> None:
+    with running("worker", app, url=client.url) as one, running("worker", app, url=client.url) as other:
+        eventually(lambda: len(client.execute("KEYS", "millstream:worker:shop:*")) == 2, "both to have names")
+        assert [end(one).code, end(other).code] == [0, 0]
+    assert client.execute("KEYS", "millstream:worker:shop:*") == []
+
+
+def test_a_given_name_that_another_supervisor_keeps_is_refused(
+    client: Client, app: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    workers = [start("worker", app, *options, url=client.url) for options in ((), (), ("--name", "till"))]
-    eventually(lambda: len(client.execute("KEYS", "millstream:worker:shop:*")) == 3)
-    late = start("worker", app, "--name", "till", url=client.url)
-    _, err = late.communicate(timeout=40)
-    assert late.returncode == 2
-    assert "a worker called 'till-0' is running; give this one another --name" in err.decode()
-    assert [end(worker)[0] for worker in workers] == [0, 0, 0]
+    monkeypatch.setattr(names, "_HELD_MS", 10_000_000)
+    kept = names.Names(client, "shop", "till")
+    kept.take(1)
+    monkeypatch.setattr(names, "_HELD_MS", 1)  # so long the other waits for the name to become free
+    refused = call("worker", app, "--name", "till", url=client.url)
+    assert refused.code == 2
+    assert "a worker called 'till-0' is running; give this one another --name" in refused.err
+    kept.renew()
+    kept.release()
     assert client.execute("KEYS", "millstream:worker:shop:*") == []
 
 
@@ -188,7 +201,7 @@ def test_two_supervisors_of_one_host_take_different_names_and_a_given_name_is_re
     ],
 )
 def test_what_is_wrong_is_said_in_one_line(app: str, arguments: tuple[str, ...], words: str) -> None:
-    refused = run("worker", app, *arguments)
+    refused = call("worker", app, *arguments)
     assert refused.code == 2
     assert words in refused.err
     assert len(refused.err.splitlines()) == 1

@@ -2,6 +2,7 @@
 
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -10,10 +11,12 @@ from millstream.errors import CommandFailed, ConfigError, GroupMissing, Unavaila
 from millstream.groups import BEGINNING, END, ClaimOptions, Consumer, Group, PendingSummary, groups_of
 from millstream.model import EntryId
 from millstream.server import EmbeddedServer
-from millstream.testing.topologies import cluster
+from tests.support.deployments import lent_cluster
 from tests.support.waiting import eventually
 
 pytestmark = [pytest.mark.groups]
+
+HOUR_MS = 3_600_000
 
 
 @pytest.fixture
@@ -36,6 +39,17 @@ def consumer(client: Client, name: str = "c", *streams: str) -> Consumer:
 
 def take(client: Client, name: str = "c", count: int = 100) -> list[bytes]:
     return [one for batch in consumer(client, name).read_new(count=count) for one in batch.ids]
+
+
+def server_ms(client: Client) -> int:
+    """The clock that Redis counts idle times by."""
+    seconds, micros = client.execute("TIME")
+    return int(seconds) * 1000 + int(micros) // 1000
+
+
+def since(client: Client, before_ms: int) -> int:
+    """Milliseconds that have passed on that clock, at most."""
+    return server_ms(client) - before_ms + 1
 
 
 def ids(*numbers: int) -> list[bytes]:
@@ -137,23 +151,21 @@ def test_several_streams_are_read_at_once_each_batch_by_its_name(client: Client,
 
 def test_a_long_poll_returns_with_the_first_entry_and_empty_when_its_time_is_over(client: Client, group: Group) -> None:
     take(client)
-    reader = consumer(client)
     began = time.monotonic()
-    assert reader.read_new(block_ms=200) == []
-    assert time.monotonic() - began >= 0.2
+    assert consumer(client).read_new(block_ms=200) == []
+    assert time.monotonic() - began >= 0.15, "Redis counts from when it woke up to read the command"
 
     def publish() -> None:
-        with Client(client.url) as other:
-            time.sleep(0.1)
-            other.execute("XADD", "s", "10-0", "n", 10)
+        eventually(lambda: b"blocked_clients:1" in client.execute("INFO", "clients"), "the reader to wait")
+        client.execute("XADD", "s", "10-0", "n", 10)
 
     thread = threading.Thread(target=publish)
     thread.start()
-    began = time.monotonic()
-    (batch,) = reader.read_new(block_ms=10_000)
+    # But for the entry, it would wait for an hour.
+    with Client(client.url, timeout_ms=2 * HOUR_MS) as patient:
+        (batch,) = consumer(patient).read_new(block_ms=HOUR_MS)
     thread.join()
     assert batch.ids == ids(10)
-    assert time.monotonic() - began < 5
 
 
 def test_with_noack_nothing_becomes_pending(client: Client, group: Group) -> None:
@@ -177,10 +189,11 @@ def test_a_restarted_consumer_reads_again_from_any_id_what_it_holds_and_only_tha
 def test_reading_again_counts_a_delivery_and_resets_the_idle_time(client: Client, group: Group) -> None:
     (entry_id,) = take(client, count=1)
     group.pending.claim_ids([entry_id], consumer="c", min_idle_ms=0, options=ClaimOptions(idle_ms=90_000))
+    before_ms = server_ms(client)
     consumer(client).read_pending()
     (entry,) = group.pending.entries()
     assert entry.deliveries == 2
-    assert entry.idle_ms < 60_000
+    assert entry.idle_ms <= since(client, before_ms)
 
 
 def test_entries_trimmed_while_pending_are_told_apart_when_read_again(client: Client, group: Group) -> None:
@@ -215,6 +228,7 @@ def test_the_pending_list_in_figures(client: Client, group: Group) -> None:
 
 def test_pending_entries_by_range_count_consumer_and_idle_time(client: Client, group: Group) -> None:
     pending = group.pending
+    before_ms = server_ms(client)
     pending.claim_ids(take(client, "a", count=3), consumer="a", min_idle_ms=0, options=ClaimOptions(idle_ms=90_000))
     take(client, "b", count=3)
     assert [one.id for one in pending.entries("2-0", "5-0")] == ids(2, 3, 4, 5)
@@ -224,7 +238,7 @@ def test_pending_entries_by_range_count_consumer_and_idle_time(client: Client, g
     assert pending.entries(consumer="b", min_idle_ms=60_000) == []
     first = pending.entries(count=1)[0]
     assert (first.consumer, first.deliveries) == ("a", 1)
-    assert 90_000 <= first.idle_ms < 100_000
+    assert 90_000 <= first.idle_ms <= 90_000 + since(client, before_ms)
 
 
 def test_a_pending_list_of_any_length_is_walked_page_by_page(client: Client, group: Group) -> None:
@@ -239,13 +253,14 @@ def test_a_pending_list_of_any_length_is_walked_page_by_page(client: Client, gro
 
 def test_of_two_that_claim_the_same_entry_one_gets_it(client: Client, group: Group) -> None:
     taken = take(client, "dead", count=2)
-    group.pending.claim_ids(taken, consumer="dead", min_idle_ms=0, options=ClaimOptions(idle_ms=90_000))
-    first = group.pending.claim(ids(1, 2), consumer="a", min_idle_ms=60_000)
-    second = group.pending.claim(ids(1, 2), consumer="b", min_idle_ms=60_000)
+    group.pending.claim_ids(taken, consumer="dead", min_idle_ms=0, options=ClaimOptions(idle_ms=HOUR_MS))
+    before_ms = server_ms(client)
+    first = group.pending.claim(ids(1, 2), consumer="a", min_idle_ms=HOUR_MS)
+    second = group.pending.claim(ids(1, 2), consumer="b", min_idle_ms=HOUR_MS)
     assert (first.ids, first.recovered, second.ids) == (ids(1, 2), True, [])
     entry = group.pending.entries()[0]
     assert (entry.consumer, entry.deliveries) == ("a", 2)
-    assert entry.idle_ms < 60_000
+    assert entry.idle_ms <= since(client, before_ms)
     assert group.pending.claim([], consumer="a", min_idle_ms=0).ids == []
 
 
@@ -263,14 +278,15 @@ def test_a_claim_by_id_alone_counts_no_delivery(client: Client, group: Group) ->
 
 def test_a_claim_sets_idle_time_and_delivery_count_when_asked(client: Client, group: Group) -> None:
     take(client, "dead", count=2)
+    before_ms = server_ms(client)
     group.pending.claim(ids(1), consumer="a", min_idle_ms=0, options=ClaimOptions(idle_ms=90_000, deliveries=7))
-    now_s, _ = client.execute("TIME")
-    earlier = ClaimOptions(time_ms=(int(now_s) - 200) * 1000)
+    earlier = ClaimOptions(time_ms=before_ms - 200_000)
     group.pending.claim(ids(2), consumer="a", min_idle_ms=0, options=earlier)
     first, second = group.pending.entries()
     assert first.deliveries == 7
-    assert 90_000 <= first.idle_ms < 100_000
-    assert 199_000 <= second.idle_ms < 210_000
+    passed_ms = since(client, before_ms)
+    assert 90_000 <= first.idle_ms <= 90_000 + passed_ms
+    assert 200_000 <= second.idle_ms <= 200_000 + passed_ms
 
 
 def test_only_force_claims_what_nobody_holds(client: Client, group: Group) -> None:
@@ -284,19 +300,19 @@ def test_claiming_by_idle_time_walks_to_the_end_and_names_what_was_trimmed(clien
     client.pipeline([("XADD", "s", f"{n}-0", "n", n) for n in range(10, 3001)])
     taken = take(client, "dead", count=3000)
     client.execute("XDEL", "s", *taken[::100])
-    time.sleep(0.06)
+    time.sleep(0.06)  # at least: from when on they may be claimed
     batches = list(group.pending.auto_claim("a", min_idle_ms=50, count=7))
     assert [one for batch in batches for one in batch.gone] == taken[::100]
     assert [one for batch in batches for one in batch.ids] == [one for n, one in enumerate(taken) if n % 100]
     assert group.pending.summary().by_consumer == {"a": 2970}
-    assert list(group.pending.auto_claim("b", min_idle_ms=60_000)) == []
+    assert list(group.pending.auto_claim("b", min_idle_ms=HOUR_MS)) == []
 
 
 def test_claiming_by_idle_time_passes_over_a_long_run_of_busy_entries(client: Client, group: Group) -> None:
     client.pipeline([("XADD", "s", f"{n}-0", "n", n) for n in range(10, 1001)])
     taken = take(client, "busy", count=1000)
-    group.pending.claim_ids(taken[-1:], consumer="dead", min_idle_ms=0, options=ClaimOptions(idle_ms=90_000))
-    assert [batch.ids for batch in group.pending.auto_claim("a", min_idle_ms=60_000, count=1)] == [taken[-1:]]
+    group.pending.claim_ids(taken[-1:], consumer="dead", min_idle_ms=0, options=ClaimOptions(idle_ms=HOUR_MS))
+    assert [batch.ids for batch in group.pending.auto_claim("a", min_idle_ms=HOUR_MS, count=1)] == [taken[-1:]]
 
 
 def test_claiming_by_idle_time_and_id_alone_counts_no_delivery(client: Client, group: Group) -> None:
@@ -314,11 +330,12 @@ def test_claiming_by_idle_time_and_id_alone_counts_no_delivery(client: Client, g
 def test_consumers_are_listed_with_what_they_hold_and_how_long_they_are_silent(client: Client, group: Group) -> None:
     assert group.create_consumer("z")
     assert not group.create_consumer("z")
+    before_ms = server_ms(client)
     take(client, "a", count=2)
-    time.sleep(0.05)
+    eventually(lambda: group.consumers()[0].idle_ms >= 10, "some silence")
     first, last = group.consumers()
     assert (first.name, first.pending, last.name, last.pending) == ("a", 2, "z", 0)
-    assert 50 <= first.idle_ms < 10_000
+    assert first.idle_ms <= since(client, before_ms)
 
 
 def test_deleting_a_consumer_hands_on_all_it_holds_with_idle_times_and_counts(client: Client, group: Group) -> None:
@@ -367,6 +384,7 @@ def test_what_a_leaving_consumer_is_given_meanwhile_is_not_dropped(client: Clien
     try:
         for start in range(10, 4010, 100):
             client.pipeline([("XADD", "s", f"{n}-0", "n", n) for n in range(start, start + 100)])
+            eventually(lambda: "leaver" in group.pending.summary().by_consumer, "it to be given something")
             group.delete_consumer("leaver", heir="heir")
     finally:
         eventually(lambda: groups_of(client, "s")[0].last_delivered == b"4009-0", "all to be read")
@@ -380,10 +398,9 @@ def test_what_a_leaving_consumer_is_given_meanwhile_is_not_dropped(client: Clien
 def test_only_consumers_that_are_silent_and_hold_nothing_are_cleaned_up(client: Client, group: Group) -> None:
     take(client, "holds", count=1)
     group.create_consumer("silent")
-    time.sleep(1.6)
-    group.create_consumer("fresh")
-    assert group.delete_idle_consumers(min_idle_ms=1_500) == ["silent"]
-    assert [one.name for one in group.consumers()] == ["fresh", "holds"]
+    assert group.delete_idle_consumers(min_idle_ms=HOUR_MS) == [], "it was heard of within the hour"
+    eventually(lambda: group.delete_idle_consumers(min_idle_ms=20) == ["silent"], "it to be silent for long enough")
+    assert [one.name for one in group.consumers()] == ["holds"]
 
 
 def test_a_consumer_that_wakes_up_between_the_look_and_the_clean_up_stays(
@@ -391,12 +408,12 @@ def test_a_consumer_that_wakes_up_between_the_look_and_the_clean_up_stays(
 ) -> None:
     group.create_consumer("c")
     group.create_consumer("d")
-    time.sleep(1.6)
-    seen = group.consumers()
+    seen = [replace(one, idle_ms=2 * HOUR_MS) for one in group.consumers()]  # as if they had slept since then
     take(client, "c", count=1)
     consumer(client, "d").read_pending()
     monkeypatch.setattr(group, "consumers", lambda: seen)
-    assert group.delete_idle_consumers(min_idle_ms=1_500) == []
+    assert group.delete_idle_consumers(min_idle_ms=HOUR_MS) == []
+    assert len(client.execute("XINFO", "CONSUMERS", "s", "g")) == 2
     assert group.pending.summary().count == 1
 
 
@@ -430,8 +447,8 @@ def test_names_that_are_not_utf_8_come_back_as_they_were(client: Client) -> None
     assert group.delete_consumer(name, heir=None if group.ack([b"1-0"]) else name).existed
 
 
-def test_groups_work_on_a_cluster() -> None:
-    with cluster() as nodes, Client(nodes.url) as client:
+def test_groups_work_on_a_cluster(request: pytest.FixtureRequest) -> None:
+    with Client(lent_cluster(request).url) as client:
         for stream in ("a", "b", "c", "d"):
             add(client, stream, range(1, 3))
             group = Group(client, stream, "g")

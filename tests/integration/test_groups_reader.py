@@ -1,7 +1,6 @@
 """A reader outlives what happens to its stream, its group and its connection under it, and says so."""
 
 import logging
-import socket
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -9,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from millstream.client import Client
-from millstream.clock import SystemClock
+from millstream.clock import SYSTEM_CLOCK, Clock, SystemClock
 from millstream.errors import WrongType
 from millstream.groups import (
     END,
@@ -26,6 +25,8 @@ from millstream.groups import (
     Resumed,
 )
 from millstream.server import EmbeddedServer
+from millstream.testing.proxy import Proxy
+from tests.support.clocks import HandClock
 from tests.support.waiting import eventually
 
 pytestmark = [pytest.mark.groups]
@@ -37,13 +38,17 @@ QUICK = ReadPolicy(block_ms=100)
 class Running:
     """A reader in a thread of its own, and everything it has handed out and said."""
 
-    def __init__(self, client: Client, *streams: str, policy: ReadPolicy, acks: bool = True, name: str = "c") -> None:
+    def __init__(
+        self, client: Client, *streams: str, policy: ReadPolicy, acks: bool = True, clock: Clock = SYSTEM_CLOCK
+    ) -> None:
         self.events: list[Event] = []
         self.seen: list[tuple[str, bytes]] = []
         self.reads = 0
         self.reader = Reader(
-            client, group="g", consumer=name, streams=streams or ("s",), policy=policy, on_event=self.events.append
-        )
+            client, group="g", consumer="c", streams=streams or ("s",), policy=policy, on_event=self.events.append,
+            clock=clock,
+        )  # fmt: skip
+        self._client = client
         self._acks = acks
         self._thread = threading.Thread(target=self._run)
 
@@ -61,8 +66,15 @@ class Running:
 
     def __exit__(self, *_: object) -> None:
         self.reader.stop()
-        self._thread.join()
+        eventually(self._has_ended, "the reader to end")
         self.reader.close()
+
+    def _has_ended(self) -> bool:
+        """It ends after its long poll, which nobody has to wait for."""
+        for line in self._client.execute("CLIENT", "LIST").decode().splitlines():
+            if "cmd=xreadgroup" in line:
+                self._client.execute("CLIENT", "UNBLOCK", line.split()[0].removeprefix("id="))
+        return not self._thread.is_alive()
 
     def of(self, kind: type[Event]) -> list[Event]:
         return [event for event in self.events if isinstance(event, kind)]
@@ -260,8 +272,7 @@ class CountingClock(SystemClock):
 
 def test_a_group_destroyed_again_and_again_makes_no_hot_loop(client: Client) -> None:
     clock = CountingClock()
-    policy = ReadPolicy(block_ms=1_000)
-    with Reader(client, group="g", consumer="c", streams=["s"], policy=policy, clock=clock) as reader:
+    with Reader(client, group="g", consumer="c", streams=["s"], policy=QUICK, clock=clock) as reader:
         reader.read()
         for _ in range(8):
             destroy(client)
@@ -277,81 +288,45 @@ def test_while_redis_is_away_the_reader_neither_spins_nor_floods_the_log_and_the
     millstream_fresh_server: EmbeddedServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING, LOGGER)
-    server = millstream_fresh_server
+    server, clock = millstream_fresh_server, HandClock()  # whose waits take no time
     with Client(server.url) as client:
         add(client, 1)
-        with Running(client, policy=QUICK) as running:
+        with Running(client, policy=QUICK, clock=clock) as running:
             running.wait_for(1)
             server.kill()
-            reads = running.reads
-            threading.Event().wait(3)
-            assert running.reads - reads <= 8
-            assert 2 <= len(caplog.records) <= 4
+            before = running.reads
+            eventually(lambda: clock.now_ms > 60_000, "a minute of waiting")
+            reads, waited_ms = running.reads - before, clock.now_ms
+            lines = len(caplog.records)
+            assert 0 < reads <= 10 + waited_ms / 1_000, "it waits for a second, after the first times"
+            assert 0 < lines <= 2 + clock.now_ms / 1_000, "it says so once in a second"
             server.start()
             client.patiently(lambda: add(client, 2), what="test")
             running.wait_for(2)
     (event,) = running.events
     assert isinstance(event, Resumed)
-    assert event.away_ms > 2_500
+    assert event.away_ms > 60_000
     assert running.seen == [("s", b"1-0"), ("s", b"2-0")]
 
 
 # Lost replies
 
 
-class Proxy:
-    """Forwards one server's connections; `cut_after(word)` lets the next such command run and drops its reply."""
-
-    def __init__(self, server: EmbeddedServer) -> None:
-        self._target = ("127.0.0.1", server.port)
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.url = f"redis://127.0.0.1:{self._listener.getsockname()[1]}/0"
-        self._word = b""
-        self.cuts = 0
-        threading.Thread(target=self._accept, daemon=True).start()
-
-    def cut_after(self, word: bytes) -> None:
-        self._word = word
-
-    def close(self) -> None:
-        self._listener.close()
-
-    def _accept(self) -> None:
-        while True:
-            try:
-                inner, _ = self._listener.accept()
-            except OSError:
-                return
-            threading.Thread(target=self._serve, args=(inner,), daemon=True).start()
-
-    def _serve(self, inner: socket.socket) -> None:
-        with inner, socket.create_connection(self._target) as outer:
-            while request := inner.recv(65_536):
-                outer.sendall(request)
-                reply = outer.recv(1_000_000)
-                if self._word and self._word in request:
-                    self._word = b""
-                    self.cuts += 1
-                    return
-                inner.sendall(reply)
-
-
 @pytest.fixture
 def proxy(millstream_server: EmbeddedServer, client: Client) -> Iterator[Proxy]:
-    proxy = Proxy(millstream_server)
-    yield proxy
-    proxy.close()
+    with Proxy(millstream_server.port) as found:
+        yield found
 
 
 def test_entries_whose_delivery_was_lost_with_the_connection_are_read_again(client: Client, proxy: Proxy) -> None:
     with Client(proxy.url) as through, Running(through, policy=QUICK) as running:
         add(client, 1)
         running.wait_for(1)
-        proxy.cut_after(b"XREADGROUP")
+        proxy.cut_after("XREADGROUP")
         add(client, 2, 3)
         running.wait_for(2, 3)
         eventually(lambda: bool(running.events), "word of it")
-    assert proxy.cuts == 1
+    assert proxy.cuts == {("after", "XREADGROUP"): 1}
     assert isinstance(running.events[0], Resumed)
     assert sorted(running.seen) == [("s", b"1-0"), ("s", b"2-0"), ("s", b"3-0")]
     assert Group(client, "s", "g").pending.summary().count == 0
@@ -364,9 +339,9 @@ def test_an_acknowledgement_whose_reply_was_lost_is_repeated(client: Client, pro
         Reader(through, group="g", consumer="c", streams=["s"], policy=QUICK) as reader,
     ):
         (batch,) = reader.read()
-        proxy.cut_after(b"XACK")
+        proxy.cut_after("XACK")
         assert reader.ack("s", batch.ids) == 0  # the first one took
-    assert proxy.cuts == 1
+    assert proxy.cuts == {("after", "XACK"): 1}
     assert Group(client, "s", "g").pending.summary().count == 0
 
 
@@ -381,7 +356,7 @@ def test_what_is_still_in_hand_is_not_given_out_again_after_a_lost_connection(cl
     ):
         in_hand.update(reader.read()[0].ids)
         add(client, 3)
-        proxy.cut_after(b"XREADGROUP")
+        proxy.cut_after("XREADGROUP")
         assert reader.read() == []
         assert [batch.ids for batch in reader.read()] == [[b"3-0"]]
         in_hand.clear()

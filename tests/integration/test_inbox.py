@@ -14,6 +14,7 @@ from millstream.errors import ConfigError, StaleOwner
 from millstream.inbox import Inbox
 from millstream.model import Message
 from tests.support.databases import Database, postgres_server
+from tests.support.waiting import FAIL_SAFE_S
 
 pytestmark = [pytest.mark.worker, pytest.mark.xdist_group("inbox")]
 
@@ -142,10 +143,10 @@ def test_a_twin_waits_for_the_one_that_has_the_message_and_does_it_only_if_that_
 
     thread = threading.Thread(target=twin)
     thread.start()
-    time.sleep(0.3)
+    time.sleep(0.2)  # so that it could have done it
     assert not found
     getattr(connection, ending)()
-    thread.join(60)
+    thread.join(FAIL_SAFE_S)
     assert found == [ending == "rollback"]
     assert effects(database) == ["5-1"]
 
@@ -164,7 +165,7 @@ def test_many_threads_at_once_do_each_message_once(database: Database, inbox: In
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(120)
+        thread.join(FAIL_SAFE_S)
     assert sorted(fresh) == effects(database) == sorted(f"{number}-0" for number in range(40))
 
 

@@ -12,6 +12,7 @@ from millstream.ledger import Ledger, Unit
 from millstream.lines import park, unpark
 from millstream.server import EmbeddedServer
 from tests.support.keyed_fixtures import (
+    HOUR_MS,
     KEYS,
     MANY,
     commit,
@@ -30,6 +31,7 @@ from tests.support.keyed_fixtures import (
     take_one,
     unit_of,
 )
+from tests.support.waiting import FAIL_SAFE_S
 
 pytestmark = [pytest.mark.keys]
 
@@ -66,7 +68,7 @@ def test_routers_that_race_route_all_once_and_in_stream_order(client: Client) ->
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(FAIL_SAFE_S)
     found = dict(zip(expected(keys), lines(client, *expected(keys)), strict=True))
     assert (found, keyed(client).check()) == (expected(keys), [])
 
@@ -220,7 +222,7 @@ def test_workers_that_race_have_each_line_one_at_a_time_and_commit_in_order(clie
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(FAIL_SAFE_S)
     assert (outputs(client), overlaps, keyed(client).check()) == (expected(keys), [], [])
 
 
@@ -308,8 +310,8 @@ def test_a_lease_that_ran_out_goes_on_as_long_as_nobody_has_taken_the_line(clien
     lease = take_one(worker)
     expire(client)
     assert commit(lease)
-    assert worker.extend_leases([lease], 60_000, 5) == []
-    assert (lease.until_ms, take(keyed(client, "w2")).leases, commit(lease)) == (60_005, [], True)
+    assert worker.extend_leases([lease], HOUR_MS, 5) == []
+    assert (lease.until_ms, take(keyed(client, "w2")).leases, commit(lease)) == (HOUR_MS + 5, [], True)
 
 
 @pytest.mark.parametrize("chosen", [[1], [1, 2], [0, 2], [0, 1, 3], [2, 1], [0, 0]])
@@ -426,10 +428,10 @@ def test_keys_that_fail_take_turns_with_the_others(client: Client) -> None:
 def test_a_failed_attempt_keeps_its_place_and_is_counted_while_other_keys_run(client: Client) -> None:
     worker = routed(client, "AABB")
     a = take_one(worker)
-    worker.release([Ending(a, "later", 60_000, 1)])
+    worker.release([Ending(a, "later", HOUR_MS, 1)])
     taken = take(worker)
     assert [one.line for one in taken.leases] == [b"kB"]
-    assert 30_000 < (taken.wait_ms or 0) <= 60_001
+    assert HOUR_MS / 2 < (taken.wait_ms or 0) <= HOUR_MS + 1
     assert commit(taken.leases[0], 2)
     expire(client, b"kA")
     a = take_one(keyed(client, "w2"))

@@ -23,6 +23,7 @@ from millstream.ledger import Unit
 from millstream.lines import park, skip, unpark
 from millstream.server import EmbeddedServer
 from tests.support.keyed_fixtures import (
+    HOUR_MS,
     KEYS,
     drain,
     expire,
@@ -38,7 +39,7 @@ from tests.support.keyed_fixtures import (
 pytestmark = [pytest.mark.keys]
 
 SOAK = bool(os.environ.get("MILLSTREAM_SOAK"))
-EXAMPLES, STEPS = (3_000, 80) if SOAK else (120, 40)
+EXAMPLES, STEPS = (3_000, 80) if SOAK else (40, 40)
 
 LINES = st.sampled_from(["kA", "kB", "kC"]).map(str.encode)
 WORKERS = st.integers(0, 2)
@@ -142,7 +143,7 @@ class KeyedMachine(RuleBasedStateMachine):
     @rule(which=ANY)
     def extend(self, which: int) -> None:
         lease = self.a_lease(which)
-        if lease is not None and not lease.stream.extend_leases([lease], 60_000, 0):
+        if lease is not None and not lease.stream.extend_leases([lease], HOUR_MS, 0):
             assert lease.fence == self.newest[lease.line]
 
     @precondition(is_with_workers)
@@ -150,7 +151,7 @@ class KeyedMachine(RuleBasedStateMachine):
     def release(self, which: int, how: Any, failed: int | None) -> None:
         lease = self.a_lease(which)
         if lease is not None:
-            lease.stream.release([Ending(lease, how, 60_000 if how == "later" else "why", failed)])
+            lease.stream.release([Ending(lease, how, HOUR_MS if how == "later" else "why", failed)])
 
     # What befalls them
 

@@ -10,9 +10,11 @@ from millstream.keyed import Ending
 from millstream.lines import check_lines
 from millstream.model import EntryId
 from millstream.server import EmbeddedServer
-from tests.support.keyed_fixtures import KEYS, MANY, commit, drain, expire, held, keyed, lines, routed, take
+from tests.support.keyed_fixtures import HOUR_MS, KEYS, MANY, commit, drain, expire, held, keyed, lines, routed, take
 
 pytestmark = [pytest.mark.keys]
+
+BEGAN_MS = 1_700_000_000_000  # ids are as long as those of today
 
 
 def test_any_tool_sees_who_holds_what(client: Client) -> None:
@@ -47,13 +49,14 @@ def test_an_idle_handler_keeps_nothing_however_many_keys_it_has_seen(client: Cli
 def test_a_waiting_message_costs_little_memory(
     millstream_fresh_server: EmbeddedServer, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    count = 150_000
+    count = 50_000
     with Client(millstream_fresh_server.url) as client:
         worker = keyed(client)
-        for _ in range(
-            15
-        ):  # some in each millisecond: where each has one of its own, Redis needs 60 bytes more of a pending one
-            client.pipeline([("XADD", "in", "*", "k", "hot")] * (count // 15))
+        # Some in each millisecond: where each has one of its own, Redis needs 60 bytes more of a pending one.
+        for first in range(0, count, 10_000):
+            client.pipeline(
+                [("XADD", "in", f"{BEGAN_MS + n // 20}-{n % 20}", "k", "hot") for n in range(first, first + 10_000)]
+            )
 
         def used() -> int:
             found = client.execute("INFO", "memory")
@@ -77,7 +80,7 @@ def test_at_maxmemory_leases_are_kept_and_given_back_and_effects_wait(client: Cl
     try:
         with pytest.raises(OutOfMemory):
             commit(a)
-        assert worker.extend_leases([a, b], 60_000, 0) == []
+        assert worker.extend_leases([a, b], HOUR_MS, 0) == []
         assert worker.release([Ending(b, "later", 1, 1)]) == []
         assert worker.recover([a], run=10) == (0, 0)
         assert worker.commit([worker.unit_of(a, list(a.waiting)[:1])], allow_oom=True) == []

@@ -11,6 +11,7 @@ from millstream.keyed import LOWEST, Ending, KeyedStream, Lease
 from millstream.lines import skip, unpark
 from millstream.reliable import ReliableStream
 from tests.support.keyed_fixtures import (
+    HOUR_MS,
     KEYS,
     commit,
     drain,
@@ -81,7 +82,7 @@ def test_whatever_outsiders_do_workers_commit_all_that_is_left_in_order_and_once
     others = take(second).leases
     assert b"kA" not in [one.line for one in others]
     second.release([Ending(one, "next") for one in others])
-    assert first.extend_leases([lease], 60_000, 0) == []
+    assert first.extend_leases([lease], HOUR_MS, 0) == []
     assert commit(lease, 2)
     first.release([Ending(lease, "next")])
     drain(second, most_pending=LOOK_AHEAD)
@@ -176,13 +177,22 @@ def test_what_waits_in_lines_is_not_trimmed_by_workers_whatever_outsiders_do(cli
     assert client.execute("XLEN", "in") < 200
 
 
+def server_ms(client: Client) -> int:
+    seconds, micros = client.execute("TIME")
+    return int(seconds) * 1_000 + int(micros) // 1_000
+
+
 def test_lines_are_not_looked_at_so_often_that_redis_would_do_little_else(client: Client) -> None:
     publish(client, "-" * 500)
     worker = keyed(client)
     while worker.route(count=1_000, most_pending=1_000):
         pass
+    began_ms = server_ms(client)
     assert worker._script(LOWEST, (1_000,)) == b"1-0"
-    assert worker._script(LOWEST, (1_000,)) is None, "not before 50 ms have passed"
+    assert began_ms + 50 <= int(client.execute("HGET", KEYS.meta, "trim_at")) <= server_ms(client) + 50
+    most = 20 * HOUR_MS  # with which an hour is not too far ahead
+    client.execute("HSET", KEYS.meta, "trim_at", began_ms + HOUR_MS)
+    assert worker._script(LOWEST, (most,)) is None, "not before that time has passed"
     client.execute("HDEL", KEYS.meta, "trim_at")
     assert worker._script(LOWEST, (499,)) is None, "they are too many"
     client.execute("HSET", KEYS.meta, "trim_at", 10**14)

@@ -6,7 +6,20 @@ from millstream.client import Client
 from millstream.errors import ConfigError, WrongType
 from millstream.keyed import Ending
 from millstream.lines import STEER, park, skip, survey, unpark
-from tests.support.keyed_fixtures import KEYS, MANY, commit, expire, ids, keyed, lines, publish, routed, take, take_one
+from tests.support.keyed_fixtures import (
+    HOUR_MS,
+    KEYS,
+    MANY,
+    commit,
+    expire,
+    ids,
+    keyed,
+    lines,
+    publish,
+    routed,
+    take,
+    take_one,
+)
 
 pytestmark = [pytest.mark.keys]
 
@@ -71,7 +84,7 @@ def test_an_entry_that_is_skipped_becomes_a_dead_letter_and_late_commits_of_it_a
 def test_skipping_leaves_a_line_parked_and_ends_its_back_off_and_its_counts(client: Client) -> None:
     worker = routed(client, "AAABB")
     a, b = take(worker).leases
-    worker.release([Ending(a, "park", "why", 3), Ending(b, "later", 60_000, 2)])
+    worker.release([Ending(a, "park", "why", 3), Ending(b, "later", HOUR_MS, 2)])
     for line in (b"kA", b"kB"):
         assert skip(client, KEYS, line, error="x") is not None
     assert (worker.check(), client.execute("EXISTS", KEYS.strikes)) == ([], 0)
@@ -113,7 +126,7 @@ def test_lines_cannot_be_steered_where_no_workers_of_keys_are_in_charge(client: 
 def test_a_survey_says_of_each_line_what_it_waits_for(client: Client) -> None:
     worker = routed(client, "AAABBCCDDE")
     leases = {one.line: one for one in take(worker, lines=4).leases}
-    worker.release([Ending(leases[b"kB"], "later", 60_000, 1), Ending(leases[b"kC"], "park", "bad é", 2)])
+    worker.release([Ending(leases[b"kB"], "later", HOUR_MS, 1), Ending(leases[b"kC"], "park", "bad é", 2)])
     expire(client, b"kD")
     park(client, KEYS, b"kA", "soon")
     found = {one.name: one for one in survey(client, KEYS)}
@@ -131,7 +144,7 @@ def test_a_survey_says_of_each_line_what_it_waits_for(client: Client) -> None:
     assert why[b"kC"].endswith(": bad é")
     assert "its lease ran out" in why[b"kD"]
     assert why[b"kE"] == "it waits for a worker to be free, as number 1 of the lines that do"
-    assert (found[b"kA"].until_ms or 0) - (found[b"kA"].since_ms or 0) in range(59_000, 61_000)
+    assert (found[b"kA"].until_ms or 0) - (found[b"kA"].since_ms or 0) in range(HOUR_MS - 1, HOUR_MS + 2)
     assert len(survey(client, KEYS, most=2)) == 2
     take(keyed(client, "w2"))
     assert "once a worker lost it" in next(one.why for one in survey(client, KEYS) if one.name == b"kD")

@@ -14,6 +14,7 @@ from millstream.ledger import ENTRY_MARK, KEY_MARK, Ledger, Unit
 from millstream.model import EntryId
 from millstream.naming import HandlerKeys
 from millstream.server import EmbeddedServer
+from tests.support.waiting import FAIL_SAFE_S
 
 pytestmark = [pytest.mark.keys, pytest.mark.spark]
 
@@ -221,7 +222,7 @@ def test_eight_threads_committing_the_same_messages_apply_each_once_and_in_order
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join()
+        thread.join(FAIL_SAFE_S)
     with Client(millstream_url) as reader:
         assert [fields[1].decode() for fields in outputs(reader)] == ids
 
@@ -287,7 +288,7 @@ class LedgerMachine(RuleBasedStateMachine):
 def test_no_interleaving_of_executions_runs_and_batches_loses_doubles_or_reorders(client: Client) -> None:
     LedgerMachine.client = client
     check = LedgerMachine.TestCase
-    check.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+    check.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
     check().runTest()
 
 

@@ -8,8 +8,8 @@ import pytest
 from millstream.client import Client
 from millstream.lines import check_lines, park
 from millstream.server import EmbeddedServer
-from tests.support.commandline import run
-from tests.support.masters import GROUP, KEYS, STREAM, Foreign, Master, holders, is_clean, publish
+from tests.support.commandline import call
+from tests.support.masters import GROUP, KEYS, PATIENT, STREAM, Foreign, HealthPage, Master, holders, is_clean, publish
 from tests.support.waiting import eventually
 
 pytestmark = [pytest.mark.master, pytest.mark.xdist_group("master")]
@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.master, pytest.mark.xdist_group("master")]
 
 @pytest.fixture(scope="module")
 def running(millstream_server: EmbeddedServer) -> Iterator[Master]:
-    with Master(millstream_server.url) as found:
+    with Master(millstream_server.url, *PATIENT, "--most-body", "2000", "--most-page", "5") as found:
         yield found
 
 
@@ -140,7 +140,7 @@ def test_a_failed_message_is_tried_again_before_newer_ones_and_dies_in_the_end(m
             outcomes.append(found.json()["outcome"])
         assert outcomes == ["retry", "retry", "retry", "dead-letter"]
         assert consumer.next()[0] == good
-    letters = run("dlq", "list", "--json", url=client.url).json_lines()
+    letters = call("dlq", "list", "--json", url=client.url).json_lines()
     assert [(one["id"], one["reason"], one["attempts"]) for one in letters] == [(bad, "failed", 4)]
     assert "no such customer" in str(letters)
 
@@ -194,10 +194,11 @@ def test_the_session_can_be_read_back_page_by_page(master: Master, client: Clien
 def test_a_paused_group_gives_out_nothing_until_it_is_resumed(master: Master, client: Client) -> None:
     with Foreign(client, "c1").register(master) as consumer:
         client.execute("HSET", KEYS.meta, "paused", 1)
-        eventually(lambda: master.http.get("/api/health").status_code == 200, "an answer")
+        paused = f'millstream_paused{{handler="master.{GROUP}"}} 1'
+        eventually(lambda: paused in master.http.get("/metrics").text, "the master to know of it")
         publish(client, "A")
-        # The master looks once a second; after that nothing may come.
-        eventually(lambda: consumer.health.calls > 8, "some rounds")
+        calls = consumer.health.calls
+        eventually(lambda: consumer.health.calls > calls + 2, "some rounds")
         assert not consumer.read()
         client.execute("HDEL", KEYS.meta, "paused")
         consumer.next()
@@ -211,3 +212,69 @@ def test_figures_tell_what_was_done(master: Master, client: Client) -> None:
     page = master.http.get("/metrics").text
     assert re.search(rf'^millstream_messages_committed_total{{handler="master.{GROUP}"}} [1-9]', page, re.MULTILINE)
     assert not check_lines(client, KEYS, STREAM)
+
+
+# --- The API ---
+
+
+def test_requests_are_bounded_and_errors_are_one_line_of_json(master: Master) -> None:
+    http = master.http
+
+    def streamed() -> Iterator[bytes]:
+        for _ in range(100):
+            yield b" " * 100
+
+    answers = [
+        (413, http.post("/api/consumers/register", content=b"x" * 2_001)),
+        (413, http.post("/api/consumers/register", content=streamed())),
+        (422, http.post("/api/consumers/register", content=b"{")),
+        (422, http.post("/api/consumers/register", json={})),
+        (422, http.post("/api/consumers/register", json={"consumer": "waiting"})),
+        (422, http.post("/api/consumers/register", json={"consumer": "a b"})),
+        (422, http.post("/api/consumers/register", json={"consumer": "c", "max_tickets": 1_001})),
+        (422, http.post("/api/messages/acknowledge", json={"consumer": "c", "message_id": "nonsense"})),
+        (404, http.post("/api/consumers/heartbeat", json={"consumer": "nobody"})),
+        (422, http.get("/api/tickets", params={"limit": 6})),
+        (422, http.get("/api/tickets", params={"cursor": "xyz"})),
+        (404, http.get("/docs")),
+        (405, http.get("/api/messages/acknowledge")),
+    ]
+    for status, answer in answers:
+        assert answer.status_code == status, answer.text
+        assert list(answer.json()) == ["error"]
+        assert answer.json()["error"]
+        assert "\n" not in answer.json()["error"]
+
+
+def test_the_openapi_document_names_every_call_and_its_token(master: Master) -> None:
+    document = master.http.get("/openapi.json").json()
+    calls = {f"{method} {path}" for path, methods in document["paths"].items() for method in methods}
+    assert calls == {
+        "post /api/consumers/register", "post /api/consumers/heartbeat", "post /api/messages/acknowledge",
+        "post /api/messages/fail", "post /api/messages/release", "get /api/tickets", "get /api/consumers",
+        "get /api/health", "get /metrics",
+    }  # fmt: skip
+    assert document["paths"]["/api/messages/acknowledge"]["post"]["security"] == [{"acknowledge": []}]
+
+
+def test_a_second_consumer_of_a_name_is_refused_while_the_first_lives(master: Master, client: Client) -> None:
+    publish(client, "A")
+    with Foreign(client, "c1").register(master) as first, HealthPage() as other:
+        (message_id, _) = first.next()
+        refused = master.post("consumers/register", consumer="c1", health_url=other.url)
+        assert (refused.status_code, "alive" in refused.json()["error"]) == (409, True)
+        assert first.read()[0][0] == message_id
+
+
+def test_the_same_consumer_again_is_a_restart_unless_it_says_that_it_is_not(master: Master, client: Client) -> None:
+    publish(client, "A")
+    with Foreign(client, "c1", instance="x").register(master) as consumer:
+        consumer.next()
+        owners = "millstream:{tickets}:tickets:master.workers:owners"
+        (token,) = client.execute("HVALS", owners)
+        consumer.register(master)
+        eventually(lambda: consumer.health.calls > 6, "some rounds")
+        assert client.execute("HVALS", owners) == [token]
+        body = {"consumer": "c1", "health_url": consumer.health.url, "instance": "y"}
+        assert master.post("consumers/register", **body).status_code == 200
+        eventually(lambda: client.execute("HVALS", owners) not in ([token], []), "a lease of its new life")

@@ -24,11 +24,12 @@ from millstream.worker import ReadingLoop, WorkerPolicy
 from millstream.worker.partitions import PartitionSide
 from tests.support.commandline import call
 from tests.support.partition_fixtures import BASE, check_all, growth_killed_after, moved_key, places_are_right
-from tests.support.waiting import eventually
+from tests.support.waiting import FAIL_SAFE_S, eventually
+from tests.support.workers import working
 
 pytestmark = [pytest.mark.keys, pytest.mark.xdist_group("partitions_working")]
 
-QUICK = WorkerPolicy(block_ms=50, claim_ms=3_000, sweep_ms=50, stop_ms=5_000)
+QUICK = WorkerPolicy(block_ms=50, claim_ms=60_000, sweep_ms=50, stop_ms=60_000)
 KEYS = [f"key-{n}" for n in range(60)]
 PRODUCERS, EACH = 3, 40
 
@@ -55,28 +56,12 @@ def handler_of(function: Callable[..., Any], **options: Any) -> Handler:
 
 
 @contextmanager
-def working(url: str, handler: Handler, *names: str, **options: Any) -> Iterator[list[ReadingLoop]]:
+def all_working(client: Client, handler: Handler, *names: str) -> Iterator[None]:
     """Loops that work meanwhile; whatever ended one is raised."""
-    loops = [ReadingLoop(handler, url, consumer=name, policy=QUICK, **options) for name in names]
-    failures: list[BaseException] = []
-
-    def run(loop: ReadingLoop) -> None:
-        try:
-            loop.run()
-        except Exception as error:  # noqa: BLE001 - raised below
-            failures.append(error)
-
-    threads = [threading.Thread(target=run, args=(loop,)) for loop in loops]
-    for thread in threads:
-        thread.start()
-    try:
-        yield loops
-    finally:
-        for loop in loops:
-            loop.stop()
-        for thread in threads:
-            thread.join(20)
-    assert failures == []
+    with ExitStack() as stack:
+        for name in names:
+            stack.enter_context(working(client, handler, name, policy=QUICK))
+        yield
 
 
 class Books:
@@ -127,29 +112,33 @@ def settled(client: Client) -> bool:
     return not Moves(client, layout, app="app", handler="handle").unsettled()
 
 
+def wait_for_messages(books: Books, count: int) -> None:
+    eventually(lambda: len(books.events) >= count, f"{count} messages")
+
+
 def test_more_partitions_under_load_keep_every_key_in_order_and_single(client: Client) -> None:
     books = Books(output=not client.is_cluster)
     handler = handler_of(books.handle, into=None if client.is_cluster else "out")
     stopping = threading.Event()
     with ExitStack() as stack:
         stack.callback(stopping.set)
-        stack.enter_context(working(client.url, handler, "w1", "w2"))
+        stack.enter_context(all_working(client, handler, "w1", "w2"))
         threads = [
             threading.Thread(target=produce, args=(client.url, which, books.events, stopping))
             for which in range(PRODUCERS)
         ]
         for thread in threads:
             thread.start()
-        eventually(lambda: Partitions(client, BASE).find() is not None)
-        for steps, count in ((99, 3), (1, 5), (4, 5), (99, 8)):
-            time.sleep(0.15)
+        eventually(lambda: Partitions(client, BASE).find() is not None, "the first partitions")
+        for share, (steps, count) in enumerate(((99, 3), (1, 5), (4, 5), (99, 8)), 1):
+            wait_for_messages(books, share * len(KEYS) * EACH // 6)
             growth_killed_after(client, steps, count)
-        stack.enter_context(working(client.url, handler, "w3"))
+        stack.enter_context(all_working(client, handler, "w3"))
         for thread in threads:
-            thread.join(30)
-        eventually(lambda: books.wrong != [] or books.last == dict.fromkeys(KEYS, EACH))
+            thread.join(FAIL_SAFE_S)
+        eventually(lambda: books.wrong != [] or books.last == dict.fromkeys(KEYS, EACH), "all of each key")
         assert books.wrong == []
-        eventually(lambda: settled(client))
+        eventually(lambda: settled(client), "the end of all moves")
     layout = Partitions(client, BASE).found()
     assert (layout.counts[0], layout.count, places_are_right(client, layout)) == (2, 8, True)
     assert len({hash_tag(stream) for stream in layout.streams}) == 8
@@ -176,11 +165,11 @@ def test_a_handler_that_begins_at_the_end_gets_all_of_the_partitions_that_come_l
     with Client(millstream_url) as client, PartitionedProducer(client, BASE, key="k", partitions=2) as producer:
         producer.publish_many({"k": key, "n": 1} for key in KEYS)
         first = HandlerKeys("app", "handle", Partitions(client, BASE).found().stream(0))
-        with working(millstream_url, handler, "w1", start="latest"):
+        with working(client, handler, "w1", policy=QUICK, start="latest"):
             eventually(lambda: client.execute("HEXISTS", first.meta, "frontier") == 1)
         Partitions(client, BASE).grow(6)
         producer.publish_many({"k": key, "n": 2} for key in KEYS)
-        with working(millstream_url, handler, "w1", start="latest"):
+        with working(client, handler, "w1", policy=QUICK, start="latest"):
             eventually(lambda: len(seen) >= len(KEYS))
     assert seen == [2] * len(KEYS)
 
@@ -197,7 +186,7 @@ def test_what_was_redriven_goes_once_to_the_partition_in_which_its_key_is_now(mi
 
     with Client(millstream_url) as client, PartitionedProducer(client, BASE, key="k", partitions=2) as producer:
         key = moved_key(Partitions(client, BASE).made(2), 6)
-        with working(millstream_url, handler_of(handle), "w1", "w2"):
+        with all_working(client, handler_of(handle), "w1", "w2"):
             old = producer.publish({"k": key, "n": 1}).stream
             dead = HandlerKeys("app", "handle", old).dead
             eventually(lambda: client.execute("XLEN", dead) == 1)
@@ -236,7 +225,7 @@ def test_the_command_shows_generations_and_seals_and_whether_keys_move(millstrea
     assert call("partitions", "create", BASE, "2", url=millstream_url).out == "orders has 2 partitions\n"
     with Client(millstream_url) as client, PartitionedProducer(client, BASE, key="k") as producer:
         producer.publish_many({"k": key, "n": 1} for key in KEYS)
-        with working(millstream_url, handler_of(books.handle), "w1"):
+        with all_working(client, handler_of(books.handle), "w1"):
             eventually(lambda: len(books.last) == len(KEYS))
         assert call("partitions", "grow", BASE, "3", url=millstream_url).out == "orders has 3 partitions\n"
         assert call("partitions", "grow", BASE, "1", url=millstream_url).code == 2
@@ -248,7 +237,7 @@ def test_the_command_shows_generations_and_seals_and_whether_keys_move(millstrea
         assert [one["since"] for one in found["moves"]["app.handle"]] == [2, 2]
         words = call("partitions", "show", BASE, url=millstream_url).out
         assert "keys that left {orders.0} with generation 2" in words
-        with working(millstream_url, handler_of(books.handle), "w1"):
+        with all_working(client, handler_of(books.handle), "w1"):
             eventually(lambda: settled(client))
         assert shown(millstream_url)["moves"] == {"app.handle": []}
 

@@ -2,7 +2,6 @@
 
 import asyncio
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -29,9 +28,14 @@ from millstream.publishing import Publisher
 from millstream.server import EmbeddedServer
 from millstream.testing.proxy import Proxy
 from millstream.testing.topologies import cluster
-from tests.support.waiting import eventually
+from tests.support.clocks import HandClock
+from tests.support.memory import relieved_once_refused
+from tests.support.waiting import FAIL_SAFE_S, eventually
 
 pytestmark = [pytest.mark.cli]
+
+ENDLESS_MS = 1e9
+WINDOW_MS = 3_600_000
 
 
 @dataclass
@@ -205,10 +209,14 @@ def test_in_a_batch_only_what_is_new_is_published(client: Client, producer: Prod
 
 
 def test_an_id_is_forgotten_when_its_time_is_over(client: Client) -> None:
-    with Producer(client, dedupe_window_ms=80) as producer:
+    with Producer(client, dedupe_window_ms=WINDOW_MS) as producer:
         first = producer.publish("s", {"n": 1}, dedupe_id="a")
         assert producer.publish("s", {"n": 2}, dedupe_id="a") == first
-        time.sleep(0.1)
+        remembered = StreamKeys("s").once(b"a")
+        left_ms = client.execute("PTTL", remembered)
+        assert 0 < left_ms <= WINDOW_MS, "it ends with its window"
+        client.execute("PEXPIRE", remembered, 1)  # as if the rest had gone by
+        eventually(lambda: not client.execute("EXISTS", remembered), "the end of the window")
         assert producer.publish("s", {"n": 3}, dedupe_id="a") != first
     assert numbers(client) == [1, 3]
 
@@ -251,7 +259,7 @@ def test_a_full_stream_is_waited_for_and_the_order_is_kept(client: Client) -> No
         eventually(lambda: len(seen) == 600, "all to be consumed")
     finally:
         stop.set()
-        consumer.join()
+        consumer.join(FAIL_SAFE_S)
     assert seen == list(range(600))
 
 
@@ -261,22 +269,18 @@ def test_a_redis_without_memory_is_said_so_or_waited_for(millstream_fresh_server
         with Producer(client, patience_ms=0) as producer, pytest.raises(OutOfMemory):
             producer.publish("s", {"n": 0})
         assert not client.execute("DBSIZE")
-        with Producer(client) as producer:
-            threading.Timer(0.3, millstream_fresh_server.call, ("CONFIG", "SET", "maxmemory", "0")).start()
+        with Producer(client, patience_ms=ENDLESS_MS) as producer, relieved_once_refused(client.url):
             producer.publish("s", {"n": 1})
         assert numbers(client) == [1]
 
 
 def test_a_redis_without_memory_does_not_make_a_lost_reply_a_refusal(millstream_fresh_server: EmbeddedServer) -> None:
-    class FillsUp:
+    class FillsUp(HandClock):
         """A clock: while somebody waits by it, the memory runs out."""
-
-        def monotonic_ms(self) -> float:
-            return time.monotonic() * 1000.0
 
         def sleep_ms(self, duration_ms: float) -> None:
             millstream_fresh_server.call("CONFIG", "SET", "maxmemory", "1")
-            time.sleep(duration_ms / 1000.0)
+            super().sleep_ms(duration_ms)
 
     with (
         Proxy(millstream_fresh_server.port) as proxy,
@@ -376,7 +380,7 @@ def test_threads_share_a_producer_and_each_keeps_its_order(client: Client, produ
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join()
+        thread.join(FAIL_SAFE_S)
     by_key: dict[int, list[int]] = {}
     for _, pairs in entries(client):
         by_key.setdefault(int(pairs[3]), []).append(int(pairs[1]))

@@ -2,7 +2,6 @@
 
 import socket
 import threading
-import time
 from collections.abc import Iterator
 
 import pytest
@@ -11,6 +10,7 @@ from millstream.client import Client
 from millstream.errors import Unavailable
 from millstream.server import EmbeddedServer
 from millstream.testing.proxy import Proxy
+from tests.support.waiting import FAIL_SAFE_S, eventually
 
 pytestmark = [pytest.mark.groups]
 
@@ -23,7 +23,7 @@ def proxy(millstream_server: EmbeddedServer, millstream_url: str) -> Iterator[Pr
 
 @pytest.fixture
 def client(proxy: Proxy) -> Iterator[Client]:
-    with Client(proxy.url, timeout_ms=5_000) as opened:
+    with Client(proxy.url, timeout_ms=round(FAIL_SAFE_S * 1000)) as opened:
         yield opened
 
 
@@ -85,13 +85,17 @@ def test_a_share_of_the_commands_is_cut(proxy: Proxy, client: Client) -> None:
     assert proxy.cuts["after", "INCR"] > 40
 
 
-def test_what_is_frozen_waits_and_passes_later(proxy: Proxy, client: Client) -> None:
+def test_what_is_frozen_waits_and_passes_later(proxy: Proxy, client: Client, millstream_server: EmbeddedServer) -> None:
     client.execute("PING")
     proxy.freeze()
-    threading.Timer(0.3, proxy.resume).start()
-    began = time.monotonic()
-    assert client.execute("INCR", "n") == 1
-    assert time.monotonic() - began >= 0.25
+    answers: list[int] = []
+    thread = threading.Thread(target=lambda: answers.append(client.execute("INCR", "n")))
+    thread.start()
+    thread.join(0.1)  # more than it would take
+    assert (answers, millstream_server.call("GET", "n")) == ([], None)
+    proxy.resume()
+    thread.join()
+    assert answers == [1]
 
 
 def test_open_connections_can_be_cut_and_new_ones_made(proxy: Proxy, client: Client) -> None:
@@ -103,14 +107,14 @@ def test_open_connections_can_be_cut_and_new_ones_made(proxy: Proxy, client: Cli
 
 
 def test_it_ends_with_all_its_threads_even_while_frozen(millstream_server: EmbeddedServer) -> None:
-    before = threading.active_count()
+    before = set(threading.enumerate())
     with Proxy(millstream_server.port) as proxy:
         ends = [socket.create_connection(("127.0.0.1", proxy.port)) for _ in range(3)]
         proxy.freeze()
         for end in ends:
             end.sendall(b"PING\r\n")
-        time.sleep(0.05)
-    assert threading.active_count() == before
+        eventually(lambda: len(set(threading.enumerate()) - before) == 1 + 2 * len(ends), "all of its threads")
+    assert set(threading.enumerate()) <= before
     for end in ends:
         end.close()
     with pytest.raises(ConnectionRefusedError):

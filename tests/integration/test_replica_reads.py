@@ -3,7 +3,7 @@
 import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from itertools import chain
 
@@ -25,11 +25,12 @@ from millstream.spark.replicas import ReplicaReads, Replicas
 from millstream.spark.taken import Portion, TakenReading
 from millstream.testing.proxy import Proxy
 from millstream.testing.topologies import cluster, sentinel_trio
-from tests.support.waiting import eventually
+from tests.support.replicas import FOLLOWS, asked, asked_for, none_asked
+from tests.support.waiting import FAIL_SAFE_S, eventually
 
 pytestmark = [pytest.mark.spark, pytest.mark.xdist_group("replica_reads")]
 
-FOLLOWS = {"repl-diskless-sync-delay": "0", "appendonly": "no"}
+PATIENCE_MS = round(FAIL_SAFE_S * 1000)
 USUAL = {
     "replica-read-only": "yes", "replica-serve-stale-data": "yes", "replica-ignore-maxmemory": "yes", "maxmemory": "0",
     "key-load-delay": "0",
@@ -46,6 +47,12 @@ class Deployment:
     link: Proxy
     client: Client
     replicas: Replicas
+    patch: pytest.MonkeyPatch
+
+    def give_up_soon(self) -> None:
+        """From now on a replica that hangs is given up."""
+        self.patch.setattr(replicas_module, "_TIMEOUT_MS", 500)
+        self.replicas.close()  # for the next connections
 
     def follow(self, *followers: EmbeddedServer) -> None:
         """Make these, and no others, replicas, with all that the primary has."""
@@ -67,7 +74,7 @@ class Deployment:
     def settle(self, replicas: int) -> None:
         """Wait until so many replicas have all that was written."""
         self.client.pipeline([("XADD", "tick", "*", "a", "b"), ("DEL", "tick")])
-        assert self.client.execute("WAIT", replicas, 5_000) >= replicas
+        eventually(lambda: self.client.execute("WAIT", replicas, 1_000) >= replicas, "the replicas to have it all")
 
     def add(self, stream: str, numbers: Sequence[int]) -> None:
         self.client.pipeline([("XADD", stream, f"{n + 1}-0", "n", n) for n in numbers])
@@ -87,26 +94,6 @@ def rows(batches: Iterator[list[Run]]) -> list[tuple[str, int]]:
     return [(name, int(pairs[1])) for runs in batches for name, entries in runs for _, pairs in entries]
 
 
-def asked(server: EmbeddedServer) -> int:
-    """How many XRANGE a server has run."""
-    _, found, rest = server.call("INFO", "commandstats").partition(b"cmdstat_xrange:calls=")
-    return int(rest.partition(b",")[0]) if found else 0
-
-
-@contextmanager
-def none_asked(*servers: EmbeddedServer) -> Iterator[None]:
-    before = [asked(server) for server in servers]
-    yield
-    assert [asked(server) for server in servers] == before
-
-
-@contextmanager
-def asked_for(*servers: EmbeddedServer) -> Iterator[None]:
-    before = [asked(server) for server in servers]
-    yield
-    assert all(now > then for now, then in zip(map(asked, servers), before, strict=True))
-
-
 def stands_alone(server: EmbeddedServer) -> bool:
     with suppress(ServerError):  # LOADING
         return bool(server.call("REPLICAOF", "NO", "ONE"))
@@ -121,15 +108,21 @@ def servers() -> Iterator[tuple[EmbeddedServer, EmbeddedServer, EmbeddedServer, 
 
 
 @pytest.fixture
-def deployment(
-    servers: tuple[EmbeddedServer, EmbeddedServer, EmbeddedServer, Proxy], monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Deployment]:
-    """Replicas that hang are given up soon, and tried again at once."""
-    monkeypatch.setattr(replicas_module, "_TIMEOUT_MS", 1_000)
-    monkeypatch.setattr(replicas_module, "_CATCH_UP_MS", 5_000.0)
+def patience(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """Replicas are waited for, unless a test says otherwise, and are tried again at once."""
+    monkeypatch.setattr(replicas_module, "_TIMEOUT_MS", PATIENCE_MS)
+    monkeypatch.setattr(replicas_module, "_CATCH_UP_MS", float(PATIENCE_MS))
     monkeypatch.setattr(replicas_module, "_REST_MS", 1.0)
     monkeypatch.setattr(replicas_module, "_REST_SHARE", 0)
     monkeypatch.setattr(replicas_module, "_NOBODY_MS", 1.0)
+    return monkeypatch
+
+
+@pytest.fixture
+def deployment(
+    servers: tuple[EmbeddedServer, EmbeddedServer, EmbeddedServer, Proxy], patience: pytest.MonkeyPatch
+) -> Iterator[Deployment]:
+    """All three, emptied."""
     primary, late, prompt, link = servers
     link.resume()
     for server in (late, prompt):
@@ -143,7 +136,7 @@ def deployment(
     primary.call("FLUSHALL")
     with Client(primary.url) as client:
         replicas = Replicas(client)
-        yield Deployment(primary, late, prompt, link, client, replicas)
+        yield Deployment(primary, late, prompt, link, client, replicas, patience)
         replicas.close()
 
 
@@ -208,7 +201,7 @@ def test_what_a_replica_has_not_heard_of_yet_is_read_from_the_primary(
     assert not expected or "bytes behind its primary" in caplog.text
     deployment.link.resume()
     deployment.settle(1)
-    monkeypatch.setattr(replicas_module, "_CATCH_UP_MS", 5_000.0)
+    monkeypatch.setattr(replicas_module, "_CATCH_UP_MS", float(PATIENCE_MS))
     with asked_for(*([deployment.late] if expected else [])):
         assert deployment.read(pieces) == expected
 
@@ -257,11 +250,12 @@ def test_a_connection_that_was_closed_between_two_tasks_is_opened_again(deployme
 def test_a_replica_that_was_asked_in_vain_is_left_alone_for_a_while(
     deployment: Deployment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(replicas_module, "_REST_MS", 60_000.0)
+    monkeypatch.setattr(replicas_module, "_REST_MS", float(PATIENCE_MS))
     deployment.follow(deployment.late)
     deployment.add("s", range(100))
     pieces = deployment.planned()
     deployment.late.pause()
+    deployment.give_up_soon()
     assert len(deployment.read(pieces)) == 100
     deployment.late.resume()
     deployment.settle(1)
@@ -274,6 +268,7 @@ def test_a_replica_that_was_asked_in_vain_is_left_alone_for_a_while(
 
 def hang(deployment: Deployment) -> None:
     deployment.late.pause()
+    deployment.give_up_soon()
 
 
 def die(deployment: Deployment) -> None:
@@ -310,7 +305,7 @@ def refuse_stale_data(deployment: Deployment) -> None:
 def load(deployment: Deployment) -> None:
     """It has to fetch everything anew, and is slow about it."""
     deployment.client.pipeline([("XADD", f"t{n}", "*", "value", "x" * 2_000) for n in range(100)])
-    for name, value in (("key-load-delay", 20_000), ("loading-process-events-interval-bytes", 1_024)):
+    for name, value in (("key-load-delay", 100_000), ("loading-process-events-interval-bytes", 1_024)):
         deployment.late.call("CONFIG", "SET", name, value)
     deployment.late.call("REPLICAOF", "NO", "ONE")
     deployment.late.call("SET", "own", "history")
@@ -478,6 +473,7 @@ def test_a_server_that_is_no_primary_any_more_sends_nobody_to_its_replicas(deplo
         replicas.close()
 
 
+@pytest.mark.usefixtures("patience")
 def test_in_a_cluster_each_shard_has_its_own_replicas() -> None:
     extra = {"cluster-enabled": "yes", "cluster-node-timeout": "5000", **FOLLOWS}
     with cluster() as deployed, EmbeddedServer(extra=extra) as replica, Client(deployed.url) as admin:
@@ -519,10 +515,11 @@ def knows(node: EmbeddedServer, replica: EmbeddedServer) -> bool:
     return any(replica.port in (other[1] for other in row[3:]) for row in node.call("CLUSTER", "SLOTS"))
 
 
+@pytest.mark.usefixtures("patience")
 def test_behind_sentinel_the_replica_is_read_and_later_the_one_that_takes_over() -> None:
     with sentinel_trio() as trio, Client(trio.url) as client:
         client.pipeline([("XADD", "s", f"{n + 1}-0", "n", n) for n in range(100)])
-        assert client.execute("WAIT", 1, 5_000) == 1
+        eventually(lambda: client.execute("WAIT", 1, 1_000) == 1, "the replica to have it all")
         replicas = Replicas(client)
         reads = ReplicaReads(replicas)
         with none_asked(trio.primary):
@@ -531,6 +528,6 @@ def test_behind_sentinel_the_replica_is_read_and_later_the_one_that_takes_over()
         (more,) = reads.ask([("XRANGE", "s", "(10-0", "100-0", "COUNT", 40)])
         eventually(lambda: b"role:master" in trio.replica.call("INFO", "replication"), "the failover")
         last = [("XRANGE", "s", "(50-0", "100-0", "COUNT", 50)]
-        (rest,) = client.patiently(lambda: reads.ask(last), what="the test", limit_ms=30_000)
+        (rest,) = client.patiently(lambda: reads.ask(last), what="the test", limit_ms=PATIENCE_MS)
         replicas.close()
     assert [int(pairs[1]) for _, pairs in (*found, *more, *rest)] == list(range(100))

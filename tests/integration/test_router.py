@@ -17,8 +17,9 @@ from millstream.metrics import ROUTER_SUBSCRIPTIONS, Recorder
 from millstream.model import Message
 from millstream.router import END, Dropped, Gap, PoolPolicy, ReadPolicy, Router, Start, TooSlow
 from millstream.router.inbox import Cursor, Inbox
+from millstream.router.shelf import NEWEST
 from tests.support.routers import OFTEN, READERS, Crowd, ids, ids_in, make_router, publish, taken
-from tests.support.waiting import eventually
+from tests.support.waiting import FAIL_SAFE_S, eventually
 
 pytestmark = [pytest.mark.router]
 
@@ -34,7 +35,7 @@ def reader(request: pytest.FixtureRequest) -> Any:
 def router(millstream_url: str, reader: Any) -> Iterator[Router]:
     with make_router(millstream_url, reader) as made:
         yield made
-        assert made.close()
+        assert made.close(timeout_ms=FAIL_SAFE_S * 1000)
 
 
 def kept() -> int:
@@ -46,6 +47,11 @@ def kept() -> int:
 def served_from(router: Router, stream: str) -> int:
     """How many cursors read the stream."""
     return len(list(router._shelf.at(stream.encode())))
+
+
+def sent_bytes(client: Client) -> int:
+    """What Redis has sent so far, to anybody."""
+    return int(client.execute("INFO", "stats").split(b"total_net_output_bytes:")[1].split()[0])
 
 
 # --- What comes ---
@@ -75,7 +81,7 @@ def test_following_resumes_after_any_id(client: Client, router: Router) -> None:
     assert ids(taken(router.subscribe("s", after=there[2]), 2)) == there[3:]
     assert ids(taken(router.subscribe("s", after="0"), 5)) == there
     newest = router.subscribe("s", after=END)
-    assert newest.get(200) is None
+    eventually(lambda: (place := newest._inbox.cursor) and place.last != NEWEST, "it to know where the end is")
     publish(client, ["s"], [5])
     assert ids(taken(newest, 1)) == ids_in(client, "s")[5:]
 
@@ -100,7 +106,8 @@ def test_threads_and_event_loops_follow_side_by_side(client: Client, router: Rou
         first.check(client)
         eventually(lambda: second == first.got["s0"], "the thread to have as much")
         router.close()
-        thread.join(20)
+        thread.join(FAIL_SAFE_S)
+        assert not thread.is_alive()
 
 
 # --- Sharing ---
@@ -112,13 +119,11 @@ def test_subscribers_of_one_stream_share_one_read(client: Client, router: Router
     for subscription in subscriptions:
         taken(subscription, 1)
     eventually(lambda: served_from(router, "s") == 1, "all to be served from one place")
-    before = client.execute("INFO", "stats")
-    publish(client, ["s"], [1])
+    before = sent_bytes(client)
+    client.execute("XADD", "s", "*", "n", b"x" * 1_000_000)
     for subscription in subscriptions:
         taken(subscription, 1)
-    sent = int(client.execute("INFO", "stats").split(b"total_net_output_bytes:")[1].split()[0])
-    sent -= int(before.split(b"total_net_output_bytes:")[1].split()[0])
-    assert sent < 20_000, "each message goes over the wire once, not once a subscriber"
+    assert sent_bytes(client) - before < 3_000_000, "each message goes over the wire once, not once a subscriber"
 
 
 def test_a_late_subscriber_catches_up_and_joins_with_nothing_lost_or_doubled(client: Client, router: Router) -> None:
@@ -131,30 +136,35 @@ def test_a_late_subscriber_catches_up_and_joins_with_nothing_lost_or_doubled(cli
         while not stopped.is_set():
             publish(client, ["s"], range(7))
 
-    with Client(client.url):
-        thread = threading.Thread(target=keep_publishing)
-        thread.start()
-        late = [router.subscribe("s", after=seen[at]) for at in (0, 100, 699)]
-        got = [ids(taken(one, 900)) for one in late]
-        stopped.set()
-        thread.join()
+    thread = threading.Thread(target=keep_publishing)
+    thread.start()
+    late = [router.subscribe("s", after=seen[at]) for at in (0, 100, 699)]
+    got = [ids(taken(one, 900)) for one in late]
+    stopped.set()
+    thread.join()
     everything = ids_in(client, "s")
-    for start, found in zip((1, 101, 700), got, strict=True):
+    starts = (1, 101, 700)
+    for start, found in zip(starts, got, strict=True):
         assert found == everything[start : start + 900]
-    for one in (early, *late):
-        while one.get(200):
-            pass
+    # None that is full may hold up what follows.
+    for one, so_far in zip((early, *late), (700, *(start + 900 for start in starts)), strict=True):
+        assert ids(taken(one, len(everything) - so_far)) == everything[so_far:]
     eventually(lambda: served_from(router, "s") == 1, "the late ones to have joined")
 
 
-def test_a_hot_stream_does_not_starve_the_others(client: Client, router: Router) -> None:
+def test_a_hot_stream_does_not_starve_the_others(client: Client, millstream_url: str, reader: Any) -> None:
     client.pipeline([("XADD", "hot", "*", "n", n) for n in range(30_000)])
     publish(client, ["cold"], [0])
-    hot = router.subscribe("hot", buffer=50_000)
-    cold = router.subscribe("cold")
-    taken(cold, 1)
-    assert hot.buffered < 30_000, "the hot stream's history is read in small helpings, in turn with others"
-    assert ids(taken(hot, 30_000)) == ids_in(client, "hot")
+
+    async def main() -> None:
+        # In one loop with the router, so that it learns of both at once, and reads nothing while the test looks.
+        async with make_router(millstream_url, reader) as router:
+            hot, cold = router.subscribe("hot", buffer=50_000), router.subscribe("cold")
+            await anext(cold)
+            assert hot.buffered < 30_000, "the hot stream's history is read in small helpings, in turn with others"
+            assert ids([await anext(hot) for _ in range(30_000)]) == ids_in(client, "hot")
+
+    asyncio.run(main())
 
 
 # --- Slow subscribers ---
@@ -298,12 +308,12 @@ def test_a_key_of_another_type_ends_its_own_subscription_only(client: Client, ro
     publish(client, ["good"], range(3))
     taken(good, 3)
     with pytest.raises(WrongType, match="bad is not a stream"):
-        bad.get(20_000)
+        bad.get(FAIL_SAFE_S * 1000)
     client.execute("DEL", "good")
     client.execute("SET", "good", "text")
     if router.reader == "tracking":
         with pytest.raises(WrongType):
-            good.get(20_000)
+            good.get(FAIL_SAFE_S * 1000)
     client.execute("DEL", "bad")
     publish(client, ["bad"], [0])
     assert ids(taken(router.subscribe("bad"), 1)) == ids_in(client, "bad")
@@ -328,7 +338,7 @@ def test_unsubscribing_frees_everything(client: Client, router: Router) -> None:
     assert router.figures().streams == 1
     publish(client, ["keep", "s1"], [0])
     taken(keep, 1)
-    assert kept() == 2
+    eventually(lambda: kept() == 2, "nothing of the others to be left in memory")
 
 
 def test_leaving_an_async_loop_unsubscribes(client: Client, router: Router) -> None:
@@ -357,7 +367,7 @@ def test_two_readers_of_one_subscription_are_refused(router: Router) -> None:
     async def main() -> None:
         subscription = router.subscribe("s")
         first = asyncio.ensure_future(anext(subscription))
-        await asyncio.sleep(0.01)
+        await asyncio.sleep(0)
         with pytest.raises(MillstreamError, match="subscribe once more"):
             await anext(subscription)
         first.cancel()
@@ -371,8 +381,8 @@ def test_closing_the_router_ends_subscriptions_after_what_they_hold(client: Clie
     eventually(lambda: subscription.buffered == 3, "the messages")
     waiting = threading.Thread(target=lambda: list(empty))
     waiting.start()
-    assert router.close()
-    waiting.join(20)
+    assert router.close(timeout_ms=FAIL_SAFE_S * 1000)
+    waiting.join(FAIL_SAFE_S)
     assert not waiting.is_alive()
     assert ids(list(subscription)) == ids_in(client, "s")
     with pytest.raises(ConfigError, match="closed"):
@@ -389,7 +399,7 @@ def test_who_takes_items_with_a_time_limit_knows_when_no_more_come(client: Clien
     assert not broken.ended
     with pytest.raises(WrongType):
         broken.get(100)
-    assert router.close()
+    assert router.close(timeout_ms=FAIL_SAFE_S * 1000)
     assert not subscription.ended, "it still holds one"
     assert subscription.get(100) is not None
     assert subscription.ended
@@ -445,16 +455,16 @@ def test_figures_reach_the_metrics(client: Client, millstream_url: str, reader: 
         assert len(subscriptions) == 3
 
 
-@pytest.mark.alone
-def test_ten_thousand_come_and_go_in_a_second(client: Client, router: Router) -> None:
-    began = time.perf_counter()
+def test_ten_thousand_that_come_and_go_leave_nothing_behind_and_who_stays_is_served(
+    client: Client, router: Router
+) -> None:
     for n in range(10_000):
         router.subscribe(f"s{n}").close()
     eventually(lambda: router.figures().subscriptions == 0, "all to be gone")
+    assert router.figures().streams == 0
     subscription = router.subscribe("s0")
     publish(client, ["s0"], [0])
-    taken(subscription, 1)
-    assert time.perf_counter() - began < 1.0
+    assert ids(taken(subscription, 1)) == ids_in(client, "s0")
 
 
 # --- The pool's measures ---
@@ -506,4 +516,4 @@ def test_nobody_waits_for_a_router_that_has_failed(client: Client, millstream_ur
             next(iter(early))
         with pytest.raises(ConfigError, match="has failed, make a new one: ZeroDivisionError"):
             router.subscribe("s1")
-        assert router.close()
+        assert router.close(timeout_ms=FAIL_SAFE_S * 1000)

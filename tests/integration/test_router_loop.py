@@ -14,6 +14,7 @@ from millstream.router import Router
 from millstream.server import EmbeddedServer
 from millstream.testing.proxy import Proxy
 from tests.support.routers import READERS, ids, ids_in, make_router, publish, taken
+from tests.support.waiting import FAIL_SAFE_S, eventually_async
 
 pytestmark = [pytest.mark.router]
 
@@ -25,16 +26,10 @@ def reader(request: pytest.FixtureRequest) -> Any:
     return request.param
 
 
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(20):
-        while not condition():  # noqa: ASYNC110 - what is waited for has no event
-            await asyncio.sleep(0.01)
-
-
 def in_loop(url: str, reader: Any, body: Callable[[Router], Awaitable[None]]) -> None:
     async def main() -> None:
         async with make_router(url, reader) as router:
-            await asyncio.wait_for(body(router), 60)
+            await asyncio.wait_for(body(router), FAIL_SAFE_S)
 
     asyncio.run(main())
 
@@ -49,7 +44,7 @@ def test_a_thousand_messages_of_a_hundred_streams_come_whole_and_in_order(client
 
         tasks = [asyncio.create_task(follow(name)) for name in NAMES]
         await asyncio.to_thread(publish, client, NAMES, range(10))
-        await until(lambda: sum(map(len, got.values())) == 1000)
+        await eventually_async(lambda: sum(map(len, got.values())) == 1000, "all messages")
         assert got == {name: ids_in(client, name) for name in NAMES}
         before = [thread.name for thread in threading.enumerate()]
         assert "millstream-router" not in before
@@ -82,7 +77,7 @@ def test_other_threads_and_loops_may_follow_and_close(client: Client, reader: An
                 return await anext(router.subscribe("s"))
 
             assert isinstance(asyncio.run(other_loop()), Message)
-            assert router.close()
+            assert router.close(timeout_ms=FAIL_SAFE_S * 1000)
 
         subscription = router.subscribe("s")
         waiting = asyncio.create_task(asyncio.to_thread(elsewhere))
@@ -115,7 +110,7 @@ def test_a_task_may_close_the_router_in_which_others_wait(client: Client, reader
             return got
 
         tasks = [asyncio.create_task(follow(name)) for name in NAMES]
-        await until(lambda: router.figures().streams == len(NAMES))
+        await eventually_async(lambda: router.figures().streams == len(NAMES), "all to be served")
         await asyncio.to_thread(publish, client, ["s0"], [0])
         assert await asyncio.gather(*tasks) == [1] + [0] * 99
 

@@ -8,6 +8,7 @@ import pytest
 from millstream.client import Client
 from millstream.server import EmbeddedServer
 from tests.support.gateways import Server, numbers, publish
+from tests.support.waiting import FAIL_SAFE_S
 
 pytestmark = [pytest.mark.router, pytest.mark.xdist_group("serve")]
 
@@ -98,20 +99,20 @@ def test_whatever_bytes_a_stream_holds_reach_the_client(client: Client, server: 
 def test_a_websocket_has_the_same_as_text(client: Client, server: Server) -> None:
     ids = publish(client, "s", range(3))
     with server.socket("s", "after=earliest") as socket:
-        found = [json.loads(socket.recv(10)) for _ in range(3)]
+        found = [json.loads(socket.recv(FAIL_SAFE_S)) for _ in range(3)]
         assert found[0] == {
             "event": "message", "stream": "s", "id": ids[0], "fields": {"n": "0"}, "position": ids[0],
         }  # fmt: skip
         assert [frame["id"] for frame in found] == ids
         socket.send("whatever a client says means nothing")
         ids += publish(client, "s", [3])
-        assert json.loads(socket.recv(10))["id"] == ids[3]
+        assert json.loads(socket.recv(FAIL_SAFE_S))["id"] == ids[3]
     with server.socket("s") as socket:
-        start = json.loads(socket.recv(10))
+        start = json.loads(socket.recv(FAIL_SAFE_S))
         assert start == {"event": "start", "stream": "s", "position": ids[3]}
     ids += publish(client, "s", [4])
     with server.socket("s", f"after={start['position']}") as socket:
-        assert json.loads(socket.recv(10))["id"] == ids[4]
+        assert json.loads(socket.recv(FAIL_SAFE_S))["id"] == ids[4]
 
 
 def test_what_was_trimmed_before_it_was_read_is_told_as_a_gap(client: Client, server: Server) -> None:
@@ -122,7 +123,7 @@ def test_what_was_trimmed_before_it_was_read_is_told_as_a_gap(client: Client, se
     assert (gap.kind, gap.data["reason"], gap.data["after"]) == ("gap", "trimmed", ids[0])
     assert [event.id for event in messages] == ids[3:]
     with server.socket("s", f"after={ids[0]}") as socket:
-        assert json.loads(socket.recv(10))["event"] == "gap"
+        assert json.loads(socket.recv(FAIL_SAFE_S))["event"] == "gap"
 
 
 def test_a_stream_that_is_made_anew_is_told_and_followed(client: Client, server: Server) -> None:

@@ -13,6 +13,7 @@ from millstream.sink import Share, Stage, Terms, begin, raw, token_of
 from millstream.sink import publication as publication_module
 from millstream.testing.topologies import cluster
 from tests.support.sink_fixtures import SINK, STREAMS, Killed, Run, check, killed_at, published, rows_of, staged
+from tests.support.waiting import FAIL_SAFE_S
 
 pytestmark = [pytest.mark.sink]
 
@@ -257,7 +258,7 @@ def test_drivers_that_publish_one_decided_batch_at_once_keep_its_order(millstrea
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join()
+        thread.join(FAIL_SAFE_S)
     Run(client, "last").batch(1, range(30_000, 30_010))
     check(client, range(30_010), zombies=True)
 

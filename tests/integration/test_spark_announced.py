@@ -38,14 +38,14 @@ def test_a_run_reads_what_is_announced_until_it_is_done_and_leaves_out_what_is_n
             announce(client, "calls", name)
         member = membership(client)
         member.join()
-        eventually(lambda: announced_streams(client, "calls") == ["bad", "call:1"])
+        eventually(lambda: announced_streams(client, "calls") == ["bad", "call:1"], "both to be read")
         assert service_of(client, "app.handle") == "calls"
         options = parse({"url": millstream_url, "subscribeAnnounced": "calls", "layout": "packed"}, {})
         with caplog.at_level(logging.WARNING):
             assert [*subscription(client, options, clock=SYSTEM_CLOCK).names()] == ["call:1"]
         assert "the announced stream 'bad' is left out: its key holds a string" in caplog.text
         announce(client, "calls", "call:2")  # it is read while the run goes on
-        eventually(lambda: "call:2" in announced_streams(client, "calls"))
+        eventually(lambda: "call:2" in announced_streams(client, "calls"), "the next to be read")
         assert end_leases(client, "calls", "done", ["call:1", "bad"]) == set()
         assert [*subscription(client, options, clock=SYSTEM_CLOCK).names()] == ["call:2"]
         with pytest.raises(ConfigError, match=r"shared by the workers of app\.handle"):
@@ -76,11 +76,12 @@ def test_a_run_is_told_when_no_announcement_is_read_any_more(millstream_url: str
         announce(client, "calls", "call:1")
         member = membership(client, on_ended=ends.append)
         member.join()
-        eventually(lambda: announced_streams(client, "calls") == ["call:1"])
+        eventually(lambda: announced_streams(client, "calls") == ["call:1"], "it to be read")
         assert ends == []
         client.execute("DEL", ServiceKeys("calls").streams)
         client.execute("SET", ServiceKeys("calls").streams, "text")
-        eventually(lambda: bool(ends))
+        client.execute("XADD", ServiceKeys("calls").events, "*", "event", "a test asks for a round")
+        eventually(lambda: ends, "the end to be told")
         assert isinstance(ends[0], WrongType)
         member.close()
         assert len(ends) == 1

@@ -2,7 +2,6 @@
 
 import logging
 import threading
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -20,10 +19,12 @@ from millstream.model import EntryId
 from millstream.naming import HandlerKeys
 from millstream.reliable import TRIM, ReliableStream
 from tests.support.task_fixtures import Bench, Item, Row, only
+from tests.support.waiting import FAIL_SAFE_S
 
 pytestmark = [pytest.mark.spark]
 
 KEYS = HandlerKeys("app", "handle", "in")
+HOUR_MS = 3_600_000.0
 A = b"kA"
 
 
@@ -63,9 +64,8 @@ class Aside(Bench):
 
 
 @pytest.fixture
-def bench(millstream_url: str) -> Iterator[Aside]:
-    with Client(millstream_url) as client:
-        yield Aside(client)
+def bench(client: Client) -> Aside:
+    return Aside(client)
 
 
 def parking(bench: Aside, **options: Any) -> Handler:
@@ -188,14 +188,15 @@ def test_what_is_parked_while_it_runs_from_its_line_is_not_committed(bench: Asid
 
 
 def test_a_key_whose_attempts_are_far_apart_is_set_aside_and_its_attempts_count_on(bench: Aside) -> None:
-    handler = parking(bench, retry=Retry(attempts=3, delay_ms=700, jitter=0))
+    retry = Retry(attempts=3, delay_ms=1, factor=HOUR_MS, max_delay_ms=HOUR_MS, jitter=0)
+    handler = parking(bench, retry=retry)
     report = bench.run(handler, bench.add(1, keys="A", fail=2) + bench.add(2, 3, keys="AB"))
     assert (report["committed"], report["aside"], report["retries"]) == (1, 2, 2)
     assert bench.lines() == {b"A": ("backing off", 2)}
     ready = bench.ready(handler)
     assert ready.lines == []
     assert ready.wait_ms is not None
-    assert 0 < ready.wait_ms <= 1_401
+    assert 0 < ready.wait_ms <= HOUR_MS + 1
     bench.client.execute("ZADD", KEYS.backoff, 1, A)
     bench.catch_up(handler)
     assert (bench.outputs(), bench.seen[-2:]) == ([3, 1, 2], [(b"A", 1, 3), (b"A", 2, 1)])
@@ -212,7 +213,9 @@ def test_a_message_without_a_key_that_waits_for_long_holds_up_nobody_and_workers
             raise RuntimeError("no")
         return {"n": item.n}
 
-    handler = only(App("app"), handle, into="out", retry=Retry(attempts=2, delay_ms=2_000, then="block"))
+    handler = only(
+        App("app"), handle, into="out", retry=Retry(attempts=2, delay_ms=HOUR_MS, max_delay_ms=HOUR_MS, then="block")
+    )
     bench.begin(handler)
     rows: list[Row] = [(n, None, fields) for n, _, fields in bench.add(1, 2, 3, keys="ABC", fail=9)]
     report = bench.run(handler, rows) if advance else bench.process(handler, bench.rows(*rows))
@@ -356,7 +359,8 @@ def make_due_and_work_off(bench: Aside, handler: Handler) -> None:
     bench.client.execute("ZADD", KEYS.backoff, "XX", 1, A)
     thread = threading.Thread(target=bench.catch_up, args=(handler,))  # it has an event loop of its own
     thread.start()
-    thread.join()
+    thread.join(FAIL_SAFE_S)
+    assert not thread.is_alive()
 
 
 def sums(bench: Aside) -> bytes:
@@ -368,7 +372,7 @@ def sums(bench: Aside) -> bytes:
 def test_a_line_that_is_worked_off_while_a_batch_begins_leaves_it_no_old_state(
     bench: Aside, moment: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    handler = parking(bench, retry=Retry(attempts=3, delay_ms=5_000, jitter=0))
+    handler = parking(bench, retry=Retry(attempts=3, delay_ms=HOUR_MS, max_delay_ms=HOUR_MS, jitter=0))
     works = works_of(handler)
     bench.run(handler, bench.add(1, keys="A", fail=9))
     load, done = Ledger.load, threading.Event()
@@ -388,7 +392,7 @@ def test_a_line_that_is_worked_off_while_a_batch_begins_leaves_it_no_old_state(
 
 
 def test_a_key_that_was_set_aside_by_a_task_waits_in_its_later_rows_too(bench: Aside) -> None:
-    handler = parking(bench, retry=Retry(attempts=3, delay_ms=5_000, jitter=0))
+    handler = parking(bench, retry=Retry(attempts=3, delay_ms=HOUR_MS, max_delay_ms=HOUR_MS, jitter=0))
     works = works_of(handler)
 
     def handle(item: Item, message: Message, state: State) -> Any:
@@ -405,7 +409,7 @@ def test_a_key_that_was_set_aside_by_a_task_waits_in_its_later_rows_too(bench: A
 
 @pytest.mark.parametrize("routed", [0, 1])
 def test_what_half_a_batch_set_aside_is_not_lost_when_workers_come_and_go_at_once(bench: Aside, routed: int) -> None:
-    handler = parking(bench, retry=Retry(attempts=3, delay_ms=5_000, jitter=0))
+    handler = parking(bench, retry=Retry(attempts=3, delay_ms=HOUR_MS, max_delay_ms=HOUR_MS, jitter=0))
     rows = bench.add(1, 2, 3, keys="BAA", fail=9)
     bench.process(handler, bench.rows(*rows))
     joined = worker(bench.client)

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -17,13 +17,15 @@ from tests.support.task_fixtures import Bench, Item, Row, only
 
 pytestmark = [pytest.mark.spark]
 
+ENDLESS_S = 1e6
+CLOCKS_S = 0.01
+"""The clock of Redis and that of a program may be read a little differently."""
 KINDS = pytest.mark.parametrize("kind", ["plain", "async"])
 
 
 @pytest.fixture
-def bench(millstream_url: str) -> Iterator[Bench]:
-    with Client(millstream_url) as client:
-        yield Bench(client)
+def bench(client: Client) -> Bench:
+    return Bench(client)
 
 
 def listing(kind: str, took: list[list[int]], **options: Any) -> Handler:
@@ -120,20 +122,20 @@ def test_a_list_without_outputs_is_committed_message_by_message(bench: Bench) ->
 def test_a_list_beyond_its_time_limit_is_split_and_the_guilty_one_dies(bench: Bench, kind: str) -> None:
     def handle(items: list[Item]) -> list[dict[str, int]]:
         if any(item.n == 3 for item in items):
-            time.sleep(5)
+            time.sleep(ENDLESS_S)
         return [{"n": item.n} for item in items]
 
     async def handle_async(items: list[Item]) -> list[dict[str, int]]:
         if any(item.n == 3 for item in items):
-            await asyncio.sleep(5)
+            await asyncio.sleep(ENDLESS_S)
         return [{"n": item.n} for item in items]
 
-    handler = replace(listing(kind, [], time_limit_ms=100), function=handle if kind == "plain" else handle_async)
-    began = time.monotonic()
+    # Three attempts, so that one of the others, which a slow machine may hold up for long, has another.
+    options: dict[str, Any] = {"time_limit_ms": 100, "retry": Retry(attempts=3, delay_ms=1)}
+    handler = replace(listing(kind, [], **options), function=handle if kind == "plain" else handle_async)
     bench.process(handler, bench.rows(*numbered(4)))
     assert sorted(bench.outputs()) == [1, 2, 4]
     assert [letter.id for letter in bench.dead()] == ["3-0"]
-    assert time.monotonic() - began < 5
 
 
 def test_after_a_crash_each_message_of_a_list_is_tried_by_itself(bench: Bench) -> None:
@@ -149,15 +151,15 @@ def test_tasks_keep_a_rate_together_and_nothing_is_reserved_in_vain(bench: Bench
     def handle(message: Message) -> None: ...
 
     handler = only(App("app"), handle, name="handle", rate=50)
-    began = time.monotonic()
+    began_s, began = time.time(), time.monotonic()
     for at in range(1, 31, 3):  # as many tasks, of fewer messages than are reserved at a time
         bench.process(handler, bench.rows(*((n, None, {"n": n}) for n in range(at, at + 3))))
     took_s = time.monotonic() - began
     # All but the last have to wait for the one before: 27 of them at 50 a second.
     assert took_s >= 27 / 50
-    assert float(bench.client.execute("HGET", "millstream:{in}:in:app.handle:meta", "rate_at")) / 1e6 == pytest.approx(
-        time.time() + 3 / 50, abs=0.5
-    )
+    reserved_s = float(bench.client.execute("HGET", "millstream:{in}:in:app.handle:meta", "rate_at")) / 1e6
+    # The last has waited for what the others reserved, and reserved what it needs: nothing beyond that.
+    assert began_s + 30 / 50 - CLOCKS_S <= reserved_s <= time.time() + 3 / 50 + CLOCKS_S
 
 
 @KINDS
@@ -180,8 +182,6 @@ def test_an_attempt_that_is_repeated_takes_nothing_of_the_rate(bench: Bench) -> 
         tried.append(message.attempt)
         raise RuntimeError("never")
 
-    handler = only(App("app"), handle, name="handle", rate=0.1, retry=Retry(attempts=5, delay_ms=1))
-    began = time.monotonic()
+    handler = only(App("app"), handle, name="handle", rate=1 / ENDLESS_S, retry=Retry(attempts=5, delay_ms=1))
     bench.process(handler, bench.rows((1, None, {"n": 1})))
     assert tried == [1, 2, 3, 4, 5]
-    assert time.monotonic() - began < 5

@@ -2,7 +2,7 @@
 
 import asyncio
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 
@@ -15,9 +15,8 @@ pytestmark = [pytest.mark.spark]
 
 
 @pytest.fixture
-def bench(millstream_url: str) -> Iterator[Bench]:
-    with Client(millstream_url) as client:
-        yield Bench(client)
+def bench(client: Client) -> Bench:
+    return Bench(client)
 
 
 def run_in_a_process(bench: Bench, work: Callable[[Bench], object]) -> int:

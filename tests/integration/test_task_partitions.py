@@ -4,7 +4,6 @@ import asyncio
 import random
 import string
 from collections import defaultdict
-from collections.abc import Iterator
 
 import msgspec
 import pyarrow as pa
@@ -126,9 +125,8 @@ class Pipeline:
 
 
 @pytest.fixture
-def pipeline(millstream_url: str) -> Iterator[Pipeline]:
-    with Client(millstream_url) as client:
-        yield Pipeline(client)
+def pipeline(client: Client) -> Pipeline:
+    return Pipeline(client)
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -55,12 +55,23 @@ def test_sentinels_promote_the_replica_when_the_primary_is_killed_and_keep_the_d
         assert guide.discover_master(PRIMARY_NAME) == ("127.0.0.1", trio.primary.port)
         with guide.master_for(PRIMARY_NAME) as client:
             client.set("key", "value")
-            assert client.wait(1, 5000) == 1
+            assert client.wait(1, 0) == 1
 
             trio.primary.kill()
             eventually(lambda: b"role:master" in trio.replica.call("INFO", "replication"), "the failover")
             eventually(lambda: knows_primary(guide, trio.replica.port), "the Sentinels to tell of it")
             assert client.get("key") == b"value"
+
+
+def test_a_replica_that_has_just_begun_to_follow_ends_in_order() -> None:
+    with EmbeddedServer(extra={"repl-diskless-sync-delay": "0"}) as primary:
+        replica = EmbeddedServer(extra={"replicaof": f"127.0.0.1 {primary.port}"})
+        replica.start()
+        eventually(lambda: b"master_link_status:up" in replica.call("INFO", "replication"), "the link")
+        process = replica._process
+        assert process is not None
+        replica.stop()  # while it writes its first append-only file, it refuses to
+        assert process.returncode == 0, "it was not killed"
 
 
 def knows_primary(guide: Any, port: int) -> bool:
@@ -132,6 +143,9 @@ def test_an_acl_rule_without_a_name_or_a_password_is_refused(rule: str) -> None:
 
 # --- the pytest plugin ---
 
+ALONE = ("-p", "no:hypothesispytest", "-p", "no:xdist", "-p", "no:xdist.looponfail", "-p", "no:anyio")
+"""Plugins that users need not have, and that take longer to be loaded than all the rest."""
+
 USERS_TEST = """
 import os
 import redis
@@ -162,7 +176,7 @@ def test_three_may_kill_its_own(millstream_fresh_server, millstream_server):
 
 def test_the_fixtures_serve_a_users_own_tests(pytester: pytest.Pytester) -> None:
     pytester.makepyfile(USERS_TEST)
-    pytester.runpytest_subprocess("-W", "error").assert_outcomes(passed=3)
+    pytester.runpytest_subprocess("-W", "error", *ALONE).assert_outcomes(passed=3)
 
 
 @pytest.mark.parametrize(("ci", "outcome"), [("", {"skipped": 3}), ("true", {"errors": 3})])
@@ -172,7 +186,7 @@ def test_without_redis_server_users_tests_are_skipped_but_fail_in_ci(
     monkeypatch.setenv("CI", ci)
     monkeypatch.setenv("PATH", str(pytester.path))
     pytester.makepyfile(USERS_TEST)
-    result = pytester.runpytest_subprocess("-rs")
+    result = pytester.runpytest_subprocess("-rs", *ALONE)
     result.assert_outcomes(**outcome)
     result.stdout.fnmatch_lines(["*apt-get install redis-server*"])
 
@@ -185,4 +199,4 @@ def test_the_plugin_costs_other_test_runs_no_imports(pytester: pytest.Pytester) 
             assert "millstream.testing.plugin" in sys.modules
             assert not {"millstream.server", "redis", "hiredis", "pyspark"} & set(sys.modules)
     """)
-    pytester.runpytest_subprocess().assert_outcomes(passed=1)
+    pytester.runpytest_subprocess(*ALONE).assert_outcomes(passed=1)

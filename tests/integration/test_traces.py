@@ -2,7 +2,6 @@
 
 import asyncio
 import threading
-import time
 from collections.abc import Iterator
 
 import pytest
@@ -16,6 +15,7 @@ from millstream import metrics as m
 from millstream.metrics import Recorder
 from millstream.producer import Producer
 from millstream.worker import ReadingLoop, WorkerPolicy
+from tests.support.waiting import eventually
 
 pytestmark = [pytest.mark.worker, pytest.mark.spark]
 
@@ -47,9 +47,7 @@ def test_publish_and_every_attempt_are_one_trace(spans: InMemorySpanExporter, mi
     loop = ReadingLoop(app.handlers["total"], millstream_url, consumer="w", policy=WorkerPolicy(block_ms=50))
     thread = threading.Thread(target=loop.run)
     thread.start()
-    end = time.monotonic() + 20
-    while loop.report.committed < 2 and time.monotonic() < end:
-        time.sleep(0.01)
+    eventually(lambda: loop.report.committed == 2)
     loop.stop()
     thread.join()
     by_trace: dict[int, list[str]] = {}

@@ -4,82 +4,39 @@ import asyncio
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from millstream import App, Message, Reject, Retry
+from millstream import Message, Reject, Retry
 from millstream import metrics as m
 from millstream.client import Client
-from millstream.deadletters import DeadLetter
 from millstream.errors import HandlerStuck, StaleOwner
-from millstream.handlers import Handler
 from millstream.ledger import Ledger
 from millstream.metrics import Recorder
-from millstream.naming import REDRIVE_FIELD, HandlerKeys
+from millstream.naming import REDRIVE_FIELD
 from millstream.producer import Producer
-from millstream.worker import Pipeline, ReadingLoop, WorkerPolicy
-from tests.support.waiting import eventually
+from millstream.worker import Pipeline
+from tests.support.clocks import LeapClock
+from tests.support.waiting import FAIL_SAFE_S, eventually
+from tests.support.workers import (
+    KEYS,
+    LONG_AGO_MS,
+    QUICK,
+    dead,
+    double,
+    ending,
+    fill,
+    fill_at_maxmemory,
+    make,
+    outputs,
+    pending,
+    working,
+)
 
 pytestmark = [pytest.mark.worker]
-
-KEYS = HandlerKeys("app", "handle", "in")
-QUICK = WorkerPolicy(block_ms=100, claim_ms=1_000, sweep_ms=50, stop_ms=5_000)
-
-
-def make(function: Callable[..., Any], **options: Any) -> Handler:
-    app = App("app")
-    streams = () if {"pattern", "announced"} & options.keys() else ("in",)
-    app.handler(*streams, **{"name": "handle", "into": "out", "retry": Retry(attempts=3, delay_ms=10), **options})(
-        function
-    )
-    return app.handlers["handle"]
-
-
-def double(message: Message) -> dict[str, Any]:
-    return {"n": message.text("n"), "attempt": message.attempt}
-
-
-@contextmanager
-def working(client: Client, handler: Handler, name: str = "w1", **options: Any) -> Iterator[ReadingLoop]:
-    """A loop that works meanwhile; whatever ended it is raised."""
-    loop = ReadingLoop(handler, client.url, consumer=name, **{"policy": QUICK, **options})
-    failures: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            loop.leftovers = loop.run()  # type: ignore[attr-defined]
-        except Exception as error:  # noqa: BLE001 - raised below
-            failures.append(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    try:
-        yield loop
-    finally:
-        loop.stop()
-        thread.join(30)
-    assert not thread.is_alive()
-    if failures:
-        raise failures[0]
-
-
-def fill(client: Client, count: int, stream: str = "in", first: int = 0) -> None:
-    client.pipeline([("XADD", stream, "*", "n", n) for n in range(first, first + count)])
-
-
-def outputs(client: Client) -> list[int]:
-    return [int(pairs[1]) for _, pairs in client.execute("XRANGE", "out", "-", "+")]
-
-
-def dead(client: Client) -> list[DeadLetter]:
-    return [DeadLetter.parse(*entry) for entry in client.execute("XRANGE", KEYS.dead, "-", "+")]
-
-
-def pending(client: Client) -> int:
-    return int(client.execute("XPENDING", "in", KEYS.group)[0])
 
 
 async def double_async(message: Message) -> dict[str, Any]:
@@ -130,34 +87,49 @@ def test_a_message_that_backs_off_holds_up_no_other(client: Client) -> None:
         return double(message)
 
     fill(client, 50)
-    with working(client, make(handle, retry=Retry(attempts=2, delay_ms=500))) as loop:
-        eventually(lambda: loop.report.committed >= 50)
-    assert outputs(client)[-1] == 0
+    clock = LeapClock()
+    with working(client, make(handle, retry=Retry(attempts=2, delay_ms=600_000)), clock=clock) as loop:
+        eventually(lambda: loop.report.committed == 49)
+        assert loop.report.retried == 1
+        clock.leap(601_000)
+        fill(client, 1, first=50)  # so that the loop looks at its clock
+        eventually(lambda: loop.report.committed == 51)
+    assert sorted(outputs(client)[:49]) == list(range(1, 50))
+    assert sorted(outputs(client)[49:]) == [0, 50]
 
 
 def test_what_a_dead_worker_held_is_adopted_and_what_a_living_one_holds_is_not(client: Client) -> None:
-    fill(client, 20)
-    with working(client, make(double), "first"):
-        pass
-    client.execute("XREADGROUP", "GROUP", KEYS.group, "dead", "COUNT", 5, "STREAMS", "in", ">")
     released = threading.Event()
 
     def slow(message: Message) -> dict[str, Any]:
-        released.wait(20)
+        released.wait(FAIL_SAFE_S)
         return double(message)
 
-    before = len(outputs(client))
-    fill(client, 2, first=100)
-    with working(client, make(slow), "slow") as holder:
-        eventually(lambda: holder.report.read >= 2)
+    def held_by(consumer: str) -> list[Any]:
+        """Id, consumer, idle time, deliveries."""
+        return list(client.execute("XPENDING", "in", KEYS.group, "-", "+", 100, consumer))
+
+    def has_been_idle(consumer: str, idle_ms: int) -> None:
+        for entry_id, *_ in held_by(consumer):
+            client.execute("XCLAIM", "in", KEYS.group, consumer, 0, entry_id, "IDLE", idle_ms, "JUSTID")
+
+    fill(client, 2)
+    full = replace(QUICK, claim_ms=1_000, prefetch=2, threads=2)  # it extends often, and has no room for more
+    with working(client, make(slow), "slow", policy=full) as holder:
+        eventually(lambda: holder.report.read == 2)
+        fill(client, 5, first=2)
+        client.execute("XREADGROUP", "GROUP", KEYS.group, "dead", "STREAMS", "in", ">")
+        has_been_idle("dead", LONG_AGO_MS)
+        has_been_idle("slow", QUICK.claim_ms * 3 // 4)
         with working(client, make(double), "other") as other:
-            time.sleep(2.5)  # more than twice the claim time
-            assert other.report.refused == 0
-            held = client.execute("XPENDING", "in", KEYS.group, "-", "+", 100, "slow")
-            assert len(held) >= 2 or before + other.report.committed >= 22
+            eventually(lambda: other.report.committed == 5, "what the dead one held")
+            eventually(lambda: all(one[2] < QUICK.claim_ms // 2 for one in held_by("slow")), "the living one's word")
+            assert len(held_by("slow")) == 2
+            assert sorted(outputs(client)) == [2, 3, 4, 5, 6]
         released.set()
         eventually(lambda: pending(client) == 0)
-    assert sorted(outputs(client)) == [*range(20), 100, 101]
+    assert sorted(outputs(client)) == list(range(7))
+    assert (holder.report.refused, other.report.refused) == (0, 0)
 
 
 def test_a_restarted_worker_goes_on_with_what_it_held(client: Client) -> None:
@@ -166,28 +138,29 @@ def test_a_restarted_worker_goes_on_with_what_it_held(client: Client) -> None:
         eventually(lambda: len(outputs(client)) == 5)
     fill(client, 5, first=5)
     client.execute("XREADGROUP", "GROUP", KEYS.group, "w1", "STREAMS", "in", ">")
-    patient = WorkerPolicy(block_ms=100, claim_ms=600_000)
-    with working(client, make(double), policy=patient):
+    with working(client, make(double), policy=replace(QUICK, claim_ms=LONG_AGO_MS)):
         eventually(lambda: len(outputs(client)) == 10)
 
 
 def test_a_stop_hands_back_what_waits_and_counts_no_attempt(client: Client) -> None:
-    started = threading.Event()
+    started: list[str | None] = []
+    release = threading.Event()
 
     def slow(message: Message) -> dict[str, Any]:
-        started.set()
-        time.sleep(0.3)
+        started.append(message.text("n"))
+        release.wait(FAIL_SAFE_S)
         return double(message)
 
     fill(client, 50)
-    long = WorkerPolicy(block_ms=100, claim_ms=600_000, sweep_ms=50, threads=2)
+    long = replace(QUICK, claim_ms=LONG_AGO_MS, threads=2)
     with working(client, make(slow), "leaving", policy=long) as leaving:
-        started.wait(10)
-        time.sleep(0.1)
-        began = time.monotonic()
-    assert time.monotonic() - began < 3
-    assert leaving.leftovers == []  # type: ignore[attr-defined]
-    assert leaving.report.handed_back > 0
+        eventually(lambda: started and leaving.report.read > 2)
+        leaving.stop()
+        eventually(lambda: leaving.report.handed_back > 0, "what waits, while others run")
+        release.set()
+    assert leaving.leftovers == []
+    assert leaving.report.handed_back == leaving.report.read - len(started)
+    assert len(outputs(client)) == len(started)
     with working(client, make(double), "next", policy=long):
         eventually(lambda: len(outputs(client)) == 50)
     attempts = {pairs[3] for _, pairs in client.execute("XRANGE", "out", "-", "+")}
@@ -195,42 +168,52 @@ def test_a_stop_hands_back_what_waits_and_counts_no_attempt(client: Client) -> N
 
 
 def test_a_message_that_outlasts_the_stop_is_named_and_done_by_another(client: Client) -> None:
-    release = threading.Event()
+    started, release = threading.Event(), threading.Event()
 
     def handle(message: Message) -> dict[str, Any]:
-        release.wait(20)
+        started.set()
+        release.wait(FAIL_SAFE_S)
         return double(message)
 
     fill(client, 1)
     with working(client, make(handle), "leaving") as leaving:
-        eventually(lambda: leaving.report.read == 1)
-        time.sleep(0.2)
+        eventually(started.is_set)
         leaving.stop(deadline_ms=0)
-    assert [one.id for one in leaving.leftovers] == [client.execute("XRANGE", "in", "-", "+")[0][0]]  # type: ignore[attr-defined]
+    assert [one.id for one in leaving.leftovers] == [client.execute("XRANGE", "in", "-", "+")[0][0]]
     with working(client, make(double), "next"):
         eventually(lambda: outputs(client) == [0])
     release.set()
 
 
 def test_a_plain_handler_beyond_its_time_limit_ends_the_loop_and_counts_its_attempt(client: Client) -> None:
+    hangs, release, clock = threading.Event(), threading.Event(), LeapClock()
+
     def handle(message: Message) -> dict[str, Any]:
-        time.sleep(3 if message.text("n") == "0" else 0)
+        if message.text("n") == "0":
+            hangs.set()
+            release.wait(FAIL_SAFE_S)
         return double(message)
 
     fill(client, 10)
-    handler = make(handle, time_limit_ms=200, retry=Retry(attempts=2, delay_ms=1))
+    handler = make(handle, time_limit_ms=600_000, retry=Retry(attempts=2, delay_ms=1))
     for _ in range(2):
-        with pytest.raises(HandlerStuck, match="longer than its time limit of 200 ms"), working(client, handler):
-            time.sleep(3)
+        hangs.clear()
+        with ending(
+            HandlerStuck, client, handler, match="longer than its time limit of 600,000 ms", clock=clock
+        ) as stuck:
+            eventually(lambda: hangs.is_set() and len(outputs(client)) == 9)
+            assert not stuck.ended.is_set()
+            clock.leap(602_000)
     with working(client, handler) as loop:
         eventually(lambda: pending(client) == 0 and len(outputs(client)) == 9)
+    release.set()
     assert [(letter.reason, letter.attempts) for letter in dead(client)] == [("failed", 2)]
     assert loop.report.refused == 0
 
 
 def test_an_async_handler_beyond_its_time_limit_has_failed_and_the_loop_goes_on(client: Client) -> None:
     async def handle(message: Message) -> dict[str, Any]:
-        await asyncio.sleep(30 if message.text("n") == "0" else 0)
+        await asyncio.sleep(2 * FAIL_SAFE_S if message.text("n") == "0" else 0)
         return double(message)
 
     fill(client, 10)
@@ -248,14 +231,14 @@ def test_what_may_have_killed_others_is_run_alone_and_dies_in_the_end(client: Cl
     found = client.execute("XPENDING", "in", KEYS.group, "-", "+", 10)
     ids = [entry[0] for entry in found]
     for entry_id in ids:
-        client.execute("XCLAIM", "in", KEYS.group, "dead", 0, entry_id, "IDLE", 9_999, "RETRYCOUNT", 3)
+        client.execute("XCLAIM", "in", KEYS.group, "dead", 0, entry_id, "IDLE", LONG_AGO_MS, "RETRYCOUNT", 3)
     client.execute("HSET", KEYS.strikes, ids[1], 1)  # attempts=3: the first two runs were not struck
     alone: list[int] = []
     running: list[int] = []
 
     def handle(message: Message) -> dict[str, Any]:
         running.append(1)
-        time.sleep(0.05)
+        time.sleep(0.05)  # so that others could run beside it
         alone.append(len(running))
         running.pop()
         return double(message)
@@ -267,21 +250,26 @@ def test_what_may_have_killed_others_is_run_alone_and_dies_in_the_end(client: Cl
     assert alone == [1, 1]
 
 
-def test_redis_out_of_memory_delays_effects_counts_no_attempt_and_loses_nothing(client: Client) -> None:
+def test_redis_out_of_memory_delays_effects_counts_no_attempt_and_loses_nothing(
+    client: Client, caplog: pytest.LogCaptureFixture
+) -> None:
     def handle(message: Message) -> dict[str, Any] | None:
         return double(message) if int(message.fields["n"]) % 2 else None
 
     fill(client, 100)
     with working(client, make(handle)) as loop:
         eventually(lambda: loop.report.committed >= 100)
-        fill(client, 100, first=100)
         client.execute("CONFIG", "SET", "maxmemory", "1")
         try:
-            time.sleep(1.0)
+            fill_at_maxmemory(client, 100, first=100)
+            eventually(lambda: "wait to be committed" in caplog.text)
+            eventually(lambda: pending(client) == 50, "what has no effects")
+            assert len(outputs(client)) == 50
         finally:
             client.execute("CONFIG", "SET", "maxmemory", "0")
         eventually(lambda: loop.report.committed >= 200)
     assert sorted(outputs(client)) == list(range(1, 200, 2))
+    assert {pairs[3] for _, pairs in client.execute("XRANGE", "out", "-", "+")} == {b"1"}
     assert dead(client) == []
 
 
@@ -320,11 +308,9 @@ def test_a_redriven_entry_is_run_by_the_handler_it_is_meant_for_only(client: Cli
 def test_workers_stop_when_spark_takes_over(client: Client) -> None:
     fill(client, 10)
     ledger = Ledger(client, app="app", handler="handle")
-    loop = ReadingLoop(make(double), client.url, consumer="w1", policy=QUICK)
-    taking_over = threading.Timer(0.5, lambda: ledger.renewed(ledger.new_token(["in"])).begin(["in"]))
-    taking_over.start()
-    with pytest.raises(StaleOwner, match="taken over"):
-        loop.run()
+    with ending(StaleOwner, client, make(double), match="taken over") as loop:
+        eventually(lambda: loop.report.committed == 10)
+        ledger.renewed(ledger.new_token(["in"])).begin(["in"])
     fill(client, 10, first=10)
     assert len(outputs(client)) == 10
 
@@ -383,25 +369,37 @@ def test_what_it_does_shows_in_the_metrics(client: Client) -> None:
 
 
 def test_delayed_messages_are_moved_to_the_stream_when_they_are_due(client: Client) -> None:
+    def now_ms() -> float:
+        seconds, microseconds = client.execute("TIME")
+        return int(seconds) * 1_000 + int(microseconds) / 1_000
+
     with Producer(client.url) as producer, working(client, make(double)) as loop:
         eventually(lambda: client.execute("EXISTS", KEYS.meta) == 1)
-        began = time.monotonic()
-        producer.publish("in", {"n": 7}, delay_ms=700)
+        began_ms = now_ms()
+        producer.publish("in", {"n": 7}, delay_ms=300)
         eventually(lambda: loop.report.committed >= 1)
-    assert 0.6 < time.monotonic() - began < 5
     assert outputs(client) == [7]
+    [(entry_id, _)] = client.execute("XRANGE", "in", "-", "+")
+    assert int(entry_id.partition(b"-")[0]) - began_ms > 299  # ids are whole milliseconds of the server's clock
 
 
 def test_entries_of_a_consumer_that_polls_but_makes_no_progress_are_adopted(client: Client) -> None:
-    handler = make(double, retry=Retry(attempts=1), time_limit_ms=100)
+    handler = make(double, retry=Retry(attempts=1), time_limit_ms=600_000)
     with working(client, handler, "first"):
         eventually(lambda: client.execute("EXISTS", KEYS.meta) == 1)
     fill(client, 3)
     client.execute("XREADGROUP", "GROUP", KEYS.group, "poller", "STREAMS", "in", ">")
-    with working(client, handler, policy=WorkerPolicy(block_ms=100, claim_ms=200, sweep_ms=50)):
-        began = time.monotonic()
-        while pending(client) and time.monotonic() - began < 20:
-            client.execute("XREADGROUP", "GROUP", KEYS.group, "poller", "STREAMS", "in", "0")
-            time.sleep(0.02)
+    clock = LeapClock()
+    began_ms = clock.monotonic_ms()
+
+    def adopted() -> bool:
+        """Poll, as long as it is not adopted, and let some time pass."""
+        client.execute("XREADGROUP", "GROUP", KEYS.group, "poller", "STREAMS", "in", "0")
+        clock.leap(20_000)
+        return pending(client) == 0
+
+    with working(client, handler, clock=clock):
+        eventually(adopted)
     assert sorted(outputs(client)) == [0, 1, 2]
-    assert time.monotonic() - began > 5  # three times what all attempts and the grace take, and ten claim times
+    # Three times what all attempts and the grace take, and ten claim times.
+    assert clock.monotonic_ms() - began_ms > 3 * 601_000 + 10 * QUICK.claim_ms

@@ -2,11 +2,10 @@
 
 import asyncio
 import threading
-import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import replace
+from math import inf
 from typing import Any
 
 import pytest
@@ -15,14 +14,12 @@ from millstream import Message, Reject, Retry, State
 from millstream import metrics as m
 from millstream.client import Client, Script
 from millstream.errors import HandlerStuck
-from millstream.handlers import Handler
 from millstream.lines import check_lines, survey, unpark
 from millstream.metrics import Recorder
-from millstream.server import EmbeddedServer
 from millstream.testing.proxy import Proxy
-from millstream.worker import WorkerPolicy
-from tests.integration.test_worker import KEYS, QUICK, dead, make, pending, working
-from tests.support.waiting import eventually
+from tests.support.clocks import LeapClock
+from tests.support.waiting import FAIL_SAFE_S, eventually
+from tests.support.workers import KEYS, QUICK, dead, ending, make, pending, working
 
 pytestmark = [pytest.mark.worker, pytest.mark.keys]
 
@@ -77,8 +74,7 @@ def test_a_worker_that_joins_is_left_what_another_has_taken_while_messages_took_
         client.pipeline([("XADD", "in", "*", "n", n, "key", f"k{n}", "slow", 1) for n in range(2_000, 3_000)])
         eventually(lambda: len(client.execute("HKEYS", KEYS.owners)) > 200)
         with working(client, make(work, key="key"), "w2", policy=policy) as two:
-            eventually(lambda: two.report.committed > 10)
-            assert one.report.handed_back > 0
+            eventually(lambda: two.report.committed > 10 and one.report.handed_back > 0)
             hold.set()
             eventually(lambda: len(rows(client)) == 3_000)
     check_order(client, 3_000)
@@ -108,6 +104,28 @@ def test_a_key_can_be_a_function_and_what_has_none_is_dead_or_unordered(client: 
     ]  # fmt: skip
 
 
+def back_offs_end(client: Client) -> None:
+    """What waits for its next attempt waits no longer."""
+    for line in client.execute("ZRANGE", KEYS.backoff, 0, -1):
+        client.execute("ZADD", KEYS.backoff, "XX", 0, line)
+
+
+def leased_until(client: Client) -> float:
+    """When the first of all leases ends, by the server's clock; never, if there is none."""
+    return min(
+        (float(score) for score in client.execute("ZRANGE", KEYS.leases, 0, -1, "WITHSCORES")[1::2]), default=inf
+    )
+
+
+def keeps_leases(client: Client, clock: LeapClock) -> None:
+    """Let more time pass than a lease lasts, for a worker that has to say again and again that it has its leases."""
+    for _ in range(3):
+        before = leased_until(client)
+        assert before < inf
+        clock.leap(QUICK.claim_ms / 2)
+        eventually(lambda: leased_until(client) > before, "longer leases")  # noqa: B023 - it is over by then
+
+
 def failing(key: str, times: int) -> Callable[..., Any]:
     """`count`, but the first message of one key fails so many times."""
 
@@ -121,10 +139,14 @@ def failing(key: str, times: int) -> Callable[..., Any]:
 
 def test_what_fails_keeps_its_place_while_other_keys_go_on(client: Client) -> None:
     fill(client, 12, 3)
-    handler = make(failing("k0", 2), key="key", retry=Retry(attempts=3, delay_ms=300, jitter=0))
-    with working(client, handler):
+    handler = make(failing("k0", 2), key="key", retry=Retry(attempts=3, delay_ms=600_000, max_delay_ms=600_000))
+    with working(client, handler) as loop:
         eventually(lambda: len(rows(client)) >= 8)
-        assert {row["key"] for row in rows(client)} == {"k1", "k2"}
+        for failed in (1, 2):
+            eventually(lambda: loop.report.retried == failed)  # noqa: B023 - it is over by then
+            assert {row["key"] for row in rows(client)} == {"k1", "k2"}
+            eventually(lambda: client.execute("ZCARD", KEYS.backoff) == 1)
+            back_offs_end(client)
         eventually(lambda: len(rows(client)) >= 12)
     check_order(client, 12)
     assert [row["attempt"] for row in rows(client) if row["key"] == "k0"] == ["3", "1", "1", "1"]
@@ -151,12 +173,21 @@ def test_a_key_is_parked_when_its_attempts_are_over_and_goes_on_where_it_stood(c
 
 
 def test_a_key_that_blocks_is_tried_for_ever_and_no_other_waits(client: Client) -> None:
+    others_are_done = threading.Event()
+
+    def handle(message: Message, state: State) -> dict[str, Any]:
+        if message.fields["n"] == b"0" and (message.attempt < 9 or not others_are_done.is_set()):
+            raise RuntimeError("not yet")
+        return count(message, state)
+
     fill(client, 6, 2)
-    handler = make(failing("k0", 8), key="key", retry=Retry(attempts=2, delay_ms=5, max_delay_ms=10, then="block"))
-    with working(client, handler):
+    retry = Retry(attempts=2, delay_ms=5, max_delay_ms=10, then="block")
+    with working(client, make(handle, key="key", retry=retry)):
+        eventually(lambda: len(rows(client)) >= 3)
+        others_are_done.set()
         eventually(lambda: len(rows(client)) >= 6)
     check_order(client, 6)
-    assert rows(client)[-3]["attempt"] == "9"
+    assert int(rows(client)[3]["attempt"]) >= 9
     assert dead(client) == []
 
 
@@ -175,15 +206,20 @@ def test_a_rejected_message_is_dead_at_once_and_its_key_goes_on(client: Client) 
 
 
 def test_a_stop_gives_back_what_has_not_begun_and_counts_no_attempt(client: Client) -> None:
+    release = threading.Event()
+
     def slowly(message: Message, state: State) -> dict[str, Any]:
-        time.sleep(0.05)
+        if int(message.fields["n"]) >= 12:
+            release.wait(FAIL_SAFE_S)
         return count(message, state)
 
     fill(client, 60, 6)
-    with working(client, make(slowly, key="key")):
+    with working(client, make(slowly, key="key")) as loop:
         eventually(lambda: len(rows(client)) >= 3)
-    done = len(rows(client))
-    assert done < 60
+        loop.stop()
+        eventually(lambda: loop.report.handed_back > 0)
+        release.set()
+    assert len(rows(client)) < 60
     assert check_lines(client, KEYS, "in") == []
     assert {line.state for line in survey(client, KEYS)} == {"ready"}
     with working(client, make(count, key="key"), "w2"):
@@ -193,23 +229,32 @@ def test_a_stop_gives_back_what_has_not_begun_and_counts_no_attempt(client: Clie
 
 
 def test_redis_out_of_memory_delays_effects_counts_no_attempt_and_keeps_the_order(
-    millstream_fresh_server: EmbeddedServer,
+    client: Client, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with Client(millstream_fresh_server.url) as client:
-        with working(client, make(count, key="key")):
-            fill(client, 200, 10)
-            eventually(lambda: len(rows(client)) >= 200)
-            fill(client, 2_000, 10, first=200)
-            client.execute("CONFIG", "SET", "maxmemory", "1")
-            time.sleep(1.5)  # longer than a lease lasts
+    clock, begun, full = LeapClock(), threading.Event(), threading.Event()
+
+    def handle(message: Message, state: State) -> dict[str, Any]:
+        if int(message.fields["n"]) >= 200:
+            begun.set()
+            full.wait(FAIL_SAFE_S)
+        return count(message, state)
+
+    with working(client, make(handle, key="key"), clock=clock):
+        fill(client, 200, 10)
+        eventually(lambda: len(rows(client)) >= 200)
+        fill(client, 2_000, 10, first=200)
+        eventually(begun.is_set)
+        client.execute("CONFIG", "SET", "maxmemory", "1")
+        full.set()
+        try:
+            eventually(lambda: "wait to be committed" in caplog.text)
+            keeps_leases(client, clock)
+        finally:
             client.execute("CONFIG", "SET", "maxmemory", "0")
-            eventually(lambda: len(rows(client)) >= 2_200)
-        check_order(client, 2_200)
-        assert {row["attempt"] for row in rows(client)} == {"1"}
-        assert dead(client) == []
-
-
-SHORT = WorkerPolicy(block_ms=100, claim_ms=1_500, sweep_ms=50, stop_ms=0)
+        eventually(lambda: len(rows(client)) >= 2_200)
+    check_order(client, 2_200)
+    assert {row["attempt"] for row in rows(client)} == {"1"}
+    assert dead(client) == []
 
 
 @pytest.fixture
@@ -218,47 +263,54 @@ def proxy(client: Client) -> Iterator[Proxy]:
         yield opened
 
 
-@pytest.mark.alone
+AT_ONCE = replace(QUICK, stop_ms=0)
+NEARLY_MS = QUICK.claim_ms - 5_000
+"""A tenth of a lease before its end a worker gives up."""
+
+
 def test_an_async_handler_is_broken_off_before_its_lease_ends(client: Client, proxy: Proxy) -> None:
-    begun, ended = threading.Event(), threading.Event()
+    begun, ended, clock = threading.Event(), threading.Event(), LeapClock()
 
     async def hang(_: Message) -> None:
         begun.set()
         try:
-            await asyncio.sleep(60)
+            await asyncio.sleep(2 * FAIL_SAFE_S)
         finally:
             ended.set()
 
     fill(client, 1, 1)
-    with Client(proxy.url) as through, working(through, make(hang, key="key", into=None), policy=SHORT):
-        assert begun.wait(10)
+    handler = make(hang, key="key", into=None, time_limit_ms=600_000)
+    with Client(proxy.url) as through, working(through, handler, policy=AT_ONCE, clock=clock):
+        eventually(begun.is_set)
         proxy.freeze()
-        assert ended.wait(1.5)
+        clock.leap(QUICK.claim_ms / 2)
+        assert not ended.wait(0.3)
+        clock.leap(NEARLY_MS - QUICK.claim_ms / 2)
+        eventually(ended.is_set)
         proxy.resume()
     assert [line.length for line in survey(client, KEYS)] == [1]
 
 
-def test_a_plain_handler_that_outlasts_its_lease_ends_the_process(client: Client, proxy: Proxy) -> None:
-    begun, over = threading.Event(), threading.Event()
+def test_a_plain_handler_that_outlasts_its_lease_ends_the_process(
+    client: Client, proxy: Proxy, caplog: pytest.LogCaptureFixture
+) -> None:
+    begun, over, clock = threading.Event(), threading.Event(), LeapClock()
 
     def hang(_: Message) -> None:
         begun.set()
-        over.wait(10)
+        over.wait(FAIL_SAFE_S)
 
     fill(client, 1, 1)
-    with Client(proxy.url) as through, working_until_stuck(through, make(hang, key="key", into=None)):
-        assert begun.wait(10)
+    handler = make(hang, key="key", into=None, time_limit_ms=600_000)
+    stuck: dict[str, Any] = {"match": "though its lease ends", "policy": AT_ONCE, "clock": clock}
+    with Client(proxy.url) as through, ending(HandlerStuck, through, handler, **stuck):
+        eventually(begun.is_set)
         proxy.freeze()
-        time.sleep(2.0)
+        clock.leap(NEARLY_MS)
+        eventually(lambda: "the lease of this worker on 1 messages of in ends" in caplog.text)
         proxy.resume()
-        over.set()
+    over.set()
     assert [line.length for line in survey(client, KEYS)] == [1]
-
-
-@contextmanager
-def working_until_stuck(client: Client, handler: Handler) -> Iterator[None]:
-    with pytest.raises(HandlerStuck, match="though its lease ends"), working(client, handler, policy=SHORT):
-        yield
 
 
 def test_a_key_that_fails_does_not_eat_the_rate_of_the_others(client: Client) -> None:
@@ -269,7 +321,7 @@ def test_a_key_that_fails_does_not_eat_the_rate_of_the_others(client: Client) ->
 
     client.pipeline([("XADD", "in", "*", "n", n, "key", "k0") for n in range(40)])
     client.pipeline([("XADD", "in", "*", "n", n, "key", f"k{n}") for n in range(1, 101)])
-    handler = make(handle, key="key", rate=60, retry=Retry(attempts=1_000, delay_ms=20, factor=1, then="block"))
+    handler = make(handle, key="key", rate=200, retry=Retry(attempts=1_000, delay_ms=20, factor=1, then="block"))
     with working(client, handler) as loop:
         eventually(lambda: len(rows(client)) >= 100)
         assert loop.report.read <= 140
@@ -277,18 +329,23 @@ def test_a_key_that_fails_does_not_eat_the_rate_of_the_others(client: Client) ->
 
 def test_what_runs_on_through_a_stop_keeps_its_lease(client: Client) -> None:
     begun: list[str] = []
+    release, clock = threading.Event(), LeapClock()
 
     def slowly(message: Message, state: State) -> dict[str, Any]:
         begun.append(threading.current_thread().name)
-        time.sleep(2.5)
+        release.wait(FAIL_SAFE_S)
         return count(message, state)
 
-    handler = make(slowly, key="key")
-    with working(client, handler, "w2"), working(client, handler, "w1") as first:
+    handler = make(slowly, key="key", time_limit_ms=600_000)
+    patient = replace(QUICK, stop_ms=600_000)
+    with working(client, handler, "w1", policy=patient, clock=clock) as first:
         fill(client, 1, 1)
         eventually(lambda: len(begun) == 1)
-        first.stop()
-        eventually(lambda: len(rows(client)) == 1)
+        with working(client, handler, "w2"):
+            first.stop()
+            keeps_leases(client, clock)
+            release.set()
+            eventually(lambda: len(rows(client)) == 1)
     assert len(begun) == 1
     check_order(client, 1)
 
@@ -306,7 +363,7 @@ def test_a_stream_whose_first_joins_fail_is_routed_all_the_same(client: Client, 
 
 def test_a_lag_counts_what_waits_in_lines(client: Client) -> None:
     def hang(message: Message) -> None:
-        over.wait(10)
+        over.wait(FAIL_SAFE_S)
 
     over = threading.Event()
     fill(client, 500, 100)

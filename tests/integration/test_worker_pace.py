@@ -1,73 +1,111 @@
 """How fast workers read: a handler's rate, which all its workers keep together, and pause and resume."""
 
 import threading
-import time
+from collections import Counter
 from contextlib import ExitStack
+from typing import Any
 
 import pytest
 
 from millstream import Message
 from millstream.client import Client
 from millstream.health import Health
-from millstream.ledger import Ledger
+from millstream.ledger import Ledger, burst
 from millstream.naming import HandlerKeys
-from tests.integration.test_worker import KEYS, double, fill, make, outputs, pending, working
+from millstream.reliable import ReliableStream
+from tests.support.clocks import LeapClock
 from tests.support.commandline import call
-from tests.support.waiting import eventually
+from tests.support.waiting import FAIL_SAFE_S, eventually
+from tests.support.workers import (
+    KEYS,
+    READ_WITHIN_MS,
+    deliver_to,
+    double,
+    fill,
+    goes_on,
+    look_again,
+    make,
+    outputs,
+    pause,
+    pending,
+    working,
+)
 
 pytestmark = [pytest.mark.worker]
-
-WINDOW_S = 2.5
-
 
 # The rate
 
 
-def measured(client: Client, rate: float | None, workers: int, stream: str = "in") -> float:
-    """Messages a second that so many workers do together, of a stream with far more than they can."""
-    handler = make(double, **({} if rate is None else {"rate": rate}))
+def now_ms(client: Client) -> float:
+    """The server's clock."""
+    seconds, microseconds = client.execute("TIME")
+    return int(seconds) * 1_000 + int(microseconds) / 1_000
+
+
+def count_reservations(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """How many messages of each stream workers reserve from now on."""
+    reserved: Counter[str] = Counter()
+    reserve = ReliableStream.reserve
+
+    def counted(stream: ReliableStream, rate: float, count: int) -> float:
+        reserved[stream.stream] += count
+        return reserve(stream, rate, count)
+
+    monkeypatch.setattr(ReliableStream, "reserve", counted)
+    return reserved
+
+
+def came_no_faster(entries: list[Any], rate: float, began_ms: float) -> None:
+    """Outputs came no faster than at this rate, but for what may be reserved at a time."""
+    for number, (entry_id, _) in enumerate(entries, 1):
+        came_ms = int(entry_id.partition(b"-")[0]) + 1 - began_ms
+        assert number <= rate * came_ms / 1000 + burst(rate), f"message {number} came after {came_ms} ms"
+
+
+@pytest.mark.parametrize(("rate", "workers", "count"), [(200, 3, 200), (200, 1, 200), (12.5, 3, 12)])
+def test_all_workers_together_keep_the_rate_and_reserve_nothing_in_vain(
+    client: Client, monkeypatch: pytest.MonkeyPatch, rate: float, workers: int, count: int
+) -> None:
+    fill(client, 1_000)
+    reserved = count_reservations(monkeypatch)
+    began_ms = now_ms(client)
     with ExitStack() as stack:
         for number in range(workers):
-            stack.enter_context(working(client, handler, f"w{number}"))
-        eventually(lambda: client.execute("XLEN", "out") > 0)
-        first = client.execute("XRANGE", "out", "-", "+", "COUNT", 1)[0][0]
-        time.sleep(WINDOW_S)
-    end = int(first.split(b"-")[0]) + int(WINDOW_S * 1000)
-    return len(client.execute("XRANGE", "out", first, end)) / WINDOW_S
+            stack.enter_context(working(client, make(double, rate=rate), f"w{number}"))
+        eventually(lambda: client.execute("XLEN", "out") >= count)
+    came_no_faster(client.execute("XRANGE", "out", "-", "+"), rate, began_ms)
+    assert reserved["in"] <= client.execute("XLEN", "out") + workers * burst(rate)
 
 
-@pytest.mark.alone
-@pytest.mark.parametrize(("rate", "workers"), [(200, 3), (200, 1), (12.5, 3)])
-def test_all_workers_together_keep_the_rate(client: Client, rate: float, workers: int) -> None:
-    fill(client, 5_000)
-    assert measured(client, rate, workers) == pytest.approx(rate, rel=0.15)
-
-
-def test_without_a_rate_they_are_far_faster(client: Client) -> None:
-    fill(client, 5_000)
-    assert measured(client, None, 3) > 1_000
+def test_without_a_rate_nothing_is_reserved(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    fill(client, 500)
+    reserved = count_reservations(monkeypatch)
+    with working(client, make(double), "w1"), working(client, make(double), "w2"):
+        eventually(lambda: client.execute("XLEN", "out") == 500)
+    assert not reserved
+    assert not client.execute("HEXISTS", KEYS.meta, "rate_at")
 
 
 def test_each_stream_has_the_rate_for_itself(client: Client) -> None:
     fill(client, 1_000, stream="in.a")
     fill(client, 1_000, stream="in.b", first=1_000)
+    began_ms = now_ms(client)
     with working(client, make(double, pattern="in.*", rate=100)):
-        eventually(lambda: len(outputs(client)) > 100)
-        time.sleep(1)
-    found = outputs(client)
-    assert min(len([n for n in found if n < 1_000]), len([n for n in found if n >= 1_000])) > 80
-    assert len(found) < 500
+        eventually(lambda: min(len([n for n in outputs(client) if n < 1_000]), len(outputs(client)) // 3) >= 20)
+    entries = client.execute("XRANGE", "out", "-", "+")
+    for some in (range(1_000), range(1_000, 2_000)):
+        came_no_faster([entry for entry in entries if int(entry[1][1]) in some], 100, began_ms)
+    ledger = Ledger(client, app="app", handler="other")
+    assert [ledger.reserve(name, 0.001, 1) for name in ("in.a", "in.b")] == [0, 0]
 
 
-@pytest.mark.alone
 def test_a_handler_that_was_idle_reads_a_message_at_once(client: Client) -> None:
     with ExitStack() as stack:
-        loops = [stack.enter_context(working(client, make(double, rate=0.5), f"w{number}")) for number in range(2)]
-        time.sleep(2.5)
-        began = time.monotonic()
+        slow = make(double, rate=1 / 3_600)  # if it had to wait for its turn, that were in an hour
+        loops = [stack.enter_context(working(client, slow, f"w{number}")) for number in range(2)]
+        eventually(lambda: client.execute("HEXISTS", KEYS.meta, "rate_at"))
         fill(client, 1)
         eventually(lambda: sum(loop.report.committed for loop in loops) == 1)
-    assert time.monotonic() - began < 1.5
 
 
 def reserve(client: Client, rate: float, count: int) -> float:
@@ -75,82 +113,95 @@ def reserve(client: Client, rate: float, count: int) -> float:
 
 
 def test_reservations_follow_each_other_whoever_makes_them(client: Client) -> None:
-    waits = [reserve(client, 10, 2) for _ in range(4)]
-    assert waits == pytest.approx([0, 200, 400, 600], abs=50)
-    time.sleep(1)
-    assert reserve(client, 10, 2) == 0
+    began_ms = now_ms(client)
+    waits = [reserve(client, 0.01, 2) for _ in range(4)]
+    took_ms = now_ms(client) - began_ms
+    assert waits[0] == 0
+    for wait, due in zip(waits, (0, 200_000, 400_000, 600_000), strict=True):
+        assert due - took_ms <= wait <= due
+    client.execute("HSET", KEYS.meta, "rate_at", int(now_ms(client) * 1_000) - 1)  # all of them are over
+    assert reserve(client, 0.01, 2) == 0
 
 
 def test_a_clock_that_went_back_does_not_hold_up_the_handler(client: Client) -> None:
-    seconds, _ = client.execute("TIME")
-    client.execute("HSET", KEYS.meta, "rate_at", (int(seconds) + 86_400) * 1_000_000)
-    assert reserve(client, 10, 2) == 0
-    assert reserve(client, 10, 2) == pytest.approx(200, abs=50)
+    began_ms = now_ms(client)
+    client.execute("HSET", KEYS.meta, "rate_at", int(began_ms + 365 * 86_400_000) * 1_000)
+    assert reserve(client, 0.01, 2) == 0
+    assert 200_000 - (now_ms(client) - began_ms) <= reserve(client, 0.01, 2) <= 200_000
 
 
-def test_a_loop_that_waits_for_its_turn_is_healthy(client: Client) -> None:
-    health = Health(read_within_ms=500)
+@pytest.fixture
+def clock() -> LeapClock:
+    return LeapClock()
+
+
+@pytest.fixture
+def health(clock: LeapClock) -> Health:
+    return Health(read_within_ms=READ_WITHIN_MS, clock=clock)
+
+
+def test_a_loop_that_waits_for_its_turn_is_healthy(client: Client, clock: LeapClock, health: Health) -> None:
     fill(client, 5)
-    with working(client, make(double, rate=0.1), health=health) as loop:
+    with working(client, make(double, rate=1 / 3_600), health=health) as loop:
         eventually(lambda: loop.report.committed == 1)
-        time.sleep(1.5)
-        assert health.failures() == []
+        look_again(health, clock)
+        assert loop.report.committed == 1
 
 
 # Pause and resume
 
 
-def pause(client: Client, *, paused: bool = True) -> None:
-    Ledger(client, app="app", handler="handle").pause(["in"], paused=paused)
-
-
-def test_a_paused_handler_reads_nothing_stays_healthy_and_goes_on_when_told(client: Client) -> None:
-    health = Health(read_within_ms=500)
+def test_a_paused_handler_reads_nothing_stays_healthy_and_goes_on_when_told(
+    client: Client, clock: LeapClock, health: Health
+) -> None:
     fill(client, 10)
     with working(client, make(double), health=health) as loop:
         eventually(lambda: loop.report.committed == 10)
-        pause(client)
-        time.sleep(0.5)
+        pause(client, loop)
         fill(client, 10, first=10)
-        time.sleep(1.5)
-        assert (loop.report.committed, health.failures(), health.unreadiness()) == (10, [], [])
-        pause(client, paused=False)
+        look_again(health, clock)
+        assert (loop.report.committed, loop.report.read, health.unreadiness()) == (10, 10, [])
+        goes_on(client)
         eventually(lambda: loop.report.committed == 20)
     assert sorted(outputs(client)) == list(range(20))
 
 
-def test_a_worker_that_starts_while_paused_takes_nothing_not_even_what_it_held(client: Client) -> None:
+def test_a_worker_that_starts_while_paused_takes_nothing_not_even_what_it_held(
+    client: Client, clock: LeapClock, health: Health
+) -> None:
     with working(client, make(double)):
         pass
     fill(client, 5)
     client.execute("XREADGROUP", "GROUP", KEYS.group, "w1", "COUNT", 3, "STREAMS", "in", ">")
     pause(client)
-    with working(client, make(double)) as loop:
-        time.sleep(1)
+    with working(client, make(double), health=health) as loop:
+        look_again(health, clock)
         assert (loop.report.read, loop.report.adopted, outputs(client)) == (0, 0, [])
-        pause(client, paused=False)
+        goes_on(client)
         eventually(lambda: loop.report.committed == 5)
     assert pending(client) == 0
 
 
-def test_a_paused_worker_finishes_what_it_has_and_adopts_nothing(client: Client) -> None:
+def test_a_paused_worker_finishes_what_it_has_and_adopts_nothing(
+    client: Client, clock: LeapClock, health: Health
+) -> None:
     going_on = threading.Event()
 
     def handle(message: Message) -> dict[str, object]:
-        going_on.wait(20)
+        going_on.wait(FAIL_SAFE_S)
         return double(message)
 
     fill(client, 1)
-    with working(client, make(handle)) as loop:
+    with working(client, make(handle), health=health) as loop:
         eventually(lambda: loop.report.read == 1)
-        pause(client)
-        time.sleep(0.5)
+        pause(client, loop)
         fill(client, 2, first=1)
-        client.execute("XREADGROUP", "GROUP", KEYS.group, "dead", "STREAMS", "in", ">")
+        deliver_to(client, "dead", times=1)
         going_on.set()
-        time.sleep(2)  # twice the time after which it would adopt them
+        eventually(lambda: outputs(client) == [0])
+        look_again(health, clock)
         assert (outputs(client), pending(client)) == ([0], 2)
-        pause(client, paused=False)
+        goes_on(client)
         eventually(lambda: pending(client) == 0)
 
 

@@ -1,10 +1,12 @@
 """What a worker does when Redis refuses it something, when messages look dangerous, and when it stops with work in hand."""
 
 import asyncio
+import logging
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ from millstream import metrics as m
 from millstream.client import Client
 from millstream.clock import SYSTEM_CLOCK
 from millstream.errors import HandlerStuck, Unfinished
+from millstream.health import Health
 from millstream.ledger import Ledger, Unit
 from millstream.lifecycle import NOTHING
 from millstream.metrics import Recorder
@@ -22,8 +25,25 @@ from millstream.worker import Pipeline, WorkerPolicy
 from millstream.worker.hand import Hand
 from millstream.worker.report import Report
 from millstream.worker.settling import Settler
-from tests.integration.test_worker import KEYS, QUICK, dead, double, fill, make, outputs, pending, working
-from tests.support.waiting import eventually
+from tests.support.clocks import LeapClock
+from tests.support.waiting import FAIL_SAFE_S, eventually
+from tests.support.workers import (
+    KEYS,
+    QUICK,
+    READ_WITHIN_MS,
+    dead,
+    deliver_to,
+    double,
+    ending,
+    fill,
+    fill_at_maxmemory,
+    look_again,
+    make,
+    outputs,
+    pause,
+    pending,
+    working,
+)
 
 pytestmark = [pytest.mark.worker]
 
@@ -48,92 +68,85 @@ def entries(client: Client) -> list[Any]:
     return found
 
 
-def delivered_to(client: Client, consumer: str, *, times: int) -> None:
-    """Have a consumer that is gone hold what is new, delivered so often, and leave it to others."""
-    client.execute("XREADGROUP", "GROUP", KEYS.group, consumer, "STREAMS", "in", ">")
-    for entry_id, *_ in client.execute("XPENDING", "in", KEYS.group, "-", "+", 1_000, consumer):
-        client.execute("XCLAIM", "in", KEYS.group, consumer, 0, entry_id, "IDLE", 9_999, "RETRYCOUNT", times)
-
-
-def pause(client: Client) -> None:
-    """Pause the handler, and wait until it has noticed."""
-    Ledger(client, app="app", handler="handle").pause(["in"], paused=True)
-    time.sleep(0.3)
-
-
 # Redis refuses
 
 
 def test_while_writes_are_refused_it_asks_seldom_and_then_goes_on_by_itself(client: Client) -> None:
-    def commands() -> int:
-        lines = client.execute("INFO", "stats").decode().splitlines()
-        return int(next(line.split(":")[1] for line in lines if line.startswith("total_commands_processed")))
+    def refused() -> int:
+        """How many reads."""
+        stats = client.execute("INFO", "commandstats").decode()
+        told = stats.partition("cmdstat_xreadgroup:")[2].partition("\r\n")[0]
+        return int(told.partition("rejected_calls=")[2].partition(",")[0])
 
     with working(client, make(double)) as loop:
         fill(client, 10)
         eventually(lambda: loop.report.committed == 10)
         with configured(client, "min-replicas-to-write", "1"):
-            before = commands()
-            time.sleep(2)
-            asked = commands() - before
+            before, began_s = refused(), time.monotonic()
+            eventually(lambda: refused() - before >= 5)
+            times, took_s = refused() - before, time.monotonic() - began_s
         fill(client, 10, first=10)
         eventually(lambda: loop.report.committed == 20)
-    assert asked < 500  # a read that is refused takes a tenth of a millisecond
+    assert took_s >= 0.9 * sum(min(0.05 * 2**time, 1.0) for time in range(times - 1))  # it waits longer each time
 
 
-def test_at_maxmemory_a_run_that_has_ended_is_not_taken_for_one_that_hangs(client: Client) -> None:
+def test_at_maxmemory_a_run_that_has_ended_is_not_taken_for_one_that_hangs(
+    client: Client, caplog: pytest.LogCaptureFixture
+) -> None:
+    clock = LeapClock()
+    health = Health(read_within_ms=READ_WITHIN_MS, clock=clock)
     fill(client, 5)
-    with working(client, make(double, time_limit_ms=100)) as loop:
+    with working(client, make(double, time_limit_ms=READ_WITHIN_MS), clock=clock, health=health) as loop:
         eventually(lambda: loop.report.committed == 5)
-        pause(client)
-        fill(client, 5, first=5)
-        client.execute("HDEL", KEYS.meta, "paused")
         with configured(client, "maxmemory", "1"):
-            time.sleep(2)  # beyond the time limit and the grace
-            assert loop.report.read == 10
+            fill_at_maxmemory(client, 5, first=5)
+            eventually(lambda: loop.report.read == 10 and "wait to be committed" in caplog.text)
+            look_again(health, clock, 5)  # beyond the time limit and the grace, each time
+            assert (loop.report.read, loop.ended.is_set()) == (10, False)
         eventually(lambda: loop.report.committed == 10)
     assert (sorted(outputs(client)), loop.report.retried, dead(client)) == (list(range(10)), 0, [])
 
 
 def test_at_maxmemory_a_run_that_hangs_is_given_up_when_there_is_memory_and_all_is_kept_meanwhile(
-    client: Client,
+    client: Client, caplog: pytest.LogCaptureFixture
 ) -> None:
-    release = threading.Event()
+    release, clock = threading.Event(), LeapClock()
 
     def handle(message: Message) -> dict[str, Any]:
         if message.text("n") == "0":
-            release.wait(20)
+            release.wait(FAIL_SAFE_S)
         return double(message)
 
     fill(client, 3)
-    handler = make(handle, time_limit_ms=100, retry=Retry(attempts=1))
-    longest: list[int] = []
-    with pytest.raises(HandlerStuck), working(client, handler) as loop:  # noqa: PT012
+    handler = make(handle, time_limit_ms=600_000, retry=Retry(attempts=1))
+    with ending(HandlerStuck, client, handler, clock=clock) as loop:
         eventually(lambda: loop.report.committed == 2)
         with configured(client, "maxmemory", "1"):
-            for _ in range(25):
-                time.sleep(0.1)
-                longest += [entry[2] for entry in entries(client)]
+            clock.leap(602_000)
+            eventually(lambda: "that hangs cannot be given up yet" in caplog.text)
+            for _ in range(3):
+                (one,) = entries(client)
+                client.execute("XCLAIM", "in", KEYS.group, "w1", 0, one[0], "IDLE", QUICK.claim_ms * 3 // 4, "JUSTID")
+                clock.leap(QUICK.claim_ms)
+                eventually(lambda: entries(client)[0][2] < QUICK.claim_ms // 2, "its word that it has the entry")
+            assert not loop.ended.is_set()
         eventually(lambda: pending(client) == 0)
     release.set()
-    assert max(longest) < QUICK.claim_ms
     assert [letter.reason for letter in dead(client)] == ["failed"]
 
 
-def test_at_maxmemory_a_suspect_holds_up_nobody(client: Client) -> None:
+def test_at_maxmemory_a_suspect_holds_up_nobody(client: Client, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG, "millstream.worker.guard")
     with working(client, make(nothing)) as loop:
-        eventually(lambda: client.execute("EXISTS", KEYS.meta) == 1)
         fill(client, 1)
         eventually(lambda: loop.report.committed == 1)
-        pause(client)
+        pause(client, loop)
         fill(client, 1)
-        delivered_to(client, "dead", times=3)
+        deliver_to(client, "dead", times=3)
         with configured(client, "maxmemory", "1"):
             client.execute("HDEL", KEYS.meta, "paused")
-            eventually(lambda: loop.report.adopted == 1)
-            time.sleep(0.1)
-            add = "#!lua flags=allow-oom\nfor n = 1, 20 do redis.call('XADD', KEYS[1], '*', 'n', n) end"
-            client.execute("EVAL", add, 1, "in")
+            eventually(lambda: "a message that may have killed others waits" in caplog.text)
+            fill_at_maxmemory(client, 20)
             eventually(lambda: loop.report.committed == 21)
             assert len(entries(client)) == 1
         eventually(lambda: loop.report.committed == 22)
@@ -145,16 +158,20 @@ def test_what_takes_too_long_to_send_in_one_call_is_committed_in_several(
 ) -> None:
     commit, block = Ledger.commit, b"x" * 20_000
     sent: list[int] = []
+    ran: list[str | None] = []
+
+    def run(message: Message) -> dict[str, Any]:
+        ran.append(message.text("n"))
+        return {"n": message.text("n"), "block": block}
 
     def late(ledger: Ledger, units: dict[str, list[Unit]], **options: Any) -> Any:
-        time.sleep(0.2)  # the handler gets ahead meanwhile
+        eventually(lambda: len(ran) >= 600, "the handler, which gets ahead")
         sent.append(sum(unit.size for some in units.values() for unit in some))
         return commit(ledger, units, **options)
 
     monkeypatch.setattr(Ledger, "commit", late)
     fill(client, 1_000)
-    handler = make(lambda message: {"n": message.text("n"), "block": block}, key=key)
-    with working(client, handler, policy=WorkerPolicy(block_ms=100, stop_ms=1_000)) as loop:
+    with working(client, make(run, key=key)) as loop:
         eventually(lambda: loop.report.committed == 1_000)
     assert sorted(outputs(client)) == list(range(1_000))
     assert loop.report.refused == 0
@@ -179,14 +196,17 @@ def test_no_more_is_taken_of_many_streams_than_the_prefetch_allows(client: Clien
     release = threading.Event()
 
     def handle(message: Message) -> None:
-        release.wait(20)
+        release.wait(FAIL_SAFE_S)
 
     for number in range(20):
         fill(client, 20, stream=f"in.{number}")
-    policy = WorkerPolicy(block_ms=50, sweep_ms=50, prefetch=10, threads=1)
-    with working(client, make(handle, pattern="in.*", into=None), policy=policy) as loop:
+    clock = LeapClock()
+    health = Health(read_within_ms=READ_WITHIN_MS, clock=clock)
+    policy = replace(QUICK, prefetch=10, threads=1)
+    handler = make(handle, pattern="in.*", into=None, time_limit_ms=100 * READ_WITHIN_MS)
+    with working(client, handler, policy=policy, health=health) as loop:
         eventually(lambda: loop.report.read >= 2)
-        time.sleep(0.5)
+        look_again(health, clock, 5)
         assert loop.report.read <= 10
         release.set()
         eventually(lambda: loop.report.committed == 400)
@@ -199,36 +219,41 @@ def test_a_stream_of_a_pattern_that_cannot_be_read_is_left_out_and_said_once(
         fill(client, 5, stream="in.a}b")
         fill(client, 5, stream="in.c")
         eventually(lambda: loop.report.committed == 5)
-        time.sleep(0.3)
+        for number in range(2):  # it has looked for streams since
+            fill(client, 5, stream=f"in.d{number}")
+            eventually(lambda: loop.report.committed == 10 + 5 * number)  # noqa: B023 - it is over by then
     assert caplog.text.count("app.handle leaves a stream out that fits its pattern") == 1
 
 
-@pytest.mark.alone
 def test_streams_are_looked_for_the_less_often_the_longer_that_takes_and_nobody_waits_for_it(
     client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    clock = LeapClock()
     scans: list[Client] = []
+    release = threading.Event()
     scan = Client.scan_streams
 
     def slow(self: Client, pattern: str = "*") -> list[str]:
         scans.append(self)
-        with self._lock:
-            time.sleep(0.5)
+        if len(scans) == 2:
+            with self._lock:
+                clock.leap(600_000)
+                release.wait(FAIL_SAFE_S)
         return scan(self, pattern)
 
     monkeypatch.setattr(Client, "scan_streams", slow)
     fill(client, 1, stream="in.a")
-    with working(client, make(double, pattern="in.*")) as loop:
-        eventually(lambda: loop.report.committed == 1)
-        took: list[float] = []
-        for number in range(20):
-            began = time.monotonic()
+    with working(client, make(double, pattern="in.*"), clock=clock) as loop:
+        eventually(lambda: len(scans) == 2)
+        for number in range(20):  # while it looks
             fill(client, 1, stream="in.a", first=number)
-            eventually(lambda wanted=number + 2: loop.report.committed == wanted)  # type: ignore[misc]
-            took.append(time.monotonic() - began)
-            time.sleep(0.05)
-    assert len(scans) <= 2
-    assert max(took) < 0.4
+            eventually(lambda: loop.report.committed == number + 2)  # noqa: B023 - it is over by then
+        release.set()
+        for number in range(20):  # afterwards
+            fill(client, 1, stream="in.a", first=20 + number)
+            eventually(lambda: loop.report.committed == number + 22)  # noqa: B023 - it is over by then
+            time.sleep(QUICK.sweep_ms / 4_000)
+    assert len(scans) == 2, "the next is due in hours"
 
 
 def test_while_one_stream_cannot_be_committed_what_the_others_have_is_still_kept(client: Client) -> None:
@@ -248,13 +273,13 @@ def test_while_one_stream_cannot_be_committed_what_the_others_have_is_still_kept
 
     def late(*args: Any, **options: Any) -> Any:
         waiting.set()
-        going_on.wait(20)
+        going_on.wait(FAIL_SAFE_S)
         return commit(*args, **options)
 
     streams[0].commit = late  # type: ignore[method-assign]
     thread = threading.Thread(target=settler.settle, args=([((one,), NOTHING) for one in found],))
     thread.start()
-    assert waiting.wait(10)
+    eventually(waiting.is_set)
     assert [one.settling for one in found] == [True, False]
     going_on.set()
     thread.join()
@@ -290,14 +315,9 @@ def test_a_handler_that_cancels_all_tasks_of_the_loop_ends_the_worker_and_is_tol
             task.cancel()
         ran.set()
 
-    def work() -> None:
-        with working(client, make(handle)):
-            eventually(ran.is_set)
-            eventually(lambda: all(thread.name != "millstream-runner" for thread in threading.enumerate()))
-
     fill(client, 1)
-    with pytest.raises(Unfinished, match="cancel only those that it has made"):
-        work()
+    with ending(Unfinished, client, make(handle), match="cancel only those that it has made"):
+        eventually(ran.is_set)
 
 
 def test_an_async_handler_that_raises_generator_exit_has_failed_and_nothing_else(client: Client) -> None:
@@ -316,7 +336,7 @@ def test_what_workers_with_a_key_have_noted_of_an_entry_ends_with_it(client: Cli
     with working(client, make(double)):
         eventually(lambda: client.execute("EXISTS", KEYS.meta) == 1)
     fill(client, 1)
-    delivered_to(client, "gone", times=1)
+    deliver_to(client, "gone", times=1)
     client.execute("HSET", KEYS.strikes, entries(client)[0][0] + b"l", 1)
     with working(client, make(double)) as loop:
         eventually(lambda: loop.report.committed == 1)
@@ -330,7 +350,7 @@ def test_orderly_stops_do_not_make_a_message_suspect(client: Client) -> None:
     release = threading.Event()
 
     def handle(message: Message) -> None:
-        release.wait(20)
+        release.wait(FAIL_SAFE_S)
 
     fill(client, 4)
     for number in range(3):
@@ -346,17 +366,17 @@ def test_a_suspect_whose_run_ends_without_ending_the_process_is_struck_no_more(c
     with working(client, make(double)):
         eventually(lambda: client.execute("EXISTS", KEYS.meta) == 1)
     fill(client, 1)
-    delivered_to(client, "dead", times=3)
+    deliver_to(client, "dead", times=3)
     running, release = threading.Event(), threading.Event()
 
     def handle(message: Message) -> None:
         running.set()
         if how == "stopped":
-            release.wait(20)
+            release.wait(FAIL_SAFE_S)
         raise ValueError
 
     with working(client, make(handle, retry=Retry(attempts=5, delay_ms=60_000))) as loop:
-        assert running.wait(10)
+        eventually(running.is_set)
         if how == "failed":
             eventually(lambda: loop.report.retried == 1)
         else:
@@ -371,21 +391,23 @@ def test_a_suspect_of_a_batch_handler_that_is_taken_over_while_it_waits_to_be_al
     with working(client, make(nothing)):
         eventually(lambda: client.execute("EXISTS", KEYS.meta) == 1)
     fill(client, 1)
-    delivered_to(client, "dead", times=3)
+    deliver_to(client, "dead", times=3)
     ran: list[str | None] = []
     running, release = threading.Event(), threading.Event()
 
     def handle(messages: list[Message]) -> None:
         ran.extend(message.text("n") for message in messages)
         running.set()
-        release.wait(20)
+        release.wait(FAIL_SAFE_S)
 
     fill(client, 1, first=1)
-    with working(client, make(handle, batch_wait_ms=0)) as loop:
-        assert running.wait(10)
+    clock = LeapClock()
+    with working(client, make(handle, batch_wait_ms=0), clock=clock) as loop:
+        eventually(running.is_set)
         eventually(lambda: loop.report.adopted == 1)
-        time.sleep(0.1)
+        eventually(lambda: not loop._hand.gate.is_set(), "its turn")
         client.execute("XCLAIM", "in", KEYS.group, "thief", 0, entries(client)[0][0])
+        clock.leap(QUICK.claim_ms / 2)  # it says once more what it has
         eventually(lambda: loop.report.refused == 1)  # it has noticed
         release.set()
         eventually(lambda: loop.report.committed == 1)
@@ -402,19 +424,20 @@ def test_what_waits_for_a_retry_is_handed_back_with_what_is_left_of_its_wait(cli
         raise ValueError
 
     fill(client, 2)
-    policy = WorkerPolicy(block_ms=50, sweep_ms=50, claim_ms=10_000)
-    with working(client, make(fail, retry=Retry(attempts=3, delay_ms=8_000, jitter=0)), policy=policy) as loop:
+    policy = replace(QUICK, claim_ms=600_000)
+    retry = Retry(attempts=3, delay_ms=480_000, max_delay_ms=480_000, jitter=0)
+    with working(client, make(fail, retry=retry), policy=policy) as loop:
         eventually(lambda: loop.report.retried == 2)
     assert loop.report.handed_back == 2
     for _, _, idle_ms, _ in entries(client):
-        assert 1_800 < idle_ms < 9_500  # adopted after 10,000
+        assert 110_000 < idle_ms < 590_000  # adopted after 600,000
 
 
 def test_what_was_trimmed_while_it_was_pending_is_counted(client: Client) -> None:
     with working(client, make(double)):
         eventually(lambda: client.execute("EXISTS", KEYS.meta) == 1)
     fill(client, 3)
-    delivered_to(client, "dead", times=1)
+    deliver_to(client, "dead", times=1)
     client.execute("XTRIM", "in", "MAXLEN", "1")
     recorder = Recorder()
     with working(client, make(double), metrics=recorder) as loop:

@@ -1,6 +1,5 @@
-"""One Spark session for the whole folder, and what tests of the source work with."""
+"""The Spark session of the folder, and what tests of the source work with."""
 
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -8,35 +7,44 @@ import pytest
 from pyspark.sql import SparkSession
 
 from millstream.client import Client
-from millstream.spark.session import open_session
-from tests.support.sources import Bench
+from tests.support.pipelines import Pipelines
+from tests.support.sessions import await_no_tasks, end_session, open_test_session
+from tests.support.sources import Bench, Streams
 
 
 @pytest.fixture(scope="session")
 def spark() -> Iterator[SparkSession]:
-    """Two cores, tasks that may fail three times, two shuffle partitions, no web page and a quiet log."""
-    session = open_session("tests", master="local[2,4]", conf={"spark.sql.shuffle.partitions": "2"})
+    """One session for all tests of a process."""
+    session = open_test_session()
     yield session
-    session.stop()
+    end_session(session)
 
 
 @pytest.fixture(autouse=True)
 def quiet_end(request: pytest.FixtureRequest) -> Iterator[None]:
-    """A test that leaves a failed run behind ends when its tasks have: what they still commit is not for the next one."""
+    """A test that leaves a failed run behind ends when its tasks have."""
     yield
     if "spark" in request.fixturenames:
-        tracker = request.getfixturevalue("spark").sparkContext._jsc.sc().statusTracker()
-        end = time.monotonic() + 60
-        while any(executor.numRunningTasks() for executor in tracker.getExecutorInfos()):
-            assert time.monotonic() < end, "tasks still run a minute after the test"
-            time.sleep(0.05)
+        await_no_tasks(request.getfixturevalue("spark"))
 
 
 @pytest.fixture
-def bench(spark: SparkSession, millstream_url: str, tmp_path: Path) -> Iterator[Bench]:
+def streams(client: Client) -> Streams:
+    """An empty Redis, for tests of what needs no session."""
+    return Streams(client)
+
+
+@pytest.fixture
+def bench(spark: SparkSession, client: Client, tmp_path: Path) -> Iterator[Bench]:
     """An empty Redis, the session, and a folder; queries that a test leaves running are stopped."""
-    with Client(millstream_url) as client:
-        bench = Bench(spark, millstream_url, tmp_path, client)
-        yield bench
-        for query in bench.queries:
-            query.stop()
+    bench = Bench(client, spark, tmp_path)
+    yield bench
+    for query in bench.queries:
+        query.stop()
+
+
+@pytest.fixture
+def pipelines(spark: SparkSession, millstream_url: str, tmp_path: Path) -> Iterator[Pipelines]:
+    """An empty Redis, the session, and a folder, for runs of apps."""
+    with Client(millstream_url, timeout_ms=60_000) as patient:
+        yield Pipelines(spark, millstream_url, tmp_path, patient)

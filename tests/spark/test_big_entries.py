@@ -1,9 +1,6 @@
 """Entries that are together greater than the memory of Spark's Java process pass a few at a time."""
 
-from pathlib import Path
-
 import pytest
-from pyspark.sql import SparkSession
 from pyspark.sql import functions as F
 
 from millstream import App, Message
@@ -26,16 +23,14 @@ def test_entries_of_thirty_megabytes_are_read(bench: Bench) -> None:
     assert [row["size"] for row in sizes.collect()] == [30 * MEGABYTE] * 34
 
 
-def test_entries_of_sixteen_megabytes_are_processed(spark: SparkSession, millstream_url: str, tmp_path: Path) -> None:
+def test_entries_of_sixteen_megabytes_are_processed(pipelines: Pipelines) -> None:
     app = App("app")
 
     @app.handler("big", key="n", into="out")
     def weigh(message: Message) -> dict[str, object]:
         return {"n": message.text("n"), "size": len(message.fields["blob"])}
 
-    with Client(millstream_url, timeout_ms=60_000) as client:
-        fill(client, 34, 16 * MEGABYTE)
-        pipelines = Pipelines(spark, millstream_url, tmp_path, client)
-        pipelines.once(app)
-        found = sorted((int(fields["n"]), int(fields["size"])) for _, fields in pipelines.entries("out"))
+    fill(pipelines.client, 34, 16 * MEGABYTE)
+    pipelines.once(app)
+    found = sorted((int(fields["n"]), int(fields["size"])) for _, fields in pipelines.entries("out"))
     assert found == [(n, 16 * MEGABYTE) for n in range(34)]

@@ -14,6 +14,7 @@ import pytest
 
 from millstream.client import Client
 from tests.support.connect_server import ConnectServer
+from tests.support.waiting import FAIL_SAFE_S
 
 pytestmark = [pytest.mark.drivers, pytest.mark.spark]
 HERE = Path(__file__).parent
@@ -29,7 +30,13 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ConnectServer]:
 def run(command: Sequence[str | Path], *, cwd: Path, **environment: str) -> str:
     """What a program writes to stdout; it must end well."""
     done = subprocess.run(
-        command, env={**os.environ, **environment}, cwd=cwd, capture_output=True, text=True, timeout=200, check=False
+        command,
+        env={**os.environ, **environment},
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=FAIL_SAFE_S,
+        check=False,
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     return done.stdout

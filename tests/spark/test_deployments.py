@@ -100,8 +100,7 @@ def test_a_sentinel_trio_through_a_failover(spark: SparkSession, tmp_path: Path)
         pipelines.add("orders", *({"customer": "c", "amount": 1} for _ in range(100)))
         with pipelines.running(sums_app("orders")):
             eventually(lambda: pipelines.state("app", "sums", "orders", "c") == {"sum": 100}, "the first hundred")
-            replicated = client.execute("WAIT", 1, 5000)
-            assert replicated == 1
+            eventually(lambda: client.execute("WAIT", 1, 1_000) == 1, "a replica that has them, too")
             deployed.primary.kill()
             client.patiently(lambda: pipelines.add("orders", {"customer": "c", "amount": 1000}), what="the test")
             eventually(

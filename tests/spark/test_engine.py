@@ -1,14 +1,10 @@
 """The handler engine on real Spark: what a pipeline promises, run after run."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
-from pyspark.sql import SparkSession
 
 from millstream import App, Message, Reject, Retry, State
-from millstream.client import Client
 from millstream.errors import ConfigError, PipelineFailed
 from millstream.ledger import Ledger
 from millstream.naming import REDRIVE_FIELD, HandlerKeys
@@ -25,12 +21,6 @@ class Step:
     key: str
     n: int
     fail: int = 0
-
-
-@pytest.fixture
-def pipelines(spark: SparkSession, millstream_url: str, tmp_path: Path) -> Iterator[Pipelines]:
-    with Client(millstream_url) as client:
-        yield Pipelines(spark, millstream_url, tmp_path, client)
 
 
 def counting_app(**options: object) -> App:

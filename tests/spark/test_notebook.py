@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.waiting import FAIL_SAFE_S
+
 pytestmark = [pytest.mark.drivers, pytest.mark.spark]
 PATIENT = "--conf spark.python.authenticate.socketTimeout=120s pyspark-shell"
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -19,7 +21,7 @@ def test_the_notebook_runs_from_its_first_cell_to_its_last(millstream_url: str, 
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=FAIL_SAFE_S,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]

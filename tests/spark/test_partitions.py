@@ -1,15 +1,11 @@
 """A handler that reads partitions, on Spark, while there come to be more of them."""
 
 from collections import defaultdict
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
-from pyspark.sql import SparkSession
 
 from millstream import App, Message, State
-from millstream.client import Client
 from millstream.partitioned import PartitionedProducer
 from millstream.partitions import Partitions
 from tests.support.pipelines import Pipelines
@@ -24,12 +20,6 @@ def count(message: Message, state: State) -> dict[str, Any]:
     """The number of each message of a key, beside how many have come before it."""
     state["count"] = state.get("count", 0) + 1
     return {"k": message.text("k"), "n": message.text("n"), "count": state["count"]}
-
-
-@pytest.fixture
-def pipelines(spark: SparkSession, millstream_url: str, tmp_path: Path) -> Iterator[Pipelines]:
-    with Client(millstream_url) as client:
-        yield Pipelines(spark, millstream_url, tmp_path, client)
 
 
 def test_keys_keep_their_order_and_state_while_partitions_are_added(pipelines: Pipelines) -> None:

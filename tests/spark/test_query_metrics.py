@@ -1,7 +1,6 @@
 """Figures of queries for Prometheus: rows, seconds, how far behind, and what a handler's batches did."""
 
 import math
-import socket
 import urllib.request
 from pathlib import Path
 
@@ -12,9 +11,10 @@ from millstream.client import Client
 from millstream.metrics import Recorder
 from millstream.spark.behind import behind
 from millstream.spark.listener import QueryMetrics
+from tests.support.commandline import free_port
 from tests.support.drivers import Driver
 from tests.support.sources import Bench
-from tests.support.waiting import eventually
+from tests.support.waiting import FAIL_SAFE_S, eventually
 
 pytestmark = [pytest.mark.spark]
 
@@ -46,7 +46,6 @@ class Figures:
         return found
 
 
-@pytest.mark.spark
 def test_a_query_tells_rows_seconds_and_how_far_it_is_behind(bench: Bench) -> None:
     recorder = Recorder()
     listener = QueryMetrics(recorder, streams=2)
@@ -89,25 +88,23 @@ def tell(message: Message) -> None:
 """
 
 
-@pytest.mark.spark
+@pytest.mark.drivers
 def test_the_run_command_serves_its_figures(millstream_url: str, tmp_path: Path) -> None:
     (tmp_path / "teller.py").write_text(TELLER)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     options = ("--metrics-port", str(port))
     driver = Driver(str(tmp_path / "teller.py"), url=millstream_url, folder=tmp_path, options=options)
     with Client(millstream_url) as client:
         client.pipeline([("XADD", "in", "*", "k", n) for n in range(10)])
 
     def page() -> str:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as answer:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=FAIL_SAFE_S) as answer:
             text: str = answer.read().decode()
             return text
 
     driver.start()
     try:
-        eventually(lambda: any(event["event"] == "batch" for event in driver.events), "a batch", log=driver.errors)
+        eventually(lambda: driver.has_told("batch"), "a batch", log=driver.errors)
         eventually(lambda: "millstream_spark_batch_seconds_count" in page(), "Spark has told", log=driver.errors)
         text = page()
         for line in (
@@ -121,6 +118,5 @@ def test_the_run_command_serves_its_figures(millstream_url: str, tmp_path: Path)
             assert line in text, text
     finally:
         if driver.alive:
-            driver.process.terminate()
-            assert driver.process.wait(30) == 0
+            assert driver.stop() == 0
     assert driver.errors() == ""

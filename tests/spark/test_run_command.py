@@ -46,10 +46,9 @@ def asleep(millstream_url: str, tmp_path: Path) -> Iterator[Driver]:
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
 def test_a_stop_in_the_middle_of_a_batch_is_quick_and_quiet(asleep: Driver, number: int, code: int) -> None:
-    asleep.process.send_signal(number)
-    assert asleep.process.wait(20) == code
+    assert asleep.stop(number) == code
     assert asleep.errors() == ""
-    eventually(lambda: asleep.events[-1]["event"] == "stopped", "the last event")
+    assert asleep.events[-1]["event"] == "stopped"
 
 
 def test_a_stop_that_reaches_all_of_its_group_is_quiet_too(millstream_url: str, tmp_path: Path) -> None:
@@ -59,13 +58,13 @@ def test_a_stop_that_reaches_all_of_its_group_is_quiet_too(millstream_url: str, 
         client.execute("XADD", "in", "*", "k", 1)
         driver.start()
         try:
-            eventually(lambda: any(event["event"] == "batch" for event in driver.events), "a batch", log=driver.errors)
+            eventually(lambda: driver.has_told("batch"), "a batch", log=driver.errors)
             group = os.getpgid(driver.process.pid)
             for pid in [*(one.pid for one in driver.family()), driver.process.pid]:
                 with suppress(ProcessLookupError):
                     if os.getpgid(pid) == group:
                         os.kill(pid, signal.SIGTERM)
-            assert driver.process.wait(40) == 0
+            assert driver.ended() == 0
         finally:
             if driver.alive:
                 driver.kill()
@@ -75,7 +74,7 @@ def test_a_stop_that_reaches_all_of_its_group_is_quiet_too(millstream_url: str, 
 def test_a_java_process_that_is_killed_ends_the_run_with_one_line(asleep: Driver) -> None:
     java = next(process for process in asleep.family() if "java" in process.name())
     java.kill()
-    assert asleep.process.wait(20) == 1
+    assert asleep.ended() == 1
     assert asleep.errors().startswith("error: Spark's Java process has ended")
     assert asleep.errors().count("\n") == 1
 

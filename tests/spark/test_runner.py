@@ -2,29 +2,24 @@
 
 import threading
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 
 import pytest
 from pyspark.sql import SparkSession
+from pyspark.sql.streaming.query import StreamingQuery
 
 from millstream import App, Message, Retry, Rows
-from millstream.client import Client
 from millstream.errors import AccessDenied, ConfigError, DataLoss, PipelineFailed, StaleOwner, Unavailable, WrongType
 from millstream.ledger import Ledger
+from millstream.model import EntryId
 from millstream.producer import Producer
 from millstream.spark import pipeline, runner
 from millstream.spark.failures import failure_of
+from tests.support.clocks import HandClock
 from tests.support.pipelines import Pipelines
-from tests.support.waiting import eventually
+from tests.support.waiting import FAIL_SAFE_S, eventually
 
 pytestmark = [pytest.mark.spark]
-
-
-@pytest.fixture
-def pipelines(spark: SparkSession, millstream_url: str, tmp_path: Path) -> Iterator[Pipelines]:
-    with Client(millstream_url) as client:
-        yield Pipelines(spark, millstream_url, tmp_path, client)
 
 
 def app_of(handle: Callable[[Message], None]) -> App:
@@ -59,17 +54,36 @@ def test_a_session_has_the_name_that_it_was_opened_with(spark: SparkSession) -> 
 def test_a_batch_that_takes_long_is_told_of_at_ever_longer_intervals(
     pipelines: Pipelines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pipeline, "_FIRST_WORD_MS", 500.0)
+    clock = HandClock()
+    settings = runner.RunSettings(url=pipelines.url, checkpoint=str(pipelines.folder / "checkpoint"))
+    watched = runner.Runner(app_of(nothing), pipelines.spark, settings, on_event=pipelines.events.append, clock=clock)
+    (watching,) = watched._pipelines
+    watching.batch = pipeline.Batch(7, clock.monotonic_ms())
+    for _ in range(1_000):
+        watching.watch()
+        clock.now_ms += 1_000
+    assert [event["seconds"] for event in pipelines.events] == [10, 20, 40, 80, 160, 320, 620, 920]
+    assert {(event["event"], event["handler"], event["batch"]) for event in pipelines.events} == {
+        ("running", "handle", 7)
+    }
+
+
+def test_a_batch_that_takes_long_is_told_of_while_it_runs(
+    pipelines: Pipelines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pipeline, "_FIRST_WORD_MS", 100.0)
+    ended = pipelines.folder / "ended"
 
     def slow(message: Message) -> None:
-        time.sleep(6)
+        while not ended.exists():
+            time.sleep(0.02)
 
     pipelines.add("in", {"n": 1})
-    pipelines.once(app_of(slow))
-    words = [event for event in pipelines.events if event["event"] == "running"]
-    assert 3 <= len(words) <= 6
-    assert {(word["handler"], word["batch"]) for word in words} == {("handle", 0)}
-    assert [word["seconds"] for word in words] == sorted(word["seconds"] for word in words)
+    with pipelines.running(app_of(slow)):
+        eventually(lambda: len(pipelines.told("running")) >= 2, "words about it")
+        ended.touch()
+        eventually(lambda: pipelines.told("batch"), "its end")
+    assert {(word["handler"], word["batch"]) for word in pipelines.told("running")} == {("handle", 0)}
 
 
 def test_a_damaged_checkpoint_is_named_with_its_remedy(pipelines: Pipelines) -> None:
@@ -103,6 +117,16 @@ def test_a_machine_that_is_too_busy_to_start_python_is_not_taken_for_a_damaged_c
     resuming.failures = 11
     with pytest.raises(PipelineFailed, match="11 times in a row"):
         supervisor._give_up(resuming, late)
+
+
+def test_a_busy_machine_costs_a_query_that_runs_once_none_of_its_tries(pipelines: Pipelines) -> None:
+    settings = runner.RunSettings(url=pipelines.url, checkpoint=str(pipelines.folder / "checkpoint"), once=True)
+    supervisor = runner.Runner(app_of(nothing), pipelines.spark, settings, on_event=pipelines.events.append)
+    (running,) = supervisor._pipelines
+    running.failures = 6
+    supervisor._give_up(running, failure_of(RuntimeError("Python worker failed to connect back.")))
+    with pytest.raises(PipelineFailed, match="6 times in a row"):
+        supervisor._give_up(running, failure_of(OSError("disk full")))
 
 
 def test_a_query_that_died_while_it_wrote_its_first_batch_goes_on_from_its_checkpoint(pipelines: Pipelines) -> None:
@@ -155,14 +179,23 @@ def test_what_cannot_be_run_of_what_was_set_aside_ends_the_run(pipelines: Pipeli
 
     pipelines.add("in", {"k": "a"})
     with pipelines.running(app) as background:
-        eventually(lambda: [e for e in pipelines.events if e["event"] == "batch"], "the batch that sets it aside")
+        eventually(lambda: pipelines.told("batch"), "the batch that sets it aside")
         Ledger(pipelines.client, app="app", handler="handle", token=9_000_000_000_000_000, keyed=True).begin(["in"])
         eventually(lambda: not background.is_alive(), "the end of the older run, though nothing new comes")
     assert isinstance(background.error, PipelineFailed)
     assert "a newer run of app.handle has taken over" in str(background.error)
 
 
-def test_handlers_stop_together(pipelines: Pipelines) -> None:
+def test_handlers_stop_together(pipelines: Pipelines, monkeypatch: pytest.MonkeyPatch) -> None:
+    all_of_them, whole, stopped = threading.Barrier(3), runner._stop, list[StreamingQuery]()
+
+    def stop(query: StreamingQuery) -> None:
+        all_of_them.wait(FAIL_SAFE_S)  # which no query passes before the others are being stopped
+        whole(query)
+        stopped.append(query)
+
+    monkeypatch.setattr(runner, "_stop", stop)
+    monkeypatch.setattr(runner, "_STOP_MS", 1_000 * FAIL_SAFE_S)
     app = App("app")
     for name in ("one", "two", "three"):
 
@@ -173,11 +206,8 @@ def test_handlers_stop_together(pipelines: Pipelines) -> None:
     pipelines.add("in", {"n": 1})
     with pipelines.running(app) as background:
         eventually(lambda: all(p.batch for p in background.runner._pipelines), "three batches at work")
-        began = time.monotonic()
-        background.runner.stop()
-        background.join(30)
-        assert time.monotonic() - began < 15
     assert background.error is None
+    assert len(stopped) == 3
 
 
 def test_delayed_messages_are_moved_while_it_runs(pipelines: Pipelines) -> None:
@@ -188,6 +218,8 @@ def test_delayed_messages_are_moved_while_it_runs(pipelines: Pipelines) -> None:
         return {"n": message.text("n")}
 
     with Producer(pipelines.url) as producer, pipelines.running(app):
+        seconds, micros = map(int, pipelines.client.execute("TIME"))
         producer.publish("in", {"n": 7}, delay_ms=500)
-        assert pipelines.entries("in") == []
         eventually(lambda: [fields for _, fields in pipelines.entries("out")] == [{"n": "7"}], "its output")
+    ((entry_id, _),) = pipelines.entries("in")
+    assert EntryId.parse(entry_id).ms >= seconds * 1_000 + micros // 1_000 + 500, "not before it was due"

@@ -155,7 +155,6 @@ def sent(bench: Bench) -> int:
     return int(found.partition("\r")[0])
 
 
-@pytest.mark.spark
 def test_filters_change_what_redis_sends_and_not_what_is_found(pushing: Bench) -> None:
     bench = pushing
     for n in range(8):
@@ -190,7 +189,6 @@ def _measured(rows: DataFrame, bench: Bench) -> tuple[list[tuple[str, str]], int
     return found, sent(bench) - before
 
 
-@pytest.mark.spark
 def test_filters_on_the_columns_of_a_schema_are_pushed_down_too(pushing: Bench) -> None:
     bench = pushing
     bench.add_raw("shop:1", (["id_ms", str(k)] for k in range(500)), ids=(f"{k + 1}-0" for k in range(500)))
@@ -201,7 +199,6 @@ def test_filters_on_the_columns_of_a_schema_are_pushed_down_too(pushing: Bench) 
     assert sent(bench) - before < 3_000
 
 
-@pytest.mark.spark
 def test_without_the_session_s_leave_spark_says_which_setting_is_missing(bench: Bench) -> None:
     bench.add("shop:1", 3)
     with pytest.raises(PySparkException, match=CONF.replace(".", r"\.")):

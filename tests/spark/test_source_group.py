@@ -11,28 +11,29 @@ from pyspark.sql import DataFrame
 
 from millstream.groups import Group
 from tests.support.sources import Bench, Taken
-from tests.support.waiting import eventually
+from tests.support.waiting import FAIL_SAFE_S, eventually
 
 pytestmark = [pytest.mark.spark, pytest.mark.groups]
 
 GROUP = "workers"
 ROWS = 6_000
+MOST_OF_WORKER = 2_000
 
 
 @contextmanager
 def worker(url: str) -> Iterator[list[int]]:
-    """An ordinary worker of the group, which is no program of ours; what it has done."""
+    """An ordinary worker of the group, which is no program of ours; what it has done: some entries, but not all."""
     done: list[int] = []
     stopping = threading.Event()
 
     def work() -> None:
         with redis.Redis.from_url(url) as client:
-            while not stopping.is_set():
+            while not stopping.is_set() and len(done) < MOST_OF_WORKER:
                 for _, entries in client.xreadgroup(GROUP, "plain", {"s": ">"}, count=5, block=100):
                     for entry_id, fields in entries:
                         done.append(int(fields[b"n"]))
                         client.xack("s", GROUP, entry_id)
-                stopping.wait(0.05)  # slowly, so that enough is left for the query
+                stopping.wait(0.05)  # so that it is at work beside the query
 
     thread = threading.Thread(target=work)
     thread.start()
@@ -67,8 +68,9 @@ def test_a_query_shares_a_group_with_a_worker_and_repeats_the_batch_that_failed(
     taken = Failing("q")
     writer = frame.writeStream.foreachBatch(taken.take).option("checkpointLocation", str(bench.folder / "c"))
     with worker(bench.url) as done:
+        eventually(lambda: done, "the worker's first entries")
         with pytest.raises(StreamingQueryException, match="as planned"):
-            writer.start().awaitTermination(120)
+            writer.start().awaitTermination(int(FAIL_SAFE_S))
         bench.add("s", 500, start=ROWS)
         query = writer.start()
         bench.queries.append(query)
@@ -78,7 +80,7 @@ def test_a_query_shares_a_group_with_a_worker_and_repeats_the_batch_that_failed(
         eventually(lambda: group.pending.summary().count == 0, "all was acknowledged")
         query.stop()
     assert sorted([row["n"] for row in taken.rows] + done) == list(range(ROWS + 1_000))
-    assert min(len(taken.rows), len(done)) > 100
+    assert len(taken.rows) >= ROWS - MOST_OF_WORKER
     assert attempts[0] == attempts[1]
     assert len(attempts[0]) > 0
     assert set(held) == {0}, "while it is processed, a batch is held by its portions, and nothing else is"
@@ -103,17 +105,24 @@ def test_available_now_acknowledges_what_it_read_and_a_long_batch_is_kept_while_
 
     def fail_later(frame: DataFrame, batch_id: int) -> None:
         waiting.set()
-        ended.wait(60)
+        ended.wait(FAIL_SAFE_S)
         raise RuntimeError("as planned")
 
     writer = frame.writeStream.foreachBatch(fail_later)
     query = writer.option("checkpointLocation", str(bench.folder / "checkpoint")).start()
     bench.queries.append(query)
-    assert waiting.wait(60)
-    threading.Event().wait(3.5)
-    assert group.pending.entries(min_idle_ms=3_000) == [], "it is kept while the batch lasts"
+    assert waiting.wait(FAIL_SAFE_S)
+    idle_ms = 0
+
+    def is_renewed() -> bool:
+        nonlocal idle_ms
+        before, idle_ms = idle_ms, max(entry.idle_ms for entry in group.pending.entries())
+        return idle_ms < before
+
+    for _ in range(3):
+        eventually(is_renewed, "its being kept while the batch lasts")
     assert group.pending.summary().count == 3
     ended.set()
     with pytest.raises(StreamingQueryException, match="as planned"):
-        query.awaitTermination(60)
+        query.awaitTermination(int(FAIL_SAFE_S))
     eventually(lambda: len(group.pending.entries(min_idle_ms=4_000)) == 3, "a driver that is gone keeps nothing")

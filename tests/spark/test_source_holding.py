@@ -1,23 +1,28 @@
 """`minOffsetsPerTrigger` and `maxTriggerDelay`: small batches wait for more, and not too long."""
 
-import threading
+import time
+from types import SimpleNamespace
 
 import pytest
 from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadMaxRows, ReadMinRows
 
 from millstream.client import Client
+from millstream.spark import source
 from millstream.spark.offsets import Offsets
 from millstream.spark.options import parse
 from millstream.spark.planner import Planner
 from millstream.spark.schema import default_schema
+from millstream.spark.side import HELD_S
 from millstream.spark.source import RedisStreamReader
 from tests.support.clocks import HandClock
-from tests.support.sources import Bench
+from tests.support.sources import Bench, Streams
 from tests.support.waiting import eventually
 
 pytestmark = [pytest.mark.spark]
 
 MINUTE_MS = 60_000.0
+LOOK = "client|tracking"
+"""What each look at the streams asks Redis for."""
 
 
 class Query:
@@ -87,45 +92,54 @@ def test_a_limited_batch_waits_too_and_an_end_that_is_fixed_does_not(client: Cli
     assert query.trigger(limit=15) == 0
 
 
-def reader_of(bench: Bench, **options: str) -> RedisStreamReader:
-    given = parse({"url": bench.url, "subscribe": "s", "startingOffsets": "earliest", **options}, {})
+def reader_of(streams: Streams, **options: str) -> RedisStreamReader:
+    given = parse({"url": streams.url, "subscribe": "s", "startingOffsets": "earliest", **options}, {})
     return RedisStreamReader(given, default_schema(given.columns))
 
 
-@pytest.mark.spark
-def test_available_now_and_once_take_the_small_batch_at_once(bench: Bench) -> None:
-    add(bench.client, "s", 1)
-    reader = reader_of(bench, minOffsetsPerTrigger="10")
+def test_available_now_and_once_take_the_small_batch_at_once(streams: Streams) -> None:
+    add(streams.client, "s", 1)
+    reader = reader_of(streams, minOffsetsPerTrigger="10")
     limit = reader.getDefaultReadLimit()
     assert limit == ReadMinRows(10)
     at = reader.latestOffset(reader.initialOffset(), limit)
-    add(bench.client, "s", 1)
+    add(streams.client, "s", 1)
     assert reader.latestOffset(at, limit) is at
     assert reader.latestOffset(at, ReadAllAvailable())["s"][1] == 2
-    add(bench.client, "s", 1)
+    add(streams.client, "s", 1)
     reader.prepareForTriggerAvailableNow()
     assert reader.latestOffset(at, limit)["s"][1] == 3
-    both = reader_of(bench, minOffsetsPerTrigger="10", maxOffsetsPerTrigger="10")
+    both = reader_of(streams, minOffsetsPerTrigger="10", maxOffsetsPerTrigger="10")
     assert both.getDefaultReadLimit() == ReadMaxRows(10)
 
 
-@pytest.mark.spark
-def test_a_query_that_holds_back_asks_redis_seldom_and_goes_on_when_enough_is_there(bench: Bench) -> None:
+def test_a_query_holds_back_until_enough_is_there_or_its_delay_is_over(bench: Bench) -> None:
     bench.add("s", 1)
-    taken = bench.start(bench.stream("s", startingOffsets="earliest", minOffsetsPerTrigger=10, maxTriggerDelay="6s"))
-    eventually(lambda: len(taken.rows) == 1, "the first batch, which takes long")
-    bench.add("s", 10)
+    frame = bench.stream("s", startingOffsets="earliest", minOffsetsPerTrigger=10, maxTriggerDelay="1h")
+    taken = bench.start(frame)
+    eventually(lambda: len(taken.rows) == 1, "the first batch, which is not held back")
+    bench.add("s", 9)
+    looks = bench.calls(LOOK)
+    eventually(lambda: bench.calls(LOOK) >= looks + 2, "a look at them")
+    assert len(taken.rows) == 1
+    bench.add("s", 1)
     eventually(lambda: len(taken.rows) == 11, "enough is there")
+    taken.query.stop()
+    assert taken.sizes == [1, 10]
+    frame = bench.stream("s", startingOffsets="earliest", minOffsetsPerTrigger=10, maxTriggerDelay="1s")
+    brief = bench.start(frame, "brief")
+    eventually(lambda: len(brief.rows) == 11, "its first batch")
     bench.add("s", 3)
-    threading.Event().wait(0.7)
-    before = calls(bench, "client|tracking")
-    threading.Event().wait(2)
-    assert 2 <= calls(bench, "client|tracking") - before <= 6, "twice a second, not 90 times"
-    assert len(taken.rows) == 11
-    eventually(lambda: len(taken.rows) == 14, "the delay is over")
-    assert taken.sizes == [1, 10, 3]
+    eventually(lambda: len(brief.rows) == 14, "the end of its delay")
 
 
-def calls(bench: Bench, command: str) -> int:
-    stats = bench.client.execute("INFO", "commandstats").decode()
-    return int(stats.partition(f"cmdstat_{command}:calls=")[2].partition(",")[0] or 0)
+def test_a_query_that_holds_back_looks_seldom(streams: Streams, monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[float] = []
+    monkeypatch.setattr(source, "time", SimpleNamespace(monotonic=time.monotonic, sleep=waits.append))
+    streams.add("s", 1)
+    reader = reader_of(streams, minOffsetsPerTrigger="10")
+    at = reader.latestOffset(reader.initialOffset(), reader.getDefaultReadLimit())
+    streams.add("s", 1)
+    for _ in range(3):
+        assert reader.latestOffset(at, reader.getDefaultReadLimit()) is at
+    assert waits == [HELD_S] * 3 == [0.5] * 3, "twice a second, as it says"

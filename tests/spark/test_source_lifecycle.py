@@ -14,7 +14,7 @@ from millstream.spark.options import parse
 from millstream.spark.planner import Planner
 from millstream.spark.reading import Reading
 from tests.support.sources import Bench, Taken
-from tests.support.waiting import eventually
+from tests.support.waiting import FAIL_SAFE_S, eventually
 
 pytestmark = [pytest.mark.spark]
 
@@ -58,8 +58,7 @@ def gone(client: Client) -> None:
 
 def expired(client: Client) -> None:
     client.execute("PEXPIRE", "s", 1)
-    while client.execute("EXISTS", "s"):
-        threading.Event().wait(0.002)
+    eventually(lambda: not client.execute("EXISTS", "s"), "its end")
 
 
 def renamed(client: Client) -> None:
@@ -158,7 +157,6 @@ def test_a_pattern_finds_what_appears_under_a_new_name_and_passes_over_what_is_n
     assert query.at == {"s1": Position(ZERO_ID, 0), "s3": Position(EntryId(2, 0), 2)}
 
 
-@pytest.mark.spark
 def test_a_lenient_query_lives_through_all_of_it(bench: Bench) -> None:
     for name in ("kept", "gone", "remade", "trimmed", "holed"):
         bench.add(f"s:{name}", 3)
@@ -189,11 +187,10 @@ def numbers(taken: Taken) -> list[int]:
     return [n for n in taken.numbers if n >= 10]
 
 
-@pytest.mark.spark
 def test_a_key_of_another_type_ends_a_query_that_runs_with_its_name(bench: Bench) -> None:
     bench.add("s", 3)
     taken = bench.start(bench.stream("s", startingOffsets="earliest", failOnDataLoss=False))
     eventually(lambda: len(taken.rows) == 3, "the query has begun")
     bench.client.pipeline([("DEL", "s"), ("SET", "s", "1")])
     with pytest.raises(StreamingQueryException, match="the key 's' holds another type of value than a stream"):
-        taken.query.awaitTermination(60)
+        taken.query.awaitTermination(int(FAIL_SAFE_S))

@@ -1,7 +1,5 @@
 """Entries that are gone before they were read: an error that says so, or an exact count."""
 
-from pathlib import Path
-
 import pytest
 from pyspark.errors import StreamingQueryException
 
@@ -13,7 +11,7 @@ from millstream.spark.loss import LossPolicy
 from millstream.spark.offsets import Position
 from millstream.spark.ranges import Piece
 from millstream.spark.reading import Reading
-from tests.support.sources import Bench
+from tests.support.sources import Bench, Streams
 
 pytestmark = [pytest.mark.spark]
 
@@ -99,20 +97,20 @@ def test_a_pattern_notices_that_a_stream_is_gone(bench: Bench) -> None:
 
 
 def test_entries_that_vanish_between_planning_and_reading_are_noticed(
-    bench: Bench, caplog: pytest.LogCaptureFixture
+    streams: Streams, caplog: pytest.LogCaptureFixture
 ) -> None:
-    ids = [EntryId.parse(entry_id) for entry_id in bench.add("s", 10)]
+    ids = [EntryId.parse(entry_id) for entry_id in streams.add("s", 10)]
     piece = Piece("s", ids[1], ids[7], 6, 6)
     whole, half = [list(range(2, 8)), list(range(5, 8))]
 
     def read(piece: Piece, *, fail_on_data_loss: bool = True) -> list[int]:
-        reading = Reading(bench.client, [piece], limit_ms=1000, fail_on_data_loss=fail_on_data_loss)
+        reading = Reading(streams.client, [piece], limit_ms=1000, fail_on_data_loss=fail_on_data_loss)
         return [int(entry[1][1]) for batch in reading.batches(lambda runs: runs) for _, run in batch for entry in run]
 
     assert read(piece) == whole
-    bench.client.execute("XDEL", "s", str(ids[4]))
+    streams.client.execute("XDEL", "s", str(ids[4]))
     assert read(piece) == [2, 3, 5, 6, 7], "single deletions are no loss"
-    bench.client.execute("XTRIM", "s", "MAXLEN", 5)
+    streams.client.execute("XTRIM", "s", "MAXLEN", 5)
     for gone in (piece, piece._replace(rows=None, untouched=True)):
         with pytest.raises(
             DataLoss, match=r"lost (3|an unknown number of) entries between .* while they were being read"
@@ -154,14 +152,11 @@ def test_losses_are_told_once_and_added_up_also_if_one_grows(caplog: pytest.LogC
     ],
 )
 def test_counters_of_redis_prove_what_is_lost(
-    millstream_url: str, tmp_path: Path, commands: list[tuple[str | int, ...]], verdict: str
+    client: Client, commands: list[tuple[str | int, ...]], verdict: str
 ) -> None:
-    with Client(millstream_url) as client:
-        client.pipeline([("XADD", "s", f"{n}-0", "a", 1) for n in range(1, 11)])
-        client.pipeline(commands)
-        loss = judge("s", Position(EntryId(5, 0), 5), survey(client, ["s"])["s"])
-        assert ("fine" if loss is None else "reset" if loss.resets else f"lost {loss.count}") == verdict.partition(",")[
-            0
-        ]
-        uncounted = judge("s", Position(EntryId(5, 0), None), survey(client, ["s"])["s"])
-        assert (uncounted is not None) == (survey(client, ["s"])["s"] is None or "lower ids" in verdict)
+    client.pipeline([("XADD", "s", f"{n}-0", "a", 1) for n in range(1, 11)])
+    client.pipeline(commands)
+    loss = judge("s", Position(EntryId(5, 0), 5), survey(client, ["s"])["s"])
+    assert ("fine" if loss is None else "reset" if loss.resets else f"lost {loss.count}") == verdict.partition(",")[0]
+    uncounted = judge("s", Position(EntryId(5, 0), None), survey(client, ["s"])["s"])
+    assert (uncounted is not None) == (survey(client, ["s"])["s"] is None or "lower ids" in verdict)

@@ -9,8 +9,8 @@ from pyspark.sql import SparkSession
 from millstream import App, Message
 from millstream.client import Client
 from millstream.server import EmbeddedServer
-from tests.integration.test_replica_reads import FOLLOWS, asked_for, none_asked
 from tests.support.pipelines import Pipelines
+from tests.support.replicas import FOLLOWS, asked_for, none_asked
 from tests.support.sources import Bench, pairs
 from tests.support.waiting import eventually
 
@@ -21,7 +21,7 @@ def test_tasks_read_from_the_replica(spark: SparkSession, tmp_path: Path) -> Non
     with EmbeddedServer(extra=FOLLOWS) as primary, Client(primary.url) as client:
         follows = {**FOLLOWS, "replicaof": f"127.0.0.1 {primary.port}"}
         with EmbeddedServer(extra=follows) as replica:
-            bench = Bench(spark, primary.url, tmp_path, client)
+            bench = Bench(client, spark, tmp_path)
             eventually(lambda: b"state=online" in primary.call("INFO", "replication"), "the replica")
             bench.add("s", 5_000)
             numbers = list(range(5_000))

@@ -2,6 +2,7 @@
 
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,12 +12,13 @@ from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadMaxRows
 
 from millstream.client import Client
 from millstream.server import EmbeddedServer
+from millstream.spark import side
 from millstream.spark.options import parse
 from millstream.spark.ranges import unflattened
 from millstream.spark.reading import Reading
 from millstream.spark.rows import batch_maker
 from millstream.spark.source import RedisStreamReader, RedisStreamsSource
-from tests.support.sources import Bench
+from tests.support.sources import Bench, Streams
 from tests.support.waiting import eventually
 
 pytestmark = [pytest.mark.spark]
@@ -87,20 +89,24 @@ def test_a_listed_stream_may_come_later(bench: Bench) -> None:
     assert {row["stream"] for row in taken.rows} == {"later"}
 
 
-def test_an_idle_query_makes_no_batches_and_leaves_redis_in_peace(bench: Bench) -> None:
+def test_an_idle_query_makes_no_batches_and_asks_about_no_stream(bench: Bench) -> None:
     bench.add("s", 3)
     taken = bench.start(bench.stream("s", startingOffsets="earliest"))
     eventually(lambda: len(taken.rows) == 3, "the entries were read")
-    before, asked = calls(bench, "client|tracking"), calls(bench, "xinfo|stream")
-    threading.Event().wait(2)
+    looks = bench.calls("client|tracking")
+    eventually(lambda: bench.calls("client|tracking") >= looks + 3, "a look, after which all is known")
+    looks, asked = bench.calls("client|tracking"), bench.calls("xinfo|stream")
+    eventually(lambda: bench.calls("client|tracking") >= looks + 10, "more looks")
     assert len(taken.batches) == 1
-    assert 5 <= calls(bench, "client|tracking") - before <= 45, "it looks some 20 times a second, not 90"
-    assert calls(bench, "xinfo|stream") == asked, "and asks about what has changed"
+    assert bench.calls("xinfo|stream") == asked, "only what has changed is asked about"
 
 
-def calls(bench: Bench, command: str) -> int:
-    stats = bench.client.execute("INFO", "commandstats").decode()
-    return int(stats.partition(f"cmdstat_{command}:calls=")[2].partition(",")[0] or 0)
+@pytest.mark.parametrize(("took_s", "rests_s"), [(0.0, 0.05), (0.125, 0.25), (5.0, 0.5)])
+def test_looks_in_vain_leave_redis_in_peace(monkeypatch: pytest.MonkeyPatch, took_s: float, rests_s: float) -> None:
+    waits: list[float] = []
+    monkeypatch.setattr(side, "time", SimpleNamespace(monotonic=lambda: 100.0 + took_s, sleep=waits.append))
+    side.rest(100.0)
+    assert waits == [rests_s]
 
 
 # --- progress in Redis ---
@@ -152,36 +158,36 @@ def test_the_progress_of_the_query_names_the_newest_entries(bench: Bench) -> Non
 # --- what a restart relies on ---
 
 
-def reader_of(bench: Bench, **options: str) -> RedisStreamReader:
-    given = {"url": bench.url, "subscribe": "s", **options}
+def reader_of(streams: Streams, **options: str) -> RedisStreamReader:
+    given = {"url": streams.url, "subscribe": "s", **options}
     return RedisStreamReader(parse(given, {}), RedisStreamsSource(given).schema())
 
 
-def test_the_latest_entry_is_looked_up_once_however_often_spark_asks(bench: Bench) -> None:
-    bench.add("s", 3)
-    reader = reader_of(bench)
+def test_the_latest_entry_is_looked_up_once_however_often_spark_asks(streams: Streams) -> None:
+    streams.add("s", 3)
+    reader = reader_of(streams)
     first = reader.initialOffset()
-    bench.add("s", 3)
+    streams.add("s", 3)
     assert reader.initialOffset() == first
     assert reader.latestOffset(first, ReadAllAvailable())["s"][1] == 6
 
 
-def test_available_now_does_not_chase_what_comes_later(bench: Bench) -> None:
-    bench.add("s", 5)
-    reader = reader_of(bench, startingOffsets="earliest")
+def test_available_now_does_not_chase_what_comes_later(streams: Streams) -> None:
+    streams.add("s", 5)
+    reader = reader_of(streams, startingOffsets="earliest")
     reader.prepareForTriggerAvailableNow()
-    bench.add("s", 5)
-    bench.add("later", 5)
+    streams.add("s", 5)
+    streams.add("later", 5)
     end = reader.latestOffset(reader.initialOffset(), ReadAllAvailable())
     assert end["s"][1] == 5
     assert reader.latestOffset(end, ReadAllAvailable()) is end
     assert set(reader.reportLatestOffset() or {}) == {"s"}
 
 
-def test_fresh_readers_plan_and_read_the_same_rows_from_offsets_alone(bench: Bench) -> None:
+def test_fresh_readers_plan_and_read_the_same_rows_from_offsets_alone(streams: Streams) -> None:
     for n in range(3):
-        bench.add(f"s{n}", 5000, start=n * 5000)
-    given = {"url": bench.url, "subscribePattern": "s*", "startingOffsets": "earliest", "minPartitions": "3"}
+        streams.add(f"s{n}", 5000, start=n * 5000)
+    given = {"url": streams.url, "subscribePattern": "s*", "startingOffsets": "earliest", "minPartitions": "3"}
     source = RedisStreamsSource(given)
     schema = source.schema()
 
@@ -192,12 +198,12 @@ def test_fresh_readers_plan_and_read_the_same_rows_from_offsets_alone(bench: Ben
     start = first.initialOffset()
     middle = first.latestOffset(start, ReadMaxRows(7000))
     end = reader().latestOffset(middle, ReadMaxRows(100_000))
-    bench.add("s1", 1000, start=90_000)
+    streams.add("s1", 1000, start=90_000)
 
     def rows(a: dict[str, Any], b: dict[str, Any]) -> list[tuple[str, int, int]]:
         maker = batch_maker(parse(given, {}).columns, schema)
         parts = [part.value for part in reader().partitions(a, b)]
-        with Client(bench.url) as client:
+        with Client(streams.url) as client:
             batches = [
                 batch
                 for sent in parts
@@ -217,12 +223,12 @@ def test_a_query_outlives_a_restart_of_redis(
     spark: SparkSession, millstream_fresh_server: EmbeddedServer, tmp_path: Path
 ) -> None:
     with Client(millstream_fresh_server.url) as client:
-        bench = Bench(spark, millstream_fresh_server.url, tmp_path, client)
+        bench = Bench(client, spark, tmp_path)
         bench.add("s", 100)
         taken = bench.start(bench.stream("s", startingOffsets="earliest", maxOffsetsPerTrigger=60))
         eventually(lambda: len(taken.rows) == 100, "the first entries were read")
         millstream_fresh_server.kill()
-        threading.Event().wait(1.5)
+        threading.Event().wait(1.5)  # so that it looks in vain
         assert taken.query.isActive
         millstream_fresh_server.start()
         client.patiently(lambda: bench.add("s", 100, start=100), what="the test")

@@ -1,7 +1,7 @@
 """Stages: ordinary PySpark beside the handlers of an app, started, watched and started again as they are."""
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -14,7 +14,6 @@ from pyspark.sql.streaming.readwriter import DataStreamWriter
 
 from examples import sales
 from millstream import App, Rows, State, load_app
-from millstream.client import Client
 from millstream.errors import ConfigError, PipelineFailed
 from millstream.naming import stage_group
 from millstream.spark.stage_pipeline import StagePipeline
@@ -35,12 +34,6 @@ class Order:
 
 
 PAYMENTS = Rows("payments", "order string, paid double, at timestamp")
-
-
-@pytest.fixture
-def pipelines(spark: SparkSession, millstream_url: str, tmp_path: Path) -> Iterator[Pipelines]:
-    with Client(millstream_url) as client:
-        yield Pipelines(spark, millstream_url, tmp_path, client)
 
 
 def shop(folder: Path, *, version: int) -> App:

@@ -6,17 +6,26 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
+import pytest
+
 from millstream.balancer import Balancer, BalancerPolicy, Notice, StreamAdded, announce
 from millstream.balancer.service import BALANCE, CLAIM, FIELD, HAND_IN, RETIRE, Bid, Round, Service
 from millstream.client import Client
 from millstream.naming import ServiceKeys
+from millstream.server import EmbeddedServer
+from millstream.testing.proxy import Proxy
+from tests.support.clocks import HandClock
+from tests.support.waiting import FAIL_SAFE_S, eventually
 
 SERVICE = "flights"
 KEYS = ServiceKeys(SERVICE)
 LEASE_MS = 600
-STEADY_MS = 3_000  # so that a slow machine costs no lease
-ROUND_S = STEADY_MS / 3 / 1000
-LONG_MS = 60_000
+"""The lease of those that are to die by themselves."""
+LONG_MS = 86_400_000
+"""The lease of all others: a day, so that a slow machine costs no lease, and nothing is found by a sign of life.
+
+What a test hears of, its balancer was told, or it knew when to look; or the test had it make a round, see `wake`.
+"""
 NoticeT = TypeVar("NoticeT", bound=Notice)
 
 
@@ -50,10 +59,10 @@ def settle(client: Client, *names: str, rounds: int = 3, **changes: Any) -> dict
 
 
 def expire(client: Client, *names: str, ago_ms: int = 0) -> None:
-    """The leases of these consumers have ended, as far as the server's clock goes."""
-    seconds, micros = client.execute("TIME")
+    """The leases of these consumers have ended, as far as the server's clock goes. Nobody is told."""
+    ended_ms = server_us(client) // 1_000 - ago_ms
     for name in names:
-        client.execute("ZADD", KEYS.alive, int(seconds) * 1000 + int(micros) // 1000 - ago_ms, name)
+        client.execute("ZADD", KEYS.alive, ended_ms, name)
 
 
 def load_scripts(client: Client) -> None:
@@ -62,7 +71,52 @@ def load_scripts(client: Client) -> None:
         client.execute("SCRIPT", "LOAD", script.text)
 
 
+def wake(client: Client, keys: ServiceKeys = KEYS) -> bool:
+    """Have every balancer that waits make a round, as any event does; say so, for conditions."""
+    client.execute("XADD", keys.events, "*", "event", "a test asks")
+    return True
+
+
+def rounds_later(client: Client, balancer: Balancer, count: int = 2) -> None:
+    """Wait until this balancer has made so many rounds from now on, and has drawn its conclusions from them."""
+    for _ in range(count + 1):  # the first may have begun already, and the last is not concluded yet
+        before = until_ms(client, balancer.consumer)
+        wake(client)
+        _changed(client, balancer.consumer, before)
+
+
+def _changed(client: Client, consumer: str, before: float) -> None:
+    eventually(lambda: until_ms(client, consumer) != before, f"a round of {consumer}")
+
+
 # What is in Redis
+
+
+def server_us(client: Client) -> int:
+    """What the server's clock says, in microseconds, as the tokens of leases do."""
+    seconds, micros = client.execute("TIME")
+    return int(seconds) * 1_000_000 + int(micros)
+
+
+def until_ms(client: Client, consumer: str) -> float:
+    """When a consumer's leases end by the server's clock; 0 if it has none."""
+    return float(client.execute("ZSCORE", KEYS.alive, consumer) or 0)
+
+
+def waits(client: Client) -> bool:
+    """Whether somebody waits for Redis to tell it something."""
+    return b"blocked_clients:0\r" not in client.execute("INFO", "clients")
+
+
+def scripts_run(client: Client) -> int:
+    """How many scripts the server has run so far."""
+    return commands_run(client, "eval")
+
+
+def commands_run(client: Client, of: str = "") -> int:
+    """How many commands that begin so the server has run, those of scripts included."""
+    lines = client.execute("INFO", "commandstats").decode().splitlines()
+    return sum(int(line.partition("calls=")[2].partition(",")[0]) for line in lines if line.startswith(f"cmdstat_{of}"))
 
 
 def names(count: int, first: int = 0) -> list[str]:
@@ -117,6 +171,26 @@ def dead(client: Client) -> list[dict[str, str]]:
 # Programs
 
 
+class StoppedClock(HandClock):
+    """The clock of a process that a test moves by hand; it has waits take their time all the same.
+
+    `looks`: how often somebody has looked at it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.looks = 0
+
+    def monotonic_ms(self) -> float:
+        """Where the test put it."""
+        self.looks += 1
+        return super().monotonic_ms()
+
+    def sleep_ms(self, duration_ms: float) -> None:
+        """Wait, as whatever is waited for does not depend on this clock."""
+        time.sleep(duration_ms / 1000)
+
+
 class Watch:
     """A clock that a test can put forward."""
 
@@ -130,15 +204,25 @@ class Watch:
         time.sleep(duration_ms / 1000)
 
 
+@pytest.fixture
+def proxy(client: Client, millstream_server: EmbeddedServer) -> Iterator[Proxy]:
+    """In front of the shared server, which knows the scripts, so that each is called by its hash."""
+    load_scripts(client)
+    with Proxy(millstream_server.port) as made:
+        yield made
+
+
+def policy_of(*, lease_ms: int = LONG_MS, **options: Any) -> BalancerPolicy:
+    """A policy whose lease may be longer than that of a program, which is 5 minutes at most."""
+    policy = BalancerPolicy(**options)
+    object.__setattr__(policy, "lease_ms", lease_ms)
+    return policy
+
+
 @contextmanager
 def joined(url: str, *consumers: str, options: dict[str, Any] | None = None, **policy: Any) -> Iterator[Any]:
     """Balancers, started one after the other; a single one comes as itself."""
-    made = [
-        Balancer(
-            url, SERVICE, consumer=name, policy=BalancerPolicy(**{"lease_ms": STEADY_MS} | policy), **options or {}
-        )
-        for name in consumers
-    ]
+    made = [Balancer(url, SERVICE, consumer=name, policy=policy_of(**policy), **options or {}) for name in consumers]
     try:
         yield made[0].start() if len(made) == 1 else [one.start() for one in made]
     finally:
@@ -146,9 +230,9 @@ def joined(url: str, *consumers: str, options: dict[str, Any] | None = None, **p
             one.close()
 
 
-def hear(balancer: Balancer, kind: type[NoticeT], timeout_s: float = 30.0) -> NoticeT:
+def hear(balancer: Balancer, kind: type[NoticeT]) -> NoticeT:
     """The next notification, which has to be of this kind."""
-    found = balancer.next(timeout_s)
+    found = balancer.next(FAIL_SAFE_S)
     assert isinstance(found, kind), f"{found} instead of {kind.__name__}"
     return found
 
@@ -159,8 +243,16 @@ def hear_added(balancer: Balancer, count: int) -> dict[str, StreamAdded]:
     return {notice.stream: notice for notice in found}
 
 
-def silent(balancer: Balancer, for_s: float = 1.1 * ROUND_S) -> bool:
-    return balancer.next(for_s) is None
+def silent(client: Client, balancer: Balancer) -> bool:
+    """Whether it has nothing to say, whatever it may find in the rounds to come."""
+    rounds_later(client, balancer)
+    return balancer.next(0) is None
+
+
+def expect_no_more(client: Client, balancer: Balancer, stream: str) -> None:
+    """The time that work on a stream may take is over; the balancer looks at it in a round."""
+    balancer.expect(stream, 0)
+    wake(client)
 
 
 def streams_of(balancers: Sequence[Balancer]) -> list[set[str]]:

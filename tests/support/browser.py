@@ -3,7 +3,6 @@
 import json
 import shutil
 import subprocess
-import time
 from itertools import count
 from pathlib import Path
 from typing import Any, Self
@@ -12,6 +11,8 @@ import httpx
 import psutil
 import pytest
 from websockets.sync.client import connect
+
+from tests.support.waiting import FAIL_SAFE_S, eventually
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="no browser: install Debian's chromium")
@@ -36,9 +37,9 @@ class Browser:
         command = [CHROMIUM, *_FLAGS, f"--user-data-dir={self._profile}", self._url]
         self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         port = self._port()
-        pages = httpx.get(f"http://127.0.0.1:{port}/json/list", trust_env=False).json()
+        pages = httpx.get(f"http://127.0.0.1:{port}/json/list", timeout=FAIL_SAFE_S, trust_env=False).json()
         address = next(page["webSocketDebuggerUrl"] for page in pages if page["type"] == "page")
-        self._opening = connect(address, proxy=None, close_timeout=1)
+        self._opening = connect(address, proxy=None, open_timeout=FAIL_SAFE_S, close_timeout=1)
         self._socket = self._opening.__enter__()
         return self
 
@@ -53,7 +54,7 @@ class Browser:
                 process.kill()
             except psutil.NoSuchProcess:
                 continue
-        self._process.wait(10)
+        self._process.wait(FAIL_SAFE_S)
 
     def run(self, script: str) -> Any:
         """What an expression of JavaScript gives in the page."""
@@ -61,15 +62,13 @@ class Browser:
         parameters = {"expression": script, "returnByValue": True, "awaitPromise": True}
         self._socket.send(json.dumps({"id": number, "method": "Runtime.evaluate", "params": parameters}))
         while True:
-            answer = json.loads(self._socket.recv(20))
+            answer = json.loads(self._socket.recv(FAIL_SAFE_S))
             if answer.get("id") == number:
                 assert "exceptionDetails" not in answer["result"], answer["result"]
                 return answer["result"]["result"].get("value")
 
     def _port(self) -> int:
-        file, end = self._profile / "DevToolsActivePort", time.monotonic() + 30
-        while time.monotonic() < end:
-            if file.exists() and (lines := file.read_text().splitlines()):
-                return int(lines[0])
-            time.sleep(0.05)
-        raise AssertionError("the browser did not start")
+        file = self._profile / "DevToolsActivePort"
+        lines = eventually(lambda: file.exists() and file.read_text().splitlines(), "the browser to start")
+        assert lines
+        return int(lines[0])

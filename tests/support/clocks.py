@@ -1,4 +1,6 @@
-"""A clock in the hands of a test."""
+"""Clocks in the hands of a test."""
+
+from millstream.clock import SystemClock
 
 
 class HandClock:
@@ -16,3 +18,18 @@ class HandClock:
     def sleep_ms(self, duration_ms: float) -> None:
         """Move on at once."""
         self.now_ms += duration_ms
+
+
+class LeapClock(SystemClock):
+    """The machine's clock, that a test lets leap ahead: long times end at once, and only when they are to."""
+
+    def __init__(self) -> None:
+        self._ahead_ms = 0.0
+
+    def monotonic_ms(self) -> float:
+        """The machine's time, and all leaps."""
+        return super().monotonic_ms() + self._ahead_ms
+
+    def leap(self, duration_ms: float) -> None:
+        """Be so much later from now on."""
+        self._ahead_ms += duration_ms

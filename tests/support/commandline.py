@@ -2,18 +2,23 @@
 
 import json
 import os
+import secrets
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from typer.testing import CliRunner
 
 from millstream.commands.cli import main
+from tests.support.waiting import FAIL_SAFE_S
 
 PROGRAM = (sys.executable, "-m", "millstream.commands.cli")
+_NO_CLIENTS = range(10_000, 32_768)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,16 +39,21 @@ class Outcome:
         return [json.loads(line) for line in self.out.splitlines()]
 
 
-def call(*args: str, url: str | None = None) -> Outcome:
+def call(*args: str, url: str | None = None, stdin: bytes = b"") -> Outcome:
     """Run `millstream ARGS` in this process. What it raises beyond its own errors is raised here."""
-    result = CliRunner().invoke(main, args, env={"MILLSTREAM_URL": url}, catch_exceptions=False)
+    result = CliRunner().invoke(main, args, input=stdin, env={"MILLSTREAM_URL": url}, catch_exceptions=False)
     return Outcome(code=result.exit_code, out=result.stdout, err=result.stderr)
 
 
 def run(*args: str, url: str | None = None, stdin: bytes = b"", env: Mapping[str, str] | None = None) -> Outcome:
     """Run `millstream ARGS` as a process of its own."""
     done = subprocess.run(
-        [*PROGRAM, *args], input=stdin, env=environment(url, env), capture_output=True, timeout=120, check=False
+        [*PROGRAM, *args],
+        input=stdin,
+        env=environment(url, env),
+        capture_output=True,
+        timeout=FAIL_SAFE_S,
+        check=False,
     )
     return Outcome(code=done.returncode, out=done.stdout.decode(), err=done.stderr.decode())
 
@@ -55,13 +65,49 @@ def start(*args: str, url: str | None = None, stdin: int = subprocess.DEVNULL) -
     )
 
 
+@contextmanager
+def running(*args: str, url: str | None = None, stdin: int = subprocess.DEVNULL) -> Iterator[subprocess.Popen[bytes]]:
+    """`start`, and the end of that process when the test has come to its own."""
+    with start(*args, url=url, stdin=stdin) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def ended(process: subprocess.Popen[bytes], stdin: bytes | None = None) -> Outcome:
+    """What a process prints from now on, once it has ended by itself."""
+    out, err = process.communicate(stdin, timeout=FAIL_SAFE_S)
+    return Outcome(code=process.returncode, out=out.decode(), err=err.decode())
+
+
 def environment(url: str | None, more: Mapping[str, str] | None = None) -> dict[str, str]:
     """This process's environment, with MILLSTREAM_URL as asked."""
     rest = {name: value for name, value in os.environ.items() if name != "MILLSTREAM_URL"}
     return {**rest, **({"MILLSTREAM_URL": url} if url else {}), **(more or {})}
 
 
+def lives(pid: int) -> bool:
+    """Whether a process is there and has not ended; one that has, and waits to be buried, does not live."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state != "Z"
+
+
+@contextmanager
+def reserved_port() -> Iterator[int]:
+    """A port of 127.0.0.1 that is given to nobody else meanwhile; a server that asks for this one gets it."""
+    with socket.socket() as found:
+        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do: it is bound, but nobody listens
+        found.bind(("127.0.0.1", 0))
+        yield int(found.getsockname()[1])
+
+
 def free_port() -> int:
-    """A port of 127.0.0.1 that nobody listens on."""
-    with socket.create_server(("127.0.0.1", 0)) as found:
-        return int(found.getsockname()[1])
+    """A port of 127.0.0.1 that nobody listens on, and that no client gets for its own end of a connection meanwhile."""
+    while True:
+        port = secrets.choice(_NO_CLIENTS)
+        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port

@@ -4,7 +4,7 @@ import os
 import socket
 import subprocess
 import sys
-import time
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
@@ -12,12 +12,10 @@ import psutil
 import pyspark
 
 from tests.support.commandline import free_port
+from tests.support.waiting import FAIL_SAFE_S, eventually
 
-SPARK_HOME = Path(pyspark.__file__).parent
+SPARK_HOME = Path(os.environ.get("SPARK_HOME", Path(pyspark.__file__).parent))
 PROGRAM = "org.apache.spark.sql.connect.service.SparkConnectServer"
-START_S, END_S = 90, 30
-JAVA = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"
-"""For processes that live for a minute: compiling what they run costs more than it brings."""
 
 
 class ConnectServer:
@@ -33,7 +31,6 @@ class ConnectServer:
         settings = {
             "spark.connect.grpc.binding.address": "127.0.0.1",
             "spark.connect.grpc.binding.port": str(self.port),
-            "spark.driver.extraJavaOptions": JAVA,
             "spark.driver.host": "127.0.0.1",
             "spark.driver.bindAddress": "127.0.0.1",
             "spark.python.authenticate.socketTimeout": "120s",
@@ -66,8 +63,8 @@ class ConnectServer:
         workers = self._java.children(recursive=True) if self._process.poll() is None else []
         self._process.terminate()
         try:
-            self._process.wait(END_S)
-            _, left = psutil.wait_procs(workers, timeout=END_S)
+            self._process.wait(FAIL_SAFE_S)
+            _, left = psutil.wait_procs(workers, timeout=FAIL_SAFE_S)
             assert not left, f"Python processes outlive the server: {left}"
         finally:
             self._process.kill()
@@ -87,12 +84,10 @@ class ConnectServer:
         return {connection.laddr.ip for connection in found if connection.status == psutil.CONN_LISTEN}
 
     def _wait(self) -> None:
-        end = time.monotonic() + START_S
-        while True:
-            try:
-                socket.create_connection(("127.0.0.1", self.port), 1).close()
-                return
-            except OSError:
-                assert self._process.poll() is None, self.log()
-                assert time.monotonic() < end, self.log()
-                time.sleep(0.1)
+        def answers() -> bool:
+            assert self._process.poll() is None, self.log()
+            with suppress(OSError), socket.create_connection(("127.0.0.1", self.port), FAIL_SAFE_S):
+                return True
+            return False
+
+        eventually(answers, "the server", log=self.log)

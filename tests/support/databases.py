@@ -6,7 +6,6 @@ import signal
 import sqlite3
 import subprocess
 import tempfile
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,6 +14,8 @@ from typing import Any
 
 import psycopg
 import pytest
+
+from tests.support.waiting import FAIL_SAFE_S, eventually
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class Database:
     def connect(self) -> Any:
         """A connection of its driver."""
         if self.kind == "sqlite":
-            return sqlite3.connect(self.place, timeout=60, check_same_thread=False)
+            return sqlite3.connect(self.place, timeout=FAIL_SAFE_S, check_same_thread=False)
         return psycopg.connect(self.place)
 
 
@@ -58,7 +59,7 @@ def postgres_server() -> Iterator[str]:
         as_user += ["--reuid=nobody", "--clear-groups"]
     try:
         setup = [*as_user, initdb, "--pgdata", str(data), "--username=test", "--auth=trust", "--no-sync"]
-        subprocess.run(setup, check=True, stdout=subprocess.DEVNULL, cwd=folder, timeout=120)
+        subprocess.run(setup, check=True, stdout=subprocess.DEVNULL, cwd=folder, timeout=FAIL_SAFE_S)
         command = [*as_user, "--pdeathsig=QUIT", postgres, "-D", str(data), "-k", str(folder)]
         command += ["-c", "listen_addresses=", "-c", "fsync=off"]
         with (folder / "log").open("w") as log:
@@ -69,19 +70,18 @@ def postgres_server() -> Iterator[str]:
             yield address
         finally:
             server.send_signal(signal.SIGQUIT)
-            server.wait(30)
+            server.wait(FAIL_SAFE_S)
     finally:
         shutil.rmtree(folder)
 
 
 def _wait_for(address: str, server: "subprocess.Popen[bytes]", log: Path) -> None:
-    until = time.monotonic() + 60
-    while True:
+    def answers() -> bool:
         try:
             psycopg.connect(address).close()
         except psycopg.OperationalError:
-            if server.poll() is not None or time.monotonic() > until:
-                raise AssertionError(log.read_text()) from None
-            time.sleep(0.05)
-        else:
-            return
+            assert server.poll() is None, log.read_text()
+            return False
+        return True
+
+    eventually(answers, "PostgreSQL", log=log.read_text)

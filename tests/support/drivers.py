@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -9,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+
+from tests.support.waiting import FAIL_SAFE_S
 
 APPS = Path(__file__).parent / "apps"
 
@@ -86,13 +89,21 @@ class Driver:
         orphans = self.family()
         self.process.kill()
         self.process.wait()
-        _, left = psutil.wait_procs(orphans, timeout=30)
-        assert not left, f"outlived their driver by 30 s: {left}"
-        self._listener.join(10)
+        _, left = psutil.wait_procs(orphans, timeout=FAIL_SAFE_S)
+        assert not left, f"outlived their driver: {left}"
+        self._listener.join(FAIL_SAFE_S)
 
-    def stop(self) -> int:
-        """SIGTERM; return the exit code."""
-        self.process.terminate()
-        code = self.process.wait(60)
-        self._listener.join(10)
+    def stop(self, number: int = signal.SIGTERM) -> int:
+        """Send it a signal; return the exit code."""
+        self.process.send_signal(number)
+        return self.ended()
+
+    def ended(self) -> int:
+        """Wait until it has ended by itself; return the exit code."""
+        code = self.process.wait(FAIL_SAFE_S)
+        self._listener.join(FAIL_SAFE_S)
         return code
+
+    def has_told(self, event: str) -> bool:
+        """Whether there was such an event."""
+        return any(one["event"] == event for one in self.events)

@@ -12,10 +12,10 @@ from pyspark.sql import SparkSession
 
 from millstream import App
 from millstream.spark.runner import Runner, RunSettings
+from tests.support.waiting import FAIL_SAFE_S
 
 ROOT = Path(__file__).parents[2]
 _LOOK_S = 0.02
-_STOP_S = 60.0
 
 
 @dataclass(eq=False)
@@ -37,7 +37,7 @@ class WorkerCommand:
                     time.sleep(_LOOK_S)
             finally:
                 process.terminate()
-                process.wait(_STOP_S)
+                process.wait(FAIL_SAFE_S)
 
 
 @dataclass(eq=False)
@@ -66,7 +66,7 @@ class Pipelines:
                 time.sleep(_LOOK_S)
         finally:
             runner.stop()
-            thread.join(_STOP_S)
-        assert not thread.is_alive(), "it did not stop within a minute"
+            thread.join(FAIL_SAFE_S)
+        assert not thread.is_alive(), "it did not stop"
         if failures:
             raise failures[0]

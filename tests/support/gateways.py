@@ -13,14 +13,18 @@ from websockets.sync.client import ClientConnection, connect
 
 from millstream.client import Client
 from tests.support.commandline import PROGRAM, environment, free_port
+from tests.support.waiting import FAIL_SAFE_S, eventually
 
 
 class Server:
     """A server process. A context manager, at whose end it is gone."""
 
     def __init__(self, url: str, *options: str) -> None:
-        self._command = [*PROGRAM, "serve", "--port", "0", "--health-port", str(free_port()), "--json", *options]
-        self._health = f"http://127.0.0.1:{self._command[self._command.index('--health-port') + 1]}"
+        port = free_port()
+        self._command = [*PROGRAM, "serve", "--port", "0", "--health-port", str(port), "--json", *options]
+        self._health = httpx.Client(
+            base_url=f"http://127.0.0.1:{port}", timeout=FAIL_SAFE_S, trust_env=False, verify=False
+        )
         self._environment = environment(url)
 
     def __enter__(self) -> Self:
@@ -29,13 +33,14 @@ class Server:
         line = self.process.stdout.readline()
         assert line, "the server did not start"
         self.url = json.loads(line)["url"]
-        self.http = httpx.Client(base_url=self.url, timeout=10, trust_env=False)
+        self.http = httpx.Client(base_url=self.url, timeout=FAIL_SAFE_S, trust_env=False, verify=False)
         return self
 
     def __exit__(self, *_: object) -> None:
         self.http.close()
+        self._health.close()
         self.process.kill()
-        self.process.wait(10)
+        self.process.wait(FAIL_SAFE_S)
         assert self.process.stdout is not None
         self.process.stdout.close()
 
@@ -51,18 +56,28 @@ class Server:
     def socket(self, stream: str, query: str = "", **options: Any) -> ClientConnection:
         """Follow a stream by WebSocket."""
         address = self.url.replace("http://", "ws://")
-        settings: dict[str, Any] = {"proxy": None, "close_timeout": 1, **options}
+        settings: dict[str, Any] = {"proxy": None, "open_timeout": FAIL_SAFE_S, "close_timeout": 1, **options}
         opened: ClientConnection = connect(f"{address}/ws/{quote(stream, safe='')}?{query}", **settings)
         return opened
 
     def figure(self, name: str, **labels: str) -> float:
         """A figure of the server's; 0 if it has none."""
         wanted = "".join(f'{key}="{value}"' for key, value in labels.items())
-        text = httpx.get(f"{self._health}/metrics", trust_env=False).text
-        for line in text.splitlines():
-            if line.startswith((f"{name} ", f"{name}{{{wanted}}}" if wanted else f"{name} ")):
-                return float(line.rpartition(" ")[2])
-        return 0
+        found = self._figures(f"{name}{{{wanted}}} " if wanted else f"{name} ")
+        return found[0] if found else 0
+
+    def wait_figure(self, value: float, name: str, **labels: str) -> None:
+        """Wait until a figure is this; the server counts what it has done after it has done it."""
+        eventually(lambda: self.figure(name, **labels) == value, f"{name} {labels} to be {value:g}")
+
+    @property
+    def connections(self) -> int:
+        """Connections of clients that the server knows."""
+        return round(sum(self._figures("millstream_serve_connections{")))
+
+    def _figures(self, beginning: str) -> list[float]:
+        lines = self._health.get("/metrics").text.splitlines()
+        return [float(line.rpartition(" ")[2]) for line in lines if line.startswith(beginning)]
 
 
 @dataclass
@@ -92,7 +107,7 @@ class Events:
         self.socket = socket.socket()
         if receive_bytes:
             self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
-        self.socket.settimeout(20)
+        self.socket.settimeout(FAIL_SAFE_S)
         self.socket.connect((parts.hostname or "", parts.port or 0))
         lines = [f"GET {path} HTTP/1.1", f"Host: {parts.netloc}"]
         lines += [f"{name.replace('_', '-')}: {value}" for name, value in headers.items()]

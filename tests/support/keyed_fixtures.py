@@ -11,6 +11,8 @@ from millstream.naming import HandlerKeys
 
 KEYS = HandlerKeys("app", "handle", "in")
 MANY = 1_000_000
+HOUR_MS = 3_600_000
+"""How long leases and back-offs last that do not end unless the test says so, with `expire`."""
 
 
 def line_of(entry_id: bytes, pairs: Sequence[bytes]) -> bytes:
@@ -54,7 +56,7 @@ def held(client: Client) -> dict[str, list[int]]:
 
 
 def take(worker: KeyedStream, *, lines: int = 1_000, entries: int = MANY, run: int = 100) -> Taken:
-    return worker.take(lines=lines, entries=entries, run=run, lease_ms=60_000, now_ms=0)
+    return worker.take(lines=lines, entries=entries, run=run, lease_ms=HOUR_MS, now_ms=0)
 
 
 def take_one(worker: KeyedStream, *, run: int = 100) -> Lease:

@@ -25,6 +25,10 @@ class KeyedBooks(Books):
         self.key_of |= {one: f"k{n * 7919 % keys}".encode() for n, one in enumerate(ids)}
         return ids
 
+    def publish_more(self) -> None:
+        """See Books."""
+        self.publish_keys(20, 20)
+
     def publish_key(self, key: str, count: int, **fields: str | int) -> list[str]:
         """Add messages of one key; their ids."""
         ids = self.publish(count, key=key, **fields)
@@ -32,9 +36,8 @@ class KeyedBooks(Books):
         return ids
 
     def check_keys(
-        self, *, dead: Mapping[str, str] | None = None, overlap: bool = True, log: Callable[[], str] = str,
-        within_s: float = 60.0,
-    ) -> Report:  # fmt: skip
+        self, *, dead: Mapping[str, str] | None = None, overlap: bool = True, log: Callable[[], str] = str
+    ) -> Report:
         """Wait for the drain, then judge the history: each message has one effect, in order per key, on the state before.
 
         `overlap`: no two runs of one key may have overlapped.

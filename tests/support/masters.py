@@ -16,12 +16,15 @@ from millstream.client import Client
 from millstream.lines import check_lines
 from millstream.naming import HandlerKeys
 from tests.support.commandline import PROGRAM, environment
-from tests.support.waiting import eventually
+from tests.support.waiting import FAIL_SAFE_S, eventually
 
 TOKEN = "a-token-for-tests-0123456789"
 STREAM, GROUP = "tickets", "workers"
 KEYS = HandlerKeys("master", GROUP, STREAM)
 QUICK = ("--ping-interval-s", "0.2", "--ping-failures", "2", "--min-idle-time-s", "0.5", "--retry-delay-s", "0.05")
+
+PATIENT = ("--ping-failures", "100000")
+"""Given to a master, it looks as often, but takes nobody for dead whose process gets no CPU for a while."""
 
 Pair = tuple[str, dict[str, str]]
 
@@ -44,14 +47,18 @@ class Master:
         assert line, "the master did not start"
         self.url = msgspec.json.decode(line)["url"]
         self.http = httpx.Client(
-            base_url=self.url, headers={"Authorization": f"Bearer {TOKEN}"}, timeout=10, trust_env=False
+            base_url=self.url,
+            headers={"Authorization": f"Bearer {TOKEN}"},
+            timeout=FAIL_SAFE_S,
+            trust_env=False,
+            verify=False,
         )
         return self
 
     def __exit__(self, *_: object) -> None:
         self.http.close()
         self.process.kill()
-        self.process.wait(10)
+        self.process.wait(FAIL_SAFE_S)
         assert self.process.stdout is not None
         self.process.stdout.close()
 
@@ -188,7 +195,7 @@ def is_clean(client: Client) -> bool:
 def end(process: subprocess.Popen[bytes], number: int = signal.SIGTERM) -> int:
     """Send a signal and wait; return the exit code."""
     process.send_signal(number)
-    return process.wait(20)
+    return process.wait(FAIL_SAFE_S)
 
 
 def python(*args: str, **env: str) -> subprocess.Popen[bytes]:

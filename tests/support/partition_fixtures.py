@@ -12,6 +12,7 @@ from millstream.moves import Moves, PartitionStream
 from millstream.naming import HandlerKeys
 from millstream.partitioned import PartitionedProducer
 from millstream.partitions import Partitions
+from tests.support.waiting import FAIL_SAFE_S
 
 BASE = "orders"
 MANY = 1_000_000
@@ -44,7 +45,9 @@ class Publisher:
     """A producer that numbers the messages of each key, and knows the layout that it knew last."""
 
     def __init__(self, client: Client, partitions: int = 2) -> None:
-        self.producer = PartitionedProducer(client, BASE, key="k", partitions=partitions, patience_ms=2_000)
+        self.producer = PartitionedProducer(
+            client, BASE, key="k", partitions=partitions, patience_ms=FAIL_SAFE_S * 1_000
+        )
 
     def publish(self, sent: dict[str, list[int]], keys: str) -> None:
         rows = []
@@ -96,7 +99,7 @@ class Worker:
     def take(self, place: int, lines: int = 1, run: int = 100) -> list[Lease]:
         if place not in self.streams:
             return []
-        return self.streams[place].take(lines=lines, entries=MANY, run=run, lease_ms=60_000, now_ms=0).leases
+        return self.streams[place].take(lines=lines, entries=MANY, run=run, lease_ms=3_600_000, now_ms=0).leases
 
     def finish(self, lease: Lease) -> None:
         """Commit all of a lease, and check that each message is run on the state that the one before has left."""

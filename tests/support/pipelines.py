@@ -15,6 +15,7 @@ from millstream.client import Client
 from millstream.deadletters import DeadLetter
 from millstream.naming import HandlerKeys
 from millstream.spark.runner import Runner, RunSettings
+from tests.support.waiting import FAIL_SAFE_S
 
 
 @dataclass
@@ -45,8 +46,12 @@ class Pipelines:
             yield background
         finally:
             background.runner.stop()
-            background.join(60)
-        assert not background.is_alive(), "the runner did not stop within a minute"
+            background.join(FAIL_SAFE_S)
+        assert not background.is_alive(), "the runner did not stop"
+
+    def told(self, event: str) -> list[Mapping[str, Any]]:
+        """The events of this name so far."""
+        return [one for one in self.events if one["event"] == event]
 
     def add(self, stream: str, *entries: Mapping[Any, Any] | list[Any]) -> list[str]:
         """Publish entries, given as mappings or flat lists; return their ids."""

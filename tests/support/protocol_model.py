@@ -6,6 +6,7 @@ master and consumers" (Dwarves Memo) describes it. A model is small: a few messa
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import pairwise
 from typing import Any, NamedTuple, Protocol
 
@@ -135,7 +136,7 @@ class Lines:
     aborts: bool = True
     without: frozenset[str] = frozenset()
 
-    @property
+    @cached_property
     def keys(self) -> str:
         """Each key once."""
         return "".join(sorted(set(self.messages)))
@@ -303,10 +304,13 @@ class Lines:
 
 def _renumbered(s: LinesState) -> LinesState:
     """The same state with the lowest tokens that are in the same order, so that there are only so many states."""
-    asked = {(turn.token, turn.ids[0]) for worker in s.workers for turn in worker.turns if turn.asking}
-    answered = tuple(call if call in asked else None for call in s.answered)
-    tokens = {turn.token for worker in s.workers for turn in worker.turns} | set(s.newest) | {0}
-    low = {token: n for n, token in enumerate(sorted(tokens))}
+    turns = [turn for worker in s.workers for turn in worker.turns]
+    asked = {(turn.token, turn.ids[0]) for turn in turns if turn.asking}
+    answered = tuple([call if call in asked else None for call in s.answered])
+    tokens = sorted({turn.token for turn in turns} | {*s.newest, 0})
+    if tokens[-1] == len(tokens) - 1:  # they are the lowest, as after most steps
+        return s if answered == s.answered else s._replace(answered=answered)
+    low = {token: n for n, token in enumerate(tokens)}
     workers = tuple(
         worker._replace(turns=tuple(turn._replace(token=low[turn.token]) for turn in worker.turns))
         for worker in s.workers
@@ -352,7 +356,7 @@ class Memo:
     alarms: int = 0
     losses: int = 0
 
-    @property
+    @cached_property
     def keys(self) -> str:
         """Each ticket once."""
         return "".join(sorted(set(self.messages)))

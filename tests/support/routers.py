@@ -8,7 +8,7 @@ from typing import Any, Self
 
 from millstream.client import Client
 from millstream.router import Gap, Item, PoolPolicy, ReadPolicy, Router, Subscription
-from tests.support.waiting import eventually
+from tests.support.waiting import FAIL_SAFE_S, eventually
 
 READERS = ("tracking", "pool")
 POOL = PoolPolicy(workers=2, max_workers=4, streams=200, block_ms=50)
@@ -26,7 +26,7 @@ def publish(client: Client, streams: Iterable[str], numbers: Iterable[int]) -> N
     client.pipeline([("XADD", name, "*", "n", number) for number in numbers for name in names])
 
 
-def taken(subscription: Subscription, count: int, timeout_ms: float = 20_000) -> list[Item]:
+def taken(subscription: Subscription, count: int, timeout_ms: float = FAIL_SAFE_S * 1000) -> list[Item]:
     """The next `count` items, by the synchronous way."""
     found: list[Item] = []
     for _ in range(count):
@@ -60,12 +60,12 @@ class Crowd:
 
     def __enter__(self) -> Self:
         self._thread.start()
-        self._started.result(60)
+        self._started.result(FAIL_SAFE_S)
         return self
 
     def __exit__(self, *_: object) -> None:
         self._router.close()
-        self._thread.join(60)
+        self._thread.join(FAIL_SAFE_S)
         assert not self._thread.is_alive(), "closing the router must end every subscription"
 
     async def _main(self) -> None:

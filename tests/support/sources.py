@@ -16,16 +16,15 @@ _numbers = itertools.count()
 
 
 @dataclass
-class Bench:
-    """One Redis, one Spark session, and a folder for checkpoints."""
+class Streams:
+    """The streams of one Redis."""
 
-    spark: SparkSession
-    url: str
-    folder: Path
     client: Client
-    queries: list[StreamingQuery] = field(default_factory=list)
 
-    # --- Redis ---
+    @property
+    def url(self) -> str:
+        """Where it is."""
+        return self.client.url
 
     def add(self, stream: str, count: int, *, start: int = 0) -> list[str]:
         """Add entries `n=<start>`, `n=<start + 1>` ...; return their ids."""
@@ -46,7 +45,19 @@ class Bench:
         groups = [dict(zip(g[::2], g[1::2], strict=True)) for g in self.client.execute("XINFO", "GROUPS", stream)]
         return {g[b"name"].decode(): {name.decode(): value for name, value in g.items()} for g in groups}
 
-    # --- Spark ---
+    def calls(self, command: str) -> int:
+        """How often Redis has run a command, or a `command|subcommand`."""
+        found = self.client.execute("INFO", "commandstats").decode().partition(f"cmdstat_{command}:calls=")[2]
+        return int(found.partition(",")[0] or 0)
+
+
+@dataclass
+class Bench(Streams):
+    """One Redis, one Spark session, and a folder for checkpoints."""
+
+    spark: SparkSession
+    folder: Path
+    queries: list[StreamingQuery] = field(default_factory=list)
 
     def read(self, subscribe: str, **options: Any) -> DataFrame:
         """`spark.read` of the streams."""

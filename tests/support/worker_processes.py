@@ -20,26 +20,35 @@ from millstream.deadletters import DeadLetter
 from millstream.errors import RedisError
 from millstream.naming import HandlerKeys
 from millstream.testing.history import Event, Report, check, read_events
+from tests.support.apps.worker_app import GATE
 from tests.support.drivers import APPS
-from tests.support.waiting import eventually
+from tests.support.waiting import FAIL_SAFE_S, eventually
 
 _PUBLISHED_AT_ONCE = 500
 
 Tell = Callable[..., None]
 
 
+CLAIM_S = 2.0
+"""For tests in which a claim or a lease has to run out: no shorter, as a worker that gets no processor loses it, too."""
+
+
 class Fleet:
     """One supervisor and its worker processes, on `url`. A context manager, at whose end all of them are gone.
 
-    Logs, and the events that the handlers write, are in `folder`.
+    Logs, and the events that the handlers write, are in `folder`. Where `claim_s` is not given no claim and no lease
+    runs out, however slow the machine is.
     """
 
-    def __init__(self, url: str, folder: Path, *options: str, app: str = "app", processes: int = 2) -> None:
+    def __init__(
+        self, url: str, folder: Path, *options: str, app: str = "app", processes: int = 2, claim_s: float = 600.0
+    ) -> None:
         self.lines: list[dict[str, Any]] = []
         self._log = folder / f"log.{time.monotonic_ns()}"
         self._folder = folder
         self._command = [sys.executable, "-m", "millstream.commands.cli", "worker", f"{APPS}/worker_app.py:{app}"]
-        self._command += ["--url", url, "--json", "--processes", str(processes), "--claim-s", "1", *options]
+        self._command += ["--url", url, "--json", "--processes", str(processes)]
+        self._command += ["--claim-s", str(claim_s), *options]
         self._processes = processes
         self._started: list[psutil.Process] = []
         self._process: subprocess.Popen[bytes] | None = None
@@ -72,8 +81,8 @@ class Fleet:
         for process in self._started:
             with suppress(psutil.NoSuchProcess):
                 process.kill()
-        psutil.wait_procs(self._started, timeout=10)
-        self.supervisor.wait(10)
+        psutil.wait_procs(self._started, timeout=FAIL_SAFE_S)
+        self.supervisor.wait(FAIL_SAFE_S)
 
     @property
     def supervisor(self) -> subprocess.Popen[bytes]:
@@ -90,7 +99,7 @@ class Fleet:
         self._started += [one for one in found if one not in self._started]
         return found
 
-    def ready(self, within_s: float = 60.0) -> Self:
+    def ready(self) -> Self:
         """Wait until every worker has said how it is doing."""
 
         def have_told() -> bool:
@@ -100,16 +109,16 @@ class Fleet:
         eventually(have_told, "all workers at work", log=self.log)
         return self
 
-    def victim(self) -> psutil.Process:
-        """A worker process that has run messages."""
-        found: list[psutil.Process] = []
+    def victim(self, books: "Books") -> psutil.Process:
+        """A worker process that has run messages; if need be of some more that are published for that."""
 
-        def have_run() -> bool:
-            found[:] = [one for one in self.children() if (self._folder / f"events.{one.pid}").exists()]
-            return bool(found)
+        def have_run() -> list[psutil.Process]:
+            found = [one for one in self.children() if (self._folder / f"events.{one.pid}").exists()]
+            if not found and (not books.enqueued or books.drained()):
+                books.publish_more()
+            return found
 
-        eventually(have_run, "a worker at work", log=self.log)
-        return random.choice(found)
+        return random.choice(eventually(have_run, "a worker at work", log=self.log))
 
     def log(self) -> str:
         """All that the supervisor and its workers said to people."""
@@ -128,10 +137,25 @@ class Fleet:
                 last[line["worker"]] = now
         return sum(last.values(), total)
 
-    def stop(self, within_s: float = 60.0) -> int:
+    def eventually_refused(self, *, beyond: int = 0) -> int:
+        """Wait until more than so many late commits were refused; return how many were."""
+        return eventually(
+            lambda: found if (found := self.figures()["refused"]) > beyond else 0, "a refused commit", log=self.log
+        )
+
+    def stop(self) -> int:
         """SIGTERM; the exit code."""
         self.supervisor.terminate()
-        return self.supervisor.wait(within_s)
+        return self.supervisor.wait(FAIL_SAFE_S)
+
+    def kill_all(self) -> None:
+        """kill -9 of the supervisor and its workers: nobody takes their names again soon."""
+        children = self.children()
+        self.supervisor.kill()
+        for child in children:
+            child.kill()
+        psutil.wait_procs(children, timeout=FAIL_SAFE_S)
+        self.supervisor.wait(FAIL_SAFE_S)
 
 
 def _lives(process: psutil.Process) -> bool:
@@ -161,6 +185,23 @@ class Books:
         """Add messages to the stream; their ids."""
         items = [part for pair in fields.items() for part in pair]
         return self._publish(count, lambda n: items)
+
+    def publish_more(self) -> None:
+        """Add some messages that take no time."""
+        self.publish(20)
+
+    def open_gate(self) -> None:
+        """Let the messages go on that were published with `do="wait"`."""
+        (self._folder / GATE).touch()
+
+    @contextmanager
+    def gate_open(self) -> Iterator[None]:
+        """Let them go on meanwhile."""
+        self.open_gate()
+        try:
+            yield
+        finally:
+            (self._folder / GATE).unlink()
 
     def _publish(self, count: int, items_of: Callable[[int], Sequence[str | int]]) -> list[str]:
         ids: list[str] = []
@@ -217,9 +258,8 @@ class Books:
         return False
 
     def check(
-        self, *, dead: Mapping[str, str] | None = None, gone: Sequence[str] = (), log: Callable[[], str] = str,
-        within_s: float = 60.0,
-    ) -> Report:  # fmt: skip
+        self, *, dead: Mapping[str, str] | None = None, gone: Sequence[str] = (), log: Callable[[], str] = str
+    ) -> Report:
         """Wait for the drain, then judge the history: each message, but for those `gone`, has one effect.
 
         `dead`: the messages that end as dead letters, and why; no other may.
@@ -244,7 +284,7 @@ class Books:
         return f"{self.done()} of {len(self.enqueued)} done, {self.pending()} pending\n"
 
     def _ask(self, *command: str | int) -> Any:
-        return self.client.patiently(lambda: self.client.execute(*command), what="test", limit_ms=30_000)
+        return self.client.patiently(lambda: self.client.execute(*command), what="test", limit_ms=1000 * FAIL_SAFE_S)
 
 
 class Standstill:

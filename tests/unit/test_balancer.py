@@ -10,6 +10,7 @@ import pytest
 from millstream.balancer import Balancer, BalancerPolicy, Lease, StreamAdded, StreamDisowned
 from millstream.balancer.postbox import Postbox
 from millstream.errors import ConfigError
+from tests.support.waiting import FAIL_SAFE_S, eventually, eventually_async
 
 pytestmark = [pytest.mark.balancer]
 
@@ -93,14 +94,19 @@ def fill(box: Postbox[int], count: int) -> None:
         box.put(n)
 
 
+def fill_once_a_thread_waits(box: Postbox[int], count: int) -> None:
+    eventually(lambda: box._changed._waiters, "somebody to wait")  # type: ignore[attr-defined]
+    fill(box, count)
+
+
 def test_items_are_taken_in_order_and_waited_for() -> None:
     box: Postbox[int] = Postbox()
     assert box.take(0) is None
-    threading.Timer(0.05, fill, (box, 3)).start()
-    assert [box.take(2.0) for _ in range(3)] == [0, 1, 2]
+    threading.Thread(target=fill_once_a_thread_waits, args=(box, 3)).start()
+    assert [box.take(FAIL_SAFE_S) for _ in range(3)] == [0, 1, 2]
     began_s = time.monotonic()
     assert box.take(0.05) is None
-    assert 0.04 < time.monotonic() - began_s < 1.0
+    assert time.monotonic() - began_s >= 0.05
 
 
 def test_many_threads_take_each_item_once() -> None:
@@ -118,7 +124,7 @@ def test_many_threads_take_each_item_once() -> None:
         box.put(n)
     box.end()
     for thread in threads:
-        thread.join(5)
+        thread.join(FAIL_SAFE_S)
     assert not any(thread.is_alive() for thread in threads)
     assert sorted(taken) == list(range(1_000))
 
@@ -153,19 +159,24 @@ def test_those_who_wait_in_an_event_loop_hear_of_the_end() -> None:
 
     async def program() -> list[int | None]:
         waiting = [asyncio.create_task(box.take_soon()) for _ in range(3)]
-        await asyncio.sleep(0.02)
-        threading.Timer(0.02, box.end).start()
-        return await asyncio.wait_for(asyncio.gather(*waiting), 5)
+        await eventually_async(lambda: len(box._sleepers) == 3, "all of them to wait")
+        threading.Thread(target=box.end).start()
+        return await asyncio.wait_for(asyncio.gather(*waiting), FAIL_SAFE_S)
 
     assert asyncio.run(program()) == [None] * 3
+
+
+def fill_once_somebody_waits(box: Postbox[int], count: int) -> None:
+    eventually(lambda: box._sleepers, "somebody to wait")
+    fill(box, count)
 
 
 def test_items_put_by_a_thread_wake_the_event_loop() -> None:
     box: Postbox[int] = Postbox()
 
     async def program() -> list[int | None]:
-        threading.Timer(0.05, fill, (box, 3)).start()
-        return [await asyncio.wait_for(box.take_soon(), 5) for _ in range(3)]
+        threading.Thread(target=fill_once_somebody_waits, args=(box, 3)).start()
+        return [await asyncio.wait_for(box.take_soon(), FAIL_SAFE_S) for _ in range(3)]
 
     assert asyncio.run(program()) == [0, 1, 2]
 
@@ -177,7 +188,7 @@ def test_many_tasks_take_each_item_once() -> None:
         tasks = [asyncio.create_task(box.take_soon()) for _ in range(50)]
         await asyncio.sleep(0)
         await asyncio.to_thread(fill, box, 50)
-        return await asyncio.wait_for(asyncio.gather(*tasks), 5)
+        return await asyncio.wait_for(asyncio.gather(*tasks), FAIL_SAFE_S)
 
     assert sorted(item for item in asyncio.run(program()) if item is not None) == list(range(50))
     assert not box._sleepers, "those who wait no more are forgotten"

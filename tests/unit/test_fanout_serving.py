@@ -1,23 +1,41 @@
 """What the server process does beside serving."""
 
 import asyncio
+import logging
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from millstream.fanout import serving
 from millstream.fanout.access import Access, stream_tokens
+from millstream.web.refusal import Refused
+from tests.support.waiting import eventually_async
 
 pytestmark = [pytest.mark.router]
 
 OLD, NEW = "0123456789abcdef-old", "0123456789abcdef-new"
 
 
-def test_a_token_file_that_changes_while_the_server_starts_is_read_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture(autouse=True)
+def looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serving, "_LOOK_S", 0.01)
+
+
+async def following(access: Access, path: Path, body: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    """Run `body` while the file is followed."""
+    task = asyncio.create_task(serving._follow_file(access, path))
+    try:
+        await body()
+    finally:
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
+
+
+def test_a_token_file_that_changes_while_the_server_starts_is_read_again(tmp_path: Path) -> None:
     path = tmp_path / "tokens"
     path.write_text(f"{OLD} *\n")
     tokens = stream_tokens()
@@ -25,9 +43,30 @@ def test_a_token_file_that_changes_while_the_server_starts_is_read_again(
     path.write_text(f"{NEW} *\n")
 
     async def body() -> None:
-        with suppress(TimeoutError):
-            await asyncio.wait_for(serving._follow_file(Access(tokens), path), 0.2)
+        await eventually_async(lambda: tokens.find(NEW) is not None, "the new token")
+        assert tokens.find(OLD) is None
 
-    asyncio.run(body())
-    assert tokens.find(OLD) is None
-    assert tokens.find(NEW) is not None
+    asyncio.run(following(Access(tokens), path, body))
+
+
+@pytest.mark.parametrize("mistake", ["", "short *\n"])
+def test_a_mistake_in_the_token_file_shuts_nobody_out_and_lets_nobody_in(
+    tmp_path: Path, mistake: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "tokens"
+    path.write_text(f"{OLD} *\n")
+    tokens = stream_tokens()
+    access = Access(tokens)
+
+    async def body() -> None:
+        await eventually_async(lambda: tokens.find(OLD) is not None, "the first token")
+        path.write_text(mistake)
+        await eventually_async(lambda: "the tokens stay as they were" in caplog.text, "a look at the mistake")
+        assert access.admit(["s"], token=OLD, ticket=None)
+        with pytest.raises(Refused):
+            access.admit(["s"], token=None, ticket=None)
+        path.write_text(f"{NEW} *\n")
+        await eventually_async(lambda: tokens.find(NEW) is not None, "the mistake to be mended")
+
+    with caplog.at_level(logging.WARNING):
+        asyncio.run(following(access, path, body))

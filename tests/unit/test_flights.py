@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import re
 from collections import defaultdict
 from collections.abc import Callable
@@ -97,11 +98,15 @@ def test_a_missing_package_is_one_line_that_says_what_to_install(monkeypatch: py
 
 
 def test_the_example_says_of_every_flight_what_the_reference_says(year: Flights, expected: Expected) -> None:
+    """Of every sixth aircraft, all year; of all of them with MILLSTREAM_SOAK=1."""
+    chosen = {*sorted(expected.departures)[:: 1 if os.environ.get("MILLSTREAM_SOAK") else 6]}
     handler = load_app(f"{EXAMPLE}:app").handlers["departure"]
     states: dict[str, State] = defaultdict(State)
     told: dict[str, list[dict[str, Any]]] = defaultdict(list)
     unkeyed = set()
     for fields in year:
+        if "tailnum" in fields and fields["tailnum"] not in chosen:
+            continue
         message = Message("flights", "0-1", [part.encode() for pair in fields.items() for part in pair])
         if handler.key_of(message) is None:
             unkeyed.add(int(fields["row"]))
@@ -109,7 +114,9 @@ def test_the_example_says_of_every_flight_what_the_reference_says(year: Flights,
             tailnum = fields["tailnum"]
             told[tailnum].append(handler.function(**handler.bind(message, states[tailnum])))
     assert unkeyed == expected.unkeyed
-    for tailnum, career in expected.departures.items():
+    assert told.keys() == chosen
+    for tailnum in chosen:
+        career = expected.departures[tailnum]
         assert [written(entry) for entry in told[tailnum]] == [written(right._asdict()) for right in career]
         assert expected.states[tailnum].items() <= states[tailnum].items()
 

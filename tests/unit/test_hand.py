@@ -20,6 +20,7 @@ from millstream.worker.guard import Guard, Quiet
 from millstream.worker.hand import Hand
 from millstream.worker.report import Report
 from millstream.worker.runners import AsyncRunner, Look, PlainRunner, Runner
+from tests.support.waiting import FAIL_SAFE_S, eventually
 
 pytestmark = [pytest.mark.worker]
 
@@ -62,7 +63,7 @@ def test_what_is_given_up_is_not_begun_and_what_has_begun_is_not_given_up(stream
 
     thread = threading.Thread(target=begin)
     thread.start()
-    assert started.wait(10)
+    eventually(started.is_set)
     given_up = hand.drop_waiting()
     thread.join()
     assert len(given_up) + len(begun) == len(entries)
@@ -119,7 +120,7 @@ def running(runner: Runner, hand: Hand) -> Iterator[None]:
     finally:
         hand.buffer.put(None)
         runner.nudge()
-        thread.join(10)
+        thread.join(FAIL_SAFE_S)
     assert not thread.is_alive()
 
 
@@ -130,7 +131,7 @@ def test_an_attempt_that_has_ended_is_told_from_one_that_hangs(
     one = delivery(stream)
     hand.take([one], 0)
     with running(runner_of(function, RUNNERS[function], hand), hand):
-        (ran,), _ = hand.outbox.collect(10)
+        (ran,), _ = hand.outbox.collect(FAIL_SAFE_S)
     assert ran[0] == (one,)
     assert (one.running, one.ran) == (True, True)
 
@@ -138,17 +139,17 @@ def test_an_attempt_that_has_ended_is_told_from_one_that_hangs(
 # Threads
 
 
-def helpers() -> int:
-    return sum(thread.name == "millstream-handler" for thread in threading.enumerate())
-
-
 def nudged_while_it_runs(runner: Runner, hand: Hand, entries: int) -> int:
     """Nudge it as a reading loop does until that many have run; return how many threads there were besides the first."""
+    assert isinstance(runner, PlainRunner)
+
+    def have_run() -> bool:
+        runner.nudge()
+        return len(hand.outbox) >= entries
+
     with running(runner, hand):
-        while len(hand.outbox) < entries:
-            runner.nudge()
-            time.sleep(0.002)
-        return helpers()
+        eventually(have_run)
+        return len(runner._threads)
 
 
 def test_messages_that_wait_for_runs_that_wait_get_more_threads(stream: ReliableStream, hand: Hand) -> None:
@@ -187,19 +188,20 @@ def test_another_thread_is_made_where_it_is_of_use(
     assert now.asks_for_more(BEFORE) == asks
 
 
-@pytest.mark.alone
 def test_a_runner_that_had_nothing_to_do_gets_no_more_threads_for_the_next_message(
     stream: ReliableStream, hand: Hand
 ) -> None:
     runner = runner_of(plain, PlainRunner, hand, 4)
+    assert isinstance(runner, PlainRunner)
     hand.nudge = runner.nudge
     with running(runner, hand):
         for number in range(20):
-            time.sleep(0.01)
+            eventually(lambda: runner._idle)
             runner.nudge()
-            time.sleep(0.01)
+            time.sleep(0.01)  # so long that it looks whether it needs more
             hand.take([delivery(stream, number)], 0)
-        assert helpers() == 0
+            eventually(lambda: len(hand.outbox) == number + 1)  # noqa: B023 - it is over by then
+        assert not runner._threads
 
 
 @ALL
@@ -218,7 +220,7 @@ def test_an_entry_that_is_run_alone_waits_for_the_event_loop_and_ends_with_it(
 
     async def endless(message: Message) -> None:
         started.set()
-        await asyncio.sleep(60)
+        await asyncio.sleep(2 * FAIL_SAFE_S)
 
     runner = runner_of(endless, AsyncRunner, hand)
     hand.keep(one := delivery(stream))
@@ -226,9 +228,9 @@ def test_an_entry_that_is_run_alone_waits_for_the_event_loop_and_ends_with_it(
     waiting = threading.Thread(target=lambda: outcomes.append(runner.alone(one)))
     waiting.start()
     with running(runner, hand):
-        assert started.wait(10)
+        eventually(started.is_set)
         runner.cancel()
-    waiting.join(10)
+    waiting.join(FAIL_SAFE_S)
     assert len(outcomes) == 1
 
 
@@ -281,7 +283,7 @@ def test_a_suspect_waits_for_the_other_handlers_of_its_process_and_they_for_it(h
         assert other.begin(waiting, 0) is None
         assert runner.saw == []
         running.ran = True
-        assert hand.outbox.collect(5)[0]
+        assert hand.outbox.collect(FAIL_SAFE_S)[0]
         guard.suspect(None)
         thread.join()
     assert runner.saw == [False]

@@ -9,6 +9,7 @@ import pytest
 
 from millstream.lifecycle import Again, Outcome
 from millstream.worker.outbox import Outbox, Ran
+from tests.support.waiting import FAIL_SAFE_S
 
 pytestmark = [pytest.mark.worker]
 
@@ -31,7 +32,7 @@ def collecting(outbox: Outbox) -> Iterator[list[list[float]]]:
     thread = threading.Thread(target=lambda: found.append(numbers(outbox.collect(None)[0])), daemon=True)
     thread.start()
     yield found
-    thread.join(10)
+    thread.join(FAIL_SAFE_S)
     assert not thread.is_alive()
 
 
@@ -109,9 +110,10 @@ def test_nothing_is_lost_nor_out_of_order_between_threads() -> None:
     seen: dict[str, list[float]] = {str(producer): [] for producer in range(producers)}
     while sum(map(len, seen.values())) < each * producers:
         began_s = time.monotonic()
-        found, ended = outbox.collect(30.0)
+        found, ended = outbox.collect(FAIL_SAFE_S)
         # Who was woken late, by what others have brought along already, finds nothing; nobody sleeps beside something.
-        assert found or time.monotonic() - began_s < 20, "something was put in, and nobody was woken"
+        slept_on = time.monotonic() - began_s >= FAIL_SAFE_S / 2
+        assert found or not slept_on, "something was put in, and nobody was woken"
         assert not ended
         assert len(found) <= 100
         for _, outcome in found:

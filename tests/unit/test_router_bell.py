@@ -14,6 +14,7 @@ from millstream.router.bell import Bell
 from millstream.router.inbox import Inbox, Waker
 from millstream.router.pump import ThreadPump
 from millstream.router.subscription import Subscription
+from tests.support.waiting import FAIL_SAFE_S
 
 pytestmark = [pytest.mark.router]
 
@@ -112,7 +113,7 @@ def test_an_iterator_may_be_waited_for_with_a_limit() -> None:
         turns = aiter(bench.subscription)
         with pytest.raises(asyncio.TimeoutError):
             await asyncio.wait_for(anext(turns), 0.01)
-        waiting = await started(asyncio.wait_for(anext(turns), 10))
+        waiting = await started(asyncio.wait_for(anext(turns), FAIL_SAFE_S))
         await asyncio.sleep(0)
         asyncio.get_running_loop().call_soon(bench.put(1).ring)
         assert (await waiting).id == "1-0"
@@ -146,7 +147,7 @@ class Overtaken(Inbox):
             self.put([[b"1-0", []]])
             self.pump.call(lambda: self.pump.wake(self))
             self.pump.call(delivered.set)
-            assert delivered.wait(5)
+            assert delivered.wait(FAIL_SAFE_S)
         return free
 
 
@@ -156,12 +157,12 @@ def test_a_message_between_the_announcement_of_the_first_wait_and_the_wait_is_he
     pump.start()
 
     async def body() -> Any:
-        return await asyncio.wait_for(anext(aiter(Subscription(inbox, Desk()))), 1)
+        return await asyncio.wait_for(anext(aiter(Subscription(inbox, Desk()))), FAIL_SAFE_S)
 
     try:
         assert asyncio.run(body()).id == "1-0"
     finally:
-        assert pump.stop(1000)
+        assert pump.stop(FAIL_SAFE_S * 1000)
 
 
 def test_bells_in_no_loop_are_not_passed_over_in_silence(caplog: pytest.LogCaptureFixture) -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from millstream.clock import SYSTEM_CLOCK
 from millstream.router.pump import ThreadPump
-from tests.support.waiting import eventually
+from tests.support.waiting import FAIL_SAFE_S, eventually
 
 pytestmark = [pytest.mark.router]
 
@@ -20,6 +20,6 @@ def test_a_ring_that_comes_after_its_call_was_run_does_not_keep_the_thread_awake
         eventually(lambda: not select.select([pump._bell], [], [], 0)[0], "silence")
         called = threading.Event()
         pump.call(called.set)
-        assert called.wait(5)
+        assert called.wait(FAIL_SAFE_S)
     finally:
-        assert pump.stop(1000)
+        assert pump.stop(FAIL_SAFE_S * 1000)

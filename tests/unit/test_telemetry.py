@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-import timeit
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -16,6 +15,8 @@ from opentelemetry.trace import SpanKind, StatusCode
 from millstream.decoding import compile_decoder
 from millstream.model import Message
 from millstream.telemetry import UNTRACED, Tracing, tracing
+from tests.support.calls import calls_of
+from tests.support.waiting import FAIL_SAFE_S
 
 pytestmark = [pytest.mark.worker, pytest.mark.spark]
 
@@ -185,7 +186,7 @@ def test_without_an_sdk_nothing_is_traced_and_next_to_nothing_is_paid() -> None:
     assert use(UNTRACED) == ()
     with UNTRACED.publishing("orders", 1):
         assert UNTRACED.fields() == ()
-    assert min(timeit.repeat(lambda: use(UNTRACED), number=1_000, repeat=50)) / 1_000 < 2e-6
+    assert calls_of(lambda: use(UNTRACED)) == ["use", "processing", "__enter__", "failed", "fields", "__exit__"]
 
 
 def test_without_the_library_nothing_is_traced() -> None:
@@ -194,9 +195,9 @@ def test_without_the_library_nothing_is_traced() -> None:
         "from millstream.telemetry import UNTRACED, tracing\n"
         "assert tracing() is UNTRACED\n"
     )
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=FAIL_SAFE_S)
 
 
 def test_the_library_is_not_loaded_before_it_is_asked_for() -> None:
     program = "import sys, millstream.telemetry; assert 'opentelemetry' not in sys.modules"
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=FAIL_SAFE_S)

@@ -170,8 +170,8 @@ class _Lines:
             talk(f"{app} runs on {processes} worker{'s' if processes > 1 else ''}; Ctrl-C stops")
             self._clock.start()
 
-    def take(self, name: str, line: Any) -> None:
-        """The figures of a worker process."""
+    def take(self, name: str, line: Any) -> bool:
+        """The figures of a worker process; return whether it has committed anything."""
         with self._lock:
             known, now = self._figures.get(name, Counter()), _summed(line["handlers"])
             if now["read"] + now["adopted"] < known["read"] + known["adopted"]:
@@ -179,6 +179,7 @@ class _Lines:
             self._figures[name] = now
         if self._as_json:
             say_json({**line, "worker": name}, flush=True)
+        return now["committed"] > 0
 
     def finished(self) -> None:
         """All processes have ended."""

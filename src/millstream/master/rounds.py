@@ -75,6 +75,7 @@ class Rounds:
         if now_ms - self._tended_ms >= self._tend_every_ms:
             self._tended_ms = now_ms
             self._desk.stream.look()
+            self._metrics.set(m.PAUSED, float(self._desk.stream.paused), handler=self._settings.label)
             self._tend()
         if now_ms - self._adopted_ms >= self._adopt_every_ms:
             self._adopted_ms = now_ms

@@ -1,10 +1,26 @@
 """The router: one process follows 100,000 streams over a handful of connections ([docs/router.md])."""
 
-from millstream.groups.entries import BEGINNING, END
-from millstream.router.notices import Dropped, Gap, Item, Start, TooSlow, WhenFull
-from millstream.router.policy import PoolPolicy, ReadPolicy
-from millstream.router.router import Router, RouterFigures
-from millstream.router.subscription import Subscription
+from typing import TYPE_CHECKING
+
+from millstream.lazy import names_of
+
+if TYPE_CHECKING:
+    from millstream.groups.entries import BEGINNING, END
+    from millstream.router.notices import Dropped, Gap, Item, Start, TooSlow, WhenFull
+    from millstream.router.policy import PoolPolicy, ReadPolicy
+    from millstream.router.router import Router, RouterFigures
+    from millstream.router.subscription import Subscription
+else:
+    __getattr__ = names_of(
+        __name__,
+        {
+            "millstream.groups.entries": ("BEGINNING", "END"),
+            "millstream.router.notices": ("Dropped", "Gap", "Item", "Start", "TooSlow", "WhenFull"),
+            "millstream.router.policy": ("PoolPolicy", "ReadPolicy"),
+            "millstream.router.router": ("Router", "RouterFigures"),
+            "millstream.router.subscription": ("Subscription",),
+        },
+    )
 
 __all__ = [
     "BEGINNING",

@@ -5,8 +5,24 @@ that it is kept for good, decides the batch in one atomic step, and only then mo
 and Lamport, "Consensus on Transaction Commit"). `docs/spark-sink.md` describes the protocol step by step.
 """
 
-from millstream.sink.manifest import Share
-from millstream.sink.publication import Publication, Terms
-from millstream.sink.staging import Row, Stage, begin, raw, token_of
+from typing import TYPE_CHECKING
+
+from millstream.lazy import names_of
+
+if TYPE_CHECKING:
+    from millstream.sink.manifest import Share
+    from millstream.sink.publication import Publication
+    from millstream.sink.staging import Row, Stage, begin, raw, token_of
+    from millstream.sink.terms import Terms
+else:
+    __getattr__ = names_of(
+        __name__,
+        {
+            "millstream.sink.manifest": ("Share",),
+            "millstream.sink.publication": ("Publication",),
+            "millstream.sink.staging": ("Row", "Stage", "begin", "raw", "token_of"),
+            "millstream.sink.terms": ("Terms",),
+        },
+    )
 
 __all__ = ["Publication", "Row", "Share", "Stage", "Terms", "begin", "raw", "token_of"]

@@ -1,7 +1,6 @@
 """What the driver does: publish what the tasks of a batch have staged, once, and none of it unless all of it."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Literal, TypeVar
 
@@ -10,6 +9,7 @@ from millstream.errors import CommandFailed, DataLoss, OutputError, StaleOwner
 from millstream.naming import SinkKeys
 from millstream.sink.manifest import Manifest, Share
 from millstream.sink.staging import STAGED_S, stale, sweep, unlink
+from millstream.sink.terms import Terms
 
 # What publishes was staged before and takes no more room as entries: it ends what a full Redis would else be stuck with.
 ASK = Script("sink_ask", allow_oom=True)
@@ -22,30 +22,6 @@ _CALLS_PER_TRIP = 128
 _DROPPED_PER_TRIP = 1_000
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Terms:
-    """How entries come into streams.
-
-    * `maxlen`, `minid`: what older entries are trimmed to, about or, with `exactly`, to the entry; None = never
-    * `overwrite`: a batch replaces what its streams hold
-    * `skip_old_ids`: rows whose id is not above the stream's last one are passed over, not an error
-    """
-
-    maxlen: int | None = None
-    minid: str | None = None
-    exactly: bool = False
-    overwrite: bool = False
-    skip_old_ids: bool = False
-
-    @property
-    def trim(self) -> tuple[str, str, str]:
-        """For the script: by what, how, and how far."""
-        how = "=" if self.exactly else "~"
-        if self.maxlen is not None:
-            return "MAXLEN", how, str(self.maxlen)
-        return ("MINID", how, self.minid) if self.minid is not None else ("", "", "")
 
 
 class Publication:

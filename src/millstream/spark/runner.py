@@ -231,9 +231,10 @@ class Runner:
 
     def _give_up(self, pipeline: Pipeline, failure: Failure) -> None:
         """Raise PipelineFailed once it has failed too often for the next time to be different."""
-        most = _MOST_FAILURES_ONCE if self._settings.once else MOST_FAILURES
+        # A busy machine says nothing about the query: so it has its tries also where it runs once.
+        most = _MOST_FAILURES_ONCE if self._settings.once and not failure.starved else MOST_FAILURES
         label, checkpoint = pipeline.label, pipeline.checkpoint
-        at_first = pipeline.resumed and not pipeline.began and not failure.starved  # a busy machine says nothing of it
+        at_first = pipeline.resumed and not pipeline.began and not failure.starved
         if at_first and pipeline.failures > _MOST_FAILURES_AT_FIRST:
             changed = "If what it keeps was changed, give it another name. " if pipeline.kind == "stage" else ""
             raise PipelineFailed(

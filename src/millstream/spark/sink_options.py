@@ -9,7 +9,7 @@ from typing import Literal, cast
 from millstream.errors import ConfigError
 from millstream.model import EntryId
 from millstream.naming import check_identifier, check_stream
-from millstream.sink import Terms
+from millstream.sink.terms import Terms
 from millstream.spark.given import Given
 
 Target = Literal["stream", "hash", "json"]

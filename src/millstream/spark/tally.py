@@ -2,11 +2,14 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import pyarrow as pa
-from pyspark.sql import Row
 
 from millstream.model import EntryId
+
+if TYPE_CHECKING:
+    from pyspark.sql import Row
 
 COUNTED = ("messages", "committed", "dead", "retries", "refused", "aside")
 """What a task counts on each stream."""
@@ -55,7 +58,7 @@ class BatchTotals(Totals):
     batch: int
 
 
-def sums(rows: Iterable[Row]) -> dict[str, int]:
+def sums(rows: "Iterable[Row]") -> dict[str, int]:
     """What is counted, over all rows that tasks report."""
     totals = dict.fromkeys(COUNTED, 0)
     for row in rows:

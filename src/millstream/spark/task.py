@@ -11,7 +11,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Coroutine, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import msgspec
 import pyarrow as pa
@@ -36,9 +36,11 @@ from millstream.lifecycle import (
 from millstream.model import ZERO_ID, EntryId, Message
 from millstream.naming import REDRIVE_FIELD
 from millstream.spark.alarm import Alarm
-from millstream.spark.moving import PartitionMoves
 from millstream.spark.pace import Pace
 from millstream.spark.tally import COUNTED, TALLY_SCHEMA, Tally
+
+if TYPE_CHECKING:
+    from millstream.spark.moving import PartitionMoves
 
 logger = logging.getLogger(__name__)
 
@@ -159,6 +161,12 @@ def _check_finished(runs: Iterable[Run]) -> None:
             )
 
 
+def _partition_moves(client: Client, handler: Handler) -> "PartitionMoves":
+    from millstream.spark.moving import PartitionMoves
+
+    return PartitionMoves(client, handler)
+
+
 def open_fields(packed: bytes) -> tuple[list[bytes], bytes | None]:
     """Unpack an entry's fields; return them and, if it was redriven, the handler that it is meant for."""
     pairs = _unpack(packed)
@@ -196,7 +204,7 @@ class PartitionTask:
         self._refused: list[Run] = []
         self._moves: PartitionMoves | None = None
         if handler.partitions is not None:
-            self._moves = client.patiently(lambda: PartitionMoves(client, handler), what=handler.label)
+            self._moves = client.patiently(lambda: _partition_moves(client, handler), what=handler.label)
         self._alarm = Alarm()
         self._slots = asyncio.Semaphore(handler.concurrency)
         self._alone = asyncio.Lock()

@@ -288,10 +288,10 @@ async def time_limit_async(message: Message) -> Output:
 
 
 _LIMITS: dict[str, Any] = {
-    "options": {"retry": Retry(attempts=2, delay_ms=1), "time_limit_ms": 400},
+    "options": {"retry": Retry(attempts=2, delay_ms=1), "time_limit_ms": 1_500},
     "entries": [entry(n=n, **({"slow": "yes"} if n == 1 else {})) for n in range(6)],
     "outputs": [{"n": n} for n in range(6) if n != 1],
-    "letters": [Letter(entry=1, reason="failed", attempts=2, says="time limit of 400 ms")],
+    "letters": [Letter(entry=1, reason="failed", attempts=2, says="time limit of 1,500 ms")],
 }
 
 

@@ -11,6 +11,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from itertools import combinations, permutations
 from pathlib import Path
 from urllib.parse import quote
 
@@ -82,7 +83,9 @@ def cluster(nodes: int = 3) -> Iterator[Cluster]:
             server.call("CLUSTER", "ADDSLOTSRANGE", first, end - 1)
             # Distinct from the start, the nodes need not settle the order of their claims among themselves.
             server.call("CLUSTER", "SET-CONFIG-EPOCH", index + 1)
-            server.call("CLUSTER", "MEET", "127.0.0.1", servers[0].port)
+        for server, other in combinations(servers, 2):
+            # Each meets each: until they know of one another by gossip, seconds may pass.
+            server.call("CLUSTER", "MEET", "127.0.0.1", other.port)
 
         def is_whole() -> bool:
             reports = [server.call("CLUSTER", "INFO") for server in servers]
@@ -116,6 +119,9 @@ def sentinel_trio() -> Iterator[SentinelTrio]:
         }
         sentinels = [stack.enter_context(EmbeddedServer(extra=sentinel_directives)) for _ in range(3)]
 
+        for sentinel, other in permutations(sentinels, 2):
+            _introduce(sentinel, other, primary)
+
         def is_ready() -> bool:
             reports = [sentinel.call("INFO", "sentinel") for sentinel in sentinels]
             met = all(re.search(rb"status=ok,.*slaves=1,sentinels=3", report) for report in reports)
@@ -129,6 +135,13 @@ def sentinel_trio() -> Iterator[SentinelTrio]:
             replica=replica,
             sentinels=tuple(sentinels),
         )
+
+
+def _introduce(sentinel: EmbeddedServer, other: EmbeddedServer, primary: EmbeddedServer) -> None:
+    """Tell a Sentinel of another one, as that does every 2 s itself (`sentinelProcessHelloMessage` of Redis)."""
+    other_id = other.call("SENTINEL", "MYID").decode()
+    hello = f"127.0.0.1,{other.port},{other_id},0,{PRIMARY_NAME},127.0.0.1,{primary.port},0"
+    sentinel.call("PUBLISH", "__sentinel__:hello", hello)
 
 
 @contextmanager

@@ -24,14 +24,11 @@ from millstream.worker.batches import AsyncBatchRunner, PlainBatchRunner
 from millstream.worker.guard import Guard, Quiet
 from millstream.worker.hand import Hand
 from millstream.worker.leaving import concerns_one, leaving_out
-from millstream.worker.moving import WatchedDelays
-from millstream.worker.partitions import PartitionSide
 from millstream.worker.pipeline import MakePipeline, Pipeline
 from millstream.worker.policy import WorkerPolicy
 from millstream.worker.report import Report
 from millstream.worker.runners import AsyncRunner, PlainRunner, Runner
 from millstream.worker.sides import EntrySide, LineSide, Means, Side
-from millstream.worker.streams import StreamSide
 
 logger = logging.getLogger(__name__)
 
@@ -239,7 +236,7 @@ class ReadingLoop:
         """Add to the streams the delayed messages that are due."""
         said = False
         has_many = self.handler.order == "stream"
-        delayed = WatchedDelays(self._client, self._clock) if has_many else DelayedMessages(self._client)
+        delayed = _watched_delays(self._client, self._clock) if has_many else DelayedMessages(self._client)
         while not self._stopping.is_set():
             try:
                 delayed.keep_moving(
@@ -292,10 +289,21 @@ class ReadingLoop:
             thread.join(max(0.0, self._deadline_ms - self._clock.monotonic_ms()) / 1000)
 
 
+def _watched_delays(client: Client, clock: Clock) -> DelayedMessages:
+    from millstream.worker.moving import WatchedDelays
+
+    return WatchedDelays(client, clock)
+
+
 def _side_of(means: Means) -> Side:
+    """What only some kinds of handlers need is imported for them."""
     if means.handler.partitions:
+        from millstream.worker.partitions import PartitionSide
+
         return PartitionSide(means)
     if means.handler.order == "stream":
+        from millstream.worker.streams import StreamSide
+
         return StreamSide(means)
     return EntrySide(means) if means.handler.key is None else LineSide(means)
 

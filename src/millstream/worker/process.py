@@ -54,7 +54,8 @@ def collect_rarely() -> None:
 class WorkerProcess:
     """Runs the handlers of `app`, each in its own reading loop; if one loop ends, all do.
 
-    `on_figures` is told the counts of each handler, by name, about every `every_ms` milliseconds and at the end.
+    `on_figures` is told the counts of each handler, by name, about every `every_ms` milliseconds, at the end, and soon after
+    the first commit: who dies then has come to something.
     Raises ConfigError for handlers that a worker cannot run, before anything is read.
     """
 
@@ -106,9 +107,10 @@ class WorkerProcess:
         threads = [threading.Thread(target=self._run, args=(loop,), daemon=True) for loop in self._loops.values()]
         for thread in threads:
             thread.start()
-        told_ms = self._clock.monotonic_ms()
+        told_ms, has_worked = self._clock.monotonic_ms(), False
         while not stopping.wait(_TICK_S) and not self._failures:
-            if self._clock.monotonic_ms() - told_ms >= self._every_ms:
+            began, has_worked = has_worked, any(loop.report.committed for loop in self._loops.values())
+            if has_worked > began or self._clock.monotonic_ms() - told_ms >= self._every_ms:
                 told_ms = self._clock.monotonic_ms()
                 self._tell()
         if self._health is not None:

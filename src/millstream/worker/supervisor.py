@@ -37,6 +37,7 @@ _RENEW_MS = 5_000.0
 _ORPHAN_END_S = 8.0
 _ORDER = b"stop"
 _STDERR = 2
+_LAST_WORDS_S = 5.0
 _SLACK_MS = 5_000.0
 _WAITS_MS = (100.0, 5_000.0)
 _STEADY_MS = 10_000.0
@@ -49,14 +50,17 @@ class _Child:
     started_ms: float = 0.0
     due_ms: float = 0.0
     wait_ms: float = 0.0
+    has_worked: bool = False
+    listener: threading.Thread | None = None
 
 
 class Supervisor:
     """Runs `command(name, lines)` for each name that `names` holds, again and again, until it is stopped.
 
     `lines` is a file descriptor. `on_line` is given each line of JSON that the process writes to it, and the process's
-    name; what it raises ends all. A process that ends by a signal or with any code is started again, at once at first,
-    then with back-off; but FINAL_CODE ends all.
+    name, and returns whether the line shows that the process has come to something; what it raises ends all. A process
+    that ends by a signal or with any code is started again, at once if it has come to something or lived for long, else
+    with back-off; but FINAL_CODE ends all.
     """
 
     def __init__(
@@ -65,7 +69,7 @@ class Supervisor:
         command: Callable[[str, int], Sequence[str]],
         *,
         stop_ms: float,
-        on_line: Callable[[str, Any], None],
+        on_line: Callable[[str, Any], bool],
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         self._names = names
@@ -121,10 +125,14 @@ class Supervisor:
         code = child.process.poll()
         if code is None:
             return
+        if child.process.stdin is not None:
+            child.process.stdin.close()
         child.process = None
+        if child.listener is not None:
+            child.listener.join(_LAST_WORDS_S)  # what it told at last counts
         if code == FINAL_CODE:
             raise PipelineFailed(f"worker {child.name} cannot go on; the reason is above")
-        if now_ms - child.started_ms > _STEADY_MS:
+        if child.has_worked or now_ms - child.started_ms > _STEADY_MS:
             child.wait_ms = 0.0
         child.wait_ms = min(max(2 * child.wait_ms, _WAITS_MS[0]), _WAITS_MS[1])
         child.due_ms = now_ms + child.wait_ms
@@ -133,6 +141,7 @@ class Supervisor:
 
     def _start(self, child: _Child) -> None:
         child.started_ms = self._clock.monotonic_ms()
+        child.has_worked = False
         mine, its = os.pipe()
         try:
             child.process = subprocess.Popen(
@@ -141,14 +150,15 @@ class Supervisor:
             )  # fmt: skip
         finally:
             os.close(its)
-        threading.Thread(target=self._listen, args=(child.name, os.fdopen(mine, "rb")), daemon=True).start()
+        child.listener = threading.Thread(target=self._listen, args=(child, os.fdopen(mine, "rb")), daemon=True)
+        child.listener.start()
 
-    def _listen(self, name: str, lines: IO[bytes]) -> None:
+    def _listen(self, child: _Child, lines: IO[bytes]) -> None:
         with lines:
             for line in lines:
                 if self._failure is None:
                     try:
-                        self._on_line(name, msgspec.json.decode(line))
+                        child.has_worked |= self._on_line(child.name, msgspec.json.decode(line))
                     except Exception as error:  # noqa: BLE001 - `run` raises it; the process must not stop at a full pipe
                         self._failure = error
 

@@ -10,6 +10,7 @@ from millstream.client import Client
 from millstream.errors import NameHeld
 from millstream.naming import PREFIX, ServiceKeys
 from tests.support.balancers import bid
+from tests.support.waiting import FAIL_SAFE_S
 
 SERVICES = ("calls", f"{PREFIX}:shop.bill")
 """One of a program's own, and a handler's."""
@@ -26,9 +27,9 @@ def serve(url: str, admin: Client) -> None:
 
 def wait_for_a_stream(client: Client, service: str) -> None:
     """Also raises what ends the balancer's thread."""
-    with Balancer(client.url, service, consumer="waits", policy=BalancerPolicy(lease_ms=600)) as balancer:
+    with Balancer(client.url, service, consumer="waits", policy=BalancerPolicy(lease_ms=300_000)) as balancer:
         balancer.announce("orders:0")
-        notice = balancer.next(5)
+        notice = balancer.next(FAIL_SAFE_S)
         if isinstance(notice, Terminated) and notice.error is not None:
             raise notice.error
         assert isinstance(notice, StreamAdded)

@@ -3,6 +3,7 @@
 from millstream.client import Client
 from millstream.model import Message
 from millstream.router import Gap, Router
+from tests.support.waiting import FAIL_SAFE_S
 
 
 def follow(url: str, admin: Client) -> None:
@@ -12,8 +13,8 @@ def follow(url: str, admin: Client) -> None:
         for n in range(2):
             admin.execute("XADD", "orders", "*", "n", n)
         with router.subscribe("orders") as subscription:
-            assert all(isinstance(subscription.get(20_000), Message) for _ in range(2))
+            assert all(isinstance(subscription.get(1_000 * FAIL_SAFE_S), Message) for _ in range(2))
             admin.execute("XADD", "{orders.b}", "1-1", "n", 1)
             admin.execute("RENAME", "{orders.b}", "orders")  # a stream that ends before our place: old entries tell
-            assert isinstance(subscription.get(20_000), Gap)
-            assert isinstance(subscription.get(20_000), Message)
+            assert isinstance(subscription.get(1_000 * FAIL_SAFE_S), Gap)
+            assert isinstance(subscription.get(1_000 * FAIL_SAFE_S), Message)

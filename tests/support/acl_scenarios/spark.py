@@ -1,17 +1,75 @@
-"""What a run on Spark does in Redis beside its batches: lines of what was set aside, and keys that move."""
+"""Everything that a run on Spark does in Redis: its batches, lines of what was set aside, and keys that move."""
 
 import threading
-import time
 from collections import defaultdict
 
 from millstream import App
 from millstream.aside import Aside, read_line, ready_lines, set_aside, waiting_keys
 from millstream.client import Client
 from millstream.ledger import IN_LINE, Ledger, Unit
+from millstream.model import EntryId
 from millstream.naming import REDRIVE_FIELD, HandlerKeys
 from millstream.partitions import Partitions
 from millstream.spark.moving import PartitionMoves, keep_moving
+from tests.support.acl_scenarios.worker import (
+    KEYS,
+    add,
+    handler_for,
+    keyed,
+    letter,
+    move_a_delayed_message,
+    reliable,
+)
 from tests.support.partition_fixtures import BASE, Publisher, moved_key
+from tests.support.waiting import eventually
+
+
+def run_on_spark(url: str, admin: Client) -> None:
+    """Everything that a pipeline does in Redis, in the driver and in the tasks, without Spark itself."""
+    from millstream.spark.lag import LagGroup
+    from millstream.spark.options import parse
+    from millstream.spark.planner import Planner
+    from millstream.spark.preparing import prepare_new
+    from millstream.spark.presence import say_present
+
+    ids = add(admin, 30)
+    with Client(url) as client:
+        say_present(client, "shop", ["bill"])
+        handler = handler_for()
+        prepare_new(client, handler, ["orders"], "cp", start="resume", start_at="latest")
+        prepare_new(client, handler, ["orders"], "cp", start="reprocess", start_at="earliest")
+        options = parse({"url": url, "subscribePattern": "orders*", "frontierApp": "shop", "frontierHandler": "bill",
+                         "group": KEYS.group, "startingOffsets": "frontier"}, {})  # fmt: skip
+        planner = Planner(client, options, cores=2)
+        start = planner.starts("earliest")
+        ends = planner.advance(start, limit=10, target=None)[0]
+        assert ids[9] == str(ends["orders"].id).encode()
+        LagGroup(client, KEYS.group).show(ends)
+        ledger = Ledger(client, app="shop", handler="bill", into="out")
+        ledger = ledger.renewed(ledger.new_token(["orders"]))
+        ledger.begin(["orders"])
+        assert ledger.load({"orders": ([b"kA"], [b"A"])}) == {"orders": {}}
+        client.execute("XRANGE", "orders", "-", "+", "COUNT", 1)  # as tasks read
+        ledger.strike("orders", ids[0].decode())
+        unit = Unit(b"kA", b"", b"A", b"\x80", struck=[ids[0].decode()], outputs=[("n", 1)], dead=[letter().items()])
+        unit.cover(ids[0].decode())
+        assert ledger.commit({"orders": [unit]}) == []
+        ledger.advance({"orders": EntryId.parse(ids[9])})
+        LagGroup(client, KEYS.group).show(ends)
+        stream = reliable(admin)
+        stream.join()  # workers take over, commit one of three entries, and lose their group
+        found = stream.read(count=3)
+        stream.acknowledge(found[1])
+        stream.checkpoint()
+        admin.execute("XGROUP", "DESTROY", "orders", KEYS.group)
+        frontier = ledger.renewed(ledger.new_token(["orders"])).begin(["orders"])["orders"].frontier
+        assert str(frontier).encode() == ids[9]
+        keyed(admin).join()  # workers of keys take over, and have some in their lines
+        keyed(admin).route(count=4, most_pending=100)
+        ledger.renewed(ledger.new_token(["orders"])).begin(["orders"])
+        keep_lines(client, admin, KEYS)
+        move_keys(client, admin, "shop", "bill")
+        move_a_delayed_message(client, admin)
 
 
 def keep_lines(client: Client, admin: Client, keys: HandlerKeys) -> None:
@@ -24,8 +82,8 @@ def keep_lines(client: Client, admin: Client, keys: HandlerKeys) -> None:
               for line, some in ((b"kX", ids[:2]), (b"kY", ids[2:]))]  # fmt: skip
     assert set_aside(ledger, keys.stream, asides) == []
     assert waiting_keys(ledger, keys.stream, [b"kX", b"kZ"]) == {b"kX"}
-    time.sleep(0.005)
-    assert sorted(ready_lines(ledger, [keys.stream], 10)[keys.stream].lines) == [b"kX", b"kY"]
+    ready = [b"kX", b"kY"]
+    eventually(lambda: sorted(ready_lines(ledger, [keys.stream], 10)[keys.stream].lines) == ready, "both to be ready")
     assert [one for one, _ in read_line(client, keys, b"kX", 10).entries] == ids[:2]
     unit = Unit(b"kX", IN_LINE)
     for one in ids[:2]:

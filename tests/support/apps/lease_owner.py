@@ -38,6 +38,8 @@ def main(url: str, store: str, name: str, policy: BalancerPolicy) -> None:
     drowsy = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stopping.set())
     signal.signal(signal.SIGUSR1, lambda *_: drowsy.set())
+    signal.signal(signal.SIGCONT, lambda *_: woken.append(True))
+    woken: list[bool] = []
     mine: dict[str, int] = {}
     with Client(store) as client, Balancer(url, SERVICE, consumer=name, policy=policy) as balancer:
         while not stopping.is_set():
@@ -53,8 +55,10 @@ def main(url: str, store: str, name: str, policy: BalancerPolicy) -> None:
             held = [part for stream, token in list(mine.items()) for part in (stream, token)]
             if drowsy.is_set():
                 drowsy.clear()
+                woken.clear()
                 os.kill(os.getpid(), signal.SIGSTOP)
-                time.sleep(0.05)  # by the end of this it has stood still
+                while not woken:  # should it not stand still at once
+                    time.sleep(0.005)
             write = partial(client.execute, "EVAL", _WRITE, 3, FENCES, WRITES, REFUSED, name, *held)
             client.patiently(write, what=name, give_up=stopping.is_set)
 

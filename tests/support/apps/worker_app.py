@@ -14,8 +14,12 @@ from typing import Any
 from millstream import App, Message, Retry, State
 from millstream.testing.history import Event, Kind, Recorder
 
+GATE = "gate"
+"""In the folder of the test: while there is no such file, messages wait that are told to."""
+
 app = App("steady")
 strict = App("strict")
+limited = App("limited")
 coroutine = App("coroutine")
 keyed = App("keyed")
 streamed = App("streamed")
@@ -53,6 +57,8 @@ def misbehave(message: Message) -> None:
         ctypes.string_at(0)
     if deed == "hang":
         time.sleep(3600)
+    while deed == "wait" and not (Path(os.environ["MILLSTREAM_TEST_FOLDER"]) / GATE).exists():
+        time.sleep(0.01)
     if deed == "stumble" and message.attempt == 1:
         raise RuntimeError("as it was told")
 
@@ -92,7 +98,8 @@ def work_stream(message: Message, state: State) -> dict[str, Any]:
 
 SHORT = Retry(attempts=3, delay_ms=20)
 app.handler("in", name="work", into="out", retry=Retry(attempts=10, delay_ms=20))(work)
-strict.handler("in", name="work", into="out", retry=SHORT, time_limit_ms=500)(work)
+strict.handler("in", name="work", into="out", retry=SHORT)(work)
+limited.handler("in", name="work", into="out", retry=SHORT, time_limit_ms=1_500)(work)
 keyed.handler("in", name="work", into="out", key="key", retry=Retry(attempts=6, delay_ms=20))(work_keyed)
 coroutine.handler("in", name="work", into="out", retry=SHORT)(work_async)
 streamed.handler(pattern="call:*", name="work", into="out", order="stream", retry=Retry(attempts=6, delay_ms=20))(

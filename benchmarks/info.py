@@ -1,0 +1,52 @@
+"""What `millstream info` takes on 10,000 streams with a handler and a group each, against asking for them alone.
+
+The raw loop sends XINFO STREAM for each, 1,000 in a round trip, and reads the replies. Each figure is the best of several
+rounds, taken in turns.
+"""
+
+import json
+import time
+from collections.abc import Callable
+from typing import Any
+
+from benchmarks.workers import server
+from millstream.asking import ask
+from millstream.client import Client
+from millstream.inspection import inspect
+from millstream.naming import HandlerKeys
+
+
+def run(*, streams: int = 10_000, rounds: int = 5) -> dict[str, Any]:
+    """Measure with so many streams."""
+    names = [f"s{number}" for number in range(streams)]
+    with server() as client:
+        _fill(client, names)
+        ours = base = float("inf")
+        for _ in range(rounds):
+            base = min(base, _seconds(lambda: ask(client, [("XINFO", "STREAM", name) for name in names])))
+            ours = min(ours, _seconds(lambda: inspect(client)))
+    return {
+        "name": "info",
+        "seconds": round(ours, 3),
+        "baseline_seconds": round(base, 3),
+        "ratio": round(ours / base, 2),
+        "streams": streams,
+    }
+
+
+def _fill(client: Client, names: list[str]) -> None:
+    client.execute("FLUSHALL")
+    for entry in ("1-0", "2-0"):
+        ask(client, [("XADD", name, entry, "a", "b") for name in names])
+    ask(client, [("HSET", HandlerKeys("a", "h", name).meta, "frontier", "1-0") for name in names])
+    ask(client, [("XGROUP", "CREATE", name, "billing", "1-0") for name in names])
+
+
+def _seconds(work: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    work()
+    return time.perf_counter() - began
+
+
+if __name__ == "__main__":
+    print(json.dumps(run()))

@@ -1,0 +1,56 @@
+"""The supervisor starts again what dies: at once if it has come to something, else after waits that grow."""
+
+import re
+import sys
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from millstream.client import Client
+from millstream.worker.names import Names
+from millstream.worker.supervisor import Supervisor
+from tests.support.waiting import FAIL_SAFE_S, eventually
+
+pytestmark = pytest.mark.worker
+
+DIES = "import os, sys; os.write(int(sys.argv[1]), b'%s\\n'); os._exit(9)"
+
+
+def waits_s(client: Client, caplog: pytest.LogCaptureFixture, told: str) -> list[float]:
+    """How long the supervisor waits after each of four lives of a process that tells this and dies."""
+
+    def command(name: str, lines_to: int) -> Sequence[str]:
+        return [sys.executable, "-I", "-S", "-c", DIES % told, str(lines_to)]
+
+    def on_line(name: str, line: Any) -> bool:
+        return bool(line["committed"])
+
+    names = Names(client, "shop", "till")
+    names.take(1)
+    stopping = threading.Event()
+    running = threading.Thread(
+        target=Supervisor(names, command, stop_ms=1_000, on_line=on_line).run, args=(stopping,), daemon=True
+    )
+    running.start()
+
+    def found() -> list[str]:
+        return re.findall(r"worker till-0 ended with code 9 and starts again in ([0-9.]+) s", caplog.text)
+
+    eventually(lambda: len(found()) >= 4, "four deaths", log=lambda: caplog.text)
+    stopping.set()
+    running.join(FAIL_SAFE_S)
+    return [float(one) for one in found()[:4]]
+
+
+def test_a_process_that_had_committed_something_begins_again_at_once_each_time(
+    client: Client, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert waits_s(client, caplog, '{"committed": 1}') == [0.1, 0.1, 0.1, 0.1]
+
+
+def test_a_process_that_comes_to_nothing_begins_again_after_waits_that_double(
+    client: Client, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert waits_s(client, caplog, '{"committed": 0}') == [0.1, 0.2, 0.4, 0.8]

@@ -1,0 +1,89 @@
+"""What people do at the command line, all of it."""
+
+from pathlib import Path
+
+from millstream.client import Client
+from millstream.errors import AccessDenied
+from millstream.lines import park, skip, survey, unpark
+from millstream.partitions import Partitions
+from tests.support.acl_scenarios.lease import oversee
+from tests.support.acl_scenarios.worker import KEYS, add, keyed, letter, reliable, take_one
+from tests.support.commandline import call
+from tests.support.partition_fixtures import BASE, Worker
+
+
+def command(url: str, *words: str) -> None:
+    """Run a command of millstream, and raise what it says if it may not."""
+    outcome = call(*words, url=url)
+    if outcome.code == 3:
+        raise AccessDenied(outcome.err)
+    assert outcome.code == 0, outcome.err
+
+
+def operate(url: str, admin: Client) -> None:
+    """Every command that looks at Redis, or mends something there."""
+    add(admin, 5)
+    stream = reliable(admin)
+    stream.join()
+    found = stream.read(count=3)
+    stream.dead_letter((found[0], letter()), (found[1], letter()))
+    stream.checkpoint()
+    admin.execute("HSET", KEYS.state, "A", b"\x80")
+    for words in ("info", "dlq list", "dlq redrive --limit 1 --app shop --yes", "dlq purge --all --yes"):
+        command(url, *words.split())
+    for words in ("list", "show", "reset --yes"):
+        keys = [] if words == "list" else ["A"]
+        command(url, "state", *words.split(), "shop", "bill", "orders", *keys)
+    command(url, "pause", "bill")
+    command(url, "resume", "bill")
+    operate_lines(url, admin)
+    oversee(command, url, admin)
+    Worker(admin, app="shop", handler="bill")
+    operate_partitions(url)
+    command(url, "groups", "--pattern", "orders*")
+    command(url, "groups", "create", "orders", "g", "--at", "earliest")
+    command(url, "groups", "set-id", "orders", "g", "--at", "earliest", "--yes")
+    for name, number in (("a", 2), ("b", 1)):
+        admin.execute("XREADGROUP", "GROUP", "g", name, "COUNT", number, "STREAMS", "orders", ">")
+    command(url, "groups", "consumers", "orders", "g")
+    command(url, "pending", "orders", "g")
+    command(url, "claim", "orders", "g", "b", found[0].id.decode())
+    command(url, "claim", "orders", "g", "b", "--min-idle", "0s")
+    admin.execute("XCLAIM", "orders", "g", "a", 0, found[0].id)
+    command(url, "groups", "delete-consumer", "orders", "g", "a", "--heir", "b", "--yes")
+    command(url, "groups", "clean", "orders", "--idle", "1h", "--yes")
+    command(url, "groups", "destroy", "orders", "g", "--yes")
+    command(url, "tail", "orders", "--no-follow")
+    command(url, "tail", "orders", "--from", "earliest", "--count", "1")
+
+
+def operate_partitions(url: str) -> None:
+    command(url, "partitions", "create", BASE, "2")
+    with Client(url) as client:
+        layout = Partitions(client, BASE).found()
+    command(url, "partitions", "grow", BASE, str(layout.count + 1))
+    command(url, "partitions", "show", BASE)
+
+
+def operate_lines(url: str, admin: Client) -> None:
+    """What people do to the keys of a handler: of one that is worked on, and of others."""
+    stream = keyed(admin)
+    stream.join()
+    stream.route(count=100, most_pending=100)
+    line = next(name for name in admin.execute("LRANGE", KEYS.ready, 0, -1) if name.startswith(b"k"))
+    admin.execute("LREM", KEYS.ready, 1, line)
+    admin.execute("LPUSH", KEYS.ready, line)
+    admin.execute("DEL", KEYS.wake)
+    with Client(url) as client:
+        assert park(client, KEYS, line, "why")
+        assert unpark(client, KEYS, line)
+        assert take_one(stream).line == line
+        admin.execute("RPUSH", KEYS.line(line), "99999999999999-0")
+        assert skip(client, KEYS, line, error="by hand") is not None
+        assert survey(client, KEYS)
+
+
+def publish(url: str, folder: Path) -> None:
+    file = folder / "rows.csv"
+    file.write_text("n\n1\n2\n")
+    command(url, "publish", "orders", str(file), "--wait", "0")

@@ -1,0 +1,174 @@
+"""Everything that a worker does in Redis, and the handler and the stream of the other scenarios."""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from functools import partial
+
+from millstream import App, Message, Reject
+from millstream.client import Client
+from millstream.clock import SYSTEM_CLOCK
+from millstream.deadletters import DeadLetter
+from millstream.delayed import DelayedMessages
+from millstream.handlers import Handler
+from millstream.keyed import Ending, KeyedStream, Lease, line_of_key
+from millstream.moves import Moves
+from millstream.naming import HandlerKeys
+from millstream.partitions import Partitions
+from millstream.producer import Producer
+from millstream.reliable import ReliableStream
+from millstream.worker import ReadingLoop
+from millstream.worker.moving import WatchedDelays
+from millstream.worker.names import Names
+from millstream.worker.partitions import PartitionSide
+from tests.support.partition_fixtures import BASE, Publisher, Worker, growth_killed_after, moved_key
+from tests.support.waiting import eventually
+
+KEYS = HandlerKeys("shop", "bill", "orders")
+
+
+def add(admin: Client, count: int, stream: str = "orders") -> list[bytes]:
+    return [admin.execute("XADD", stream, "*", "n", n) for n in range(count)]
+
+
+def letter() -> DeadLetter:
+    return DeadLetter(
+        stream="orders", id="1-1", pairs=[b"n", b"1"], key=None, app="shop", handler="bill", attempts=1, reason="failed",
+        error="no", time_ms=0,
+    )  # fmt: skip
+
+
+def reliable(client: Client, name: str = "w-0") -> ReliableStream:
+    return ReliableStream(client, "orders", app="shop", handler="bill", consumer=name, into="out")
+
+
+def work(url: str, admin: Client) -> None:
+    """Everything that a worker ever does, one thing after the other."""
+    add(admin, 8)
+    with Client(url) as client:
+        names = Names(client, "shop", "w")
+        names.take(1)
+        names.release()
+        assert client.scan_streams("orders*") == ["orders"]
+        stream = reliable(client)
+        stream.join()
+        stream.look()
+        stream.reserve(1_000.0, 7)
+        found = stream.read(count=7)
+        effects = stream.unit(found[0])
+        effects.outputs = [("n", "1")]
+        assert stream.commit([effects]) == []
+        assert stream.acknowledge(found[1]) == []
+        assert stream.dead_letter((found[2], letter())) == []
+        stream.strike(found[3])
+        stream.note_failures(found[3:4])
+        assert stream.extend([found[3].id]) == []
+        stream.checkpoint()
+        found[3].attempt = 2
+        assert stream.acknowledge(found[3]) == []  # it is open, and has strikes
+        admin.execute("XGROUP", "DESTROY", "orders", KEYS.group)
+        stream.join()  # makes the group again, with what is open
+        admin.execute("XDEL", "orders", found[4].id)
+        assert [one.id for one in stream.read_pending()] == [found[5].id, found[6].id]
+        admin.execute("HDEL", KEYS.meta, "engine")
+        taken_over = reliable(client)
+        taken_over.join()  # from Spark, which has committed one entry beyond its frontier
+        beyond = add(admin, 1)[0]
+        admin.execute("HSET", KEYS.marks, b"i" + beyond, beyond)
+        taken_over.join()
+        assert beyond not in [one.id for one in taken_over.read(count=100)]
+        taken_over.trim()
+        move_a_delayed_message(client, admin)
+        work_by_keys(client, admin)
+        work_on_partitions(client, admin)
+
+
+def keyed(client: Client, name: str = "w-0") -> KeyedStream:
+    """One line for each two entries with even numbers, and one for each other entry."""
+
+    def line_of(entry_id: bytes, pairs: Sequence[bytes]) -> bytes:
+        number = int(pairs[-1])
+        return line_of_key(None if number % 2 else str(number // 4).encode(), entry_id)
+
+    return KeyedStream(client, "orders", line_of=line_of, app="shop", handler="bill", consumer=name, into="out")
+
+
+def take_one(stream: KeyedStream) -> Lease:
+    return stream.take(lines=1, entries=10, run=10, lease_ms=60_000, now_ms=0).leases[0]
+
+
+def work_by_keys(client: Client, admin: Client) -> None:
+    """Everything that a worker does for a handler with a key; before, workers of another kind were here."""
+    stream = keyed(client)
+    stream.join()
+    add(admin, 6)
+    client.execute("XREAD", "COUNT", 1, "STREAMS", "orders", "0")
+    while stream.route(count=100, most_pending=100):
+        stream.trim()
+    assert client.execute("BLPOP", KEYS.wake, 1) is not None
+    leases = [take_one(stream) for _ in range(4)]
+    assert stream.extend_leases(leases, 60_000, 0) == []
+    unit = stream.unit_of(leases[0], [leases[0].waiting[0]])
+    unit.state, unit.outputs, unit.dead = b"\x80", [("n", "1")], [letter().items()]
+    unit.end_strikes("0-1")
+    unit.left = len(leases[0].waiting) - 1
+    assert stream.commit([unit], call=stream.new_call()) == []
+    assert stream.release([Ending(leases[1], "later", 60_000, 1), Ending(leases[2], "first")]) == []
+    again = keyed(client)
+    again.join()
+    assert again.recover([], run=10)[0] == 1
+    lease = take_one(again)
+    admin.execute("ZADD", KEYS.leases, 1, lease.line)
+    admin.execute("XDEL", "orders", lease.waiting[0].id)
+    take_one(again)
+    admin.execute("XGROUP", "DESTROY", "orders", KEYS.group)
+    again.route(count=1, most_pending=1)
+    reliable(client).join()
+
+
+def work_on_partitions(client: Client, admin: Client) -> None:
+    """Everything that a worker does where keys move: one has messages and a state in its old partition."""
+    worker = Worker(client, app="shop", handler="bill")
+    layout = Partitions(client, BASE).found()
+    key = moved_key(layout, 4)
+    publisher, sent = Publisher(admin), defaultdict[str, list[int]](list)
+    publisher.publish(sent, key)
+    worker.work()
+    publisher.publish(sent, key)
+    layout = Partitions(admin, BASE).grow(4)
+    publisher.publish(sent, key)
+    worker.look()
+    worker.route(layout.place(key.encode()))
+    worker.work()
+    assert Moves(admin, worker.moves.layout, app="shop", handler="bill").unsettled() == []
+    assert growth_killed_after(admin, 1, 6)
+    app = App("shop")
+    app.handler(BASE, name="bill", key="k", partitions=2)(lambda message: None)
+    side = ReadingLoop(app.handlers["bill"], client.url, consumer="w-0")._side
+    assert isinstance(side, PartitionSide)
+    side.find(client)
+    old = layout.stream(layout.homes(key.encode())[0])
+    assert side._send_on(old, key.encode(), b"1-0", [b"k", key.encode()])
+    side.close()
+
+
+def move_a_delayed_message(client: Client, admin: Client) -> None:
+    for delayed in (DelayedMessages(client), WatchedDelays(client, SYSTEM_CLOCK)):
+        with Producer(admin) as producer:
+            producer.publish("orders", {"n": 1}, delay_ms=1)
+        eventually(partial(moves_one, delayed), "the message to be due")
+
+
+def moves_one(delayed: DelayedMessages) -> bool:
+    return delayed.move_due(["orders"]).moved == 1
+
+
+def handler_for(streams: tuple[str, ...] = ("orders",)) -> Handler:
+    app = App("shop")
+
+    @app.handler(*streams, into="out", name="bill")
+    def bill(message: Message) -> dict[str, str]:
+        if message.text("n") == "3":
+            raise Reject("no threes")
+        return {"n": message.text("n") or ""}
+
+    return app.handlers["bill"]

@@ -1,0 +1,73 @@
+"""A driver that copies a stream through source and sink, and is killed where a test says."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import psutil
+
+from millstream.client import Client
+from tests.support.waiting import FAIL_SAFE_S
+
+ROOT = Path(__file__).parents[2]
+
+
+class Copying:
+    """A driver that copies `in`; each one begins with another number of cores. `options` are the source's."""
+
+    def __init__(self, url: str, folder: Path, **options: str) -> None:
+        self._url = url
+        self._folder = folder
+        self._options = json.dumps(options)
+        self._starts = 0
+
+    @contextmanager
+    def _running(self, rows: int) -> Iterator[subprocess.Popen[bytes]]:
+        """One driver, and what it starts; all of it is gone in the end."""
+        self._starts += 1
+        master = f"local[{1 + self._starts % 3},4]"
+        arguments = [self._url, str(self._folder / "checkpoint"), master, str(rows), self._options]
+        paths = [str(ROOT), str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]
+        with (self._folder / "stderr.log").open("ab") as errors:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "tests.support.apps.sink_driver", *arguments],
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "MILLSTREAM_TEST_ARM": str(self._folder)},
+                stderr=errors,
+                cwd=self._folder,
+            )
+        try:
+            yield process
+        finally:
+            family = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
+            process.kill()
+            process.wait()
+            for member in family:
+                with suppress(psutil.NoSuchProcess):
+                    member.kill()
+            psutil.wait_procs(family, timeout=FAIL_SAFE_S)
+
+    def run(self, rows: int) -> int:
+        """Wait until one driver has ended by itself; return its exit code."""
+        with self._running(rows) as process:
+            return process.wait(FAIL_SAFE_S)
+
+    def arm(self, point: str, what: str) -> None:
+        """Have `what` die where it reaches the point."""
+        (self._folder / point).write_text(what)
+
+    def hits(self) -> list[str]:
+        """The points that were reached, in their order."""
+        found = sorted(self._folder.glob("hit.*"), key=lambda path: path.suffix)
+        return [path.name.split(".")[1] for path in found]
+
+    def said(self) -> str:
+        """The end of what drivers said."""
+        return (self._folder / "stderr.log").read_text()[-3_000:]
+
+
+def published(client: Client, stream: str) -> list[int]:
+    return [int(items[1]) for _, items in client.execute("XRANGE", stream, "-", "+")]

@@ -1,0 +1,36 @@
+"""A Redis that is out of memory until somebody was refused for it."""
+
+import re
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from millstream.client import Client
+from tests.support.waiting import FAIL_SAFE_S, eventually
+
+
+@contextmanager
+def relieved_once_refused(url: str) -> Iterator[None]:
+    """Redis refuses every write; after the first that it has refused, it has all the memory there is again."""
+    with Client(url) as before, Client(url) as own:
+        refused = refusals(before)
+        before.execute("CONFIG", "SET", "maxmemory", "1")
+
+        def relieve() -> None:
+            try:
+                eventually(lambda: refusals(own) > refused, "a write that is refused")
+            finally:
+                own.execute("CONFIG", "SET", "maxmemory", "0")
+
+        thread = threading.Thread(target=relieve)
+        thread.start()
+        try:
+            yield
+        finally:
+            thread.join(FAIL_SAFE_S)
+
+
+def refusals(client: Client) -> int:
+    """How many commands Redis has refused for lack of memory."""
+    found = re.search(rb"errorstat_OOM:count=(\d+)", client.execute("INFO", "errorstats"))
+    return int(found[1]) if found else 0

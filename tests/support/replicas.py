@@ -1,0 +1,30 @@
+"""Replicas in tests: servers that are followed at once, and which of them were asked for ranges of streams."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from millstream.server import EmbeddedServer
+
+FOLLOWS = {"repl-diskless-sync-delay": "0", "appendonly": "no"}
+
+
+def asked(server: EmbeddedServer) -> int:
+    """How many XRANGE a server has run."""
+    _, found, rest = server.call("INFO", "commandstats").partition(b"cmdstat_xrange:calls=")
+    return int(rest.partition(b",")[0]) if found else 0
+
+
+@contextmanager
+def none_asked(*servers: EmbeddedServer) -> Iterator[None]:
+    """None of them is asked for a range meanwhile."""
+    before = [asked(server) for server in servers]
+    yield
+    assert [asked(server) for server in servers] == before
+
+
+@contextmanager
+def asked_for(*servers: EmbeddedServer) -> Iterator[None]:
+    """Each of them is asked for a range meanwhile."""
+    before = [asked(server) for server in servers]
+    yield
+    assert all(now > then for now, then in zip(map(asked, servers), before, strict=True))

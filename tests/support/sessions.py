@@ -1,0 +1,35 @@
+"""The Spark session that all tests of one process share, and the end of the Java behind it."""
+
+from pyspark import SparkContext
+from pyspark.sql import SparkSession
+
+from millstream.spark.session import close_session, open_session
+from tests.support.java import end_java
+from tests.support.waiting import eventually
+
+
+def open_test_session() -> SparkSession:
+    """Two cores, tasks that may fail three times, two shuffle partitions, no web page and a quiet log."""
+    return open_session(
+        "tests",
+        master="local[2,4]",
+        conf={"spark.sql.shuffle.partitions": "2"},
+    )
+
+
+def end_session(spark: SparkSession) -> None:
+    """Stop it, and end its Java, which otherwise lives as long as this process."""
+    gateway = SparkContext._gateway
+    if gateway is None:
+        return  # somebody has ended it already
+    close_session(spark)
+    SparkContext._gateway = SparkContext._jvm = None
+    end_java(gateway)
+
+
+def await_no_tasks(spark: SparkSession) -> None:
+    """Wait until no task runs: what the tasks of a failed run still commit is not for the next test."""
+    tracker = spark.sparkContext._jsc.sc().statusTracker()
+    eventually(
+        lambda: not any(executor.numRunningTasks() for executor in tracker.getExecutorInfos()), "the end of all tasks"
+    )

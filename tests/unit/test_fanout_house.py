@@ -1,0 +1,65 @@
+"""What becomes of connections when the server stops."""
+
+import asyncio
+from collections.abc import Iterable
+from typing import Any, Literal
+
+import pytest
+
+from millstream.fanout.connection import Pace
+from millstream.fanout.endings import Ending
+from millstream.fanout.house import House, Room
+from millstream.metrics import NOBODY
+from millstream.router import Item, Router
+from tests.support.waiting import eventually_async
+
+pytestmark = [pytest.mark.router]
+
+HOUR_S = 3_600.0
+
+
+class Deaf:
+    """The wire of a client that takes nothing, not even a farewell, until it is cut."""
+
+    kind: Literal["sse", "websocket"] = "sse"
+
+    def __init__(self) -> None:
+        self.cut = asyncio.Event()
+
+    async def open(self) -> None: ...
+
+    def render(self, item: Item, position: str) -> bytes:
+        return b""
+
+    async def send(self, parts: Iterable[bytes]) -> None:
+        await self.cut.wait()
+
+    async def beat(self) -> None:
+        await self.cut.wait()
+
+    async def close(self, ending: Ending) -> None:
+        await self.cut.wait()
+        raise OSError("it was cut")
+
+    async def heard(self) -> bool:
+        await self.cut.wait()
+        return False
+
+    def abort(self) -> None:
+        self.cut.set()
+
+
+def test_a_stop_cuts_off_who_does_not_take_the_farewell(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("millstream.fanout.connection._FAREWELL_S", HOUR_S)
+
+    async def main() -> Any:
+        pace = Pace(heartbeat_s=HOUR_S, stall_s=HOUR_S)
+        house = House(Router("redis://127.0.0.1:1"), room=Room(), pace=pace, metrics=NOBODY)
+        wire = Deaf()
+        serving = asyncio.create_task(house.serve(wire, b"", []))
+        await eventually_async(lambda: house.traffic.open == 1, "the connection")
+        await house.close(0.01)
+        await serving
+        return wire.cut.is_set(), house.traffic.open, house.traffic.ended
+
+    assert asyncio.run(main()) == (True, 0, 1)

@@ -1,0 +1,39 @@
+"""What is not imported at the start: a process pays for what it needs. `python -m benchmarks imports` says how much."""
+
+import subprocess
+import sys
+from importlib import import_module
+
+import pytest
+
+pytestmark = [pytest.mark.cli]
+
+HEAVY = ("pandas", "rich", "httpx", "prometheus_client", "wsgiref", "http.server", "matplotlib")
+LAZY = ("millstream", "millstream.router", "millstream.sink")
+
+
+@pytest.mark.parametrize(
+    ("module", "without"),
+    [
+        ("millstream", ("millstream.app", "msgspec", "redis")),
+        ("millstream.commands.cli", ("millstream.app", "msgspec", "redis")),
+        (
+            "millstream.commands.worker",
+            ("millstream.router.router", "millstream.balancer", "millstream.moves", "pyspark"),
+        ),
+        ("millstream.spark.source", ("redis", "pyarrow", "numpy", "asyncio")),
+        ("millstream.spark.task", ("millstream.moves", "millstream.keyed", "millstream.groups")),
+    ],
+)
+def test_a_module_comes_without_what_only_others_need(module: str, without: tuple[str, ...]) -> None:
+    code = f"import sys, {module}; print(*sorted({{*{(*HEAVY, *without)!r}}} & set(sys.modules)))"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.split() == []
+
+
+@pytest.mark.parametrize("name", LAZY)
+def test_every_name_of_a_package_is_there_when_it_is_asked_for_and_no_other(name: str) -> None:
+    package = import_module(name)
+    assert all(getattr(package, exported) is not None for exported in package.__all__)
+    with pytest.raises(AttributeError, match=f"module '{name}' has no attribute 'Nonsense'"):
+        _ = package.Nonsense

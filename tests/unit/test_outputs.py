@@ -1,0 +1,142 @@
+"""Outputs to fields: the text form of each type, what is refused, and that all of it can be read back."""
+
+import dataclasses
+import math
+from datetime import UTC, date, datetime, timedelta, timezone
+from decimal import Decimal
+from typing import Any, Literal
+from uuid import UUID
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from millstream.decoding import compile_decoder, encode_output
+from millstream.errors import OutputError
+from tests.support.models import Address, Colour, Customer, Level, Point, Price, pairs
+
+pytestmark = [pytest.mark.worker, pytest.mark.spark]
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        ("é", "é".encode()),
+        ("", b""),
+        (b"\xff", b"\xff"),
+        (-5, b"-5"),
+        (type("Whole", (int,), {})(3), b"3"),
+        (type("Ratio", (float,), {})(0.5), b"0.5"),
+        (10**100, b"1" + b"0" * 100),
+        (0.1, b"0.1"),
+        (True, b"true"),
+        (False, b"false"),
+        (datetime(2013, 1, 1, 5, tzinfo=UTC), b"2013-01-01T05:00:00+00:00"),
+        (date(2013, 1, 1), b"2013-01-01"),
+        (Decimal("1E+3"), b"1E+3"),
+        (UUID(int=1), b"00000000-0000-0000-0000-000000000001"),
+        (Colour.RED, b"red"),
+        (Level.HIGH, b"10"),
+        ([1, "é", None, {"a": 0.5}], '[1,"é",null,{"a":0.5}]'.encode()),
+        ((1, 2), b"[1,2]"),
+        ({3: UUID(int=0)}, b'{"3":"00000000-0000-0000-0000-000000000000"}'),
+        (Point(1), b'{"x":1,"y":0.0}'),
+        (Price(Decimal("1.50")), b'{"amount":"1.50"}'),
+        ([Address(street="x")], b'[{"street":"x","lat":0.0}]'),
+    ],
+)
+def test_each_type_has_its_text_form(value: object, text: bytes) -> None:
+    assert encode_output({"a": None, "b": value, b"\xff": 1}) == [b"b", text, b"\xff", b"1"]
+
+
+def test_an_instance_of_a_model_is_written_field_by_field() -> None:
+    assert encode_output(Point(1, 2.5)) == pairs(x="1", y="2.5")
+    assert encode_output(Price(Decimal(3))) == pairs(amount="3")
+    customer = Customer(customerName="Ann", age=None, homes=[Address(street="x")])
+    assert encode_output(customer) == pairs(customerName="Ann", homes='[{"street":"x","lat":0.0}]', colour="red")
+
+
+CIRCLE: list[object] = []
+CIRCLE.append(CIRCLE)
+
+
+@pytest.mark.parametrize(
+    ("output", "words"),
+    [
+        ({"a": None}, "no field to write; return None to write nothing"),
+        ({"a": math.nan}, "field 'a' cannot be written: nan is not a number; use None"),
+        ({"a": [1, {"b": math.nan}]}, "field 'a' cannot be written"),
+        ({"a": {"b": [Decimal("Infinity")]}}, "Infinity is not a number"),
+        ({"a": {math.nan: 1}}, "field 'a' cannot be written"),
+        ({"a": Point(1, math.inf)}, "field 'a' cannot be written"),
+        ({"a": Address(street="x", lat=math.nan)}, "field 'a' cannot be written"),
+        ({"a": CIRCLE}, "field 'a' cannot be written"),
+        ({"a": 1 + 2j}, "a builtins.complex has no text form; use str, bytes"),
+        ({"a": [object()]}, "there is no JSON for a object"),
+        ({"a": "\ud800"}, "field 'a' cannot be written"),
+        ({"a": ["\ud800"]}, "field 'a' cannot be written"),
+        ({"a": 10**5000}, "field 'a' cannot be written"),
+        ({"\ud800": 1}, r"field '\ud800' cannot be written"),
+        ({"": 1}, "field '' cannot be written: the name of a field must be text or bytes, and not empty"),
+        ({1: 1}, "field 1 cannot be written"),
+        ({"a": 1, b"a": 2}, "both as text and as bytes"),
+        ("text", "cannot write str; return a mapping"),
+        (Point, "cannot write type; return"),
+    ],
+)
+def test_an_output_that_cannot_be_written_is_refused_with_the_reason(output: Any, words: str) -> None:
+    with pytest.raises(OutputError) as caught:
+        encode_output(output)
+    assert words in str(caught.value)
+    assert str(caught.value).isprintable()
+
+
+finite = st.floats(allow_nan=False, allow_infinity=False)
+decimals = st.decimals(allow_nan=False, allow_infinity=False)
+zones = st.none() | st.integers(-1439, 1439).map(lambda minutes: timezone(timedelta(minutes=minutes)))
+names = st.text(st.characters(codec="utf-8"))
+points = st.builds(Point, st.integers(), finite)
+EVERYTHING: dict[str, tuple[Any, st.SearchStrategy[Any]]] = {
+    "text": (str, names),
+    "raw": (bytes, st.binary()),
+    "number": (int, st.integers()),
+    "ratio": (float, finite),
+    "flag": (bool, st.booleans()),
+    "price": (Decimal, decimals),
+    "at": (datetime, st.datetimes(timezones=zones).map(lambda at: at.replace(fold=0))),  # ISO 8601 has no fold
+    "day": (date, st.dates()),
+    "id": (UUID, st.uuids()),
+    "colour": (Colour, st.sampled_from(Colour)),
+    "level": (Level, st.sampled_from(Level)),
+    "word": (Literal["", "a", 1, True], st.sampled_from(["", "a", 1, True])),
+    "maybe_text": (str | None, st.none() | names.filter(bool)),  # empty text and None are written alike
+    "maybe_number": (int | None, st.none() | st.integers()),
+    "maybe_ratio": (float | None, st.none() | finite),
+    "maybe_price": (Decimal | None, st.none() | decimals),
+    "numbers": (list[int], st.lists(st.integers())),
+    "table": (dict[str, float | None], st.dictionaries(names, st.none() | finite)),
+    "prices": (list[Decimal], st.lists(decimals)),
+    "blobs": (dict[str, bytes], st.dictionaries(names, st.binary())),
+    "point": (Point, points),
+    "maybe_point": (Point | None, st.none() | points),
+}
+Everything = dataclasses.make_dataclass("Everything", [(name, kind) for name, (kind, _) in EVERYTHING.items()])
+everything = st.builds(Everything, **{name: values for name, (_, values) in EVERYTHING.items()})
+decode_everything = compile_decoder(Everything)
+
+
+@given(everything)
+def test_what_is_written_is_read_back_unchanged(value: object) -> None:
+    found = decode_everything(encode_output(value))
+    assert found == value
+    assert repr(found) == repr(value)
+
+
+@given(st.dictionaries(names.filter(bool), st.text() | st.binary() | finite | st.integers() | st.none()))
+def test_every_output_is_written_in_bytes_or_refused(output: dict[str, object]) -> None:
+    try:
+        fields = encode_output(output)
+    except OutputError:
+        return
+    assert fields[::2] == [name.encode() for name, value in output.items() if value is not None]
+    assert all(type(item) is bytes for item in fields)
