@@ -55,6 +55,7 @@ def pytest_configure(config: pytest.Config) -> None:
     else:
         config.stash[guardian_key] = RunGuardian()
         start_java_quickly()
+        os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # each of a thousand processes would compile us anew
     if config.option.timeout is None:
         config.option.timeout = waiting.TEST_TIMEOUT_S
 
@@ -81,6 +82,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
         terminalreporter.write_line(f"FAILED left behind by the tests, and killed: {name}", red=True)
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Every file of tests names its area. Side by side, Spark's lines stay together."""
     if lacking := {item.path.name for item in items if not any(item.get_closest_marker(area) for area in AREAS)}:
@@ -112,7 +114,7 @@ if os.environ.get("MILLSTREAM_TEST_ACL"):
         # Making a consumer ahead of its first read is for programs of one's own; no command and no engine does it.
         millstream_server.call(*rule("least", list(RoleName)).line.split(), "+xgroup|createconsumer", ">rights")
         twins: dict[str, Client] = {}
-        for name in ("execute", "everywhere", "pipeline", "script", "scripts", "scan_streams"):
+        for name in ("execute", "pipeline", "script", "scripts", "scan_streams", "scan_pages"):
             monkeypatch.setattr(Client, name, _with_all_rights_in_tests(getattr(Client, name), twins))
         yield millstream_server.url.replace("://", f"://{LOGIN}")
         for twin in twins.values():

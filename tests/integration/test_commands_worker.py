@@ -28,7 +28,9 @@ app = App("shop")
 def handle(message: Message):
     print("a handler may print")
     print('{"event": "figures"}')
-    time.sleep(float(message.fields.get("wait", b"0")))
+    if b"wait" in message.pairs:
+        open(os.environ["MARKER"] + "-waits", "w").close()
+        time.sleep(float(message.fields["wait"]))
     if b"meet" in message.pairs:
         open(f"{os.environ['MARKER']}-met-{os.getpid()}", "w").close()
         while len(glob.glob(os.environ["MARKER"] + "-met-*")) < 2:
@@ -52,6 +54,12 @@ def app(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setattr(sys, "path", [*sys.path])  # what is called in this process leaves no trace of the app
     monkeypatch.delitem(sys.modules, path.stem, raising=False)
     return f"{path}:app"
+
+
+@pytest.fixture
+def waits(tmp_path: Path) -> Path:
+    """It exists once a message with a wait is being worked on."""
+    return tmp_path / "marker-waits"
 
 
 def fill(client: Client, count: int, *more: str) -> None:
@@ -104,7 +112,9 @@ def test_the_processes_end_with_their_supervisor_even_if_it_is_killed(client: Cl
     eventually(lambda: not lives(child), "the process to end with its supervisor")
 
 
-def test_a_process_whose_supervisor_was_killed_ends_before_another_may_have_its_name(client: Client, app: str) -> None:
+def test_a_process_whose_supervisor_was_killed_ends_before_another_may_have_its_name(
+    client: Client, app: str, waits: Path
+) -> None:
     fill(client, 1)
 
     def has_ended() -> bool:
@@ -117,7 +127,7 @@ def test_a_process_whose_supervisor_was_killed_ends_before_another_may_have_its_
         eventually(lambda: len(done(client)) == 1, "the message to be done")
         child = int(done(client)[0][b"pid"])
         fill(client, 1, "wait", ENDLESS_S)
-        eventually(lambda: _pending(client) == 1, "a message to be worked on")
+        eventually(waits.exists, "a message to be worked on")
     eventually(has_ended, "the process to end, whatever it does")
 
 
@@ -133,10 +143,12 @@ def test_it_ends_when_nobody_reads_its_figures_any_more(client: Client, app: str
     assert "starts again" not in said
 
 
-def test_ctrl_c_stops_and_a_second_signal_does_not_wait(client: Client, app: str) -> None:
+def test_ctrl_c_stops_and_a_second_signal_does_not_wait(client: Client, app: str, waits: Path) -> None:
     fill(client, 2, "wait", ENDLESS_S)
     with running("worker", app, "--threads", "1", "--stop-s", ENDLESS_S, url=client.url) as worker:
-        eventually(lambda: _pending(client) == 2, "one message to be worked on, and one to wait for that")
+        eventually(
+            lambda: waits.exists() and _pending(client) == 2, "one message to be worked on, one to wait for that"
+        )
         worker.send_signal(signal.SIGINT)
         eventually(lambda: _handed_back(client) == 1, "the stop to begin")
         assert worker.poll() is None

@@ -26,7 +26,7 @@ class RunGuardian:
 
     def __init__(self) -> None:
         self._token = secrets.token_hex(8)
-        self.folder = Path(tempfile.mkdtemp(prefix="millstream-tests-"))
+        self.folder = Path(tempfile.mkdtemp(prefix="ms-"))
         self.folder.chmod(0o711)  # a server that must not run as root, as PostgreSQL, has its files below
         os.environ[TOKEN_VARIABLE] = self._token
         os.environ["TMPDIR"] = tempfile.tempdir = str(self.folder)
