@@ -18,7 +18,7 @@ from tests.support.drivers import Driver
 from tests.support.waiting import eventually
 
 SOAK = bool(os.environ.get("MILLSTREAM_SOAK"))
-MESSAGES, KILLS = (40_000, 20) if SOAK else (1_000, 1)
+MESSAGES, KILLS, BATCHES = (40_000, 20, 10) if SOAK else (1_000, 1, 4)
 pytestmark = [pytest.mark.spark, pytest.mark.drivers, pytest.mark.faults]
 
 APP = """
@@ -64,7 +64,7 @@ def cluster(tmp_path: Path, millstream_url: str, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("SPARK_LOCAL_IP", "127.0.0.1")
     monkeypatch.setenv("PYSPARK_PYTHON", "./environment/bin/python")
     options = (
-        *("--master", "local-cluster[2,1,1024]", "--py-files", str(taxes), "--max-per-batch", str(MESSAGES // 10)),
+        *("--master", "local-cluster[2,1,1024]", "--py-files", str(taxes), "--max-per-batch", str(MESSAGES // BATCHES)),
         *("--conf", f"spark.archives={environment(tmp_path)}#environment"),
         *("--conf", "spark.executorEnv.PYTHONPATH=", "--conf", "spark.sql.shuffle.partitions=2"),
     )
@@ -85,7 +85,7 @@ def environment(folder: Path) -> Path:
     with tarfile.open(packed, "w:gz") as archive:
         archive.add(here / "bin", "bin")
         for package in (source, source.with_name("pyspark_millstream")):
-            archive.add(package, f"lib/{package.name}", filter=lambda one: None if "__pycache__" in one.name else one)
+            archive.add(package, f"lib/{package.name}")
     with tarfile.open(packed) as archive:
         archive.extractall(here, filter="data")
     return packed
