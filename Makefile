@@ -17,7 +17,7 @@ demo: setup ## a year of real flights through a Spark pipeline, and a report (AR
 test: setup ## lint and every test (AREA=keys: those of one area, see CONTRIBUTING)
 	@$(MAKE) --no-print-directory -j2 lint quick-java
 	@mkdir -p build
-	$(BIN)/python -m pytest -n 3 --dist loadgroup --durations=30 --junitxml=build/tests.xml $(if $(AREA),-m "$(AREA)") $(ARGS)
+	$(BIN)/python -m pytest -n 4 --dist loadgroup --durations=30 --junitxml=build/tests.xml $(if $(AREA),-m "$(AREA)") $(ARGS)
 
 unit: setup ## the tests of tests/unit only
 	$(BIN)/python -m pytest tests/unit $(ARGS)
