@@ -25,10 +25,10 @@ pytest_plugins = ["pytester"]
 AREAS = ("worker", "keys", "groups", "balancer", "router", "master", "spark", "sink", "cli")
 """The systems that tests belong to, each a marker: `make test AREA=keys`. Every file of tests names its own."""
 
-LINES = ("session", "drivers")
+SPARK_LANES = ("session", "drivers")
 """Tests that share the one Spark session of their process, and tests that start Spark in other processes.
 
-Side by side, the tests of a line run one after another in one process: two cores bear no third Spark.
+Side by side, the tests of a lane run one after another in one process: two cores bear no third Spark.
 """
 ORDER = ("faults", "contract", "spark", "integration", "unit")
 """What takes longest comes first, so that no process has much left when the others are done."""
@@ -84,24 +84,24 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 
 @pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Every file of tests names its area. Side by side, Spark's lines stay together."""
+    """Every file of tests names its area. Side by side, the tests of a Spark lane stay together."""
     if lacking := {item.path.name for item in items if not any(item.get_closest_marker(area) for area in AREAS)}:
         raise pytest.UsageError(f"say with `pytestmark` which of {', '.join(AREAS)} is tested in {sorted(lacking)}")
     for item in items:
-        if line := _line(item):
-            item.add_marker(pytest.mark.xdist_group(line))
+        if lane := _lane(item):
+            item.add_marker(pytest.mark.xdist_group(lane))
     items.sort(key=_rank)
 
 
-def _line(item: pytest.Item) -> str | None:
+def _lane(item: pytest.Item) -> str | None:
     if "spark" in getattr(item, "fixturenames", ()):
         return "session"
     return "drivers" if item.get_closest_marker("drivers") else None
 
 
 def _rank(item: pytest.Item) -> int:
-    line, folder = _line(item), item.path.parent.name
-    return LINES.index(line) if line else len(LINES) + (ORDER.index(folder) if folder in ORDER else len(ORDER))
+    lane, folder = _lane(item), item.path.parent.name
+    return SPARK_LANES.index(lane) if lane else len(SPARK_LANES) + (ORDER.index(folder) if folder in ORDER else len(ORDER))
 
 
 if os.environ.get("MILLSTREAM_TEST_ACL"):
