@@ -93,7 +93,7 @@ def _first_read_s(client: Client, folder: Path) -> float:
 
 
 def _reads(client: Client) -> bool:
-    """Whether somebody waits for entries in the handler's group."""
+    """Whether a worker waits for entries in the handler's group."""
     return b"cmd=xreadgroup" in client.execute("CLIENT", "LIST")
 
 

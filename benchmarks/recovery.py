@@ -1,7 +1,7 @@
 """How soon the work of a worker that is gone goes on elsewhere, against the lease or the claim that it had.
 
 Two `millstream worker` processes, each with a supervisor of its own, share a backlog. One is killed with kill -9, its supervisor
-with it, so that nobody takes up its name: what it had goes on when its leases have run out. `ratio`: from the death to the
+with it, so that no process takes up its name: what it had goes on when its leases have run out. `ratio`: from the death to the
 first commit on each line of keys that it held, p99, to the lease; `streams_ratio`: the same for whole streams
 (`order="stream"`); `entries_ratio`: to the claim time, until the first entry without a key that it held is done by the other.
 `handed_on_ms`: from SIGTERM until another has begun all that the worker had taken and not begun. `joined_ms`: from the first message
@@ -146,7 +146,7 @@ def _pids(client: Client) -> set[int]:
 
 
 def _lines(client: Client, after: int, dead: int) -> dict[bytes, int]:
-    """When, by the server's clock, each line, and each entry, was first committed to by somebody alive."""
+    """When, by the server's clock, each line, and each entry, was first committed to by a living worker."""
     times: dict[bytes, int] = {}
     for stamp, row in _rows(client, after):
         if int(row[b"pid"]) != dead:

@@ -101,7 +101,9 @@ def _lane(item: pytest.Item) -> str | None:
 
 def _rank(item: pytest.Item) -> int:
     lane, folder = _lane(item), item.path.parent.name
-    return SPARK_LANES.index(lane) if lane else len(SPARK_LANES) + (ORDER.index(folder) if folder in ORDER else len(ORDER))
+    return (
+        SPARK_LANES.index(lane) if lane else len(SPARK_LANES) + (ORDER.index(folder) if folder in ORDER else len(ORDER))
+    )
 
 
 if os.environ.get("MILLSTREAM_TEST_ACL"):

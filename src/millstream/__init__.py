@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from millstream.model import EntryId, Message, Retry, State
     from millstream.stages import Rows
 else:
-    __getattr__ = names_of(
+    __getattr__, __dir__ = names_of(
         __name__,
         {
             "millstream.app": ("App", "load_app"),

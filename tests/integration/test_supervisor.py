@@ -1,4 +1,4 @@
-"""The supervisor starts again what dies: at once if it has come to something, else after waits that grow."""
+"""The supervisor starts again what dies: at once if it has done any work, else after waits that grow."""
 
 import re
 import sys
@@ -50,7 +50,7 @@ def test_a_process_that_had_committed_something_begins_again_at_once_each_time(
     assert waits_s(client, caplog, '{"committed": 1}') == [0.1, 0.1, 0.1, 0.1]
 
 
-def test_a_process_that_comes_to_nothing_begins_again_after_waits_that_double(
+def test_a_process_that_has_committed_nothing_begins_again_after_waits_that_double(
     client: Client, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert waits_s(client, caplog, '{"committed": 0}') == [0.1, 0.2, 0.4, 0.8]

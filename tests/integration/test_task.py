@@ -271,7 +271,7 @@ def test_a_handler_that_cancels_others_fails_the_task_so_that_nothing_is_passed_
 def test_an_attempt_beyond_its_time_limit_has_failed_and_its_key_goes_on(bench: Bench, kind: str) -> None:
     app = App("app")
 
-    @app.handler("in", key="k", name="handle", into="out", retry=Retry(attempts=2, delay_ms=1), time_limit_ms=100)
+    @app.handler("in", key="k", name="handle", into="out", retry=Retry(attempts=2, delay_ms=1), time_limit_ms=1_000)
     def plain(item: Item) -> dict[str, int]:
         while item.n == 2:
             with contextlib.suppress(Exception):
@@ -287,7 +287,7 @@ def test_an_attempt_beyond_its_time_limit_has_failed_and_its_key_goes_on(bench: 
         handler = replace(handler, function=coroutine, is_async=True)
     done = bench.process(handler, bench.rows(*((n, b"a", {"n": n}) for n in (1, 2, 3))))
     assert (done["committed"], bench.outputs()) == (3, [1, 3])
-    assert [letter.error for letter in bench.dead()] == ["it took longer than its time limit of 100 ms"]
+    assert [letter.error for letter in bench.dead()] == ["it took longer than its time limit of 1,000 ms"]
 
 
 def test_a_plain_handler_may_have_an_event_loop_of_its_own(bench: Bench) -> None:

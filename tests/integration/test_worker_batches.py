@@ -223,7 +223,7 @@ def test_an_async_batch_beyond_its_time_limit_is_split_and_the_guilty_one_dies(c
         return doubled(numbers)
 
     fill(client, 10)
-    handler = make(handle, time_limit_ms=200, batch_wait_ms=100, retry=Retry(attempts=2, delay_ms=1))
+    handler = make(handle, time_limit_ms=1_000, batch_wait_ms=100, retry=Retry(attempts=2, delay_ms=1))
     with working(client, handler) as loop:
         eventually(lambda: loop.report.committed >= 10)
     assert sorted(outputs(client)) == [n for n in range(10) if n != 4]

@@ -344,7 +344,7 @@ def test_a_worker_that_may_not_be_told_what_has_changed_looks_for_itself(
 def test_a_worker_on_streams_where_nothing_comes_asks_little(client: Client) -> None:
     def scripts_in(duration_s: float) -> float:
         """A second, in so long a time or longer."""
-        before, began_s = scripts_called(client), time.monotonic()
+        began_s, before = time.monotonic(), scripts_called(client)
         time.sleep(duration_s)
         return (scripts_called(client) - before) / (time.monotonic() - began_s)
 

@@ -51,9 +51,7 @@ def test_a_session_has_the_name_that_it_was_opened_with(spark: SparkSession) -> 
     assert spark.sparkContext.appName == "tests"
 
 
-def test_a_batch_that_takes_long_is_told_of_at_ever_longer_intervals(
-    pipelines: Pipelines, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_batch_that_takes_long_is_told_of_at_ever_longer_intervals(pipelines: Pipelines) -> None:
     clock = HandClock()
     settings = runner.RunSettings(url=pipelines.url, checkpoint=str(pipelines.folder / "checkpoint"))
     watched = runner.Runner(app_of(nothing), pipelines.spark, settings, on_event=pipelines.events.append, clock=clock)

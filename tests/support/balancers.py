@@ -59,7 +59,7 @@ def settle(client: Client, *names: str, rounds: int = 3, **changes: Any) -> dict
 
 
 def expire(client: Client, *names: str, ago_ms: int = 0) -> None:
-    """The leases of these consumers have ended, as far as the server's clock goes. Nobody is told."""
+    """The leases of these consumers have ended, as far as the server's clock goes. No balancer is told."""
     ended_ms = server_us(client) // 1_000 - ago_ms
     for name in names:
         client.execute("ZADD", KEYS.alive, ended_ms, name)
@@ -81,6 +81,7 @@ def rounds_later(client: Client, balancer: Balancer, count: int = 2) -> None:
     """Wait until this balancer has made so many rounds from now on, and has drawn its conclusions from them."""
     for _ in range(count + 1):  # the first may have begun already, and the last is not concluded yet
         before = until_ms(client, balancer.consumer)
+        time.sleep(0.002)  # the end of a lease is in milliseconds: the next round is to have another one
         wake(client)
         _changed(client, balancer.consumer, before)
 
@@ -104,7 +105,7 @@ def until_ms(client: Client, consumer: str) -> float:
 
 
 def waits(client: Client) -> bool:
-    """Whether somebody waits for Redis to tell it something."""
+    """Whether any client waits in a blocking read."""
     return b"blocked_clients:0\r" not in client.execute("INFO", "clients")
 
 
@@ -174,7 +175,7 @@ def dead(client: Client) -> list[dict[str, str]]:
 class StoppedClock(HandClock):
     """The clock of a process that a test moves by hand; it has waits take their time all the same.
 
-    `looks`: how often somebody has looked at it.
+    `looks`: how often it was looked at.
     """
 
     def __init__(self) -> None:

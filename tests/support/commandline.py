@@ -98,15 +98,15 @@ def lives(pid: int) -> bool:
 
 @contextmanager
 def reserved_port() -> Iterator[int]:
-    """A port of 127.0.0.1 that is given to nobody else meanwhile; a server that asks for this one gets it."""
+    """A port of 127.0.0.1 that no other program is given meanwhile; a server that asks for this one gets it."""
     with socket.socket() as found:
-        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do: it is bound, but nobody listens
+        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do: it is bound, but not listened on
         found.bind(("127.0.0.1", 0))
         yield int(found.getsockname()[1])
 
 
 def free_port() -> int:
-    """A port of 127.0.0.1 that nobody listens on, and that no client gets for its own end of a connection meanwhile."""
+    """A port of 127.0.0.1 that no program listens on, and that no client gets for its own end of a connection meanwhile."""
     while True:
         port = secrets.choice(_NO_CLIENTS)
         with suppress(OSError), socket.create_server(("127.0.0.1", port)):

@@ -2,9 +2,9 @@
 
 Each run has a token, which every process it starts inherits in its environment, and a folder, in which all
 temporary files are made. Programs that write over their environment (redis-server does, for its title) are known
-by the folder, in which they work or which their command line names. A guardian, a small process in a session of its own, waits for the end of a pipe that
-only the run holds. When the run dies, by Ctrl-C, `kill -9` or in order, the kernel closes the pipe, and the
-guardian kills every process with the token and removes the folder.
+by the folder, in which they work or which their command line names. A guardian, a small process in a session of
+its own, waits for the end of a pipe that only the run holds. When the run dies, by Ctrl-C, `kill -9` or in order,
+the kernel closes the pipe, and the guardian kills every process of the run and removes the folder.
 """
 
 import os

@@ -24,7 +24,7 @@ KEYS = HandlerKeys("master", GROUP, STREAM)
 QUICK = ("--ping-interval-s", "0.2", "--ping-failures", "2", "--min-idle-time-s", "0.5", "--retry-delay-s", "0.05")
 
 PATIENT = ("--ping-failures", "100000")
-"""Given to a master, it looks as often, but takes nobody for dead whose process gets no CPU for a while."""
+"""Given to a master, it looks as often, but takes no consumer for dead whose process gets no CPU for a while."""
 
 Pair = tuple[str, dict[str, str]]
 

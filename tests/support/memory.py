@@ -1,4 +1,4 @@
-"""A Redis that is out of memory until somebody was refused for it."""
+"""A Redis that is out of memory until it has refused a write for it."""
 
 import re
 import threading

@@ -21,7 +21,7 @@ def end_session(spark: SparkSession) -> None:
     """Stop it, and end its Java, which otherwise lives as long as this process."""
     gateway = SparkContext._gateway
     if gateway is None:
-        return  # somebody has ended it already
+        return  # it has ended already
     close_session(spark)
     SparkContext._gateway = SparkContext._jvm = None
     end_java(gateway)

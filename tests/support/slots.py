@@ -4,7 +4,7 @@ from millstream.server import EmbeddedServer
 
 
 def move_slot(source: EmbeddedServer, target: EmbeddedServer, slot: int, *, finish: bool) -> None:
-    """Move a slot and its keys to another node, as `redis-cli --cluster reshard` does; `finish`: tell everybody."""
+    """Move a slot and its keys to another node, as `redis-cli --cluster reshard` does; `finish`: tell both nodes."""
     ours, theirs = (node.call("CLUSTER", "MYID").decode() for node in (source, target))
     target.call("CLUSTER", "SETSLOT", slot, "IMPORTING", ours)
     source.call("CLUSTER", "SETSLOT", slot, "MIGRATING", theirs)

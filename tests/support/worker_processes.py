@@ -149,7 +149,7 @@ class Fleet:
         return self.supervisor.wait(FAIL_SAFE_S)
 
     def kill_all(self) -> None:
-        """kill -9 of the supervisor and its workers: nobody takes their names again soon."""
+        """kill -9 of the supervisor and its workers: no process has their names again soon."""
         children = self.children()
         self.supervisor.kill()
         for child in children:
@@ -238,6 +238,12 @@ class Books:
     def pending(self) -> int:
         """How many messages are in the hands of workers."""
         return int(self._ask("XPENDING", "in", self.keys.group)[0])
+
+    def in_hand(self) -> bool:
+        """Whether workers hold anything; when all is done, some more is published for that."""
+        if self.drained():
+            self.publish_more()
+        return self.pending() > 0
 
     def drained(self) -> bool:
         """Nothing is pending and nothing is left to read."""

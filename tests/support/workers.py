@@ -77,7 +77,7 @@ def ending(
     **options: Any,
 ) -> Iterator[RememberingLoop]:
     """A loop that has to end by itself, at the end of the block at the latest, and with such an error."""
-    with pytest.raises(error, match=match), working(client, handler, name, **options) as loop:  # noqa: PT012 - nobody else raises these
+    with pytest.raises(error, match=match), working(client, handler, name, **options) as loop:  # noqa: PT012 - no other line raises these
         yield loop
         eventually(loop.ended.is_set, f"the end of the loop by {error.__name__}")
 
@@ -153,6 +153,6 @@ def pending(client: Client) -> int:
 
 
 def scripts_called(client: Client) -> int:
-    """How many scripts the server has run for anybody."""
+    """How many scripts the server has run for all clients."""
     stats = client.execute("INFO", "commandstats").decode()
     return int(stats.partition("cmdstat_evalsha:calls=")[2].partition(",")[0] or 0)

@@ -31,9 +31,15 @@ def test_a_module_comes_without_what_only_others_need(module: str, without: tupl
     assert found.stdout.split() == []
 
 
+def test_a_module_of_a_package_that_was_imported_is_its_attribute() -> None:
+    code = "import millstream; assert issubclass(millstream.errors.Reject, Exception)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
 @pytest.mark.parametrize("name", LAZY)
 def test_every_name_of_a_package_is_there_when_it_is_asked_for_and_no_other(name: str) -> None:
     package = import_module(name)
     assert all(getattr(package, exported) is not None for exported in package.__all__)
+    assert set(package.__all__) <= set(dir(package))
     with pytest.raises(AttributeError, match=f"module '{name}' has no attribute 'Nonsense'"):
         _ = package.Nonsense

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from millstream.router.router import Router, RouterFigures
     from millstream.router.subscription import Subscription
 else:
-    __getattr__ = names_of(
+    __getattr__, __dir__ = names_of(
         __name__,
         {
             "millstream.groups.entries": ("BEGINNING", "END"),

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from millstream.sink.staging import Row, Stage, begin, raw, token_of
     from millstream.sink.terms import Terms
 else:
-    __getattr__ = names_of(
+    __getattr__, __dir__ = names_of(
         __name__,
         {
             "millstream.sink.manifest": ("Share",),

@@ -55,7 +55,7 @@ class WorkerProcess:
     """Runs the handlers of `app`, each in its own reading loop; if one loop ends, all do.
 
     `on_figures` is told the counts of each handler, by name, about every `every_ms` milliseconds, at the end, and soon after
-    the first commit: who dies then has come to something.
+    the first commit, so that the supervisor knows of it if the process dies then.
     Raises ConfigError for handlers that a worker cannot run, before anything is read.
     """
 
@@ -110,7 +110,7 @@ class WorkerProcess:
         told_ms, has_worked = self._clock.monotonic_ms(), False
         while not stopping.wait(_TICK_S) and not self._failures:
             began, has_worked = has_worked, any(loop.report.committed for loop in self._loops.values())
-            if has_worked > began or self._clock.monotonic_ms() - told_ms >= self._every_ms:
+            if (has_worked and not began) or self._clock.monotonic_ms() - told_ms >= self._every_ms:
                 told_ms = self._clock.monotonic_ms()
                 self._tell()
         if self._health is not None:

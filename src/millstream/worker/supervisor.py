@@ -37,7 +37,7 @@ _RENEW_MS = 5_000.0
 _ORPHAN_END_S = 8.0
 _ORDER = b"stop"
 _STDERR = 2
-_LAST_WORDS_S = 5.0
+_LAST_WORDS_MS = 5_000.0
 _SLACK_MS = 5_000.0
 _WAITS_MS = (100.0, 5_000.0)
 _STEADY_MS = 10_000.0
@@ -48,6 +48,7 @@ class _Child:
     name: str
     process: subprocess.Popen[bytes] | None = None
     started_ms: float = 0.0
+    ended_ms: float | None = None
     due_ms: float = 0.0
     wait_ms: float = 0.0
     has_worked: bool = False
@@ -58,9 +59,9 @@ class Supervisor:
     """Runs `command(name, lines)` for each name that `names` holds, again and again, until it is stopped.
 
     `lines` is a file descriptor. `on_line` is given each line of JSON that the process writes to it, and the process's
-    name, and returns whether the line shows that the process has come to something; what it raises ends all. A process
-    that ends by a signal or with any code is started again, at once if it has come to something or lived for long, else
-    with back-off; but FINAL_CODE ends all.
+    name, and returns whether the line shows that the process has done any work; what it raises ends all. A process that
+    ends by a signal or with any code is started again, at once if it has done any work or lived for long, else with
+    back-off; but FINAL_CODE ends all.
     """
 
     def __init__(
@@ -123,13 +124,11 @@ class Supervisor:
                 self._start(child)
             return
         code = child.process.poll()
-        if code is None:
+        if code is None or not self._is_heard_out(child, now_ms):
             return
         if child.process.stdin is not None:
             child.process.stdin.close()
         child.process = None
-        if child.listener is not None:
-            child.listener.join(_LAST_WORDS_S)  # what it told at last counts
         if code == FINAL_CODE:
             raise PipelineFailed(f"worker {child.name} cannot go on; the reason is above")
         if child.has_worked or now_ms - child.started_ms > _STEADY_MS:
@@ -139,8 +138,16 @@ class Supervisor:
         how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
         logger.warning("worker %s %s and starts again in %.1f s", child.name, how, child.wait_ms / 1000)
 
+    def _is_heard_out(self, child: _Child, now_ms: float) -> bool:
+        """Whether all is read that an ended process told; not awaited for long, as its own children may hold the pipe."""
+        if child.ended_ms is None:
+            child.ended_ms = now_ms
+        is_over = child.listener is None or not child.listener.is_alive()
+        return is_over or now_ms - child.ended_ms > _LAST_WORDS_MS
+
     def _start(self, child: _Child) -> None:
         child.started_ms = self._clock.monotonic_ms()
+        child.ended_ms = None
         child.has_worked = False
         mine, its = os.pipe()
         try:
