@@ -9,10 +9,11 @@ import pytest
 
 from millstream.channel import Terms
 from millstream.client import Client
-from millstream.errors import ConfigError, NotReplicated
+from millstream.errors import CommandFailed, ConfigError, NotReplicated
 from millstream.keyed import Ending
 from millstream.layout import Layout
 from millstream.lines import park, survey, unpark
+from millstream.moves import SEND_ON
 from millstream.naming import hash_tag
 from millstream.partitioned import PartitionedProducer
 from millstream.partitions import Partitions
@@ -143,6 +144,17 @@ def test_a_producer_that_knows_nothing_of_partitions_is_refused(client: Client, 
     layout = Partitions(client, BASE).found()
     with Producer(client) as producer, pytest.raises(ConfigError, match="PartitionedProducer"):
         producer.publish(layout.stream(layout.place(b"A")), {"k": "A"})
+
+
+def test_what_was_redriven_is_not_sent_on_to_a_partition_that_a_newer_generation_has_sealed(client: Client) -> None:
+    client.execute("HSET", "partition", "generation", 3)
+    names, entry = ("stream", "partition", "sent"), (60_000, "k", "a")
+    with pytest.raises(CommandFailed, match="SEALED 3"):
+        client.script(SEND_ON, names, (2, *entry))
+    assert client.execute("EXISTS", "stream", "sent") == 0
+    added = [client.script(SEND_ON, names, (3, *entry)) for _ in range(2)]
+    assert [entry_id for entry_id, _ in client.execute("XRANGE", "stream", "-", "+")] == [added[0]]
+    assert added[0] == added[1], "once, however often it is sent on"
 
 
 # --- Growing ---
