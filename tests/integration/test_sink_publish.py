@@ -352,6 +352,16 @@ def test_a_lost_answer_to_staging_doubles_nothing(client: Client) -> None:
     assert client.execute("LLEN", staged(client)[0]) == share.portions["a"].chunks == 3
 
 
+def test_a_task_whose_staged_rows_redis_has_forgotten_stops_and_says_so(client: Client) -> None:
+    stage = Stage(client, SINK, "1.0.0.1", patience_ms=0)
+    rows = rows_of(range(4_000), ("a",))["a"]
+    stage.add([("a", rows[:2_000])], 1)
+    client.execute("DEL", *staged(client))
+    with pytest.raises(DataLoss, match="forgotten rows that this task has staged"):
+        stage.add([("a", rows[2_000:])], 1)
+    assert staged(client) == []
+
+
 def test_on_a_cluster_one_decision_holds_for_streams_in_all_slots(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(publication_module, "_CALLS_PER_TRIP", 1)
     with cluster() as deployment, Client(deployment.url) as client:
