@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from millstream.asking import server_time_ms
 from millstream.balancer import announce
 from millstream.balancer.survey import survey
 from millstream.client import Client
@@ -226,9 +227,7 @@ def test_a_redis_that_was_away_longer_than_the_leases_finds_every_stream_with_an
 
 def leases_are_over(client: Client) -> bool:
     """Whether every consumer's leases have ended, by the server's clock."""
-    seconds, micros = client.execute("TIME")
-    now_ms = int(seconds) * 1000 + int(micros) // 1000
-    return not client.execute("ZCOUNT", KEYS.alive, now_ms, "+inf")
+    return not client.execute("ZCOUNT", KEYS.alive, server_time_ms(client), "+inf")
 
 
 def is_quiet(client: Client, key: str) -> bool:

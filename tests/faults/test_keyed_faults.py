@@ -10,6 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from millstream.asking import server_time_ms
 from millstream.client import Client, raise_if_error
 from millstream.server import EmbeddedServer
 from millstream.testing.proxy import Proxy
@@ -94,7 +95,7 @@ def test_after_a_kill_the_keys_of_the_dead_go_on_elsewhere_once_their_leases_hav
 
                 eventually(has_much, "work on both", log=dying.log)
                 dying.kill_all()
-                killed_ms = server_ms(fresh_client)
+                killed_ms = server_time_ms(fresh_client)
                 until_ms = leases_of(books, b"dying")
                 done = books.done()
                 eventually(books.drained, "the drain", log=heir.log)
@@ -121,12 +122,6 @@ def first_commits_ms(books: KeyedBooks, done: int) -> dict[bytes, int]:
     for stamp, pairs in books.client.execute("XRANGE", "out", "-", "+")[done:]:
         times.setdefault(b"k" + pairs[pairs.index(b"key") + 1], stamp_ms(stamp))
     return times
-
-
-def server_ms(client: Client) -> float:
-    """The server's clock."""
-    seconds, micros = client.execute("TIME")
-    return int(seconds) * 1000 + int(micros) / 1000
 
 
 def test_a_worker_that_slept_past_its_lease_is_refused_what_it_commits_late(

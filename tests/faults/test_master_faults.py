@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from millstream.asking import server_time_ms
 from millstream.client import Client
 from millstream.server import EmbeddedServer
 from millstream.testing.history import Event, check, read_events
@@ -90,9 +91,7 @@ def enqueue(client: Client, tickets: int, each: int) -> list[Event]:
 
 def leases_are_over(client: Client) -> bool:
     """Whether all leases have ended, by the server's clock."""
-    seconds, micros = client.execute("TIME")
-    now_ms = int(seconds) * 1000 + int(micros) // 1000
-    return not client.execute("ZCOUNT", KEYS.leases, now_ms, "+inf")
+    return not client.execute("ZCOUNT", KEYS.leases, server_time_ms(client), "+inf")
 
 
 def registered(master: Master, count: int) -> None:

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from millstream.asking import server_time_ms
 from millstream.client import Client
 from millstream.errors import CommandFailed, ConfigError, GroupMissing, Unavailable, WrongType
 from millstream.groups import BEGINNING, END, ClaimOptions, Consumer, Group, PendingSummary, groups_of
@@ -41,15 +42,9 @@ def take(client: Client, name: str = "c", count: int = 100) -> list[bytes]:
     return [one for batch in consumer(client, name).read_new(count=count) for one in batch.ids]
 
 
-def server_ms(client: Client) -> int:
-    """The clock that Redis counts idle times by."""
-    seconds, micros = client.execute("TIME")
-    return int(seconds) * 1000 + int(micros) // 1000
-
-
 def since(client: Client, before_ms: int) -> int:
     """Milliseconds that have passed on that clock, at most."""
-    return server_ms(client) - before_ms + 1
+    return server_time_ms(client) - before_ms + 1
 
 
 def ids(*numbers: int) -> list[bytes]:
@@ -189,7 +184,7 @@ def test_a_restarted_consumer_reads_again_from_any_id_what_it_holds_and_only_tha
 def test_reading_again_counts_a_delivery_and_resets_the_idle_time(client: Client, group: Group) -> None:
     (entry_id,) = take(client, count=1)
     group.pending.claim_ids([entry_id], consumer="c", min_idle_ms=0, options=ClaimOptions(idle_ms=90_000))
-    before_ms = server_ms(client)
+    before_ms = server_time_ms(client)
     consumer(client).read_pending()
     (entry,) = group.pending.entries()
     assert entry.deliveries == 2
@@ -228,7 +223,7 @@ def test_the_pending_list_in_figures(client: Client, group: Group) -> None:
 
 def test_pending_entries_by_range_count_consumer_and_idle_time(client: Client, group: Group) -> None:
     pending = group.pending
-    before_ms = server_ms(client)
+    before_ms = server_time_ms(client)
     pending.claim_ids(take(client, "a", count=3), consumer="a", min_idle_ms=0, options=ClaimOptions(idle_ms=90_000))
     take(client, "b", count=3)
     assert [one.id for one in pending.entries("2-0", "5-0")] == ids(2, 3, 4, 5)
@@ -254,7 +249,7 @@ def test_a_pending_list_of_any_length_is_walked_page_by_page(client: Client, gro
 def test_of_two_that_claim_the_same_entry_one_gets_it(client: Client, group: Group) -> None:
     taken = take(client, "dead", count=2)
     group.pending.claim_ids(taken, consumer="dead", min_idle_ms=0, options=ClaimOptions(idle_ms=HOUR_MS))
-    before_ms = server_ms(client)
+    before_ms = server_time_ms(client)
     first = group.pending.claim(ids(1, 2), consumer="a", min_idle_ms=HOUR_MS)
     second = group.pending.claim(ids(1, 2), consumer="b", min_idle_ms=HOUR_MS)
     assert (first.ids, first.recovered, second.ids) == (ids(1, 2), True, [])
@@ -278,7 +273,7 @@ def test_a_claim_by_id_alone_counts_no_delivery(client: Client, group: Group) ->
 
 def test_a_claim_sets_idle_time_and_delivery_count_when_asked(client: Client, group: Group) -> None:
     take(client, "dead", count=2)
-    before_ms = server_ms(client)
+    before_ms = server_time_ms(client)
     group.pending.claim(ids(1), consumer="a", min_idle_ms=0, options=ClaimOptions(idle_ms=90_000, deliveries=7))
     earlier = ClaimOptions(time_ms=before_ms - 200_000)
     group.pending.claim(ids(2), consumer="a", min_idle_ms=0, options=earlier)
@@ -330,7 +325,7 @@ def test_claiming_by_idle_time_and_id_alone_counts_no_delivery(client: Client, g
 def test_consumers_are_listed_with_what_they_hold_and_how_long_they_are_silent(client: Client, group: Group) -> None:
     assert group.create_consumer("z")
     assert not group.create_consumer("z")
-    before_ms = server_ms(client)
+    before_ms = server_time_ms(client)
     take(client, "a", count=2)
     eventually(lambda: group.consumers()[0].idle_ms >= 10, "some silence")
     first, last = group.consumers()

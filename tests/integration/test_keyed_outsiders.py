@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
+from millstream.asking import server_time_ms
 from millstream.client import Client, Script
 from millstream.errors import GroupMissing
 from millstream.keyed import LOWEST, Ending, KeyedStream, Lease
@@ -177,19 +178,14 @@ def test_what_waits_in_lines_is_not_trimmed_by_workers_whatever_outsiders_do(cli
     assert client.execute("XLEN", "in") < 200
 
 
-def server_ms(client: Client) -> int:
-    seconds, micros = client.execute("TIME")
-    return int(seconds) * 1_000 + int(micros) // 1_000
-
-
 def test_lines_are_not_looked_at_so_often_that_redis_would_do_little_else(client: Client) -> None:
     publish(client, "-" * 500)
     worker = keyed(client)
     while worker.route(count=1_000, most_pending=1_000):
         pass
-    began_ms = server_ms(client)
+    began_ms = server_time_ms(client)
     assert worker._script(LOWEST, (1_000,)) == b"1-0"
-    assert began_ms + 50 <= int(client.execute("HGET", KEYS.meta, "trim_at")) <= server_ms(client) + 50
+    assert began_ms + 50 <= int(client.execute("HGET", KEYS.meta, "trim_at")) <= server_time_ms(client) + 50
     most = 20 * HOUR_MS  # with which an hour is not too far ahead
     client.execute("HSET", KEYS.meta, "trim_at", began_ms + HOUR_MS)
     assert worker._script(LOWEST, (most,)) is None, "not before that time has passed"
