@@ -31,6 +31,7 @@ from tests.support.workers import (
     fill,
     fill_at_maxmemory,
     make,
+    now_ms,
     outputs,
     pending,
     working,
@@ -368,13 +369,9 @@ def test_what_it_does_shows_in_the_metrics(client: Client) -> None:
 
 
 def test_delayed_messages_are_moved_to_the_stream_when_they_are_due(client: Client) -> None:
-    def now_ms() -> float:
-        seconds, microseconds = client.execute("TIME")
-        return int(seconds) * 1_000 + int(microseconds) / 1_000
-
     with Producer(client.url) as producer, working(client, make(double)) as loop:
         eventually(lambda: client.execute("EXISTS", KEYS.meta) == 1)
-        began_ms = now_ms()
+        began_ms = now_ms(client)
         producer.publish("in", {"n": 7}, delay_ms=300)
         eventually(lambda: loop.report.committed >= 1)
     assert outputs(client) == [7]

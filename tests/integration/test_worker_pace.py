@@ -25,6 +25,7 @@ from tests.support.workers import (
     goes_on,
     look_again,
     make,
+    now_ms,
     outputs,
     pause,
     pending,
@@ -34,12 +35,6 @@ from tests.support.workers import (
 pytestmark = [pytest.mark.worker]
 
 # The rate
-
-
-def now_ms(client: Client) -> float:
-    """The server's clock."""
-    seconds, microseconds = client.execute("TIME")
-    return int(seconds) * 1_000 + int(microseconds) / 1_000
 
 
 def count_reservations(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:

@@ -156,3 +156,9 @@ def scripts_called(client: Client) -> int:
     """How many scripts the server has run for all clients."""
     stats = client.execute("INFO", "commandstats").decode()
     return int(stats.partition("cmdstat_evalsha:calls=")[2].partition(",")[0] or 0)
+
+
+def now_ms(client: Client) -> float:
+    """The server's clock, to the microsecond."""
+    seconds, microseconds = client.execute("TIME")
+    return int(seconds) * 1_000 + int(microseconds) / 1_000

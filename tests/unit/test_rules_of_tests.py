@@ -2,6 +2,7 @@
 
 import ast
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -81,11 +82,17 @@ eventually(lambda: found, "an entry")
 """
 
 
+@cache
+def parsed(path: Path) -> ast.Module:
+    """Each file is read once for all rules."""
+    return ast.parse(path.read_text())
+
+
 @pytest.mark.parametrize("rule", dict.fromkeys(rule for rule, _ in RULES), ids=lambda rule: rule.__name__)
 def test_tests_keep_the_rules(rule: Callable[[ast.Module], Iterator[str]]) -> None:
     files = [path for path in TESTS.rglob("*.py") if path.name not in WAITERS]
     assert len(files) > 100
-    assert not [f"{path.relative_to(TESTS)}:{line}" for path in files for line in rule(ast.parse(path.read_text()))]
+    assert not [f"{path.relative_to(TESTS)}:{line}" for path in files for line in rule(parsed(path))]
 
 
 @pytest.mark.parametrize(("broken", "text"), RULES)
