@@ -10,6 +10,7 @@ from millstream.client import Client
 from millstream.groups import ClaimOptions, Consumer, DoneFile, Group, GroupInfo, PendingEntry, Reader, ReadPolicy
 from millstream.server import EmbeddedServer
 from millstream.testing.topologies import sentinel_trio
+from tests.support.replicas import is_primary
 from tests.support.waiting import FAIL_SAFE_S, eventually
 
 pytestmark = [pytest.mark.groups, pytest.mark.faults]
@@ -92,7 +93,7 @@ def promotion() -> Iterator[tuple[Client, Callable[[], None]]]:
         def fail_over() -> None:
             eventually(lambda: client.execute("WAIT", 1, 1_000) == 1, "the replica to have it all")
             trio.primary.kill()
-            eventually(lambda: b"role:master" in trio.replica.call("INFO", "replication"), "the promotion")
+            eventually(lambda: is_primary(trio.replica), "the promotion")
 
         yield client, fail_over
 

@@ -25,7 +25,7 @@ from millstream.spark.replicas import ReplicaReads, Replicas
 from millstream.spark.taken import Portion, TakenReading
 from millstream.testing.proxy import Proxy
 from millstream.testing.topologies import cluster, sentinel_trio
-from tests.support.replicas import FOLLOWS, asked, asked_for, none_asked
+from tests.support.replicas import FOLLOWS, asked, asked_for, is_primary, none_asked
 from tests.support.waiting import FAIL_SAFE_S, eventually
 
 pytestmark = [pytest.mark.spark, pytest.mark.xdist_group("replica_reads")]
@@ -526,7 +526,7 @@ def test_behind_sentinel_the_replica_is_read_and_later_the_one_that_takes_over()
             (found,) = reads.ask([("XRANGE", "s", "-", "100-0", "COUNT", 10)])
         trio.primary.kill()
         (more,) = reads.ask([("XRANGE", "s", "(10-0", "100-0", "COUNT", 40)])
-        eventually(lambda: b"role:master" in trio.replica.call("INFO", "replication"), "the failover")
+        eventually(lambda: is_primary(trio.replica), "the failover")
         last = [("XRANGE", "s", "(50-0", "100-0", "COUNT", 50)]
         (rest,) = client.patiently(lambda: reads.ask(last), what="the test", limit_ms=PATIENCE_MS)
         replicas.close()

@@ -13,6 +13,7 @@ from redis.sentinel import MasterNotFoundError, Sentinel
 from millstream.errors import ConfigError, ServerError
 from millstream.server import EmbeddedServer
 from millstream.testing.topologies import PRIMARY_NAME, acl_server, cluster, sentinel_trio, tls_server
+from tests.support.replicas import is_primary
 from tests.support.waiting import eventually
 
 pytestmark = [pytest.mark.groups]
@@ -58,7 +59,7 @@ def test_sentinels_promote_the_replica_when_the_primary_is_killed_and_keep_the_d
             assert client.wait(1, 0) == 1
 
             trio.primary.kill()
-            eventually(lambda: b"role:master" in trio.replica.call("INFO", "replication"), "the failover")
+            eventually(lambda: is_primary(trio.replica), "the failover")
             eventually(lambda: knows_primary(guide, trio.replica.port), "the Sentinels to tell of it")
             assert client.get("key") == b"value"
 

@@ -1,11 +1,19 @@
 """Replicas in tests: servers that are followed at once, and which of them were asked for ranges of streams."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
+from millstream.errors import ServerError
 from millstream.server import EmbeddedServer
 
 FOLLOWS = {"repl-diskless-sync-delay": "0", "appendonly": "no"}
+
+
+def is_primary(server: EmbeddedServer) -> bool:
+    """Whether a replica was promoted. Sentinel has it close all connections then, perhaps the one that asks."""
+    with suppress(ServerError):
+        return b"role:master" in server.call("INFO", "replication")
+    return False
 
 
 def asked(server: EmbeddedServer) -> int:
