@@ -12,9 +12,9 @@ from typing import Any, ClassVar, Literal, NamedTuple
 
 from millstream.client import Arg, Client, Command, Reply, Script
 from millstream.errors import Unavailable
-from millstream.ledger import ENTRY_MARK, FAILED, KEY_MARK, LEASES_LOST, Kind, Unit
+from millstream.ledger import ENTRY_MARK, KEY_MARK, Kind, Unit
 from millstream.lines import WAITING, check_lines
-from millstream.reliable import Delivery, LineTurn, ReliableStream
+from millstream.reliable import Delivery, LineTurn, ReliableStream, strikes_of
 
 ROUTE = Script("route")
 TAKE = Script("take")
@@ -278,7 +278,7 @@ class KeyedStream(ReliableStream):
         unit.others = ids[:-1]
         for one, entry_id in zip(deliveries, ids, strict=True):
             if one.deliveries > 1 or one.attempt > 1:
-                unit.end_strikes(entry_id, entry_id + FAILED, entry_id + LEASES_LOST)
+                unit.end_strikes(*strikes_of(entry_id))
         return unit
 
     def _waiting(self) -> tuple[int | None, int | None]:

@@ -45,6 +45,9 @@ IN_LINE = b"line"
 LEASES_LOST = "l"
 """Ends the field of the strikes that counts how often a lease ran out while its entry was the first of its line."""
 
+ISOLATED = "a"
+"""Ends the field of the strikes that tells which process runs the entry in isolation; see `worker/incarnations.py`."""
+
 _LOAD_CHUNK = 1_000
 _MOST_OPEN = 100_000
 _PORTION_BYTES = 8 << 20

@@ -86,6 +86,11 @@ def held_name(app: str, worker: str) -> str:
     return f"{PREFIX}:worker:{app}:{worker}"
 
 
+def ended_name(app: str, incarnation: str) -> str:
+    """String, with a time to live: how one life of a worker process ended. No worker can have this name."""
+    return f"{PREFIX}:worker:{app}:ended:{incarnation}"
+
+
 def run_name(pipeline: str) -> str:
     """The worker's name under which a run on Spark of a handler or stage is known to be alive: no worker can have it."""
     return f"spark:{pipeline}"

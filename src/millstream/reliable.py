@@ -18,7 +18,7 @@ from millstream.client import Client, Command, Reply, Script, raise_if_error
 from millstream.deadletters import DeadLetter
 from millstream.errors import GroupMissing, MillstreamError, StaleOwner
 from millstream.groups import Batch, Consumer, Group, PendingEntry
-from millstream.ledger import ENTRY_MARK, FAILED, KEY_MARK, LEASES_LOST, Checkpoint, Kind, Ledger, Unit
+from millstream.ledger import ENTRY_MARK, FAILED, ISOLATED, KEY_MARK, LEASES_LOST, Checkpoint, Kind, Ledger, Unit
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ class Delivery:
     * `settling`: it is being committed
     * `due_ms`: when its next attempt may begin, by the worker's clock
     * `in_batch`: it runs in a batch of several
-    * `struck`: how often it had been struck when this worker struck it; None if it has not
+    * `isolated_by`: the mark under which this process runs it in isolation; "" if it does not
     * `took_ms`: how long the last attempt took
     * `lease`: of a handler with a key, the turn of its line that it was given out with
     """
@@ -64,7 +64,7 @@ class Delivery:
     settling: bool = field(init=False, default=False)
     due_ms: float = field(init=False, default=0.0)
     in_batch: bool = field(init=False, default=False)
-    struck: int | None = field(init=False, default=None)
+    isolated_by: str = field(init=False, default="")
     took_ms: float = field(init=False, default=0.0)
 
     place: tuple[str, bytes] = field(init=False)
@@ -333,13 +333,13 @@ class ReliableStream:
         # Names of parameters would double what this costs, and there is one for every message.
         unit = Unit(ENTRY_MARK + delivery.id, b"", b"", None, entry_id, entry_id, 1)
         if delivery.deliveries > 1 or delivery.attempt > 1:
-            unit.end_strikes(*_strikes_of(entry_id))
+            unit.end_strikes(*strikes_of(entry_id))
         if rest:
             unit.others = [one.id.decode() for one in rest]
             unit.messages += len(rest)
             for one, other_id in zip(rest, unit.others, strict=True):
                 if one.deliveries > 1 or one.attempt > 1:
-                    unit.end_strikes(*_strikes_of(other_id))
+                    unit.end_strikes(*strikes_of(other_id))
         return unit
 
     def new_call(self) -> str:
@@ -377,24 +377,35 @@ class ReliableStream:
             units[-1].add_dead(letter.items())
         return self.commit(units)
 
-    def strike(self, delivery: Delivery) -> int:
-        """Note that an attempt is about to begin that the process may not survive; return how often before.
+    def isolation(self, delivery: Delivery) -> tuple[int, str]:
+        """How many processes died of an entry that they ran in isolation, and the mark of a run whose end is not known.
 
-        May safely be repeated: a delivery is struck once, until it is forgiven.
+        "" if there is none.
         """
         strikes = self._ledger.keys(self.stream).strikes
-        if delivery.struck is None:
-            delivery.struck = int(self._client.execute("HGET", strikes, delivery.id) or 0)
-        self._client.execute("HSET", strikes, delivery.id, delivery.struck + 1)
-        return delivery.struck
+        deaths, mark = self._client.execute("HMGET", strikes, delivery.id, delivery.id + ISOLATED.encode())
+        return int(deaths or 0), (mark or b"").decode()
 
-    def forgive(self, deliveries: Iterable[Delivery]) -> None:
-        """Forget the strikes on those that were struck: their attempts have ended, and not by ending the process."""
-        struck = [one for one in deliveries if one.struck is not None]
-        if struck:
-            self._client.execute("HDEL", self._ledger.keys(self.stream).strikes, *(one.id for one in struck))
-        for one in struck:
-            one.struck = None
+    def isolate(self, delivery: Delivery, mark: str) -> None:
+        """Note, before it begins, that a process runs an entry in isolation. May safely be repeated."""
+        delivery.isolated_by = mark
+        self._client.execute("HSET", self._ledger.keys(self.stream).strikes, delivery.id + ISOLATED.encode(), mark)
+
+    def note_deaths(self, delivery: Delivery, deaths: int) -> None:
+        """Note how many processes have died of an entry, with that the end of all its runs is known."""
+        strikes = self._ledger.keys(self.stream).strikes
+        self._client.execute("HSET", strikes, delivery.id, deaths, delivery.id + ISOLATED.encode(), "")
+
+    def end_isolation(self, deliveries: Iterable[Delivery]) -> None:
+        """Note that isolated runs have ended otherwise than by the death of this process, though they may not count."""
+        strikes = self._ledger.keys(self.stream).strikes
+        for one in deliveries:
+            if one.isolated_by:
+                field_name = one.id + ISOLATED.encode()
+                mark = self._client.execute("HGET", strikes, field_name)
+                if mark is not None and mark.decode() == one.isolated_by:  # another may run it by now
+                    self._client.execute("HDEL", strikes, field_name)
+                one.isolated_by = ""
 
     def note_failures(self, deliveries: Sequence[Delivery]) -> None:
         """Remember that the present attempts have failed, so that they count for whoever tries next."""
@@ -440,6 +451,6 @@ class ReliableStream:
         return step()
 
 
-def _strikes_of(entry_id: str) -> tuple[str, ...]:
-    # Workers with a key may have had it before.
-    return entry_id, entry_id + FAILED, entry_id + LEASES_LOST
+def strikes_of(entry_id: str) -> tuple[str, ...]:
+    """The fields of the strikes about an entry, whoever has written them."""
+    return entry_id, entry_id + FAILED, entry_id + LEASES_LOST, entry_id + ISOLATED

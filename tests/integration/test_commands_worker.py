@@ -193,10 +193,10 @@ def test_two_supervisors_of_one_host_take_different_names(client: Client, app: s
 def test_a_given_name_that_another_supervisor_keeps_is_refused(
     client: Client, app: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(names, "_HELD_MS", 10_000_000)
+    monkeypatch.setattr(names, "HELD_MS", 10_000_000)
     kept = names.Names(client, "shop", "till")
     kept.take(1)
-    monkeypatch.setattr(names, "_HELD_MS", 1)  # so long the other waits for the name to become free
+    monkeypatch.setattr(names, "HELD_MS", 1)  # so long the other waits for the name to become free
     refused = call("worker", app, "--name", "till", url=client.url)
     assert refused.code == 2
     assert "a worker called 'till-0' is running; give this one another --name" in refused.err

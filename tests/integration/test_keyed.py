@@ -487,10 +487,10 @@ def test_of_lines_whose_entries_were_trimmed_one_call_clears_about_a_thousand(cl
     assert worker.check() == []
 
 
-def test_a_strike_before_an_attempt_has_it_given_out_by_itself_until_its_attempt_ends(client: Client) -> None:
+def test_the_mark_of_an_isolated_run_has_its_entry_given_out_by_itself_until_an_attempt_ends(client: Client) -> None:
     worker = routed(client, "AA")
     lease = take_one(worker)
-    worker.strike(lease.waiting[0])
+    worker.isolate(lease.waiting[0], "a w1")
     expire(client)
     again = take_one(keyed(client, "w2"))
     assert ids(again) == [1]

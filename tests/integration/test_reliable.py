@@ -105,23 +105,26 @@ def test_failed_attempts_count_for_whoever_tries_next_until_the_entry_is_committ
     first.attempt = 2
     mine.note_failures([first])
     (adopted,) = other.read_pending()
-    assert (adopted.attempt, other.strike(adopted)) == (3, 0)
+    other.isolate(adopted, "b w2")
+    assert (adopted.attempt, other.isolation(adopted)) == (3, (0, "b w2"))
     assert other.acknowledge(adopted) == []
     assert client.execute("EXISTS", KEYS.strikes) == 0
 
 
-def test_a_delivery_is_struck_once_even_if_replies_are_lost_and_forgiven_when_its_attempt_has_ended(
-    client: Client,
-) -> None:
+def test_the_end_of_an_isolated_run_takes_back_its_own_mark_and_no_other(client: Client) -> None:
     fill(client, 1)
     mine, other = worker(client), worker(client, "w2")
     (first,) = mine.read(count=1)
-    assert [mine.strike(first), mine.strike(first)] == [0, 0]
+    mine.isolate(first, "a w1")
     (adopted,) = other.read_pending()
-    assert other.strike(adopted) == 1
-    assert client.execute("HGET", KEYS.strikes, "1-0") == b"2"
-    other.forgive([adopted])
-    assert (client.execute("EXISTS", KEYS.strikes), other.strike(adopted)) == (0, 0)
+    assert other.isolation(adopted) == (0, "a w1")
+    other.note_deaths(adopted, 1)
+    assert other.isolation(adopted) == (1, "")
+    other.isolate(adopted, "b w2")
+    mine.end_isolation([first])
+    assert other.isolation(adopted) == (1, "b w2")
+    other.end_isolation([adopted])
+    assert other.isolation(adopted) == (1, "")
 
 
 def test_handing_back_takes_back_the_delivery_and_may_keep_an_entry_from_others_for_a_while(client: Client) -> None:

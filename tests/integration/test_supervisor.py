@@ -10,7 +10,7 @@ import pytest
 
 from millstream.client import Client
 from millstream.worker.names import Names
-from millstream.worker.supervisor import Supervisor
+from millstream.worker.supervisor import Launch, Supervisor
 from tests.support.waiting import FAIL_SAFE_S, eventually
 
 pytestmark = pytest.mark.worker
@@ -21,8 +21,8 @@ DIES = "import os, sys; os.write(int(sys.argv[1]), b'%s\\n'); os._exit(9)"
 def waits_s(client: Client, caplog: pytest.LogCaptureFixture, told: str) -> list[float]:
     """How long the supervisor waits after each of four lives of a process that tells this and dies."""
 
-    def command(name: str, lines_to: int) -> Sequence[str]:
-        return [sys.executable, "-I", "-S", "-c", DIES % told, str(lines_to)]
+    def command(launch: Launch) -> Sequence[str]:
+        return [sys.executable, "-I", "-S", "-c", DIES % told, str(launch.lines)]
 
     def on_line(name: str, line: Any) -> bool:
         return bool(line["committed"])
@@ -30,9 +30,8 @@ def waits_s(client: Client, caplog: pytest.LogCaptureFixture, told: str) -> list
     names = Names(client, "shop", "till")
     names.take(1)
     stopping = threading.Event()
-    running = threading.Thread(
-        target=Supervisor(names, command, stop_ms=1_000, on_line=on_line).run, args=(stopping,), daemon=True
-    )
+    supervisor = Supervisor(names, command, stop_ms=1_000, frozen_after_ms=1_000, on_line=on_line)
+    running = threading.Thread(target=supervisor.run, args=(stopping,), daemon=True)
     running.start()
 
     def found() -> list[str]:

@@ -232,7 +232,8 @@ def test_what_may_have_killed_others_is_run_alone_and_dies_in_the_end(client: Cl
     ids = [entry[0] for entry in found]
     for entry_id in ids:
         client.execute("XCLAIM", "in", KEYS.group, "dead", 0, entry_id, "IDLE", LONG_AGO_MS, "RETRYCOUNT", 3)
-    client.execute("HSET", KEYS.strikes, ids[1], 1)  # attempts=3: the first two runs were not struck
+    # It is the only one of which processes are known to have died, two of them.
+    client.execute("HSET", KEYS.strikes, ids[1], 1, ids[1] + b"a", "vanished w9")
     alone: list[int] = []
     running: list[int] = []
 

@@ -20,9 +20,11 @@ from millstream.health import Health
 from millstream.ledger import Ledger, Unit
 from millstream.lifecycle import NOTHING
 from millstream.metrics import Recorder
+from millstream.naming import held_name
 from millstream.reliable import Delivery, ReliableStream
 from millstream.worker import Pipeline, WorkerPolicy
 from millstream.worker.hand import Hand
+from millstream.worker.incarnations import End, note_end
 from millstream.worker.report import Report
 from millstream.worker.settling import Settler
 from tests.support.clocks import LeapClock
@@ -46,6 +48,8 @@ from tests.support.workers import (
 )
 
 pytestmark = [pytest.mark.worker]
+
+DAY_MS = 86_400_000
 
 
 @contextmanager
@@ -381,11 +385,96 @@ def test_a_suspect_whose_run_ends_without_ending_the_process_is_struck_no_more(c
         if how == "failed":
             eventually(lambda: loop.report.retried == 1)
         else:
-            assert client.execute("HGETALL", KEYS.strikes)[1] == b"1"
+            assert client.execute("HGETALL", KEYS.strikes)[0].endswith(b"a")
             loop.stop(deadline_ms=0)
     release.set()
     (entry,) = entries(client)
     assert client.execute("HGETALL", KEYS.strikes) == ([entry[0] + b"f", b"1"] if how == "failed" else [])
+
+
+ALIVE, TOLD_TO_END, DIED, VANISHED = "alive", "told to end", "died", "vanished"
+
+
+def suspect_run_before(client: Client, what_became: str, *, deaths: int) -> bytes:
+    """Publish a message that a process, w9, ran in isolation, and of which so many have died; its id."""
+    with working(client, make(double)):
+        eventually(lambda: client.execute("EXISTS", KEYS.meta) == 1)
+    fill(client, 1)
+    deliver_to(client, "w9", times=3)
+    (entry,) = entries(client)
+    client.execute("HSET", KEYS.strikes, entry[0], deaths, entry[0] + b"a", "token-7 w9")
+    if what_became == ALIVE:
+        client.execute("SET", held_name("app", "w9"), "token")
+    elif what_became != VANISHED:
+        note_end(client, "app", "token-7", End(died=what_became == DIED, cause="was ended by SIGSEGV"))
+    return bytes(entry[0])
+
+
+@pytest.mark.parametrize("what_became", [ALIVE, TOLD_TO_END])
+def test_a_process_that_lives_or_was_told_to_end_is_not_held_against_what_it_ran_in_isolation(
+    client: Client, what_became: str
+) -> None:
+    suspect_run_before(client, what_became, deaths=1)  # of two, which are one too many
+    with working(client, make(double)):
+        eventually(lambda: outputs(client) == [0])
+        eventually(lambda: pending(client) == 0)
+    assert (dead(client), client.execute("EXISTS", KEYS.strikes)) == ([], 0)
+
+
+@pytest.mark.parametrize("what_became", [DIED, VANISHED])
+def test_a_dead_letter_says_how_many_processes_died_of_the_message_and_what_the_last_died_of(
+    client: Client, what_became: str
+) -> None:
+    suspect_run_before(client, what_became, deaths=1)
+    clock = LeapClock()
+    with working(client, make(double), clock=clock):
+
+        def is_given_up() -> bool:
+            clock.leap(400)  # the supervisor has as long as a name lasts to show that it lives
+            return pending(client) == 0
+
+        eventually(is_given_up)
+    (letter,) = dead(client)
+    cause = "was ended by SIGSEGV" if what_became == DIED else "vanished together with its supervisor"
+    assert (letter.reason, letter.attempts) == ("crashed", 3)
+    assert letter.error == f"2 processes ended while they ran this message and nothing else; the last {cause}"
+    assert (outputs(client), client.execute("EXISTS", KEYS.strikes)) == ([], 0)
+
+
+def gets(client: Client) -> int:
+    """How many GET the server has run since the test began."""
+    _, found, rest = client.execute("INFO", "commandstats").decode().partition("cmdstat_get:calls=")
+    return int(rest.partition(",")[0]) if found else 0
+
+
+def test_a_supervisor_has_as_long_as_a_name_lasts_to_come_back_after_redis_was_away(client: Client) -> None:
+    suspect_run_before(client, VANISHED, deaths=1)
+    client.execute("CONFIG", "RESETSTAT")
+    clock = LeapClock()
+    with working(client, make(double), clock=clock):
+        eventually(lambda: gets(client) >= 2, "a look at the name and at the end")
+        clock.leap(2_000)
+        looked = gets(client)
+        eventually(lambda: gets(client) >= looked + 6, "more looks")
+        assert (pending(client), outputs(client)) == (1, [])
+        client.execute("SET", held_name("app", "w9"), "token")
+        clock.leap(600)
+        eventually(lambda: pending(client) == 0)
+    assert (dead(client), outputs(client)) == ([], [0])
+
+
+def test_a_message_that_a_process_has_died_of_waits_as_after_a_failed_attempt_while_others_run(client: Client) -> None:
+    suspect = suspect_run_before(client, DIED, deaths=0)
+    clock = LeapClock()
+    retry = Retry(attempts=4, delay_ms=DAY_MS, max_delay_ms=DAY_MS, jitter=0.0)
+    with working(client, make(double, retry=retry), clock=clock):
+        eventually(lambda: client.execute("HGETALL", KEYS.strikes) == [suspect, b"1", suspect + b"a", b""])
+        fill(client, 3, first=1)
+        eventually(lambda: sorted(outputs(client)) == [1, 2, 3])
+        assert pending(client) == 1
+        clock.leap(DAY_MS)
+        eventually(lambda: pending(client) == 0)
+    assert sorted(outputs(client)) == [0, 1, 2, 3]
 
 
 def test_a_suspect_of_a_batch_handler_that_is_taken_over_while_it_waits_to_be_alone_is_not_run(client: Client) -> None:

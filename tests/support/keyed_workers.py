@@ -12,10 +12,10 @@ from tests.support.worker_processes import Books
 
 
 class KeyedBooks(Books):
-    """Books of the app `keyed`, whose handler counts the messages of each key."""
+    """Books of the app `keyed`, or another whose handler counts the messages of each key."""
 
-    def __init__(self, client: Client, folder: Path) -> None:
-        super().__init__(client, folder, app="keyed")
+    def __init__(self, client: Client, folder: Path, *, app: str = "keyed") -> None:
+        super().__init__(client, folder, app=app)
         self.key_of: dict[str, bytes] = {}
 
     def publish_keys(self, count: int, keys: int, **fields: str | int) -> list[str]:

@@ -9,15 +9,17 @@ from typing import Any
 
 import pytest
 
-from millstream import App, Message
+from millstream import App, Message, Retry
 from millstream.client import Client
 from millstream.clock import SYSTEM_CLOCK
+from millstream.keyed import Lease
 from millstream.lifecycle import NOTHING, Outcome
 from millstream.reliable import Delivery, ReliableStream
 from millstream.worker import Pipeline, WorkerPolicy
 from millstream.worker.batches import AsyncBatchRunner, PlainBatchRunner
-from millstream.worker.guard import Guard, Quiet
+from millstream.worker.guard import Guard, Quiet, deaths_allowed, isolated_after
 from millstream.worker.hand import Hand
+from millstream.worker.incarnations import Incarnation
 from millstream.worker.report import Report
 from millstream.worker.runners import AsyncRunner, Look, PlainRunner, Runner
 from tests.support.waiting import FAIL_SAFE_S, eventually
@@ -46,6 +48,18 @@ def test_an_entry_that_came_once_more_is_not_dropped_with_its_former_self(stream
     hand.take([again], 0)
     hand.drop([first])
     assert (again in hand, first in hand, len(hand)) == (True, False, 1)
+
+
+def test_an_entry_of_a_line_is_not_begun_when_its_lease_is_over(stream: ReliableStream, hand: Hand) -> None:
+    lease = Lease(stream=stream, line=b"kA", token=b"1 a w", state=b"", until_ms=100.0)  # type: ignore[arg-type]
+    lease.entries = [delivery(stream), delivery(stream, 2)]
+    for one in lease.entries:
+        one.lease = lease
+    lease.waiting.extend(lease.entries)
+    hand.take_leases([lease], 0)
+    first, second = lease.entries
+    assert (hand.begin(first, 99), hand.begin(second, 100)) == (True, False)
+    assert (first.running, second.running) == (True, False)
 
 
 def test_what_is_given_up_is_not_begun_and_what_has_begun_is_not_given_up(stream: ReliableStream, hand: Hand) -> None:
@@ -250,27 +264,45 @@ class Alone:
         return NOTHING
 
 
-class Unstruck(ReliableStream):
-    """A stream that remembers no strikes."""
+class Unmarked(ReliableStream):
+    """A stream that notes nothing of isolated runs."""
 
-    def strike(self, delivery: Delivery) -> int:
-        return 0
+    def isolation(self, delivery: Delivery) -> tuple[int, str]:
+        return 0, ""
 
-    def forgive(self, deliveries: Iterable[Delivery]) -> None:
+    def isolate(self, delivery: Delivery, mark: str) -> None:
         pass
+
+    def end_isolation(self, deliveries: Iterable[Delivery]) -> None:
+        pass
+
+
+@pytest.mark.parametrize(("attempts", "losses", "deaths"), [(1, 1, 2), (2, 1, 2), (3, 1, 2), (4, 2, 2), (10, 2, 8)])
+def test_a_message_is_never_given_up_for_the_death_of_one_process_alone(
+    attempts: int, losses: int, deaths: int
+) -> None:
+    retry = Retry(attempts=attempts)
+    assert (isolated_after(retry), deaths_allowed(retry)) == (losses, deaths)
 
 
 def test_a_suspect_waits_for_the_other_handlers_of_its_process_and_they_for_it(hand: Hand) -> None:
     with Client("redis://127.0.0.1:1") as nowhere:
-        here = Unstruck(nowhere, "in", app="app", handler="handle", consumer="w")
-        there = Unstruck(nowhere, "in", app="app", handler="other", consumer="w")
+        here = Unmarked(nowhere, "in", app="app", handler="handle", consumer="w")
+        there = Unmarked(nowhere, "in", app="app", handler="other", consumer="w")
         quiet, other, stopping = Quiet(), Hand(WorkerPolicy(), 1), threading.Event()
         runner = Alone([other])
         app = App("app")
         app.handler("in", name="handle")(nothing)
         handler = app.handlers["handle"]
-        guard = Guard(handler, hand, runner, stopping, quiet)  # type: ignore[arg-type]
-        Guard(handler, other, runner, stopping, quiet)  # type: ignore[arg-type]
+
+        def guard_of(hand: Hand) -> Guard:
+            return Guard(
+                handler, hand, runner, stopping, quiet,  # type: ignore[arg-type]
+                incarnation=Incarnation(nowhere, SYSTEM_CLOCK, app="app", consumer="w"), clock=SYSTEM_CLOCK,
+            )  # fmt: skip
+
+        guard = guard_of(hand)
+        guard_of(other)
         running, waiting, suspect = delivery(there), delivery(there, 2), delivery(here)
         other.take([running, waiting], 0)
         assert other.begin(running, 0)

@@ -23,10 +23,20 @@ from millstream.errors import HandlerStuck, MillstreamError
 from millstream.health import Health, HealthServer
 from millstream.metrics import NOBODY, Recorder
 from millstream.reliable import Delivery
+from millstream.worker.heartbeat import Heartbeat
 from millstream.worker.names import Names
 from millstream.worker.policy import WorkerPolicy
 from millstream.worker.process import WorkerProcess, WorkerSettings
-from millstream.worker.supervisor import FINAL_CODE, ORPHAN_MS, STUCK_CODE, Supervisor, exit_with_parent
+from millstream.worker.supervisor import (
+    FINAL_CODE,
+    MISTAKE_CODE,
+    ORPHAN_END_MS,
+    ORPHAN_MS,
+    STUCK_CODE,
+    Launch,
+    Supervisor,
+    exit_with_parent,
+)
 
 Target = Annotated[str, typer.Argument(help="The app: module:app or path/to/file.py:app", metavar="APP")]
 Processes = Annotated[int, typer.Option(help="How many processes work, each with all handlers.", min=1)]
@@ -42,10 +52,11 @@ HealthPort = Annotated[
     int, typer.Option(help="Serve /healthz, /readyz and /metrics on 127.0.0.1 from this port on, one a process.")
 ]
 Child = Annotated[str, typer.Option("--as", hidden=True)]
+IncarnationName = Annotated[str, typer.Option("--incarnation", hidden=True)]
 Lines = Annotated[int, typer.Option("--lines", hidden=True)]
+Beats = Annotated[int, typer.Option("--heartbeat", hidden=True)]
 
 _LINE_EVERY_S = 5.0
-_MISTAKE_CODE = 70
 _PATIENCE_MS = 3_000
 
 
@@ -64,30 +75,43 @@ def worker(
     health_port: HealthPort = 0,
     as_json: Json = False,
     child: Child = "",
+    incarnation: IncarnationName = "",
     lines_to: Lines = -1,
+    heartbeat_to: Beats = -1,
 ) -> None:
     """Run an app's handlers on workers, in milliseconds; what a worker leaves behind another takes up."""
     policy = WorkerPolicy(
         threads=threads, prefetch=prefetch, trim=trim, claim_ms=round(claim_s * 1000), stop_ms=round(stop_s * 1000)
     )
-    settings = WorkerSettings(url=url, consumer=child or "check", only=tuple(only or ()), start=start, policy=policy)
+    settings = WorkerSettings(
+        url=url, consumer=child or "check", incarnation=incarnation, only=tuple(only or ()), start=start, policy=policy
+    )
     if child:
-        _work(target, settings, health_port, lines_to)
+        _work(target, settings, health_port, lines_to, heartbeat_to)
         return
     app = load_app(target)
-    WorkerProcess(app, settings)  # what is wrong with the app is said here, once
+    checked = WorkerProcess(app, settings)  # what is wrong with the app is said here, once
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s", stream=sys.stderr)
     own = [argument for argument in sys.argv[1:] if argument]
 
-    def command(worker_name: str, lines_to: int) -> list[str]:
-        port = health_port + int(worker_name.rpartition("-")[2]) if health_port else 0
-        inner = ("--as", worker_name, "--lines", str(lines_to), "--health-port", str(port))
-        return [sys.executable, "-m", "millstream.commands.cli", *own, *inner]
+    def command(launch: Launch) -> list[str]:
+        port = health_port + int(launch.name.rpartition("-")[2]) if health_port else 0
+        inner: dict[str, object] = {
+            "--as": launch.name,
+            "--incarnation": launch.incarnation,
+            "--lines": launch.lines,
+            "--heartbeat": launch.heartbeat,
+            "--health-port": port,
+        }
+        options = [str(part) for option in inner.items() for part in option]
+        return [sys.executable, "-m", "millstream.commands.cli", *own, *options]
 
     lines = _Lines(as_json=as_json)
     with Client(url, timeout_ms=_PATIENCE_MS) as client:
         names = Names(client, app.name, name or None)
-        supervisor = Supervisor(names, command, stop_ms=policy.stop_ms, on_line=lines.take)
+        supervisor = Supervisor(
+            names, command, stop_ms=policy.stop_ms, frozen_after_ms=checked.frozen_after_ms, on_line=lines.take
+        )
         with orderly_stop(at_second=supervisor.kill) as stopping:
             client.patiently(lambda: names.take(processes), what=app.name, give_up=stopping.is_set)
             if app.stages:
@@ -97,19 +121,18 @@ def worker(
             lines.finished()
 
 
-def _work(target: str, settings: WorkerSettings, health_port: int, lines_to: int) -> None:
+def _work(target: str, settings: WorkerSettings, health_port: int, lines_to: int, heartbeat_to: int) -> None:
     """What a worker process does; its exit code says whether the supervisor shall begin anew."""
     try:
-        leftovers = _run(target, settings, health_port, lines_to)
+        leftovers = _run(target, settings, health_port, lines_to, heartbeat_to)
     except HandlerStuck as error:
-        talk(f"error: {error}; its process is ended")
-        _end(STUCK_CODE)
+        _end_stuck(error)
     except MillstreamError as error:
         talk(f"error: {error}")
         _end(FINAL_CODE)
     except Exception:  # noqa: BLE001 - a mistake of ours: the supervisor begins anew
         traceback.print_exc()
-        _end(_MISTAKE_CODE)
+        _end(MISTAKE_CODE)
     for delivery in leftovers:
         talk(
             f"message {delivery.id.decode()} of {delivery.stream.stream} was still running; another worker does it again"
@@ -117,7 +140,9 @@ def _work(target: str, settings: WorkerSettings, health_port: int, lines_to: int
     _end(0)
 
 
-def _run(target: str, settings: WorkerSettings, health_port: int, lines_to: int) -> Sequence[Delivery]:
+def _run(
+    target: str, settings: WorkerSettings, health_port: int, lines_to: int, heartbeat_to: int
+) -> Sequence[Delivery]:
     """Obey the supervisor, and no signal of the terminal."""
     stopping = stopping_at_signals()
     if isinstance(sys.stdout, io.TextIOWrapper):
@@ -128,9 +153,17 @@ def _run(target: str, settings: WorkerSettings, health_port: int, lines_to: int)
         if health is not None and isinstance(recorder, Recorder):
             stack.enter_context(HealthServer(health, recorder, port=health_port))
         app = load_app(target)
-        process = WorkerProcess(app, settings, metrics=recorder, health=health, on_figures=_teller(lines_to))
+        process = WorkerProcess(
+            app, settings, metrics=recorder, health=health, on_figures=_teller(lines_to), end_process=_end_stuck
+        )
+        Heartbeat(heartbeat_to, cpu_limit_ms=max(ORPHAN_END_MS, process.frozen_after_ms)).start()
         exit_with_parent(stopping, sys.stdin.buffer, on_orphaned=lambda: process.stop_within(ORPHAN_MS))
         return process.run(stopping)
+
+
+def _end_stuck(error: HandlerStuck) -> NoReturn:
+    talk(f"error: {error}; its process is ended")
+    _end(STUCK_CODE)
 
 
 def _end(code: int) -> NoReturn:

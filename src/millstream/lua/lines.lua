@@ -15,6 +15,11 @@ local function line_of(name)
   return BASE .. name .. ':line'
 end
 
+-- What is known against an entry: deaths, failed attempts, leases that ran out, and who runs it in isolation.
+local function forget_strikes(id)
+  redis.call('HDEL', KEYS[4], id, id .. 'f', id .. 'l', id .. 'a')
+end
+
 local function now_ms()
   local now = redis.call('TIME')
   return now[1] * 1000 + math.floor(now[2] / 1000)

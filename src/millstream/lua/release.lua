@@ -32,7 +32,7 @@ for i = 3, #ARGV, 6 do
       if failed ~= '' then
         redis.call('HSET', KEYS[4], head .. 'f', failed)
       end
-      redis.call('HDEL', KEYS[4], head) -- it was not cut short, whatever became of it
+      redis.call('HDEL', KEYS[4], head .. 'a') -- it was not cut short, whatever became of it
       if how == 'park' then
         redis.call('HSET', PARKED, name, now .. ' ' .. detail)
       elseif how == 'later' and redis.call('HEXISTS', PARKED, name) == 0 then

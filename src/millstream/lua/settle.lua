@@ -20,7 +20,7 @@ if #found > 0 then return 0 end
 
 local first = redis.call('LINDEX', line_of(name), 0) == id
 if redis.call('LREM', line_of(name), 1, id) == 0 then return 0 end
-redis.call('HDEL', KEYS[4], id, id .. 'f', id .. 'l')
+forget_strikes(id)
 redis.call('HINCRBY', KEYS[1], 'committed', 1)
 local leased = redis.call('HEXISTS', OWNERS, name) == 1
 if leased and first then

@@ -44,7 +44,7 @@ end
 if what == 'unpark' then
   if redis.call('HDEL', PARKED, name) == 0 then return 0 end
   local head = redis.call('LINDEX', line_of(name), 0)
-  if head then redis.call('HDEL', KEYS[4], head, head .. 'f', head .. 'l') end -- a person vouches for it: it begins anew
+  if head then forget_strikes(head) end -- a person vouches for it: it begins anew
   if not leased and line_up(name, true) then wake(1) end
   return 1
 end
@@ -55,7 +55,7 @@ if redis.call('LINDEX', line_of(name), 0) ~= ARGV[4] then return 0 end
 redis.call('XADD', KEYS[5], '*', unpack(ARGV, 5)) -- first, as it may be refused
 redis.call('XACK', KEYS[7], group, ARGV[4])
 redis.call('LPOP', line_of(name))
-redis.call('HDEL', KEYS[4], ARGV[4], ARGV[4] .. 'f', ARGV[4] .. 'l')
+forget_strikes(ARGV[4])
 redis.call('HINCRBY', KEYS[1], 'committed', 1)
 redis.call('HINCRBY', KEYS[1], 'dead', 1)
 local was_ready = redis.call('LREM', READY, 0, name)

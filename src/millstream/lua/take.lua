@@ -68,7 +68,7 @@ local function drop_missing(name, ids, entries)
   for _, id in ipairs(ids) do
     if not there[id] then
       redis.call('LREM', line_of(name), 1, id)
-      redis.call('HDEL', KEYS[4], id, id .. 'f', id .. 'l')
+      forget_strikes(id)
       gone[#gone + 1] = id
     end
   end

@@ -42,10 +42,6 @@ local until_ms = ms + lease_ms
 local strays, still = pairs_of(redis.call('HGETALL', STRAYS)), {}
 local extended, done, back, ready = 0, {}, {}, 0
 
-local function forget_strikes(id)
-  redis.call('HDEL', KEYS[4], id, id .. 'f', id .. 'l')
-end
-
 local function acknowledge(name, id)
   redis.call('LPOP', line_of(name))
   forget_strikes(id)

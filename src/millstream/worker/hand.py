@@ -167,12 +167,13 @@ class Hand:
     # have begun afterwards: so one of the two sees the other. A lock would have the runner wait for the settler.
 
     def begin(self, delivery: Delivery, now_ms: float, *, anyway: bool = False) -> bool | None:
-        """Have an entry run from now on; False if it is not in hand any more, and must not be run.
+        """Have an entry run from now on; False if it is not in hand any more, or its lease is over: it must not be run.
 
         None if it has to wait until the gate is open, but not if it shall begin `anyway`.
         """
         since_ms, delivery.since_ms, delivery.ran, delivery.running = delivery.since_ms, now_ms, False, True
-        if self._held.get(delivery.place) is not delivery:
+        lease = delivery.lease
+        if self._held.get(delivery.place) is not delivery or (lease is not None and lease.until_ms <= now_ms):
             delivery.running = False
             return False
         if self._is_closed and not anyway:

@@ -12,6 +12,7 @@ from millstream.handlers import Handler
 from millstream.ledger import Unit
 from millstream.lifecycle import Dead, overdue
 from millstream.reliable import Delivery, ReliableStream
+from millstream.worker.guard import isolated_after
 from millstream.worker.hand import Hand
 from millstream.worker.leaving import leaving_out
 from millstream.worker.pipeline import Pipeline
@@ -28,7 +29,6 @@ _MEASURE_MS = 5_000.0
 _WORD_EVERY_MS = 60_000.0
 _MOST_ADOPTED = 100
 _SOON_S = 0.02
-_TRUSTED_DELIVERIES = 2
 _RUNS_IN_HAND = 3
 _CLAIMS_IN_HAND = 10
 
@@ -126,9 +126,10 @@ class Keeper:
             return self._put_in_hand(stream.read_pending(excluding=held, idle_ms=idle_ms, own=own, count=count))
 
     def _put_in_hand(self, found: Sequence[Delivery]) -> int:
-        self._hand.take([one for one in found if one.deliveries <= _TRUSTED_DELIVERIES], self._clock.monotonic_ms())
+        trusted = isolated_after(self._pipeline.handler.retry)
+        self._hand.take([one for one in found if one.deliveries <= trusted], self._clock.monotonic_ms())
         for delivery in found:
-            if delivery.deliveries > _TRUSTED_DELIVERIES:
+            if delivery.deliveries > trusted:
                 self._hand.keep(delivery)
                 self._on_suspect(delivery)
         self._report.adopted_some(len(found))
@@ -260,7 +261,7 @@ class Keeper:
                 stream.commit([unit])
             else:
                 stream.note_failures([delivery])
-                stream.forgive([delivery])
+                stream.end_isolation([delivery])
                 stream.hand_back([delivery.id])
         self._hand.drop([delivery])
 

@@ -117,7 +117,7 @@ class LeaseKeeper(Keeper):
             lease.stream.commit([self._pipeline.commit_turn(lease, [(delivery, outcome)])])
         elif isinstance(outcome, Again):
             lease.stream.note_failures([delivery])
-            lease.stream.forgive([delivery])
+            lease.stream.end_isolation([delivery])
         elif not isinstance(outcome, Done):
             lease.stream.release([Ending(lease, "park", f"{outcome.reason}: {outcome.error}", delivery.attempt)])
         self._hand.end_lease(lease)

@@ -30,18 +30,20 @@ _FAILURES_TOLD = 10
 _SWEEP_MS_EACH = 1.0
 _LOOK_MS_EACH = 20.0
 _OTHERS_MS = 50.0
-_TRUSTED_LOSSES = 1
 
 
 class LeaseTaker(Taker[KeyedStream]):
     """Leases lines; room is counted in lines.
 
-    `on_suspect` takes an entry on which so many leases ran out that whoever ran it may have died of it.
+    `on_suspect` takes an entry on which `isolated_after` leases ran out, so that whoever ran it may have died of it.
     """
 
-    def __init__(self, *means: Any, with_state: bool, on_suspect: Callable[[Delivery], None], **options: Any) -> None:
+    def __init__(
+        self, *means: Any, with_state: bool, isolated_after: int, on_suspect: Callable[[Delivery], None], **options: Any
+    ) -> None:
         super().__init__(*means, **options)
         self._with_state = with_state
+        self._isolated_after = isolated_after
         self._on_suspect = on_suspect
 
     def _terms(self, lines: int, count: int) -> dict[str, Any]:
@@ -59,7 +61,7 @@ class LeaseTaker(Taker[KeyedStream]):
             # What was given out before, and has failed since, has been counted then.
             if first.attempt == first.deliveries == 1:
                 new += len(lease.entries)
-            if first.deliveries <= 1 + _TRUSTED_LOSSES:
+            if first.deliveries <= self._isolated_after:
                 trusted.append(lease)
             else:
                 suspects.append(lease.waiting.popleft())

@@ -23,6 +23,7 @@ from millstream.reliable import Delivery, ReliableStream
 from millstream.worker.batches import AsyncBatchRunner, PlainBatchRunner
 from millstream.worker.guard import Guard, Quiet
 from millstream.worker.hand import Hand
+from millstream.worker.incarnations import Incarnation
 from millstream.worker.leaving import concerns_one, leaving_out
 from millstream.worker.pipeline import MakePipeline, Pipeline
 from millstream.worker.policy import WorkerPolicy
@@ -83,7 +84,13 @@ class ReadingLoop:
         self._deadline_ms = float("inf")
         self._runner = self._make_runner()
         self._hand.nudge = self._runner.nudge
-        self._guard = Guard(handler, self._hand, self._runner, self._stopping, quiet or Quiet())
+        self._quiet = quiet = quiet or Quiet()
+        self._guard = Guard(
+            handler, self._hand, self._runner, self._stopping, quiet, clock=clock,
+            incarnation=Incarnation(
+                self._client, clock, app=handler.app, consumer=consumer, name=quiet.incarnation
+            ),
+        )  # fmt: skip
         means = Means(
             handler=handler, pipeline=self._pipeline, hand=self._hand, report=self.report, clock=clock, policy=policy,
             consumer=consumer, start=start, url=url, client=self._client, reading=self._reading,
@@ -119,7 +126,7 @@ class ReadingLoop:
             rounds.append(self._thread(name, partial(work, self._stopping)))
         keepers = [
             self._thread("keeper", self._keep),
-            self._thread("watch", lambda: self._side.keeper.watch(self._over)),
+            self._thread("watch", self._watch),
         ]
         self._stopping.wait()
         self._guard.suspect(None)
@@ -231,6 +238,13 @@ class ReadingLoop:
             self._failures.append(error)
             self.stop()
         self._side.keeper.hold(self._over)
+
+    def _watch(self) -> None:
+        try:
+            self._side.keeper.watch(self._over)
+        except HandlerStuck as error:  # an orderly end would take longer than the lease lasts
+            self._quiet.end_process(error)
+            raise
 
     def _move_delayed(self) -> None:
         """Add to the streams the delayed messages that are due."""

@@ -6,17 +6,17 @@ from millstream.client import Client, Script
 from millstream.clock import SYSTEM_CLOCK, Clock
 from millstream.errors import ConfigError, StaleOwner
 from millstream.naming import check_identifier, held_name, host_name
+from millstream.worker.incarnations import HELD_MS, End, note_end
 
 NAME = Script("name")
 
-_HELD_MS = 15_000
 _MOST_NAMES = 10_000
 
 
 class Names:
     """The names `<base>-<n>` of an app's workers that one supervisor holds; keep them with `renew`.
 
-    After a restart it gets the same ones, once they are free: `_HELD_MS` after it was last heard of, or at once if it
+    After a restart it gets the same ones, once they are free: `HELD_MS` after it was last heard of, or at once if it
     has let go of them. Raises RedisError.
     """
 
@@ -24,7 +24,8 @@ class Names:
         self._client = client
         self._app = app
         self._base = check_identifier("worker name", base) if base else None
-        self._token = secrets.token_hex(8)
+        self.token = secrets.token_hex(8)
+        """Under which the names are held."""
         self._clock = clock
         self.held: list[str] = []
 
@@ -46,7 +47,7 @@ class Names:
     def renew(self) -> None:
         """Keep the names; call it every few seconds. Raises StaleOwner if another has taken one."""
         for name in self.held:
-            if not self._set(name, _HELD_MS):
+            if not self._set(name, HELD_MS):
                 raise StaleOwner(f"another worker is called {name!r} now; give each its own --name")
 
     def release(self) -> None:
@@ -55,9 +56,13 @@ class Names:
             self._set(name, 0)
         self.held = []
 
+    def note_end(self, incarnation: str, end: End) -> None:
+        """Note how a process has ended that had one of the names."""
+        note_end(self._client, self._app, incarnation, end)
+
     def _insist(self, name: str) -> None:
         # Its last holder may have died a moment ago: then it becomes free soon.
-        end_ms = self._clock.monotonic_ms() + _HELD_MS + 1_000
+        end_ms = self._clock.monotonic_ms() + HELD_MS + 1_000
         while not self._try(name):
             if self._clock.monotonic_ms() >= end_ms:
                 raise ConfigError(f"a worker called {name!r} is running; give this one another --name")
@@ -66,11 +71,11 @@ class Names:
     def _try(self, name: str) -> bool:
         if name in self.held:
             return True
-        if self._set(name, _HELD_MS):
+        if self._set(name, HELD_MS):
             self.held.append(name)
             return True
         return False
 
     def _set(self, name: str, held_ms: int) -> bool:
         key = held_name(self._app, name)
-        return bool(self._client.script(NAME, (key,), (self._token, held_ms)))
+        return bool(self._client.script(NAME, (key,), (self.token, held_ms)))

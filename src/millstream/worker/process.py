@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from millstream.app import App
 from millstream.clock import SYSTEM_CLOCK, Clock
-from millstream.errors import ConfigError
+from millstream.errors import ConfigError, HandlerStuck
 from millstream.health import Health
 from millstream.metrics import NOBODY, Metrics
 from millstream.reliable import Delivery
@@ -20,6 +20,8 @@ from millstream.worker.policy import WorkerPolicy
 logger = logging.getLogger(__name__)
 
 _TICK_S = 0.2
+_FROZEN_SHARE = 2 / 3
+_LEAST_FROZEN_MS, _GRACE_MS = 1_000.0, 1_000.0
 _COLLECT_AFTER = (10_000, 20, 20)
 
 
@@ -29,12 +31,14 @@ class WorkerSettings:
 
     * `url`: where Redis is
     * `consumer`: its name in the consumer groups
+    * `incarnation`: under which name its supervisor notes how it ended; "" if there is none
     * `only`: names of the handlers to run; () for all
     * `start`: where a handler begins that has done nothing yet
     """
 
     url: str
     consumer: str
+    incarnation: str = ""
     only: tuple[str, ...] = ()
     start: Literal["earliest", "latest"] = "earliest"
     policy: WorkerPolicy = field(default_factory=WorkerPolicy)
@@ -55,7 +59,8 @@ class WorkerProcess:
     """Runs the handlers of `app`, each in its own reading loop; if one loop ends, all do.
 
     `on_figures` is told the counts of each handler, by name, about every `every_ms` milliseconds, at the end, and soon after
-    the first commit, so that the supervisor knows of it if the process dies then.
+    the first commit, so that the supervisor knows of it if the process dies then. `end_process` is called to end it at once,
+    because of a handler that runs on though its lease is about to end.
     Raises ConfigError for handlers that a worker cannot run, before anything is read.
     """
 
@@ -68,6 +73,7 @@ class WorkerProcess:
         health: Health | None = None,
         on_figures: Callable[[Mapping[str, Mapping[str, int]]], Any] = lambda figures: None,
         every_ms: float = 1_000.0,
+        end_process: Callable[[HandlerStuck], object] = lambda error: None,
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         if not app.handlers:
@@ -77,7 +83,7 @@ class WorkerProcess:
             raise ConfigError(
                 f"app {app.name!r} has no handler {sorted(unknown)[0]!r}; it has {', '.join(app.handlers)}"
             )
-        quiet = Quiet()
+        quiet = Quiet(settings.incarnation, end_process)
         self._loops = {
             name: ReadingLoop(
                 handler,
@@ -96,10 +102,20 @@ class WorkerProcess:
         self._health = health
         self._on_figures = on_figures
         self._every_ms = every_ms
+        self._policy = settings.policy
         self._longest_stop_ms: float = settings.policy.stop_ms
         self._clock = clock
         self._failures: list[BaseException] = []
         self._leftovers: list[Delivery] = []
+
+    @property
+    def frozen_after_ms(self) -> float:
+        """For how long a handler may stop all threads of the process, so that none of its leases runs out meanwhile.
+
+        And for no longer than its time limit, which cannot be kept then.
+        """
+        longest_ms = max(loop.handler.time_limit_ms for loop in self._loops.values()) + _GRACE_MS
+        return max(_LEAST_FROZEN_MS, min(_FROZEN_SHARE * self._policy.claim_ms, longest_ms))
 
     def run(self, stopping: threading.Event) -> Sequence[Delivery]:
         """Work until `stopping`; return what was still running then. Raises what made a loop end before."""

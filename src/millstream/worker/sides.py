@@ -18,6 +18,7 @@ from millstream.keyed import Ending, KeyedStream, lease_of
 from millstream.naming import HandlerKeys
 from millstream.reliable import HANDED_BACK_MS, Delivery, ReliableStream
 from millstream.worker.allowance import Allowance
+from millstream.worker.guard import isolated_after
 from millstream.worker.hand import Hand
 from millstream.worker.keeping import Keeper
 from millstream.worker.lease_keeping import LeaseKeeper
@@ -144,7 +145,7 @@ class EntrySide:
             by_idle[one.stream, self._idle_ms_of(one)].append(one)
         for (stream, idle_ms), some in by_idle.items():
             try:
-                stream.forgive(some)
+                stream.end_isolation(some)
                 lost = stream.hand_back([one.id for one in some], idle_ms=idle_ms)
             except MillstreamError as error:
                 _could_not(len(some), error)
@@ -205,6 +206,7 @@ class LineSide:
             "streams": self.streams,
             "allowance": Allowance(m.handler.rate, m.clock),
             "with_state": m.handler.wants_state,
+            "isolated_after": isolated_after(m.handler.retry),
             "on_suspect": m.suspect,
         }
         if woken is None:
@@ -264,7 +266,7 @@ class LineSide:
         for stream, some in endings.items():
             count = sum(ending.lease.given for ending in some)
             try:
-                stream.forgive([one for ending in some for one in ending.lease.entries])
+                stream.end_isolation([one for ending in some for one in ending.lease.entries])
                 lost = stream.release(some)
             except MillstreamError as error:
                 _could_not(count, error)

@@ -17,6 +17,7 @@ from millstream.partitions import Partitions
 from millstream.producer import Producer
 from millstream.reliable import ReliableStream
 from millstream.worker import ReadingLoop
+from millstream.worker.incarnations import End, Incarnation
 from millstream.worker.moving import WatchedDelays
 from millstream.worker.names import Names
 from millstream.worker.partitions import PartitionSide
@@ -47,6 +48,7 @@ def work(url: str, admin: Client) -> None:
     with Client(url) as client:
         names = Names(client, "shop", "w")
         names.take(1)
+        names.note_end("t-1", End(died=True, cause=""))
         names.release()
         assert client.scan_streams("orders*") == ["orders"]
         stream = reliable(client)
@@ -59,7 +61,9 @@ def work(url: str, admin: Client) -> None:
         assert stream.commit([effects]) == []
         assert stream.acknowledge(found[1]) == []
         assert stream.dead_letter((found[2], letter())) == []
-        stream.strike(found[3])
+        stream.isolate(found[3], "t-0 w-9")
+        assert Incarnation(client, SYSTEM_CLOCK, app="shop", consumer="w").end_of("t-0 w-9") is None
+        stream.end_isolation(found[3:4])
         stream.note_failures(found[3:4])
         assert stream.extend([found[3].id]) == []
         stream.checkpoint()

@@ -7,6 +7,7 @@ import asyncio
 import ctypes
 import functools
 import os
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ limited = App("limited")
 coroutine = App("coroutine")
 keyed = App("keyed")
 streamed = App("streamed")
+brittle = App("brittle")
 
 
 @functools.cache
@@ -55,6 +57,10 @@ def misbehave(message: Message) -> None:
         os._exit(int(deed.removeprefix("exit-")))
     if deed == "segfault":
         ctypes.string_at(0)
+    if deed == "compute":
+        re.match(r"(a+)+$", "a" * 60 + "b")  # for years, and no other thread runs meanwhile
+    if deed == "block":
+        ctypes.PyDLL(None).sleep(3600)  # the same, without computing: PyDLL keeps the interpreter
     if deed == "hang":
         time.sleep(3600)
     while deed == "wait" and not (Path(os.environ["MILLSTREAM_TEST_FOLDER"]) / GATE).exists():
@@ -101,6 +107,7 @@ app.handler("in", name="work", into="out", retry=Retry(attempts=10, delay_ms=20)
 strict.handler("in", name="work", into="out", retry=SHORT)(work)
 limited.handler("in", name="work", into="out", retry=SHORT, time_limit_ms=1_500)(work)
 keyed.handler("in", name="work", into="out", key="key", retry=Retry(attempts=6, delay_ms=20))(work_keyed)
+brittle.handler("in", name="work", into="out", key="key", retry=SHORT)(work_keyed)
 coroutine.handler("in", name="work", into="out", retry=SHORT)(work_async)
 streamed.handler(pattern="call:*", name="work", into="out", order="stream", retry=Retry(attempts=6, delay_ms=20))(
     work_stream

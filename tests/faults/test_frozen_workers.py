@@ -1,0 +1,72 @@
+"""Messages that freeze their process or outlive its lease: the guilty end as dead letters, the innocent never do."""
+
+import os
+import signal
+from pathlib import Path
+
+import psutil
+import pytest
+
+from millstream.client import Client
+from millstream.server import EmbeddedServer
+from tests.support.keyed_workers import KeyedBooks
+from tests.support.waiting import FAIL_SAFE_S, eventually
+from tests.support.worker_processes import CLAIM_S, Books, Fleet, Tell, watched
+
+pytestmark = [pytest.mark.worker, pytest.mark.keys, pytest.mark.faults]
+
+OUTAGES = 4
+"""One more than the attempts that a message of the app `brittle` has."""
+
+
+@pytest.mark.parametrize("deed", ["compute", "block"])
+def test_a_message_that_freezes_its_process_ends_as_a_dead_letter_and_all_others_are_done(
+    fresh_client: Client, tmp_path: Path, tell: Tell, deed: str
+) -> None:
+    books = KeyedBooks(fresh_client, tmp_path, app="brittle")
+    with Fleet(fresh_client.url, tmp_path, app="brittle", claim_s=CLAIM_S) as fleet, watched(books) as watch:
+        fleet.ready()
+        books.publish_keys(50, 25, ms=1)
+        (poison,) = books.publish_key("poison", 1, do=deed)
+        books.publish_keys(50, 25, ms=1)
+        report = books.check_keys(dead={poison: "crashed"}, overlap=False, log=fleet.log)
+        assert fleet.supervisor.poll() is None
+    (letter,) = books.letters()
+    assert "as a handler had held Python's interpreter (the GIL)" in letter.error
+    tell(report, watch, kills=fleet.log().count("is frozen"))
+
+
+def test_a_frozen_process_whose_supervisor_was_killed_ends_too(fresh_client: Client, tmp_path: Path) -> None:
+    books = Books(
+        fresh_client, tmp_path, app="limited"
+    )  # its time limit is short: the process may not freeze for longer
+    with Fleet(fresh_client.url, tmp_path, app="limited", processes=1) as fleet:
+        fleet.ready()
+        (frozen,) = fleet.children()
+        os.kill(fleet.supervisor.pid, signal.SIGSTOP)  # or it would end the process itself
+        books.publish(1, do="compute")
+        eventually(books.runs, "the run", log=fleet.log)
+        fleet.supervisor.kill()
+        frozen.wait(FAIL_SAFE_S)
+
+
+def test_a_message_is_not_blamed_for_what_its_lease_ran_out_for_while_redis_was_away(
+    millstream_fresh_server: EmbeddedServer, fresh_client: Client, tmp_path: Path, tell: Tell
+) -> None:
+    books = KeyedBooks(fresh_client, tmp_path, app="brittle")
+    redis = psutil.Process(millstream_fresh_server.pid)
+    patient = ("--stop-s", "3600")  # an orderly stop may take that long: the end of a lease does not wait for it
+    with Fleet(fresh_client.url, tmp_path, *patient, app="brittle", claim_s=CLAIM_S) as fleet, watched(books) as watch:
+        fleet.ready()
+        (long,) = books.publish_key("long", 1, do="wait")
+        for outage in range(OUTAGES):
+            eventually(lambda outage=outage: len(books.runs()) > outage, "one more run", log=fleet.log)  # type: ignore[misc]
+            redis.suspend()
+            eventually(
+                lambda outage=outage: fleet.log().count("though its lease ends") > outage, "the end of a process"  # type: ignore[misc]
+            )  # fmt: skip
+            redis.resume()
+        books.open_gate()
+        report = books.check_keys(overlap=False, log=fleet.log)
+        assert [row["id"] for row in books.outputs()] == [long]
+    tell(report, watch, outages=OUTAGES)

@@ -1,0 +1,140 @@
+"""A process whose threads cannot run is told from one that is stopped, idle or busy, and ends though its supervisor is dead."""
+
+import itertools
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import psutil
+import pytest
+
+from millstream.clock import SYSTEM_CLOCK
+from millstream.worker.heartbeat import Watchdog
+from tests.support.waiting import FAIL_SAFE_S, eventually
+
+pytestmark = pytest.mark.worker
+
+BEGIN = """
+import ctypes, re, sys, threading, time
+from millstream.worker.heartbeat import Heartbeat
+Heartbeat(int(sys.argv[1]), cpu_limit_ms=float(sys.argv[2])).start()
+time.sleep(0.3)
+print(flush=True)
+sys.stdin.readline()
+"""
+COMPUTE = "re.match(r'(a+)+$', 'a' * 60 + 'b')"
+BLOCK = "ctypes.PyDLL(None).sleep(3600)"
+SHARE = "while True: pass"
+IDLE = "time.sleep(3600)"
+NEVER_MS = 3_600_000
+LIMIT_MS = 1_000
+
+
+@contextmanager
+def process(watchdog: Watchdog, deed: str, *, cpu_limit_ms: int = NEVER_MS) -> Iterator[subprocess.Popen[bytes]]:
+    """A process with a heartbeat, which does the deed from the moment on when it is told to."""
+    running = subprocess.Popen(
+        [sys.executable, "-c", BEGIN + deed, str(watchdog.descriptor), str(cpu_limit_ms)],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=(watchdog.descriptor,),
+    )  # fmt: skip
+    with running:
+        try:
+            assert running.stdout is not None
+            running.stdout.readline()
+            yield running
+        finally:
+            running.kill()
+
+
+@pytest.fixture
+def watchdog() -> Iterator[Watchdog]:
+    watchdog = Watchdog(LIMIT_MS)
+    yield watchdog
+    watchdog.close()
+
+
+def begin(running: subprocess.Popen[bytes]) -> None:
+    """Tell it to do its deed."""
+    assert running.stdin is not None
+    running.stdin.write(b"go\n")
+    running.stdin.flush()
+
+
+def test_a_process_that_computes_and_lets_no_other_of_its_threads_run_is_frozen(watchdog: Watchdog) -> None:
+    with process(watchdog, COMPUTE) as running:
+        begin(running)
+        eventually(lambda: watchdog.is_frozen(running.pid, SYSTEM_CLOCK.monotonic_ms()), "a frozen process")
+
+
+def test_a_process_that_sleeps_and_lets_no_other_of_its_threads_run_is_frozen() -> None:
+    watchdog, ticks = (
+        Watchdog(100 * LIMIT_MS),
+        itertools.count(),
+    )  # what waits for the interpreter computes a little, too
+
+    def is_frozen() -> bool:
+        return any(watchdog.is_frozen(running.pid, 500.0 * next(ticks)) for _ in range(50))
+
+    with process(watchdog, BLOCK) as running:
+        begin(running)
+        eventually(is_frozen, "a frozen process")
+    watchdog.close()
+
+
+@pytest.mark.parametrize("deed", [SHARE, IDLE])
+def test_a_process_that_computes_in_python_or_has_nothing_to_do_is_not_frozen(watchdog: Watchdog, deed: str) -> None:
+    with process(watchdog, deed) as running:
+        begin(running)
+        for _ in range(3 * LIMIT_MS // 20):
+            assert not watchdog.is_frozen(running.pid, SYSTEM_CLOCK.monotonic_ms())
+            SYSTEM_CLOCK.sleep_ms(20)
+
+
+@pytest.mark.parametrize("deed", [COMPUTE, IDLE])
+def test_a_process_that_is_stopped_is_not_frozen_however_long(watchdog: Watchdog, deed: str) -> None:
+    with process(watchdog, deed) as running:
+        stopped = psutil.Process(running.pid)
+        watchdog.is_frozen(running.pid, 0.0)
+        stopped.suspend()
+        eventually(lambda: stopped.status() == psutil.STATUS_STOPPED, "a stopped process")
+        ticks = [100.0 * tick for tick in range(100 * LIMIT_MS // 100)]
+        assert not any(watchdog.is_frozen(running.pid, now_ms) for now_ms in ticks)
+
+
+def test_for_how_long_a_process_was_stopped_does_not_count_when_it_goes_on(watchdog: Watchdog) -> None:
+    with process(watchdog, COMPUTE) as running:
+        begin(running)
+        computing = psutil.Process(running.pid)
+        eventually(lambda: computing.cpu_times().user > 1, "a computation")
+        computing.suspend()
+        eventually(lambda: computing.status() == psutil.STATUS_STOPPED, "a stopped process")
+        ticks = [100.0 * tick for tick in range(100 * LIMIT_MS // 100)]
+        assert not any(watchdog.is_frozen(running.pid, now_ms) for now_ms in ticks)
+        computing.resume()
+        eventually(lambda: computing.cpu_times().user > 2, "more of it")
+        assert not watchdog.is_frozen(running.pid, ticks[-1])
+
+
+def test_a_watchdog_that_stood_still_itself_blames_no_process_for_that(watchdog: Watchdog) -> None:
+    with process(watchdog, BLOCK) as running:
+        begin(running)
+        eventually(lambda: watchdog.is_frozen(running.pid, SYSTEM_CLOCK.monotonic_ms()), "a frozen process")
+        assert not watchdog.is_frozen(running.pid, SYSTEM_CLOCK.monotonic_ms() + NEVER_MS)
+
+
+def test_a_process_that_nothing_watches_ends_when_it_has_computed_for_too_long_without_a_heartbeat(
+    watchdog: Watchdog,
+) -> None:
+    with process(watchdog, COMPUTE, cpu_limit_ms=300) as running:
+        begin(running)
+        assert running.wait(FAIL_SAFE_S) == -signal.SIGPROF
+
+
+def test_a_process_may_compute_without_end_as_long_as_its_heart_beats(watchdog: Watchdog) -> None:
+    with process(watchdog, SHARE, cpu_limit_ms=500) as running:
+        begin(running)
+        computing = psutil.Process(running.pid)
+        eventually(lambda: sum(computing.cpu_times()[:2]) > 3, "three seconds of computing")
+        assert running.poll() is None
