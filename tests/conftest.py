@@ -22,7 +22,7 @@ from tests.support.leftovers import RunGuardian
 
 pytest_plugins = ["pytester"]
 
-AREAS = ("worker", "keys", "groups", "balancer", "router", "master", "spark", "sink", "cli")
+AREAS = ("worker", "keys", "groups", "balancer", "router", "master", "spark", "sink", "cli", "chaos")
 """The systems that tests belong to, each a marker: `make test AREA=keys`. Every file of tests names its own."""
 
 SPARK_LANES = ("session", "drivers")

@@ -9,8 +9,12 @@ import httpx
 import pytest
 
 from millstream.client import Client
+from millstream.errors import ConfigError
+from millstream.naming import held_name
 from millstream.reliable import HANDED_BACK_MS
-from millstream.worker import names
+from millstream.worker.incarnations import HELD_MS
+from millstream.worker.names import Names
+from tests.support.clocks import HandClock
 from tests.support.commandline import Outcome, call, ended, lives, reserved_port, running
 from tests.support.waiting import FAIL_SAFE_S, eventually
 
@@ -190,19 +194,23 @@ def test_two_supervisors_of_one_host_take_different_names(client: Client, app: s
     assert client.execute("KEYS", "millstream:worker:shop:*") == []
 
 
-def test_a_given_name_that_another_supervisor_keeps_is_refused(
-    client: Client, app: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(names, "HELD_MS", 10_000_000)
-    kept = names.Names(client, "shop", "till")
+def test_a_given_name_that_another_supervisor_keeps_is_refused(client: Client) -> None:
+    kept, other = Names(client, "shop", "till"), Names(client, "shop", "till", clock=HandClock())
     kept.take(1)
-    monkeypatch.setattr(names, "HELD_MS", 1)  # so long the other waits for the name to become free
-    refused = call("worker", app, "--name", "till", url=client.url)
-    assert refused.code == 2
-    assert "a worker called 'till-0' is running; give this one another --name" in refused.err
+    with pytest.raises(ConfigError, match="a worker called 'till-0' is running; give this one another --name"):
+        other.take(1)
     kept.renew()
     kept.release()
     assert client.execute("KEYS", "millstream:worker:shop:*") == []
+
+
+def test_a_name_is_kept_for_no_longer_than_usual_where_the_clock_of_redis_went_back(client: Client) -> None:
+    gone, other = Names(client, "shop", "till"), Names(client, "shop", "till", clock=HandClock())
+    (name,) = gone.take(1)
+    client.execute("PEXPIRE", held_name("shop", name), 3_600_000)
+    with pytest.raises(ConfigError, match="is running"):
+        other.take(1)
+    assert 0 < client.execute("PTTL", held_name("shop", name)) <= HELD_MS
 
 
 @pytest.mark.parametrize(

@@ -440,6 +440,22 @@ def test_a_failed_attempt_keeps_its_place_and_is_counted_while_other_keys_run(cl
     assert (client.execute("EXISTS", KEYS.strikes), worker.check()) == (0, [])
 
 
+def test_where_the_clock_of_redis_went_back_leases_and_back_offs_end_as_if_it_had_not(client: Client) -> None:
+    worker = routed(client, "AB")
+    worker.release([Ending(take_one(worker), "later", HOUR_MS, 1)])
+    take(worker)
+    client.execute("HINCRBY", KEYS.meta, "clock", 5 * HOUR_MS)  # so it is as if all this had been five hours later
+    for times in (KEYS.leases, KEYS.backoff):
+        for name in client.execute("ZRANGE", times, 0, -1):
+            client.execute("ZINCRBY", times, 5 * HOUR_MS, name)
+    assert 0 < (take(worker).wait_ms or 0) <= HOUR_MS + 1
+    for times in (KEYS.leases, KEYS.backoff):
+        ((_, due_ms),) = [client.execute("ZRANGE", times, 0, -1, "WITHSCORES")]
+        seconds, microseconds = client.execute("TIME")
+        assert float(due_ms) - (1_000 * int(seconds) + int(microseconds) // 1_000) <= HOUR_MS
+    assert take(worker).leases == []
+
+
 def test_a_line_that_was_not_begun_comes_before_the_others(client: Client) -> None:
     worker = routed(client, "ABC")
     a = take_one(worker)

@@ -14,7 +14,9 @@
 local refusal = stale(ARGV[1], redis.call('HGET', KEYS[1], 'epoch'))
 if refusal then return refusal end
 
-local until_ms = now_ms() + tonumber(ARGV[2])
+local now = now_ms()
+local until_ms = now + tonumber(ARGV[2])
+redis.call('HSET', KEYS[1], 'clock', string.format('%.0f', now)) -- so that `take` sees if it has gone back
 local lost = {}
 for i = 3, #ARGV, 2 do
   if holds(ARGV[i], ARGV[i + 1]) then

@@ -8,7 +8,12 @@
 -- INVARIANT  At most one holder at a time has a name, as long as Redis' clock does not jump.
 
 local holder = redis.call('GET', KEYS[1])
-if holder and holder ~= ARGV[1] then return 0 end
+if holder and holder ~= ARGV[1] then
+  -- For so long nobody holds it: the clock went back, with a failover, say.
+  local held_ms = tonumber(ARGV[2])
+  if held_ms > 0 and redis.call('PTTL', KEYS[1]) > held_ms then redis.call('PEXPIRE', KEYS[1], held_ms) end
+  return 0
+end
 if ARGV[2] == '0' then
   redis.call('DEL', KEYS[1])
 else

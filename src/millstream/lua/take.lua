@@ -19,9 +19,9 @@
 
 local group, consumer, incarnation = ARGV[2], ARGV[3], ARGV[4]
 local lease_ms, most_lines, most_entries, longest = tonumber(ARGV[5]), tonumber(ARGV[6]), tonumber(ARGV[7]), tonumber(ARGV[8])
-local AT_ONCE, FURTHEST_MS = 200, 600000
+local AT_ONCE, FURTHEST_MS, STEP_MS = 200, 600000, 1000
 
-local meta = redis.call('HMGET', KEYS[1], 'epoch', 'fence')
+local meta = redis.call('HMGET', KEYS[1], 'epoch', 'fence', 'clock')
 local refusal = stale(ARGV[1], meta[1])
 if refusal then return refusal end
 local probe = redis.pcall('XPENDING', KEYS[7], group, '-', '+', 1)
@@ -32,9 +32,17 @@ local fence = now[1] * 1000000 + now[2]
 local ms = math.floor(fence / 1000)
 if meta[2] and tonumber(meta[2]) >= fence then fence = tonumber(meta[2]) + 1 end
 
--- So far ahead no lease ends: the clock went back, with a failover, say.
-local ahead = redis.call('ZRANGEBYSCORE', LEASES, ms + math.max(10 * lease_ms, FURTHEST_MS), '+inf', 'LIMIT', 0, AT_ONCE)
+-- So far ahead no lease ends: the clock went back, with a failover, say. Where it is known by how much, back-offs end earlier
+-- by that.
+local back_ms = meta[3] and tonumber(meta[3]) - ms or 0
+local furthest_ms = back_ms > STEP_MS and lease_ms or math.max(10 * lease_ms, FURTHEST_MS)
+local ahead = redis.call('ZRANGEBYSCORE', LEASES, '(' .. ms + furthest_ms, '+inf')
 for _, name in ipairs(ahead) do redis.call('ZADD', LEASES, ms + lease_ms, name) end
+if back_ms > STEP_MS then
+  local waiting = redis.call('ZRANGE', BACKOFF, 0, -1, 'WITHSCORES')
+  for i = 1, #waiting, 2 do redis.call('ZADD', BACKOFF, math.max(ms, waiting[i + 1] - back_ms), waiting[i]) end
+  redis.call('HSET', KEYS[1], 'clock', string.format('%.0f', ms))
+end
 
 -- They come out in the order in which they were due, so the first is put first last.
 local reaped = redis.call('ZRANGEBYSCORE', LEASES, '-inf', ms, 'LIMIT', 0, AT_ONCE)
@@ -151,7 +159,9 @@ while #taken < most_lines and count < most_entries and #gone < MOST_GONE do
 end
 for i = 1, #taken, PASSED_AT_ONCE do lease(i, math.min(i + PASSED_AT_ONCE - 1, #taken)) end
 if used > 0 then redis.call('LTRIM', READY, used, -1) end
-if #taken > 0 then redis.call('HSET', KEYS[1], 'fence', string.format('%.0f', fence)) end
+if #taken > 0 then
+  redis.call('HSET', KEYS[1], 'fence', string.format('%.0f', fence), 'clock', string.format('%.0f', ms))
+end
 if redis.call('LLEN', READY) == 0 then
   redis.call('UNLINK', WAKE) -- nobody need look
 elseif #taken >= most_lines or count >= most_entries then

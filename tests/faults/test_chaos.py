@@ -1,0 +1,152 @@
+"""Everything that may happen to workers and their Redis, at random and at once: nobody is wrongly blamed, and all is exact."""
+
+import os
+import random
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+
+import psutil
+import pytest
+
+from millstream.client import Client
+from millstream.server import EmbeddedServer
+from millstream.testing.proxy import Proxy
+from tests.support.keyed_workers import KeyedBooks
+from tests.support.worker_processes import CLAIM_S, Books, Fleet, Tell, wake_up, watched
+
+pytestmark = [pytest.mark.worker, pytest.mark.keys, pytest.mark.chaos, pytest.mark.faults]
+
+SOAK = bool(os.environ.get("MILLSTREAM_SOAK"))
+ROUNDS = 900 if SOAK else 9
+"""Each kind of harm once; in a soak about an hour of them, for both apps together."""
+MESSAGES = 120
+AWAY_S = 1.5 * CLAIM_S
+
+
+class Nemesis:
+    """Does harm to fleets, and to the Redis that they share. Each method is one kind of harm."""
+
+    def __init__(self, server: EmbeddedServer, proxy: Proxy, client: Client, fleets: list[Fleet]) -> None:
+        self._server = server
+        self._proxy = proxy
+        self._client = client
+        self._fleets = fleets
+        self._stopped: list[psutil.Process] = []
+
+    @property
+    def kinds(self) -> list[Callable[[random.Random], None]]:
+        """All kinds of harm."""
+        return [
+            self.kill, self.kill_with_supervisor, self.kill_supervisor, self.stop_for_a_while, self.restart_in_order,
+            self.kill_redis, self.stop_redis, self.cut, self.fill_memory,
+        ]  # fmt: skip
+
+    def kill(self, chance: random.Random) -> None:
+        """kill -9 of a process."""
+        if children := chance.choice(self._fleets).children():
+            with suppress(psutil.NoSuchProcess):
+                chance.choice(children).kill()
+
+    def kill_with_supervisor(self, chance: random.Random) -> None:
+        """kill -9 of a supervisor and all its processes, as when a container ends."""
+        fleet = chance.choice(self._fleets)
+        fleet.kill_all()
+        fleet.start()
+
+    def kill_supervisor(self, chance: random.Random) -> None:
+        """kill -9 of a supervisor alone; its processes end by themselves."""
+        fleet = chance.choice(self._fleets)
+        fleet.supervisor.kill()
+        fleet.supervisor.wait()
+        fleet.start()
+
+    def stop_for_a_while(self, chance: random.Random) -> None:
+        """SIGSTOP of a process, for shorter or longer than its claim."""
+        if children := chance.choice(self._fleets).children():
+            victim = chance.choice(children)
+            with suppress(psutil.NoSuchProcess):
+                victim.suspend()
+                self._stopped.append(victim)
+
+    def restart_in_order(self, chance: random.Random) -> None:
+        """SIGTERM of a supervisor, and a new one."""
+        fleet = chance.choice(self._fleets)
+        fleet.stop()
+        fleet.start()
+
+    def kill_redis(self, chance: random.Random) -> None:
+        """kill -9 of Redis, which is started again."""
+        self._server.kill()
+        time.sleep(chance.choice((0.0, AWAY_S)))
+        self._server.start()
+        self._client.patiently(lambda: self._client.execute("PING"), what="the test")
+
+    def stop_redis(self, chance: random.Random) -> None:
+        """Redis stands still for longer than a claim."""
+        with standing_still(self._server):
+            time.sleep(AWAY_S)
+
+    def cut(self, chance: random.Random) -> None:
+        """All connections are cut."""
+        self._proxy.cut_all()
+
+    def fill_memory(self, chance: random.Random) -> None:
+        """Redis is at `maxmemory` for a while."""
+        self._client.execute("CONFIG", "SET", "maxmemory", "1")
+        time.sleep(chance.random())
+        self._client.execute("CONFIG", "SET", "maxmemory", "0")
+
+    def wake_up(self) -> None:
+        """Let go on what was stopped."""
+        wake_up(self._stopped)
+
+
+@contextmanager
+def standing_still(server: EmbeddedServer) -> Iterator[None]:
+    process = psutil.Process(server.pid)
+    process.suspend()
+    try:
+        yield
+    finally:
+        process.resume()
+
+
+@pytest.mark.parametrize("app", ["brittle", "strict"])
+def test_all_kinds_of_harm_at_once_lose_double_reorder_and_blame_nothing(
+    millstream_fresh_server: EmbeddedServer, fresh_client: Client, tmp_path: Path, tell: Tell, app: str
+) -> None:
+    """Of a handler with three attempts, with a key or without: its messages do no harm, so none may be blamed."""
+    seed = random.randrange(2**32)
+    chance = random.Random(seed)
+    has_key = app == "brittle"
+    books: Books = KeyedBooks(fresh_client, tmp_path, app=app) if has_key else Books(fresh_client, tmp_path, app=app)
+    harm: Counter[str] = Counter()
+    with ExitStack() as stack, watched(books) as watch:
+        proxy = stack.enter_context(Proxy(millstream_fresh_server.port))
+        fleets = [
+            stack.enter_context(Fleet(proxy.url, tmp_path, "--stop-s", "2", app=app, claim_s=CLAIM_S)) for _ in range(2)
+        ]
+        nemesis = Nemesis(millstream_fresh_server, proxy, fresh_client, fleets)
+        for number in range(ROUNDS):
+            publish(books, chance.choice((0, 1, 5)))
+            time.sleep(chance.random())  # harm at any point
+            kinds = nemesis.kinds
+            kind = kinds[number] if number < len(kinds) else chance.choice(kinds)
+            harm[kind.__name__] += 1
+            kind(chance)
+            if chance.random() < 0.5:
+                nemesis.wake_up()
+        nemesis.wake_up()
+        report = books.check_keys(overlap=False) if isinstance(books, KeyedBooks) else books.check()
+    tell(report, watch, seed=seed, **harm)
+
+
+def publish(books: Books, ms: int) -> None:
+    """Some messages, of 30 keys where they have one."""
+    if isinstance(books, KeyedBooks):
+        books.publish_keys(MESSAGES, 30, ms=ms)
+    else:
+        books.publish(MESSAGES, ms=ms)
