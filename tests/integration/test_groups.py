@@ -2,6 +2,7 @@
 
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
@@ -9,15 +10,28 @@ import pytest
 from millstream.asking import server_time_ms
 from millstream.client import Client
 from millstream.errors import CommandFailed, ConfigError, GroupMissing, Unavailable, WrongType
-from millstream.groups import BEGINNING, END, ClaimOptions, Consumer, Group, PendingSummary, groups_of
+from millstream.groups import (
+    BEGINNING,
+    END,
+    ClaimOptions,
+    Consumer,
+    Delivered,
+    Group,
+    PendingSummary,
+    delete_if_empty,
+    groups_of,
+    stream_details,
+    stream_info,
+)
 from millstream.model import EntryId
 from millstream.server import EmbeddedServer
 from tests.support.deployments import lent_cluster
-from tests.support.waiting import eventually
+from tests.support.waiting import FAIL_SAFE_S, eventually
 
 pytestmark = [pytest.mark.groups]
 
 HOUR_MS = 3_600_000
+LONGER_THAN_A_TEST_MS = 4_000_000
 
 
 @pytest.fixture
@@ -110,6 +124,65 @@ def test_a_destroyed_group_is_gone_with_its_pending_entries(client: Client, grou
     for gone in (group.destroy, group.info, group.consumers, lambda: group.set_id("0")):
         with pytest.raises(GroupMissing):
             gone()
+
+
+def test_a_consumer_that_waits_hears_that_its_group_is_destroyed(client: Client, group: Group) -> None:
+    take(client)
+    with Client(client.url, timeout_ms=LONGER_THAN_A_TEST_MS) as waiting, ThreadPoolExecutor() as pool:
+        reading = pool.submit(consumer(waiting).read_new, block_ms=LONGER_THAN_A_TEST_MS - 1)
+        eventually(lambda: b"blocked_clients:1" in client.execute("INFO", "clients"), "it to wait")
+        assert group.destroy()
+        with pytest.raises(GroupMissing):
+            reading.result(FAIL_SAFE_S)
+
+
+def test_to_a_group_that_is_gone_there_is_nothing_to_acknowledge(client: Client, group: Group) -> None:
+    take(client)
+    assert group.destroy()
+    assert (group.ack(ids(1)), consumer(client).ack("s", ids(1))) == (0, 0)
+
+
+def test_what_redis_knows_of_a_stream(client: Client, group: Group) -> None:
+    client.execute("XDEL", "s", "1-0", "4-0")
+    info = stream_info(client, "s")
+    assert (info.length, info.entries_added, info.groups) == (7, 9, 1)
+    assert (info.first_id, info.last_id, info.max_deleted_id) == (b"2-0", b"9-0", b"4-0")
+    assert info.first == Delivered(b"2-0", [b"n", b"2"], 0)
+    assert info.last == Delivered(b"9-0", [b"n", b"9"], 0)
+    assert (info.radix_tree_keys, info.radix_tree_nodes) == (1, 2)
+    client.execute("XTRIM", "s", "MAXLEN", 0)
+    empty = stream_info(client, "s")
+    assert (empty.length, empty.last_id, empty.first, empty.last) == (0, b"9-0", None, None)
+
+
+def test_a_stream_is_shown_with_its_groups_consumers_and_pending_entries_at_one_moment(
+    client: Client, group: Group
+) -> None:
+    before_ms = server_time_ms(client)
+    take(client, "a", count=2)
+    take(client, "b", count=3)
+    Group(client, "s", "\udcff").create("5-0")
+    found = stream_details(client, "s", count=2)
+    assert (found.length, found.last_id, found.first_id, found.entries_added) == (9, b"9-0", b"1-0", 9)
+    assert found.entries == [Delivered(b"1-0", [b"n", b"1"], 0), Delivered(b"2-0", [b"n", b"2"], 0)]
+    mine, other = found.groups
+    assert (mine.name, mine.last_delivered, mine.entries_read, mine.lag, mine.pending) == ("g", b"5-0", 5, 4, 5)
+    assert [(one.id, one.consumer, one.deliveries) for one in mine.held] == [(b"1-0", "a", 1), (b"2-0", "a", 1)]
+    assert (other.name, other.last_delivered, other.pending, other.consumers) == ("\udcff", b"5-0", 0, [])
+    first, second = mine.consumers
+    assert (first.name, first.pending, second.name, second.pending) == ("a", 2, "b", 3)
+    assert [(one.id, one.consumer, one.deliveries) for one in second.held] == [(b"3-0", "b", 1), (b"4-0", "b", 1)]
+    assert all(one.since_ms >= before_ms for one in (*mine.held, *second.held))
+    assert first.seen_ms >= before_ms
+
+
+def test_a_stream_that_there_is_not_and_a_key_that_is_none_are_told_apart(client: Client) -> None:
+    client.execute("SET", "text", "1")
+    for look in (stream_info, stream_details):
+        with pytest.raises(GroupMissing, match="no stream 'none'"):
+            look(client, "none")
+        with pytest.raises(WrongType, match="text holds something else"):
+            look(client, "text")
 
 
 def test_what_redis_knows_of_the_groups_of_a_stream(client: Client, group: Group) -> None:
@@ -284,6 +357,22 @@ def test_a_claim_sets_idle_time_and_delivery_count_when_asked(client: Client, gr
     assert 200_000 <= second.idle_ms <= 200_000 + passed_ms
 
 
+def test_a_claim_moves_the_group_on_when_asked_and_never_back(client: Client, group: Group) -> None:
+    take(client, count=1)
+    for last_id in ("4-0", EntryId(3, 0)):
+        group.pending.claim_ids(ids(1), consumer="d", min_idle_ms=0, options=ClaimOptions(last_id=last_id))
+    assert groups_of(client, "s")[0].last_delivered == b"4-0"
+    assert take(client, count=1) == ids(5)
+
+
+def test_how_often_entries_were_delivered_is_known_of_those_that_are_pending(client: Client, group: Group) -> None:
+    take(client, count=3)
+    consumer(client).read_pending(after="1")
+    group.ack(ids(3))
+    assert group.pending.deliveries(ids(1, 2, 3, 4)) == {b"1-0": 1, b"2-0": 2}
+    assert group.pending.deliveries([]) == {}
+
+
 def test_only_force_claims_what_nobody_holds(client: Client, group: Group) -> None:
     group.set_id("9-0")
     assert group.pending.claim(ids(4), consumer="a", min_idle_ms=0).ids == []
@@ -396,6 +485,24 @@ def test_only_consumers_that_are_silent_and_hold_nothing_are_cleaned_up(client: 
     assert group.delete_idle_consumers(min_idle_ms=HOUR_MS) == [], "it was heard of within the hour"
     eventually(lambda: group.delete_idle_consumers(min_idle_ms=20) == ["silent"], "it to be silent for long enough")
     assert [one.name for one in group.consumers()] == ["holds"]
+
+
+def test_only_consumers_that_are_named_are_cleaned_up_where_any_are(client: Client, group: Group) -> None:
+    for name in ("one", "other"):
+        group.create_consumer(name)
+    assert group.delete_idle_consumers(0, only={"one"}) == ["one"]
+    assert [one.name for one in group.consumers()] == ["other"]
+
+
+def test_a_consumer_leaves_the_groups_in_which_it_holds_nothing(client: Client, group: Group) -> None:
+    add(client, "t", range(1, 3))
+    other = Group(client, "t", "g")
+    other.create()
+    assert len(consumer(client, "c", "s", "t").read_new()) == 2
+    other.ack(ids(1, 2))
+    delete_if_empty(client, [group, other], "c")
+    assert ([one.name for one in group.consumers()], other.consumers()) == (["c"], [])
+    assert group.pending.summary().count == 9
 
 
 def test_a_consumer_that_wakes_up_between_the_look_and_the_clean_up_stays(

@@ -14,6 +14,7 @@ from millstream.groups import (
     END,
     ClaimOptions,
     Consumer,
+    Delivered,
     DoneFile,
     EntriesGone,
     Event,
@@ -431,3 +432,78 @@ def test_what_is_done_is_acknowledged_again_and_not_given_out(client: Client, tm
         assert [batch.ids for batch in second.read()] == [[b"3-0"]]
     assert events == [Repeated(stream="s", ids=[b"1-0", b"2-0"])]
     assert group.pending.summary().count == 1
+
+
+# How often, and a way out
+
+
+def test_every_entry_says_how_often_it_was_delivered(client: Client) -> None:
+    def counts(reader: Reader) -> list[tuple[bytes, int]]:
+        return [(one.id, one.deliveries) for batch in reader.read() for one in batch]
+
+    add(client, 1, 2, stream="t")
+    add(client, 1, 2, 3)
+    group = Group(client, "s", "g")
+    group.create()
+    Consumer(client, group="g", name="dead", streams=["s"]).read_new(count=2)
+    long_ago = ClaimOptions(idle_ms=90_000, deliveries=7)
+    group.pending.claim_ids([b"2-0"], consumer="dead", min_idle_ms=0, options=long_ago)
+    policy = ReadPolicy(block_ms=50, adopt_after_ms=60_000)
+    with Reader(client, group="g", consumer="c", streams=["s", "t"], policy=policy) as reader:
+        assert eventually(lambda: counts(reader)) == [(b"2-0", 8)]  # adopted
+        assert eventually(lambda: counts(reader)) == [(b"3-0", 1), (b"1-0", 1), (b"2-0", 1)]
+        reader.recover()
+        assert counts(reader) == [(b"2-0", 9), (b"3-0", 2), (b"1-0", 2), (b"2-0", 2)]
+
+
+def test_what_fails_again_and_again_can_be_put_aside_by_its_delivery_count(client: Client) -> None:
+    """As docs/consumer-groups.md has it."""
+    add(client, *range(1, 6))
+    done: list[bytes] = []
+    tried = 0
+
+    def process(message: Delivered) -> None:
+        nonlocal tried
+        if message.id == b"3-0":
+            tried += 1
+            raise ValueError(message.id)
+        done.append(message.id)
+
+    policy = ReadPolicy(block_ms=20, adopt_after_ms=40)
+    with Reader(client, group="g", consumer="c", streams=["s"], policy=policy) as reader:
+
+        def step() -> bool:
+            for batch in reader.read():
+                settled = []
+                for message in batch:
+                    if message.deliveries > 3:
+                        client.execute("XADD", "s:aside", "*", "id", message.id, *message.pairs)
+                    else:
+                        try:
+                            process(message)
+                        except ValueError:
+                            continue
+                    settled.append(message.id)
+                reader.ack(batch.stream, settled)
+            return len(done) == 4 and client.execute("XLEN", "s:aside") == 1
+
+        eventually(step, "it to be put aside")
+    assert (sorted(done), tried) == ([b"1-0", b"2-0", b"4-0", b"5-0"], 3)
+    ((_, aside),) = client.execute("XRANGE", "s:aside", "-", "+")
+    assert aside == [b"id", b"3-0", b"n", b"3"]
+    assert Group(client, "s", "g").pending.summary().count == 0
+
+
+def test_what_ends_its_process_is_found_by_its_count_where_entries_are_read_one_by_one(client: Client) -> None:
+    add(client, 1, 2, 3)
+    for life in range(1, 4):  # each ends in the midst of the first entry
+        policy = ReadPolicy(count=1, block_ms=50)
+        with Reader(client, group="g", consumer="c", streams=["s"], policy=policy) as reader:
+            (batch,) = eventually(reader.read)
+            assert [(one.id, one.deliveries) for one in batch] == [(b"1-0", life)]
+    with Reader(client, group="g", consumer="c", streams=["s"], policy=ReadPolicy(block_ms=50)) as reader:
+        (batch,) = reader.read()
+        assert [(one.id, one.deliveries) for one in batch] == [(b"1-0", 4)]
+        reader.ack("s", [b"1-0"])
+        (batch,) = eventually(reader.read)
+        assert [(one.id, one.deliveries) for one in batch] == [(b"2-0", 1), (b"3-0", 1)]

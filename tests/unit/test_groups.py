@@ -2,12 +2,13 @@
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from millstream.client import Client
 from millstream.errors import ConfigError
-from millstream.groups import Batch, ClaimOptions, Consumer, Delivered, DoneFile, Reader, ReadPolicy
+from millstream.groups import Batch, ClaimOptions, Consumer, Delivered, DoneFile, Reader, ReadPolicy, stream_details
 from millstream.model import EntryId
 
 pytestmark = [pytest.mark.groups]
@@ -21,7 +22,7 @@ def test_a_batch_makes_entries_only_when_it_is_iterated() -> None:
     assert batch.raw is raw
     assert batch.ids == [b"1-2"]
     (entry,) = batch
-    assert entry == Delivered(b"1-2", [b"a", b"1", b"\xff", b"2"])
+    assert entry == Delivered(b"1-2", [b"a", b"1", b"\xff", b"2"], 1)
     assert entry.entry_id == EntryId(1, 2)
     assert entry.fields == {"a": b"1", "\udcff": b"2"}
 
@@ -37,16 +38,65 @@ def test_a_poll_longer_than_its_client_waits_is_refused_before_it_is_sent() -> N
 
 
 @pytest.mark.parametrize(
-    "options", [{"count": 0}, {"block_ms": 0}, {"adopt_after_ms": 0}, {"noack": True, "adopt_after_ms": 5}]
+    "options",
+    [
+        {"count": 0},
+        {"block_ms": 0},
+        {"adopt_after_ms": 0},
+        {"noack": True, "adopt_after_ms": 5},
+        {"heal": "begining"},
+        {"heal": None},
+        {"start": "earliest"},
+        {"start": ">"},
+        {"start": None},
+    ],
 )
-def test_a_policy_that_makes_no_sense_is_refused(options: dict[str, int]) -> None:
+def test_a_policy_that_makes_no_sense_is_refused(options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="ReadPolicy"):
-        ReadPolicy(**options)  # type: ignore[arg-type]
+        ReadPolicy(**options)
 
 
-def test_a_reader_without_streams_is_refused() -> None:
-    with Client(NOWHERE) as client, pytest.raises(ConfigError, match="stream"):
-        Reader(client, group="g", consumer="c", streams=[])
+@pytest.mark.parametrize("start", ["0", "$", "5", b"5-1", EntryId(5, 1)])
+def test_a_policy_begins_at_any_id_and_at_either_end(start: Any) -> None:
+    assert ReadPolicy(start=start, heal=lambda stream: "0").start == start
+
+
+@pytest.mark.parametrize(
+    ("streams", "why"),
+    [
+        ([], "at least one stream"),
+        ("orders", "streams='orders' is one name, not a list of names: write streams=\\['orders'\\]"),
+        (b"orders", "is one name, not a list of names"),
+        (["orders", ""], "non-empty text"),
+        ([b"orders"], "non-empty text"),
+    ],
+)
+def test_streams_that_are_no_list_of_names_are_refused(streams: Any, why: str) -> None:
+    with Client(NOWHERE) as client:
+        with pytest.raises(ConfigError, match=why):
+            Reader(client, group="g", consumer="c", streams=streams)
+        with pytest.raises(ConfigError, match=why):
+            Consumer(client, group="g", name="c", streams=streams)
+
+
+@pytest.mark.parametrize("after", [">", "$", "+", {"s": ">"}, None])
+def test_pending_entries_are_read_after_an_id_and_nothing_else(after: Any) -> None:
+    with Client(NOWHERE) as client, pytest.raises(ConfigError, match="must be an entry id"):
+        Consumer(client, group="g", name="c", streams=["s"]).read_pending(after=after)
+
+
+def test_a_count_that_would_take_everything_is_refused() -> None:
+    with Client(NOWHERE) as client:
+        consumer = Consumer(client, group="g", name="c", streams=["s"])
+        for read in (consumer.read_new, consumer.read_pending, lambda count: stream_details(client, "s", count=count)):
+            with pytest.raises(ConfigError, match="count=0"):
+                read(count=0)
+
+
+def test_what_was_read_again_says_how_often_it_was_delivered_where_that_was_asked_for() -> None:
+    batch = Batch("s", [[b"1-0", []], [b"2-0", []]], recovered=True)
+    batch.deliveries = {b"2-0": 3}
+    assert [one.deliveries for one in batch] == [0, 3]
 
 
 def test_what_was_done_is_known_again_after_a_restart(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 * `Group`: one group of one stream: create, set id, destroy, acknowledge, its consumers, its pending entries
 * `Consumer`: reads new entries, and its own pending ones again, from one or several streams
 * `Reader`: the loop around a consumer that outlives lost connections, lost groups and lost streams
+* `stream_info`, `stream_details`: what Redis knows of a stream, and of all its groups, consumers and pending entries
 * `DoneFile`: what a consumer has processed, kept on its own disk
 
 After "Redis Streams: consumer groups v2" (S. Sanfilippo, 2018); `docs/consumer-groups.md` goes through it.
@@ -12,9 +13,19 @@ from millstream.groups.consumer import Consumer
 from millstream.groups.donefile import DoneFile
 from millstream.groups.entries import BEGINNING, END, Batch, Delivered
 from millstream.groups.events import EntriesGone, Event, GroupRecreated, Repeated, Resumed
-from millstream.groups.group import ConsumerInfo, Dismissed, Group, GroupInfo, groups_of
+from millstream.groups.group import ConsumerInfo, Dismissed, Group, GroupInfo, delete_if_empty, groups_of
 from millstream.groups.pending import ClaimedIds, ClaimOptions, PendingEntry, PendingList, PendingSummary
 from millstream.groups.reader import Reader, ReadPolicy
+from millstream.groups.stream import (
+    ConsumerDetails,
+    GroupDetails,
+    HeldEntry,
+    StreamDetails,
+    StreamFigures,
+    StreamInfo,
+    stream_details,
+    stream_info,
+)
 
 __all__ = [
     "BEGINNING",
@@ -23,6 +34,7 @@ __all__ = [
     "ClaimOptions",
     "ClaimedIds",
     "Consumer",
+    "ConsumerDetails",
     "ConsumerInfo",
     "Delivered",
     "Dismissed",
@@ -30,8 +42,10 @@ __all__ = [
     "EntriesGone",
     "Event",
     "Group",
+    "GroupDetails",
     "GroupInfo",
     "GroupRecreated",
+    "HeldEntry",
     "PendingEntry",
     "PendingList",
     "PendingSummary",
@@ -39,5 +53,11 @@ __all__ = [
     "Reader",
     "Repeated",
     "Resumed",
+    "StreamDetails",
+    "StreamFigures",
+    "StreamInfo",
+    "delete_if_empty",
     "groups_of",
+    "stream_details",
+    "stream_info",
 ]

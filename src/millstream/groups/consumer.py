@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from millstream.client import Arg, Client
 from millstream.errors import ConfigError
-from millstream.groups.entries import BEGINNING, Batch, Id, ask, history, wire_id
+from millstream.groups.entries import BEGINNING, Batch, Id, ask, check_place, history, wire_id
 from millstream.naming import to_wire
 
 
@@ -17,8 +17,7 @@ class Consumer:
     """
 
     def __init__(self, client: Client, *, group: str, name: str, streams: Sequence[str]) -> None:
-        if not streams:
-            raise ConfigError("a consumer needs at least one stream to read")
+        _check_streams(streams)
         self._client = client
         self._group = to_wire(group)
         self._streams = {to_wire(stream): stream for stream in streams}
@@ -36,8 +35,9 @@ class Consumer:
 
         `block_ms` > 0 waits that long for the first to come, on the client's one connection, so that other
         threads with that client wait too. With `noack` they count as acknowledged at once: what is lost on the
-        way stays lost. Raises ConfigError if the client would time out before the wait ends.
+        way stays lost. Raises ConfigError if the client would time out before the wait ends, or for a count below 1.
         """
+        _check_count(count)
         options: tuple[Arg, ...] = ("COUNT", count)
         if block_ms:
             if block_ms >= self._client.timeout_ms:
@@ -55,9 +55,13 @@ class Consumer:
         """Read again up to `count` entries of each stream that this consumer holds unacknowledged, after an id.
 
         A mapping gives each stream's own id and leaves out the streams that it does not name. Never waits. Redis
-        resets their idle time and adds one to their delivery counts.
+        resets their idle time and adds one to their delivery counts. Raises ConfigError for what is no id, such as
+        ">", which would take new ones, and for a count below 1.
         """
+        _check_count(count)
         places = after if isinstance(after, Mapping) else dict.fromkeys(self._streams.values(), after)
+        for place in places.values():
+            check_place("the place that read_pending reads after", place)
         streams = [to_wire(stream) for stream in places]
         ids = [wire_id(place) for place in places.values()]
         reply = ask(self._client, self._label, *self._head, "COUNT", count, "STREAMS", *streams, *ids)
@@ -66,3 +70,17 @@ class Consumer:
     def ack(self, stream: str, ids: Sequence[bytes | str]) -> int:
         """Acknowledge entries, whoever holds them; return how many were pending. Safe to repeat."""
         return int(self._client.execute("XACK", to_wire(stream), self._group, *ids)) if ids else 0
+
+
+def _check_streams(streams: Sequence[str]) -> None:
+    if not streams:
+        raise ConfigError("a consumer needs at least one stream to read")
+    if isinstance(streams, str | bytes):
+        raise ConfigError(f"streams={streams!r} is one name, not a list of names: write streams=[{streams!r}]")
+    if any(not isinstance(stream, str) or not stream for stream in streams):
+        raise ConfigError('stream names must be non-empty text, like streams=["orders"]')
+
+
+def _check_count(count: int) -> None:
+    if count < 1:
+        raise ConfigError(f"count={count}: Redis would take all there is; give the most entries to read, 1 or more")

@@ -1,10 +1,11 @@
 """What a group hands out, kept as Redis sent it: a thousand entries cost one object, not a thousand."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import starmap
 from typing import Any, NamedTuple
 
 from millstream.client import Arg, Client, Reply
-from millstream.errors import CommandFailed, GroupMissing, WrongType
+from millstream.errors import CommandFailed, ConfigError, GroupMissing, WrongType
 from millstream.model import EntryId
 
 Id = bytes | str | EntryId
@@ -17,10 +18,15 @@ END = "$"
 
 
 class Delivered(NamedTuple):
-    """One entry handed to a consumer: its `id` as Redis sent it, and `[name, value, name, value, ...]`."""
+    """One entry handed to a consumer: its `id` as Redis sent it, and `[name, value, name, value, ...]`.
+
+    * `deliveries`: how often Redis has delivered it, this time included: 1 of a new entry. A `Reader` says it of each; what
+      a `Consumer` reads again and what is claimed comes with 0, since Redis does not say: see `PendingList.deliveries`
+    """
 
     id: bytes
     pairs: list[bytes]
+    deliveries: int = 1
 
     @property
     def entry_id(self) -> EntryId:
@@ -41,9 +47,10 @@ class Batch:
     * `raw`: the entries as hiredis parsed them, `[id, pairs]` each, for code that has no time
     * `gone`: ids that were pending but whose entries are no longer in the stream (trimmed or deleted)
     * `recovered`: True if they may have been delivered before: read again, or claimed
+    * `deliveries`: of those that are recovered, how often each was delivered, as far as that was asked for
     """
 
-    __slots__ = ("gone", "raw", "recovered", "stream")
+    __slots__ = ("deliveries", "gone", "raw", "recovered", "stream")
 
     def __init__(
         self, stream: str, raw: list[list[Any]], *, gone: Sequence[bytes] = (), recovered: bool = False
@@ -52,6 +59,7 @@ class Batch:
         self.raw = raw
         self.gone = gone
         self.recovered = recovered
+        self.deliveries: Mapping[bytes, int] = {}
 
     @property
     def ids(self) -> list[bytes]:
@@ -62,7 +70,10 @@ class Batch:
         return len(self.raw)
 
     def __iter__(self) -> Iterator[Delivered]:
-        return map(Delivered._make, self.raw)
+        if self.recovered:
+            times = self.deliveries
+            return (Delivered(entry_id, pairs, times.get(entry_id, 0)) for entry_id, pairs in self.raw)
+        return starmap(Delivered, self.raw)
 
     def __repr__(self) -> str:
         return f"Batch({self.stream!r}, {len(self.raw)} entries, {len(self.gone)} gone)"
@@ -80,6 +91,17 @@ def wire_id(place: Id) -> bytes | str:
     return str(place) if isinstance(place, EntryId) else place
 
 
+def check_place(where: str, place: Id, *named: str) -> None:
+    """Raise ConfigError if `place` is neither an entry id nor one of `named`."""
+    if isinstance(place, EntryId) or place in named:
+        return
+    try:
+        EntryId.parse(place)
+    except (ConfigError, AttributeError) as error:
+        wanted = " or ".join(["an entry id, like 1700000000000-0,", *map(repr, named)])
+        raise ConfigError(f"{where} must be {wanted}, not {place!r}") from error
+
+
 def ask(client: Client, stream: str, *command: Arg) -> Reply:
     """Run a command on `stream`, whose absence is GroupMissing, and whose wrong type names it."""
     try:
@@ -90,3 +112,8 @@ def ask(client: Client, stream: str, *command: Arg) -> Reply:
         if "no such key" in str(error) or "requires the key to exist" in str(error):
             raise GroupMissing(f"there is no stream {stream!r}: add an entry, or create it with its group") from error
         raise
+
+
+def mapping(items: Sequence[Reply]) -> dict[bytes, Reply]:
+    """What XINFO answers: names and values in turn."""
+    return dict(zip(items[::2], items[1::2], strict=True))

@@ -1,17 +1,18 @@
 """One consumer group of one stream: its life, its place in the stream, and its consumers."""
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from millstream.client import Arg, Client, Reply, Script
 from millstream.errors import CommandFailed, ConfigError
-from millstream.groups.entries import BEGINNING, Id, ask, wire_id
+from millstream.groups.entries import BEGINNING, Id, ask, mapping, wire_id
 from millstream.groups.pending import PendingList
 from millstream.naming import from_wire, to_wire
 
 _DISMISS = Script("dismiss")
 _HAND_ON = 500
+_AT_ONCE = 500
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,7 +36,8 @@ class GroupInfo:
 class ConsumerInfo:
     """What Redis knows of a consumer.
 
-    * `idle_ms`: milliseconds since it last asked for something; grows while it waits in a long poll
+    * `idle_ms`: milliseconds since it last asked for something, before Redis 7.2 since a read last gave it anything; grows
+      while it waits in a long poll
     * `inactive_ms`: milliseconds since it last got something; None before Redis 7.2
     """
 
@@ -58,7 +60,7 @@ def groups_of(client: Client, stream: str) -> list[GroupInfo]:
     """The groups of `stream`. Raises GroupMissing if there is no such stream, and RedisError."""
     found = []
     for item in ask(client, stream, "XINFO", "GROUPS", to_wire(stream)):
-        info = _mapping(item)
+        info = mapping(item)
         found.append(
             GroupInfo(
                 name=from_wire(info[b"name"]),
@@ -73,7 +75,11 @@ def groups_of(client: Client, stream: str) -> list[GroupInfo]:
 
 
 class Group:
-    """The consumer group `name` of `stream`. Each method raises RedisError; GroupMissing if it does not exist."""
+    """The consumer group `name` of `stream`.
+
+    Each method raises RedisError; GroupMissing, which is one, if the stream does not exist, and if the group does not. But
+    what removes something says of a missing group only that there was nothing: `ack` 0, `destroy` False; and `info` None.
+    """
 
     def __init__(self, client: Client, stream: str, name: str) -> None:
         self._client = client
@@ -128,7 +134,7 @@ class Group:
         """All consumers, by name."""
         found = []
         for item in self._ask("XINFO", "CONSUMERS", *self._at):
-            info = _mapping(item)
+            info = mapping(item)
             found.append(
                 ConsumerInfo(
                     name=from_wire(info[b"name"]),
@@ -167,28 +173,38 @@ class Group:
             gone += lost
         return Dismissed(existed=outcome == "deleted", handed_on=handed_on, gone=gone)
 
-    def delete_idle_consumers(self, min_idle_ms: int) -> list[str]:
+    def delete_idle_consumers(self, min_idle_ms: int, *, only: Container[str] | None = None) -> list[str]:
         """Delete the consumers that hold nothing and have asked for nothing for `min_idle_ms`; return their names.
 
-        Whether that is so is asked again in the step that deletes each. Choose more than the longest poll: a
-        consumer that waits looks idle.
+        `only`: none but these. Whether that is so is asked again in the step that deletes each. Choose more than the longest
+        poll: a consumer that waits looks idle; before Redis 7.2 one that is given nothing does, too. Deleted, it is there
+        again with its next entry.
         """
-        idle = [one.name for one in self.consumers() if one.idle_ms >= min_idle_ms and not one.pending]
+        idle = [
+            one.name
+            for one in self.consumers()
+            if one.idle_ms >= min_idle_ms and not one.pending and (only is None or one.name in only)
+        ]
         return [name for name in idle if self._dismiss(name, "", min_idle_ms=min_idle_ms)[0] == "deleted"]
 
     def _dismiss(self, consumer: str, heir: str, *, min_idle_ms: int) -> Reply:
-        stream, group = self._at
-        args = (group, to_wire(consumer), to_wire(heir), _HAND_ON, min_idle_ms)
-        outcome, *rest = self._client.script(_DISMISS, (stream,), args)
+        outcome, *rest = self._client.script(*self._dismissal(consumer, heir, min_idle_ms))
         return outcome.decode(), *rest
+
+    def _dismissal(self, consumer: str, heir: str, min_idle_ms: int) -> tuple[Script, Sequence[Arg], Sequence[Arg]]:
+        stream, group = self._at
+        return _DISMISS, (stream,), (group, to_wire(consumer), to_wire(heir), _HAND_ON, min_idle_ms)
 
     def _ask(self, *command: Arg) -> Reply:
         return ask(self._client, self.stream, *command)
 
 
+def delete_if_empty(client: Client, groups: Sequence[Group], consumer: str) -> None:
+    """Delete `consumer` from each of the groups in which it holds nothing. Raises RedisError: then some may be left."""
+    calls = [one._dismissal(consumer, "", 0) for one in groups]
+    for at in range(0, len(calls), _AT_ONCE):
+        client.scripts(calls[at : at + _AT_ONCE])
+
+
 def _entries_read(count: int | None) -> Sequence[Arg]:
     return () if count is None else ("ENTRIESREAD", count)
-
-
-def _mapping(items: Sequence[Reply]) -> dict[bytes, Reply]:
-    return dict(zip(items[::2], items[1::2], strict=True))

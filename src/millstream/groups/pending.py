@@ -4,12 +4,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from millstream.client import Arg, Client
+from millstream.client import Arg, Client, Command, raise_if_error
 from millstream.errors import ConfigError
 from millstream.groups.entries import Batch, Id, ask, wire_id
 from millstream.naming import from_wire, to_wire
 
 _FIRST = b"0-0"
+_ASKED_AT_ONCE = 1_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,12 +47,15 @@ class ClaimOptions:
     * `time_ms`: the time of the last delivery instead, in Unix milliseconds
     * `deliveries`: the delivery count; None = one more
     * `force`: claim entries too that are pending with nobody
+    * `last_id`: the group counts everything up to this id as delivered from then on, if it does not yet: what no consumer
+      was given of that is passed over. Redis' own replication sets it; of use to who rebuilds a group entry by entry
     """
 
     idle_ms: int | None = None
     time_ms: int | None = None
     deliveries: int | None = None
     force: bool = False
+    last_id: Id | None = None
 
     def args(self) -> list[Arg]:
         """The options as XCLAIM takes them. Raises ConfigError for both ways to say when."""
@@ -59,7 +63,9 @@ class ClaimOptions:
             raise ConfigError("give a claim either idle_ms or time_ms, not both")
         given = (("IDLE", self.idle_ms), ("TIME", self.time_ms), ("RETRYCOUNT", self.deliveries))
         args: list[Arg] = [part for name, value in given if value is not None for part in (name, value)]
-        return [*args, "FORCE"] if self.force else args
+        if self.force:
+            args.append("FORCE")
+        return args if self.last_id is None else [*args, "LASTID", wire_id(self.last_id)]
 
 
 DEFAULT_CLAIM = ClaimOptions()
@@ -95,6 +101,15 @@ class PendingList:
         while found := self.entries(start, count=page, consumer=consumer, min_idle_ms=min_idle_ms):
             yield from found
             start = f"({found[-1].id.decode()}"
+
+    def deliveries(self, ids: Sequence[bytes]) -> dict[bytes, int]:
+        """How often each of `ids` was delivered, of those that are pending."""
+        found: dict[bytes, int] = {}
+        for at in range(0, len(ids), _ASKED_AT_ONCE):
+            asked: list[Command] = [("XPENDING", *self._at, one, one, 1) for one in ids[at : at + _ASKED_AT_ONCE]]
+            for reply in self._client.pipeline(asked):
+                found.update((one, times) for one, _, _, times in raise_if_error(reply))
+        return found
 
     # Taking over
 

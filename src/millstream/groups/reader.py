@@ -17,11 +17,11 @@ from millstream.clock import SYSTEM_CLOCK, Clock
 from millstream.errors import ConfigError, GroupMissing, Unavailable
 from millstream.groups.consumer import Consumer
 from millstream.groups.donefile import DoneFile
-from millstream.groups.entries import BEGINNING, Batch, Id, ask, wire_id
+from millstream.groups.entries import BEGINNING, END, Batch, Id, check_place, wire_id
 from millstream.groups.events import EntriesGone, Event, GroupRecreated, Repeated, Resumed
 from millstream.groups.group import Group
+from millstream.groups.stream import stream_info
 from millstream.model import EntryId
-from millstream.naming import to_wire
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +58,11 @@ class ReadPolicy:
     def __post_init__(self) -> None:
         if self.count < 1 or self.block_ms < 1:
             raise ConfigError("ReadPolicy: count and block_ms must be 1 or more")
+        check_place("ReadPolicy: start", self.start, END)
+        if self.heal not in ("beginning", "last") and not callable(self.heal):
+            raise ConfigError(
+                f'ReadPolicy: heal must be "beginning", "last", or a function that returns an id, not {self.heal!r}'
+            )
         if self.adopt_after_ms is not None and self.adopt_after_ms < 1:
             raise ConfigError("ReadPolicy: adopt_after_ms must be 1 or more, or None")
         if self.noack and self.adopt_after_ms is not None:
@@ -234,7 +239,10 @@ class Reader:
         if batch.gone:
             self._on_event(EntriesGone(stream=batch.stream, ids=batch.gone))
             self._say("%d pending entries of %s were trimmed or deleted: they are lost", len(batch.gone), batch.stream)
-        return self._unrepeated(batch) or (batch if batch.gone else None)
+        kept = self._unrepeated(batch)
+        if kept is not None:
+            kept.deliveries = self._groups[kept.stream].pending.deliveries(kept.ids)
+        return kept or (batch if batch.gone else None)
 
     def _unrepeated(self, batch: Batch) -> Batch | None:
         """The batch without what is done already; None if nothing is left of it."""
@@ -268,10 +276,9 @@ class Reader:
             return BEGINNING
         # A stream that is shorter than it was is another one: all of it is new.
         try:
-            info: list[Any] = ask(self._own_client, stream, "XINFO", "STREAM", to_wire(stream))
+            top = stream_info(self._own_client, stream).last_id
         except GroupMissing:
             return BEGINNING
-        top = info[info.index(b"last-generated-id") + 1]
         last = wire_id(self._last.get(stream, BEGINNING))
         return last if EntryId.parse(top) >= EntryId.parse(last) else BEGINNING
 

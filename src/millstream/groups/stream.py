@@ -1,0 +1,149 @@
+"""What Redis knows of a stream: its figures, and, in one atomic look, its groups with their consumers and entries."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from millstream.client import Client, Reply
+from millstream.errors import ConfigError
+from millstream.groups.entries import Delivered, ask, mapping
+from millstream.naming import from_wire, to_wire
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StreamFigures:
+    """The figures of a stream.
+
+    * `length`: how many entries it has
+    * `last_id`: the greatest id that it ever had: the next entry gets a greater one
+    * `max_deleted_id`: the greatest id of an entry that was deleted (XDEL); b"0-0" if none was
+    * `entries_added`: how many entries it ever got
+    * `first_id`: the lowest id that it has; b"0-0" if it has none
+    * `radix_tree_keys`, `radix_tree_nodes`: of the tree that holds it in memory
+    """
+
+    length: int
+    last_id: bytes
+    max_deleted_id: bytes
+    entries_added: int
+    first_id: bytes
+    radix_tree_keys: int
+    radix_tree_nodes: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StreamInfo(StreamFigures):
+    """A stream (XINFO STREAM): how many `groups` it has, its `first` and its `last` entry, None if it is empty."""
+
+    groups: int
+    first: Delivered | None
+    last: Delivered | None
+
+
+class HeldEntry(NamedTuple):
+    """A pending entry as `stream_details` shows it: who holds it, since when (Unix milliseconds), and how often delivered."""
+
+    id: bytes
+    consumer: str
+    since_ms: int
+    deliveries: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ConsumerDetails:
+    """A consumer as `stream_details` shows it. Times are in Unix milliseconds.
+
+    * `seen_ms`: when it last asked for something
+    * `active_ms`: when it last got something; None if it never did, and before Redis 7.2
+    * `pending`: how many entries it holds; `held`: the first of them
+    """
+
+    name: str
+    seen_ms: int
+    active_ms: int | None
+    pending: int
+    held: Sequence[HeldEntry]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GroupDetails:
+    """A group as `stream_details` shows it: figures as of `GroupInfo`, the first pending entries, and its consumers."""
+
+    name: str
+    last_delivered: bytes
+    entries_read: int | None
+    lag: int | None
+    pending: int
+    held: Sequence[HeldEntry]
+    consumers: Sequence[ConsumerDetails]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StreamDetails(StreamFigures):
+    """A stream with its first `entries`, and with all its `groups` (XINFO STREAM FULL)."""
+
+    entries: Sequence[Delivered]
+    groups: Sequence[GroupDetails]
+
+
+def stream_info(client: Client, stream: str) -> StreamInfo:
+    """The figures of `stream`. Raises GroupMissing if there is no such stream, and RedisError."""
+    info = mapping(ask(client, stream, "XINFO", "STREAM", to_wire(stream)))
+    first, last = _entry(info[b"first-entry"]), _entry(info[b"last-entry"])
+    return StreamInfo(groups=info[b"groups"], first=first, last=last, **_figures(info))
+
+
+def stream_details(client: Client, stream: str, *, count: int = 10) -> StreamDetails:
+    """`stream` with all its groups and consumers, as they are at one moment.
+
+    Up to `count` entries are shown of the stream, and of what is pending up to `count` with each group and each consumer.
+    Redis serves nobody else meanwhile: for a look, not for a routine. Raises ConfigError for a count below 1, GroupMissing
+    if there is no such stream, and RedisError.
+    """
+    if count < 1:
+        raise ConfigError(f"count={count}: Redis would show all there is; give the most entries to show, 1 or more")
+    info = mapping(ask(client, stream, "XINFO", "STREAM", to_wire(stream), "FULL", "COUNT", count))
+    return StreamDetails(
+        entries=[Delivered(entry_id, pairs, 0) for entry_id, pairs in info[b"entries"]],
+        groups=[_group(mapping(one)) for one in info[b"groups"]],
+        **_figures(info),
+    )
+
+
+def _entry(item: Reply) -> Delivered | None:
+    return None if item is None else Delivered(item[0], item[1], 0)
+
+
+def _figures(info: Mapping[bytes, Reply]) -> dict[str, Any]:
+    return {
+        "length": info[b"length"],
+        "last_id": info[b"last-generated-id"],
+        "max_deleted_id": info[b"max-deleted-entry-id"],
+        "entries_added": info[b"entries-added"],
+        "first_id": info[b"recorded-first-entry-id"],
+        "radix_tree_keys": info[b"radix-tree-keys"],
+        "radix_tree_nodes": info[b"radix-tree-nodes"],
+    }
+
+
+def _group(info: Mapping[bytes, Reply]) -> GroupDetails:
+    return GroupDetails(
+        name=from_wire(info[b"name"]),
+        last_delivered=info[b"last-delivered-id"],
+        entries_read=info[b"entries-read"],
+        lag=info[b"lag"],
+        pending=info[b"pel-count"],
+        held=[HeldEntry(one, from_wire(name), since_ms, times) for one, name, since_ms, times in info[b"pending"]],
+        consumers=[_consumer(mapping(one)) for one in info[b"consumers"]],
+    )
+
+
+def _consumer(info: Mapping[bytes, Reply]) -> ConsumerDetails:
+    name, active_ms = from_wire(info[b"name"]), info.get(b"active-time", -1)
+    return ConsumerDetails(
+        name=name,
+        seen_ms=info[b"seen-time"],
+        active_ms=None if active_ms < 0 else active_ms,
+        pending=info[b"pel-count"],
+        held=[HeldEntry(one, name, since_ms, times) for one, since_ms, times in info[b"pending"]],
+    )
