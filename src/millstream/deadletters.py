@@ -41,6 +41,8 @@ class DeadLetter:
     * `reason`, `error`, `traceback`: why, the last two as text of at most 4,000 characters
     * `time_ms`: when it died, in Unix milliseconds
     * `letter_id`: its id in the dead-letter stream; "" before it is written
+
+    Raises ConfigError for a reason that there is not: nobody could list, read or send back such a letter.
     """
 
     stream: str
@@ -55,6 +57,13 @@ class DeadLetter:
     traceback: str = ""
     time_ms: int
     letter_id: str = ""
+
+    def __post_init__(self) -> None:
+        if self.reason not in get_args(Reason):
+            raise ConfigError(
+                f"a dead letter cannot have the reason {self.reason!r}: take one of {', '.join(get_args(Reason))}, and say "
+                "in `error` what is special about it"
+            )
 
     def items(self) -> list[bytes | str | int]:
         """Names and values of its entry in the dead-letter stream."""
