@@ -14,7 +14,7 @@ from millstream.client import Arg, Client, Command, Reply, Script
 from millstream.errors import Unavailable
 from millstream.ledger import ENTRY_MARK, KEY_MARK, Kind, Unit
 from millstream.lines import WAITING, check_lines
-from millstream.reliable import Delivery, LineTurn, ReliableStream, strikes_of
+from millstream.reliable import Delivery, LineTurn, ReliableStream, StreamBacklog, strikes_of
 
 ROUTE = Script("route")
 TAKE = Script("take")
@@ -281,11 +281,11 @@ class KeyedStream(ReliableStream):
                 unit.end_strikes(*strikes_of(entry_id))
         return unit
 
-    def _waiting(self) -> tuple[int | None, int | None]:
+    def _waiting(self) -> StreamBacklog:
         """What waits in lines with no worker counts as not given yet."""
-        lag, lowest_ms = super()._waiting()
+        found = super()._waiting()
         waiting = self._group.pending.summary().by_consumer.get(WAITING, 0)
-        return None if lag is None else lag + waiting, lowest_ms
+        return found if found.lag is None else found._replace(lag=found.lag + waiting)
 
     def check(self) -> list[str]:
         """What is wrong with the lines of the stream, for tests; nothing else may change it meanwhile."""

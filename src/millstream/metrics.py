@@ -91,6 +91,9 @@ BUFFERED = _gauge("messages_buffered", "messages", "Of those in hand: waiting fo
 LAG = _gauge(
     "lag_messages", "messages", "Not yet read by the group, as Redis says; NaN while it cannot say.", "handler"
 )
+DEAD_LETTERS = _gauge(
+    "dead_letters", "messages", "Dead letters that lie in Redis, whichever process wrote them.", "handler"
+)
 OLDEST_PENDING = _gauge("oldest_pending_seconds", "seconds", "Age of the oldest uncommitted entry.", "handler")
 PAUSED = _gauge("paused", "yes or no", "1 while the handler is paused.", "handler")
 LAST_POLL = _gauge(

@@ -8,17 +8,20 @@ Known and Loved", 2023.)
 
 import logging
 import secrets
+import time
 from collections import deque
 from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import count, islice
-from typing import ClassVar, Literal, TypeVar
+from typing import ClassVar, Literal, NamedTuple, TypeVar
 
 from millstream.client import Client, Command, Reply, Script, raise_if_error
-from millstream.deadletters import DeadLetter
-from millstream.errors import GroupMissing, MillstreamError, StaleOwner
-from millstream.groups import Batch, Consumer, Group, PendingEntry
+from millstream.deadletters import DeadLetter, Reason
+from millstream.errors import GroupMissing, MillstreamError, RedisError, StaleOwner
+from millstream.groups import Batch, Consumer, Group, PendingEntry, delete_if_empty
 from millstream.ledger import ENTRY_MARK, FAILED, ISOLATED, KEY_MARK, LEASES_LOST, Checkpoint, Kind, Ledger, Unit
+from millstream.lines import WAITING
+from millstream.naming import REDRIVE_FIELD, held_name
 
 logger = logging.getLogger(__name__)
 
@@ -74,6 +77,19 @@ class Delivery:
         self.place = (self.stream.stream, self.id)
 
 
+class StreamBacklog(NamedTuple):
+    """What waits on a stream.
+
+    * `lag`: how many entries the group was not given yet; None where Redis cannot say
+    * `oldest_ms`: when the lowest pending entry was added, in Unix milliseconds, by its id; None if nothing is pending
+    * `dead_letters`: how many dead letters lie there, whoever wrote them
+    """
+
+    lag: int | None
+    oldest_ms: int | None
+    dead_letters: int
+
+
 @dataclass(slots=True, eq=False)
 class LineTurn:
     """A worker's turn with one line.
@@ -127,6 +143,8 @@ class ReliableStream:
     """
 
     kind: ClassVar[Kind] = "workers"
+    silent_ms = 3_600_000
+    """A consumer that has asked for nothing for so long may be removed; see `dismiss_silent`."""
 
     def __init__(
         self,
@@ -145,6 +163,7 @@ class ReliableStream:
         self.consumer = consumer
         self._client = client
         self._ledger = Ledger(client, app=app, handler=handler, into=into, into_maxlen=into_maxlen, consumer=consumer)
+        self._owner = (app, handler)
         self._start: Literal["0", "$"] = "0" if start == "earliest" else "$"
         self._group = Group(client, stream, self._ledger.keys(stream).group)
         self._reader = Consumer(client, group=self._group.name, name=consumer, streams=[stream])
@@ -205,6 +224,22 @@ class ReliableStream:
         self._ledger = self._ledger.renewed(other.token)
         self._start = "0"
         self._done_before = other._done_before
+
+    def dismiss_silent(self) -> list[str]:
+        """Remove the consumers of the group that were workers, and are none any more; return their names.
+
+        That is, those that hold nothing, have asked for nothing for `silent_ms`, and whose names no supervisor holds. The
+        first two are asked again in the step that removes each: nothing that is pending is dropped. A worker without a
+        supervisor that was silent for so long is a consumer again with its next entry.
+        """
+        return self._as_member(self._dismiss_silent)
+
+    def _dismiss_silent(self) -> list[str]:
+        silent = [one.name for one in self._group.consumers() if one.idle_ms >= self.silent_ms and not one.pending]
+        others = [name for name in silent if name not in (self.consumer, WAITING)]
+        held = self._client.pipeline([("EXISTS", held_name(self._owner[0], name)) for name in others])
+        gone = [name for name, is_held in zip(others, held, strict=True) if not raise_if_error(is_held)]
+        return self._group.delete_idle_consumers(self.silent_ms, only=gone) if gone else []
 
     def look(self) -> None:
         """See whether the stream is paused, and whether workers are still in charge of it."""
@@ -279,7 +314,7 @@ class ReliableStream:
         failed = self._ledger.failures(self.stream, claimed.ids)
         return [
             Delivery(self, entry_id, pairs, before + 1, times[entry_id] + 1)
-            for (entry_id, pairs), before in zip(claimed, failed, strict=True)
+            for (entry_id, pairs), before in zip(claimed.raw, failed, strict=True)
         ]
 
     def report_trimmed(self, missing: Iterable[bytes]) -> None:
@@ -369,6 +404,24 @@ class ReliableStream:
         """Commit entries that have no effects in Redis; return what was refused."""
         return self.commit([self.unit(delivery) for delivery in deliveries], allow_oom=True)
 
+    def letter(self, delivery: Delivery, *, reason: Reason, error: str, traceback: str = "") -> DeadLetter:
+        """A dead letter of an entry, to be given to `dead_letter`. Raises ConfigError for a reason that there is not."""
+        app, handler = self._owner
+        pairs = delivery.pairs
+        return DeadLetter(
+            stream=self.stream,
+            id=delivery.id.decode(),
+            pairs=pairs[2:] if pairs[0] == REDRIVE_FIELD else pairs,
+            key=None if delivery.lease is None else delivery.lease.key,
+            app=app,
+            handler=handler,
+            attempts=delivery.attempt,
+            reason=reason,
+            error=error,
+            traceback=traceback,
+            time_ms=time.time_ns() // 1_000_000,
+        )
+
     def dead_letter(self, *letters: tuple[Delivery, DeadLetter]) -> list[Unit]:
         """Move entries to the dead letters; return what was refused."""
         units = []
@@ -411,17 +464,19 @@ class ReliableStream:
         """Remember that the present attempts have failed, so that they count for whoever tries next."""
         self._ledger.note_failures(self.stream, {delivery.id: delivery.attempt for delivery in deliveries})
 
-    def waiting(self) -> tuple[int | None, int | None]:
-        """How many entries the group was not given yet, where Redis can say, and when the lowest pending one was added.
-
-        The latter in Unix milliseconds, by its id; None if nothing is pending.
-        """
+    def waiting(self) -> StreamBacklog:
+        """What waits on the stream."""
         return self._as_member(self._waiting)
 
-    def _waiting(self) -> tuple[int | None, int | None]:
+    def _waiting(self) -> StreamBacklog:
         info = self._group.info()
         lowest = self._group.pending.summary().lowest
-        return None if info is None else info.lag, None if lowest is None else int(lowest.partition(b"-")[0])
+        dead_letters = self._client.execute("XLEN", self._ledger.keys(self.stream).dead)
+        return StreamBacklog(
+            None if info is None else info.lag,
+            None if lowest is None else int(lowest.partition(b"-")[0]),
+            int(dead_letters),
+        )
 
     def trim(self) -> int:
         """Remove, about, the entries before the lowest that any group of the stream still needs; return how many."""
@@ -454,3 +509,23 @@ class ReliableStream:
 def strikes_of(entry_id: str) -> tuple[str, ...]:
     """The fields of the strikes about an entry, whoever has written them."""
     return entry_id, entry_id + FAILED, entry_id + LEASES_LOST, entry_id + ISOLATED
+
+
+def leave_all(client: Client, streams: Iterable[ReliableStream]) -> None:
+    """Have workers leave the consumer groups of their streams, but for those in which they hold anything.
+
+    What is held there, others adopt. Where Redis does not answer, the consumer stays until others find it silent.
+    """
+    by_name: dict[str, list[Group]] = {}
+    for one in streams:
+        by_name.setdefault(one.consumer, []).append(Group(client, one.stream, one.group))
+    for consumer, groups in by_name.items():
+        try:
+            delete_if_empty(client, groups, consumer)
+        except RedisError as error:
+            logger.debug("consumer %s may still be in groups that it has left: %s", consumer, error)
+
+
+def _strikes_of(entry_id: str) -> tuple[str, ...]:
+    # Workers with a key may have had it before.
+    return entry_id, entry_id + FAILED, entry_id + LEASES_LOST

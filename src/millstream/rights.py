@@ -145,8 +145,21 @@ _LAYOUT = ("partition", "partitions")
 
 ROLES: Mapping[RoleName, Role] = {
     RoleName.WORKER: Role(
-        scripts=("join", "commit", "hold", "checkpoint", *_KEYED, *_GROW, *_MOVE, "due", "name", "rate", "trim"),
-        direct="blpop hdel hget hmget hscan hset xack xclaim xpending xrange xread xreadgroup",
+        scripts=(
+            "join",
+            "commit",
+            "hold",
+            "checkpoint",
+            *_KEYED,
+            *_GROW,
+            *_MOVE,
+            "due",
+            "name",
+            "rate",
+            "trim",
+            "dismiss",
+        ),
+        direct="blpop hdel hget hmget hscan hset xack xclaim xlen xpending xrange xread xreadgroup",
         helpful="client|tracking",
         unreached="hvals",
         own_keys=(_HANDLERS, *_DELAYED, *_LAYOUT),

@@ -1,21 +1,29 @@
 """The reliable stream: who holds an entry, and that of all who try only its holder commits, once."""
 
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from millstream.client import Client
-from millstream.deadletters import DeadLetter
-from millstream.errors import AccessDenied, GroupMissing, OutOfMemory, StaleOwner
+from millstream.deadletters import DeadLetter, DeadLetterBox, LetterFilter
+from millstream.errors import AccessDenied, ConfigError, GroupMissing, OutOfMemory, StaleOwner
+from millstream.groups import Consumer, Group
 from millstream.ledger import ENTRY_MARK, Ledger, Standing, Unit
+from millstream.lines import WAITING
 from millstream.model import EntryId
-from millstream.naming import HandlerKeys
-from millstream.reliable import Delivery, ReliableStream
-from tests.support.waiting import eventually
+from millstream.naming import REDRIVE_FIELD, HandlerKeys
+from millstream.reliable import Delivery, ReliableStream, leave_all
+from millstream.worker.names import Names
+from tests.support.waiting import FAIL_SAFE_S, eventually
 
 pytestmark = [pytest.mark.worker]
 
 KEYS = HandlerKeys("app", "handle", "in")
+LONG_MS = 3_600_000
 
 
 def worker(client: Client, name: str = "w1", *, join: bool = True) -> ReliableStream:
@@ -151,6 +159,138 @@ def test_a_dead_letter_takes_the_place_of_its_entry_in_one_step(client: Client) 
     )  # fmt: skip
     assert mine.dead_letter((found, letter)) == []
     assert (client.execute("XLEN", KEYS.dead), pending(client)) == (1, [])
+
+
+def test_a_dead_letter_for_an_entry_has_what_is_known_of_it_and_can_be_sent_back(client: Client) -> None:
+    fill(client, 1)
+    mine = worker(client)
+    (found,) = mine.read(count=1)
+    found.attempt = 2
+    letter = mine.letter(found, reason="rejected", error="not ours", traceback="at home")
+    assert mine.dead_letter((found, letter)) == []
+    box = DeadLetterBox(client)
+    (filed,) = box.find(LetterFilter(app="app"))
+    assert filed.letter == replace(letter, letter_id=filed.letter_id)
+    assert (letter.id, letter.pairs, letter.attempts, letter.key) == ("1-0", found.pairs, 2, None)
+    (sent,) = box.redrive([filed.slip])
+    assert sent.new_id is not None
+    (again,) = mine.read(count=1)
+    assert again.pairs == [REDRIVE_FIELD, b"app.handle", *found.pairs]
+    assert mine.letter(again, reason="failed", error="again").pairs == found.pairs
+
+
+def test_a_dead_letter_with_a_reason_of_ones_own_is_refused_before_anything_is_committed(client: Client) -> None:
+    fill(client, 1)
+    mine = worker(client)
+    (found,) = mine.read(count=1)
+    unparsable: Any = "unparsable"
+    with pytest.raises(ConfigError, match="the reason 'unparsable': take one of missing-key, undecodable, rejected"):
+        mine.dead_letter((found, mine.letter(found, reason=unparsable, error="no")))
+    assert (client.execute("XLEN", KEYS.dead), pending(client)) == (0, [("1-0", "w1")])
+
+
+# Coming and going
+
+
+def silent_worker(monkeypatch: pytest.MonkeyPatch, client: Client, silent_ms: int = 0) -> ReliableStream:
+    monkeypatch.setattr(ReliableStream, "silent_ms", silent_ms)
+    return worker(client, "w1")
+
+
+def consumers(client: Client) -> set[str]:
+    return {one.name for one in Group(client, "in", KEYS.group).consumers()}
+
+
+def test_consumers_that_hold_nothing_and_are_silent_for_long_are_removed(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mine = silent_worker(monkeypatch, client, silent_ms=50)
+    fill(client, 1)
+    mine.read(count=1)
+    group = Group(client, "in", KEYS.group)
+    for name in ("gone", WAITING):
+        group.create_consumer(name)
+    eventually(mine.dismiss_silent, "it to be silent for long enough")
+    assert consumers(client) == {"w1", WAITING}
+
+
+def test_a_consumer_that_holds_an_entry_or_whose_name_is_held_stays_however_silent_it_is(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mine = silent_worker(monkeypatch, client)
+    fill(client, 1)
+    worker(client, "holds").read(count=1)
+    names = Names(client, "app", "pod")
+    for name in [*names.take(2), "gone"]:
+        Group(client, "in", KEYS.group).create_consumer(name)
+    assert mine.dismiss_silent() == ["gone"]
+    assert consumers(client) == {"holds", "pod-0", "pod-1"}
+    names.release()
+    assert mine.dismiss_silent() == ["pod-0", "pod-1"]
+    assert pending(client) == [("1-0", "holds")]
+
+
+def test_a_consumer_that_comes_back_while_it_is_looked_at_keeps_what_it_is_given(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mine = silent_worker(monkeypatch, client, silent_ms=LONG_MS)
+    group = mine._group
+    for name in ("reads", "is given"):
+        group.create_consumer(name)
+    seen = [replace(one, idle_ms=LONG_MS) for one in group.consumers()]  # as if they had slept since then
+    fill(client, 1)
+    worker(client, "is given").read(count=1)
+    Consumer(client, group=group.name, name="reads", streams=["in"]).read_pending()
+    monkeypatch.setattr(group, "consumers", lambda: seen)
+    assert mine.dismiss_silent() == []
+    assert (consumers(client), pending(client)) == ({"reads", "is given"}, [("1-0", "is given")])
+
+
+def test_whoever_is_removed_while_it_reads_loses_nothing(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    mine = silent_worker(monkeypatch, client)
+    fill(client, 2_000)
+    stop, removed, done = threading.Event(), list[str](), list[int]()
+
+    def remove() -> None:
+        while not stop.is_set():
+            removed.extend(mine.dismiss_silent())
+
+    with ThreadPoolExecutor() as pool, Client(client.url) as reading:
+        removing = pool.submit(remove)
+        try:
+            other = worker(reading, "w2")
+            while found := other.read(count=3):
+                assert other.commit([effect(other, one) for one in found]) == []
+                done += ids(found)
+            eventually(lambda: removed, "it to be removed")
+        finally:
+            stop.set()
+        removing.result(FAIL_SAFE_S)
+    assert done == list(range(1, 2_001))
+    assert (sorted(outputs(client)), pending(client)) == (done, [])
+
+
+def test_a_worker_leaves_the_groups_in_which_it_holds_nothing(client: Client) -> None:
+    fill(client, 1)
+    first, second = worker(client), worker(client, "w2")
+    (found,) = first.read(count=1)
+    assert second.read(count=1) == []
+    leave_all(client, [first, second])
+    assert consumers(client) == {"w1"}
+    first.acknowledge(found)
+    leave_all(client, [first])
+    assert consumers(client) == set()
+    client.execute("DEL", "in")
+    leave_all(client, [first, second])  # there is nothing to leave
+
+
+def test_what_waits_on_a_stream_and_what_died_there(client: Client) -> None:
+    fill(client, 5)
+    mine = worker(client)
+    assert mine.waiting() == (5, None, 0)
+    found = mine.read(count=3)
+    assert mine.dead_letter((found[0], mine.letter(found[0], reason="failed", error="no"))) == []
+    assert mine.waiting() == (2, 2, 1)
 
 
 def test_a_group_that_was_lost_is_made_again_and_skips_and_repeats_nothing(client: Client) -> None:

@@ -5,14 +5,18 @@ import re
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from millstream import metrics
+from millstream.deadletters import Reason
 from millstream.errors import ConfigError
 from millstream.metrics import CATALOGUE, NOBODY, Metric, Metrics, Recorder
+from millstream.reliable import StreamBacklog
+from millstream.worker import report as report_module
 from millstream.worker.report import Report
 from tests.support.calls import calls_of
 
@@ -88,11 +92,26 @@ def test_every_metric_is_reported_by_somebody() -> None:
 def test_the_lag_is_unknown_where_that_of_any_stream_is() -> None:
     recorder = Recorder()
     report = Report("a.b", time_limit_ms=1_000, metrics=recorder)
-    report.waiting([(2, None), (3, None)])
+    report.waiting([StreamBacklog(2, None, 1), StreamBacklog(3, None, 4)])
     assert recorder.value(metrics.LAG, handler="a.b") == 5
-    report.waiting([(2, None), (None, None)])
+    assert recorder.value(metrics.DEAD_LETTERS, handler="a.b") == 5
+    report.waiting([StreamBacklog(2, None, 1), StreamBacklog(None, None, 0)])
     assert math.isnan(recorder.value(metrics.LAG, handler="a.b"))
     assert math.isnan(exported(recorder)["millstream_lag_messages", frozenset({("handler", "a.b")})])
+
+
+def test_a_loop_that_has_done_nothing_yet_shows_each_of_its_counters_at_nought() -> None:
+    """A counter that appears with its first event was never lower, so `increase` never sees that event."""
+    recorder = Recorder()
+    Report("a.b", time_limit_ms=1_000, metrics=recorder)
+    figures = exported(recorder)
+    handler = ("handler", "a.b")
+    for reason in get_args(Reason):
+        assert figures["millstream_messages_dead_total", frozenset({handler, ("reason", reason)})] == 0
+    shown = {name for name, _ in figures}
+    for name in re.findall(r"\.count\(m\.([A-Z_]+)", Path(report_module.__file__).read_text()):
+        assert getattr(metrics, name).name in shown, f"{name} is counted, and not there before"
+    assert all(value == 0 for (name, _), value in figures.items() if name.endswith("_total"))
 
 
 def test_a_histogram_counts_a_value_in_its_bucket_and_all_above() -> None:

@@ -19,7 +19,7 @@ from millstream.errors import AccessDenied, ConfigError, GroupMissing, HandlerSt
 from millstream.handlers import Handler
 from millstream.health import Health
 from millstream.metrics import NOBODY, Metrics
-from millstream.reliable import Delivery, ReliableStream
+from millstream.reliable import Delivery, ReliableStream, leave_all
 from millstream.worker.batches import AsyncBatchRunner, PlainBatchRunner
 from millstream.worker.guard import Guard, Quiet
 from millstream.worker.hand import Hand
@@ -145,6 +145,8 @@ class ReadingLoop:
         leftovers = self._hand.deliveries
         self._hand.drop(leftovers)
         self._side.hand_back(leftovers)
+        if not self._is_over():
+            leave_all(self._client, self._side.streams.values())
         self._side.close()
         for client in (self._client, self._reading, self._looking):
             client.close()

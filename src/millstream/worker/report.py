@@ -4,11 +4,17 @@ import math
 import time
 from collections import Counter
 from collections.abc import Sequence
+from typing import get_args
 
 from millstream import metrics as m
+from millstream.deadletters import Reason
+from millstream.errors import Unavailable
 from millstream.health import Health, Progress
 from millstream.metrics import NOBODY, Metrics
-from millstream.reliable import Delivery
+from millstream.reliable import Delivery, StreamBacklog
+
+_COUNTERS = (m.READ, m.COMMITTED, m.RETRIED, m.PARKED, m.HANDED_BACK, m.ADOPTED, m.TRIMMED, m.REFUSED)
+"""Those that are told apart by the handler alone."""
 
 
 class Report:
@@ -25,6 +31,18 @@ class Report:
         self._handler = handler
         self.metrics = self._metrics = metrics
         self._progress: Progress | None = health.progress(handler, run_within_ms=time_limit_ms) if health else None
+        self._begin_at_zero()
+
+    def _begin_at_zero(self) -> None:
+        """Have every counter exist: one that appeared with its first event would show no increase."""
+        count, handler = self._metrics.count, self._handler
+        for metric in _COUNTERS:
+            count(metric, 0, handler=handler)
+        for reason in get_args(Reason):
+            count(m.DEAD, 0, handler=handler, reason=reason)
+        for metric in (m.DELAYED_MOVED, m.RECONNECTS):
+            count(metric, 0)
+        count(m.REDIS_ERRORS, 0, error=Unavailable.__name__)
 
     def figures(self) -> dict[str, int]:
         """All counts by name."""
@@ -125,11 +143,12 @@ class Report:
         """True if somebody listens to the figures."""
         return self._metrics is not NOBODY
 
-    def waiting(self, standings: Sequence[tuple[int | None, int | None]]) -> None:
+    def waiting(self, backlogs: Sequence[StreamBacklog]) -> None:
         """How much waits on each stream, as `ReliableStream.waiting` says."""
-        lags = [math.nan if lag is None else lag for lag, _ in standings]
+        lags = [math.nan if one.lag is None else one.lag for one in backlogs]
         self._metrics.set(m.LAG, sum(lags), handler=self._handler)
-        oldest = min((added_ms for _, added_ms in standings if added_ms is not None), default=None)
+        self._metrics.set(m.DEAD_LETTERS, sum(one.dead_letters for one in backlogs), handler=self._handler)
+        oldest = min((one.oldest_ms for one in backlogs if one.oldest_ms is not None), default=None)
         age_s = 0.0 if oldest is None else max(0.0, time.time() - oldest / 1000)
         self._metrics.set(m.OLDEST_PENDING, age_s, handler=self._handler)
 

@@ -130,6 +130,7 @@ class EntrySide:
             into_maxlen=handler.into_maxlen, start=m.start, on_trimmed=m.report.trimmed_some,
         )  # fmt: skip
         stream.join()
+        stream.dismiss_silent()
         stream.look()
         self.keeper.recover(stream)
         self.streams[name] = stream
@@ -247,6 +248,7 @@ class LineSide:
         self._router.add(self._to_route(KeyedStream, working))
 
     def _work_on(self, stream: KeyedStream) -> None:
+        stream.dismiss_silent()
         stream.look()
         self.keeper.recover(stream)
         self.streams[stream.stream] = stream

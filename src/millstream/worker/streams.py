@@ -25,6 +25,7 @@ from millstream.errors import (
 from millstream.handlers import Handler
 from millstream.keyed import KeyedStream
 from millstream.naming import ServiceKeys, check_stream, to_wire
+from millstream.reliable import leave_all
 from millstream.worker.leaving import concerns_one
 from millstream.worker.sides import LineSide, Means, Round, S, streams_of
 
@@ -254,9 +255,10 @@ class StreamSide(LineSide):
         busy = {lease.stream.stream for lease in self._means.hand.leases.copy()}
         self._leaving |= dict.fromkeys(self._leaving.keys() & busy, now_ms)
         # Something may just have been taken, and not be in hand yet.
-        for name in [name for name, since_ms in self._leaving.items() if now_ms - since_ms > _TAKEN_MS]:
+        left = [name for name, since_ms in self._leaving.items() if now_ms - since_ms > _TAKEN_MS]
+        for name in left:
             del self._leaving[name]
-            self.streams.pop(name, None)
+        leave_all(self._means.client, [self.streams.pop(name) for name in left if name in self.streams])
 
     def close(self) -> None:
         """See Side."""

@@ -15,7 +15,7 @@ from millstream.moves import Moves
 from millstream.naming import HandlerKeys
 from millstream.partitions import Partitions
 from millstream.producer import Producer
-from millstream.reliable import ReliableStream
+from millstream.reliable import ReliableStream, leave_all
 from millstream.worker import ReadingLoop
 from millstream.worker.incarnations import End, Incarnation
 from millstream.worker.moving import WatchedDelays
@@ -53,7 +53,12 @@ def work(url: str, admin: Client) -> None:
         assert client.scan_streams("orders*") == ["orders"]
         stream = reliable(client)
         stream.join()
+        admin.execute("XGROUP", "CREATECONSUMER", "orders", KEYS.group, "gone")
+        stream.silent_ms = 0
+        assert stream.dismiss_silent() == ["gone"]
+        leave_all(client, [stream])
         stream.look()
+        stream.waiting()
         stream.reserve(1_000.0, 7)
         found = stream.read(count=7)
         effects = stream.unit(found[0])

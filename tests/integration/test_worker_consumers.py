@@ -1,0 +1,156 @@
+"""Workers come and go in their consumer groups, and what died there is seen whoever has written it."""
+
+import threading
+from typing import Any
+
+import httpx
+import pytest
+
+from millstream import Message, Reject, Retry
+from millstream import metrics as m
+from millstream.client import Client
+from millstream.errors import GroupMissing, HandlerStuck
+from millstream.groups import Group
+from millstream.health import Health, HealthServer
+from millstream.metrics import Recorder
+from millstream.naming import held_name
+from millstream.reliable import ReliableStream
+from tests.support.clocks import LeapClock
+from tests.support.waiting import FAIL_SAFE_S, eventually
+from tests.support.workers import KEYS, double, ending, fill, make, outputs, pending, working
+
+pytestmark = [pytest.mark.worker]
+
+KINDS: list[dict[str, Any]] = [{}, {"key": "n"}, {"order": "stream"}]
+
+
+def consumers(client: Client, stream: str = "in") -> set[str]:
+    try:
+        return {one.name for one in Group(client, stream, KEYS.group).consumers()}
+    except GroupMissing:
+        return set()
+
+
+@pytest.mark.parametrize("options", KINDS, ids=["entries", "keys", "streams"])
+def test_a_worker_that_stops_in_order_is_no_consumer_any_more(client: Client, options: dict[str, Any]) -> None:
+    fill(client, 20)
+    with working(client, make(double, **options), "w1"):
+        eventually(lambda: len(outputs(client)) == 20 and pending(client) == 0)
+        assert "w1" in consumers(client)
+    assert "w1" not in consumers(client)
+
+
+def test_a_worker_that_stops_with_work_in_hand_stays_a_consumer_and_others_take_it_up(client: Client) -> None:
+    began, release = threading.Event(), threading.Event()
+
+    def handle(message: Message) -> dict[str, Any]:
+        began.set()
+        release.wait(FAIL_SAFE_S)
+        return double(message)
+
+    fill(client, 20)
+    with working(client, make(handle), "leaves") as loop:
+        eventually(lambda: began.is_set() and loop.report.read == 20)
+        loop.stop()
+        release.set()
+    held = Group(client, "in", KEYS.group).pending.summary()
+    assert len(outputs(client)) + held.by_consumer.get("leaves", 0) == 20, "none is dropped with the consumer"
+    with working(client, make(double), "stays"):
+        eventually(lambda: len(outputs(client)) == 20)
+
+
+@pytest.mark.parametrize("options", KINDS, ids=["entries", "keys", "streams"])
+def test_a_worker_that_begins_removes_those_that_are_gone_for_long(
+    client: Client, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ReliableStream, "silent_ms", 1)
+    fill(client, 1)
+    handler = make(double, **options)
+    with working(client, handler, "first"):
+        eventually(lambda: len(outputs(client)) == 1)
+    group = Group(client, "in", KEYS.group)
+    for name in ("gone", "alive"):
+        group.create_consumer(name)
+    client.execute("SET", held_name("app", "alive"), "its supervisor")
+    with working(client, handler, "next"):
+        eventually(lambda: "gone" not in consumers(client), "what is gone to be removed")
+        assert "alive" in consumers(client)
+
+
+def test_a_worker_is_no_consumer_of_a_stream_that_it_has_given_away(client: Client) -> None:
+    handler = make(double, pattern="s:*", order="stream")
+    streams = [f"s:{n}" for n in range(6)]
+
+    def of(name: str) -> int:
+        return sum(name in consumers(client, stream) for stream in streams)
+
+    for stream in streams:
+        fill(client, 1, stream)
+    with working(client, handler, "first"):
+        eventually(lambda: of("first") == 6)
+        with working(client, handler, "second"):
+            eventually(lambda: of("first") == 3, "it to have left those that the other has")
+            for stream in streams:
+                fill(client, 1, stream, first=1)
+            eventually(lambda: (of("first"), of("second")) == (3, 3))
+    assert (of("first"), of("second")) == (0, 0)
+    assert sorted(outputs(client)) == [0] * 6 + [1] * 6
+
+
+def test_every_counter_is_there_before_the_first_message(client: Client) -> None:
+    """What is scraped first must be 0, or no `increase` is ever seen."""
+    recorder, health = Recorder(), Health()
+
+    def shown() -> list[str]:
+        return httpx.get(f"{server.url}/metrics", trust_env=False).text.splitlines()
+
+    def fail(message: Message) -> None:
+        raise ValueError("always")
+
+    dead = 'millstream_messages_dead_total{handler="app.handle",reason="failed"}'
+    trimmed = 'millstream_messages_trimmed_total{handler="app.handle"}'
+    with (
+        HealthServer(health, recorder) as server,
+        working(client, make(fail, retry=Retry(attempts=1)), metrics=recorder, health=health),
+    ):
+        assert {f"{dead} 0.0", f"{trimmed} 0.0"} <= set(shown())
+        fill(client, 1)
+        eventually(lambda: f"{dead} 1.0" in shown())
+
+
+def test_a_letter_that_its_process_could_not_count_is_seen_in_the_figures_of_others(client: Client) -> None:
+    hangs, release, clock = threading.Event(), threading.Event(), LeapClock()
+
+    def handle(message: Message) -> None:
+        hangs.set()
+        release.wait(FAIL_SAFE_S)
+
+    fill(client, 1)
+    recorder = Recorder()
+    with ending(
+        HandlerStuck, client, make(handle, time_limit_ms=600_000, retry=Retry(attempts=1)), "hangs", clock=clock
+    ):
+        eventually(hangs.is_set)
+        clock.leap(602_000)
+    release.set()
+    assert client.execute("XLEN", KEYS.dead) == 1
+    with working(client, make(double), "next", metrics=recorder):
+        eventually(lambda: recorder.value(m.DEAD_LETTERS, handler="app.handle") == 1)
+
+
+@pytest.mark.parametrize("options", KINDS, ids=["entries", "keys", "streams"])
+def test_dead_letters_are_counted_in_redis_until_they_are_sent_back(client: Client, options: dict[str, Any]) -> None:
+    def refuse(message: Message) -> None:
+        raise Reject("no")
+
+    def lying() -> float:
+        return recorder.value(m.DEAD_LETTERS, handler="app.handle")
+
+    fill(client, 3)
+    with working(client, make(refuse, **options), "first"):
+        eventually(lambda: client.execute("XLEN", KEYS.dead) == 3)
+    recorder = Recorder()
+    with working(client, make(double, **options), "next", metrics=recorder):
+        eventually(lambda: lying() == 3)
+        client.execute("XTRIM", KEYS.dead, "MAXLEN", 0)
+        eventually(lambda: lying() == 0)
