@@ -180,6 +180,12 @@ NOBODY = Metrics()
 """Nobody listens."""
 
 
+def begin_at_zero(metrics: Metrics, *counters: Metric, **labels: str) -> None:
+    """Have counters be there before their first event: Prometheus sees no increase in one that appears with it."""
+    for counter in counters:
+        metrics.count(counter, 0, **labels)
+
+
 @dataclass(slots=True)
 class _Histogram:
     """How many values fell into each bucket, the infinite one last, and what they sum to."""

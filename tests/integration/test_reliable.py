@@ -18,6 +18,7 @@ from millstream.model import EntryId
 from millstream.naming import REDRIVE_FIELD, HandlerKeys
 from millstream.reliable import Delivery, ReliableStream, leave_all
 from millstream.worker.names import Names
+from tests.support.deployments import lent_cluster
 from tests.support.waiting import FAIL_SAFE_S, eventually
 
 pytestmark = [pytest.mark.worker]
@@ -282,6 +283,26 @@ def test_a_worker_leaves_the_groups_in_which_it_holds_nothing(client: Client) ->
     assert consumers(client) == set()
     client.execute("DEL", "in")
     leave_all(client, [first, second])  # there is nothing to leave
+
+
+def test_on_a_cluster_names_and_groups_are_asked_for_wherever_they_are(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ReliableStream, "silent_ms", 0)
+    with Client(lent_cluster(request).url) as client:
+        held = Names(client, "app", "pod").take(1)
+        streams = [
+            ReliableStream(client, name, app="app", handler="handle", consumer="w1") for name in ("a", "b", "c", "d")
+        ]
+        for one in streams:
+            one.join()
+            group = Group(client, one.stream, one.group)
+            for name in ("gone", "w1", *held):
+                group.create_consumer(name)
+            assert one.dismiss_silent() == ["gone"]
+        leave_all(client, streams)
+        for one in streams:
+            assert [found.name for found in Group(client, one.stream, one.group).consumers()] == held
 
 
 def test_what_waits_on_a_stream_and_what_died_there(client: Client) -> None:

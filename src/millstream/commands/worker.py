@@ -177,8 +177,9 @@ def _teller(lines_to: int) -> Callable[[Mapping[str, Mapping[str, int]]], None]:
     lines = os.fdopen(lines_to, "wb", buffering=0)
 
     def tell(figures: Mapping[str, Mapping[str, int]]) -> None:
+        line = {"event": "figures", "pid": os.getpid(), "handlers": figures}
         with suppress(BrokenPipeError):  # the supervisor has died: the end of standard input says so, too
-            lines.write(msgspec.json.encode({"event": "figures", "handlers": figures}) + b"\n")
+            lines.write(msgspec.json.encode(line) + b"\n")
 
     return tell
 
@@ -189,6 +190,7 @@ class _Lines:
     def __init__(self, *, as_json: bool) -> None:
         self._as_json = as_json
         self._lock = threading.Lock()
+        self._pids: dict[str, int] = {}
         self._figures: dict[str, Counter[str]] = {}
         self._before: Counter[str] = Counter()
         self._shown = ""
@@ -206,9 +208,10 @@ class _Lines:
     def take(self, name: str, line: Any) -> bool:
         """The figures of a worker process; return whether it has committed anything."""
         with self._lock:
-            known, now = self._figures.get(name, Counter()), _summed(line["handlers"])
-            if now["read"] + now["adopted"] < known["read"] + known["adopted"]:
-                self._before += known  # the process has begun anew
+            now = _summed(line["handlers"])
+            if self._pids.get(name) != line["pid"]:  # the process has begun anew, and counts from 0
+                self._pids[name] = line["pid"]
+                self._before += self._figures.get(name, Counter())
             self._figures[name] = now
         if self._as_json:
             say_json({**line, "worker": name}, flush=True)

@@ -10,11 +10,11 @@ from millstream import metrics as m
 from millstream.deadletters import Reason
 from millstream.errors import Unavailable
 from millstream.health import Health, Progress
-from millstream.metrics import NOBODY, Metrics
+from millstream.metrics import NOBODY, Metrics, begin_at_zero
 from millstream.reliable import Delivery, StreamBacklog
 
-_COUNTERS = (m.READ, m.COMMITTED, m.RETRIED, m.PARKED, m.HANDED_BACK, m.ADOPTED, m.TRIMMED, m.REFUSED)
-"""Those that are told apart by the handler alone."""
+_OF_HANDLERS = (m.READ, m.COMMITTED, m.RETRIED, m.PARKED, m.HANDED_BACK, m.ADOPTED, m.TRIMMED, m.REFUSED)
+"""The counters that are told apart by the handler alone."""
 
 
 class Report:
@@ -31,18 +31,11 @@ class Report:
         self._handler = handler
         self.metrics = self._metrics = metrics
         self._progress: Progress | None = health.progress(handler, run_within_ms=time_limit_ms) if health else None
-        self._begin_at_zero()
-
-    def _begin_at_zero(self) -> None:
-        """Have every counter exist: one that appeared with its first event would show no increase."""
-        count, handler = self._metrics.count, self._handler
-        for metric in _COUNTERS:
-            count(metric, 0, handler=handler)
+        begin_at_zero(metrics, *_OF_HANDLERS, handler=handler)
         for reason in get_args(Reason):
-            count(m.DEAD, 0, handler=handler, reason=reason)
-        for metric in (m.DELAYED_MOVED, m.RECONNECTS):
-            count(metric, 0)
-        count(m.REDIS_ERRORS, 0, error=Unavailable.__name__)
+            begin_at_zero(metrics, m.DEAD, handler=handler, reason=reason)
+        begin_at_zero(metrics, m.DELAYED_MOVED, m.RECONNECTS)
+        begin_at_zero(metrics, m.REDIS_ERRORS, error=Unavailable.__name__)
 
     def figures(self) -> dict[str, int]:
         """All counts by name."""

@@ -1,0 +1,28 @@
+"""The totals that `millstream worker` tells, of processes that come and go."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from millstream.commands.worker import _Lines
+
+pytestmark = [pytest.mark.cli]
+
+
+def figures(pid: int, **counts: int) -> Mapping[str, Any]:
+    return {"event": "figures", "pid": pid, "handlers": {"bill": {"read": 0, "adopted": 0, "committed": 0, **counts}}}
+
+
+@pytest.mark.parametrize("second", [3, 10, 50])
+def test_what_a_dead_process_has_told_stays_in_the_totals_however_far_its_successor_is_at_its_first_line(
+    second: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = _Lines(as_json=False)
+    lines.take("w-0", figures(1, read=4, committed=4))
+    lines.take("w-0", figures(1, read=10, committed=10))
+    lines.take("w-1", figures(2, read=5, committed=5))
+    lines.take("w-0", figures(3, read=second, committed=second))
+    lines.take("w-0", figures(3, read=second + 1, committed=second + 1))
+    lines.finished()
+    assert f"{10 + 5 + second + 1} committed" in capsys.readouterr().err
