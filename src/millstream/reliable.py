@@ -524,8 +524,3 @@ def leave_all(client: Client, streams: Iterable[ReliableStream]) -> None:
             delete_if_empty(client, groups, consumer)
         except RedisError as error:
             logger.debug("consumer %s may still be in groups that it has left: %s", consumer, error)
-
-
-def _strikes_of(entry_id: str) -> tuple[str, ...]:
-    # Workers with a key may have had it before.
-    return entry_id, entry_id + FAILED, entry_id + LEASES_LOST

@@ -258,8 +258,10 @@ class Keeper:
             outcome = overdue(self._pipeline.handler, message, alone=not delivery.in_batch)
             if isinstance(outcome, Dead):
                 unit: Unit = self._pipeline.dead_letter(delivery, outcome)
-                stream.commit([unit])
+                if not stream.commit([unit]):
+                    self._report.committed_some([delivery], [outcome.reason], 0.0)
             else:
+                self._report.retried_some(1)
                 stream.note_failures([delivery])
                 stream.end_isolation([delivery])
                 stream.hand_back([delivery.id])

@@ -114,9 +114,11 @@ class LeaseKeeper(Keeper):
         lease.ending = True
         outcome = overdue(self._pipeline.handler, message)
         if isinstance(outcome, Dead):
-            lease.stream.commit([self._pipeline.commit_turn(lease, [(delivery, outcome)])])
+            if not lease.stream.commit([self._pipeline.commit_turn(lease, [(delivery, outcome)])]):
+                self._report.committed_some([delivery], [outcome.reason], 0.0)
         elif isinstance(outcome, Again):
             lease.stream.note_failures([delivery])
+            self._report.retried_some(1)
             lease.stream.end_isolation([delivery])
         elif not isinstance(outcome, Done):
             lease.stream.release([Ending(lease, "park", f"{outcome.reason}: {outcome.error}", delivery.attempt)])
