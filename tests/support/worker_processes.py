@@ -81,7 +81,7 @@ class Fleet:
         for process in self._started:
             with suppress(psutil.NoSuchProcess):
                 process.kill()
-        psutil.wait_procs(self._started, timeout=FAIL_SAFE_S)
+        eventually(lambda: not any(map(_lives, self._started)), "the end of all processes")
         self.supervisor.wait(FAIL_SAFE_S)
 
     @property
@@ -154,7 +154,7 @@ class Fleet:
         self.supervisor.kill()
         for child in children:
             child.kill()
-        psutil.wait_procs(children, timeout=FAIL_SAFE_S)
+        eventually(lambda: not any(map(_lives, children)), "the end of the workers")
         self.supervisor.wait(FAIL_SAFE_S)
 
 
