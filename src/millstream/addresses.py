@@ -1,9 +1,16 @@
-"""The URLs of Redis deployments as text: their passwords, their hosts, and those of their other nodes."""
+"""The URLs of Redis deployments as text: what is wrong with one, their hosts, and those of their other nodes."""
 
 from typing import NamedTuple
-from urllib.parse import urlsplit, urlunsplit
+from urllib.parse import SplitResult, urlsplit, urlunsplit
 
+from millstream.errors import ConfigError
+from millstream.redaction import redact
 from millstream.wire import Node
+
+_ENCODE = (
+    "write what is special in user and password as %XX, which is %40 for @, %3A for :, %2F for /, %3F for ?, %23 for #, %25 for %, "
+    "%5B and %5D for [ and ]"
+)
 
 
 class Shard(NamedTuple):
@@ -13,13 +20,18 @@ class Shard(NamedTuple):
     replicas: tuple[Node, ...] | None = None
 
 
-def redact(url: str) -> str:
-    """Return `url` without its password, fit for logs and messages."""
-    parts = urlsplit(url)
-    if "@" not in parts.netloc:
-        return url
-    user = parts.netloc.rpartition("@")[0].partition(":")[0]
-    return urlunsplit(parts._replace(netloc=f"{user}:***@{parts.netloc.rpartition('@')[2]}"))
+def split_url(url: str) -> SplitResult:
+    """The parts of `url`. Raises ConfigError where a password that is not encoded would be taken for something else.
+
+    What Python says of such a URL is not passed on: it quotes pieces of the password.
+    """
+    try:
+        parts = urlsplit(url)
+    except ValueError:
+        parts = None
+    if parts is None or any("@" in part for part in (parts.path, parts.query, parts.fragment)):
+        raise ConfigError(f"{redact(url)!r} is not a Redis URL: {_ENCODE}")
+    return parts
 
 
 def hosts(netloc: str, default_port: int) -> list[Node]:
@@ -27,6 +39,8 @@ def hosts(netloc: str, default_port: int) -> list[Node]:
     pairs = []
     for host in netloc.rpartition("@")[2].split(","):
         name, _, port = host.partition(":")
+        if port and not port.isdecimal():
+            raise ValueError("the port of a host is no number")
         pairs.append((name, int(port or default_port)))
     return pairs
 

@@ -188,7 +188,7 @@ def _checked(url: str) -> httpx.URL:
     try:
         parts = httpx.URL(url)
     except httpx.InvalidURL as error:
-        raise ConfigError(f"the bell's URL is none: {error}") from error
+        raise ConfigError("the bell's URL is none: write it as https://host/path") from error  # it may hold a secret
     if parts.scheme not in ("http", "https") or not parts.host:
         raise ConfigError("the bell's URL must be an http:// or https:// address with a host")
     return parts

@@ -1,4 +1,4 @@
-"""The only module that talks to redis-py: addresses, connections, errors and scripts.
+"""The only module that talks to Redis by redis-py: connections and scripts. Its errors are put in our words in `translation`.
 
 Replies are raw: bytes, integers and lists, as hiredis parses them, since the data path cannot afford more. redis-py's
 own retries are switched off: a command whose reply was lost may have been executed, so repeating it is a decision
@@ -8,7 +8,6 @@ of the caller, who knows whether that is safe (`Client.patiently`).
 import functools
 import hashlib
 import logging
-import re
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
@@ -20,25 +19,18 @@ from redis._parsers import BaseParser
 from redis.backoff import NoBackoff
 from redis.cluster import ClusterNode, RedisCluster
 from redis.connection import Connection, ConnectionPool, parse_url
-from redis.exceptions import AskError, MovedError, NoScriptError, RedisClusterException
+from redis.exceptions import AskError, MovedError, NoScriptError
 from redis.retry import Retry as RedisRetry
 from redis.sentinel import Sentinel
 
 from millstream import wire
-from millstream.addresses import Shard, hosts, redact, url_of_node, wrong_address
+from millstream.addresses import Shard, hosts, split_url, url_of_node
 from millstream.clock import SYSTEM_CLOCK, Clock
-from millstream.errors import (
-    AccessDenied,
-    CommandFailed,
-    ConfigError,
-    GroupMissing,
-    OutOfMemory,
-    RedisError,
-    Unavailable,
-    WrongType,
-)
+from millstream.errors import AccessDenied, CommandFailed, ConfigError, RedisError, Unavailable, WrongType
 from millstream.lua import text_of
 from millstream.naming import PREFIX, from_wire
+from millstream.redaction import keep_secret, redact
+from millstream.translation import REDIS_ERRORS, denied_keys, keys_of, known_scripts, translate, type_needed, wrong_type
 from millstream.wire import Node, Redirection, Wire, packed, routing_key
 
 logger = logging.getLogger(__name__)
@@ -50,7 +42,8 @@ T = TypeVar("T")
 
 _REDIRECTS = 8
 _SKIP = packed(("CLIENT", "REPLY", "SKIP"))
-_NO_RETRY: dict[str, Any] = {"protocol": 2, "decode_responses": False, "health_check_interval": 0}
+_NO_RETRY: dict[str, Any] = {"protocol": 2, "decode_responses": False, "health_check_interval": 0, "driver_info": None}
+"""`driver_info`: no CLIENT SETINFO, which Redis 7.2 would note as refused to each user with the least rights."""
 
 
 # --- Addresses --------------------------------------------------------------------------------------------------
@@ -139,8 +132,13 @@ class _ClusterRoute:
 
 def _connection_settings(url: str) -> dict[str, Any]:
     """What the plain `url` says of a connection. Raises ValueError also for what redis-py passes over, or finds late."""
+    parts = urlsplit(url)
+    try:
+        _ = parts.port
+    except ValueError:  # which quotes what may be a password
+        raise ValueError("the port of a host is no number up to 65,535") from None
     settings = dict(parse_url(url))
-    database = "" if url.startswith("unix:") else urlsplit(url).path.strip("/")
+    database = "" if parts.scheme == "unix" else parts.path.strip("/")
     if (database and not database.isdecimal()) or settings.get("db", 0) < 0:
         raise ValueError(f"{database or settings['db']!r} is no database; write its number, like /0")
     try:
@@ -156,7 +154,7 @@ def route_to(url: str, timeout_ms: int) -> Callable[[], _Route]:
     """Understand every kind of URL. Raises ConfigError; nothing is connected to before the answer is called."""
     settings = dict(_NO_RETRY, retry=RedisRetry(NoBackoff(), 0), encoding_errors="surrogateescape")  # as `to_wire`
     settings |= {"socket_timeout": timeout_ms / 1000, "socket_connect_timeout": min(timeout_ms, 5000) / 1000}
-    parts = urlsplit(url)
+    parts = split_url(url)
     scheme, _, kind = parts.scheme.partition("+")
     try:
         if not kind and scheme in ("redis", "rediss", "unix"):
@@ -174,7 +172,7 @@ def route_to(url: str, timeout_ms: int) -> Callable[[], _Route]:
         of_one = _connection_settings(url_of_node(url, nodes[0]))
         settings |= {k: v for k, v in of_one.items() if k not in ("host", "port", "connection_class")}
     except ValueError as error:
-        raise ConfigError(f"{redact(url)!r} is not a Redis URL: {error}") from error
+        raise ConfigError(f"{redact(url)!r} is not a Redis URL: {error}") from None
     tls: dict[str, Any] = {"ssl": True} if scheme == "rediss" else {}
     if kind == "cluster":
         return lambda: _ClusterRoute(RedisCluster(startup_nodes=[ClusterNode(*n) for n in nodes], **settings, **tls))
@@ -183,78 +181,6 @@ def route_to(url: str, timeout_ms: int) -> Callable[[], _Route]:
     quiet = {k: v for k, v in settings.items() if k not in ("username", "password", "db")}
     sentinel = Sentinel(nodes, sentinel_kwargs=quiet | tls, **settings, **tls)
     return lambda: _OneServer(sentinel.master_for(service).connection_pool)
-
-
-# --- Errors -----------------------------------------------------------------------------------------------------
-
-_REDIS_ERRORS = (redis.exceptions.RedisError, RedisClusterException, OSError)
-_AWAY = ("BUSY ", "MISCONF", "NOREPLICAS", "UNKILLABLE", "UNBLOCKED")
-_PLACE_IN_SCRIPT = re.compile(r"script: ([0-9a-f]{40}), on @user_script:(\d+)\.?")
-_COMMAND_IN_LUA = re.compile(r"\('([A-Z]+)'(?:, '([A-Z]+)')?")
-_scripts: "dict[Arg, Script]" = {}  # by their hash, and by their text
-
-
-def _place(found: re.Match[str]) -> str:
-    """A line of a script, and the command on it: of what it has refused, Redis says no more than where."""
-    number, script = int(found[2]), _scripts.get(found[1])
-    lines = script.text.splitlines() if script else []
-    command = _COMMAND_IN_LUA.search(lines[number - 1]) if number <= len(lines) else None
-    words = " ".join(filter(None, command.groups())) if command else ""
-    return f"({words and f'{words}, '}line {number} of the script)"
-
-
-def _name_of(command: Command | None) -> str:
-    """The command and its first argument, for messages; of a script its name, as its hash tells people nothing."""
-    if not command:
-        return "the command"
-    if command[0] in ("EVAL", "EVALSHA"):
-        return f"the {script.name if (script := _scripts.get(command[1])) else 'unnamed'} script"
-    words = (part.decode("utf-8", "backslashreplace") if isinstance(part, bytes) else str(part) for part in command[:2])
-    return " ".join(words)[:80]
-
-
-def _translate(error: Exception, url: str, command: Command | None = None) -> RedisError:
-    """Turn what redis-py raised into our own tree; the only place that does. Raises ConfigError for a wrong URL."""
-    text = _PLACE_IN_SCRIPT.sub(_place, str(error))
-    name = _name_of(command)
-    where = redact(url)
-    if isinstance(error, RedisClusterException) and isinstance(
-        why := error.__cause__ or error.__context__, _REDIS_ERRORS
-    ):
-        return _translate(why, url, command)  # why the last node could not be asked, or would not answer
-    if command is None and (wrong := wrong_address(text, where)):
-        raise ConfigError(wrong) from error
-    if isinstance(error, redis.exceptions.InvalidResponse):
-        return Unavailable(f"what answers at {where} is not Redis ({text}); check host and port")
-    if isinstance(error, redis.exceptions.AuthenticationError):
-        return AccessDenied(f"{where} refuses the credentials ({text}); check user and password in the URL")
-    denied = (redis.exceptions.NoPermissionError, redis.exceptions.AuthorizationError)
-    if isinstance(error, denied) or "The user executing the script can't" in text:
-        return AccessDenied(f"the Redis user may not do {name}: {text}")
-    if isinstance(error, redis.exceptions.OutOfMemoryError):
-        return OutOfMemory(f"Redis at {where} has reached maxmemory and refuses writes: free memory or raise it")
-    if isinstance(error, (redis.exceptions.ReadOnlyError, redis.exceptions.ClusterError)):
-        return Unavailable(f"Redis at {where} is failing over: {text}")
-    if isinstance(error, (redis.exceptions.TryAgainError, redis.exceptions.SlotNotCoveredError)):
-        return Unavailable(f"the cluster at {where} is moving slots: {text}")
-    if isinstance(error, redis.exceptions.ClusterCrossSlotError):
-        return CommandFailed(f"{name} names keys of several hash slots; give them one {{hash tag}}")
-    away = (redis.exceptions.ConnectionError, redis.exceptions.TimeoutError, RedisClusterException, OSError)
-    if isinstance(error, away):
-        return Unavailable(f"Redis at {where} cannot be reached: {text}")
-    if text.startswith("WRONGTYPE"):
-        # A script's own message names the key; the server's names nothing.
-        named = (
-            text.removeprefix("WRONGTYPE ")
-            if " holds a " in text
-            else f"{name}: the key holds another type of value than this needs"
-        )
-        return WrongType(named)
-    if text.startswith(("NOGROUP", "UNBLOCKED the stream key no longer exists")):
-        return GroupMissing(text)
-    if text.startswith(_AWAY):
-        return Unavailable(f"Redis at {where} cannot serve now: {text}")
-    return CommandFailed(f"{name}: {text}")
 
 
 # --- Scripts ----------------------------------------------------------------------------------------------------
@@ -288,7 +214,7 @@ class Script:
     def sha(self) -> str:
         """Its hash, by which Redis knows it."""
         sha = hashlib.sha1(self.text.encode(), usedforsecurity=False).hexdigest()
-        _scripts[sha] = _scripts[self.text] = self
+        known_scripts[sha] = known_scripts[self.text] = self
         return sha
 
 
@@ -303,12 +229,16 @@ class Client:
     """
 
     def __init__(self, url: str, *, timeout_ms: int = 15_000, clock: Clock = SYSTEM_CLOCK) -> None:
+        keep_secret(url)
         self.url = url
         self.timeout_ms = timeout_ms
         self._clock = clock
         self._lock = threading.RLock()
         self._open: dict[int, tuple[ConnectionPool, Any]] = {}
         self._known_route: _Route | None = None
+
+    def __repr__(self) -> str:
+        return f"Client({redact(self.url)!r})"
 
     @property
     def _route(self) -> _Route:
@@ -362,7 +292,7 @@ class Client:
     def _refusal(self, error: str | OSError) -> RedisError:
         if isinstance(error, str) and error.startswith(("MOVED ", "ASK ")):
             return Redirection(error)
-        return _translate(BaseParser.parse_error(error) if isinstance(error, str) else error, self.url, ("a read",))
+        return translate(BaseParser.parse_error(error) if isinstance(error, str) else error, self.url, ("a read",))
 
     # Plain commands
 
@@ -400,12 +330,15 @@ class Client:
 
     def scripts(self, calls: Sequence[tuple[Script, Sequence[Arg], Sequence[Arg]]]) -> list[Reply]:
         """Run several scripts in one round trip per node, each atomic by itself; the first error is raised."""
+        return [raise_if_error(reply) for reply in self.each_script(calls)]
+
+    def each_script(self, calls: Sequence[tuple[Script, Sequence[Arg], Sequence[Arg]]]) -> list[Reply]:
+        """The same, with errors among the replies, as of `pipeline`."""
         replies = self.pipeline([("EVALSHA", s.sha, len(keys), *keys, *args) for s, keys, args in calls])
         for index, (script, keys, args) in enumerate(calls):
             reply = replies[index]
-            if isinstance(reply, RedisError) and "NOSCRIPT" in str(reply):
-                reply = replies[index] = self.execute("EVAL", script.text, len(keys), *keys, *args)
-            raise_if_error(reply)
+            if isinstance(reply, CommandFailed) and str(reply) == "NOSCRIPT":
+                (replies[index],) = self.pipeline([("EVAL", script.text, len(keys), *keys, *args)])
         return replies
 
     def replicated_script(
@@ -575,17 +508,38 @@ class Client:
             return CommandFailed("NOSCRIPT")
         if isinstance(reply, redis.exceptions.ReadOnlyError):
             self.close()  # the primary has moved: the next connection asks Sentinel again
-        return _translate(reply, self.url, command)
+        return self._naming_key(translate(reply, self.url, command), str(reply), command)
+
+    def _naming_key(self, error: RedisError, text: str, command: Command) -> RedisError:
+        """Find out which key a refusal is about, where neither Redis nor the command itself says so."""
+        keys = keys_of(command)
+        denied = isinstance(error, AccessDenied) and error.concerns_key
+        vague = denied or (isinstance(error, WrongType) and " holds a " not in str(error))
+        if not vague or not keys or (len(keys) == 1 and command[0] not in ("EVAL", "EVALSHA")):
+            return error
+        try:
+            types = self._exchange(self._route_pool(keys[0]), [("TYPE", key) for key in keys])
+        except RedisError:
+            return error
+        if denied:
+            refused = [key for key, found in zip(keys, types, strict=True) if "access" in str(found)]
+            unknown = all(isinstance(found, Exception) for found in types)
+            return denied_keys(error, refused or keys) if refused or unknown else error
+        needed = type_needed(text, command)
+        for key, found in zip(keys, types, strict=True):
+            if isinstance(found, bytes) and found.decode() not in ("none", needed):
+                return wrong_type(command, key, found.decode(), needed)
+        return error
 
     def _guarded(self, action: Callable[[], T], command: Command | None) -> T:
         try:
             return action()
-        except _REDIS_ERRORS as error:
+        except REDIS_ERRORS as error:
             # Whoever is the primary now, only a new connection finds out; in a cluster, only new slots.
             self.close()
             if self.is_cluster:
                 self._known_route = None
-            raise _translate(error, self.url, command) from error
+            raise translate(error, self.url, command) from error
 
 
 @functools.cache

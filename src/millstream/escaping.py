@@ -25,7 +25,15 @@ def visible(data: bytes | str) -> str:
 
 def harmless(text: str) -> str:
     """`text` with its lines and backslashes as they are, and all else that is not printable escaped."""
-    return "\n".join("".join(map(_escaped, line)) for line in text.split("\n"))
+    return text if text.isprintable() else "\n".join(map(one_line, text.split("\n")))
+
+
+def one_line(text: str) -> str:
+    """`text` with its backslashes as they are, and all else that is not printable escaped, ends of lines too.
+
+    What is printed goes through this last, whatever it was made of: what `visible` has escaped stays as it is.
+    """
+    return text if text.isprintable() else "".join(c if c == "\\" else _SHORT.get(c) or _escaped(c) for c in text)
 
 
 def unescape(text: str) -> bytes:

@@ -160,7 +160,7 @@ ROLES: Mapping[RoleName, Role] = {
             "dismiss",
         ),
         direct="blpop hdel hget hmget hscan hset xack xclaim xlen xpending xrange xread xreadgroup",
-        helpful="client|tracking",
+        helpful="client|tracking info",
         unreached="hvals",
         own_keys=(_HANDLERS, *_DELAYED, *_LAYOUT),
         app_keys=(f"{PREFIX}:worker:{{app}}:*",),
@@ -169,7 +169,7 @@ ROLES: Mapping[RoleName, Role] = {
         scripts=("begin", "commit", "advance", "forget", "aside", "aside_keys", "aside_ready", "due", *_GROW, *_MOVE),
         direct="client|reply hdel hexists hget hincrby hmget hscan hset set time xgroup|create xgroup|destroy xgroup|setid xinfo|groups "
         "xinfo|stream xrange xreadgroup xrevrange",
-        helpful="client|tracking",
+        helpful="client|tracking info",
         unreached="lpush",
         own_keys=(_HANDLERS, *_DELAYED, *_LAYOUT),
         app_keys=(f"{PREFIX}:worker:{{app}}:*",),
@@ -217,6 +217,7 @@ ROLES: Mapping[RoleName, Role] = {
         scripts=("join", "commit", "route", "take", "release", "tend", "adopt", "settle", "steer", "swap"),
         direct="hget hgetall hlen hmget hscan hvals lindex llen lpos lrange time xack xinfo|consumers xpending xrange xread "
         "zrange",
+        helpful="info",
         unreached="get set",
         writes=False,
         looks="never",

@@ -1,11 +1,13 @@
 """The client: no silent retries, errors in our own words, and waiting that can be seen."""
 
 import logging
+import re
 import threading
+from collections.abc import Iterator
 
 import pytest
+import redis
 
-from millstream.addresses import redact
 from millstream.client import Client, Script
 from millstream.errors import (
     AccessDenied,
@@ -17,8 +19,13 @@ from millstream.errors import (
     Unavailable,
     WrongType,
 )
+from millstream.eviction import warn_if_evicting
+from millstream.naming import HandlerKeys
+from millstream.redaction import redact
+from millstream.reliable import ReliableStream
 from millstream.server import EmbeddedServer
 from millstream.testing.proxy import Proxy
+from millstream.translation import translate
 from tests.support.clocks import HandClock
 
 pytestmark = [pytest.mark.cli, pytest.mark.groups]
@@ -48,6 +55,124 @@ def test_errors_are_told_in_our_own_words(client: Client) -> None:
             client.execute("XADD", "s", "*", "a", "1")
     finally:
         client.execute("CONFIG", "SET", "maxmemory", "0")
+
+
+def test_the_key_that_holds_the_wrong_type_is_named_wherever_it_is(client: Client) -> None:
+    client.execute("SET", "text", "1")
+    client.execute("XGROUP", "CREATE", "a", "g", "$", "MKSTREAM")
+    script = Script("ack")
+    for command, words in (
+        (lambda: client.execute("XGROUP", "CREATE", "text", "g", "$"), "XGROUP CREATE text: the key holds"),
+        (lambda: client.execute("XINFO", "STREAM", "text"), "XINFO STREAM text: the key holds"),
+        (lambda: client.execute("XREAD", "STREAMS", "a", "text", "0", "0"), "XREAD on a, text: text holds a string"),
+        (
+            lambda: client.script(script, ("text",), ("g", "c", "1-1")),
+            "the ack script: text holds a string where a stream",
+        ),
+        (lambda: stream_of(client, "text").join(), "the join script: text holds a string where a stream is needed"),
+    ):
+        with pytest.raises(WrongType, match=words):
+            command()
+    keys = HandlerKeys("shop", "bill", "a")
+    client.execute("RPUSH", keys.meta, "x")
+    with pytest.raises(WrongType, match=f"the join script: {re.escape(keys.meta)} holds a list where a hash is needed"):
+        stream_of(client, "a").join()
+
+
+def stream_of(client: Client, stream: str) -> ReliableStream:
+    return ReliableStream(client, stream, app="shop", handler="bill", consumer="w", into="out")
+
+
+@pytest.fixture
+def clerk(client: Client) -> Iterator[Client]:
+    """A client of a user that may do everything, until a test takes that away."""
+    client.execute("ACL", "SETUSER", "clerk", "reset", "on", ">pw", "~*", "+@all")
+    with Client(client.url.replace("redis://", "redis://clerk:pw@")) as limited:
+        yield limited
+    client.execute("ACL", "DELUSER", "clerk")
+
+
+@pytest.mark.parametrize("right", ["hset", "xack", "hincrby", "xpending"])
+def test_a_right_that_is_taken_away_is_named_with_its_command_and_how_to_get_it(
+    client: Client, clerk: Client, right: str
+) -> None:
+    client.execute("XADD", "orders", "*", "n", 1)
+    stream = stream_of(clerk, "orders")
+    stream.join()
+    taken = stream.read(count=1)
+    client.execute("ACL", "SETUSER", "clerk", f"-{right}")
+    with pytest.raises(AccessDenied) as caught:
+        stream.acknowledge(*taken)
+    assert right.upper() in str(caught.value)
+    assert "`millstream acl` prints the rights that are needed" in str(caught.value)
+    assert not caught.value.concerns_key
+
+
+def test_keys_that_a_user_may_not_touch_are_named(client: Client, clerk: Client) -> None:
+    client.execute("ACL", "SETUSER", "clerk", "resetkeys", "~millstream:*")
+    for command, words in (
+        (lambda: stream_of(clerk, "orders").join(), "the join script: .*: orders, out; `millstream acl`"),
+        (lambda: clerk.execute("XREAD", "STREAMS", "a", "millstream:x", "0", "0"), "XREAD on a, millstream:x: .*: a; "),
+        (lambda: clerk.execute("XINFO", "STREAM", "orders"), "XINFO STREAM orders: .*; `millstream acl`"),
+    ):
+        with pytest.raises(AccessDenied, match=words) as caught:
+            command()
+        assert caught.value.concerns_key
+
+
+def test_a_replica_says_that_it_is_one() -> None:
+    with EmbeddedServer() as primary, EmbeddedServer(extra={"replicaof": f"127.0.0.1 {primary.port}"}) as server:
+        with Client(server.url) as client, pytest.raises(Unavailable, match="is a replica, which takes no writes"):
+            client.execute("XADD", "s", "*", "a", "1")
+        sentinel = server.url.replace("redis://", "redis+sentinel://") + "/name"
+        assert "failing over" in str(translate(redis.exceptions.ReadOnlyError("READONLY"), sentinel, ("XADD", "s")))
+
+
+def test_a_redis_that_evicts_keys_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    with EmbeddedServer(extra={"maxmemory-policy": "allkeys-lru"}) as server, Client(server.url) as client:
+        warn_if_evicting(client)
+        assert caplog.text == ""  # it has no limit
+        client.execute("CONFIG", "SET", "maxmemory", "100mb")
+        warn_if_evicting(client)
+        assert "evicts keys when it is full (maxmemory-policy allkeys-lru)" in caplog.text
+        caplog.clear()
+        client.execute("CONFIG", "SET", "maxmemory-policy", "noeviction")
+        warn_if_evicting(client)
+        assert caplog.text == ""
+    warn_if_evicting(client)  # a Redis that is away is for others to tell
+
+
+REFUSALS = {
+    "Redis 7.0": (
+        "The user executing the script can't run this command or subcommand script: {sha}, on @user_script:{line}.",
+        (
+            "The user executing the script can't access at least one of the keys mentioned in the command arguments script: "
+            "{sha}, on @user_script:{line}."
+        ),
+    ),
+    "Redis 7.2 and 8": (
+        "ACL failure in script: User clerk has no permissions to run the 'xadd' command script: {sha}, on @user_script:{line}.",
+        "ACL failure in script: No permissions to access a key script: {sha}, on @user_script:{line}.",
+    ),
+    "Valkey 9": (
+        "ACL failure in script: User clerk has no permissions to run the 'xadd' command script: on @user_script:{line}.",
+        "ACL failure in script: No permissions to access a key script: on @user_script:{line}.",
+    ),
+}
+
+
+@pytest.mark.parametrize("said", REFUSALS.values(), ids=REFUSALS)
+def test_a_refusal_in_a_script_is_understood_in_the_words_of_every_server(said: tuple[str, str]) -> None:
+    script = Script("redrive")
+    line = 1 + next(at for at, one in enumerate(script.text.splitlines()) if "'XADD'" in one)
+    for of_key, text in enumerate(said):
+        error = redis.exceptions.ResponseError(text.format(sha=script.sha, line=line))
+        found = translate(error, "redis://h", ("EVALSHA", script.sha, 1, "orders"))
+        assert isinstance(found, AccessDenied)
+        assert found.concerns_key == bool(of_key)
+        assert f"the redrive script: {text.partition(' script: ')[0]}" in str(found)
+        assert f"(XADD, line {line} of the script)" in str(found)
+        assert script.sha not in str(found)
 
 
 def test_a_pipeline_returns_errors_in_their_places_and_runs_the_rest(client: Client) -> None:

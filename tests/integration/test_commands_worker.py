@@ -1,5 +1,6 @@
 """`millstream worker`, as processes of its own, on a real Redis."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from millstream.client import Client
 from millstream.errors import ConfigError
 from millstream.naming import held_name
 from millstream.reliable import HANDED_BACK_MS
+from millstream.server import EmbeddedServer
 from millstream.worker.incarnations import HELD_MS
 from millstream.worker.names import Names
 from tests.support.clocks import HandClock
@@ -56,6 +58,7 @@ def app(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     path.write_text(APP)
     monkeypatch.setenv("MARKER", str(tmp_path / "marker"))
     monkeypatch.setattr(sys, "path", [*sys.path])  # what is called in this process leaves no trace of the app
+    monkeypatch.setenv("PYTHONPATH", os.environ.get("PYTHONPATH", ""))  # nor for the processes of later tests
     monkeypatch.delitem(sys.modules, path.stem, raising=False)
     return f"{path}:app"
 
@@ -211,6 +214,31 @@ def test_a_name_is_kept_for_no_longer_than_usual_where_the_clock_of_redis_went_b
     with pytest.raises(ConfigError, match="is running"):
         other.take(1)
     assert 0 < client.execute("PTTL", held_name("shop", name)) <= HELD_MS
+
+
+def test_a_redis_that_evicts_keys_is_warned_of_once(millstream_fresh_server: EmbeddedServer, app: str) -> None:
+    with Client(millstream_fresh_server.url) as client:
+        client.execute("CONFIG", "SET", "maxmemory", "1gb", "maxmemory-policy", "allkeys-lru")
+        fill(client, 1)
+        with running("worker", app, "--processes", "2", url=client.url) as worker:
+            eventually(lambda: done(client) or worker.poll() is not None, "the message")
+            outcome = end(worker)
+    assert (outcome.code, outcome.err.count("evicts keys when it is full")) == (0, 1)
+
+
+def test_the_processes_find_the_modules_that_their_supervisor_finds(
+    client: Client, app: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "shop_of_this_test.py").write_text(Path(app.partition(":")[0]).read_text())
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "shop_of_this_test.py").write_text("raise SystemExit('not this one')")
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    monkeypatch.setenv("PYTHONSAFEPATH", "1")  # as the program `millstream` finds them
+    fill(client, 1)
+    with running("worker", str(tmp_path / "shop_of_this_test.py"), url=client.url) as worker:
+        eventually(lambda: done(client) or worker.poll() is not None, "the message")
+        outcome = end(worker)
+    assert (outcome.code, len(done(client))) == (0, 1), outcome.err
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """`millstream run` as a process: however it ends, one line says why and the exit code fits."""
 
 import os
+import re
 import signal
 from collections.abc import Iterator
 from contextlib import suppress
@@ -9,8 +10,10 @@ from pathlib import Path
 import pytest
 
 from millstream.client import Client
+from millstream.server import EmbeddedServer
 from tests.support.commandline import run
 from tests.support.drivers import Driver
+from tests.support.urls import CANARY, told
 from tests.support.waiting import eventually
 
 pytestmark = [pytest.mark.spark, pytest.mark.drivers]
@@ -96,3 +99,22 @@ def test_settings_that_spark_cannot_start_with_are_named(
     refused = run("run", str(tmp_path / "sleeper.py"), *options, env=environment)
     assert (refused.code, refused.err.count("\n")) == (2, 1)
     assert says in refused.err
+
+
+def test_neither_debug_nor_a_logger_of_the_app_shows_the_password_or_the_token_of_the_gateway(
+    millstream_fresh_server: EmbeddedServer, tmp_path: Path
+) -> None:
+    """py4j logs every call that it makes, with the options of sources and the word by which it logs in to Java."""
+    (tmp_path / "talker.py").write_text(
+        SLEEPER + "import logging\nlogging.getLogger('py4j').setLevel(logging.DEBUG)\n"
+        "for name in ('java_gateway', 'clientserver'):\n    logging.getLogger(f'py4j.{name}').setLevel(logging.DEBUG)\n"
+    )
+    millstream_fresh_server.call("XADD", "in", "*", "k", "1")
+    millstream_fresh_server.call("CONFIG", "SET", "requirepass", CANARY)
+    url = millstream_fresh_server.url.replace("://", f"://:{CANARY}@")
+    ended = run("--debug", "run", str(tmp_path / "talker.py"), "--once", "--checkpoint", str(tmp_path / "cp"), url=url)
+    assert ended.code == 0, ended.err
+    assert "1 committed" in ended.err
+    assert "Command to send: A\\n***" in ended.err  # it has been logged, so there was something to hide
+    assert re.search(r"option\\nsurl\\nsredis://:\*\*\*@127\.0\.0\.1", ended.err)
+    assert not told(ended.out + ended.err)

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from typer.testing import CliRunner
 
@@ -58,17 +58,19 @@ def run(*args: str, url: str | None = None, stdin: bytes = b"", env: Mapping[str
     return Outcome(code=done.returncode, out=done.stdout.decode(), err=done.stderr.decode())
 
 
-def start(*args: str, url: str | None = None, stdin: int = subprocess.DEVNULL) -> subprocess.Popen[bytes]:
+def start(
+    *args: str, url: str | None = None, stdin: int = subprocess.DEVNULL, stderr: int | IO[bytes] = subprocess.PIPE
+) -> subprocess.Popen[bytes]:
     """Start `millstream ARGS` as a process of its own; the caller ends it."""
-    return subprocess.Popen(
-        [*PROGRAM, *args], env=environment(url), stdin=stdin, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    )
+    return subprocess.Popen([*PROGRAM, *args], env=environment(url), stdin=stdin, stdout=subprocess.PIPE, stderr=stderr)
 
 
 @contextmanager
-def running(*args: str, url: str | None = None, stdin: int = subprocess.DEVNULL) -> Iterator[subprocess.Popen[bytes]]:
+def running(
+    *args: str, url: str | None = None, stdin: int = subprocess.DEVNULL, stderr: int | IO[bytes] = subprocess.PIPE
+) -> Iterator[subprocess.Popen[bytes]]:
     """`start`, and the end of that process when the test has come to its own."""
-    with start(*args, url=url, stdin=stdin) as process:
+    with start(*args, url=url, stdin=stdin, stderr=stderr) as process:
         try:
             yield process
         finally:
@@ -78,7 +80,7 @@ def running(*args: str, url: str | None = None, stdin: int = subprocess.DEVNULL)
 def ended(process: subprocess.Popen[bytes], stdin: bytes | None = None) -> Outcome:
     """What a process prints from now on, once it has ended by itself."""
     out, err = process.communicate(stdin, timeout=FAIL_SAFE_S)
-    return Outcome(code=process.returncode, out=out.decode(), err=err.decode())
+    return Outcome(code=process.returncode, out=out.decode(), err=(err or b"").decode())
 
 
 def environment(url: str | None, more: Mapping[str, str] | None = None) -> dict[str, str]:

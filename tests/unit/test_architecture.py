@@ -20,10 +20,10 @@ MAX_FUNCTION_LINES = 60
 # Imports go to lower numbers, or stay on their own; the parts on level 3 do not know each other.
 # `docs/architecture.md` says what the levels mean.
 LEVELS = {
-    "clock": 0, "decoding": 0, "errors": 0, "escaping": 0, "lazy": 0, "metrics": 0, "model": 0, "naming": 0, "reports": 0,
-    "addresses": 1, "client": 1, "handlers": 1, "layout": 1, "lua": 1, "server": 1, "stages": 1, "readers": 1, "telemetry": 1, "wire": 1,
+    "clock": 0, "decoding": 0, "errors": 0, "escaping": 0, "lazy": 0, "metrics": 0, "model": 0, "naming": 0, "redaction": 0, "reports": 0,
+    "addresses": 1, "client": 1, "handlers": 1, "layout": 1, "lua": 1, "server": 1, "stages": 1, "readers": 1, "telemetry": 1, "translation": 1, "wire": 1,
     "app": 2, "aside": 2, "asking": 2, "attendance": 2, "balancer": 2, "bell": 2, "deadletters": 2, "group_reports": 2, "groups": 2, "inspection": 2, "lags": 2, "ledger": 2, "lifecycle": 2, "publishing": 2,
-    "channel": 2, "delayed": 2, "health": 2, "inbox": 2, "producer": 2, "reliable": 2, "rights": 2, "sink": 2,
+    "channel": 2, "delayed": 2, "eviction": 2, "health": 2, "inbox": 2, "producer": 2, "reliable": 2, "rights": 2, "sink": 2,
     "keyed": 2, "lines": 2, "moves": 2, "partitions": 2, "partitioned": 2, "router": 2, "web": 2,
     "fanout": 3, "master": 3, "worker": 3,
     "millstream": 4, "pyspark_millstream": 4, "spark": 4,
@@ -32,7 +32,7 @@ LEVELS = {
 SIBLINGS_APART = 3
 SPARK = ("spark", "pyspark_millstream")
 HOMES = {
-    "redis": ("client",), "hiredis": ("server", "wire"), "pyspark": SPARK, "py4j": SPARK,
+    "redis": ("client", "translation"), "hiredis": ("server", "wire"), "pyspark": SPARK, "py4j": SPARK,
     "prometheus_client": ("metrics", "health"), "opentelemetry": ("telemetry",),
     "fastapi": ("master",), "starlette": ("fanout", "master", "web"), "uvicorn": ("fanout", "master"),
 }  # fmt: skip

@@ -3,7 +3,6 @@
 A family's module is imported when it is used, so that help and light commands start fast.
 """
 
-import logging
 import os
 import sys
 import traceback
@@ -18,8 +17,10 @@ from typer.main import get_command
 
 from millstream import __version__
 from millstream.commands.options import MARKUP
-from millstream.commands.terminal import OneLine, talk
-from millstream.errors import AccessDenied, ConfigError, MillstreamError, Unavailable
+from millstream.commands.terminal import log_to_stderr, show_mistakes_redacted, talk, talk_lines
+from millstream.errors import AccessDenied, ConfigError, MillstreamError, ServerError, Unavailable
+from millstream.escaping import harmless
+from millstream.redaction import redacted
 
 FAMILIES: Mapping[str, tuple[str, str]] = {
     "run": ("millstream.commands.run:run", "Run an app as a Spark pipeline."),
@@ -75,8 +76,9 @@ def error_boundary(*, debug: bool) -> Iterator[None]:
         sys.stdout.flush()
     except MillstreamError as error:
         if debug:
-            traceback.print_exc()
-        talk(f"error: {error}")
+            talk_lines(traceback.format_exc())
+        say_error = talk_lines if isinstance(error, ServerError) else talk  # that has the end of the server's log
+        say_error(f"error: {error}")
         raise typer.Exit(exit_code(error)) from error
     except KeyboardInterrupt as interrupt:
         raise typer.Exit(INTERRUPTED) from interrupt
@@ -84,6 +86,12 @@ def error_boundary(*, debug: bool) -> Iterator[None]:
         # Nobody reads on. What is still buffered must go somewhere when Python ends (Python docs, "SIGPIPE").
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise typer.Exit(BROKEN_PIPE) from error
+    except Exception as error:
+        if hasattr(error, "format_message") and hasattr(
+            error, "message"
+        ):  # wrong usage; Typer shows it, and what was given
+            error.message = harmless(redacted(error.message))
+        raise
 
 
 class _Families(TyperGroup):
@@ -119,7 +127,15 @@ def _version(wanted: bool) -> None:
         raise typer.Exit
 
 
-main = typer.Typer(
+class _Program(typer.Typer):
+    """The whole of `millstream`, as a process of its own."""
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        show_mistakes_redacted()
+        return get_command(self)(*args, **options)
+
+
+main = _Program(
     cls=_Families,
     name="millstream",
     epilog=_EPILOG,
@@ -140,10 +156,7 @@ def _options(
     ] = False,
 ) -> None:
     """Redis Streams processed reliably: in order per key on Apache Spark, and in milliseconds on workers."""
-    level = logging.DEBUG if debug else logging.WARNING
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(OneLine("%(levelname)s %(message)s"))
-    logging.basicConfig(level=level, handlers=[handler])
+    log_to_stderr(debug=debug)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,5 @@
 """`millstream consumer`: a function as a consumer that a master delegates messages to."""
 
-import logging
 import os
 import sys
 from typing import Annotated
@@ -8,6 +7,7 @@ from typing import Annotated
 import typer
 
 from millstream.app import load_function
+from millstream.client import route_to
 from millstream.commands.options import DEFAULT_URL, Json, Url
 from millstream.commands.terminal import say_json, talk
 from millstream.commands.toml import Config, needs
@@ -44,6 +44,8 @@ PollMs = Annotated[int, typer.Option("--poll-ms", help="Wait where there was not
 LimitS = Annotated[float, typer.Option("--time-limit-s", help="A longer run makes the consumer unhealthy.", min=0.1)]
 StopS = Annotated[float, typer.Option("--stop-s", help="Seconds that a stop waits for what runs.", min=0)]
 
+_ANY_MS = 1_000
+
 
 def consumer(
     target: Target,
@@ -70,7 +72,7 @@ def consumer(
     from millstream.master.consumer import ConsumerSettings
     from millstream.master.consumer_service import run_consumer
 
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s", stream=sys.stderr)
+    route_to(url, _ANY_MS)  # Redis is asked once a master is there: what is wrong with the URL is said now
     settings = ConsumerSettings(
         url=url,
         ticket_stream=ticket_stream,

@@ -1,7 +1,5 @@
 """`millstream master`: delegates a group's messages to consumers in any language."""
 
-import logging
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -11,6 +9,7 @@ from millstream.commands.options import DEFAULT_URL, Json, Url
 from millstream.commands.terminal import say_json, talk
 from millstream.commands.toml import Config, needs
 from millstream.errors import ConfigError
+from millstream.eviction import warn_if_evicting_at
 from millstream.model import Retry
 
 if TYPE_CHECKING:
@@ -105,7 +104,7 @@ def master(
         url=url, tokens=_tokens(token, token_file, insecure=insecure_no_token), host=host, port=port,
         allowed=AllowList(allow_health or LOOPBACK), most_body=most_body, most_page=most_page,
     )  # fmt: skip
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s", stream=sys.stderr)
+    warn_if_evicting_at(url)
 
     def ready(where: str) -> None:
         if as_json:

@@ -1,9 +1,7 @@
 """`millstream run`: an app as Spark pipelines, on this machine or a cluster."""
 
 import json
-import logging
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,8 +20,11 @@ from millstream.commands.interrupts import orderly_stop
 from millstream.commands.options import DEFAULT_URL, Json, Url
 from millstream.commands.terminal import counted
 from millstream.errors import ConfigError
+from millstream.escaping import one_line
+from millstream.eviction import warn_if_evicting_at
 from millstream.health import HealthServer
 from millstream.metrics import NOBODY, Metrics, Recorder
+from millstream.redaction import redacted
 
 _WORK = ("batch", "caught-up")
 _COUNTED = ("messages", "committed", "dead", "retries")
@@ -67,7 +68,7 @@ class Progress:
                 event = {**event, **self._total}
             if self._as_json:
                 print(json.dumps(event), flush=True)
-            elif words := self._words(event):
+            elif words := one_line(redacted(self._words(event))):
                 self._console.print(words, markup=False, highlight=False, soft_wrap=True)
 
     def show(self, lag: int | None) -> None:
@@ -174,7 +175,6 @@ def run(
     for path in py_files or ():
         add_to_path(path)
     app = load_app(target).only(only or ())
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s", stream=sys.stderr)
     try:
         from millstream.spark.listener import QueryMetrics
         from millstream.spark.runner import Runner, RunSettings
@@ -201,6 +201,7 @@ def run(
         Bell(bell_url or None, bell_command or None) as bell,
     ):
         if spark is not None:
+            warn_if_evicting_at(url)
             if metrics:
                 spark.streams.addListener(QueryMetrics(metrics))
             on_event = _telling(app, progress, bell, metrics or NOBODY)

@@ -1,7 +1,5 @@
 """`millstream serve`: streams for browsers and other clients."""
 
-import logging
-import sys
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -93,7 +91,6 @@ def serve(
         pace=Pace(heartbeat_s=heartbeat_s, stall_s=stall_s, buffer=buffer, when_full=when_full),
         room=Room(connections=connections, per_token=per_token or connections),
     )  # fmt: skip
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s", stream=sys.stderr)
 
     def ready(where: str) -> None:
         if as_json:

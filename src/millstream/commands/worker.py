@@ -1,7 +1,6 @@
 """`millstream worker`: an app's handlers on low-latency workers."""
 
 import io
-import logging
 import os
 import sys
 import threading
@@ -18,8 +17,9 @@ from millstream.app import load_app
 from millstream.client import Client
 from millstream.commands.interrupts import orderly_stop, stopping_at_signals
 from millstream.commands.options import DEFAULT_URL, Json, Url
-from millstream.commands.terminal import say_json, talk
+from millstream.commands.terminal import say_json, talk, talk_lines
 from millstream.errors import HandlerStuck, MillstreamError
+from millstream.eviction import warn_if_evicting
 from millstream.health import Health, HealthServer
 from millstream.metrics import NOBODY, Recorder
 from millstream.reliable import Delivery
@@ -91,7 +91,6 @@ def worker(
         return
     app = load_app(target)
     checked = WorkerProcess(app, settings)  # what is wrong with the app is said here, once
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s", stream=sys.stderr)
     own = [argument for argument in sys.argv[1:] if argument]
 
     def command(launch: Launch) -> list[str]:
@@ -104,7 +103,8 @@ def worker(
             "--health-port": port,
         }
         options = [str(part) for option in inner.items() for part in option]
-        return [sys.executable, "-m", "millstream.commands.cli", *own, *options]
+        # -P: the child finds modules where this process does, not in the working folder before all others.
+        return [sys.executable, "-P", "-m", "millstream.commands.cli", *own, *options]
 
     lines = _Lines(as_json=as_json)
     with Client(url, timeout_ms=_PATIENCE_MS) as client:
@@ -114,6 +114,7 @@ def worker(
         )
         with orderly_stop(at_second=supervisor.kill) as stopping:
             client.patiently(lambda: names.take(processes), what=app.name, give_up=stopping.is_set)
+            warn_if_evicting(client)
             if app.stages:
                 talk(f"left out, as they need Spark: the stages {', '.join(app.stages)}; `millstream run` runs them")
             lines.started(app.name, processes)
@@ -131,7 +132,7 @@ def _work(target: str, settings: WorkerSettings, health_port: int, lines_to: int
         talk(f"error: {error}")
         _end(FINAL_CODE)
     except Exception:  # noqa: BLE001 - a mistake of ours: the supervisor begins anew
-        traceback.print_exc()
+        talk_lines(traceback.format_exc())
         _end(MISTAKE_CODE)
     for delivery in leftovers:
         talk(

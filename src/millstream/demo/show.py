@@ -5,12 +5,11 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from rich.console import Console
 
-from millstream.addresses import redact
 from millstream.client import Client
 from millstream.clock import SYSTEM_CLOCK, Clock
 from millstream.demo.audit import audit, read_results
@@ -23,6 +22,7 @@ from millstream.demo.reference import expected_results
 from millstream.demo.report import Kill, Outcome, Sample
 from millstream.demo.surroundings import clean, embedded_server, find_example, fresh_folder, require_unused
 from millstream.errors import ConfigError, PipelineFailed
+from millstream.redaction import redact
 
 _LOOK_MS = 20
 _SHOW_MS = 200
@@ -44,7 +44,7 @@ class DemoSettings:
 
     flights: int | None = None
     kill: bool = False
-    url: str | None = None
+    url: str | None = field(default=None, repr=False)
     data_dir: Path = Path(".millstream/demo")
     keep: bool = False
 

@@ -1,6 +1,6 @@
 """What a request asks for: which streams, from where on, and by which right."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 from urllib.parse import parse_qs, unquote
 
@@ -23,8 +23,8 @@ class Asking:
     """A request to follow streams. `places`: each stream, and after which id; `token`, `ticket`: as they were sent."""
 
     places: tuple[tuple[str, str], ...]
-    token: str | None
-    ticket: str | None
+    token: str | None = field(repr=False)
+    ticket: str | None = field(repr=False)
 
     @property
     def streams(self) -> list[str]:

@@ -54,7 +54,7 @@ class Serving:
     * `stop_s`: how long a stop may take, in seconds
     """
 
-    url: str
+    url: str = field(repr=False)
     access: Access
     token_file: Path | None = None
     host: str = "127.0.0.1"

@@ -7,7 +7,7 @@ _INCLUDE = re.compile(r"^-- include (\w+)$", re.MULTILINE)
 
 def text_of(name: str) -> str:
     """The text of a script, with that of the files that its lines `-- include NAME` stand for."""
-    return _INCLUDE.sub(lambda found: _file(found[1]), _file(name))
+    return _INCLUDE.sub(lambda found: text_of(found[1]), _file(name))
 
 
 def _file(name: str) -> str:

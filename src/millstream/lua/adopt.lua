@@ -10,6 +10,7 @@
 --   whatever is newer in its line, but for the first if somebody works on that already.
 
 -- include ids
+-- include refusal
 -- include lines
 
 local PAGE = 200
@@ -36,7 +37,7 @@ for i = 3, #ARGV, 2 do
   local id, name = ARGV[i], ARGV[i + 1]
   local line = line_of(name)
   local found = redis.pcall('XPENDING', KEYS[7], group, id, id, 1)
-  if found.err then return found end
+  if found.err then return named(found, 'XPENDING', KEYS[7]) end
   local to_come = meta[2] and less(meta[2], id)
   if #found > 0 and not to_come and not redis.call('LPOS', line, id) then
     local leased = redis.call('HEXISTS', OWNERS, name) == 1

@@ -35,6 +35,7 @@
 --   maxmemory the whole script is refused before it writes.
 
 -- include ids
+-- include refusal
 -- include lines
 
 local function check_type(key, wanted)
@@ -82,7 +83,7 @@ local failure
 local function try(...)
   if failure then return end
   local reply = redis.pcall(...)
-  if type(reply) == 'table' and reply.err then failure = reply end
+  if type(reply) == 'table' and reply.err then failure = named(reply, select(1, ...), select(2, ...)) end
 end
 
 local function add(key, maxlen, items)

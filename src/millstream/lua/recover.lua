@@ -11,13 +11,14 @@
 --   such a line may be what ended that life, and is counted; one whose lease was not heard of has not begun.
 
 -- include ids
+-- include refusal
 -- include lines
 
 local group, consumer, incarnation = ARGV[2], ARGV[3], ARGV[4]
 local refusal = stale(ARGV[1], redis.call('HGET', KEYS[1], 'epoch'))
 if refusal then return refusal end
 local probe = redis.pcall('XPENDING', KEYS[7], group, '-', '+', 1)
-if probe.err then return probe end
+if probe.err then return named(probe, 'XPENDING', KEYS[7]) end
 
 local known = {}
 for i = 6, #ARGV do known[ARGV[i]] = true end

@@ -13,13 +13,14 @@
 -- INVARIANT  A failed attempt keeps its place: the entry stays the first of its line, and its attempts are counted.
 
 -- include ids
+-- include refusal
 -- include lines
 
 local group = ARGV[2]
 local refusal = stale(ARGV[1], redis.call('HGET', KEYS[1], 'epoch'))
 if refusal then return refusal end
 local probe = redis.pcall('XPENDING', KEYS[7], group, '-', '+', 1)
-if probe.err then return probe end
+if probe.err then return named(probe, 'XPENDING', KEYS[7]) end
 
 local refused, ready = {}, 0
 local now = now_ms()

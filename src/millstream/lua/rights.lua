@@ -1,10 +1,11 @@
 -- Finds out whether the user may write what a commit will write, and writes nothing: each command below is refused by
 -- its own rules where the user's rights do not refuse it first. So a run without the rights stops before it begins.
+
+-- include refusal
 local function may(...)
   local reply = redis.pcall(...)
-  local text = type(reply) == 'table' and reply.err
   -- Redis names neither the command nor the key in the refusal, so we do: HSET and the key, XGROUP and the subcommand.
-  if text and string.find(text, 'The user executing the script', 1, true) then
+  if denied(type(reply) == 'table' and reply.err) then
     return redis.error_reply('NOPERM ' .. select(1, ...) .. ' ' .. select(2, ...))
   end
 end

@@ -12,6 +12,7 @@
 --   Redis that forgets some of them is found out.
 
 -- include ids
+-- include refusal
 
 local stream, seal = KEYS[1], KEYS[2]
 local found = redis.call('TYPE', stream)['ok']
@@ -20,7 +21,7 @@ if found ~= 'none' and found ~= 'stream' then
 end
 -- An id that Redis never takes: what is refused before that are the user's rights.
 local refused = redis.pcall('XADD', stream, '0-0', 'f', 'v').err
-if string.find(refused, 'The user executing the script', 1, true) then
+if denied(refused) then
   return redis.error_reply('NOPERM XADD ' .. stream)
 end
 if ARGV[3] ~= '' and found == 'stream' then

@@ -13,6 +13,7 @@
 --   nobody has a lease, at once.
 
 -- include ids
+-- include refusal
 -- include lines
 -- include moving
 
@@ -50,7 +51,7 @@ if what == 'unpark' then
 end
 
 local probe = redis.pcall('XPENDING', KEYS[7], group, '-', '+', 1)
-if probe.err then return probe end
+if probe.err then return named(probe, 'XPENDING', KEYS[7]) end
 if redis.call('LINDEX', line_of(name), 0) ~= ARGV[4] then return 0 end
 redis.call('XADD', KEYS[5], '*', unpack(ARGV, 5)) -- first, as it may be refused
 redis.call('XACK', KEYS[7], group, ARGV[4])

@@ -9,7 +9,7 @@ import secrets
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from millstream.client import Client, Script
@@ -43,14 +43,14 @@ class ConsumerSettings:
     * `time_limit_ms`: a run that takes longer makes it unhealthy
     """
 
-    url: str
+    url: str = field(repr=False)
     ticket_stream: str
     group: str
     consumer: str
     register_urls: Sequence[str]
     acknowledge_urls: Sequence[str]
     health_url: str
-    token: str = ""
+    token: str = field(default="", repr=False)
     key: str = "ticket_id"
     max_tickets: int = 1
     poll_ms: int = 50

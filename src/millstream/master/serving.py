@@ -4,7 +4,7 @@ import signal
 import socket
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import uvicorn
@@ -38,7 +38,7 @@ class Serving:
     * `most_body`, `most_page`: bytes of a request, and items of a page, at most
     """
 
-    url: str
+    url: str = field(repr=False)
     tokens: Tokens
     allowed: AllowList
     host: str = "127.0.0.1"

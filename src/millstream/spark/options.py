@@ -6,7 +6,7 @@ Names follow Spark's Kafka source where the meaning is the same. `docs/spark-sou
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, cast
 
 from millstream.errors import ConfigError
@@ -118,7 +118,7 @@ class SourceOptions:
     * `sharing`: entries are taken from `group`; None = all are read, and `group` shows how far
     """
 
-    url: str
+    url: str = field(repr=False)
     streams: tuple[str, ...] = ()
     pattern: str | None = None
     announced: str | None = None

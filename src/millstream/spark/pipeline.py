@@ -43,7 +43,7 @@ class RunSettings:
     * `fail_on_data_loss`: stop if entries were trimmed or deleted before they were processed; else count them
     """
 
-    url: str
+    url: str = field(repr=False)
     checkpoint: str
     max_per_batch: int = 50_000
     interval_ms: int = 0

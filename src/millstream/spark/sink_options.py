@@ -3,7 +3,7 @@
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, cast
 
 from millstream.errors import ConfigError
@@ -66,7 +66,7 @@ class Upsert:
 class SinkOptions:
     """Everything that the sink was told. `transaction`: the id and number of a batch write that is made once."""
 
-    url: str
+    url: str = field(repr=False)
     target: Target = "stream"
     layout: Layout = Layout()
     terms: Terms = _FOREVER

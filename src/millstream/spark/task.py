@@ -64,7 +64,7 @@ class Job:
     """What the driver sends to every task: the handler, where Redis is, and the run's token."""
 
     handler: Handler
-    url: str
+    url: str = field(repr=False)
     token: int
 
 

@@ -36,7 +36,7 @@ class WorkerSettings:
     * `start`: where a handler begins that has done nothing yet
     """
 
-    url: str
+    url: str = field(repr=False)
     consumer: str
     incarnation: str = ""
     only: tuple[str, ...] = ()

@@ -6,7 +6,7 @@ import secrets
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import Any, Literal, Protocol, TypeVar
 
@@ -58,7 +58,7 @@ class Means:
     policy: WorkerPolicy
     consumer: str
     start: Literal["earliest", "latest"]
-    url: str
+    url: str = field(repr=False)
     client: Client
     reading: Client
     suspect: Callable[[Delivery], None]

@@ -6,6 +6,7 @@ from typing import Any
 
 from millstream.client import Client
 from millstream.clock import SYSTEM_CLOCK
+from millstream.eviction import warn_if_evicting
 from millstream.health import Progress
 from millstream.lines import survey
 from millstream.master.consumer import ACK
@@ -53,6 +54,7 @@ def give(desk: Desk, registry: Registry, name: str, count: int = 10) -> list[str
 def direct(url: str, admin: Client) -> None:
     """Everything that a master ever does. Before, workers of another kind were here."""
     with Client(url) as client:
+        warn_if_evicting(client)
         registry = Registry(client, KEYS)
         desk = Desk(client, registry, SETTINGS)
         publish(admin, "A")

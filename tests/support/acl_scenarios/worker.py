@@ -9,6 +9,7 @@ from millstream.client import Client
 from millstream.clock import SYSTEM_CLOCK
 from millstream.deadletters import DeadLetter
 from millstream.delayed import DelayedMessages
+from millstream.eviction import warn_if_evicting
 from millstream.handlers import Handler
 from millstream.keyed import Ending, KeyedStream, Lease, line_of_key
 from millstream.moves import Moves
@@ -46,6 +47,7 @@ def work(url: str, admin: Client) -> None:
     """Everything that a worker ever does, one thing after the other."""
     add(admin, 8)
     with Client(url) as client:
+        warn_if_evicting(client)
         names = Names(client, "shop", "w")
         names.take(1)
         names.note_end("t-1", End(died=True, cause=""))

@@ -1,0 +1,150 @@
+"""Every command, with every form of a URL that has a password: nothing that is printed has it."""
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from millstream.commands.cli import FAMILIES
+from millstream.server import EmbeddedServer
+from tests.support.commandline import call, ended, run, running
+from tests.support.urls import CANARY, FORMS, NOWHERE, told
+from tests.support.waiting import eventually
+
+pytestmark = [pytest.mark.cli]
+
+APP = """
+from millstream import App, Message
+app = App("shop")
+@app.handler("orders", key="k")
+def handle(message: Message): ...
+def consume(message): ...
+"""
+
+BRIEF = {
+    "publish": (("s", "--format", "csv", "--wait", "0"),),
+    "delayed": (("list", "s"), ("cancel", "s", "1-0", "--yes")),
+    "tail": (("s",), ("s*", "--no-follow")),
+    "info": ((), ("--json",)),
+    "state": (("show", "a", "h", "s", "k"), ("list", "a", "h", "s"), ("reset", "a", "h", "s", "k", "--yes")),
+    "groups": (("s",), ("consumers", "s", "g"), ("create", "s", "g"), ("clean", "s")),
+    "pending": (("s", "g"),),
+    "claim": (("s", "g", "c", "1-0"),),
+    "pause": (("h",),),
+    "resume": (("h",),),
+    "keys": (("h",),),
+    "park": (("h", "k"),),
+    "unpark": (("h", "k"),),
+    "skip": (("h", "k", "--yes"),),
+    "streams": (("s",),),
+    "announce": (("s", "t"),),
+    "release": (("s", "t"),),
+    "done": (("s", "t", "--yes"),),
+    "partitions": (("show", "b"), ("grow", "b", "3")),
+    "dlq": (("list",), ("show", "1-0"), ("redrive", "--all", "--yes"), ("purge", "--all", "--yes")),
+}
+"""Commands that do one thing and end."""
+
+SERVICES = {
+    "worker": ("APP:app",),
+    "master": ("--ticket-stream", "s", "--concurrency-stream-group", "g", "--insecure-no-token", "--port", "0"),
+    "consumer": (
+        *("APP:consume", "--ticket-stream", "s", "--concurrency-stream-group", "g", "--consumer", "c"),
+        *("--master-register-api-url", "http://127.0.0.1:1/api/consumers/register"),
+        *("--master-acknowledge-api-url", "http://127.0.0.1:1/api/messages/acknowledge"),
+    ),
+    "serve": ("--insecure-no-token", "--port", "0"),
+}
+"""Commands that go on until they are stopped, and wait for Redis meanwhile."""
+
+ELSEWHERE = {"run": "tests/spark/test_run_command.py", "demo": "starts what `run` starts"}
+WITHOUT_URL = {"dev", "acl"}
+
+
+@pytest.fixture
+def quiet_again() -> Iterator[None]:
+    """What --debug switches on in this process is for this test alone."""
+    yield
+    logging.getLogger("millstream").setLevel(logging.NOTSET)
+
+
+@pytest.fixture
+def app(tmp_path: Path) -> str:
+    (tmp_path / "canary_app.py").write_text(APP)
+    return str(tmp_path / "canary_app.py")
+
+
+def test_every_command_is_tried() -> None:
+    assert {*BRIEF, *SERVICES, *ELSEWHERE, *WITHOUT_URL} == set(FAMILIES)
+
+
+@pytest.mark.parametrize("name", BRIEF)
+@pytest.mark.usefixtures("quiet_again")
+def test_no_command_shows_the_password_of_any_url_nor_does_its_traceback(name: str) -> None:
+    for arguments in BRIEF[name]:
+        for url in FORMS:
+            told_all = call("--debug", name, *arguments, "--url", url, stdin=b"a\n1\n")
+            assert told_all.code in (2, 3), (url, told_all)
+            assert "error: " in told_all.err
+            assert not told(told_all.out + told_all.err), (url, told_all)
+
+
+@pytest.mark.parametrize("url", FORMS)
+def test_what_is_wrong_with_a_url_is_one_line_that_says_what_to_do(url: str) -> None:
+    refused = call("info", url=url)
+    assert refused.code in (2, 3)
+    assert (refused.out, refused.err.count("\n")) == ("", 1)
+    assert refused.err.startswith("error: ")
+    assert not told(refused.err)
+
+
+@pytest.mark.parametrize(
+    "words", [("info", "app", "URL"), ("URL",), ("URL", "info"), ("info", "--URL"), ("info", "URL")]
+)
+def test_a_url_in_a_wrong_place_is_quoted_without_its_password(words: tuple[str, ...], millstream_url: str) -> None:
+    shown = call(*(one.replace("URL", f"redis://:{CANARY}@h") for one in words), url=millstream_url)
+    assert "redis://" in shown.err
+    assert not told(shown.out + shown.err)
+
+
+@pytest.mark.parametrize("sign", "/?#[]")
+def test_who_has_not_encoded_a_password_is_told_how_to(sign: str) -> None:
+    refused = call("info", url=f"redis://:a{sign}b@{NOWHERE}")
+    assert refused.code == 2
+    assert f"%{ord(sign):02X}" in refused.err
+
+
+def test_an_encoded_password_is_understood(millstream_fresh_server: EmbeddedServer) -> None:
+    millstream_fresh_server.call("CONFIG", "SET", "requirepass", "a/b?c#d[e]f@g:h%i")
+    url = millstream_fresh_server.url.replace("://", "://:a%2Fb%3Fc%23d%5Be%5Df%40g%3Ah%25i@")
+    assert call("info", url=url).err == "there are no streams\n"
+
+
+@pytest.mark.parametrize("name", SERVICES)
+@pytest.mark.parametrize(
+    "url",
+    [f"redis://:{CANARY}/x@{NOWHERE}/0", f"redis://:a[{CANARY}@{NOWHERE}", f"redis://{NOWHERE}/x?password={CANARY}"],
+)
+def test_a_service_refuses_a_url_without_showing_its_password(name: str, url: str, app: str) -> None:
+    refused = run("--debug", name, *(one.replace("APP", app) for one in SERVICES[name]), "--url", url)
+    assert refused.code == 2
+    assert "is not a Redis URL" in refused.err
+    assert not told(refused.out + refused.err)
+
+
+@pytest.mark.parametrize("name", SERVICES)
+def test_a_service_that_waits_for_redis_shows_no_password(name: str, app: str, tmp_path: Path) -> None:
+    arguments = [one.replace("APP", app) for one in SERVICES[name]]
+    log = tmp_path / "stderr"
+    with (
+        log.open("wb") as to,
+        running(
+            "--debug", name, *arguments, "--url", f"redis://me@{NOWHERE}/0?password={CANARY}", stderr=to
+        ) as process,
+    ):
+        eventually(lambda: b"refused" in log.read_bytes() or process.poll() is not None, log=log.read_text)
+        process.terminate()
+        outcome = ended(process)
+    assert "refused" in log.read_text()
+    assert not told(outcome.out + log.read_text())

@@ -1,0 +1,125 @@
+"""No password leaves the process: not in a URL however it is written, a text, a log record, nor the repr of an object."""
+
+import ast
+import logging
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import millstream
+from millstream.client import Client
+from millstream.commands.terminal import OneLine
+from millstream.errors import ConfigError, MillstreamError
+from millstream.redaction import HIDDEN, keep_secret, redact, redacted
+from tests.support.urls import CANARY, FORMS, told
+
+pytestmark = [pytest.mark.cli]
+
+SOURCE = Path(millstream.__file__).parent
+
+
+@pytest.mark.parametrize("url", FORMS)
+def test_what_is_shown_of_a_url_has_no_password_in_it(url: str) -> None:
+    assert not told(redact(url))
+    assert redact(redact(url)) == redact(url)
+
+
+@given(before=st.text(max_size=4), after=st.text(max_size=4), user=st.sampled_from(["", "me"]))
+def test_whatever_else_is_in_a_password_it_is_not_shown(before: str, after: str, user: str) -> None:
+    url = f"redis://{user}:{before}{CANARY}{after}@h:1/0"
+    assert redact(url) == f"redis://{user}:{HIDDEN}@h:1/0"
+    keep_secret(url)
+    assert not told(redacted(f"Error: cannot say {before}{CANARY}{after} to h"))
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        *(
+            "redis://host",
+            "redis://host:1/0",
+            "rediss://[::1]:6379/3",
+            "unix:///run/redis/redis.sock?db=2",
+            "http://host",
+        ),
+        *("redis+sentinel://a:1,b:2/mymaster/3", "redis+cluster://a,b:7", "host:6379", "nonsense", ""),
+        "rediss://h/0?ssl_ca_certs=/etc/ca.pem&ssl_cert_reqs=required",
+    ],
+)
+def test_a_url_without_a_password_is_shown_as_it_is(url: str) -> None:
+    assert redact(url) == url
+
+
+def test_the_user_and_the_hosts_are_shown() -> None:
+    assert redact("redis+sentinel://me:pw@a:1,b:2/name/0") == f"redis+sentinel://me:{HIDDEN}@a:1,b:2/name/0"
+
+
+@pytest.mark.parametrize("url", FORMS)
+def test_a_client_is_refused_or_made_without_a_word_of_the_password(url: str) -> None:
+    client = Client(url, timeout_ms=1_000)
+    assert not told(repr(client))
+    with pytest.raises(MillstreamError) as caught:
+        client.execute("PING")
+    assert not told(str(caught.value))
+    if isinstance(caught.value, ConfigError):
+        assert caught.value.__cause__ is None  # what Python says of such a URL quotes the password
+
+
+def test_other_texts_lose_urls_options_and_what_is_known_to_be_secret() -> None:
+    keep_secret(f"redis://:{CANARY}%2Fx@h")
+    for text in (
+        f"cannot open redis://other:{CANARY[::-1]}@h:1/0?db=1, nor http://a:{CANARY[::-1]}@h",
+        f"GET http://h/x?token={CANARY[::-1]}&n=1",
+        f"the password {CANARY}/x is wrong",
+    ):
+        assert not told(redacted(text))
+        assert CANARY[::-1] not in redacted(text)
+    assert redacted("redis://h:1/0 and me@example.org") == "redis://h:1/0 and me@example.org"
+
+
+def test_a_log_record_of_anybody_has_neither_password_nor_token() -> None:
+    sent = f"c\no69\noption\nsurl\nsredis://:{CANARY}@h:1/0\ne\n"
+    try:
+        raise ValueError(f"no such host in redis://me:{CANARY}@h")
+    except ValueError as error:
+        trouble = (type(error), error, error.__traceback__)
+    for record in (
+        logging.LogRecord("py4j.clientserver", logging.DEBUG, "f", 1, f"Command to send: {sent}", (), None),
+        logging.LogRecord(
+            "py4j.clientserver", logging.DEBUG, "f", 1, f"Command to send: A\n{CANARY[::-1]}\n", (), None
+        ),
+        logging.LogRecord("x", logging.WARNING, "f", 1, "at %s", (f"redis://{CANARY}@h",), None),
+        logging.LogRecord("x", logging.ERROR, "f", 1, "it broke", (), trouble),
+    ):
+        line = OneLine("%(levelname)s %(message)s").format(record)
+        assert not told(line)
+        assert CANARY[::-1] not in line
+
+
+def secrets_of(kind: ast.ClassDef, path: Path) -> list[ast.AnnAssign]:
+    """The fields of a dataclass that hold what must not be shown. A token that is no credential is one of a lease."""
+    names = {"url", "password", "ticket", *(("token",) if {"fanout", "master", "web"} & {*path.parts} else ())}
+    return [
+        line
+        for line in kind.body
+        if isinstance(line, ast.AnnAssign)
+        and ast.unparse(line.target) in names
+        and "str" in ast.unparse(line.annotation)
+        and any("dataclass" in ast.unparse(one) for one in kind.decorator_list)
+    ]
+
+
+def test_no_settings_show_a_secret_that_they_hold() -> None:
+    """They stand in what is printed to find a mistake."""
+    found = [
+        (f"{path}:{line.lineno}", ast.unparse(line.value) if line.value else "")
+        for path in SOURCE.rglob("*.py")
+        if "testing" not in path.parts
+        for kind in ast.walk(ast.parse(path.read_text()))
+        if isinstance(kind, ast.ClassDef)
+        for line in secrets_of(kind, path)
+    ]
+    assert len(found) >= 10
+    assert [place for place, value in found if "repr=False" not in value] == []
