@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from millstream.asking import ask
 from millstream.balancer.service import service_of
 from millstream.client import Client, Command, Reply, raise_if_error
-from millstream.errors import AccessDenied, ConfigError, RedisError
+from millstream.errors import AccessDenied, ConfigError, RedisError, WrongType
 from millstream.lines import WAITING
 from millstream.naming import HandlerKeys, ServiceKeys, from_wire, held_name, run_name, to_wire
 
@@ -73,7 +73,7 @@ def _owners(client: Client, label: str) -> dict[str, list[str]] | None:
         keys = ServiceKeys(service)
         asked: list[Command] = [("TIME",), ("ZRANGE", keys.alive, 0, -1, "WITHSCORES"), ("HGETALL", keys.owners)]
         (seconds, _), alive, owners = [raise_if_error(reply) for reply in client.pipeline(asked)]
-    except (AccessDenied, ConfigError):
+    except (AccessDenied, ConfigError, WrongType):  # the last: somebody else has written there
         return None
     now_s = float(seconds)
     living = {name for name, until in zip(alive[::2], alive[1::2], strict=True) if float(until) / 1000 > now_s}

@@ -4,7 +4,7 @@ A dead letter is an entry of the handler's dead-letter stream (`HandlerKeys.dead
 step that moves the handler past the message, so it is neither lost nor doubled. `DeadLetterBox` is all of them.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Literal, NamedTuple, get_args
@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple, get_args
 import msgspec
 
 from millstream.client import Arg, Client, Command, Script, raise_if_error
-from millstream.errors import ConfigError, WrongType
+from millstream.errors import AccessDenied, CommandFailed, ConfigError, RedisError, WrongType
 from millstream.model import ZERO_ID, EntryId
 from millstream.naming import PREFIX, REDRIVE_FIELD, HandlerKeys, to_wire
 
@@ -29,6 +29,9 @@ Reason = Literal["missing-key", "undecodable", "rejected", "failed", "bad-output
 """
 
 _MAX_TEXT = 4_000
+_MOST_ATTEMPTS = 2**31
+_LAST_MS = 253_402_300_799_999
+"""The last millisecond of the year 9999, which dates go up to."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,21 +81,24 @@ class DeadLetter:
 
     @classmethod
     def parse(cls, letter_id: bytes, items: Sequence[bytes]) -> "DeadLetter":
-        """Read an entry of a dead-letter stream back. Raises KeyError or ValueError if it is not one of ours."""
+        """Read an entry of a dead-letter stream back. Raises KeyError, ValueError or ConfigError if it is not one of ours."""
         values = {items[i].decode(): items[i + 1] for i in range(0, len(items), 2)}
         text = {name: values[name].decode("utf-8", "replace") for name in values if name not in ("key", "fields")}
+        pairs = msgspec.msgpack.decode(values["fields"], type=list[bytes])
+        if len(pairs) % 2:
+            raise ValueError("its fields are not names and values in turn")
         return cls(
             stream=text["stream"],
-            id=text["id"],
-            pairs=msgspec.msgpack.decode(values["fields"], type=list[bytes]),
+            id=str(EntryId.parse(text["id"])),
+            pairs=pairs,
             key=values.get("key"),
             app=text["app"],
             handler=text["handler"],
-            attempts=int(text["attempts"]),
+            attempts=_number(text, "attempts", _MOST_ATTEMPTS),
             reason=msgspec.convert(text["reason"], Reason),
             error=text["error"],
             traceback=text["traceback"],
-            time_ms=int(text["time_ms"]),
+            time_ms=_number(text, "time_ms", _LAST_MS),
             letter_id=letter_id.decode(),
         )
 
@@ -235,8 +241,7 @@ class DeadLetterBox:
 
         Each is moved in one atomic step. The entry begins with a field that names its handler, so that no other
         handler of the stream processes it again. Ended at any point, or run twice at once, this neither loses nor
-        doubles one.
-        Raises WrongType if a stream's key holds something else.
+        doubles one. What is wrong with one letter or its stream stops no other: it stays, and its `problem` says why.
         """
         for at in range(0, len(slips), _PAGE):
             yield from self._redrive_page(slips[at : at + _PAGE])
@@ -260,17 +265,13 @@ class DeadLetterBox:
             for slip, entry in zip(slips, entries, strict=True)
             if not isinstance(entry, str)
         ]
-        try:
-            new_ids = iter(self._client.scripts(calls))
-        except WrongType as error:
-            streams = ", ".join(sorted({slip.stream for slip in slips}))
-            raise WrongType(f"nothing can be added to {streams}: the key holds no stream") from error
+        replies = iter(self._client.each_script(calls))
         for slip, entry in zip(slips, entries, strict=True):
-            if isinstance(entry, str):
-                yield Redriven(slip, None, entry)
+            reply = entry if isinstance(entry, str) else next(replies)
+            if isinstance(reply, bytes):
+                yield Redriven(slip, reply.decode())
             else:
-                new_id = next(new_ids)
-                yield Redriven(slip, new_id.decode(), "") if new_id else Redriven(slip, None, _GONE)
+                yield Redriven(slip, None, _problem(slip, reply))
 
     def _since(self, keys: HandlerKeys, since_ms: int) -> Iterator[tuple[bytes, list[bytes]]]:
         start = str(since_ms)
@@ -290,7 +291,6 @@ class DeadLetterBox:
 def _filed(keys: HandlerKeys, letter_id: bytes, pairs: list[bytes]) -> Filed:
     try:
         letter = DeadLetter.parse(letter_id, pairs)
-        EntryId.parse(letter.id)
         if (letter.app, letter.handler, letter.stream) != (keys.app, keys.handler, keys.stream):
             raise ValueError(f"it belongs to {letter.app}.{letter.handler} on {letter.stream}")
     except KeyError as error:
@@ -298,6 +298,23 @@ def _filed(keys: HandlerKeys, letter_id: bytes, pairs: list[bytes]) -> Filed:
     except (ValueError, ConfigError) as error:
         return Filed(keys, letter_id.decode(), pairs, None, str(error))
     return Filed(keys, letter_id.decode(), pairs, letter)
+
+
+def _problem(slip: Slip, reply: str | RedisError | None) -> str:
+    """Why a letter stays. Raises the error if it is none of this letter alone."""
+    match reply:
+        case None:
+            return _GONE
+        case str():
+            return reply
+        case WrongType():
+            return f"nothing can be added to {slip.stream}: the key holds no stream"
+        case CommandFailed():
+            return str(reply)
+        case AccessDenied() if reply.concerns_key:
+            return str(reply)
+        case _:
+            raise reply
 
 
 def _new_entry(slip: Slip, found: list[tuple[bytes, list[bytes]]]) -> list[bytes] | str:
@@ -314,6 +331,14 @@ def _new_entry(slip: Slip, found: list[tuple[bytes, list[bytes]]]) -> list[bytes
         f"its {len(filed.letter.pairs) // 2:,} fields are too many for one atomic step: add by hand (XADD) what "
         f"`millstream dlq show {slip.letter_id} --json` shows, then purge it"
     )
+
+
+def _number(text: Mapping[str, str], name: str, most: int) -> int:
+    """A number as it was written. Raises ValueError for what nobody here has written."""
+    digits = text[name]
+    if not (digits.isascii() and digits.isdigit() and len(digits) <= len(str(most)) and int(digits) <= most):
+        raise ValueError(f"its {name} is no number up to {most:,}")
+    return int(digits)
 
 
 def _clip(text: str) -> bytes:

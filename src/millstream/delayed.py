@@ -13,7 +13,7 @@ import msgspec
 
 from millstream.client import Client, Script, raise_if_error
 from millstream.errors import Unavailable, WrongType
-from millstream.naming import StreamKeys, to_wire
+from millstream.naming import StreamKeys, from_wire, to_wire
 
 logger = logging.getLogger(__name__)
 
@@ -22,6 +22,7 @@ CANCEL = Script("cancel")
 
 _MOST_MESSAGES = 500
 _MOST_BYTES = 1_000_000
+_LAST_MS = 253_402_300_799_999  # the last of the year 9999, which dates go up to
 _RAW_HEADS = {0xD9: 2, 0xDA: 3, 0xDB: 5}
 
 _read_items = msgspec.msgpack.Decoder(list[msgspec.Raw]).decode
@@ -29,12 +30,16 @@ _read_items = msgspec.msgpack.Decoder(list[msgspec.Raw]).decode
 
 @dataclass(frozen=True, kw_only=True)
 class Delayed:
-    """A message that waits to be due: the id that its publisher was given, when, and its names and values."""
+    """A message that waits to be due: the id that its publisher was given, when, and its names and values.
+
+    `problem`: why it is no message; it has no names and values then. None if it is one.
+    """
 
     stream: str
     id: str
     due_ms: int
     pairs: Sequence[bytes]
+    problem: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,7 +111,7 @@ class DelayedMessages:
         ids, scores = found[::2], found[1::2]
         values = self._client.pipeline([("HGET", to_wire(k.delayed), one) for one in ids])
         return [
-            Delayed(stream=stream, id=one.decode(), due_ms=int(float(score)), pairs=_items(packed))
+            _read(stream, one, score, packed)
             for one, score, packed in zip(ids, scores, map(raise_if_error, values), strict=True)
             if packed is not None
         ]
@@ -121,6 +126,18 @@ class DelayedMessages:
         return cancelled
 
 
+def _read(stream: str, delayed_id: bytes, score: bytes, packed: bytes) -> Delayed:
+    name, due_ms = from_wire(delayed_id), min(max(float(score), 0), _LAST_MS)
+    try:
+        pairs = _items(packed)
+    except ValueError as error:
+        return Delayed(stream=stream, id=name, due_ms=int(due_ms), pairs=(), problem=str(error))
+    return Delayed(stream=stream, id=name, due_ms=int(due_ms), pairs=pairs)
+
+
 def _items(packed: bytes) -> list[bytes]:
     # Redis packs every value as msgpack text, also what is no UTF-8: the head is cut off rather than understood.
-    return [raw[_RAW_HEADS.get(raw[0], 1) :] for raw in map(bytes, _read_items(packed))]
+    items = [raw[_RAW_HEADS.get(raw[0], 1) :] for raw in map(bytes, _read_items(packed))]
+    if len(items) % 2:
+        raise ValueError("its fields are not names and values in turn")
+    return items

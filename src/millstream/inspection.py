@@ -1,17 +1,18 @@
 """What is in Redis: streams, how far the handlers are, and the state that they keep. Reads only, but for `reset`."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from millstream.asking import ask, server_time_ms
 from millstream.attendance import find_runs, find_workers
 from millstream.client import Arg, Client, Reply, raise_if_error
 from millstream.clock import SYSTEM_CLOCK, Clock
-from millstream.errors import AccessDenied, ConfigError, DecodeError, GroupMissing, RedisError
+from millstream.errors import AccessDenied, ConfigError, DecodeError, GroupMissing, RedisError, WrongType
 from millstream.group_reports import other_groups, stages_read, with_groups
 from millstream.lags import Lag, age_ms, count_lags, lag_after
 from millstream.lifecycle import load_state
+from millstream.model import EntryId
 from millstream.naming import PREFIX, HandlerKeys, from_wire, run_name, to_wire
 from millstream.reports import Engine, GroupReport, HandlerReport, Inspection, StreamReport
 
@@ -20,45 +21,54 @@ _COUNTERS = ("committed", "written", "dead", "refused")
 _OWN_PREFIX = f"{PREFIX}:"
 
 T = TypeVar("T")
+C = TypeVar("C", bound=Collection[object])
 
 
 def inspect(
     client: Client, app: str | None = None, *, budget_ms: float = 1_000.0, clock: Clock = SYSTEM_CLOCK
 ) -> Inspection:
-    """Look at all streams and handlers, or at those of `app`. Raises RedisError.
+    """Look at all streams and handlers, or at those of `app`, that this user may look at. Raises RedisError.
 
     Lags are counted at the server for `budget_ms` milliseconds in all, but each for a while; what is not counted by then
     is reported as a lower bound.
     """
     end_ms = clock.monotonic_ms() + budget_ms
-    streams = {stream.name: stream for stream in _streams(client, client.scan_streams())}
+    hidden_streams: list[AccessDenied] = []
+    hidden_handlers: list[AccessDenied] = []
+    streams = {stream.name: stream for stream in _streams(client, client.scan_streams(), hidden_streams)}
     known = _handlers(client, streams.values())
     found = [keys for keys in known if app in (None, keys.app)]
-    handlers = tuple(_handler_reports(client, found, streams, budget_ms, clock))
+    handlers = tuple(_handler_reports(client, found, streams, budget_ms, clock, hidden_handlers))
     shown = {name: stream for name, stream in streams.items() if app is None or stages_read(app, stream)}
     shown |= {keys.stream: streams[keys.stream] for keys in found if keys.stream in streams}
     places = other_groups(shown.values(), known, app)
     left_ms = end_ms - clock.monotonic_ms()
-    return Inspection(streams=with_groups(client, shown, places, budget_ms=left_ms, clock=clock), handlers=handlers)
+    return Inspection(
+        streams=with_groups(client, shown, places, budget_ms=left_ms, clock=clock), handlers=handlers,
+        hidden_streams=len(hidden_streams), hidden_handlers=len(hidden_handlers),
+    )  # fmt: skip
 
 
 def inspect_handlers(
     client: Client, found: Sequence[HandlerKeys], *, budget_ms: float = 1_000.0, clock: Clock = SYSTEM_CLOCK
 ) -> Sequence[HandlerReport]:
-    """Look at these only, as `inspect` does. Streams that this user may not see are left out."""
-    streams = {stream.name: stream for stream in _streams(client, [keys.stream for keys in found])}
-    return [*_handler_reports(client, found, streams, budget_ms, clock)]
+    """Look at these only, as `inspect` does. Those that this user may not see are left out; if all, raises AccessDenied."""
+    hidden: list[AccessDenied] = []
+    streams = {stream.name: stream for stream in _streams(client, [keys.stream for keys in found], hidden)}
+    return _seen([*_handler_reports(client, found, streams, budget_ms, clock, hidden)], hidden)
 
 
 def find_handlers(client: Client) -> list[HandlerKeys]:
     """Every handler that has left something in Redis, on each of its streams, sorted. Raises RedisError."""
-    return _handlers(client, _streams(client, client.scan_streams()))
+    hidden: list[AccessDenied] = []
+    return _handlers(client, _seen([*_streams(client, client.scan_streams(), hidden)], hidden))
 
 
 def there(client: Client, found: Sequence[HandlerKeys]) -> list[HandlerKeys]:
     """Those of them whose stream is there, and may be seen. Raises AccessDenied if none may be, RedisError."""
-    names = {stream.name for stream in _streams(client, list(dict.fromkeys(keys.stream for keys in found)))}
-    return [keys for keys in found if keys.stream in names]
+    hidden: list[AccessDenied] = []
+    names = {one.name for one in _streams(client, list(dict.fromkeys(keys.stream for keys in found)), hidden)}
+    return [keys for keys in found if keys.stream in _seen(names, hidden)]
 
 
 def handler_of(stream: str, group: str) -> HandlerKeys | None:
@@ -115,12 +125,12 @@ def reset_states(client: Client, keys: HandlerKeys, wanted: Sequence[bytes]) -> 
 # --- Streams ---
 
 
-def _streams(client: Client, names: Sequence[str]) -> Iterator[StreamReport]:
+def _streams(client: Client, names: Sequence[str], hidden: list[AccessDenied]) -> Iterator[StreamReport]:
     now_ms = server_time_ms(client)
-    reports = _known(names, ask(client, [("XINFO", "STREAM", to_wire(name)) for name in names]))
+    reports = _known(names, ask(client, [("XINFO", "STREAM", to_wire(name)) for name in names]), hidden)
     known = {name: _mapping(reply) for name, reply in reports.items()}
     grouped = [name for name, values in known.items() if values[b"groups"]]
-    replies = _known(grouped, ask(client, [("XINFO", "GROUPS", to_wire(name)) for name in grouped]))
+    replies = _known(grouped, ask(client, [("XINFO", "GROUPS", to_wire(name)) for name in grouped]), hidden)
     groups = {name: tuple(_group(_mapping(group)) for group in reply) for name, reply in replies.items()}
     for name, values in known.items():
         first, last = values[b"first-entry"], values[b"last-entry"]
@@ -191,18 +201,68 @@ class _Workers:
     first_pending: str | None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Meta:
+    """What a handler keeps about itself on a stream, or, with a `problem`, what it cannot have written."""
+
+    engine: bytes | None = None
+    keyed: bool = False
+    frontier: str | None = None
+    paused: bool = False
+    counters: Mapping[str, int] = field(default_factory=lambda: dict.fromkeys(_COUNTERS, 0))
+    waiting: int = 0
+    parked: int = 0
+    problem: str | None = None
+
+    @classmethod
+    def read(cls, values: Reply, waiting: Reply, parked: Reply) -> "_Meta":
+        """Of the fields of the hash, the number of dead letters and that of parked lines, as they were answered."""
+        for reply in (values, waiting, parked):
+            if isinstance(reply, (WrongType, AccessDenied)):
+                return cls(problem=str(reply))
+            raise_if_error(reply)
+        engine, keyed, frontier, paused, *counters = values
+        try:
+            return cls(
+                engine=engine,
+                keyed=engine == b"keyed" or (engine is None and keyed is not None),
+                frontier=None if frontier is None else str(EntryId.parse(frontier)),
+                paused=paused is not None,
+                counters={name: int(count or 0) for name, count in zip(_COUNTERS, counters, strict=True)},
+                waiting=waiting,
+                parked=parked,
+            )
+        except (ValueError, ConfigError) as error:
+            return cls(problem=str(error))
+
+
+def _metas(client: Client, found: Sequence[HandlerKeys], hidden: list[AccessDenied]) -> dict[HandlerKeys, _Meta]:
+    fields = ("engine", "keyed", "frontier", "paused", *_COUNTERS)
+    values = ask(client, [("HMGET", to_wire(keys.meta), *fields) for keys in found])
+    seen = [keys for keys, reply in zip(found, values, strict=True) if not _is_hidden(reply, hidden)]
+    letters = ask(client, [("XLEN", to_wire(keys.dead)) for keys in seen])
+    parked = ask(client, [("HLEN", to_wire(keys.parked)) for keys in seen])
+    by_keys = dict(zip(found, values, strict=True))
+    return {
+        keys: _Meta.read(by_keys[keys], waiting, kept)
+        for keys, waiting, kept in zip(seen, letters, parked, strict=True)
+    }
+
+
 def _workers(
-    client: Client, metas: Mapping[HandlerKeys, list[bytes | None]], streams: Mapping[str, StreamReport]
+    client: Client, metas: Mapping[HandlerKeys, _Meta], streams: Mapping[str, StreamReport]
 ) -> dict[HandlerKeys, _Workers]:
     groups = {
         keys: group
-        for keys, (engine, *_) in metas.items()
+        for keys, meta in metas.items()
         if keys.stream in streams
         for group in streams[keys.stream].groups
-        if group.name == keys.group and (group.pending or _engine(engine) == "workers")
+        if group.name == keys.group and (group.pending or _engine(meta.engine) == "workers")
     }
     replies = ask(client, [("XPENDING", to_wire(keys.stream), keys.group) for keys in groups])
-    lowest = [None if isinstance(reply, GroupMissing) else raise_if_error(reply)[1] for reply in replies]
+    # The group, or the right to look, may be gone since.
+    gone = [isinstance(one, GroupMissing) or (isinstance(one, AccessDenied) and one.concerns_key) for one in replies]
+    lowest = [None if is_gone else raise_if_error(one)[1] for one, is_gone in zip(replies, gone, strict=True)]
     return {
         keys: _Workers(group, first.decode() if first else None)
         for (keys, group), first in zip(groups.items(), lowest, strict=True)
@@ -210,30 +270,27 @@ def _workers(
 
 
 def _handler_reports(
-    client: Client, found: Sequence[HandlerKeys], streams: Mapping[str, StreamReport], budget_ms: float, clock: Clock
+    client: Client,
+    found: Sequence[HandlerKeys],
+    streams: Mapping[str, StreamReport],
+    budget_ms: float,
+    clock: Clock,
+    hidden: list[AccessDenied],
 ) -> Iterator[HandlerReport]:
-    metas: dict[HandlerKeys, list[bytes | None]] = _known(
-        found,
-        ask(
-            client,
-            [("HMGET", to_wire(keys.meta), "engine", "keyed", "frontier", "paused", *_COUNTERS) for keys in found],
-        ),
-    )
-    letters = ask(client, [("XLEN", to_wire(keys.dead)) for keys in metas])
-    parked = ask(client, [("HLEN", to_wire(keys.parked)) for keys in metas])
+    metas = _metas(client, found, hidden)
     with_pending = _workers(client, metas, streams)
-    workers = {keys: one for keys, one in with_pending.items() if _engine(metas[keys][0]) == "workers"}
+    workers = {keys: one for keys, one in with_pending.items() if _engine(metas[keys].engine) == "workers"}
     alive = find_workers(client, list(workers))
     runs = find_runs(client, {(keys.app, keys.handler) for keys in metas})
     lags = [
-        _lag_of(keys, frontier.decode() if frontier else None, workers.get(keys), streams.get(keys.stream))
-        for keys, (_, _, frontier, *_) in metas.items()
+        _lag_of(keys, meta.frontier, workers.get(keys), streams.get(keys.stream))
+        if meta.problem is None
+        else Lag(keys.stream, None)
+        for keys, meta in metas.items()
     ]
     count_lags(client, lags, budget_ms, clock)
     now_ms = server_time_ms(client)
-    for (keys, (engine, keyed, frontier, paused, *counters)), waiting, kept, lag in zip(
-        metas.items(), letters, parked, lags, strict=True
-    ):
+    for (keys, meta), lag in zip(metas.items(), lags, strict=True):
         at_work = with_pending.get(keys)
         pending = at_work.group.pending if at_work else 0
         first_pending = at_work.first_pending if at_work else None
@@ -243,9 +300,9 @@ def _handler_reports(
             app=keys.app,
             handler=keys.handler,
             stream=keys.stream,
-            engine=_engine(engine),
-            keyed=engine == b"keyed" or (engine is None and keyed is not None),
-            frontier=frontier.decode() if frontier else None,
+            engine=_engine(meta.engine),
+            keyed=meta.keyed,
+            frontier=meta.frontier,
             lag=None if lag.count is None else lag.count + pending,
             lag_exact=lag.count is not None and not lag.more,
             oldest_age_ms=age_ms(first, now_ms) if first else None,
@@ -253,10 +310,11 @@ def _handler_reports(
             workers=tuple(names),
             pending=pending,
             oldest_pending_age_ms=age_ms(first_pending, now_ms) if first_pending else None,
-            waiting=raise_if_error(waiting),
-            parked=raise_if_error(kept),
-            paused=paused is not None,
-            **{name: int(counter or 0) for name, counter in zip(_COUNTERS, counters, strict=True)},
+            waiting=meta.waiting,
+            parked=meta.parked,
+            paused=meta.paused,
+            problem=meta.problem,
+            **meta.counters,
         )
 
 
@@ -267,15 +325,32 @@ def _engine(found: bytes | None) -> Engine:
 # --- Replies ---
 
 
-def _known(names: Sequence[T], replies: Sequence[Reply]) -> dict[T, Reply]:
-    """The replies by name, without those that are gone, or that this user may not see: names are seen by everybody.
+def _is_hidden(reply: Reply, hidden: list[AccessDenied]) -> bool:
+    """Whether this user may not look at the key that was asked for; if so, note it. Names are seen by everybody.
 
-    Raises AccessDenied if it may see none.
+    Raises AccessDenied if the user may not ask so of any key: then the right to do so is missing.
     """
-    found = {name: reply for name, reply in zip(names, replies, strict=True) if not isinstance(reply, RedisError)}
-    denials = [reply for reply in replies if isinstance(reply, AccessDenied)]
-    if denials and not found:
-        raise denials[0]
+    if not isinstance(reply, AccessDenied):
+        return False
+    if not reply.concerns_key:
+        raise reply
+    hidden.append(reply)
+    return True
+
+
+def _known(names: Sequence[T], replies: Sequence[Reply], hidden: list[AccessDenied]) -> dict[T, Reply]:
+    """The replies by name, without those that are gone and those that are hidden, which are noted. Raises AccessDenied."""
+    return {
+        name: reply
+        for name, reply in zip(names, replies, strict=True)
+        if not _is_hidden(reply, hidden) and not isinstance(reply, RedisError)
+    }
+
+
+def _seen(found: C, hidden: Sequence[AccessDenied]) -> C:
+    """What was found. Raises AccessDenied if that is nothing, and something is hidden."""
+    if hidden and not found:
+        raise hidden[0]
     return found
 
 

@@ -5,10 +5,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from millstream.asking import answers
-from millstream.client import Arg, Client, Reply, Script
+from millstream.asking import answers, ask
+from millstream.client import Arg, Client, Reply, Script, raise_if_error
 from millstream.deadletters import DeadLetter, Reason
-from millstream.errors import CommandFailed, ConfigError
+from millstream.errors import CommandFailed, ConfigError, WrongType
 from millstream.model import EntryId
 from millstream.naming import HandlerKeys, from_wire
 
@@ -17,7 +17,7 @@ STEER = Script("steer")
 WAITING = "waiting"
 """The consumer that has the pending entries nobody works on."""
 
-LineState = Literal["leased", "ready", "backing off", "parked"]
+LineState = Literal["leased", "ready", "backing off", "parked", "unreadable"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,7 +25,8 @@ class Line:
     """What a line waits for.
 
     * `name`: b"k" and the key, or b"i" and the id of an entry that has no key
-    * `state`: a worker has it; it waits for one; for the time of its next attempt; or for a person
+    * `state`: a worker has it; it waits for one; for the time of its next attempt; or for a person; or Redis holds of it
+      what no worker has written
     * `length`, `first`: how many entries it has, and the id of the first; "" where none waits: a worker has just
       committed them all, or it is parked for those to come
     * `worker`, `since_ms`: who has it; since when, or since when it is parked (Unix milliseconds)
@@ -61,18 +62,20 @@ def survey(client: Client, keys: HandlerKeys, *, most: int = 10_000) -> list[Lin
     """
     seen = _Seen.read(client, keys, most)
     names = list(dict.fromkeys((*seen.owners, *seen.parked, *seen.backoff, *seen.ready)))[:most]
-    counted = answers(
+    counted = ask(
         client, [(verb, keys.line(one), *rest) for one in names for verb, *rest in (("LLEN",), ("LINDEX", 0))]
     )
+    # What is no list is no line: it has no length, and is shown for where it is.
+    counted = [None if isinstance(reply, WrongType) else raise_if_error(reply) for reply in counted]
     lengths = dict(zip(names, zip(counted[::2], counted[1::2], strict=True), strict=True))
     struck = answers(
         client,
         [("HMGET", keys.strikes, (first or b"") + b"f", (first or b"") + b"l") for _, first in lengths.values()],
     )
     found = [
-        seen.line(name, length, from_wire(first or b""), *(int(count or 0) for count in counts))
+        seen.line_or_damage(name, length, from_wire(first or b""), counts)
         for (name, (length, first)), counts in zip(lengths.items(), struck, strict=True)
-        if length or name in seen.owners or name in seen.parked
+        if length != 0 or name in seen.owners or name in seen.parked
     ]
     return sorted(found, key=lambda one: -one.length)
 
@@ -114,6 +117,17 @@ class _Seen:
             ready={name: place for place, name in enumerate(ready, 1)},
             waits_for="the run on Spark" if engine is None else "a worker to be free",
         )  # fmt: skip
+
+    def line_or_damage(self, name: bytes, length: int | None, first: str, counts: Sequence[bytes | None]) -> Line:
+        """A line; "unreadable" where Redis holds of it what no worker has written."""
+        try:
+            if length is None:
+                raise ValueError("its key holds no list")
+            failed, lost = (int(count or 0) for count in counts)
+            return self.line(name, length, first, failed, lost)
+        except (ValueError, OverflowError) as error:
+            why = f"Redis holds of it what no worker has written: {error}"
+            return Line(name=name, state="unreadable", length=length or 0, first=first, why=why)
 
     def line(self, name: bytes, length: int, first: str, failed: int, lost: int) -> Line:
         parked_ms, _, reason = self.parked.get(name, b"").partition(b" ")

@@ -63,6 +63,7 @@ class HandlerReport:
       commits refused because another run had made them
     * `waiting`: dead letters in its box now; `parked`: keys that wait for a person, or to move to another partition
     * `paused`: its workers read nothing new for now
+    * `problem`: what Redis holds there that no handler has written, so that the rest is not known; None if all is well
     """
 
     app: str
@@ -85,11 +86,17 @@ class HandlerReport:
     waiting: int
     parked: int
     paused: bool
+    problem: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Inspection:
-    """Streams, sorted by name, and what handlers do on them, sorted by handler."""
+    """Streams, sorted by name, and what handlers do on them, sorted by handler.
+
+    `hidden_streams`, `hidden_handlers`: how many more there are that this user has no right to look at.
+    """
 
     streams: tuple[StreamReport, ...]
     handlers: tuple[HandlerReport, ...]
+    hidden_streams: int = 0
+    hidden_handlers: int = 0

@@ -15,7 +15,7 @@ from millstream.errors import AccessDenied
 from millstream.master.consumer import ACK
 from millstream.master.desk import Desk
 from millstream.master.registry import Registry
-from millstream.naming import PREFIX, ServiceKeys
+from millstream.naming import PREFIX, HandlerKeys, ServiceKeys
 from millstream.producer import Producer
 from millstream.reliable import ReliableStream
 from millstream.rights import ROLES, RoleName, rule
@@ -222,6 +222,25 @@ def test_an_operator_of_some_streams_is_shown_those_alone(admin: Client) -> None
     assert [one["name"] for one in found["streams"]] == ["orders"]
     assert [one["stream"] for one in found["handlers"]] == ["orders"]
     assert call("dlq", "list", "--stream", "orders", url=url).code == 0
+
+
+def test_what_an_operator_has_no_right_to_see_is_left_out_and_that_is_said(admin: Client) -> None:
+    add(admin, 3, "tickets")
+    ReliableStream(admin, "tickets", app="shop", handler="pay", consumer="w").join()
+    admin.execute("HSET", HandlerKeys("shop", "pay", "tickets").meta, "frontier", "0-0")
+    url = login(admin, printed("operator", "--stream", "orders"))
+    words = "left out: 1 stream and 1 handler on a stream that this Redis user has no right to see\n"
+    for more in ("", "shop"):  # with nothing that it may see, and with something
+        shown = call("info", *more.split(), url=url)
+        assert (shown.code, shown.err.startswith(words)) == (0, True)
+        assert "tickets" not in shown.out
+        add(admin, 3, "orders")
+    found = call("info", "--json", url=url).json()
+    assert [one["name"] for one in found["streams"]] == ["orders"]
+    assert (found["handlers"], found["hidden_streams"], found["hidden_handlers"]) == ([], 1, 1)
+    assert call("keys", "pay", url=url).code == 3  # what is asked by name is not left out
+    url = login(admin, printed("operator", "--stream", "orders"), without="xinfo|stream")
+    assert call("info", url=url).code == 3
 
 
 def test_the_line_can_be_run_again_and_keeps_the_password_but_no_other_right(admin: Client) -> None:

@@ -49,7 +49,9 @@ def handler(found: Inspection) -> HandlerReport:
 def test_nothing_is_found_in_an_empty_redis(client: Client) -> None:
     assert inspect(client) == Inspection(streams=(), handlers=())
     assert call("info", url=client.url).err == "there are no streams\n"
-    assert call("info", "--json", url=client.url).json() == {"readers": [], "streams": [], "handlers": []}
+    assert call("info", "--json", url=client.url).json() == {
+        "readers": [], "streams": [], "handlers": [], "hidden_streams": 0, "hidden_handlers": 0,
+    }  # fmt: skip
 
 
 def test_streams_are_shown_with_their_ends_ages_and_groups(client: Client) -> None:

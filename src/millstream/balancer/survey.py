@@ -1,5 +1,7 @@
 """What a balanced service looks like from outside: its consumers, its streams, and who has which."""
 
+import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -7,24 +9,32 @@ from millstream.client import Client, raise_if_error
 from millstream.naming import ServiceKeys, from_wire
 
 _PAGE = 1_000
+_OWNER = re.compile(rb"(\d{1,19}) (.*)", re.DOTALL)
+_ABOUT = re.compile(rb"\S* (\d{1,9}(?:\.\d{1,19})?(?:e[+-]?\d{1,2})?) (\d{1,19})")
+_LATEST_MS = 2.0**53
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConsumerState:
-    """One consumer: how many streams it has, its weight and limit (0 = none), and when its leases end if it is not heard of."""
+    """One consumer: how many streams it has, its weight and limit (0 = none), and when its leases end if it is not heard of.
+
+    `unreadable`: no consumer has written what Redis holds of it: weight and limit are not known.
+    """
 
     name: str
     streams: int
     weight: float
     limit: int
     until_ms: int
+    unreadable: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamState:
     """One announced stream: who has it since when (Unix milliseconds) under which token; or nobody.
 
-    `left_out`: why a handler's worker that has it does not work on it for now.
+    `left_out`: why a handler's worker that has it does not work on it for now. `unreadable`: no consumer has written
+    what Redis holds of its owner, so that this is not known.
     """
 
     name: str
@@ -32,6 +42,7 @@ class StreamState:
     since_ms: int | None = None
     token: int | None = None
     left_out: str | None = None
+    unreadable: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,34 +58,43 @@ class ServiceState:
 def survey(client: Client, service: str) -> ServiceState:
     """Look at a service. Others go on meanwhile, so figures may be a moment apart. Raises ConfigError, RedisError."""
     keys = ServiceKeys(service)
-    owners = {name: value.split(b" ", 1) for name, value in _pairs(client, keys.owners)}
-    troubles = {name: value.split(b" ", 1) for name, value in _pairs(client, keys.troubles)}
-    streams = []
-    for name, _ in _pairs(client, keys.streams):
-        token, consumer = owners.get(name, (None, None))
-        of_token, why = troubles.get(name, (None, None))
-        streams.append(
-            StreamState(
-                name=from_wire(name),
-                consumer=None if consumer is None else from_wire(consumer),
-                since_ms=None if token is None else int(token) // 1_000,
-                token=None if token is None else int(token),
-                left_out=None if token is None or why is None or of_token != token else from_wire(why),
-            )
-        )
+    owners, troubles = dict(_pairs(client, keys.owners)), dict(_pairs(client, keys.troubles))
+    streams = [_stream(name, owners.get(name), troubles.get(name, b"")) for name, _ in _pairs(client, keys.streams)]
     facts = [("XLEN", keys.input), ("XLEN", keys.dead), ("ZRANGE", keys.alive, 0, -1, "WITHSCORES")]
     announced, dead, alive = map(raise_if_error, client.pipeline(facts))
     until = dict(zip(alive[::2], alive[1::2], strict=True))
-    consumers = []
-    for name, about in sorted(_pairs(client, keys.consumers)):
-        _, weight, limit = about.split(b" ")
-        has = sum(1 for one in streams if one.consumer == from_wire(name))
-        until_ms = int(float(until.get(name, b"0")))
-        consumers.append(
-            ConsumerState(name=from_wire(name), streams=has, weight=float(weight), limit=int(limit), until_ms=until_ms)
-        )
+    has = Counter(one.consumer for one in streams)
+    consumers = [
+        _consumer(from_wire(name), about, has[from_wire(name)], float(until.get(name, b"0")))
+        for name, about in sorted(_pairs(client, keys.consumers))
+    ]
     streams.sort(key=lambda one: (one.consumer is not None, one.name))
     return ServiceState(consumers=consumers, streams=streams, unread=max(0, announced - len(streams)), dead=dead)
+
+
+def _stream(name: bytes, owner: bytes | None, trouble: bytes) -> StreamState:
+    if owner is None:
+        return StreamState(name=from_wire(name))
+    found, of_token = _OWNER.fullmatch(owner), trouble.partition(b" ")
+    if found is None:
+        return StreamState(name=from_wire(name), unreadable=True)
+    token = int(found[1])
+    return StreamState(
+        name=from_wire(name),
+        consumer=from_wire(found[2]),
+        since_ms=token // 1_000,
+        token=token,
+        left_out=from_wire(of_token[2]) if of_token[0] == found[1] else None,
+    )
+
+
+def _consumer(name: str, about: bytes, streams: int, until_ms: float) -> ConsumerState:
+    found = _ABOUT.fullmatch(about)
+    weight, limit = (float(found[1]), int(found[2])) if found else (0.0, 0)
+    return ConsumerState(
+        name=name, streams=streams, weight=weight, limit=limit, until_ms=round(min(until_ms, _LATEST_MS)),
+        unreadable=found is None,
+    )  # fmt: skip
 
 
 def _pairs(client: Client, key: str) -> Iterator[tuple[bytes, bytes]]:

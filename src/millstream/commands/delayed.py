@@ -11,7 +11,7 @@ from millstream.commands.options import DEFAULT_URL, Json, Url, Yes, family
 from millstream.commands.terminal import age, clip, confirm, counted, say, say_json, table, talk
 from millstream.delayed import Delayed, DelayedMessages
 from millstream.errors import MillstreamError
-from millstream.escaping import harmless, json_fields, visible
+from millstream.escaping import json_fields, visible
 
 _FIELD_CHARS = 60
 
@@ -34,7 +34,8 @@ def list_(
         found, count = waiting.find(stream, limit=limit), waiting.count(stream)
     if as_json:
         for one in found:
-            say_json({"stream": stream, "id": one.id, "due_ms": one.due_ms, **json_fields(one.pairs)})
+            problem = {} if one.problem is None else {"problem": one.problem}
+            say_json({"stream": stream, "id": one.id, "due_ms": one.due_ms, **problem, **json_fields(one.pairs)})
         return
     if not found:
         talk(f"nothing waits to be added to {visible(stream)}")
@@ -72,4 +73,5 @@ def _row(one: Delayed, now_ms: int) -> tuple[str, str, str, str]:
     fields = " ".join(
         f"{visible(name)}={visible(value)}" for name, value in zip(one.pairs[::2], one.pairs[1::2], strict=True)
     )
-    return visible(one.id), age(wait_ms) if wait_ms > 0 else "overdue", due_at, clip(harmless(fields), _FIELD_CHARS)
+    shown = fields if one.problem is None else f"unreadable: {one.problem}"
+    return visible(one.id), age(wait_ms) if wait_ms > 0 else "overdue", due_at, clip(shown, _FIELD_CHARS)

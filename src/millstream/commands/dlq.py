@@ -12,10 +12,10 @@ import typer
 
 from millstream.client import Client
 from millstream.commands.options import DEFAULT_URL, DryRun, Json, Url, Yes, family, parse_time_ms
-from millstream.commands.terminal import age, clip, confirm, counted, details, say, say_json, table, talk
+from millstream.commands.terminal import age, clip, confirm, counted, details, say, say_json, say_lines, table, talk
 from millstream.deadletters import REASONS, DeadLetter, DeadLetterBox, Filed, LetterFilter, Slip
 from millstream.errors import ConfigError, MillstreamError
-from millstream.escaping import harmless, json_fields, json_value, unescape, visible
+from millstream.escaping import json_fields, json_value, unescape, visible
 
 _ERROR_CHARS = 60
 _KEY_CHARS = 40
@@ -258,11 +258,12 @@ def _show(filed: Filed) -> None:
     head = [("letter_id", filed.letter_id), ("handler", f"{filed.keys.app}.{filed.keys.handler}")]
     head.append(("stream", visible(filed.keys.stream)))
     details(head + (_story(letter) if letter else [("problem", visible(filed.problem))]))
-    say("\nfields")
+    say("")
+    say("fields")
     pairs = letter.pairs if letter else filed.pairs
     details((f"  {visible(name)}", visible(value)) for name, value in zip(pairs[::2], pairs[1::2], strict=True))
     if letter and letter.traceback:
-        say(f"\ntraceback\n{harmless(letter.traceback).rstrip()}")
+        say_lines(f"\ntraceback\n{letter.traceback.rstrip()}")
 
 
 def _story(letter: DeadLetter) -> list[tuple[str, str]]:

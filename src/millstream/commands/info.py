@@ -48,6 +48,7 @@ def info(
     if as_json:
         say_json({"readers": [_row(one, rates) for one in summed], **asdict(found)})
         return
+    _say_hidden(found)
     if app is not None and not summed:
         talk(f"no handler or stage of an app named {app!r} has run on this Redis")
     _show_readers(summed, rates, limit)
@@ -166,11 +167,14 @@ def _show_handlers(handlers: tuple[HandlerReport, ...], limit: int) -> None:
                 f"{handler.written:,}",
                 f"{handler.refused:,}",
                 f"{handler.waiting:,}",
-                handler.frontier or "-",
+                "unreadable" if handler.problem is not None else handler.frontier or "-",
             )
             for handler in worst
         ],
     )
+    for handler in worst:
+        if handler.problem is not None:
+            talk(f"{handler.app}.{handler.handler} on {visible(handler.stream)} is unreadable: {handler.problem}")
     _say_more(len(handlers) - len(worst), "handler")
     say("")
 
@@ -209,6 +213,15 @@ def _groups(stream: StreamReport) -> str:
     # The tables above show our own.
     foreign = [group for group in stream.groups if group.counted and stage_of(group.name) is None]
     return ", ".join(f"{visible(group.name)} ({group.consumers:,}, {group.pending:,})" for group in foreign) or "-"
+
+
+def _say_hidden(found: Inspection) -> None:
+    things = (
+        (found.hidden_streams, "stream", "streams"),
+        (found.hidden_handlers, "handler on a stream", "handlers on streams"),
+    )
+    if hidden := [counted(*one) for one in things if one[0]]:
+        talk(f"left out: {' and '.join(hidden)} that this Redis user has no right to see")
 
 
 def _say_more(number: int, thing: str) -> None:

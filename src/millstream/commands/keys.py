@@ -10,7 +10,7 @@ from millstream.client import Client
 from millstream.commands.options import DEFAULT_URL, Json, Url, Yes
 from millstream.commands.pause import Name, meant
 from millstream.commands.terminal import clip, confirm, counted, say, say_json, table, talk
-from millstream.errors import AccessDenied, ConfigError
+from millstream.errors import AccessDenied, ConfigError, WrongType
 from millstream.escaping import json_value, unescape, visible
 from millstream.inspection import find_handlers, there
 from millstream.keyed import line_of_key
@@ -23,7 +23,8 @@ from millstream.naming import HandlerKeys
 Stream = Annotated[str | None, typer.Option(help="Only on this stream; default: all on which it has run.")]
 Key = Annotated[str, typer.Argument(help="The key; bytes that are not text as \\xNN.", metavar="KEY")]
 State = Annotated[
-    Literal["leased", "ready", "backing-off", "parked"] | None, typer.Option(help="Only keys in this state.")
+    Literal["leased", "ready", "backing-off", "parked", "unreadable"] | None,
+    typer.Option(help="Only keys in this state."),
 ]
 One = Annotated[str | None, typer.Option("--key", help="Only this key.")]
 Count = Annotated[int, typer.Option(min=1, help="Most keys to show, those with most entries first.")]
@@ -48,6 +49,8 @@ def keys(
                 lines = survey(client, place, most=_MOST)
             except AccessDenied as error:
                 refusals.append(error)
+            except WrongType as error:
+                talk(f"{place.app}.{place.handler} on {visible(place.stream)} is unreadable: {error}")
             else:
                 seen = True
                 found += [(place, line) for line in lines if wanted is None or line.key == wanted]
@@ -85,7 +88,7 @@ def _show(
     states = ", ".join(f"{number:,} {state}" for state, number in counts.most_common())
     say(f"{counted(len(found), 'key')} with {counted(messages, 'message')}: {states}")
     rows = [
-        (_name(line), place.stream, line.state, f"{line.length:,}", line.first, clip(line.why, _WHY_CHARS))
+        (_name(line), visible(place.stream), line.state, f"{line.length:,}", line.first, clip(line.why, _WHY_CHARS))
         for place, line in shown
     ]
     table(("key", "stream", "state", ">messages", "first", "why"), rows)

@@ -8,7 +8,7 @@ import typer
 
 from millstream.client import Client
 from millstream.commands.options import DEFAULT_URL, Json, Url, Yes, family
-from millstream.commands.terminal import clip, confirm, counted, say, say_json, size, table, talk
+from millstream.commands.terminal import clip, confirm, counted, say, say_json, say_lines, size, table, talk
 from millstream.errors import DecodeError, MillstreamError
 from millstream.escaping import json_value, unescape, visible
 from millstream.inspection import decode_state, list_states, read_state, reset_states
@@ -40,7 +40,7 @@ def show(
     if as_json:
         say_json(json_value(found))
     else:
-        say(json.dumps(json_value(found), indent=2))
+        say_lines(json.dumps(json_value(found), indent=2))
 
 
 @state.command("list")

@@ -68,9 +68,9 @@ def streams(
     now_ms = time.time() * 1000
     rows = [
         (
-            one.name,
+            visible(one.name),
             f"{one.streams:,}",
-            f"{one.weight:g}",
+            "unreadable" if one.unreadable else f"{one.weight:g}",
             f"{one.limit:,}" if one.limit else "-",
             age(max(0.0, one.until_ms - now_ms)),
         )
@@ -96,6 +96,8 @@ def _row(one: StreamState, lag: _Lag, now_ms: float) -> tuple[str, ...]:
 
 
 def _state(one: StreamState) -> str:
+    if one.unreadable:
+        return "unreadable"
     if one.consumer is None:
         return "free"
     return "owned" if one.left_out is None else "left out"
@@ -103,9 +105,12 @@ def _state(one: StreamState) -> str:
 
 def _say_json(found: ServiceState, shown: Sequence[StreamState], lags: Mapping[str, _Lag]) -> None:
     consumers = [
-        {"name": one.name, "streams": one.streams, "weight": one.weight, "limit": one.limit, "until_ms": one.until_ms}
+        {
+            "name": one.name, "streams": one.streams, "weight": one.weight, "limit": one.limit, "until_ms": one.until_ms,
+            "unreadable": one.unreadable,
+        }
         for one in found.consumers
-    ]
+    ]  # fmt: skip
     rows = [
         {
             "stream": one.name, "state": _state(one), "left_out": one.left_out, "consumer": one.consumer, "since_ms": one.since_ms, "token": one.token,

@@ -1,0 +1,266 @@
+"""Keys that somebody has forged, who may write to Redis: they are shown as unreadable, escaped, and stop nothing else."""
+
+import json
+from collections.abc import Sequence
+
+import msgspec
+import pytest
+
+from millstream.balancer import announce
+from millstream.client import Client
+from millstream.commands.terminal import details, say, say_lines, table, talk
+from millstream.deadletters import DeadLetter
+from millstream.keyed import Ending, KeyedStream, line_of_key
+from millstream.naming import HandlerKeys, ServiceKeys, StreamKeys
+from millstream.producer import Producer
+from millstream.reliable import ReliableStream
+from tests.support.commandline import Outcome, call
+
+pytestmark = [pytest.mark.cli]
+
+EVIL = "e\x1b]0;PWNED\x07\x1b[31m\x9b2Jvil\n\rerror: forged"
+KEYS = HandlerKeys("shop", "bill", "orders")
+
+
+def harmless(outcome: Outcome) -> Outcome:
+    """It printed nothing that a terminal obeys, and no line that somebody else has written."""
+    for text in (outcome.out, outcome.err):
+        assert all(line.isprintable() for line in text.split("\n")), repr(text)
+        assert not [line for line in text.split("\n") if line.startswith("error: forged")]
+    return outcome
+
+
+def letter(number: int, **fields: bytes | str) -> list[bytes | str | int]:
+    """The items of a dead letter, with some of them forged."""
+    made = DeadLetter(
+        stream=KEYS.stream, id=f"{number}-0", pairs=[b"n", b"%d" % number], key=None, app=KEYS.app, handler=KEYS.handler,
+        attempts=1, reason="failed", error="no", time_ms=1_700_000_000_000,
+    )  # fmt: skip
+    items = made.items()
+    named: dict[bytes | str | int, bytes | str | int] = dict(zip(items[::2], items[1::2], strict=True))
+    named.update(fields)
+    return [part for pair in named.items() for part in pair]
+
+
+# --- The one way out ---
+
+
+def test_whatever_is_printed_is_escaped(capsys: pytest.CaptureFixture[str]) -> None:
+    say(EVIL)
+    talk(EVIL)
+    table((EVIL, ">n"), [(EVIL, EVIL)])
+    details([(EVIL, EVIL)])
+    shown = capsys.readouterr()
+    assert shown.out.count("\n") == 4
+    assert shown.err.count("\n") == 1
+    say_lines(EVIL)
+    shown_lines = capsys.readouterr().out
+    assert shown_lines.count("\n") == 2
+    for text in (shown.out, shown.err, shown_lines):
+        assert all(line.isprintable() for line in text.split("\n"))
+
+
+# --- Dead letters ---
+
+
+FORGED = {
+    "a time that no calendar has": {"time_ms": "1" + "0" * 30},
+    "a time of five thousand digits": {"time_ms": "9" * 5_000},
+    "a time before all times": {"time_ms": "-1"},
+    "an odd number of fields": {"fields": msgspec.msgpack.encode([b"n", b"1", b"m"])},
+    "no fields": {"fields": msgspec.msgpack.encode([b""])},
+    "attempts without end": {"attempts": "9" * 5_000},
+    "an id of five thousand digits": {"id": "9" * 5_000 + "-1"},
+    "another handler's name": {"handler": EVIL},
+}
+
+
+@pytest.mark.parametrize("fields", FORGED.values(), ids=FORGED)
+def test_a_forged_letter_is_shown_as_unreadable_and_stops_no_other(
+    client: Client, fields: dict[str, bytes | str]
+) -> None:
+    client.execute("XADD", KEYS.dead, "1-1", *letter(1))
+    client.execute("XADD", KEYS.dead, "2-1", *letter(2, **fields))
+    client.execute("XADD", KEYS.dead, "3-1", *letter(3, error=EVIL, traceback=EVIL))
+    for command in (("dlq", "list"), ("dlq", "list", "--count"), ("dlq", "purge", "--all", "--dry-run")):
+        assert harmless(call(*command, url=client.url)).code == 0
+    listed = call("dlq", "list", "--json", url=client.url).json_lines()
+    assert [one["reason"] for one in listed] == ["failed", "unreadable", "failed"]
+    for letter_id in ("1-1", "2-1", "3-1"):
+        assert harmless(call("dlq", "show", letter_id, url=client.url)).code == 0
+        assert call("dlq", "show", letter_id, "--json", url=client.url).code == 0
+    redriven = harmless(call("dlq", "redrive", "--all", "--yes", url=client.url))
+    assert (redriven.code, redriven.out) == (1, "2 dead letters redriven\n")
+    assert "letter 2-1 stays" in redriven.err
+    assert client.execute("XLEN", KEYS.stream) == 2
+    assert client.execute("XLEN", KEYS.dead) == 1
+
+
+def test_a_box_with_a_forged_name_is_shown_escaped_and_stops_no_other(client: Client) -> None:
+    name = EVIL.replace(":", "")  # as in no name of a handler
+    forged = HandlerKeys(name, name, f"{{t}}{EVIL}")
+    client.execute("XADD", forged.dead, "1-1", "a", "b")
+    client.execute("XADD", KEYS.dead, "2-1", *letter(2))
+    for command in ("list", "list --count", "purge --all --dry-run", "redrive --all --dry-run", "show 1-1", "show 2-1"):
+        assert harmless(call("dlq", *command.split(), url=client.url)).code == 0
+    assert harmless(call("dlq", "redrive", "--all", "--yes", url=client.url)).out == "1 dead letter redriven\n"
+
+
+def test_letters_of_a_stream_that_cannot_be_added_to_stop_no_others(client: Client) -> None:
+    other = HandlerKeys("shop", "bill", "payments")
+    client.execute("XADD", KEYS.dead, "1-1", *letter(1))
+    client.execute("XADD", other.dead, "2-1", *letter(2, stream="payments"))
+    client.execute("XADD", HandlerKeys("shop", "bill", "zzz").dead, "3-1", *letter(3, stream="zzz"))
+    client.execute("SET", "payments", "text")
+    redriven = call("dlq", "redrive", "--all", "--yes", url=client.url)
+    assert (redriven.code, redriven.out) == (1, "2 dead letters redriven\n")
+    assert "letter 2-1 stays: nothing can be added to payments: the key holds no stream" in redriven.err
+
+
+# --- Handlers ---
+
+
+def join(client: Client, stream: str = KEYS.stream) -> HandlerKeys:
+    client.execute("XADD", stream, "*", "n", 1)
+    ReliableStream(client, stream, app="shop", handler="bill", consumer="w").join()
+    return HandlerKeys("shop", "bill", stream)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        *(("frontier", EVIL), ("frontier", "9" * 5_000), ("frontier", ""), ("committed", EVIL), ("dead", "9" * 5_000)),
+        *(("engine", EVIL), ("paused", EVIL), ("keyed", EVIL)),
+    ],
+)
+def test_a_forged_ledger_is_unreadable_and_the_other_handlers_are_shown(
+    client: Client, fields: tuple[str, str]
+) -> None:
+    forged, sound = join(client), join(client, "payments")
+    client.execute("HSET", forged.meta, *fields)
+    shown = harmless(call("info", url=client.url))
+    assert shown.code == 0
+    reports = {one["stream"]: one for one in call("info", "--json", url=client.url).json()["handlers"]}
+    assert reports[sound.stream]["problem"] is None
+    assert reports[sound.stream]["lag"] == 1
+    if fields[0] in ("frontier", "committed", "dead"):
+        assert reports[forged.stream]["problem"]
+        assert "shop.bill on orders is unreadable" in shown.err
+    for command in (("groups", "orders"), ("pause", "bill"), ("resume", "bill"), ("keys", "bill")):
+        assert harmless(call(*command, url=client.url)).code == 0
+
+
+@pytest.mark.parametrize("name", ["meta", "dead", "parked"])
+def test_a_key_of_a_handler_that_holds_something_else_stops_no_other_handler(client: Client, name: str) -> None:
+    forged, sound = join(client), join(client, "payments")
+    client.execute("DEL", getattr(forged, name))
+    client.execute("SET", getattr(forged, name), EVIL)
+    shown = harmless(call("info", url=client.url))
+    assert shown.code == 0
+    assert "shop.bill on orders is unreadable" in shown.err
+    assert [one["problem"] is None for one in call("info", "--json", url=client.url).json()["handlers"]] == [
+        False,
+        True,
+    ]
+    assert sound.stream in shown.out
+
+
+# --- Keys ---
+
+
+@pytest.fixture
+def stream(client: Client) -> KeyedStream:
+    """A message of `a`, leased; of `b`, backing off; of `c`, parked for what somebody has written; of `d`, ready."""
+    opened = KeyedStream(
+        client, "orders", line_of=lambda entry_id, pairs: line_of_key(pairs[1], entry_id), app="shop", handler="bill",
+        consumer="w-0",
+    )  # fmt: skip
+    opened.join()
+    for key in "abcd":
+        client.execute("XADD", "orders", "*", "key", key)
+    opened.route(count=100, most_pending=1_000)
+    _, b, c = opened.take(lines=3, entries=100, run=2, lease_ms=60_000, now_ms=0).leases
+    opened.release([Ending(b, "later", 60_000, 1), Ending(c, "park", f"failed: {EVIL}", 4)])
+    return opened
+
+
+@pytest.mark.usefixtures("stream")
+def test_the_reason_for_which_a_key_is_parked_is_shown_escaped(client: Client) -> None:
+    shown = harmless(call("keys", "bill", url=client.url))
+    assert shown.code == 0
+    assert r"failed: e\x1b]0;PWNED\x07\x1b[31m" in shown.out
+    parked = call("keys", "bill", "--key", "c", "--json", url=client.url).json()["shown"]
+    assert parked[0]["parked"] == f"failed: {EVIL}"
+    assert harmless(call("park", "bill", "d", "--reason", EVIL, url=client.url)).code == 0
+    assert harmless(call("keys", "bill", url=client.url)).code == 0
+
+
+@pytest.mark.usefixtures("stream")
+@pytest.mark.parametrize(
+    ("key", "command"),
+    [
+        (b"a", ("HSET", KEYS.owners, "ka", EVIL)),
+        (b"a", ("HSET", KEYS.owners, "ka", f"{EVIL} 1 w")),
+        (b"b", ("ZADD", KEYS.backoff, "inf", "kb")),
+        (b"c", ("HSET", KEYS.parked, "kc", EVIL)),
+        (b"d", ("SET", KEYS.line(b"kd"), EVIL)),
+    ],
+)
+def test_a_forged_line_is_unreadable_and_the_others_are_shown(
+    client: Client, key: bytes, command: Sequence[str]
+) -> None:
+    client.execute(*command)
+    assert harmless(call("keys", "bill", url=client.url)).code == 0
+    shown = call("keys", "bill", "--json", url=client.url).json()["shown"]
+    assert {one["key"]: one["state"] == "unreadable" for one in shown} == {
+        name: name == key.decode() for name in ("a", "b", "c", "d")
+    }
+
+
+@pytest.mark.usefixtures("stream")
+def test_lines_in_a_key_of_another_type_are_named_and_those_on_other_streams_are_shown(client: Client) -> None:
+    join(client, "payments")
+    client.execute("DEL", KEYS.owners)
+    client.execute("SET", KEYS.owners, EVIL)
+    shown = harmless(call("keys", "bill", url=client.url))
+    assert shown.code == 0
+    assert "shop.bill on orders is unreadable" in shown.err
+
+
+# --- Services ---
+
+
+@pytest.mark.parametrize("owner", [EVIL, "", "1", f"{EVIL} w", "9" * 5_000 + " w"])
+def test_a_forged_owner_of_a_stream_is_unreadable_and_the_others_are_shown(client: Client, owner: str) -> None:
+    keys = ServiceKeys("calls")
+    announce(client, "calls", "call:1")
+    client.execute("HSET", keys.streams, "call:1", "1", "call:2", "2", EVIL, "3")
+    client.execute("HSET", keys.owners, "call:1", owner, "call:2", "1700000000000000 w1")
+    client.execute("HSET", keys.troubles, "call:2", f"1700000000000000 {EVIL}")
+    client.execute("HSET", keys.consumers, "w1", "i 1 0", "w2", EVIL, EVIL, "i inf nan")
+    client.execute("ZADD", keys.alive, "inf", "w1")
+    shown = harmless(call("streams", "calls", url=client.url))
+    assert shown.code == 0
+    found = call("streams", "calls", "--json", url=client.url).json()
+    assert {one["stream"]: one["state"] for one in found["shown"]} == {
+        "call:1": "unreadable", "call:2": "left out", EVIL: "free",
+    }  # fmt: skip
+    assert {one["name"]: one["unreadable"] for one in found["consumers"]} == {"w1": False, "w2": True, EVIL: True}
+
+
+# --- Delayed messages ---
+
+
+@pytest.mark.parametrize("packed", [EVIL, "", msgspec.msgpack.encode(["odd"]), msgspec.msgpack.encode({"a": 1})])
+def test_a_forged_delayed_message_is_unreadable_and_the_others_are_shown(client: Client, packed: bytes | str) -> None:
+    with Producer(client) as producer:
+        producer.publish("orders", {"n": 1}, delay_ms=1_000_000)
+    keys = StreamKeys("orders")
+    client.execute("ZADD", keys.due, "inf", b"\xff")
+    client.execute("HSET", keys.delayed, b"\xff", packed)
+    shown = harmless(call("delayed", "list", "orders", url=client.url))
+    assert shown.code == 0
+    assert "unreadable" in shown.out
+    rows = call("delayed", "list", "orders", "--json", url=client.url).json_lines()
+    assert ["problem" in one for one in rows] == [False, True]
+    assert json.dumps(rows[0]["fields"]) == '{"n": "1"}'
