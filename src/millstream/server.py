@@ -326,6 +326,7 @@ class EmbeddedServer:
         for attempts_left in reversed(range(_PORT_ATTEMPTS if picks_port else 1)):
             if picks_port:
                 self._port = _pick_port()
+            self._claimed().conf.touch(mode=0o600)  # it may hold a password
             self._claimed().conf.write_text(self._config.redis_conf(self._port))
             try:
                 self._launch(binary, deadline_ms)
@@ -405,7 +406,7 @@ class _ClaimedFolder:
         self.conf = self.path / "redis.conf"
         self.log = self.path / "redis.log"
         try:
-            self.path.mkdir(parents=True, exist_ok=True)
+            self.path.mkdir(mode=0o700, parents=True, exist_ok=True)  # all messages and states are in it
             self.lock = (self.path / "millstream.lock").open("a+")
         except OSError as error:
             raise ServerError(f"cannot use the data folder {self.path}: {error.strerror}") from error
@@ -503,6 +504,7 @@ def _serve_spawns(requests: SimpleQueue[_SpawnRequest]) -> None:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 pass_fds=[folder.lock.fileno()],
+                umask=0o077,  # what is in Redis is for nobody else on this machine
                 # Ctrl-C in a terminal goes to the whole process group; the server has to outlive the drain.
                 start_new_session=True,
             )

@@ -2,6 +2,7 @@
 
 import os
 import socket
+import stat
 import subprocess
 import sys
 import threading
@@ -122,6 +123,24 @@ def test_a_given_folder_is_kept_and_serves_the_next_server(tmp_path: Path) -> No
     with EmbeddedServer(data_dir=folder) as second:
         assert second.data_dir == folder
         assert second.call("GET", "key") == b"value"
+
+
+def test_what_is_in_redis_is_for_nobody_else_on_the_machine(tmp_path: Path) -> None:
+    with EmbeddedServer(data_dir=tmp_path / "made" / "data") as server:
+        server.call("SET", "key", "value")
+        folder = server.data_dir
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+        files = [path for path in folder.rglob("*") if path.name not in ("redis.log", "millstream.lock")]
+        assert {"redis.conf", "appendonlydir"} <= {path.name for path in files}
+        assert any(path.suffix == ".aof" for path in files)
+        for path in files:
+            assert stat.S_IMODE(path.stat().st_mode) == (0o700 if path.is_dir() else 0o600), path
+
+
+def test_a_folder_that_is_there_keeps_its_permissions(tmp_path: Path) -> None:
+    before = tmp_path.stat().st_mode
+    with EmbeddedServer(data_dir=tmp_path):
+        assert tmp_path.stat().st_mode == before
 
 
 def test_a_temporary_folder_goes_with_its_server() -> None:
