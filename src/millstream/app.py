@@ -207,6 +207,9 @@ def _import(module_name: str, target: str) -> Any:
                 f"there is no module {module_name!r} here; give module:app from its folder, or path/to/file.py:app"
             ) from error
         raise ConfigError(f"{target!r} needs the module {error.name!r}, which is not installed here") from error
+    except SyntaxError as error:  # its own place, not that of the import: of that file, or of one that it imports
+        place = f"{error.filename}, line {error.lineno}"
+        raise ConfigError(f"{target!r} cannot be imported: {type(error).__name__}: {error.msg} ({place})") from error
     except (Exception, SystemExit) as error:  # the user's module may raise anything at import
         traceback = error.__traceback__
         line = ""

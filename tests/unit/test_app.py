@@ -188,7 +188,7 @@ def test_a_key_function_may_return_text_bytes_or_a_number_and_anything_else_is_r
     [
         ("import nothing_of_this_name", "needs the module 'nothing_of_this_name', which is not installed"),
         ("1 / 0", r"ZeroDivisionError: division by zero .*line 1\)"),
-        ("def broken(:", "SyntaxError"),
+        ("x = 1\ndef broken(:", r"SyntaxError: invalid syntax \(.*/app_\d+\.py, line 2\)$"),
         ("x = 1", r"no App named 'app'; define one"),
         ("from millstream import App\napp = App('a')", "has no handlers"),
         ("from millstream import App\nother = App('a')", r"no App named 'app'; it has other: use .*:other"),
