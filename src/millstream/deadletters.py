@@ -15,6 +15,7 @@ from millstream.client import Arg, Client, Command, Script, raise_if_error
 from millstream.errors import AccessDenied, CommandFailed, ConfigError, RedisError, WrongType
 from millstream.model import ZERO_ID, EntryId
 from millstream.naming import PREFIX, REDRIVE_FIELD, HandlerKeys, to_wire
+from millstream.redaction import redacted
 
 Reason = Literal["missing-key", "undecodable", "rejected", "failed", "bad-output", "crashed", "skipped"]
 """Why a message died.
@@ -41,7 +42,7 @@ class DeadLetter:
     * `stream`, `id`, `pairs`: the original entry, its names and values byte for byte
     * `key`: the key it was ordered by; None where it has none
     * `app`, `handler`, `attempts`: who failed on it, after how many runs
-    * `reason`, `error`, `traceback`: why, the last two as text of at most 4,000 characters
+    * `reason`, `error`, `traceback`: why, the last two as text of at most 4,000 characters, without passwords in URLs
     * `time_ms`: when it died, in Unix milliseconds
     * `letter_id`: its id in the dead-letter stream; "" before it is written
 
@@ -74,7 +75,14 @@ class DeadLetter:
         return [
             *("id", self.id, "stream", self.stream, "app", self.app, "handler", self.handler),
             *key,
-            *("reason", self.reason, "error", _clip(self.error), "traceback", _clip(self.traceback)),
+            *(
+                "reason",
+                self.reason,
+                "error",
+                _clip(redacted(self.error)),
+                "traceback",
+                _clip(redacted(self.traceback)),
+            ),
             *("attempts", self.attempts, "time_ms", self.time_ms),
             *("fields", msgspec.msgpack.encode(self.pairs)),
         ]

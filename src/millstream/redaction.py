@@ -27,8 +27,9 @@ _SHORTEST = 8
 """A shorter password, or one of letters only, is taken out of URLs, but not out of other texts: it may be a word in
 them, and to leave that word out of a well-known sentence would tell it."""
 
-_URL_IN_TEXT = re.compile(r"""[A-Za-z][A-Za-z0-9+.-]*:/{1,2}[^\s'"<>]*@""")
-_OPTION_IN_TEXT = re.compile(r"""(?i)([?&;][\w.-]*(?:password|passwd|secret|token)[\w.-]*=)[^&;\s'"]+""")
+# With bounds, as nobody knows how long the texts are, and what in them.
+_URL_IN_TEXT = re.compile(r"""[A-Za-z][A-Za-z0-9+.-]{0,30}:/{1,2}[^\s'"<>]{0,2000}@""")
+_OPTION_IN_TEXT = re.compile(r"""(?i)([?&;][\w.-]{0,30}(?:password|passwd|secret|token)[\w.-]{0,30}=)[^&;\s'"]+""")
 _GATEWAY_TOKEN = re.compile(r"(Command to send: A(?:\\n|\n))[^\s\\]+")
 """How py4j logs that it logs in to Java."""
 

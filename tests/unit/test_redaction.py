@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 import millstream
 from millstream.client import Client
 from millstream.commands.terminal import OneLine
+from millstream.deadletters import DeadLetter
 from millstream.errors import ConfigError, MillstreamError
 from millstream.redaction import HIDDEN, keep_secret, redact, redacted
 from tests.support.urls import CANARY, FORMS, told
@@ -96,6 +97,25 @@ def test_a_log_record_of_anybody_has_neither_password_nor_token() -> None:
         line = OneLine("%(levelname)s %(message)s").format(record)
         assert not told(line)
         assert CANARY[::-1] not in line
+
+
+def test_a_dead_letter_keeps_no_password_of_a_url_that_an_error_quotes() -> None:
+    letter = DeadLetter(
+        stream="s", id="1-1", pairs=[b"url", b"redis://:pw@h"], key=None, app="a", handler="h", attempts=1, reason="failed",
+        error=f"no redis://:{CANARY}@h", traceback=f"open('redis://me:{CANARY}@h')", time_ms=1,
+    )  # fmt: skip
+    kept = [item.decode() if isinstance(item, bytes) else str(item) for item in letter.items()[:-1]]
+    assert not told(" ".join(kept))
+    assert (
+        DeadLetter.parse(b"1-1", [str(i).encode() if not isinstance(i, bytes) else i for i in letter.items()]).pairs
+        == letter.pairs
+    )
+
+
+@pytest.mark.parametrize("part", ["a", "a:/", "?password", "&token=", "a://@"])
+def test_a_long_text_is_gone_through_in_one_go(part: str) -> None:
+    """Were its length squared the time that it takes, no test would outlast that."""
+    redacted(part * (1_000_000 // len(part)))
 
 
 def secrets_of(kind: ast.ClassDef, path: Path) -> list[ast.AnnAssign]:
