@@ -17,7 +17,7 @@ from millstream.server import EmbeddedServer
 from millstream.worker.incarnations import HELD_MS
 from millstream.worker.names import Names
 from tests.support.clocks import HandClock
-from tests.support.commandline import Outcome, call, ended, lives, reserved_port, running
+from tests.support.commandline import PROGRAM, Outcome, call, ended, environment, lives, reserved_port, running
 from tests.support.waiting import FAIL_SAFE_S, eventually
 
 pytestmark = [pytest.mark.cli, pytest.mark.worker]
@@ -233,12 +233,18 @@ def test_the_processes_find_the_modules_that_their_supervisor_finds(
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere" / "shop_of_this_test.py").write_text("raise SystemExit('not this one')")
     monkeypatch.chdir(tmp_path / "elsewhere")
-    monkeypatch.setenv("PYTHONSAFEPATH", "1")  # as the program `millstream` finds them
     fill(client, 1)
-    with running("worker", str(tmp_path / "shop_of_this_test.py"), url=client.url) as worker:
-        eventually(lambda: done(client) or worker.poll() is not None, "the message")
-        outcome = end(worker)
-    assert (outcome.code, len(done(client))) == (0, 1), outcome.err
+    safely = [sys.executable, "-P", *PROGRAM[1:]]  # as the program `millstream` finds them
+    with subprocess.Popen(
+        [*safely, "worker", str(tmp_path / "shop_of_this_test.py")], env=environment(client.url), stderr=subprocess.PIPE
+    ) as worker:
+        try:
+            eventually(lambda: done(client) or worker.poll() is not None, "the message")
+            worker.terminate()
+            said = worker.communicate(timeout=FAIL_SAFE_S)[1]
+        finally:
+            worker.kill()
+    assert (worker.returncode, len(done(client))) == (0, 1), said
 
 
 @pytest.mark.parametrize(

@@ -230,7 +230,7 @@ def test_lines_in_a_key_of_another_type_are_named_and_those_on_other_streams_are
 # --- Services ---
 
 
-@pytest.mark.parametrize("owner", [EVIL, "", "1", f"{EVIL} w", "9" * 5_000 + " w"])
+@pytest.mark.parametrize("owner", [EVIL, "", "1", f"{EVIL} w", "9" * 5_000 + " w"], ids=range(5))
 def test_a_forged_owner_of_a_stream_is_unreadable_and_the_others_are_shown(client: Client, owner: str) -> None:
     keys = ServiceKeys("calls")
     announce(client, "calls", "call:1")
@@ -251,7 +251,9 @@ def test_a_forged_owner_of_a_stream_is_unreadable_and_the_others_are_shown(clien
 # --- Delayed messages ---
 
 
-@pytest.mark.parametrize("packed", [EVIL, "", msgspec.msgpack.encode(["odd"]), msgspec.msgpack.encode({"a": 1})])
+@pytest.mark.parametrize(
+    "packed", [EVIL, "", msgspec.msgpack.encode(["odd"]), msgspec.msgpack.encode({"a": 1})], ids=range(4)
+)
 def test_a_forged_delayed_message_is_unreadable_and_the_others_are_shown(client: Client, packed: bytes | str) -> None:
     with Producer(client) as producer:
         producer.publish("orders", {"n": 1}, delay_ms=1_000_000)
