@@ -42,8 +42,7 @@ T = TypeVar("T")
 
 _REDIRECTS = 8
 _SKIP = packed(("CLIENT", "REPLY", "SKIP"))
-_NO_RETRY: dict[str, Any] = {"protocol": 2, "decode_responses": False, "health_check_interval": 0, "driver_info": None}
-"""`driver_info`: no CLIENT SETINFO, which Redis 7.2 would note as refused to each user with the least rights."""
+_NO_RETRY: dict[str, Any] = {"protocol": 2, "decode_responses": False, "health_check_interval": 0}
 
 
 # --- Addresses --------------------------------------------------------------------------------------------------
@@ -150,12 +149,22 @@ def _connection_settings(url: str) -> dict[str, Any]:
     return settings
 
 
+def _quiet(scheme: str, *, logs_in: bool) -> dict[str, Any]:
+    """No CLIENT SETINFO, if it can be helped: Redis 7.2 and later note it as refused for each user with the least rights.
+
+    Over TLS, something has to be answered before redis-py calls a connection ready: it asks whether anything has come in
+    unasked, and session tickets have. Who logs in is answered.
+    """
+    return {} if scheme == "rediss" and not logs_in else {"driver_info": None}
+
+
 def route_to(url: str, timeout_ms: int) -> Callable[[], _Route]:
     """Understand every kind of URL. Raises ConfigError; nothing is connected to before the answer is called."""
     settings = dict(_NO_RETRY, retry=RedisRetry(NoBackoff(), 0), encoding_errors="surrogateescape")  # as `to_wire`
     settings |= {"socket_timeout": timeout_ms / 1000, "socket_connect_timeout": min(timeout_ms, 5000) / 1000}
     parts = split_url(url)
     scheme, _, kind = parts.scheme.partition("+")
+    settings |= _quiet(scheme, logs_in="@" in parts.netloc)
     try:
         if not kind and scheme in ("redis", "rediss", "unix"):
             _connection_settings(url)
@@ -178,8 +187,9 @@ def route_to(url: str, timeout_ms: int) -> Callable[[], _Route]:
         return lambda: _ClusterRoute(RedisCluster(startup_nodes=[ClusterNode(*n) for n in nodes], **settings, **tls))
     if not service:
         raise ConfigError(f"{redact(url)!r}: name the Sentinel service after the hosts, like .../mymaster/0")
-    quiet = {k: v for k, v in settings.items() if k not in ("username", "password", "db")}
-    sentinel = Sentinel(nodes, sentinel_kwargs=quiet | tls, **settings, **tls)
+    to_ask = {k: v for k, v in settings.items() if k not in ("username", "password", "db", "driver_info")}
+    to_ask |= _quiet(scheme, logs_in=False) | tls
+    sentinel = Sentinel(nodes, sentinel_kwargs=to_ask, **settings, **tls)
     return lambda: _OneServer(sentinel.master_for(service).connection_pool)
 
 

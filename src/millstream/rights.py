@@ -169,7 +169,7 @@ ROLES: Mapping[RoleName, Role] = {
         scripts=("begin", "commit", "advance", "forget", "aside", "aside_keys", "aside_ready", "due", *_GROW, *_MOVE),
         direct="client|reply hdel hexists hget hincrby hmget hscan hset set time xgroup|create xgroup|destroy xgroup|setid xinfo|groups "
         "xinfo|stream xrange xreadgroup xrevrange",
-        helpful="client|tracking info",
+        helpful="client|tracking",
         unreached="lpush",
         own_keys=(_HANDLERS, *_DELAYED, *_LAYOUT),
         app_keys=(f"{PREFIX}:worker:{{app}}:*",),

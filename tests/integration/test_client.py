@@ -25,6 +25,7 @@ from millstream.redaction import redact
 from millstream.reliable import ReliableStream
 from millstream.server import EmbeddedServer
 from millstream.testing.proxy import Proxy
+from millstream.testing.topologies import tls_server
 from millstream.translation import translate
 from tests.support.clocks import HandClock
 
@@ -140,6 +141,17 @@ def test_a_redis_that_evicts_keys_is_warned_of(caplog: pytest.LogCaptureFixture)
         warn_if_evicting(client)
         assert caplog.text == ""
     warn_if_evicting(client)  # a Redis that is away is for others to tell
+
+
+@pytest.mark.parametrize("user", ["", "clerk:pw@"])
+def test_over_tls_a_connection_is_made_with_and_without_a_user(user: str) -> None:
+    """Servers send session tickets unasked, which must not be taken for the answer to something."""
+    with tls_server() as deployed, Client(deployed.url) as admin:
+        admin.execute("ACL", "SETUSER", "clerk", "on", ">pw", "~*", "+ping")
+        for _ in range(20):
+            with Client(deployed.url.replace("://", f"://{user}")) as client:
+                assert client.execute("PING") == b"PONG"
+        assert admin.execute("ACL", "LOG") == []
 
 
 REFUSALS = {

@@ -21,7 +21,6 @@ from millstream.commands.options import DEFAULT_URL, Json, Url
 from millstream.commands.terminal import counted
 from millstream.errors import ConfigError
 from millstream.escaping import one_line
-from millstream.eviction import warn_if_evicting_at
 from millstream.health import HealthServer
 from millstream.metrics import NOBODY, Metrics, Recorder
 from millstream.redaction import redacted
@@ -201,7 +200,6 @@ def run(
         Bell(bell_url or None, bell_command or None) as bell,
     ):
         if spark is not None:
-            warn_if_evicting_at(url)
             if metrics:
                 spark.streams.addListener(QueryMetrics(metrics))
             on_event = _telling(app, progress, bell, metrics or NOBODY)

@@ -6,7 +6,6 @@ from collections import defaultdict
 from millstream import App
 from millstream.aside import Aside, read_line, ready_lines, set_aside, waiting_keys
 from millstream.client import Client
-from millstream.eviction import warn_if_evicting
 from millstream.ledger import IN_LINE, Ledger, Unit
 from millstream.model import EntryId
 from millstream.naming import REDRIVE_FIELD, HandlerKeys
@@ -35,7 +34,6 @@ def run_on_spark(url: str, admin: Client) -> None:
 
     ids = add(admin, 30)
     with Client(url) as client:
-        warn_if_evicting(client)
         say_present(client, "shop", ["bill"])
         handler = handler_for()
         prepare_new(client, handler, ["orders"], "cp", start="resume", start_at="latest")
