@@ -4,7 +4,7 @@
 -- KEYS  as of commit.lua
 -- ARGV  1 token: the workers' epoch   2 consumer group   3 consumer   4 its incarnation   5 lease in milliseconds
 --       6 most lines   7 most entries of all   8 most entries of one line   9 '1' if states are wanted
---       10 most lines that the consumer may have in all, if there is such a limit
+--       10 most lines that the consumer may have in all: of a master, in the name of a consumer
 -- REPLY milliseconds until a line may become ready by itself (-1 = none waits), ids that are gone from the stream,
 --       number of leases that had run out, then for each line: name, lease token, state, how often a lease on its first
 --       entry ran out, attempts on it that failed, entries
@@ -44,8 +44,9 @@ if back_ms > STEP_MS then
   redis.call('HSET', KEYS[1], 'clock', string.format('%.0f', ms))
 end
 
--- They come out in the order in which they were due, so the first is put first last.
-local reaped = redis.call('ZRANGEBYSCORE', LEASES, '-inf', ms, 'LIMIT', 0, AT_ONCE)
+-- They come out in the order in which they were due, so the first is put first last. Those that masters took for
+-- consumers are left to tend.lua, which asks what was acknowledged and who lives: no master was there, or Redis was away.
+local reaped = ARGV[10] and {} or redis.call('ZRANGEBYSCORE', LEASES, '-inf', ms, 'LIMIT', 0, AT_ONCE)
 for i = #reaped, 1, -1 do
   local name = reaped[i]
   local head = redis.call('LINDEX', line_of(name), 0)
