@@ -2,10 +2,13 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Mapping
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Self
 
@@ -84,13 +87,20 @@ class HealthPage:
     def __init__(self) -> None:
         self.status = 200
         self.location = ""
+        self.delay_s = 0.0
+        self.gives_cookie = ""
+        self.cookies: list[str] = []
         self.calls = 0
         page = self
 
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
                 page.calls += 1
+                time.sleep(page.delay_s)
+                page.cookies += self.headers.get_all("Cookie", [])
                 self.send_response(page.status)
+                if page.gives_cookie:
+                    self.send_header("Set-Cookie", page.gives_cookie)
                 if page.location:
                     self.send_header("Location", page.location)
                 self.end_headers()
@@ -114,6 +124,34 @@ class HealthPage:
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
+
+
+class SilentPage:
+    """A health URL that takes every call and answers none. A context manager."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self._listener = socket.create_server(("127.0.0.1", 0), backlog=1_000)
+        self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}/api/health"
+        self._thread = threading.Thread(target=self._take)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        self._thread.join()
+
+    def _take(self) -> None:
+        taken: list[socket.socket] = []
+        with suppress(OSError):  # it is closed
+            while True:
+                taken.append(self._listener.accept()[0])
+                self.calls += 1
+        for one in taken:
+            one.close()
 
 
 class Foreign:

@@ -62,7 +62,7 @@ class AllowList:
         if parts.username is not None or parts.password is not None:
             raise Refused(422, "the health URL must be without user and password")
         target = Target(parts.scheme, parts.hostname, port or _PORTS[parts.scheme], _path(parts))
-        literal = _literal(target.host)
+        literal = literal_address(target.host)
         known = self._allows_address(literal, target.port) if literal else self._may_resolve(target)
         if not known:
             raise Refused(403, f"health URLs at {target.host}:{target.port} are not allowed here; see --allow-health")
@@ -74,7 +74,7 @@ class AllowList:
             return True
         plain = _unmapped(address)
         special = plain.is_loopback or plain.is_link_local or plain.is_multicast or plain.is_unspecified
-        return not special and not _literal(target.host) and self._names(target)
+        return not special and not literal_address(target.host) and self._names(target)
 
     def _allows_address(self, address: Address, port: int) -> bool:
         plain = _unmapped(address)
@@ -114,7 +114,8 @@ def _network(text: str) -> Network | None:
         return None
 
 
-def _literal(host: str) -> Address | None:
+def literal_address(host: str) -> Address | None:
+    """The address that a host is written as, if it is no name."""
     try:
         return ipaddress.ip_address(host)
     except ValueError:
