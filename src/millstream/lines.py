@@ -13,6 +13,7 @@ from millstream.model import EntryId
 from millstream.naming import HandlerKeys, from_wire
 
 STEER = Script("steer")
+LINE_NAMES = Script("line_names")
 
 WAITING = "waiting"
 """The consumer that has the pending entries nobody works on."""
@@ -54,6 +55,19 @@ class Line:
         return _key_of(self.name)
 
 
+def names_of(client: Client, keys: HandlerKeys) -> list[bytes]:
+    """The names of all lines that have entries or are parked, sorted. Raises RedisError."""
+    return sorted(set(client.script(LINE_NAMES, _keys_of(keys), ())))
+
+
+def look_at(client: Client, keys: HandlerKeys, names: Sequence[bytes]) -> list[Line]:
+    """Those of these lines that are still kept, in the same order. Raises RedisError.
+
+    Of a line that is ready it is not said which number it is of those that are: that would take a look at all of them.
+    """
+    return _lines(client, keys, _Seen.of(client, keys, names), names) if names else []
+
+
 def survey(client: Client, keys: HandlerKeys, *, most: int = 10_000) -> list[Line]:
     """Up to `most` lines that have entries or a worker or are parked, the longest first.
 
@@ -62,6 +76,10 @@ def survey(client: Client, keys: HandlerKeys, *, most: int = 10_000) -> list[Lin
     """
     seen = _Seen.read(client, keys, most)
     names = list(dict.fromkeys((*seen.owners, *seen.parked, *seen.backoff, *seen.ready)))[:most]
+    return sorted(_lines(client, keys, seen, names), key=lambda one: -one.length)
+
+
+def _lines(client: Client, keys: HandlerKeys, seen: "_Seen", names: Sequence[bytes]) -> list[Line]:
     counted = ask(
         client, [(verb, keys.line(one), *rest) for one in names for verb, *rest in (("LLEN",), ("LINDEX", 0))]
     )
@@ -72,12 +90,11 @@ def survey(client: Client, keys: HandlerKeys, *, most: int = 10_000) -> list[Lin
         client,
         [("HMGET", keys.strikes, (first or b"") + b"f", (first or b"") + b"l") for _, first in lengths.values()],
     )
-    found = [
+    return [
         seen.line_or_damage(name, length, from_wire(first or b""), counts)
         for (name, (length, first)), counts in zip(lengths.items(), struck, strict=True)
         if length != 0 or name in seen.owners or name in seen.parked
     ]
-    return sorted(found, key=lambda one: -one.length)
 
 
 def count_parked(client: Client, places: Sequence[HandlerKeys]) -> tuple[int, int]:
@@ -115,7 +132,23 @@ class _Seen:
             now_ms=int(seconds) * 1000 + int(micros) // 1000,
             owners=_mapping(owners), leases=_mapping(leases), backoff=_mapping(backoff), parked=_mapping(parked),
             ready={name: place for place, name in enumerate(ready, 1)},
-            waits_for="the run on Spark" if engine is None else "a worker to be free",
+            waits_for=_waits_for(engine),
+        )  # fmt: skip
+
+    @classmethod
+    def of(cls, client: Client, keys: HandlerKeys, names: Sequence[bytes]) -> "_Seen":
+        """Where these lines are."""
+        (seconds, micros), engine, owners, parked, leases, backoff = answers(
+            client,
+            [
+                ("TIME",), ("HGET", keys.meta, "engine"), ("HMGET", keys.owners, *names), ("HMGET", keys.parked, *names),
+                ("ZMSCORE", keys.leases, *names), ("ZMSCORE", keys.backoff, *names),
+            ],
+        )  # fmt: skip
+        return cls(
+            now_ms=int(seconds) * 1000 + int(micros) // 1000,
+            owners=_known(names, owners), leases=_known(names, leases), backoff=_known(names, backoff),
+            parked=_known(names, parked), ready={}, waits_for=_waits_for(engine),
         )  # fmt: skip
 
     def line_or_damage(self, name: bytes, length: int | None, first: str, counts: Sequence[bytes | None]) -> Line:
@@ -148,7 +181,8 @@ class _Seen:
             why = f"attempt {failed + 1} on its first entry is due in {_seconds(until_ms - self.now_ms)}"
         else:
             state = "ready"
-            why = f"it waits for {self.waits_for}, as number {self.ready[name]} of the lines that do"
+            why = f"it waits for {self.waits_for}"
+            why += f", as number {self.ready[name]} of the lines that do" if name in self.ready else ""
         if lost:
             times = "once" if lost == 1 else f"{lost} times"
             why += f"; {times} a worker lost it with this first entry, which is given out by itself now"
@@ -200,9 +234,8 @@ def skip(client: Client, keys: HandlerKeys, line: bytes, *, error: str, reason: 
 
 
 def _steer(client: Client, keys: HandlerKeys, args: Sequence[Arg]) -> Reply:
-    names = (keys.meta, keys.marks, keys.state, keys.strikes, keys.dead, keys.open, keys.stream)
     try:
-        return client.script(STEER, names, (keys.group, *args))
+        return client.script(STEER, _keys_of(keys), (keys.group, *args))
     except CommandFailed as error:
         if "NOTKEYED" in str(error):
             raise ConfigError(
@@ -214,6 +247,18 @@ def _steer(client: Client, keys: HandlerKeys, args: Sequence[Arg]) -> Reply:
                 f"the key goes on in {keys.stream} by itself, when its messages in its earlier partition are done"
             ) from error
         raise
+
+
+def _keys_of(keys: HandlerKeys) -> tuple[str, ...]:
+    return (keys.meta, keys.marks, keys.state, keys.strikes, keys.dead, keys.open, keys.stream)
+
+
+def _waits_for(engine: bytes | None) -> str:
+    return "the run on Spark" if engine is None else "a worker to be free"
+
+
+def _known(names: Sequence[bytes], values: Sequence[bytes | None]) -> dict[bytes, bytes]:
+    return {name: value for name, value in zip(names, values, strict=True) if value is not None}
 
 
 def _seconds(ms: int) -> str:

@@ -35,6 +35,7 @@ class RoleName(StrEnum):
 _LINES = "exists hdel hexists hget hkeys llen lpush lrange lrem rpush time unlink xclaim zrange zrem"
 _GROUP = "exists hexists hkeys hmget xclaim xgroup|create xgroup|delconsumer xinfo|consumers xinfo|groups"
 _TAKEOVER = f"{_LINES} {_GROUP} del hset xpending xrevrange"
+_COMPLETED = f"{_LINES} hincrby hlen hset lpop rename"
 _MAY_COMMIT = "hdel hincrby hset xadd"
 _SERVICE = (
     "hdel hget hincrby hset lpush sadd scard srandmember srem time xack xadd xclaim xdel xgroup|create "
@@ -61,12 +62,14 @@ SCRIPTS: Mapping[str, str] = {
     "due": "hdel hget time type xadd zrange zrangebyscore zrem",
     "expect": f"{_LINES} hincrby hset hsetnx",
     "extend": f"{_LINES} hset zadd",
+    "finish": f"{_COMPLETED} lindex xack xpending",
     "forget": f"{_LINES} {_GROUP}",
     "group_ack": "hget hset llen lrange ltrim xack xpending",
     "group_adopt": "hget hincrby hset xautoclaim",
     "group_batch": "hget hincrby hset llen rpush xclaim xpending",
     "group_keep": "hget hincrby hset xclaim xpending",
     "hand_in": f"{_SERVICE} hexists lrem",
+    "line_names": _LINES,
     "lowest": f"{_LINES} hlen hset lindex zcard",
     "hold": "hget xclaim xpending",
     "join": f"{_TAKEOVER} {_MAY_COMMIT} xack xgroup|setid",
@@ -81,7 +84,7 @@ SCRIPTS: Mapping[str, str] = {
     "route": f"{_LINES} {_GROUP} hset xgroup|setid",
     "seal": "hmget hset type xinfo|stream",
     "send_on": "get hget hset set xadd",
-    "settle": f"{_LINES} hincrby lindex xpending",
+    "settle": f"{_COMPLETED} hmget lindex lpos xack xpending xrange",
     "settled": f"{_LINES} hmget lindex xpending xrange",
     "sink_ask": "hmget sadd",
     "sink_begin": "get hmget hset set time",
@@ -94,7 +97,7 @@ SCRIPTS: Mapping[str, str] = {
     "steer": f"{_LINES} hincrby hmget hset hsetnx lindex lpop xack xadd xpending",
     "swap": "hdel hget hset",
     "take": f"{_LINES} hincrby hmget hset hvals lindex ltrim xpending zadd zrangebyscore",
-    "tend": f"{_LINES} {_GROUP} hgetall hincrby hset hsetnx lindex lpop xpending zadd",
+    "tend": f"{_COMPLETED} {_GROUP} hgetall hsetnx lindex xpending zadd",
     "trim": "exists xinfo|groups xpending xtrim",
 }
 """The commands that each script in `millstream.lua` runs."""
@@ -214,9 +217,22 @@ ROLES: Mapping[RoleName, Role] = {
         serves=True,
     ),
     RoleName.MASTER: Role(
-        scripts=("join", "commit", "route", "take", "release", "tend", "adopt", "settle", "steer", "swap"),
-        direct="hget hgetall hlen hmget hscan hvals lindex llen lpos lrange time xack xinfo|consumers xpending xrange xread "
-        "zrange",
+        scripts=(
+            "join",
+            "commit",
+            "route",
+            "take",
+            "release",
+            "tend",
+            "adopt",
+            "finish",
+            "settle",
+            "steer",
+            "swap",
+            "line_names",
+        ),
+        direct="hget hgetall hlen hmget hscan hvals lindex llen lrange time xack xinfo|consumers xpending xrange xread "
+        "zmscore zrange",
         helpful="info",
         unreached="get set",
         writes=False,

@@ -3,12 +3,15 @@
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from urllib.parse import urlsplit
 
+import httpx
 import pytest
 
 from millstream.asking import server_time_ms
@@ -43,7 +46,7 @@ class Fleet:
             process.kill()
             process.wait(FAIL_SAFE_S)
 
-    def python(self, name: str, *options: str, work_ms: int = 5) -> None:
+    def python(self, name: str, *options: str, work_ms: int = 5, function: str = f"{EXAMPLE}/work.py:work") -> None:
         """Start `millstream consumer`."""
         environ = environment(None, {
             "ticket_stream": STREAM, "concurrency_stream_group": GROUP, "consumer": name,
@@ -51,7 +54,7 @@ class Fleet:
             "master_register_api_url": " ".join(f"{one.url}/api/consumers/register" for one in self._masters),
             "master_acknowledge_api_url": " ".join(f"{one.url}/api/messages/acknowledge" for one in self._masters),
         })  # fmt: skip
-        command = [*PROGRAM, "consumer", f"{EXAMPLE}/work.py:work", "--url", self._url, "--poll-ms", "5", *options]
+        command = [*PROGRAM, "consumer", function, "--url", self._url, "--poll-ms", "5", *options]
         self.processes[name] = subprocess.Popen(command, env=environ)
 
     def javascript(self, name: str, port: int, work_ms: int = 5) -> None:
@@ -131,6 +134,7 @@ def test_who_acknowledges_late_in_redis_ends_the_message_for_who_has_it_by_then(
         assert late.xack(first) == 1  # XACK asks nobody
         assert other.next()[0] == second
         assert other.acknowledge(master, first).json()["known"] is True
+        assert late.acknowledge(master, first).status_code == 409
         other.finish(master, second)
     assert is_clean(client)
 
@@ -152,7 +156,8 @@ def test_a_healthy_consumer_that_is_stuck_loses_its_message_and_gets_no_more(cli
             other.finish(master, message_id)
         assert [one for ticket, one in got if ticket == "A"] == [stuck_on, newer]
         assert not stuck.read()
-        assert stuck.acknowledge(master, stuck_on).json()["known"] is True
+        refused = stuck.acknowledge(master, stuck_on)
+        assert (refused.status_code, "'c2' has done it" in refused.json()["error"]) == (409, True)
         assert master.state_of("c1") == "alive"
 
 
@@ -315,6 +320,48 @@ def test_redis_restarts_and_everybody_goes_on(millstream_fresh_server: EmbeddedS
 
         eventually(done, "all done")
         fleet.judge(enqueued)
+
+
+def test_a_master_answers_for_its_health_while_all_its_calls_wait_for_redis(
+    millstream_fresh_server: EmbeddedServer,
+) -> None:
+    with Master(millstream_fresh_server.url, *PATIENT) as master, ExitStack() as stack:
+        parts = urlsplit(master.url)
+        millstream_fresh_server.pause()
+        stack.callback(millstream_fresh_server.resume)
+        head = f"GET /api/consumers HTTP/1.1\r\nHost: {parts.netloc}\r\nAuthorization: Bearer {TOKEN}\r\n\r\n"
+        for _ in range(80):
+            call = stack.enter_context(socket.create_connection((parts.hostname, parts.port)))
+            call.sendall(head.encode())
+        for _ in range(3):
+            answer = master.http.get("/api/health")
+            assert answer.status_code in (200, 503)
+            assert answer.json()["master"] == "master"
+
+
+def test_a_consumer_says_that_it_is_overdue_while_its_async_function_takes_too_long(
+    client: Client, tmp_path: Path
+) -> None:
+    (tmp_path / "slow.py").write_text(
+        "import asyncio, pathlib\n\n\n"
+        "async def work(message):\n"
+        "    while not pathlib.Path(__file__).with_name('go').exists():\n"
+        "        await asyncio.sleep(0.01)\n"
+    )
+    with Master(client.url, *PATIENT) as master, Fleet(client.url, tmp_path, [master]) as fleet:
+        fleet.python("c1", "--time-limit-s", "0.5", function=f"{tmp_path / 'slow.py'}:work")
+        registered(master, 1)
+        (only,) = publish(client, "A")
+        health_url = master.get("consumers")["consumers"][0]["health_url"]
+
+        def health() -> httpx.Response:
+            return httpx.get(health_url, timeout=FAIL_SAFE_S, trust_env=False)
+
+        eventually(lambda: health().status_code == 503, "it takes too long")
+        assert health().json() == {"status": "failing", "consumer": "c1", "overdue": [only]}
+        (tmp_path / "go").touch()
+        eventually(lambda: is_clean(client), "it is done")
+        eventually(lambda: health().status_code == 200, "it is well again")
 
 
 def need_node() -> None:

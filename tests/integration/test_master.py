@@ -3,14 +3,27 @@
 import re
 from collections.abc import Iterator
 
+import httpx
 import pytest
 
 from millstream.client import Client
 from millstream.lines import check_lines, park
 from millstream.server import EmbeddedServer
 from tests.support.commandline import call
-from tests.support.masters import GROUP, KEYS, PATIENT, STREAM, Foreign, HealthPage, Master, holders, is_clean, publish
-from tests.support.waiting import eventually
+from tests.support.masters import (
+    GROUP,
+    KEYS,
+    PATIENT,
+    STREAM,
+    Foreign,
+    HealthPage,
+    Master,
+    holders,
+    is_clean,
+    is_read,
+    publish,
+)
+from tests.support.waiting import FAIL_SAFE_S, eventually
 
 pytestmark = [pytest.mark.master, pytest.mark.xdist_group("master")]
 
@@ -49,10 +62,24 @@ def test_an_acknowledgement_says_what_is_given_next_and_may_be_repeated(master: 
     first, second = publish(client, "A", "A")
     with Foreign(client, "c1").register(master) as consumer:
         assert consumer.next()[0] == first
+        eventually(lambda: is_read(client), "both in their line")
         # Without an XACK before: the master might find it first, and give the next one before it is asked.
         assert consumer.acknowledge(master, first).json() == {"known": False, "next": [second]}
         assert consumer.finish(master, first) == {"known": True, "next": []}
         assert consumer.next()[0] == second
+
+
+def test_several_messages_are_acknowledged_with_one_call(master: Master, client: Client) -> None:
+    a1, b1, a2, b2 = publish(client, "A", "B", "A", "B")
+    with Foreign(client, "c1", max_tickets=2).register(master) as consumer:
+        eventually(lambda: dict(consumer.read()).keys() == {a1, b1} and is_read(client), "both tickets")
+        found = master.post("messages/acknowledge", consumer="c1", message_ids=[a1, b2, "1-1", b1])
+        assert found.status_code == 200, found.text
+        answer = found.json()
+        assert (answer["known"], sorted(answer["next"])) == (False, [a2, b2])
+        assert [(one["message_id"], one["status"]) for one in answer["refused"]] == [(b2, 409), ("1-1", 404)]
+        again = master.post("messages/acknowledge", consumer="c1", message_ids=[a1, b1]).json()
+        assert again == {"known": True, "next": [], "refused": []}
 
 
 def test_a_message_without_a_ticket_waits_for_nobody(master: Master, client: Client) -> None:
@@ -70,7 +97,7 @@ def test_a_consumer_that_skips_a_message_gets_nothing_newer_of_that_ticket(maste
         eventually(lambda: len(consumer.read()) == 2, "both tickets")
         consumer.finish(master, other)
         assert dict(consumer.read()).keys() == {skipped}
-        assert holders(client)[newer] == "waiting"
+        eventually(lambda: holders(client).get(newer) == "waiting", "the newer one is in its line")
         consumer.finish(master, skipped)
         assert consumer.next()[0] == newer
 
@@ -82,7 +109,7 @@ def test_an_acknowledgement_out_of_turn_does_not_pass_over_what_comes_before(mas
         refused = consumer.acknowledge(master, second)
         assert refused.status_code == 409
         assert "does not have" in refused.json()["error"]
-        assert list(holders(client)) == [first, second]
+        eventually(lambda: list(holders(client)) == [first, second], "both are pending")
 
 
 def test_an_xack_without_the_call_counts_as_acknowledged(master: Master, client: Client) -> None:
@@ -228,12 +255,17 @@ def test_requests_are_bounded_and_errors_are_one_line_of_json(master: Master) ->
     answers = [
         (413, http.post("/api/consumers/register", content=b"x" * 2_001)),
         (413, http.post("/api/consumers/register", content=streamed())),
-        (422, http.post("/api/consumers/register", content=b"{")),
+        (415, http.post("/api/consumers/register", content=b'{"consumer": "c"}')),
+        (415, http.post("/api/messages/acknowledge", data={"consumer": "c", "message_id": "1-1"})),
+        (422, http.post("/api/consumers/register", content=b"{", headers={"Content-Type": "application/json"})),
         (422, http.post("/api/consumers/register", json={})),
         (422, http.post("/api/consumers/register", json={"consumer": "waiting"})),
         (422, http.post("/api/consumers/register", json={"consumer": "a b"})),
         (422, http.post("/api/consumers/register", json={"consumer": "c", "max_tickets": 1_001})),
         (422, http.post("/api/messages/acknowledge", json={"consumer": "c", "message_id": "nonsense"})),
+        (422, http.post("/api/messages/acknowledge", json={"consumer": "c", "message_ids": ["nonsense"]})),
+        (422, http.post("/api/messages/acknowledge", json={"consumer": "c"})),
+        (404, http.post("/api/messages/acknowledge", json={"consumer": "c", "message_id": "1-1"})),
         (404, http.post("/api/consumers/heartbeat", json={"consumer": "nobody"})),
         (422, http.get("/api/tickets", params={"limit": 6})),
         (422, http.get("/api/tickets", params={"cursor": "xyz"})),
@@ -245,6 +277,16 @@ def test_requests_are_bounded_and_errors_are_one_line_of_json(master: Master) ->
         assert list(answer.json()) == ["error"]
         assert answer.json()["error"]
         assert "\n" not in answer.json()["error"]
+
+
+def test_who_sends_no_token_or_no_content_type_is_told_what_to_send(master: Master) -> None:
+    body = b'{"consumer": "c"}'
+    for path in ("consumers/register", "messages/acknowledge"):
+        url = f"{master.url}/api/{path}"
+        refused = httpx.post(url, content=body, timeout=FAIL_SAFE_S, trust_env=False)
+        assert "`Authorization: Bearer TOKEN`" in refused.json()["error"]
+        refused = httpx.post(url, content=body, headers=master.http.headers, timeout=FAIL_SAFE_S, trust_env=False)
+        assert "`Content-Type: application/json`" in refused.json()["error"]
 
 
 def test_the_openapi_document_names_every_call_and_its_token(master: Master) -> None:

@@ -1,18 +1,23 @@
 """What masters do in Redis, step by step, where only the moment matters."""
 
+import re
+
 import pytest
 
+from millstream.asking import server_time_ms
 from millstream.client import Client
+from millstream.master.acknowledging import Acknowledger, Done
 from millstream.master.desk import Desk
 from millstream.master.registry import Registry
 from millstream.master.settings import MasterSettings
+from millstream.master.views import Views
 from millstream.web.refusal import Refused
 from tests.support.masters import GROUP, KEYS, STREAM, holders, is_clean, publish
 from tests.support.waiting import eventually
 
 pytestmark = [pytest.mark.master]
 
-SETTINGS = MasterSettings(ticket_stream=STREAM, group=GROUP)
+SETTINGS = MasterSettings(ticket_stream=STREAM, group=GROUP, lease_ms=1_000)
 
 
 @pytest.fixture
@@ -34,6 +39,20 @@ def join(desk: Desk, registry: Registry, name: str, count: int = 1) -> list[str]
     return [one.decode() for one in desk.deal(name, found, count=count)]
 
 
+def lose(desk: Desk, registry: Registry, name: str) -> None:
+    """Have a consumer begin another life, so that what it had is lost to it."""
+    registry.register(name, health_url=None, max_tickets=10, instance="", silent_ms=1_000)
+    desk.stream.tend()
+
+
+def acknowledge(client: Client, desk: Desk, name: str, message_id: str) -> tuple[bool, list[str]]:
+    """Whether a message is done only now, and what its consumer is given next. Raises Refused."""
+    (found,) = Acknowledger(client, Registry(client, KEYS), desk).acknowledge([Done(name, [message_id.encode()])])
+    for _, refusal in found.refused:
+        raise refusal
+    return bool(found.fresh), [one.decode() for one in found.next]
+
+
 def test_a_consumer_does_not_see_the_next_message_while_the_one_before_is_being_committed(
     client: Client, registry: Registry, desk: Desk
 ) -> None:
@@ -45,9 +64,41 @@ def test_a_consumer_does_not_see_the_next_message_while_the_one_before_is_being_
     assert holders(client) == {second: "waiting"}
     # The master has died there.
     eventually(lambda: desk.stream.tend() and holders(client) == {second: "c1"}, "another one to go on with it")
-    assert desk.acknowledge("c1", second) == (True, [])
+    assert acknowledge(client, desk, "c1", second) == (True, [])
     desk.stream.tend()
     assert is_clean(client)
+
+
+def leases_have_ended(client: Client) -> None:
+    """Wait until all leases are over by the server's clock, as after an outage that was longer than they last."""
+    eventually(
+        lambda: not client.execute("ZCOUNT", KEYS.leases, server_time_ms(client), "+inf"), "the end of the leases"
+    )
+
+
+def test_what_was_acknowledged_is_not_given_out_again_however_long_no_master_looked(
+    client: Client, registry: Registry, desk: Desk
+) -> None:
+    first, second = publish(client, "A", "A")
+    assert join(desk, registry, "c1") == [first]
+    assert client.execute("XACK", STREAM, GROUP, first) == 1
+    leases_have_ended(client)
+    assert join(desk, registry, "c2") == []
+    assert desk.stream.tend().acknowledged == [first.encode()]
+    assert desk.deal("c2", registry.get("c2"), count=1) == [second.encode()]
+
+
+def test_a_consumer_that_is_still_at_work_keeps_its_message_however_long_no_master_looked(
+    client: Client, registry: Registry, desk: Desk
+) -> None:
+    (only,) = publish(client, "A")
+    assert join(desk, registry, "c1") == [only]
+    leases_have_ended(client)
+    assert join(desk, registry, "c2") == []
+    tended = desk.stream.tend()
+    assert (tended.extended, tended.lost) == (1, [])
+    assert client.execute("HLEN", KEYS.strikes) == 0
+    assert acknowledge(client, desk, "c1", only) == (True, [])
 
 
 def test_two_masters_give_no_consumer_more_than_it_asked_for(client: Client, registry: Registry, desk: Desk) -> None:
@@ -67,7 +118,7 @@ def test_a_lease_of_an_earlier_life_ends_and_cannot_be_acknowledged(
     registry.register("c1", health_url=None, max_tickets=1, instance="", silent_ms=1_000)
     assert [(lost.id.decode(), lost.why) for lost in desk.stream.tend().lost] == [(only, "gone")]
     with pytest.raises(Refused, match="does not have"):
-        desk.acknowledge("c1", only)
+        acknowledge(client, desk, "c1", only)
     assert desk.stream.commit([desk.stream.unit_of(before, list(before.waiting))])
     assert join(desk, registry, "c2") == [only]
 
@@ -78,7 +129,7 @@ def test_what_was_trimmed_while_it_was_in_hand_can_still_be_acknowledged(
     first, second = publish(client, "A", "A")
     join(desk, registry, "c1")
     client.execute("XDEL", STREAM, first)
-    assert desk.acknowledge("c1", first) == (True, [second.encode()])
+    assert acknowledge(client, desk, "c1", first) == (True, [second])
 
 
 def test_no_change_of_a_registration_undoes_another(client: Client, registry: Registry, desk: Desk) -> None:
@@ -95,3 +146,143 @@ def test_no_change_of_a_registration_undoes_another(client: Client, registry: Re
     alive = registry.get("c1")
     assert alive is not None
     assert alive.state == "alive"
+
+
+# --- What is acknowledged ---
+
+
+def test_who_lost_a_message_is_told_who_has_done_it_and_who_did_may_say_so_again(
+    client: Client, registry: Registry, desk: Desk
+) -> None:
+    (only,) = publish(client, "A")
+    assert join(desk, registry, "late") == [only]
+    lose(desk, registry, "late")
+    assert join(desk, registry, "c2") == [only]
+    with pytest.raises(Refused, match="'c2' has it") as refused:
+        acknowledge(client, desk, "late", only)
+    assert refused.value.status == 409
+    assert acknowledge(client, desk, "c2", only) == (True, [])
+    for _ in range(2):
+        assert acknowledge(client, desk, "c2", only) == (False, [])
+        with pytest.raises(Refused, match="'c2' has done it") as refused:
+            acknowledge(client, desk, "late", only)
+        assert refused.value.status == 409
+
+
+def test_what_a_consumer_has_ended_by_xack_counts_as_done_by_it(client: Client, registry: Registry, desk: Desk) -> None:
+    (only,) = publish(client, "A")
+    join(desk, registry, "c1")
+    client.execute("XACK", STREAM, GROUP, only)
+    desk.stream.tend()
+    assert acknowledge(client, desk, "c1", only) == (False, [])
+    with pytest.raises(Refused, match="'c1' has done it"):
+        acknowledge(client, desk, "c2", only)
+
+
+def test_a_message_that_never_was_cannot_be_acknowledged(client: Client, registry: Registry, desk: Desk) -> None:
+    join(desk, registry, "c1")
+    with pytest.raises(Refused, match="there is no message 1-1") as refused:
+        acknowledge(client, desk, "c1", "1-1")
+    assert refused.value.status == 404
+    (new,) = publish(client, "A")
+    with pytest.raises(Refused, match="nobody was given it yet") as refused:
+        acknowledge(client, desk, "c1", new)
+    assert refused.value.status == 409
+
+
+def test_a_dead_letter_cannot_be_acknowledged(client: Client, registry: Registry, desk: Desk) -> None:
+    (only,) = publish(client, "A")
+    join(desk, registry, "c1")
+    assert desk.fail("c1", only, "nonsense", retry=False)[0] == "dead-letter"
+    with pytest.raises(Refused, match="dead letter"):
+        acknowledge(client, desk, "c1", only)
+
+
+def test_who_has_done_a_message_is_known_of_the_last_twenty_thousand_at_least(
+    client: Client, registry: Registry, desk: Desk
+) -> None:
+    ids = publish(client, "A", "A", "A", "A")
+    join(desk, registry, "c1")
+    done, full = f"{KEYS.base}:done", 20_000
+    for first, last in ((0, 1), (2, 3)):
+        acknowledge(client, desk, "c1", ids[first])
+        client.pipeline([("HSET", done, f"other-{number}", "c9") for number in range(full - 2)])
+        assert client.execute("HLEN", done) == full - 1
+        acknowledge(client, desk, "c1", ids[last])
+        assert client.execute("HLEN", done) == 0
+        assert client.execute("HLEN", f"{done}-before") == full
+        assert [acknowledge(client, desk, "c1", ids[one])[0] for one in (first, last)] == [False, False]
+    with pytest.raises(Refused, match="it ended before"):
+        acknowledge(client, desk, "c1", ids[0])
+
+
+def test_calls_that_are_taken_in_together_are_answered_each_for_itself(
+    client: Client, registry: Registry, desk: Desk
+) -> None:
+    a1, b1, a2, b2 = publish(client, "A", "B", "A", "B")
+    assert join(desk, registry, "c1") == [a1]
+    assert join(desk, registry, "c2") == [b1]
+    found = Acknowledger(client, registry, desk).acknowledge(
+        [Done("c1", [a1.encode()]), Done("c2", [a1.encode()]), Done("c2", [b1.encode(), b2.encode()])]
+    )
+    assert [one.fresh for one in found] == [1, 0, 1]
+    assert [[(one, why.status) for one, why in call.refused] for call in found] == [
+        [],
+        [(a1.encode(), 409)],
+        [(b2.encode(), 409)],
+    ]
+    given = [one for call in found for one in call.next]
+    assert sorted(given) == sorted([a2.encode(), b2.encode()])
+    assert holders(client).keys() == {a2, b2}
+
+
+def test_what_another_master_has_given_out_is_acknowledged_too(client: Client, registry: Registry, desk: Desk) -> None:
+    first, second = publish(client, "A", "A")
+    join(desk, registry, "c1")
+    other = Desk(client, registry, SETTINGS)
+    other.join()
+    assert acknowledge(client, other, "c1", first) == (True, [second])
+
+
+# --- Pages ---
+
+
+def test_every_ticket_is_on_a_page_however_many_there_are_and_they_are_looked_for_once(
+    client: Client, registry: Registry, desk: Desk
+) -> None:
+    tickets = 12_000
+    client.pipeline([("XADD", STREAM, "*", "ticket_id", f"T{number:05}") for number in range(tickets)])
+    while desk.stream.route(count=1_000, most_pending=100_000):
+        pass
+    views = Views(client, registry, SETTINGS)
+    scripts_before = scripts_run(client)
+    shown, cursor, pages = [], None, 0
+    while cursor or not pages:
+        page = views.tickets(cursor, 1_000)
+        shown += [one.ticket_id for one in page.tickets]
+        cursor, pages = page.cursor, pages + 1
+    assert shown == [f"T{number:05}" for number in range(tickets)]
+    assert scripts_run(client) - scripts_before <= 2, "once by its hash, and once more where the server lacked it"
+
+
+def scripts_run(client: Client) -> int:
+    """How many scripts the server was asked to run."""
+    found = client.execute("INFO", "commandstats").decode()
+    return sum(map(int, re.findall(r"cmdstat_eval(?:sha)?:calls=(\d+)", found)))
+
+
+def test_a_listing_goes_on_after_what_is_done_meanwhile_and_shows_the_rest(
+    client: Client, registry: Registry, desk: Desk
+) -> None:
+    ids = publish(client, *"ABCDE")
+    desk.stream.route(count=100, most_pending=1_000)
+    views = Views(client, registry, SETTINGS)
+    first = views.tickets(None, 2)
+    assert [one.ticket_id for one in first.tickets] == ["A", "B"]
+    assert join(desk, registry, "c1", count=4) == ids[:4]
+    assert [acknowledge(client, desk, "c1", one)[0] for one in ids[:3]] == [True] * 3
+    second = views.tickets(first.cursor, 2)
+    assert [(one.ticket_id, one.consumer_name) for one in second.tickets] == [("D", "c1"), ("E", "c1")]
+    assert second.cursor is None
+    late = Views(client, registry, SETTINGS)  # another master, which has not begun this listing
+    assert [one.ticket_id for one in late.tickets(first.cursor, 2).tickets] == ["D", "E"]

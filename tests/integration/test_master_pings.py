@@ -12,6 +12,7 @@ from millstream.master.addresses import LOOPBACK, AllowList
 from millstream.master.pings import Pinger
 from millstream.master.registry import Registry
 from millstream.master.settings import MasterSettings
+from millstream.server import EmbeddedServer
 from tests.support.masters import GROUP, KEYS, STREAM, HealthPage, SilentPage
 from tests.support.waiting import eventually_async
 
@@ -32,10 +33,16 @@ async def pinging(registry: Registry, *, ping_ms: int = 200, failures: int = 100
     """A pinger at work; the deaths that it found."""
     deaths: list[str] = []
     settings = MasterSettings(ticket_stream=STREAM, group=GROUP, ping_ms=ping_ms, ping_failures=failures)
-    pinger = Pinger(registry, settings, AllowList(LOOPBACK), on_death=lambda: deaths.append("one"))
+    async with running(Pinger(registry, settings, AllowList(LOOPBACK), on_death=lambda: deaths.append("one"))):
+        yield deaths
+
+
+@asynccontextmanager
+async def running(pinger: Pinger) -> AsyncIterator[None]:
+    """The pinger at work."""
     task = asyncio.create_task(pinger.run())
     try:
-        yield deaths
+        yield
     finally:
         task.cancel()
         with suppress(asyncio.CancelledError):
@@ -90,6 +97,21 @@ def test_a_master_that_had_no_processor_finds_nobody_dead(registry: Registry) ->
         found = registry.get("c1")
         assert found is not None
         assert found.state == "alive"
+
+
+def test_no_silence_counts_while_redis_is_away(millstream_fresh_server: EmbeddedServer) -> None:
+    async def wait(registry: Registry) -> None:
+        settings = MasterSettings(ticket_stream=STREAM, group=GROUP, ping_ms=200, ping_failures=100_000)
+        pinger = Pinger(registry, settings, AllowList(LOOPBACK), on_death=lambda: None)
+        async with running(pinger):
+            await eventually_async(lambda: sum(pinger.failures.values()) > 2, "some silence")
+            millstream_fresh_server.stop()
+            await eventually_async(lambda: not pinger.failures, "a new beginning")
+
+    with Client(millstream_fresh_server.url) as client:
+        registry = Registry(client, KEYS)
+        register(registry, "c1", None)
+        asyncio.run(wait(registry))
 
 
 @pytest.mark.parametrize("url", [None, "silent"])

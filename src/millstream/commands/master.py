@@ -32,7 +32,10 @@ PingFailures = Annotated[int, typer.Option("--ping-failures", help="Failed looks
 IdleS = Annotated[
     float, typer.Option("--min-idle-time-s", help="Seconds until a message that somebody took is idle.", min=0.1)
 ]
-LeaseS = Annotated[float, typer.Option("--lease-s", help="Seconds that consumers go on without any master.", min=1)]
+LeaseS = Annotated[
+    float,
+    typer.Option("--lease-s", help="Seconds until when a lease is shown to last, from a master's last look.", min=1),
+]
 LimitS = Annotated[
     float, typer.Option("--delegation-limit-s", help="Seconds that a consumer may have one message.", min=0.1)
 ]

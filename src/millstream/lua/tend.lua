@@ -19,6 +19,7 @@
 -- include ids
 -- include lines
 -- include group
+-- include completed
 
 local group, lease_ms, longest_us = ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4]) * 1000
 local STRAYS, STRAY_MS = BASE .. 'strays', 1000
@@ -42,11 +43,8 @@ local until_ms = ms + lease_ms
 local strays, still = pairs_of(redis.call('HGETALL', STRAYS)), {}
 local extended, done, back, ready = 0, {}, {}, 0
 
-local function acknowledge(name, id)
-  redis.call('LPOP', line_of(name))
-  forget_strikes(id)
-  end_lease(group, name, 0)
-  if line_up(name) then ready = ready + 1 end
+local function acknowledge(name, id, holder)
+  if complete(group, name, id, holder) then ready = ready + 1 end
   done[#done + 1] = id
 end
 
@@ -77,7 +75,7 @@ for name, token in pairs(pairs_of(redis.call('HGETALL', OWNERS))) do
   if not head then
     end_lease(group, name, 0)
   elseif not item and exists[holder] then -- without its consumer, the entry was deleted with it
-    acknowledge(name, head)
+    acknowledge(name, head, holder)
   elseif lives[holder] ~= life then
     take_back(name, head, holder, 'gone')
   elseif now_us - fence >= longest_us then
@@ -90,6 +88,5 @@ for name, token in pairs(pairs_of(redis.call('HGETALL', OWNERS))) do
 end
 if next(strays) then redis.call('UNLINK', STRAYS) end
 for stray, since in pairs(still) do redis.call('HSET', STRAYS, stray, since) end
-if #done > 0 then redis.call('HINCRBY', KEYS[1], 'committed', #done) end
 wake(ready)
 return {extended, done, unpack(back)}

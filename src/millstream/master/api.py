@@ -1,7 +1,7 @@
 """A master's HTTP API. Its OpenAPI document is at `/openapi.json`."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -10,10 +10,11 @@ from typing import Annotated, Any
 from fastapi import Depends, FastAPI, Query
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
-from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 
 from millstream.health import Health
+from millstream.master.acknowledging import Acknowledgement, Done
 from millstream.master.addresses import AllowList
+from millstream.master.batching import Batches
 from millstream.master.bodies import (
     Acknowledged,
     Acknowledging,
@@ -22,6 +23,7 @@ from millstream.master.bodies import (
     Failed,
     Failing,
     Heartbeat,
+    NotAcknowledged,
     Problem,
     Registered,
     Registering,
@@ -30,9 +32,10 @@ from millstream.master.bodies import (
     Standing,
     Tickets,
 )
-from millstream.master.desk import Desk
+from millstream.master.desk import Desk, entry_id_of
 from millstream.master.pings import Pinger
 from millstream.master.registry import Registry
+from millstream.master.routes import BodyRoute, Permission, first_mistake
 from millstream.master.settings import MasterSettings
 from millstream.master.tokens import Scope, Tokens
 from millstream.master.views import Views
@@ -41,7 +44,9 @@ from millstream.web.limits import BodyLimit
 from millstream.web.refusal import Refused, explain, in_json
 
 _PAGE = 100
-_PROBLEMS: dict[int | str, dict[str, Any]] = {code: {"model": Problem} for code in (401, 403, 409, 413, 422, 503)}
+_PROBLEMS: dict[int | str, dict[str, Any]] = {
+    code: {"model": Problem} for code in (401, 403, 404, 409, 413, 415, 422, 503)
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +59,7 @@ class Parts:
     views: Views
     tokens: Tokens
     allowed: AllowList
+    acknowledgements: Batches[Done, Acknowledgement]
     pinger: Pinger
     health: Health
     recorder: Recorder
@@ -68,7 +74,8 @@ def make_api(parts: Parts) -> FastAPI:
     @asynccontextmanager
     async def pinging(_: FastAPI) -> AsyncIterator[None]:
         task = asyncio.create_task(parts.pinger.run())
-        yield
+        with parts.acknowledgements:
+            yield
         task.cancel()
         with suppress(asyncio.CancelledError):
             await task
@@ -78,8 +85,9 @@ def make_api(parts: Parts) -> FastAPI:
         responses=_PROBLEMS,
     )  # fmt: skip
     api.add_middleware(BodyLimit, most=parts.most_body)
+    api.router.route_class = BodyRoute
     explain(api, "the master")
-    api.add_exception_handler(RequestValidationError, in_json(lambda error: 422, _first_mistake))
+    api.add_exception_handler(RequestValidationError, in_json(lambda error: 422, first_mistake))
     _add_consumers(api, parts)
     _add_messages(api, parts)
     _add_looks(api, parts)
@@ -87,16 +95,7 @@ def make_api(parts: Parts) -> FastAPI:
 
 
 def _may(parts: Parts, scope: Scope) -> Any:
-    bearer = HTTPBearer(auto_error=False, description=f"A token with the scope `{scope}`.", scheme_name=scope)
-
-    def check(found: Annotated[HTTPAuthorizationCredentials | None, Depends(bearer)]) -> None:
-        allowed = parts.tokens.allows(found.credentials if found else None, scope)
-        if allowed is None:
-            raise Refused(401, "a valid token is missing: send the header `Authorization: Bearer TOKEN`")
-        if not allowed:
-            raise Refused(403, f"this token has not the scope {scope!r}")
-
-    return Depends(check)
+    return Depends(Permission(parts.tokens, scope))
 
 
 def _add_consumers(api: FastAPI, parts: Parts) -> None:
@@ -133,10 +132,19 @@ def _add_messages(api: FastAPI, parts: Parts) -> None:
     desk, may = parts.desk, [_may(parts, "acknowledge")]
 
     @api.post("/api/messages/acknowledge", dependencies=may)
-    def acknowledge(body: Acknowledging) -> Acknowledged:
-        """Say that a message is done. May be repeated. 409: the consumer does not have it any more."""
-        fresh, ids = desk.acknowledge(body.consumer, body.message_id)
-        return Acknowledged(known=not fresh, next=_texts(ids))
+    async def acknowledge(body: Acknowledging) -> Acknowledged:
+        """Say that a message is done. May be repeated. 409: it is not the consumer's any more. 404: there is none."""
+        ids = [entry_id_of(one) for one in body.message_ids or [body.message_id or ""]]
+        found = await parts.acknowledgements.call(Done(body.consumer, ids))
+        answer = Acknowledged(known=not found.fresh and not found.refused, next=_texts(found.next))
+        if body.message_id is not None and found.refused:
+            raise found.refused[0][1]
+        if body.message_ids:
+            answer.refused = [
+                NotAcknowledged(message_id=one.decode(), status=why.status, error=str(why))
+                for one, why in found.refused
+            ]
+        return answer
 
     @api.post("/api/messages/fail", dependencies=may)
     def fail(body: Failing) -> Failed:
@@ -172,23 +180,18 @@ def _add_looks(api: FastAPI, parts: Parts) -> None:
         return parts.views.consumers(cursor, limit)
 
     @api.get("/api/health", responses={503: {"model": Standing}})
-    def health(response: Response) -> Standing:
-        """Whether this master makes its rounds."""
+    async def health(response: Response) -> Standing:
+        """Whether this master makes its rounds. It takes no thread, as those may all wait for Redis."""
         reasons = parts.health.failures()
         response.status_code = 503 if reasons else 200
         return Standing(status="failing" if reasons else "ok", master=parts.settings.master, reasons=reasons)
 
     @api.get("/metrics", dependencies=may, response_class=Response)
-    def metrics() -> Response:
+    async def metrics() -> Response:
         """Figures for Prometheus."""
         body, content_type = exposition(parts.recorder)
         return Response(body, media_type=content_type)
 
 
-def _first_mistake(error: RequestValidationError) -> str:
-    first = error.errors()[0]
-    return f"{'.'.join(str(part) for part in first['loc'])}: {first['msg']}"
-
-
-def _texts(ids: list[bytes]) -> list[str]:
+def _texts(ids: Sequence[bytes]) -> list[str]:
     return [one.decode() for one in ids]

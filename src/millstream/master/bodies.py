@@ -2,7 +2,7 @@
 
 from typing import Annotated
 
-from pydantic import AliasChoices, BaseModel, ConfigDict, Field
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, model_validator
 
 from millstream.master.settings import MOST_TICKETS
 
@@ -44,10 +44,30 @@ class Registering(_Body):
 
 
 class Acknowledging(_Body):
-    """A message that is done."""
+    """A message that is done; or several, as `message_ids`."""
 
     consumer: Name
-    message_id: MessageId
+    message_id: Annotated[
+        str | None,
+        Field(
+            validation_alias=AliasChoices("message_id", "messageId"),
+            max_length=50,
+            description="Id of the stream's entry.",
+        ),
+    ] = None
+    message_ids: Annotated[
+        list[Annotated[str, Field(max_length=50)]],
+        Field(
+            validation_alias=AliasChoices("message_ids", "messageIds"), max_length=MOST_TICKETS,
+            description="Instead of `message_id`: several at once.",
+        ),
+    ] = []  # fmt: skip
+
+    @model_validator(mode="after")
+    def _names_some(self) -> "Acknowledging":
+        if (self.message_id is None) == (not self.message_ids):
+            raise ValueError("name a message_id, or some message_ids")
+        return self
 
 
 class Failing(_Body):
@@ -82,11 +102,24 @@ class Registered(BaseModel):
     ping_interval_s: float
 
 
+class NotAcknowledged(BaseModel):
+    """One of several messages that is not the consumer's: with the `status` that the call would have had for it alone."""
+
+    message_id: str
+    status: int
+    error: str
+
+
 class Acknowledged(BaseModel):
-    """`known`: it was acknowledged before. `next`: ids of messages that the consumer has been given just now."""
+    """What the consumer says is so. `known`: all of it was before, by the same consumer.
+
+    `next`: ids of messages that the consumer has been given just now. `refused`, if there were several `message_ids`: those
+    that are not so.
+    """
 
     known: bool
     next: list[str]
+    refused: list[NotAcknowledged] = []
 
 
 class Failed(BaseModel):

@@ -1,6 +1,5 @@
 """What masters do in Redis in the name of consumers: give them messages, and take in what became of these."""
 
-import logging
 import time
 from collections.abc import Mapping, Sequence
 
@@ -12,16 +11,15 @@ from millstream.keyed import Ending, Lease
 from millstream.ledger import FAILED
 from millstream.master.registry import Registration, Registry
 from millstream.master.settings import MasterSettings
-from millstream.master.streams import ConsumerStream, GroupStream
+from millstream.master.streams import ConsumerStream, GroupStream, Settled
 from millstream.metrics import NOBODY, Metrics
 from millstream.model import EntryId
 from millstream.naming import MASTER
 from millstream.reliable import Delivery
 from millstream.web.refusal import Refused
 
-logger = logging.getLogger(__name__)
-
-_TRIES = 3
+_MOST_LINES = 100_000
+"""Of so many messages that were given out it is remembered in which lines they are; of others Redis is asked."""
 
 
 class Desk:
@@ -39,7 +37,13 @@ class Desk:
         self._metrics = metrics
         self._keys = settings.keys
         self._streams: dict[str, ConsumerStream] = {}
+        self._lines: dict[bytes, bytes] = {}
         self.stream = GroupStream(client, settings)
+
+    @property
+    def label(self) -> str:
+        """The name of the work in figures."""
+        return self._settings.label
 
     def join(self) -> None:
         """Make the group if there is none, and take it over, with what is pending there."""
@@ -49,12 +53,33 @@ class Desk:
 
     def deal(self, name: str, found: Registration | None, *, count: int) -> list[bytes]:
         """Give a consumer up to `count` more messages, if it may have some; return their ids."""
-        if found is None or found.state != "alive" or self.stream.paused:
-            return []
+        return [] if found is None else self.deal_all([(name, found, count)]).get(name, [])
+
+    def deal_all(self, wanted: Sequence[tuple[str, Registration, int]]) -> dict[str, list[bytes]]:
+        """The same for many consumers in one trip: the ids that each was given."""
+        if self.stream.paused:
+            return {}
+        asked = [
+            (name, self._stream_of(name, found), count, found.max_tickets)
+            for name, found, count in wanted
+            if found.state == "alive"
+        ]
+        replies = self._client.pipeline([stream.to_deal(count, most) for _, stream, count, most in asked])
+        given: dict[str, list[bytes]] = {}
+        for (name, stream, count, most), reply in zip(asked, replies, strict=True):
+            leases = stream.dealt(reply, count, most)
+            given[name] = [lease.entries[0].id for lease in leases]
+            self._lines.update((lease.entries[0].id, lease.line) for lease in leases)
+        if len(self._lines) > _MOST_LINES:
+            self._lines.clear()
+        return given
+
+    def _stream_of(self, name: str, found: Registration) -> ConsumerStream:
         stream = self._streams.get(name)
         if stream is None or stream.incarnation != found.incarnation:
             stream = self._streams[name] = ConsumerStream(self._client, self._settings, name, found.incarnation)
-        return [lease.waiting[0].id for lease in stream.deal(count, found.max_tickets)]
+            stream.join_as(self.stream)
+        return stream
 
     def forget(self, known: Mapping[str, Registration]) -> None:
         """Drop what is held in memory for consumers that are not registered any more."""
@@ -63,19 +88,35 @@ class Desk:
 
     # Taking in
 
-    def acknowledge(self, name: str, message_id: str) -> tuple[bool, list[bytes]]:
-        """A consumer is done with a message: its ticket goes on. Return False if that was known, and what it gets next.
+    def not_held(self, name: str, entry_id: bytes, what: Settled, who: str) -> Refused:
+        """What a consumer is answered that has acknowledged what it does not have: `what` became of it, by `who`."""
+        message_id = entry_id.decode()
+        if what == "unknown":
+            return Refused(
+                404, f"there is no message {message_id} in {self.stream.stream}: there never was, or it was trimmed"
+            )
+        return self._refused(name, message_id, _became(what, who))
 
-        May be repeated. Raises Refused if somebody else has the message, or nobody.
-        """
-        for _ in range(_TRIES):
-            held = self._held(name, message_id)
-            if held is None:
-                return self._acknowledged_before(name, message_id), self._next(name)
-            if self._commit(held):
-                self._metrics.count(m.COMMITTED, handler=self._settings.label)
-                return True, self._next(name)
-        raise self._not_held(name, message_id)
+    def lines_of(self, messages: Sequence[tuple[str, bytes]]) -> list[bytes]:
+        """The line of each of these messages, named by consumer and id; b"" where that is not known any more."""
+        strange = list(dict.fromkeys(one for _, one in messages if one not in self._lines))
+        found = dict(zip(strange, self._lines_in_stream(strange), strict=True)) if strange else {}
+        lines = [self._lines.pop(one, b"") or found.get(one, b"") for _, one in messages]
+        trimmed = {name for (name, _), line in zip(messages, lines, strict=True) if not line}
+        held = {(name, lease.waiting[0].id): lease.line for name in trimmed for lease in self.held_by(name)}
+        return [line or held.get(message, b"") for message, line in zip(messages, lines, strict=True)]
+
+    def _lines_in_stream(self, ids: Sequence[bytes]) -> list[bytes]:
+        found = self._client.pipeline([("XRANGE", self.stream.stream, one, one) for one in ids])
+        return [
+            self.stream.line_of(one, entries[0][1]) if entries else b""
+            for one, entries in zip(ids, map(raise_if_error, found), strict=True)
+        ]
+
+    def settle(self, name: str, entry_id: bytes) -> tuple[Settled, str]:
+        """Take in a message that a consumer says it has done and has no lease on: what became of it, and who has or did it."""
+        (line,) = self._lines_in_stream([entry_id])
+        return self.stream.settle(name, entry_id, line)
 
     def fail(self, name: str, message_id: str, error: str, *, retry: bool = True) -> tuple[str, list[bytes]]:
         """A consumer could not do it: the message is tried again later, or given up; also say what it gets next.
@@ -85,7 +126,7 @@ class Desk:
         """
         held = self._held(name, message_id)
         if held is None:
-            raise self._not_held(name, message_id)
+            raise self._lost(name, message_id)
         policy = self._settings.retry
         attempts = held.waiting[0].attempt
         if retry and (attempts < policy.attempts or policy.then == "block"):
@@ -93,14 +134,14 @@ class Desk:
             self._metrics.count(m.RETRIED, handler=self._settings.label)
         elif policy.then == "dead-letter" or not retry:
             letter = self.letter(held.waiting[0], "failed" if retry else "rejected", error)
-            if not self._commit(held, letter):
-                raise self._not_held(name, message_id)
+            if not self._bury(held, letter):
+                raise self._lost(name, message_id)
             return "dead-letter", self._next(name)
         else:
             outcome, ending = "park", Ending(held, "park", error, attempts)
             self._metrics.count(m.PARKED, handler=self._settings.label)
         if self.stream.release([ending]):
-            raise self._not_held(name, message_id)
+            raise self._lost(name, message_id)
         return outcome, self._next(name)
 
     def release(self, name: str, message_id: str | None = None) -> int:
@@ -137,7 +178,7 @@ class Desk:
 
     def _held(self, name: str, message_id: str) -> Lease | None:
         """The lease under which a consumer has a message."""
-        entry_id = _entry_id(message_id)
+        entry_id = entry_id_of(message_id)
         entries = self._client.execute("XRANGE", self.stream.stream, entry_id, entry_id)
         if not entries:  # it was trimmed meanwhile
             return next((one for one in self.held_by(name) if one.waiting[0].id == entry_id), None)
@@ -162,15 +203,13 @@ class Desk:
         lease.waiting.append(Delivery(self.stream, head, pairs, attempt, 2, lease=lease))
         return lease
 
-    def _commit(self, held: Lease, letter: DeadLetter | None = None) -> bool:
-        """End a message and its consumer's turn with the ticket. False if the lease was lost."""
+    def _bury(self, held: Lease, letter: DeadLetter) -> bool:
+        """Make a message a dead letter, and end its consumer's turn with the ticket. False if the lease was lost."""
         unit = self.stream.unit_of(held, list(held.waiting))
-        if letter is not None:
-            unit.add_dead(letter.items())
-        if self.stream.commit([unit], allow_oom=letter is None):
+        unit.add_dead(letter.items())
+        if self.stream.commit([unit]):
             return False
-        if letter is not None:
-            self._metrics.count(m.DEAD, handler=self._settings.label, reason=letter.reason)
+        self._metrics.count(m.DEAD, handler=self._settings.label, reason=letter.reason)
         self.stream.release([Ending(held, "next")])
         return True
 
@@ -181,29 +220,23 @@ class Desk:
             found = self._registry.get(name)
         return self.deal(name, found, count=1)
 
-    def _acknowledged_before(self, name: str, message_id: str) -> bool:
-        """Whether a message without a lease is done only now; raises Refused if it is not done and not the consumer's."""
-        entry_id = _entry_id(message_id)
-        pending = self._client.execute("XPENDING", self.stream.stream, self.stream.group, entry_id, entry_id, 1)
-        entries = self._client.execute("XRANGE", self.stream.stream, entry_id, entry_id)
-        line = self.stream.line_of(entry_id, entries[0][1]) if entries else b""
-        if not pending:
-            return self.stream.settle(entry_id, line)
-        in_line = self._client.execute("LPOS", self._keys.line(line), entry_id) is not None
-        if in_line or pending[0][1].decode("utf-8", "replace") != name:
-            raise self._not_held(name, message_id)
-        self._client.execute("XACK", self.stream.stream, self.stream.group, entry_id)
-        logger.warning("consumer %s has taken message %s itself, out of order, and acknowledged it", name, message_id)
-        return True
-
-    def _not_held(self, name: str, message_id: str) -> Refused:
-        self._metrics.count(m.REFUSED, handler=self._settings.label)
+    def _lost(self, name: str, message_id: str) -> Refused:
         found = self._registry.get(name)
         if found is not None and found.state == "stuck":
             self._registry.mark(name, "alive")
-        return Refused(
-            409, f"consumer {name!r} does not have message {message_id} (any more): what it did may be done again"
-        )
+        return self._refused(name, message_id, "what it did may be done again")
+
+    def _refused(self, name: str, message_id: str, why: str) -> Refused:
+        self._metrics.count(m.REFUSED, handler=self.label)
+        return Refused(409, f"consumer {name!r} does not have message {message_id} (any more): {why}")
+
+
+def _became(what: Settled, who: str) -> str:
+    if what == "held":
+        return f"{who!r} has it" if who else "it waits for its turn"
+    if what == "done":
+        return f"{who!r} has done it"
+    return "nobody was given it yet" if what == "new" else "it ended before, as done or as a dead letter"
 
 
 def holder_of(token: bytes) -> str:
@@ -211,7 +244,8 @@ def holder_of(token: bytes) -> str:
     return token.split(b" ", 2)[2].decode("utf-8", "replace")
 
 
-def _entry_id(text: str) -> bytes:
+def entry_id_of(text: str) -> bytes:
+    """The id of a message as Redis writes it. Raises Refused for what is none."""
     try:
         return str(EntryId.parse(text)).encode()
     except ConfigError as error:

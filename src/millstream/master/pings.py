@@ -87,6 +87,7 @@ class Pinger:
                         consumers = await asyncio.to_thread(self._registry.all)
                     except RedisError as error:
                         logger.warning("the consumers cannot be looked up: %s", error)
+                        self._failures.clear()  # no master could take a heartbeat meanwhile, or note one
                     else:
                         self._begin_due(consumers, transport, tasks)
                     await asyncio.sleep(min(1.0, self._interval_s / 5))
@@ -123,6 +124,8 @@ class Pinger:
                 logger.warning("consumer %s cannot be pinged for now: %s", life[0], found_out.problem)
             elif found_out.by == "answer" or not was_late:
                 await asyncio.to_thread(self._judge, life, found_out.problem)
+            elif found.health_url is None:
+                self._failures.pop(life, None)
         except RedisError as error:
             logger.warning("what became of a ping cannot be noted: %s", error)
         finally:

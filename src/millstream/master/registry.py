@@ -5,13 +5,13 @@ They are in one hash in Redis, for all masters. A change names what it was made 
 
 import re
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import msgspec
 
 from millstream.asking import server_time_ms
-from millstream.client import Client, Script
+from millstream.client import Client, Command, Reply, Script
 from millstream.lines import WAITING
 from millstream.naming import HandlerKeys
 from millstream.web.refusal import Refused
@@ -71,6 +71,14 @@ class Registry:
         """One consumer, or None if it is not registered."""
         found = self._client.execute("HGET", self._key, name)
         return None if found is None else _decode(found)
+
+    def to_get(self, names: Sequence[str]) -> Command:
+        """The command that asks for some consumers, for who sends it with others."""
+        return ("HMGET", self._key, *names)
+
+    def got(self, names: Sequence[str], reply: Reply) -> dict[str, Registration]:
+        """Understand its answer: those of them that are registered."""
+        return {name: _decode(text) for name, text in zip(names, reply, strict=True) if text is not None}
 
     def register(
         self, name: str, *, health_url: str | None, max_tickets: int, instance: str, silent_ms: int

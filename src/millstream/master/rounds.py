@@ -21,6 +21,8 @@ logger = logging.getLogger(__name__)
 
 _BLOCK_MS = 200
 _PAUSE_S = 0.05
+_APART_MS = 10.0
+"""Rounds begin so far apart at least: under load many messages share the cost of one."""
 _ROUTED_AT_ONCE = 500
 _TIMEOUT_SLACK_MS = 5_000
 _STATES = ("alive", "stuck", "dead")
@@ -47,7 +49,7 @@ class Rounds:
         self._keys = settings.keys
         self._tend_every_ms = min(1_000.0, settings.lease_ms / 4, settings.delegation_ms / 4)
         self._adopt_every_ms = min(10_000.0, settings.min_idle_ms / 4)
-        self._tended_ms = self._adopted_ms = float("-inf")
+        self._tended_ms = self._adopted_ms = self._round_ms = float("-inf")
 
     def hurry(self) -> None:
         """Have leases looked after at once."""
@@ -71,7 +73,7 @@ class Rounds:
         self._client.patiently(step, what=self._settings.label, give_up=stopping.is_set)
 
     def _round(self) -> None:
-        now_ms = self._clock.monotonic_ms()
+        now_ms = self._round_ms = self._clock.monotonic_ms()
         if now_ms - self._tended_ms >= self._tend_every_ms:
             self._tended_ms = now_ms
             self._desk.stream.look()
@@ -147,11 +149,11 @@ class Rounds:
         held = Counter(map(holder_of, owners))
         free = [(held[name], name, found) for name, found in consumers.items() if _is_free(found, held[name])]
         share = -(-ready // max(1, len(free)))
-        for _, name, found in sorted(free, key=lambda one: one[:2]):
-            self._desk.deal(name, found, count=share)
+        self._desk.deal_all([(name, found, share) for _, name, found in sorted(free, key=lambda one: one[:2])])
 
     def _wait(self, stopping: threading.Event) -> None:
-        """Wait for a new message, but not for long."""
+        """Wait for a new message, but not for long, nor for no time at all where they come one after another."""
+        stopping.wait(max(0.0, self._round_ms + _APART_MS - self._clock.monotonic_ms()) / 1000)
         stream = self._desk.stream
         if stream.paused or stream.pending >= self._settings.most_waiting:
             stopping.wait(_PAUSE_S)

@@ -11,8 +11,10 @@ import uvicorn
 
 from millstream.client import Client
 from millstream.health import Health
+from millstream.master.acknowledging import Acknowledger
 from millstream.master.addresses import AllowList
 from millstream.master.api import Parts, make_api
+from millstream.master.batching import Batches
 from millstream.master.desk import Desk
 from millstream.master.pings import Pinger
 from millstream.master.registry import Registry
@@ -60,10 +62,12 @@ def run_master(settings: MasterSettings, serving: Serving, *, on_ready: Callable
         desk = Desk(client, registry, settings, metrics=recorder)
         progress = health.progress(settings.label, run_within_ms=_ROUND_WITHIN_MS)
         rounds = Rounds(serving.url, desk, registry, settings, progress=progress, metrics=recorder)
+        acknowledger = Acknowledger(client, registry, desk, metrics=recorder)
         pinger = Pinger(registry, settings, serving.allowed, on_death=rounds.hurry)
         api = make_api(
             Parts(
                 settings=settings, registry=registry, desk=desk, views=Views(client, registry, settings),
+                acknowledgements=Batches(acknowledger.acknowledge, name="millstream-acknowledge"),
                 tokens=serving.tokens, allowed=serving.allowed, pinger=pinger, health=health, recorder=recorder,
                 hurry=rounds.hurry, most_body=serving.most_body, most_page=serving.most_page,
             )

@@ -21,7 +21,7 @@ class MasterSettings:
     * `key`: the field that messages are ordered by
     * `ping_ms`, `ping_failures`: how often health URLs are called, and after how many failures a consumer counts as dead
     * `min_idle_ms`: how long a message is pending outside of all lines until it is taken care of
-    * `lease_ms`: how long consumers keep their messages when there is no master
+    * `lease_ms`: for how long from a master's last look a lease is shown to last; no master ends one because that is over
     * `delegation_ms`: how long a consumer, however healthy, may have one message
     * `max_tickets`: messages that a consumer has at once if it does not say
     * `most_waiting`: entries that are held in lines at most; more wait in the stream

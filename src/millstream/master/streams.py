@@ -5,14 +5,16 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Literal, NamedTuple
 
-from millstream.client import Arg, Client, Script, raise_if_error
-from millstream.keyed import KeyedStream, Lease, line_of_key
+from millstream.client import Arg, Client, Command, Reply, Script, raise_if_error
+from millstream.errors import RedisError
+from millstream.keyed import TAKE, KeyedStream, Lease, line_of_key
 from millstream.lines import WAITING
 from millstream.master.settings import MasterSettings
-from millstream.naming import MASTER, REDRIVE_FIELD
+from millstream.naming import MASTER, REDRIVE_FIELD, from_wire
 
 TEND = Script("tend")
 ADOPT = Script("adopt")
+FINISH = Script("finish")
 SETTLE = Script("settle")
 
 LOST_TOO_OFTEN = "its consumers died or hung, each time"
@@ -20,6 +22,13 @@ LOST_TOO_OFTEN = "its consumers died or hung, each time"
 
 _ADOPTED_AT_ONCE = 500
 _MOST_WATCHED = 5_000
+
+
+Settled = Literal["held", "settled", "taken", "done", "ended", "new", "unknown"]
+"""What may become of a message that a consumer has no lease on: see settle.lua."""
+
+Finishing = tuple[str, bytes, bytes]
+"""A consumer, the id of a message that it has done, and the message's line."""
 
 
 class Lost(NamedTuple):
@@ -65,9 +74,24 @@ class GroupStream(KeyedStream):
             int(extended), done, [Lost(line, one, who.decode(), why.decode()) for line, one, who, why in lost]
         )
 
-    def settle(self, entry_id: bytes, line: bytes) -> bool:
-        """Take an entry out of its line that was acknowledged without a lease; False if there is nothing to do."""
-        return bool(self._as_member(lambda: self._script(SETTLE, (self.token, self.group, entry_id, line))))
+    def to_finish(self, messages: Sequence[Finishing]) -> Command:
+        """The command that ends messages whose consumers hold them, for who sends it with others."""
+        return self._ledger.command(FINISH, self.stream, self._finishing(messages))
+
+    def finished(self, messages: Sequence[Finishing], reply: Reply) -> tuple[int, list[bool]]:
+        """Understand its answer: how many lines are ready, and for each message whether it was held, and is done now."""
+        if isinstance(reply, RedisError):
+            reply = self._as_member(lambda: self._script(FINISH, self._finishing(messages)))
+        ready, *done = reply
+        return int(ready), list(map(bool, done))
+
+    def _finishing(self, messages: Sequence[Finishing]) -> Sequence[Arg]:
+        return (self.token, self.group, *[part for one in messages for part in one])
+
+    def settle(self, consumer: str, entry_id: bytes, line: bytes) -> tuple[Settled, str]:
+        """Take in an entry that a consumer has done without a lease; say what became of it, and who has it or has done it."""
+        what, who = self._as_member(lambda: self._script(SETTLE, (self.token, self.group, consumer, entry_id, line)))
+        return what.decode(), from_wire(who)
 
     def adopt_idle(self, now_ms: float) -> list[bytes]:
         """Bring into their lines the messages that somebody else has taken from the group and not acknowledged in time.
@@ -118,9 +142,16 @@ class ConsumerStream(KeyedStream):
         """The life of the consumer that it is about."""
         return self._incarnation
 
-    def deal(self, count: int, most: int) -> list[Lease]:
-        """Give the consumer the first messages of up to `count` lines, so that it has `most` in all at most."""
-        return self._as_member(lambda: self._take(count, count, 1, self._lease_ms, 0.0, False, most)).leases
+    def to_deal(self, count: int, most: int) -> Command:
+        """The command that gives the consumer the first messages of up to `count` lines, so that it has `most` at most."""
+        args = self._taking(count, count, 1, self._lease_ms, False)
+        return self._ledger.command(TAKE, self.stream, (*args, most))
+
+    def dealt(self, reply: Reply, count: int, most: int) -> list[Lease]:
+        """Understand its answer: what it was given."""
+        if isinstance(reply, RedisError):
+            return self._as_member(lambda: self._take(count, count, 1, self._lease_ms, 0.0, False, most)).leases
+        return self.taken(reply, 0.0).leases
 
 
 class LineOf:

@@ -1,7 +1,11 @@
 """What a master shows of the group: who works on which ticket, and who there is. Read from Redis, page by page."""
 
+from bisect import bisect_right
+from collections.abc import Sequence
+
 from millstream.client import Client, raise_if_error
-from millstream.lines import Line, survey
+from millstream.clock import SYSTEM_CLOCK, Clock
+from millstream.lines import Line, look_at, names_of
 from millstream.master.bodies import Consumer, Consumers, Ticket, Tickets
 from millstream.master.desk import holder_of
 from millstream.master.registry import Registry
@@ -9,27 +13,53 @@ from millstream.master.settings import MasterSettings
 from millstream.web.refusal import Refused
 
 _MOST_IDS = 20
+_LISTING_MS = 60_000.0
+"""For so long a listing of tickets goes on with the names that it has begun with."""
+_LOOKED_AT_ONCE, _MOST_LOOKED_AT = 100, 1_000
+"""Tickets that are looked at together, and for one page, as many may be done since the listing began."""
 
 
 class Views:
     """Pages of what there is, in the order of names. Every method raises RedisError, and Refused for a wrong cursor."""
 
-    def __init__(self, client: Client, registry: Registry, settings: MasterSettings) -> None:
+    def __init__(
+        self, client: Client, registry: Registry, settings: MasterSettings, *, clock: Clock = SYSTEM_CLOCK
+    ) -> None:
         self._client = client
         self._registry = registry
         self._keys = settings.keys
+        self._clock = clock
+        self._listed: Sequence[bytes] = ()
+        self._listed_ms = float("-inf")
 
     def tickets(self, cursor: str | None, limit: int) -> Tickets:
-        """Up to `limit` tickets that have messages which are not done, after those of an earlier page."""
+        """Up to `limit` tickets that have messages which are not done, after those of an earlier page.
+
+        A page may have fewer, or none, where many were done since the listing began; the last has no cursor.
+        """
         after = _after(cursor)
-        found = sorted(survey(self._client, self._keys), key=lambda line: line.name)
-        rest = [line for line in found if line.name > after and (line.length or line.worker)]
-        page = rest[:limit]
+        names = self._names(anew=not after)
+        at, last = bisect_right(names, after), min(bisect_right(names, after) + _MOST_LOOKED_AT, len(names))
+        page: list[Line] = []
+        while at < last and len(page) < limit:
+            some = names[at : min(at + max(limit - len(page), _LOOKED_AT_ONCE), last)]
+            page += [line for line in look_at(self._client, self._keys, some) if line.length or line.worker]
+            at += len(some)
+        if len(page) > limit:
+            page = page[:limit]
+            at = bisect_right(names, page[-1].name)
         ids = self._client.pipeline([("LRANGE", self._keys.line(line.name), 0, _MOST_IDS - 1) for line in page])
         return Tickets(
             tickets=[_ticket(line, raise_if_error(some)) for line, some in zip(page, ids, strict=True)],
-            cursor=page[-1].name.hex() if len(rest) > limit else None,
+            cursor=names[at - 1].hex() if at < len(names) else None,
         )
+
+    def _names(self, *, anew: bool) -> Sequence[bytes]:
+        """The names of all lines: those that a listing has begun with, if this master still knows them."""
+        now_ms = self._clock.monotonic_ms()
+        if anew or now_ms - self._listed_ms > _LISTING_MS:
+            self._listed, self._listed_ms = names_of(self._client, self._keys), now_ms
+        return self._listed
 
     def consumers(self, cursor: str | None, limit: int) -> Consumers:
         """Up to `limit` consumers, after those of an earlier page."""
@@ -42,16 +72,18 @@ class Views:
         for line, token in zip(owners[::2], owners[1::2], strict=True):
             if (name := holder_of(token)) in lines:
                 lines[name].append(line)
+        held = [line for some in lines.values() for line in some]
+        firsts = self._client.pipeline([("LINDEX", self._keys.line(line), 0) for line in held])
+        heads = dict(zip(held, map(raise_if_error, firsts), strict=True))
         shown = []
         for name in page:
             found = everyone[name]
-            heads = self._client.pipeline([("LINDEX", self._keys.line(line), 0) for line in lines[name]])
             shown.append(
                 Consumer(
                     consumer_name=name, health_url=found.health_url, state=found.state, max_tickets=found.max_tickets,
                     registered_ms=found.registered_ms, healthy_ms=found.healthy_ms,
                     ticket_ids=[_text(line[1:]) for line in lines[name] if line.startswith(b"k")],
-                    message_ids=[_text(head) for head in heads if isinstance(head, bytes)],
+                    message_ids=[_text(heads[line]) for line in lines[name] if heads[line] is not None],
                 )
             )  # fmt: skip
         return Consumers(consumers=shown, cursor=page[-1].encode().hex() if len(rest) > limit else None)
