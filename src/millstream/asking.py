@@ -3,16 +3,17 @@
 from collections.abc import Sequence
 
 from millstream.client import Client, Command, Reply, raise_if_error
+from millstream.wire import Meter
 
 _PIPELINE = 1_000
 
 
-def ask(client: Client, commands: Sequence[Command]) -> list[Reply]:
+def ask(client: Client, commands: Sequence[Command], meter: Meter | None = None) -> list[Reply]:
     """Replies of many commands, errors among them, in round trips that fit into memory. Raises RedisError."""
     return [
         reply
         for start in range(0, len(commands), _PIPELINE)
-        for reply in client.pipeline(commands[start : start + _PIPELINE])
+        for reply in client.pipeline(commands[start : start + _PIPELINE], meter)
     ]
 
 

@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 
 import redis
 from redis._parsers import BaseParser
+from redis._parsers.hiredis import NOT_ENOUGH_DATA
 from redis.backoff import NoBackoff
 from redis.cluster import ClusterNode, RedisCluster
 from redis.connection import Connection, ConnectionPool, parse_url
@@ -31,7 +32,7 @@ from millstream.lua import text_of
 from millstream.naming import PREFIX, from_wire
 from millstream.redaction import keep_secret, redact
 from millstream.translation import REDIS_ERRORS, denied_keys, keys_of, known_scripts, translate, type_needed, wrong_type
-from millstream.wire import Node, Redirection, Wire, packed, routing_key
+from millstream.wire import Meter, Node, Redirection, Wire, packed, routing_key
 
 logger = logging.getLogger(__name__)
 
@@ -319,12 +320,12 @@ class Client:
         """Run a keyless command on the primary that has `key`."""
         return self._single(command, self._route_pool(key))
 
-    def pipeline(self, commands: Sequence[Command]) -> list[Reply]:
+    def pipeline(self, commands: Sequence[Command], meter: Meter | None = None) -> list[Reply]:
         """Run many commands in one round trip per node; replies in order, errors among them as RedisError.
 
-        Not a transaction. If a connection breaks, Unavailable is raised and what was executed is not known.
+        Not a transaction. If a connection breaks, or `meter` breaks off, Unavailable is raised and what was executed is not known.
         """
-        return self._spread(commands, ())
+        return self._spread(commands, (), meter)
 
     def unanswered(self, pairs: Sequence[tuple[Command, Command]]) -> list[Reply]:
         """Run pairs of commands, in one round trip per node; only the second of each pair is answered.
@@ -448,7 +449,9 @@ class Client:
             reply = self._settle(self._exchange(pool, [command])[0], command)
         return raise_if_error(reply)
 
-    def _spread(self, commands: Sequence[Command], silent: Sequence[Command]) -> list[Reply]:
+    def _spread(
+        self, commands: Sequence[Command], silent: Sequence[Command], meter: Meter | None = None
+    ) -> list[Reply]:
         """Exchange with each node what concerns it; a command in `silent` precedes its namesake in `commands`."""
         with self._lock:
             by_pool: dict[int, tuple[ConnectionPool, list[int]]] = {}
@@ -458,7 +461,8 @@ class Client:
                 by_pool.setdefault(id(pool), (pool, []))[1].append(index)
             replies: list[Reply] = [None] * len(commands)
             for pool, indexes in by_pool.values():
-                batch = self._exchange(pool, [commands[i] for i in indexes], [silent[i] for i in indexes if silent])
+                some = [silent[i] for i in indexes if silent]
+                batch = self._exchange(pool, [commands[i] for i in indexes], some, meter)
                 if silent and any(isinstance(reply, Exception) for reply in batch):
                     self._refuse_silence(batch)
                 for index, reply in zip(indexes, batch, strict=True):
@@ -473,8 +477,8 @@ class Client:
             raise Unavailable(f"the cluster at {redact(self.url)} has moved slots; try again")
 
     def _exchange(
-        self, pool: ConnectionPool, commands: Sequence[Command], silent: Sequence[Command] = ()
-    ) -> list[Reply]:
+        self, pool: ConnectionPool, commands: Sequence[Command], silent: Sequence[Command] = (), meter: Meter | None = None
+    ) -> list[Reply]:  # fmt: skip
         """One write, then one read per command. Server errors come back as values, broken connections raise."""
         connection = self._connection(pool)
 
@@ -485,13 +489,15 @@ class Client:
                     parts += (_SKIP, packed(silent[index]))
                 parts.append(packed(command))
             connection.send_packed_command([b"".join(parts)])  # each item would be a write of its own
-            return [self._read(connection) for _ in commands]
+            return [self._read(connection, meter) for _ in commands]
 
         return self._guarded(exchange, commands[0])
 
     @staticmethod
-    def _read(connection: Any) -> Reply:
+    def _read(connection: Any, meter: Meter | None) -> Reply:
         try:
+            if meter is not None:
+                return meter.read(connection._sock, connection._parser._reader, NOT_ENOUGH_DATA)
             return connection.read_response(disable_decoding=True)
         except redis.exceptions.ConnectionError as error:
             # LOADING and the like are answers; a dead connection is not.

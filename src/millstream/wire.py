@@ -71,6 +71,32 @@ def primaries(reply: Any) -> list[Node | None]:
     return owners
 
 
+class Meter:
+    """Counts the bytes of replies. What would be more than `most` is not taken in: `exceeded` says that it broke off."""
+
+    def __init__(self, most: float) -> None:
+        self._most = most
+        self.taken = 0
+
+    @property
+    def exceeded(self) -> bool:
+        """Whether more was on its way than may be taken in."""
+        return self.taken > self._most
+
+    def read(self, connected: socket, reader: hiredis.Reader, nothing: object) -> Any:
+        """The next reply; `nothing` is what `reader` returns while it is not whole. Raises OSError: the connection is of no
+        use then."""
+        while (reply := reader.gets(False)) is nothing:
+            data = connected.recv(CHUNK_BYTES)
+            if not data:
+                raise ConnectionResetError("the server closed the connection")
+            self.taken += len(data)
+            if self.exceeded:
+                raise ConnectionAbortedError(f"the replies are larger than {self._most:,} bytes")
+            reader.feed(data)
+        return reply
+
+
 class Redirection(Unavailable):
     """A cluster's word that a slot is served by `node`; with `asking`, for this once only."""
 

@@ -14,6 +14,7 @@ from millstream.ledger import ENTRY_MARK, KEY_MARK, Ledger, Unit
 from millstream.model import EntryId
 from millstream.naming import HandlerKeys
 from millstream.server import EmbeddedServer
+from millstream.wire import Meter
 from tests.support.waiting import FAIL_SAFE_S
 
 pytestmark = [pytest.mark.keys, pytest.mark.spark]
@@ -319,7 +320,7 @@ def test_a_commit_between_the_reads_of_a_load_is_seen_so_that_no_stale_state_is_
     class Interleaved(Client):
         """Lets the twin commit after the first command of each pipeline, as another connection may."""
 
-        def pipeline(self, commands: Sequence[Command]) -> list[Reply]:
+        def pipeline(self, commands: Sequence[Command], meter: Meter | None = None) -> list[Reply]:
             replies: list[Reply] = []
             for command in commands:
                 replies += super().pipeline([command])

@@ -10,8 +10,12 @@ from millstream.client import Client, Command, Reply
 from millstream.errors import ConfigError, Unavailable
 from millstream.model import ZERO_ID, EntryId
 from millstream.spark.arrow import Run, split_ids
+from millstream.spark.options import parse
 from millstream.spark.ranges import Piece
 from millstream.spark.reading import Reading
+from millstream.spark.rows import batch_maker
+from millstream.spark.schema import default_schema
+from millstream.wire import Meter
 
 pytestmark = [pytest.mark.spark]
 
@@ -26,8 +30,8 @@ class Watched(Client):
         self.trips: list[int] = []
         self._lose = lose
 
-    def pipeline(self, commands: Sequence[Command]) -> list[Reply]:
-        replies = super().pipeline(commands)
+    def pipeline(self, commands: Sequence[Command], meter: Meter | None = None) -> list[Reply]:
+        replies = super().pipeline(commands, meter)
         self.trips.append(sum(len(item) for entries in replies for _, fields in entries for item in fields))
         if self._lose and len(self.trips) % self._lose == 0:
             raise Unavailable("the reply was lost")
@@ -58,6 +62,39 @@ def test_large_entries_are_fetched_a_few_at_a_time_and_small_ones_many(client: C
     with closing(Watched(client.url)) as watched:
         assert len(ids(read(watched, [Piece("small", ZERO_ID, END, 9000, 9000)]), "small")) == 9000
         assert len(watched.trips) <= 12
+
+
+@pytest.mark.parametrize("fields_as", ["array", "map", "json"])
+def test_large_entries_behind_small_ones_come_a_few_at_a_time(client: Client, fields_as: str) -> None:
+    fill(client, "s", 4_000)
+    client.pipeline([("XADD", "s", f"{n + 5_000}-0", "a", b"x" * (1 << 20)) for n in range(64)])
+    options = parse({"url": client.url, "subscribe": "s", "fieldsAs": fields_as}, {})
+    make = batch_maker(options.columns, default_schema(options.columns))
+    reading = Reading(client, [Piece("s", ZERO_ID, END, 4_064, 4_064)], limit_ms=5000, fail_on_data_loss=True)
+    batches = list(reading.batches(make))
+    assert [one for batch in batches for one in batch.column("id_ms").to_pylist()] == [
+        *range(1, 4_001),
+        *range(5_000, 5_064),
+    ]
+    assert max(batch.nbytes for batch in batches) <= 40 << 20, "twice what a batch is meant to have, and what JSON adds"
+
+
+def test_entries_whose_sizes_take_turns_come_a_few_at_a_time(client: Client) -> None:
+    client.pipeline([("XADD", "s", f"{n + 1}-0", "a", b"x" * (1 << 20 if n % 2 else 1)) for n in range(128)])
+    batches = read(client, [Piece("s", ZERO_ID, END, 128, 128)])
+    assert ids(batches, "s") == [b"%d-0" % (n + 1) for n in range(128)]
+    sizes = [sum(len(fields[1]) for _, run in batch for _, fields in run) for batch in batches]
+    assert max(sizes) <= 32 << 20
+
+
+def test_a_redis_that_limits_what_it_keeps_for_a_client_is_asked_for_less(client: Client) -> None:
+    fill(client, "s", 4_000)
+    client.pipeline([("XADD", "s", f"{n + 5_000}-0", "a", b"x" * (1 << 18)) for n in range(64)])
+    client.execute("CONFIG", "SET", "client-output-buffer-limit", "normal 4mb 0 0")
+    try:
+        assert len(ids(read(client, [Piece("s", ZERO_ID, END, 4_064, 4_064)]), "s")) == 4_064
+    finally:
+        client.execute("CONFIG", "SET", "client-output-buffer-limit", "normal 0 0 0")
 
 
 def test_small_streams_share_round_trips(client: Client) -> None:
@@ -104,8 +141,8 @@ class LosesSurvey(Client):
 
     lost = False
 
-    def pipeline(self, commands: Sequence[Command]) -> list[Reply]:
-        replies = super().pipeline(commands)
+    def pipeline(self, commands: Sequence[Command], meter: Meter | None = None) -> list[Reply]:
+        replies = super().pipeline(commands, meter)
         if commands[0][0] == "XINFO" and not self.lost:
             self.lost = True
             raise Unavailable("the reply was lost")

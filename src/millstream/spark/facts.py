@@ -9,6 +9,7 @@ from millstream.client import Client, Command, Reply, raise_if_error
 from millstream.errors import AccessDenied, CommandFailed, ConfigError, Unavailable, WrongType
 from millstream.model import ZERO_ID, EntryId
 from millstream.spark.offsets import Position
+from millstream.wire import Meter
 
 _NO_SUCH_KEY = "no such key"
 
@@ -57,9 +58,9 @@ class StreamFacts(NamedTuple):
         return Position(ZERO_ID, None if self.has_gaps_after(ZERO_ID) else self.removed)
 
 
-def ask(client: Client, commands: Sequence[Command]) -> list[Reply]:
+def ask(client: Client, commands: Sequence[Command], meter: Meter | None = None) -> list[Reply]:
     """Run `commands` in pipelines of bounded size; errors come back among the replies, except Unavailable."""
-    replies = asking.ask(client, commands)
+    replies = asking.ask(client, commands, meter)
     for reply in replies:
         if isinstance(reply, Unavailable):
             raise reply

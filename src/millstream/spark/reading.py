@@ -1,6 +1,7 @@
 """Reads pieces of streams in a Spark task: raw XRANGE replies, fetched one round trip ahead of the rows being made.
 
-What is asked for at once is bounded in entries and, by the sizes seen so far, in bytes.
+What is asked for at once is bounded in entries and, by the sizes seen so far, in bytes. What comes is bounded as well: larger
+entries may follow small ones.
 """
 
 from collections import deque
@@ -10,22 +11,24 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple, TypeVar
 
-from millstream.client import Client, Reply, raise_if_error
+from millstream.client import Client, Command, Reply, raise_if_error
+from millstream.errors import Unavailable
 from millstream.spark.arrow import Run
 from millstream.spark.facts import StreamFacts, ask, survey
 from millstream.spark.garbage import seldom_collected
 from millstream.spark.loss import lose
 from millstream.spark.ranges import Piece
 from millstream.spark.replicas import ReplicaReads, Replicas
+from millstream.wire import Meter
 
 T = TypeVar("T")
 
 _GROWTH = 8
 _MOST_TRIP_ENTRIES = 2_000
-_TRIP_BYTES = 4 << 20
+_TRIP_BYTES, _MOST_TRIP_BYTES = 4 << 20, 16 << 20
+"""What a trip is meant to bring, and what it may bring at most, but for a single entry."""
 _BATCH_ROWS = 10_000
 _BATCH_BYTES = 16 << 20
-_SAMPLES = 32
 _GUESS_MARGIN = 200
 
 
@@ -53,7 +56,7 @@ class _Reader:
 
 
 class Fetched(NamedTuple):
-    """What one round trip brought; `size` in bytes, about."""
+    """What one round trip brought; `size` in bytes, as they came."""
 
     runs: list[Run]
     rows: int
@@ -101,20 +104,55 @@ class Reading:
         """Fetch some more entries in one round trip; None when there are none left."""
         if not self._waiting:
             return None
-        asked: list[tuple[_Reader, int]] = []
-        budget = self._trip_entries
-        while self._waiting and budget > 0 and not (asked and asked[-1][0].may_hold_more_before(self._waiting[0])):
-            reader = self._waiting.popleft()
-            asked.append((reader, min(reader.left, self._trip_entries)))
-            budget -= asked[-1][1]
-        commands = [("XRANGE", r.piece.stream, r.after, r.until, "COUNT", count) for r, count in asked]
-        replies = self._patiently(lambda: self._ask(commands))
+        asked, replies, size = self._fetch(self._next, lambda one: [self._command(*one)])
+        for _ in asked:
+            self._waiting.popleft()
         runs = [
             run
             for (reader, count), reply in zip(asked, replies, strict=True)
             if (run := self._take(reader, count, reply))[1]
         ]
-        return self._weighed(runs)
+        return self._weighed(runs, size)
+
+    def _next(self) -> list[tuple[_Reader, int]]:
+        """The first of those that wait, and how many entries of each are to be asked for."""
+        asked: list[tuple[_Reader, int]] = []
+        budget = self._trip_entries
+        for reader in self._waiting:
+            if budget <= 0 or (asked and asked[-1][0].may_hold_more_before(reader)):
+                break
+            asked.append((reader, min(reader.left, self._trip_entries)))
+            budget -= asked[-1][1]
+        return asked
+
+    @staticmethod
+    def _command(reader: _Reader, count: int) -> Command:
+        return ("XRANGE", reader.piece.stream, reader.after, reader.until, "COUNT", count)
+
+    def _fetch(
+        self, choose: Callable[[], list[T]], commands_of: Callable[[T], list[Command]]
+    ) -> tuple[list[T], list[Reply], int]:
+        """What `choose` has chosen, the replies, and their size: of fewer entries, if they turn out to be too large.
+
+        No size is known before it has come. What comes is counted, and where it is more than was bargained for, the
+        connection is given up and less is asked for; at last one entry, however large. So it is where a connection breaks for
+        another reason: Redis ends one whose replies outgrow its own limit (client-output-buffer-limit).
+        """
+
+        def attempt() -> tuple[list[T], list[Reply], int]:
+            while True:
+                meter = Meter(_MOST_TRIP_BYTES if self._trip_entries > 1 else float("inf"))
+                chosen = choose()
+                try:
+                    replies = self._ask([command for one in chosen for command in commands_of(one)], meter)
+                except Unavailable:
+                    self._trip_entries = max(1, self._trip_entries // _GROWTH)
+                    if not meter.exceeded:
+                        raise
+                else:
+                    return chosen, replies, meter.taken
+
+        return self._patiently(attempt)
 
     def _patiently(self, ask_for: Callable[[], T]) -> T:
         return self._client.patiently(ask_for, what="reading streams", limit_ms=self._limit_ms)
@@ -130,16 +168,14 @@ class Reading:
             self._check(reader)
         return reader.piece.stream, entries
 
-    def _weighed(self, runs: list[Run]) -> Fetched:
+    def _weighed(self, runs: list[Run], size: int) -> Fetched:
         """Learn from a trip how many entries the next one may ask for."""
         rows = sum(len(some) for _, some in runs)
-        step = rows // _SAMPLES + 1
-        entries = [entry for _, some in runs for entry in some[::step]]
-        if entries:
-            self._entry_bytes = sum(sum(map(len, fields)) for _, fields in entries) // len(entries) + 1
+        if rows:
+            self._entry_bytes = size // rows + 1
         most = min(_MOST_TRIP_ENTRIES, self._trip_entries * _GROWTH, _TRIP_BYTES // self._entry_bytes)
         self._trip_entries = max(most, 1)
-        return Fetched(runs, rows, rows * self._entry_bytes)
+        return Fetched(runs, rows, size)
 
     def _check(self, reader: _Reader) -> None:
         """Report what was removed while it was being read; what was gone before is the planner's business."""

@@ -18,7 +18,7 @@ from millstream.clock import SYSTEM_CLOCK, Clock
 from millstream.errors import ConfigError, RedisError, Unavailable
 from millstream.spark.arrow import Entry
 from millstream.spark.facts import ask
-from millstream.wire import Node
+from millstream.wire import Meter, Node
 
 logger = logging.getLogger(__name__)
 
@@ -102,7 +102,7 @@ class ReplicaReads:
         self._ways: dict[Shard, _Way] = {}
         self._last: dict[Shard, Node] = {}
 
-    def ask(self, commands: Sequence[Command]) -> list[Reply]:
+    def ask(self, commands: Sequence[Command], meter: Meter | None = None) -> list[Reply]:
         """Run XRANGE commands as `facts.ask` would: whatever replicas do, the replies are those of primaries.
 
         That there is nothing more, before the COUNT is full or the end is seen, only a primary is believed: a key may be
@@ -114,7 +114,7 @@ class ReplicaReads:
         replies: list[Reply] = [[] for _ in commands]
         left: dict[int, Command] = {}
         for shard, indexes in of_shard.items():
-            found = self._by_replica(shard, [commands[i] for i in indexes])
+            found = self._by_replica(shard, [commands[i] for i in indexes], meter)
             if found is not None:
                 for index, reply in zip(indexes, found, strict=True):
                     replies[index] = reply
@@ -122,11 +122,13 @@ class ReplicaReads:
             if unanswered:
                 left |= unanswered
                 self._ways.pop(shard, None)  # what comes next must not be older than what the primary says now
-        for index, reply in zip(left, ask(self._client, list(left.values())), strict=True):
+        for index, reply in zip(left, ask(self._client, list(left.values()), meter), strict=True):
             replies[index] = replies[index] + reply if isinstance(reply, list) else reply
         return replies
 
-    def _by_replica(self, shard: Shard, commands: Sequence[Command]) -> Sequence[Reply] | None:
+    def _by_replica(
+        self, shard: Shard, commands: Sequence[Command], meter: Meter | None = None
+    ) -> Sequence[Reply] | None:
         """The replies of a replica; None if there is none to be asked, and the primary has to be."""
         if self._replicas.rest_ms(shard) > 0:
             return None
@@ -138,8 +140,10 @@ class ReplicaReads:
                 continue
             began_ms = self._clock.monotonic_ms()
             try:
-                replies = self._exchange(way, node, commands)
+                replies = self._exchange(way, node, commands, meter)
             except (RedisError, ConfigError) as error:
+                if meter is not None and meter.exceeded:
+                    raise  # the fault is in what was asked
                 # One that hangs may cost a part of the time only.
                 wasted_ms = self._clock.monotonic_ms() - began_ms
                 why = f"readFrom=replica: {node[0]}:{node[1]} cannot be read from: {error}"
@@ -171,14 +175,14 @@ class ReplicaReads:
         way = self._ways[shard] = _Way(point, nodes)
         return way
 
-    def _exchange(self, way: _Way, node: Node, commands: Sequence[Command]) -> list[Reply]:
+    def _exchange(self, way: _Way, node: Node, commands: Sequence[Command], meter: Meter | None) -> list[Reply]:
         """Ask one replica. What it has is looked at before and after: in between it may have changed its primary."""
         client = self._replicas.of_node(node)
         greeting = [("READONLY",)] if self._client.is_cluster else []
         if node != way.found:
             self._meet(client, greeting)
             self._catch_up(client, way.needed)
-        replies = client.pipeline([*greeting, _ABOUT, *commands, _ABOUT])[len(greeting) :]
+        replies = client.pipeline([*greeting, _ABOUT, *commands, _ABOUT], meter)[len(greeting) :]
         before, after = _standing(replies[0]), _standing(replies[-1])
         if not (before.reaches(way.needed) and after.reaches(before)):
             raise Unavailable("it does not follow the primary any more that it did")

@@ -84,27 +84,30 @@ class TakenReading(Reading):
             self._wanted = self._look_up()
         if not self._wanted:
             return None
-        asked: list[tuple[_Wanted, int, list[Command]]] = []
-        budget = self._trip_entries
-        for wanted in self._wanted:
-            if budget <= 0:
-                break
-            if not wanted.ids:
-                continue  # read to its end, while one before it is not yet
-            count = min(len(wanted.ids), budget)
-            asked.append((wanted, count, wanted.commands(count)))
-            budget -= count
-        replies = iter(self._patiently(lambda: self._ask([one for *_, some in asked for one in some])))
+        asked, found, size = self._fetch(self._next_wanted, lambda one: one[0].commands(one[1]))
+        replies = iter(found)
         runs: list[Run] = []
-        for wanted, count, commands in asked:
-            entries, missing = wanted.take(count, [next(replies) for _ in commands])
+        for wanted, count in asked:
+            entries, missing = wanted.take(count, [next(replies) for _ in wanted.commands(count)])
             if missing:
                 self._lose(len(missing), wanted.stream, missing[0].decode())
             if entries:
                 runs.append((wanted.stream, entries))
         while self._wanted and not self._wanted[0].ids:
             self._wanted.popleft()
-        return self._weighed(runs)
+        return self._weighed(runs, size)
+
+    def _next_wanted(self) -> list[tuple[_Wanted, int]]:
+        asked: list[tuple[_Wanted, int]] = []
+        budget = self._trip_entries
+        for wanted in self._wanted or ():
+            if budget <= 0:
+                break
+            if not wanted.ids:
+                continue  # read to its end, while one before it is not yet
+            asked.append((wanted, min(len(wanted.ids), budget)))
+            budget -= asked[-1][1]
+        return asked
 
     def _look_up(self) -> "deque[_Wanted]":
         """The ids of the portions."""
