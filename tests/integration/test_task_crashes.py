@@ -2,13 +2,21 @@
 
 import asyncio
 import os
+import re
+import signal
+import time
+from collections import deque
 from collections.abc import Callable
+from itertools import repeat
+from typing import Any
 
 import pytest
 
 from millstream import App, Message, Retry
 from millstream.client import Client
+from millstream.ledger import Ledger
 from millstream.naming import HandlerKeys
+from millstream.spark.watchdog import hard_limit_ms
 from tests.support.task_fixtures import Bench, Item, only
 
 pytestmark = [pytest.mark.spark]
@@ -50,6 +58,74 @@ def test_a_message_that_killed_its_task_before_is_struck_and_dies_while_its_neig
     (letter,) = bench.dead()
     assert (letter.id, letter.reason, letter.attempts) == ("3-0", "crashed", 3)
     assert bench.client.execute("HLEN", HandlerKeys("app", "handle", "in").strikes) == 0
+
+
+def consume_for_ever() -> None:
+    """Compiled code that asks for no signal, and gives the interpreter's lock to nobody."""
+    deque(repeat(None), maxlen=0)
+
+
+def backtrack_for_ever() -> None:
+    """Asks for signals, but for none that anybody sends to an event loop."""
+    re.match(r"(a+)+$", "a" * 60 + "b")
+
+
+@pytest.mark.parametrize(
+    ("is_async", "never_ends"), [(False, consume_for_ever), (True, consume_for_ever), (True, backtrack_for_ever)]
+)
+def test_a_handler_that_keeps_the_interpreter_is_ended_with_its_process_and_only_its_message_dies(
+    bench: Bench, is_async: bool, never_ends: Callable[[], None]
+) -> None:
+    batch = bench.rows(*((n, b"%d" % n, {"n": n}) for n in range(1, 6)))
+    app = App("app")
+
+    def handle(item: Item) -> dict[str, int]:
+        if item.n == 3:
+            never_ends()
+        return {"n": item.n}
+
+    async def handle_soon(item: Item) -> dict[str, int]:
+        await asyncio.sleep(0)
+        return handle(item)
+
+    handler = only(app, handle_soon if is_async else handle, name="handle", key="k", into="out",
+                   retry=Retry(attempts=3), time_limit_ms=100)  # fmt: skip
+    for _ in range(2):
+        assert run_in_a_process(bench, lambda own: own.process(handler, batch, retried=True)) == -signal.SIGKILL
+    bench.process(handler, batch, retried=True)
+    assert sorted(bench.outputs()) == [1, 2, 4, 5]
+    (letter,) = bench.dead()
+    assert (letter.id, letter.reason, letter.attempts) == ("3-0", "crashed", 3)
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_task_that_waits_for_redis_longer_than_an_attempt_may_take_is_not_ended(
+    bench: Bench, is_async: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch = bench.rows((1, b"a", {"n": 1}))
+    app = App("app")
+
+    def handle(item: Item) -> dict[str, int]:
+        return {"n": item.n}
+
+    async def handle_soon(item: Item) -> dict[str, int]:
+        await asyncio.sleep(0)
+        return handle(item)
+
+    handler = only(app, handle_soon if is_async else handle, name="handle", key="k", into="out", time_limit_ms=1)
+
+    def outlast(own: Bench) -> None:
+        commit = Ledger.commit
+
+        def late(*args: Any) -> Any:
+            time.sleep(2 * hard_limit_ms(1) / 1000)
+            return commit(*args)
+
+        monkeypatch.setattr(Ledger, "commit", late)
+        own.process(handler, batch)
+
+    assert run_in_a_process(bench, outlast) == 0
+    assert bench.outputs() == [1]
 
 
 @pytest.mark.parametrize("is_async", [False, True])

@@ -1,7 +1,8 @@
 """Runs plain handlers in the Python worker's main thread, each attempt under its time limit.
 
 A thread per attempt would cost more than most handlers do, and could not be stopped. A timer signal interrupts even a
-sleep or a blocking read (POSIX setitimer); only compiled code that never returns to Python holds it up.
+sleep or a blocking read (POSIX setitimer); only compiled code that never returns to Python holds it up. What
+that code runs in is ended by the watchdog.
 """
 
 import asyncio
@@ -10,6 +11,7 @@ import threading
 from collections.abc import Callable
 
 from millstream.lifecycle import Ended, TimeLimit
+from millstream.spark.watchdog import hard_limit_ms, watchdog
 
 _LEAST_REPEAT_S = 1.0
 
@@ -19,6 +21,7 @@ class Alarm:
 
     def __init__(self) -> None:
         self._armed = False
+        self._watchdog = watchdog()
         self._usable = threading.current_thread() is threading.main_thread()
         if self._usable:
             signal.signal(signal.SIGALRM, self._ring)
@@ -30,6 +33,7 @@ class Alarm:
             # A plain handler may have an event loop of its own: asyncio.run refuses to begin inside another.
             asyncio._set_running_loop(None)
             self._arm(limit_ms / 1000)
+            self._watchdog.expect(hard_limit_ms(limit_ms))
             try:
                 return work()
             finally:
@@ -37,6 +41,7 @@ class Alarm:
         finally:
             self._armed = False  # again: the alarm may have rung just before the first time
             self._arm(0)
+            self._watchdog.rest()
             asyncio._set_running_loop(loop)
 
     def _arm(self, seconds: float) -> None:

@@ -23,7 +23,7 @@ class BatchTask(PartitionTask):
             return
         waiting = _gathered(runs, self._handler.batch_size)
         workers = self._handler.concurrency if self._handler.is_async else 1
-        async with asyncio.TaskGroup() as group:
+        async with self._pulse.beating(), asyncio.TaskGroup() as group:
             for _ in range(min(workers, len(runs))):
                 group.create_task(self._work_through(waiting, group))
 

@@ -2,25 +2,24 @@
 
 import asyncio
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 
-from millstream.client import Client
 from millstream.ledger import Ledger, burst
 
 
 class Pace:
-    """When one task may run its next messages; `rate` is in messages a second of each stream, None for no limit.
+    """When one task may run its next messages; `rate` is in messages a second of each stream, None for no limit. `ask` waits
+    for Redis.
 
     It reserves no more than about a fifth of a second's worth, and no more than it was told to `expect`: what a task
     reserved in vain would make the handler slower. An attempt that is repeated costs nothing.
     """
 
-    def __init__(self, rate: float | None, ledger: Ledger, client: Client, *, what: str) -> None:
+    def __init__(self, rate: float | None, ledger: Ledger, ask: Callable[[Callable[[], float]], float]) -> None:
         self._rate = rate
         self._ledger = ledger
-        self._client = client
-        self._what = what
+        self._ask = ask
         self._expected: Counter[str] = Counter()
         self._left: Counter[str] = Counter()
         self._locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
@@ -37,7 +36,7 @@ class Pace:
             if self._left[stream] < count:
                 most = max(count, min(burst(self._rate), self._expected[stream]))
                 reserve = partial(self._ledger.reserve, stream, self._rate, most)
-                wait_ms = self._client.patiently(reserve, what=self._what)
+                wait_ms = self._ask(reserve)
                 self._left[stream] += most
                 await asyncio.sleep(wait_ms / 1000)
             self._left[stream] -= count

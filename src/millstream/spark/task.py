@@ -8,7 +8,7 @@ on from there. What has to wait, for long or for a person, is set aside (`millst
 import asyncio
 import logging
 from collections import Counter, defaultdict, deque
-from collections.abc import Coroutine, Iterable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -37,6 +37,7 @@ from millstream.model import ZERO_ID, EntryId, Message
 from millstream.naming import REDRIVE_FIELD
 from millstream.spark.alarm import Alarm
 from millstream.spark.pace import Pace
+from millstream.spark.pulse import Pulse
 from millstream.spark.tally import COUNTED, TALLY_SCHEMA, Tally
 
 if TYPE_CHECKING:
@@ -202,13 +203,14 @@ class PartitionTask:
         self._outbox_messages = 0
         self._outbox_bytes = 0
         self._refused: list[Run] = []
-        self._moves: PartitionMoves | None = None
-        if handler.partitions is not None:
-            self._moves = client.patiently(lambda: _partition_moves(client, handler), what=handler.label)
         self._alarm = Alarm()
         self._slots = asyncio.Semaphore(handler.concurrency)
         self._alone = asyncio.Lock()
-        self._pace = Pace(handler.rate, self._ledger, client, what=handler.label)
+        self._pulse = Pulse(handler.time_limit_ms if handler.is_async else None)
+        self._pace = Pace(handler.rate, self._ledger, self._patiently)
+        self._moves: PartitionMoves | None = None
+        if handler.partitions is not None:
+            self._moves = self._patiently(lambda: _partition_moves(client, handler))
 
     # The spine
 
@@ -237,7 +239,7 @@ class PartitionTask:
         waiting = iter(runs)
         # In cautious mode one at a time, so that strikes fall on the message that runs and on no other.
         workers = self._handler.concurrency if self._handler.is_async and not self._cautious_left else 1
-        async with asyncio.TaskGroup() as group:
+        async with self._pulse.beating(), asyncio.TaskGroup() as group:
             for _ in range(min(workers, len(runs))):
                 group.create_task(self._work(waiting, group))
 
@@ -302,6 +304,11 @@ class PartitionTask:
             run.waited_ms += outcome.delay_ms
             run.attempt += 1
 
+    def _patiently(self, ask: Callable[[], T]) -> T:
+        """Ask Redis, for as long as it takes: while nothing else can run, nothing else is late."""
+        with self._pulse.held():
+            return self._client.patiently(ask, what=self._handler.label)
+
     # Reading
 
     def _opened(self, run: Run) -> tuple[Message, bool]:
@@ -314,7 +321,7 @@ class PartitionTask:
         if meant_for == self._label and self._moves is not None and run.key is not None:
             # A dead letter goes back to where it came from, and its key may have left since.
             send = partial(self._moves.send_on, run.stream, run.key, message.id, _unpack(entry.packed))
-            return message, not self._client.patiently(send, what=self._handler.label)
+            return message, not self._patiently(send)
         return message, meant_for == self._label
 
     def _runs_of(self, batch: pa.RecordBatch) -> list[Run]:
@@ -351,7 +358,7 @@ class PartitionTask:
         """Learn where `streams` stand; `again`, since what refused a commit may be that a batch has ended meanwhile."""
         new = sorted(streams if again else streams - self._standings.keys())
         if new:
-            standings = self._client.patiently(lambda: self._ledger.begin(new), what=self._handler.label)
+            standings = self._patiently(lambda: self._ledger.begin(new))
             self._standings |= standings
             if any(standing.struck for standing in standings.values()):
                 self._cautious_left = CAUTIOUS_MESSAGES
@@ -366,7 +373,7 @@ class PartitionTask:
     def _load_line(self, run: Run, most: int) -> None:
         keys = self._ledger.keys(run.stream)
         ask = partial(read_line, self._client, keys, run.mark, most)
-        waiting = self._client.patiently(ask, what=self._handler.label)
+        waiting = self._patiently(ask)
         gone = [one for one, pairs in waiting.entries if pairs is None]
         if gone:
             logger.warning(
@@ -384,7 +391,7 @@ class PartitionTask:
             marks.append(run.mark)
             if self._handler.wants_state and run.key is not None:
                 states.append(run.key)
-        found = self._client.patiently(lambda: self._ledger.load(wanted), what=self._handler.label)
+        found = self._patiently(lambda: self._ledger.load(wanted))
         self._leave_out_done(runs)
         for run in runs:
             values = found[run.stream]
@@ -402,9 +409,9 @@ class PartitionTask:
         for stream, some in marks.items():
             if self._moves is not None:
                 wait = partial(self._moves.expect, stream, some)
-                self._client.patiently(wait, what=self._handler.label)
+                self._patiently(wait)
             look = partial(waiting_keys, self._ledger, stream, some)
-            waiting |= {(stream, mark) for mark in self._client.patiently(look, what=self._handler.label)}
+            waiting |= {(stream, mark) for mark in self._patiently(look)}
         return waiting
 
     def _may_wait(self, stream: str) -> bool:
@@ -420,7 +427,7 @@ class PartitionTask:
             some = [run for run in below if run.stream == stream]
             ids = [str(entry.id) for run in some for entry in run.entries if entry.id <= floors[stream]]
             ask = partial(self._ledger.still_open, stream, ids)
-            done = set(ids) - self._client.patiently(ask, what=self._handler.label)
+            done = set(ids) - self._patiently(ask)
             for run in some:
                 run.entries = deque(entry for entry in run.entries if str(entry.id) not in done)
 
@@ -438,14 +445,14 @@ class PartitionTask:
     async def _struck_attempt(self, run: Run, message: Message) -> Outcome:
         """Try it with a strike on it, which stays if the process dies of it."""
         strike = partial(self._ledger.strike, message.stream, message.id)
-        before = self._client.patiently(strike, what=self._handler.label)
+        before = self._patiently(strike)
         if before >= max(1, self._handler.retry.attempts - 1):
             message.attempt = before + 1
             dead = Dead("crashed", f"the process ended each of the {before + 1} times that this message was tried")
             return dead if self._handler.key is None else given_up(self._handler, dead)
         outcome = await self._attempt(run, message)
         if isinstance(outcome, Again):  # while it waits, the process may die of another
-            self._client.patiently(partial(strike, by=-1), what=self._handler.label)
+            self._patiently(partial(strike, by=-1))
         return outcome
 
     async def _attempt(self, run: Run, message: Message) -> Outcome:
@@ -504,7 +511,7 @@ class PartitionTask:
         units: dict[str, list[Unit]] = defaultdict(list)
         for run in runs:
             units[run.stream].append(run.unit)
-        refused = self._client.patiently(lambda: self._ledger.commit(units), what=self._handler.label)
+        refused = self._patiently(lambda: self._ledger.commit(units))
         refused_marks = {id(unit) for unit in refused}
         for run in runs:
             tally = self._tallies[run.stream]
@@ -525,7 +532,7 @@ class PartitionTask:
             by_stream[run.stream].append((run, run.aside()))
         for stream, some in by_stream.items():
             put = partial(set_aside, self._ledger, stream, [aside for _, aside in some])
-            refused = {id(aside) for aside in self._client.patiently(put, what=self._handler.label)}
+            refused = {id(aside) for aside in self._patiently(put)}
             tally = self._tallies[stream]
             for run, aside in some:
                 if id(aside) in refused:
