@@ -22,6 +22,7 @@ class RoleName(StrEnum):
 
     WORKER = "worker"
     SPARK = "spark"
+    SOURCE = "source"
     GROUP_SOURCE = "group-source"
     SINK = "sink"
     PRODUCER = "producer"
@@ -177,6 +178,12 @@ ROLES: Mapping[RoleName, Role] = {
         own_keys=(_HANDLERS, *_DELAYED, *_LAYOUT),
         app_keys=(f"{PREFIX}:worker:{{app}}:*",),
     ),
+    RoleName.SOURCE: Role(
+        scripts=(),
+        direct="client|reply xgroup|create xgroup|destroy xgroup|setid xinfo|groups xinfo|stream xrange xreadgroup",
+        helpful="client|tracking",
+        writes=False,
+    ),
     RoleName.GROUP_SOURCE: Role(
         scripts=("group_adopt", "group_batch", "group_keep", "group_ack"),
         direct="client|reply hget hincrby hmget llen lrange time unlink xgroup|create xinfo|groups xinfo|stream xpending xrange "
@@ -261,7 +268,7 @@ ROLES: Mapping[RoleName, Role] = {
 }
 
 _CLUSTER = ("asking", "cluster|slots", "command")
-_READ_REPLICAS = (RoleName.SPARK, RoleName.GROUP_SOURCE)
+_READ_REPLICAS = (RoleName.SPARK, RoleName.SOURCE, RoleName.GROUP_SOURCE)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -31,6 +31,7 @@ from tests.support.acl_scenarios.master import SETTINGS, consume, direct
 from tests.support.acl_scenarios.producer import produce
 from tests.support.acl_scenarios.router import follow
 from tests.support.acl_scenarios.sink import share_of, write_batches
+from tests.support.acl_scenarios.source import read_as_log
 from tests.support.acl_scenarios.spark import run_on_spark
 from tests.support.acl_scenarios.worker import KEYS, add, handler_for, reliable, work
 from tests.support.balancers import bid
@@ -80,6 +81,7 @@ def printed(role: str, *options: str) -> str:
 DUTIES: dict[RoleName, Callable[[str, Client], None]] = {
     RoleName.WORKER: work,
     RoleName.SPARK: run_on_spark,
+    RoleName.SOURCE: read_as_log,
     RoleName.GROUP_SOURCE: take_from_group,
     RoleName.SINK: write_batches,
     RoleName.PRODUCER: produce,

@@ -38,8 +38,8 @@ def acl(
 ) -> None:
     """Print ACL SETUSER lines with the rights that are needed, and no more. Nothing is changed.
 
-    Roles: worker (millstream worker), spark (millstream run), group-source (readAs=group in Spark), sink (df.write and
-    df.writeStream in Spark), producer (Producer, millstream publish), leases (a Balancer; beside worker, for
+    Roles: worker (millstream worker), spark (millstream run), source (spark.read and spark.readStream), group-source (the same
+    with readAs=group), sink (df.write and df.writeStream in Spark), producer (Producer, millstream publish), leases (a Balancer; beside worker, for
     order="stream"), master and consumer (millstream master, and who gets messages from it), router (millstream serve, or
     a Router) and operator (all commands that look or mend). Run the lines with redis-cli, then give each user a password.
     """

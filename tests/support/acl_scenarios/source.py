@@ -1,0 +1,28 @@
+"""Everything that a Spark query does in Redis that reads streams as a log, for the tests of access rights."""
+
+from contextlib import closing
+
+from millstream.client import Client
+from millstream.spark.lag import LagGroup
+from millstream.spark.options import parse
+from millstream.spark.planner import Planner
+from millstream.spark.reading import Reading
+
+
+def read_as_log(url: str, admin: Client) -> None:
+    """Two batches: one that is cut by a limit, and what is left; another query's group is looked at first."""
+    admin.pipeline([("XADD", "orders", "*", "n", n) for n in range(9)])
+    admin.execute("XADD", "orders:2", "*", "n", 1)
+    admin.execute("XGROUP", "CREATE", "orders", "spark-source", 0)
+    options = parse({"url": url, "subscribePattern": "orders*", "startingOffsets": "earliest"}, {})
+    with closing(Client(url)) as client:
+        planner, lag = Planner(client, options, cores=2), LagGroup(client, options.group)
+        start = planner.starts("latest")
+        lag.show(start)
+        middle = planner.advance(start, limit=4, target=None).ends
+        end = planner.advance(middle, limit=None, target=None).ends
+        for at, until in ((start, middle), (middle, end)):
+            for pieces in planner.pieces(at, until):
+                reading = Reading(client, pieces, limit_ms=0, fail_on_data_loss=True)
+                assert sum(len(entries) for runs in reading.batches(list) for _, entries in runs)
+            lag.show(until)
