@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
+from millstream.asking import answers
 from millstream.client import Arg, Client, Command, Reply, Script, raise_if_error
 from millstream.errors import CommandFailed, ConfigError, StaleOwner
 from millstream.model import EntryId
@@ -410,6 +411,11 @@ class Ledger:
         for stream in streams:
             meta = self.keys(stream).meta
             self._client.execute(*(("HSET", meta, "paused", 1) if paused else ("HDEL", meta, "paused")))
+
+    def paused(self, streams: Sequence[str]) -> set[str]:
+        """Those of `streams` on which the handler is paused. Raises RedisError."""
+        replies = answers(self._client, [("HEXISTS", self.keys(stream).meta, "paused") for stream in streams])
+        return {stream for stream, found in zip(streams, replies, strict=True) if found}
 
     def reserve(self, stream: str, rate: float, count: int) -> float:
         """Reserve `count` messages of the handler's `rate` a second on `stream`; return the wait until then, in ms."""

@@ -13,6 +13,8 @@ from millstream.router.watch import Watch
 from millstream.server import EmbeddedServer
 from millstream.spark.facts import survey
 from millstream.spark.known import KnownFacts
+from millstream.spark.options import parse
+from millstream.spark.planner import Planner
 from millstream.testing.topologies import acl_server, cluster
 from tests.support.clocks import HandClock
 from tests.support.slots import finish_move, move_slot
@@ -164,3 +166,20 @@ def test_a_connection_that_breaks_in_the_middle_is_not_believed(client: Client) 
     assert dict(watch.ask(("XLEN",), NAMES)) == dict.fromkeys(NAMES, 0)
     watch.close()
     assert watch.changed() is None
+
+
+def test_a_stream_whose_name_is_not_text_is_left_out_of_a_pattern_with_a_word_in_the_log(
+    client: Client, caplog: pytest.LogCaptureFixture
+) -> None:
+    clock = HandClock()
+    client.execute("XADD", "p:1", "*", "a", "1")
+    client.execute("XADD", b"p:\xff\xfe", "*", "a", "1")
+    options = parse({"url": client.url, "subscribePattern": "p:*", "startingOffsets": "earliest"}, {})
+    pattern = Planner(client, options, cores=1, clock=clock)
+    start = pattern.starts("latest")
+    assert list(start) == ["p:1"]
+    for _ in range(3):
+        clock.now_ms += 2_000
+        assert list(pattern.advance(start, limit=None, target=None).ends) == ["p:1"]
+    (said,) = [record.getMessage() for record in caplog.records if "left out" in record.getMessage()]
+    assert "not UTF-8 text: 1, among them 'p:\\udcff\\udcfe'" in said

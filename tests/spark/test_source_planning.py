@@ -286,13 +286,6 @@ def test_offsets_of_many_streams_are_packed(client: Client) -> None:
             load({"packed": damaged})
 
 
-def test_a_stream_whose_name_is_not_text_is_refused(client: Client) -> None:
-    client.execute("XADD", b"\xff", "*", "a", "1")
-    pattern = Planner(client, parse({"url": client.url, "subscribePattern": "*"}, {}), cores=1)
-    with pytest.raises(ConfigError, match="is not UTF-8 text"):
-        pattern.starts("latest")
-
-
 def pages(client: Client) -> int:
     """How many SCAN the server has run."""
     _, _, rest = client.execute("INFO", "commandstats").partition(b"cmdstat_scan:calls=")

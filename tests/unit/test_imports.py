@@ -22,6 +22,7 @@ LAZY = ("millstream", "millstream.router", "millstream.sink")
             ("millstream.router.router", "millstream.balancer", "millstream.moves", "pyspark"),
         ),
         ("millstream.spark.source", ("redis", "pyarrow", "numpy", "asyncio")),
+        ("millstream.spark.planner", ("pyarrow", "numpy")),
         ("millstream.spark.task", ("millstream.moves", "millstream.keyed", "millstream.groups")),
     ],
 )

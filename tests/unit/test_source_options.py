@@ -43,6 +43,8 @@ def test_the_url_may_come_from_the_environment() -> None:
         ({"subscribe": ""}, "option subscribe is empty"),
         ({"maxOffsetsPerTrigger": "0"}, "must be a whole number of 1 or more"),
         ({"minPartitions": "two"}, "must be a whole number of 1 or more"),
+        ({"maxOffsetsPerTrigger": str(2**63)}, "must be a whole number of 1 or more, up to 9223372036854775807"),
+        ({"maxOffsetsPerTrigger": "9" * 5_000}, "must be a whole number of 1 or more, up to 9223372036854775807"),
         ({"minOffsetsPerTrigger": "0"}, "must be a whole number of 1 or more"),
         ({"minOffsetsPerTrigger": "8", "maxOffsetsPerTrigger": "7"}, "minOffsetsPerTrigger=8 is more than"),
         ({"maxTriggerDelay": "1m"}, "is how long minOffsetsPerTrigger may wait"),

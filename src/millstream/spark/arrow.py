@@ -15,6 +15,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from millstream.errors import ConfigError, DecodeError
+from millstream.spark.greatest import GREATEST_LONG, GREATEST_TIMESTAMP_MS
 from millstream.spark.other_case import tell_of_other_case
 
 Entry = Sequence[Any]
@@ -27,10 +28,6 @@ Ids = list[bytes]
 Fields = list[list[bytes]]
 
 TIMESTAMP = pa.timestamp("us", tz="UTC")
-_GREATEST_LONG = 2**63 - 1
-GREATEST_TIMESTAMP_MS = _GREATEST_LONG // 1000
-"""The last millisecond that Spark has a timestamp for: later ones are null there."""
-
 
 ColumnMaker = Callable[[Fields], dict[str, pa.Array]]
 """Makes the columns that come from the entries' fields, by their names."""
@@ -93,10 +90,10 @@ def _streams(runs: Sequence[Run]) -> pa.Array:
 def split_ids(ids: Ids) -> tuple[pa.Array, pa.Array]:
     """Return the two numbers of each id as int64. Raises ConfigError if one does not fit in there."""
     parts = pc.split_pattern(pa.array(ids, pa.binary()).cast(pa.string()), "-").flatten().cast(pa.uint64())
-    if len(ids) and pc.max(parts).as_py() > _GREATEST_LONG:
-        culprit = next(entry_id for entry_id in ids if max(map(int, entry_id.split(b"-"))) > _GREATEST_LONG)
+    if len(ids) and pc.max(parts).as_py() > GREATEST_LONG:
+        culprit = next(entry_id for entry_id in ids if max(map(int, entry_id.split(b"-"))) > GREATEST_LONG)
         raise ConfigError(
-            f"the entry id {culprit.decode()} has a number beyond {_GREATEST_LONG}, the greatest that Spark's long "
+            f"the entry id {culprit.decode()} has a number beyond {GREATEST_LONG}, the greatest that Spark's long "
             "holds: leave its stream out, or begin after it"
         )
     numbers = parts.view(pa.int64()).to_numpy()

@@ -7,6 +7,7 @@ import logging
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from itertools import zip_longest
 from typing import NamedTuple
 
@@ -85,7 +86,7 @@ class CatchUp:
         What it tells has no `messages`, as they were read before.
         """
         began_ms = self._clock.monotonic_ms()
-        found = _in_turns(self._look())[:MOST_LINES]
+        found = _in_turns(self._unpaused(self._look()))[:MOST_LINES]
         if not found:
             return None
         rows = self._work_off(found)
@@ -95,11 +96,10 @@ class CatchUp:
         )
 
     def is_settled(self) -> bool:
-        """Whether nothing more becomes of what was set aside by itself, but that it is tried for ever."""
+        """Whether nothing more becomes of what was set aside by itself, but that it is tried for ever, or is paused."""
         waits = self._job.handler.retry.then != "block"
-        return not any(
-            ready.lines or ready.moving or (waits and ready.wait_ms is not None) for _, ready in self._look(at_all=True)
-        )
+        found = self._unpaused(self._look(at_all=True))
+        return not any(ready.lines or ready.moving or (waits and ready.wait_ms is not None) for _, ready in found)
 
     def wait_for_room(self) -> None:
         """Wait until so few entries are set aside that a batch may set aside more. Raises Unfinished if it is told to give up."""
@@ -133,6 +133,13 @@ class CatchUp:
                 if not ready.any and self._told[stream] in (0, asked[stream]):  # 0: another thread has seen it, too
                     del self._told[stream], self._seen[stream]
             return [(stream, self._seen[stream].ready) for stream, _ in told if stream in self._seen]
+
+    def _unpaused(self, found: Sequence[tuple[str, Ready]]) -> list[tuple[str, Ready]]:
+        """Those on which the handler is not paused."""
+        some = [stream for stream, ready in found if ready.any]
+        ask = partial(self._ledger.paused, some)
+        paused = self._client.patiently(ask, what=self._job.handler.label, give_up=self._give_up) if some else set()
+        return [(stream, ready) for stream, ready in found if stream not in paused]
 
     def _is_due(self, stream: str, times: int, now_ms: float) -> bool:
         seen = self._seen.get(stream)

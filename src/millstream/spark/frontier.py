@@ -18,6 +18,7 @@ logger = logging.getLogger(__name__)
 
 _LOOK_INTERVAL_MS = 1000.0
 _LOOK_SHARE = 2_000
+_PAUSED_SHARE = 20
 
 
 class Frontier:
@@ -29,10 +30,25 @@ class Frontier:
         self._clock = clock
         self._look_due_ms = float("-inf")
         self._looked = 0
+        self._paused: dict[str, bool] = {}
+        self._paused_due_ms = float("-inf")
 
     def of(self, streams: Sequence[str]) -> dict[str, EntryId]:
         """The frontier of each stream that has one."""
         return self._ledger.frontiers(streams) if self._ledger is not None and streams else {}
+
+    def paused(self, streams: Sequence[str]) -> set[str]:
+        """Those of `streams` on which the handler is paused, as of a second ago at most, or longer if asking takes long."""
+        if self._ledger is None:
+            return set()
+        began_ms = self._clock.monotonic_ms()
+        if began_ms >= self._paused_due_ms:
+            self._paused, self._paused_due_ms = {}, began_ms + _LOOK_INTERVAL_MS
+        if new := [stream for stream in streams if stream not in self._paused]:
+            found = self._ledger.paused(new)
+            self._paused |= {stream: stream in found for stream in new}
+            self._paused_due_ms += (self._clock.monotonic_ms() - began_ms) * _PAUSED_SHARE
+        return {stream for stream in streams if self._paused[stream]}
 
     def behind(self, places: Offsets) -> dict[str, EntryId]:
         """The frontiers that lie before `places` with entries in between. A frontier that is not there is zero:

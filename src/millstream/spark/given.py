@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from millstream.errors import ConfigError
+from millstream.spark.greatest import GREATEST_LONG
 
 
 @dataclass(frozen=True)
@@ -42,9 +43,14 @@ class Given:
     def number(self, name: str, least: int = 1) -> int | None:
         """The value of an option that is a whole number of `least` or more."""
         value = self.text(name)
-        if value is not None and not (value.isascii() and value.isdigit() and int(value) >= least):
-            raise ConfigError(f"option {name}={value!r} must be a whole number of {least} or more")
-        return int(value) if value is not None else None
+        if value is None:
+            return None
+        digits = value.lstrip("0")[: len(str(GREATEST_LONG)) + 1] or "0"  # no number of Spark's is longer
+        if not (value.isascii() and value.isdigit() and least <= int(digits) <= GREATEST_LONG):
+            raise ConfigError(
+                f"option {name}={value[:40]!r} must be a whole number of {least} or more, up to {GREATEST_LONG}"
+            )
+        return int(digits)
 
     def choice(self, name: str, choices: Sequence[str], default: str) -> str:
         """The value of an option that is one of several words, in any case."""

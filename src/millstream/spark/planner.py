@@ -117,9 +117,12 @@ class Planner:
                 self._tell_absent(name for name in some if name in subscribed and facts[name] is None)
             # A batch of nothing records where the new ones begin.
             found.changes.update(self._discovered([n for n in some if n not in start and n in subscribed], facts))
+            paused = self._frontier.paused(
+                [name for name in some if name in start and _has_more(facts[name], start[name])]
+            )
             for name in some:
-                if name not in start:
-                    continue
+                if name not in start or name in paused:
+                    continue  # what is paused is looked at again each time
                 result = self._judge(name, start[name], facts[name], subscribed=name in subscribed, target=target)
                 if result is None:
                     found.at_rest.append(name)
@@ -311,6 +314,10 @@ class Waiting(NamedTuple):
             return None
         whole = now.keeps(self.at.id) or now.removed == self.facts.removed
         return self.at.added + taken if whole else None
+
+
+def _has_more(facts: StreamFacts | None, at: Position) -> bool:
+    return facts is not None and facts.tail.id > at.id
 
 
 def _tails(facts: Mapping[str, StreamFacts | None]) -> Offsets:

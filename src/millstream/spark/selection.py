@@ -22,7 +22,7 @@ from pyspark.sql.datasource import (
 
 from millstream.errors import ConfigError
 from millstream.model import ZERO_ID, EntryId
-from millstream.spark.arrow import GREATEST_TIMESTAMP_MS
+from millstream.spark.greatest import GREATEST_TIMESTAMP_MS
 from millstream.spark.offsets import Offsets, Position
 
 _GREATEST = 2**64 - 1

@@ -17,6 +17,7 @@ _SCAN_INTERVAL_MS = 1000.0
 _MENDED_AFTER_MS = 30_000.0
 _SLICE_MS = 10.0
 _SCAN_SHARE = 20.0
+_NAMED = 3
 
 
 class Subscription:
@@ -34,11 +35,12 @@ class Subscription:
         self._pages: Iterator[list[str]] | None = None
         self._found: set[str] = set()
         self._due_ms = self._looked_ms = float("-inf")
+        self._left_out: set[str] = set()
 
     def names(self) -> KeysView[str]:
         """Their names, the same object while they are the same; listed ones need not exist.
 
-        Raises ConfigError for a name that is not text.
+        What is no text is left out, with a word in the log.
         """
         if self.pattern is not None and (self._pages is not None or self._clock.monotonic_ms() >= self._due_ms):
             self._scan(self.pattern)
@@ -65,9 +67,15 @@ class Subscription:
         self._looked_ms = self._clock.monotonic_ms()
 
     def _adopt(self, found: set[str]) -> None:
-        for name in found - self._names:
-            if not _is_text(name):
-                raise ConfigError(f"the stream name {name!r} is not UTF-8 text: use a pattern that leaves it out")
+        unusable = {name for name in found - self._names if not _is_text(name)}
+        if new := unusable - self._left_out:
+            # Anybody may make a key, and Spark has no name for it.
+            some = ", ".join(map(repr, sorted(new)[:_NAMED]))
+            logger.warning(
+                "streams are left out, since their names are not UTF-8 text: %d, among them %s", len(new), some
+            )
+        self._left_out = unusable
+        found -= unusable
         if found != self._names:
             self._names = dict.fromkeys(sorted(found)).keys()
 

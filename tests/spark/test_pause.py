@@ -1,0 +1,120 @@
+"""A handler that is paused: on Spark, too, nothing new of its streams is read, and what waits for its key goes on waiting."""
+
+import pytest
+
+from millstream import App, Message, Retry, State
+from millstream.aside import ready_lines
+from millstream.client import Client
+from millstream.ledger import Ledger
+from millstream.model import EntryId
+from millstream.spark.options import parse
+from millstream.spark.planner import Planner
+from tests.support.clocks import HandClock
+from tests.support.commandline import call
+from tests.support.pipelines import Pipelines
+from tests.support.waiting import eventually
+
+pytestmark = [pytest.mark.spark]
+
+
+def counting() -> App:
+    app = App("app")
+
+    @app.handler(pattern="in.*", key="k", into="out")
+    def count(message: Message, state: State) -> dict[str, object]:
+        state["n"] = state.get("n", 0) + 1
+        return {"stream": message.stream, "n": state["n"]}
+
+    return app
+
+
+def done(pipelines: Pipelines, stream: str) -> int:
+    return sum(fields["stream"] == stream for _, fields in pipelines.entries("out"))
+
+
+def test_a_paused_stream_is_not_read_while_others_are_and_goes_on_where_it_was(pipelines: Pipelines) -> None:
+    for stream in ("in.a", "in.b"):
+        pipelines.add(stream, {"k": 1})
+    pipelines.once(counting())
+    told = call("pause", "count", "--stream", "in.a", "--url", pipelines.url)
+    assert told.out == "app.count is paused on in.a\n"
+    for stream in ("in.a", "in.b"):
+        pipelines.add(stream, *({"k": 1} for _ in range(10)))
+    pipelines.once(counting())
+    assert (done(pipelines, "in.a"), done(pipelines, "in.b")) == (1, 11)
+    handlers = call("info", "--url", pipelines.url).out
+    assert "paused" in handlers
+    call("resume", "count", "--url", pipelines.url)
+    pipelines.once(counting())
+    assert (done(pipelines, "in.a"), done(pipelines, "in.b")) == (11, 11)
+    numbers = [int(fields["n"]) for _, fields in pipelines.entries("out") if fields["stream"] == "in.a"]
+    assert numbers == list(range(1, 12))
+
+
+def test_a_run_notices_a_pause_and_its_end(pipelines: Pipelines) -> None:
+    for stream in ("in.a", "in.b"):
+        pipelines.add(stream, {"k": 1})
+
+    def lags_behind() -> bool:
+        """Whether a message of the other stream, which came later, was done without it."""
+        before = done(pipelines, "in.b")
+        pipelines.add("in.a", {"k": 1})
+        pipelines.add("in.b", {"k": 1})
+        eventually(lambda: done(pipelines, "in.b") > before, "the other stream")
+        return done(pipelines, "in.a") < len(pipelines.entries("in.a"))
+
+    with pipelines.running(counting()):
+        eventually(lambda: done(pipelines, "in.a") == 1, "the first message")
+        call("pause", "count", "--stream", "in.a", "--url", pipelines.url)
+        eventually(lags_behind, "the pause to hold")
+        waiting = done(pipelines, "in.a")
+        for _ in range(3):
+            assert lags_behind()
+        assert done(pipelines, "in.a") == waiting
+        call("resume", "count", "--url", pipelines.url)
+        eventually(lambda: done(pipelines, "in.a") == len(pipelines.entries("in.a")), "all of it")
+
+
+def test_what_waits_for_its_next_attempt_waits_until_the_handler_goes_on(pipelines: Pipelines) -> None:
+    app = App("app")
+    folder = pipelines.folder
+
+    @app.handler("in", key="k", into="out", retry=Retry(attempts=3, delay_ms=10_000, jitter=0))
+    def try_twice(message: Message) -> dict[str, object]:
+        if message.attempt == 1:
+            (folder / "failed").touch()
+            raise RuntimeError("only the second attempt works")
+        return {"n": message.text("n")}
+
+    pipelines.add("in", {"k": 1, "n": 1})
+    with pipelines.running(app):
+        eventually((folder / "failed").exists, "the first attempt")
+        call("pause", "try_twice", "--url", pipelines.url)
+    ledger = Ledger(pipelines.client, app="app", handler="try_twice", token=1 << 60)
+    for is_due in (lambda: True, lambda: ready_lines(ledger, ["in"], 1)["in"].lines):
+        eventually(is_due, "the time of its next attempt")
+        pipelines.once(app)  # ends, though something is left that only waits
+        assert pipelines.entries("out") == []
+    call("resume", "try_twice", "--url", pipelines.url)
+    pipelines.once(app)
+    assert [fields["n"] for _, fields in pipelines.entries("out")] == ["1"]
+
+
+def test_a_paused_stream_is_held_back_and_keeps_no_other_from_its_turn(client: Client) -> None:
+    clock = HandClock()
+    ledger = Ledger(client, app="app", handler="handle")
+    ledger = ledger.renewed(ledger.new_token(["a", "b"]))
+    ledger.begin(["a", "b"])
+    for stream, count in (("a", 100), ("b", 5)):
+        client.pipeline([("XADD", stream, f"{n}-0", "n", n) for n in range(1, count + 1)])
+    names = {"frontierApp": "app", "frontierHandler": "handle", "startingOffsets": "frontier"}
+    paused = Planner(client, parse({"url": client.url, "subscribePattern": "*", **names}, {}), cores=1, clock=clock)
+    start = paused.starts("earliest")
+    ledger.pause(["a"], paused=True)
+    ends = paused.advance(start, limit=10, target=None).ends
+    assert ends["b"].id == EntryId(5, 0)
+    assert ends.get("a") == start.get("a")
+    assert paused.advance(ends, limit=10, target=paused.tails()).ends is ends, "and a run that ends at a target ends"
+    ledger.pause(["a"], paused=False)
+    clock.now_ms += 60_000
+    assert paused.advance(ends, limit=10, target=None).ends["a"].id == EntryId(10, 0)
