@@ -41,8 +41,11 @@ class Alarm:
         finally:
             self._armed = False  # again: the alarm may have rung just before the first time
             self._arm(0)
-            self._watchdog.rest()
             asyncio._set_running_loop(loop)
+
+    def rest(self) -> None:
+        """No attempt runs for a while; to be called before whatever may take long."""
+        self._watchdog.rest()
 
     def _arm(self, seconds: float) -> None:
         if self._usable:

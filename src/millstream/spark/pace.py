@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 
 from millstream.ledger import Ledger, burst
@@ -10,16 +10,23 @@ from millstream.ledger import Ledger, burst
 
 class Pace:
     """When one task may run its next messages; `rate` is in messages a second of each stream, None for no limit. `ask` waits
-    for Redis.
+    for Redis, `sleep` for so many milliseconds.
 
     It reserves no more than about a fifth of a second's worth, and no more than it was told to `expect`: what a task
     reserved in vain would make the handler slower. An attempt that is repeated costs nothing.
     """
 
-    def __init__(self, rate: float | None, ledger: Ledger, ask: Callable[[Callable[[], float]], float]) -> None:
+    def __init__(
+        self,
+        rate: float | None,
+        ledger: Ledger,
+        *,
+        ask: Callable[[Callable[[], float]], float],
+        sleep: Callable[[float], Awaitable[None]],
+    ) -> None:
         self._rate = rate
         self._ledger = ledger
-        self._ask = ask
+        self._ask, self._sleep = ask, sleep
         self._expected: Counter[str] = Counter()
         self._left: Counter[str] = Counter()
         self._locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
@@ -38,6 +45,6 @@ class Pace:
                 reserve = partial(self._ledger.reserve, stream, self._rate, most)
                 wait_ms = self._ask(reserve)
                 self._left[stream] += most
-                await asyncio.sleep(wait_ms / 1000)
+                await self._sleep(wait_ms)
             self._left[stream] -= count
             self._expected[stream] -= count

@@ -53,6 +53,8 @@ LINE_MESSAGES, LEAST_OF_LINE = 5_000, 10
 MOST_WAIT_MS = 1_000.0
 """What a batch waits for a key's next attempts in all; the key is set aside if it takes longer."""
 
+_MOST_SLEEP_S = 1.0
+
 T = TypeVar("T")
 
 _unpack = msgspec.msgpack.Decoder(list[bytes]).decode
@@ -207,7 +209,7 @@ class PartitionTask:
         self._slots = asyncio.Semaphore(handler.concurrency)
         self._alone = asyncio.Lock()
         self._pulse = Pulse(handler.time_limit_ms if handler.is_async else None)
-        self._pace = Pace(handler.rate, self._ledger, self._patiently)
+        self._pace = Pace(handler.rate, self._ledger, ask=self._patiently, sleep=self._sleep)
         self._moves: PartitionMoves | None = None
         if handler.partitions is not None:
             self._moves = self._patiently(lambda: _partition_moves(client, handler))
@@ -227,13 +229,16 @@ class PartitionTask:
 
     async def _work_off(self, runs: list[Run]) -> None:
         self._begin_streams({run.stream for run in runs})
-        while runs:
-            self._load(runs)
-            await self._drive_all([run for run in runs if run not in self._refused])
-            self._flush()
-            _check_finished(run for run in runs if run not in self._refused)
-            runs, self._refused = self._refused, []
-            self._begin_streams({run.stream for run in runs}, again=True)
+        try:
+            while runs:
+                self._load(runs)
+                await self._drive_all([run for run in runs if run not in self._refused])
+                self._flush()
+                _check_finished(run for run in runs if run not in self._refused)
+                runs, self._refused = self._refused, []
+                self._begin_streams({run.stream for run in runs}, again=True)
+        finally:
+            self._rest()
 
     async def _drive_all(self, runs: list[Run]) -> None:
         waiting = iter(runs)
@@ -299,13 +304,25 @@ class PartitionTask:
 
     async def _wait(self, runs: Iterable[Run], outcome: Again) -> None:
         """Wait for the next attempt on the first message of each."""
-        await asyncio.sleep(outcome.delay_ms / 1000)
+        await self._sleep(outcome.delay_ms)
         for run in runs:
             run.waited_ms += outcome.delay_ms
             run.attempt += 1
 
+    async def _sleep(self, duration_ms: float) -> None:
+        """Wait. What runs meanwhile and is over has left the alarm on."""
+        until_s = asyncio.get_running_loop().time() + duration_ms / 1000
+        while (left_s := until_s - asyncio.get_running_loop().time()) > 0:
+            self._rest()
+            await asyncio.sleep(min(left_s, _MOST_SLEEP_S))
+
+    def _rest(self) -> None:
+        if not self._handler.is_async:  # of an async one the pulse goes on
+            self._alarm.rest()
+
     def _patiently(self, ask: Callable[[], T]) -> T:
         """Ask Redis, for as long as it takes: while nothing else can run, nothing else is late."""
+        self._rest()
         with self._pulse.held():
             return self._client.patiently(ask, what=self._handler.label)
 

@@ -8,9 +8,11 @@ import ctypes
 import functools
 import os
 import signal
+import time
 
 _CLOCK_MONOTONIC, _SIGEV_SIGNAL = 1, 0
 _MOST_GRACE_MS, _LEAST_GRACE_MS = 30_000.0, 2_000.0
+_RENEWED_S = 0.5
 
 
 class _SignalEvent(ctypes.Structure):
@@ -34,7 +36,8 @@ class _TimerSpec(ctypes.Structure):
 class Watchdog:
     """Kills this process when it is not told in time that what it guards goes on. No-op where the system has no such timer.
 
-    A forked child has no watchdog.
+    To tell it costs as much as a few messages do, so what begins soon after something else is not told of. A forked child has
+    no watchdog.
     """
 
     def __init__(self) -> None:
@@ -42,25 +45,31 @@ class Watchdog:
         self._timer = ctypes.c_void_p()
         event = _SignalEvent(None, signal.SIGKILL, _SIGEV_SIGNAL, b"")
         create = getattr(self._libc, "timer_create", None)
+        self._renew_at_s = float("-inf")
+        self._armed = False
         self._usable = create is not None and not create(
             _CLOCK_MONOTONIC, ctypes.byref(event), ctypes.byref(self._timer)
         )
 
     def expect(self, within_ms: float) -> None:
-        """Kill this process in so many milliseconds, unless told otherwise."""
-        seconds, rest_ms = divmod(within_ms, 1000)
-        self._set(_TimerSpec(0, 0, int(seconds), int(rest_ms * 1_000_000) or 1))
+        """Kill this process in so many milliseconds, or half a second later, unless told otherwise."""
+        now_s = time.monotonic()
+        if now_s >= self._renew_at_s:
+            self._renew_at_s = now_s + _RENEWED_S
+            self._set(within_ms / 1000 + _RENEWED_S)
 
     def rest(self) -> None:
         """Expect nothing."""
-        self._set(_NOTHING)
+        if self._armed:
+            self._renew_at_s = float("-inf")
+            self._set(0.0)
 
-    def _set(self, spec: _TimerSpec) -> None:
+    def _set(self, seconds: float) -> None:
+        self._armed = seconds > 0
         if self._usable:
+            whole = int(seconds)
+            spec = _TimerSpec(0, 0, whole, int((seconds - whole) * 1e9))
             self._libc.timer_settime(self._timer, 0, ctypes.byref(spec), None)
-
-
-_NOTHING = _TimerSpec(0, 0, 0, 0)
 
 
 def hard_limit_ms(limit_ms: float) -> float:
