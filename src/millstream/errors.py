@@ -28,6 +28,7 @@ MillstreamError
 ├── HandlerStuck           a handler went beyond its time limit and cannot be ended but with its process
 ├── DataLoss               entries that should have been read are gone from the stream
 └── PipelineFailed         the pipeline stopped and cannot go on by itself
+    └── SessionEnded       ... in this Spark session: another one may
 """
 
 from collections.abc import Sequence
@@ -162,6 +163,10 @@ class DataLoss(MillstreamError):
 
 class PipelineFailed(MillstreamError):
     """The pipeline stopped and cannot go on by itself. The message says what to do."""
+
+
+class SessionEnded(PipelineFailed):
+    """The Spark session that the pipeline ran on is over. It goes on in a new one."""
 
 
 def text_of(error: BaseException) -> str:

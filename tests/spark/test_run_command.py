@@ -93,10 +93,10 @@ def test_a_java_process_that_is_killed_ends_the_run_with_one_line(asleep: Driver
     ],
 )
 def test_settings_that_spark_cannot_start_with_are_named(
-    options: tuple[str, ...], environment: dict[str, str], says: str, tmp_path: Path
+    options: tuple[str, ...], environment: dict[str, str], says: str, millstream_url: str, tmp_path: Path
 ) -> None:
     (tmp_path / "sleeper.py").write_text(SLEEPER)
-    refused = run("run", str(tmp_path / "sleeper.py"), *options, env=environment)
+    refused = run("run", str(tmp_path / "sleeper.py"), "--url", millstream_url, *options, env=environment)
     assert (refused.code, refused.err.count("\n")) == (2, 1)
     assert says in refused.err
 

@@ -14,7 +14,7 @@ from millstream.ledger import Ledger
 from millstream.model import EntryId
 from millstream.producer import Producer
 from millstream.spark import pipeline, runner
-from millstream.spark.failures import failure_of
+from millstream.spark.failures import Failure, failure_of
 from tests.support.clocks import HandClock
 from tests.support.pipelines import Pipelines
 from tests.support.waiting import FAIL_SAFE_S, eventually
@@ -111,7 +111,7 @@ def test_a_machine_that_is_too_busy_to_start_python_is_not_taken_for_a_damaged_c
     assert late.reason.endswith("connect back within Spark's 10 seconds: has this machine too much to do?")
     supervisor._give_up(resuming, late)
     with pytest.raises(PipelineFailed, match="cannot go on from its checkpoint: OSError: Incomplete log"):
-        supervisor._give_up(resuming, failure_of(OSError("job failed\nOSError: Incomplete log")))
+        supervisor._give_up(resuming, Failure(kind=None, reason="OSError: Incomplete log", of_checkpoint=True))
     resuming.failures = 11
     with pytest.raises(PipelineFailed, match="11 times in a row"):
         supervisor._give_up(resuming, late)

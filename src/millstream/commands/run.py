@@ -1,14 +1,17 @@
 """`millstream run`: an app as Spark pipelines, on this machine or a cluster."""
 
 import json
+import logging
 import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich.console import Console
@@ -16,17 +19,24 @@ from rich.live import Live
 
 from millstream.app import App, add_to_path, app_folder, load_app
 from millstream.bell import Bell
+from millstream.clock import SYSTEM_CLOCK, Clock
 from millstream.commands.interrupts import orderly_stop
 from millstream.commands.options import DEFAULT_URL, Json, Url
 from millstream.commands.terminal import counted
-from millstream.errors import ConfigError
+from millstream.errors import ConfigError, SessionEnded
 from millstream.escaping import one_line
 from millstream.health import HealthServer
 from millstream.metrics import NOBODY, Metrics, Recorder
 from millstream.redaction import redacted
 
+if TYPE_CHECKING:
+    from millstream.spark.runner import RunSettings
+
+logger = logging.getLogger(__name__)
+
 _WORK = ("batch", "caught-up")
 _COUNTED = ("messages", "committed", "dead", "retries")
+_MOST_SESSIONS, _SOON_MS, _MOST_WAIT_S = 10, 600_000.0, 30.0
 
 
 class Progress:
@@ -174,36 +184,73 @@ def run(
     for path in py_files or ():
         add_to_path(path)
     app = load_app(target).only(only or ())
-    try:
-        from millstream.spark.listener import QueryMetrics
-        from millstream.spark.runner import Runner, RunSettings
-    except ModuleNotFoundError as error:
-        raise ConfigError(f"running on Spark needs {error.name!r}: pip install 'millstream[spark]'") from error
+    _check_installed()
+    from millstream.spark.early import check_early
+    from millstream.spark.listener import QueryMetrics
+    from millstream.spark.runner import Runner, RunSettings
+
     run_settings = RunSettings(
-        url=url,
-        checkpoint=checkpoint if "://" in checkpoint else str(Path(checkpoint).resolve()),
-        max_per_batch=max_per_batch,
-        interval_ms=interval_ms,
-        once=once,
+        url=url, checkpoint=checkpoint if "://" in checkpoint else str(Path(checkpoint).resolve()),
+        max_per_batch=max_per_batch, interval_ms=interval_ms, once=once,
         start="from-frontier" if from_frontier else "reprocess" if reprocess else "resume",
-        start_at=start,
-        read_from=read_from,
-        fail_on_data_loss=not allow_data_loss,
-    )
+        start_at=start, read_from=read_from, fail_on_data_loss=not allow_data_loss,
+    )  # fmt: skip
+    check_early(app, url)
     os.environ["MILLSTREAM_URL"] = url  # what a stage reads and writes itself is in the same Redis, if it says nothing
     code = (app_folder(target), py_files or ())
     with (
         _figures(metrics_port) as metrics,
         orderly_stop() as stopping,
-        _session(stopping, app, code, master=master, conf=settings, verbose=spark_log) as spark,
         Progress(app.name, as_json=as_json) as progress,
         Bell(bell_url or None, bell_command or None) as bell,
     ):
-        if spark is not None:
+        on_event = _telling(app, progress, bell, metrics or NOBODY)
+        session = partial(_session, stopping, app, code, master=master, conf=settings, verbose=spark_log)
+
+        def run_on(spark: Any, how: RunSettings) -> None:
             if metrics:
                 spark.streams.addListener(QueryMetrics(metrics))
-            on_event = _telling(app, progress, bell, metrics or NOBODY)
-            Runner(app, spark, run_settings, on_event=on_event, on_watch=progress.show, stopping=stopping).run()
+            Runner(app, spark, how, on_event=on_event, on_watch=progress.show, stopping=stopping).run()
+
+        _in_sessions(session, run_on, run_settings, stopping)
+
+
+def _check_installed() -> None:
+    """Raise ConfigError if something is not there that running on Spark needs."""
+    try:
+        import millstream.spark.listener
+        import millstream.spark.runner  # noqa: F401
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"running on Spark needs {error.name!r}: pip install 'millstream[spark]'") from error
+
+
+def _in_sessions(
+    session: Callable[[], AbstractContextManager[Any]],
+    run: Callable[[Any, "RunSettings"], None],
+    settings: "RunSettings",
+    stopping: threading.Event,
+    *,
+    clock: Clock = SYSTEM_CLOCK,
+) -> None:
+    """Do `run` in a session, and in another one for each that Spark ends. Raises what it does, and SessionEnded where one
+    after another has ended soon."""
+    ended_soon = 0
+    while True:
+        began_ms = clock.monotonic_ms()
+        try:
+            with session() as spark:
+                if spark is not None:
+                    run(spark, settings)
+        except SessionEnded as ended:
+            ended_soon = ended_soon + 1 if clock.monotonic_ms() - began_ms < _SOON_MS else 1
+            if ended_soon > _MOST_SESSIONS:
+                raise
+            settings = replace(settings, start="from-frontier")  # what the first has begun anew, others go on with
+            wait_s = min(2.0**ended_soon, _MOST_WAIT_S)
+            logger.warning("%s. A new session begins in %.0f s", ended, wait_s)
+            if not stopping.wait(wait_s):
+                continue
+        return
 
 
 @contextmanager

@@ -23,6 +23,7 @@ from millstream.errors import (
     MillstreamError,
     PipelineFailed,
     RedisError,
+    SessionEnded,
     StaleOwner,
     Unavailable,
 )
@@ -32,7 +33,7 @@ from millstream.spark.handler_pipeline import HandlerPipeline
 from millstream.spark.pipeline import MOST_FAILURES, Event, Pipeline, RunSettings, Surroundings
 from millstream.spark.presence import keep_present
 from millstream.spark.remote import refuse_session
-from millstream.spark.session import java_has_ended, make_active
+from millstream.spark.session import has_executors, has_stopped, java_has_ended, make_active, settle_environment
 from millstream.spark.stage_pipeline import StagePipeline
 
 __all__ = ["RunSettings", "Runner"]
@@ -43,6 +44,7 @@ _WATCH_S = 0.2
 _STOP_MS, _LAST_WORDS_MS = 25_000.0, 2_000.0
 _MOST_FAILURES_ONCE, _MOST_FAILURES_AT_FIRST = 5, 2
 _JAVA_GONE_S = 1.0
+_LOOK_MS, _MOST_ALONE_MS = 5_000.0, 120_000.0
 _MOST_STARTING, _INITIALISING = 2, "Initializing sources"
 
 
@@ -78,6 +80,8 @@ class Runner:
         self._client = Client(settings.url)
         self._stopping = stopping or threading.Event()
         self._over = threading.Event()
+        self._settled = self._had_executors = False
+        self._look_due_ms = self._alone_since_ms = float("-inf")
         self._around = around = Surroundings(
             spark=spark, settings=settings, client=self._client, clock=clock, stopping=self._stopping, over=self._over,
             on_event=on_event,
@@ -93,8 +97,8 @@ class Runner:
     def run(self) -> None:
         """Process until stopped, or, with `once`, until all that was there is processed.
 
-        Raises ConfigError for what must be changed first, AccessDenied, and PipelineFailed when going on needs a
-        person.
+        Raises ConfigError for what must be changed first, AccessDenied, SessionEnded when another session is needed to go
+        on, and PipelineFailed when a person is.
         """
         try:
             make_active(self._spark)
@@ -109,6 +113,7 @@ class Runner:
                 for pipeline in self._pipelines:
                     pipeline.watch()
                     self._tend(pipeline)
+                self._check_executors()
                 self._on_watch(self.lag())
                 self._stopping.wait(_WATCH_S)
         except Unavailable:
@@ -116,6 +121,7 @@ class Runner:
                 raise
         except (Py4JError, PySparkException, ConnectionError) as error:
             if not java_has_ended(self._spark, within_s=_JAVA_GONE_S):
+                self._check_session()
                 raise
             # A signal that is meant to stop all may reach the Java process first.
             if not self._stopping.wait(_JAVA_GONE_S):
@@ -194,6 +200,7 @@ class Runner:
         query = pipeline.query
         if pipeline.done or (query is not None and query.isActive):
             return
+        self._check_session()
         pipeline.watch()  # what it has done to its end
         error = query.exception() if query is not None else None
         if error is not None:
@@ -205,11 +212,42 @@ class Runner:
                 pipeline.done = self._around.wait_for(pipeline.is_settled, pipeline.label)
         elif self._clock.monotonic_ms() >= pipeline.retry_at_ms and self._starting() < _MOST_STARTING:
             try:
+                if not self._settled:
+                    settle_environment(self._spark)
+                    self._settled = True
                 pipeline.query = pipeline.start()
             except (PySparkException, Py4JJavaError, StaleOwner, AccessDenied, ConfigError, PipelineFailed) as refusal:
                 self._failed(pipeline, failure_of(refusal))
             else:
                 pipeline.tell("started")
+
+    def _check_session(self) -> None:
+        """Raise SessionEnded if no query can run any more."""
+        if has_stopped(self._spark):
+            raise SessionEnded(
+                "the Spark session is over: its cluster has given the application up, or something in this process has "
+                "stopped it (--spark-log shows more). Run the same again: what is committed is not done twice"
+            )
+
+    def _check_executors(self) -> None:
+        """Raise SessionEnded if a batch waits for executors and those that there were have been gone for long.
+
+        A standalone master that was started anew without what it knew has executors of applications that it does not know
+        killed, and gives those no others.
+        """
+        now_ms = self._clock.monotonic_ms()
+        if now_ms < self._look_due_ms:
+            return
+        self._look_due_ms = now_ms + _LOOK_MS
+        is_alone = not has_executors(self._spark)
+        self._had_executors = self._had_executors or not is_alone
+        if not (is_alone and self._had_executors and any(pipeline.batch for pipeline in self._pipelines)):
+            self._alone_since_ms = now_ms
+        elif now_ms - self._alone_since_ms >= _MOST_ALONE_MS:
+            raise SessionEnded(
+                "all executors are gone, and the cluster gives no others: its master may have forgotten the application. Run "
+                "the same again: what is committed is not done twice"
+            )
 
     def _starting(self) -> int:
         """How many queries are not past their start, which takes seconds of a core, and Spark gives it only ten."""
@@ -234,7 +272,7 @@ class Runner:
         # A busy machine says nothing about the query: so it has its tries also where it runs once.
         most = _MOST_FAILURES_ONCE if self._settings.once and not failure.starved else MOST_FAILURES
         label, checkpoint = pipeline.label, pipeline.checkpoint
-        at_first = pipeline.resumed and not pipeline.began and not failure.starved
+        at_first = pipeline.resumed and not pipeline.began and failure.of_checkpoint
         if at_first and pipeline.failures > _MOST_FAILURES_AT_FIRST:
             changed = "If what it keeps was changed, give it another name. " if pipeline.kind == "stage" else ""
             raise PipelineFailed(

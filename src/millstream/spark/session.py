@@ -35,6 +35,7 @@ _USELESS = (b"WARNING: Using incubator modules", b"Picked up JAVA_TOOL_OPTIONS")
 _END_S = 2.0
 _DYING_S = 20.0
 _NO_MASTER = "Cannot call methods on a stopped SparkContext."
+_FORMAT = "redis-streams"
 
 
 def task_tries(handlers: Iterable[Handler]) -> int:
@@ -110,6 +111,33 @@ def make_active(spark: SparkSession) -> None:
     jvm = spark.sparkContext._jvm
     assert jvm is not None
     SparkSession._get_j_spark_session_class(jvm).setActiveSession(spark._jsparkSession)
+
+
+def settle_environment(spark: SparkSession) -> None:
+    """Have what Spark notes in its record of our data source stand there before a query begins.
+
+    Spark keeps one Python function of a data source for all queries of a Java process, and each query that begins puts
+    the same few variables into its environment, a Scala HashMap, without a lock (PythonStreamingSourceRunner.init). Where
+    two begin at once in a young session, as they do after a restart, the map may count an entry twice. From then
+    on nothing that holds it can be serialised: every query ends with "Task not serializable", however often it is tried.
+    To put what is there already changes no count.
+    """
+    timeout_s = spark.sparkContext.getConf().get("spark.python.authenticate.socketTimeout", "15s")
+    known = {
+        "SPARK_LOCAL_DIRS": "",
+        "SPARK_AUTH_SOCKET_TIMEOUT": timeout_s.removesuffix("s"),
+        "SPARK_BUFFER_SIZE": "65536",
+        "SPARK_PYTHON_RUNTIME": "PYTHON_WORKER",
+    }
+    source = spark._jsparkSession.sessionState().dataSourceManager().lookupDataSource(_FORMAT)
+    environment = source.dataSourceCls().envVars()
+    for name, value in known.items():
+        environment.putIfAbsent(name, value)
+
+
+def has_stopped(spark: SparkSession) -> bool:
+    """Whether the session is over, as when its cluster has given it up: no query of it will ever run again."""
+    return bool(spark.sparkContext._jsc.sc().isStopped())
 
 
 def java_has_ended(spark: SparkSession, *, within_s: float = 0.0) -> bool:

@@ -12,6 +12,7 @@ from pyspark.sql.streaming.readwriter import DataStreamWriter
 from millstream.errors import ConfigError, PipelineFailed
 from millstream.model import ZERO_ID
 from millstream.naming import stage_group
+from millstream.spark.early import text_of_option
 from millstream.spark.failures import failure_of
 from millstream.spark.lag import Standing, standings
 from millstream.spark.options import parse
@@ -50,7 +51,11 @@ class StagePipeline(Pipeline):
                     "new: use --from-frontier to go on there, without what its windows and joins held, --reprocess to "
                     "begin anew, or give the old --checkpoint"
                 )
-        self._writer = self._made()
+        try:
+            self._writer = self._made()
+        except ConfigError as error:
+            if not failure_of(error).starved:  # else it is made when it is started, as often as it takes
+                raise
 
     def _standings(self) -> Mapping[str, Standing]:
         return standings(self._around.client, self._group, self.streams())
@@ -110,7 +115,9 @@ class StagePipeline(Pipeline):
         # What is redriven is for the handler that could not process it: the stage has read it before.
         options |= {"group": self._group, "startingOffsets": begins_at, "redriven": "skip"}
         options |= one.options
-        parse({name: _text(value) for name, value in options.items() if value is not None})  # Spark does so much later
+        parse(
+            {name: text_of_option(value) for name, value in options.items() if value is not None}
+        )  # Spark does so much later
         reader = self._around.spark.readStream.format("redis-streams").options(**options)
         return (reader if one.schema is None else reader.schema(schema_of(one.schema))).load()
 
@@ -138,10 +145,6 @@ class StagePipeline(Pipeline):
         if into is None:
             return made
         return made.format("redis-streams").options(url=self._around.settings.url, stream=into)
-
-
-def _text(value: object) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _said(error: Exception, stage: Stage) -> str:

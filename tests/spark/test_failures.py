@@ -1,0 +1,181 @@
+"""What a query's error means: of a damaged checkpoint, or of something else, in which case it is not for a person yet."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from py4j.protocol import Py4JError
+from pyspark.errors import PySparkException
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import functions as F
+
+from millstream import App, Rows
+from millstream.spark.failures import Failure, failure_of
+from millstream.spark.session import settle_environment
+from tests.support.pipelines import Pipelines
+from tests.support.sources import Bench
+from tests.support.waiting import eventually
+
+pytestmark = [pytest.mark.spark]
+
+
+def environment_of(spark: SparkSession) -> Any:
+    """The variables of the one Python function that Spark keeps for the data source, in Java."""
+    return (
+        spark._jsparkSession.sessionState()
+        .dataSourceManager()
+        .lookupDataSource("redis-streams")
+        .dataSourceCls()
+        .envVars()
+    )
+
+
+@contextmanager
+def miscounted(spark: SparkSession) -> Iterator[Callable[[], None]]:
+    """That map counts an entry too many, as when two threads have put the same one; what is given mends it."""
+    environment = environment_of(spark)
+    settle_environment(spark)
+
+    def field(of: Any, name: str) -> Any:
+        kind = of.getClass()
+        while kind is not None:
+            for one in kind.getDeclaredFields():
+                if one.getName().endswith(name):
+                    one.setAccessible(True)
+                    return one
+            kind = kind.getSuperclass()
+        raise AssertionError(f"{of} has no field {name}")
+
+    inner = field(environment, "underlying").get(environment)
+    size = field(inner, "contentSize")
+    right = size.getInt(inner)
+    size.setInt(inner, right + 1)
+    try:
+        yield lambda: size.setInt(inner, right)
+    finally:
+        size.setInt(inner, right)
+
+
+def copies() -> App:
+    app = App("app")
+
+    @app.stage(Rows("in", "n string"), into="out")
+    def copy(rows: DataFrame) -> DataFrame:
+        return rows
+
+    return app
+
+
+def test_a_run_that_spark_cannot_serialise_for_waits_and_tries_again_whatever_its_checkpoint(
+    pipelines: Pipelines,
+) -> None:
+    pipelines.add("in", {"n": 1})
+    pipelines.once(copies())
+    pipelines.add("in", {"n": 2})
+    with miscounted(pipelines.spark) as mend, pipelines.running(copies()) as run:
+        eventually(lambda: len(pipelines.told("restarting")) >= 3 or run.error, "three failures")
+        mend()
+        eventually(lambda: len(pipelines.entries("out")) == 2 or run.error, "the second row")
+    assert run.error is None
+    for told in pipelines.told("restarting"):
+        assert "Task not serializable (java.lang.IllegalStateException: Illegal size" in told["reason"]
+
+
+def test_what_spark_puts_beside_the_source_for_each_query_is_there_before_the_first(bench: Bench) -> None:
+    environment = environment_of(bench.spark)
+    for name in list(environment):
+        environment.remove(name)
+    settle_environment(bench.spark)
+    before = set(environment)
+    bench.add("s", 3)
+    assert bench.take(bench.stream("s", startingOffsets="earliest")).numbers == [0, 1, 2]
+    assert set(environment) == before, "a query has added to what others share with it"
+
+
+# --- What is of the checkpoint ---
+
+
+def emptied(files: list[Path]) -> None:
+    for file in files:
+        file.with_name(f".{file.name}.crc").unlink(missing_ok=True)
+        file.write_text("")
+
+
+def overwritten(files: list[Path]) -> None:
+    for file in files:
+        file.with_name(f".{file.name}.crc").unlink(missing_ok=True)
+        file.write_bytes(b"\xffnonsense" * 10)
+
+
+def changed_without_its_checksum(files: list[Path]) -> None:
+    for file in files:
+        file.write_bytes(b"\xffnonsense" * 10)
+
+
+def removed(files: list[Path]) -> None:
+    for file in files:
+        file.with_name(f".{file.name}.crc").unlink(missing_ok=True)
+        file.unlink()
+
+
+def unique(bench: Bench) -> DataFrame:
+    """A query with state."""
+    return bench.stream("s", startingOffsets="earliest", schema="n string").dropDuplicates(["n"])
+
+
+def outcome(bench: Bench, frame: DataFrame) -> Failure:
+    """How a query on the checkpoint ends."""
+    try:
+        bench.take(frame)
+    except (PySparkException, Py4JError) as error:
+        ended = bench.queries[-1].exception() if bench.queries and not bench.queries[-1].isActive else None
+        return failure_of(ended or error)
+    raise AssertionError("it went on")
+
+
+@pytest.mark.parametrize(
+    ("what", "damage"),
+    [
+        ("offsets/0", emptied), ("offsets/0", overwritten), ("offsets/0", changed_without_its_checksum),
+        ("commits/0", overwritten), ("state/0/*/1.*delta", removed), ("state/0/*/1.*delta", overwritten),
+    ],
+)  # fmt: skip
+def test_what_spark_finds_damaged_in_a_checkpoint_is_told_from_all_else(
+    bench: Bench, what: str, damage: Callable[[list[Path]], None]
+) -> None:
+    bench.add("s", 20)
+    bench.take(unique(bench))
+    bench.add("s", 20, start=20)
+    files = list((bench.folder / "checkpoint").glob(what))
+    assert files
+    damage(files)
+    found = outcome(bench, unique(bench))
+    assert found.of_checkpoint, found
+
+
+def test_an_error_of_rows_of_a_batch_or_of_serialising_is_not_of_the_checkpoint_that_it_goes_on_from(
+    bench: Bench, pipelines: Pipelines
+) -> None:
+    bench.add("s", 20)
+    bench.take(unique(bench))
+    bench.add("s", 20, start=20)
+
+    def fail(*_: object) -> str:
+        raise ValueError("no")
+
+    rows = outcome(bench, unique(bench).select(F.udf(fail, "string")("n").alias("n")))
+    writer = unique(bench).writeStream.option("checkpointLocation", str(bench.folder / "checkpoint")).foreachBatch(fail)
+    query = writer.trigger(availableNow=True).start()
+    with pytest.raises(PySparkException):
+        query.awaitTermination()
+    ended = query.exception()
+    assert ended is not None
+    batch = failure_of(ended)
+    with miscounted(bench.spark):
+        serialising = outcome(bench, unique(bench))
+    for found in (rows, batch, serialising):
+        assert not found.of_checkpoint, found
+    assert "no" in rows.reason
+    assert "no" in batch.reason

@@ -1,0 +1,114 @@
+"""`millstream run` and its Spark session: what ends it, and what is told before there is one."""
+
+from pathlib import Path
+
+import pytest
+
+from millstream.client import Client
+from tests.support.commandline import run
+from tests.support.drivers import Driver
+from tests.support.waiting import eventually
+
+pytestmark = [pytest.mark.spark, pytest.mark.drivers]
+
+APP = """
+import threading, time
+from pathlib import Path
+from millstream import App, Message, Rows, State
+
+app = App("app")
+
+@app.handler("in", key="k", into="out")
+def count(message: Message, state: State) -> dict:
+    state["n"] = state.get("n", 0) + 1
+    return {"k": message.text("k"), "n": state["n"]}
+
+@app.stage(Rows("in", "k string"), into="copies")
+def copy(rows):
+    context = rows.sparkSession.sparkContext
+
+    def stop_when_told():
+        order = Path("stop-the-session")
+        while not order.exists():
+            time.sleep(0.05)
+        order.unlink()
+        context._jsc.sc().stop()
+
+    threading.Thread(target=stop_when_told, daemon=True).start()
+    return rows
+"""
+
+
+def test_a_session_that_ends_under_a_run_is_followed_by_another_in_which_it_goes_on(
+    millstream_url: str, tmp_path: Path
+) -> None:
+    (tmp_path / "ending.py").write_text(APP)
+    driver = Driver(
+        str(tmp_path / "ending.py"), url=millstream_url, folder=tmp_path, options=("--master", "local[2,4]")
+    )
+
+    def publish(client: Client) -> None:
+        client.pipeline([("XADD", "in", "*", "k", n % 5) for n in range(50)])
+
+    with Client(millstream_url) as client:
+        publish(client)
+        driver.start()
+        try:
+            for count in (50, 100, 150):
+                for stream in ("out", "copies"):
+                    eventually(lambda: client.execute("XLEN", stream) >= count, f"{count} {stream}", log=driver.errors)  # noqa: B023
+                if count < 150:
+                    (tmp_path / "stop-the-session").touch()
+                    publish(client)
+            assert driver.stop() == 0
+        finally:
+            if driver.alive:
+                driver.kill()
+        rows = [
+            dict(zip(items[::2], items[1::2], strict=True)) for _, items in client.execute("XRANGE", "out", "-", "+")
+        ]
+        assert client.execute("XLEN", "copies") == 150
+    assert sorted((row[b"k"], int(row[b"n"])) for row in rows) == [
+        (b"%d" % k, n) for k in range(5) for n in range(1, 31)
+    ]
+    assert driver.errors().count("the Spark session is over") == 2
+
+
+STAGE = """
+from millstream import App, Rows
+
+app = App("app")
+
+@app.stage(Rows("in", "{schema}", options={options}), into="out")
+def copy(rows):
+    return rows
+"""
+
+
+@pytest.mark.parametrize(
+    ("schema", "options", "url", "says"),
+    [
+        ("n strng", {}, "", "the column n is of type 'strng', which Spark does not have; did you mean 'string'?"),
+        ("n long, `a b` duble", {}, "", "did you mean 'double'?"),
+        (
+            "n string",
+            {"minPartitions": "two"},
+            "",
+            "app.copy cannot be made: option minPartitions='two' must be a whole",
+        ),
+        ("n string", {}, "redis:/nowhere", "is not a Redis URL"),
+        ("n string", {}, "redis://127.0.0.1:{port}/99", "has no database of this number"),
+        ("n string", {}, "redis://nobody:wrong@127.0.0.1:{port}/0", "refuses the credentials"),
+    ],
+)
+def test_what_is_wrong_with_the_url_or_with_a_stage_is_told_before_java_is_started(
+    schema: str, options: dict[str, str], url: str, says: str, millstream_url: str, tmp_path: Path
+) -> None:
+    (tmp_path / "wrong.py").write_text(STAGE.format(schema=schema, options=options))
+    port = millstream_url.rpartition(":")[2].partition("/")[0]
+    command = ("run", str(tmp_path / "wrong.py"), "--url", url.format(port=port) or millstream_url)
+    refused = run(*command, env={"JAVA_HOME": "/nonexistent"})
+    assert refused.code != 0
+    assert refused.err.count("\n") == 1
+    assert says in refused.err
+    assert "Java" not in refused.err
