@@ -162,7 +162,7 @@ def test_an_error_of_rows_of_a_batch_or_of_serialising_is_not_of_the_checkpoint_
     bench.take(unique(bench))
     bench.add("s", 20, start=20)
 
-    def fail(*_: object) -> str:
+    def fail(*_: object) -> Any:
         raise ValueError("no")
 
     rows = outcome(bench, unique(bench).select(F.udf(fail, "string")("n").alias("n")))
