@@ -307,7 +307,7 @@ def test_a_plain_handler_that_outlasts_its_lease_ends_the_process(
         eventually(begun.is_set)
         proxy.freeze()
         clock.leap(NEARLY_MS)
-        eventually(lambda: "the lease of this worker on 1 messages of in ends" in caplog.text)
+        eventually(lambda: "the leases of this worker on 1 messages of in end" in caplog.text)
         proxy.resume()
     over.set()
     assert [line.length for line in survey(client, KEYS)] == [1]

@@ -2,8 +2,8 @@
 
 import logging
 import threading
-from collections import defaultdict
-from collections.abc import Callable
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from millstream.errors import HandlerStuck
@@ -63,23 +63,25 @@ class LeaseKeeper(Keeper):
                     f"{broken_off[0].stream.stream} though its lease ends, and another worker may begin it"
                 )
             late_ms = self._clock.monotonic_ms() + margin_ms
-            late = [lease for lease in self._hand.leases.copy() if lease.until_ms < late_ms and not lease.ending]
-            broken_off = [delivery for lease in late for delivery in self._let_go(lease)]
+            broken_off = self._let_go(
+                [lease for lease in self._hand.leases.copy() if lease.until_ms < late_ms and not lease.ending]
+            )
 
-    def _let_go(self, lease: Lease) -> list[Delivery]:
-        """Have a line be run no more; return what still runs of it, and was told to end."""
-        lease.lost = True
-        rest = self._hand.end_lease(lease)
+    def _let_go(self, leases: Sequence[Lease]) -> list[Delivery]:
+        """Have lines be run no more; return what still runs of them, and was told to end."""
+        rest: list[Delivery] = []
+        for lease in leases:
+            lease.lost = True
+            rest += self._hand.end_lease(lease)
         self._report.refused_some(len(rest))
-        if rest:
-            logger.warning(
-                "the lease of this worker on %d messages of %s ends: it could not be extended, as Redis was away or this "
-                "process stood still",
-                len(rest), lease.stream.stream,
-            )  # fmt: skip
         running = [one for one in rest if one.running and not one.ran]
         for delivery in running:
             self._break_off(delivery)
+        for stream, count in Counter(one.stream.stream for one in rest).items():
+            logger.warning(
+                "the leases of this worker on %d messages of %s end: they could not be extended, as Redis was away or this "
+                "process stood still", count, stream,
+            )  # fmt: skip
         return running
 
     # What is different for lines
@@ -100,11 +102,13 @@ class LeaseKeeper(Keeper):
         if not mine:
             return
         now_ms = self._clock.monotonic_ms()
+        lost: list[Delivery] = []
         for lease in stream.extend_leases(mine, self._policy.claim_ms, now_ms):
             if not lease.ending:
-                lost = self._hand.end_lease(lease)
-                self._report.refused_some(len(lost))
-                logger.warning("%d messages of %s are not this worker's any more", len(lost), stream.stream)
+                lost += self._hand.end_lease(lease)
+        if lost:
+            self._report.refused_some(len(lost))
+            logger.warning("%d messages of %s are not this worker's any more", len(lost), stream.stream)
 
     def _give_up(self, delivery: Delivery) -> None:
         """Note the failed attempt. The line stays leased as long as the run goes on, that is, until the process has ended."""
