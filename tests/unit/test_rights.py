@@ -97,7 +97,7 @@ def test_an_operator_has_to_do_with_services_if_they_are_named() -> None:
 
 def test_only_who_reads_from_replicas_is_given_what_that_takes() -> None:
     for role in RoleName:
-        more = {"info", "readonly"} if role in (RoleName.SPARK, RoleName.GROUP_SOURCE) else set()
+        more = {"info", "readonly"} if role in (RoleName.SPARK, RoleName.SOURCE, RoleName.GROUP_SOURCE) else set()
         for cluster in (True, False):
             usual = set(rule("u", [role], cluster=cluster).commands)
             found = set(rule("u", [role], cluster=cluster, replicas=True).commands)
@@ -114,7 +114,7 @@ def test_only_who_looks_for_streams_may_scan() -> None:
         assert ("scan" in named) == (role is RoleName.OPERATOR)
         by_pattern = rule("u", [role], streams=["orders*"]).commands
         assert ("scan" in by_pattern) == (
-            role in (RoleName.WORKER, RoleName.SPARK, RoleName.GROUP_SOURCE, RoleName.OPERATOR)
+            role in (RoleName.WORKER, RoleName.SPARK, RoleName.SOURCE, RoleName.GROUP_SOURCE, RoleName.OPERATOR)
         )
 
 

@@ -11,7 +11,9 @@ local holder = redis.call('GET', KEYS[1])
 if holder and holder ~= ARGV[1] then
   -- For so long nobody holds it: the clock went back, with a failover, say.
   local held_ms = tonumber(ARGV[2])
-  if held_ms > 0 and redis.call('PTTL', KEYS[1]) > held_ms then redis.call('PEXPIRE', KEYS[1], held_ms) end
+  if held_ms > 0 and redis.call('PTTL', KEYS[1]) > held_ms then
+    redis.call('PEXPIRE', KEYS[1], held_ms)
+  end
   return 0
 end
 if ARGV[2] == '0' then

@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 
 from millstream import App, Message, Reject
@@ -9,11 +10,12 @@ from millstream.client import Client
 from millstream.clock import SYSTEM_CLOCK
 from millstream.deadletters import DeadLetter
 from millstream.delayed import DelayedMessages
+from millstream.errors import ConfigError
 from millstream.eviction import warn_if_evicting
 from millstream.handlers import Handler
 from millstream.keyed import Ending, KeyedStream, Lease, line_of_key
 from millstream.moves import Moves
-from millstream.naming import HandlerKeys
+from millstream.naming import HandlerKeys, held_name
 from millstream.partitions import Partitions
 from millstream.producer import Producer
 from millstream.reliable import ReliableStream, leave_all
@@ -22,6 +24,7 @@ from millstream.worker.incarnations import End, Incarnation
 from millstream.worker.moving import WatchedDelays
 from millstream.worker.names import Names
 from millstream.worker.partitions import PartitionSide
+from tests.support.clocks import HandClock
 from tests.support.partition_fixtures import BASE, Publisher, Worker, growth_killed_after, moved_key
 from tests.support.waiting import eventually
 
@@ -52,6 +55,11 @@ def work(url: str, admin: Client) -> None:
         names.take(1)
         names.note_end("t-1", End(died=True, cause=""))
         names.release()
+        admin.execute(
+            "SET", held_name("shop", "gone-0"), "whoever", "PX", 3_600_000
+        )  # the clock of Redis has gone back since
+        with suppress(ConfigError):
+            Names(client, "shop", "gone", clock=HandClock()).take(1)
         assert client.scan_streams("orders*") == ["orders"]
         stream = reliable(client)
         stream.join()
