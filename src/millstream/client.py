@@ -27,7 +27,7 @@ from redis.sentinel import Sentinel
 from millstream import wire
 from millstream.addresses import Shard, hosts, split_url, url_of_node
 from millstream.clock import SYSTEM_CLOCK, Clock
-from millstream.errors import AccessDenied, CommandFailed, ConfigError, RedisError, Unavailable, WrongType
+from millstream.errors import AccessDenied, ConfigError, RedisError, ScriptMissing, Unavailable, WrongType
 from millstream.lua import text_of
 from millstream.naming import PREFIX, from_wire
 from millstream.redaction import keep_secret, redact
@@ -348,7 +348,7 @@ class Client:
         replies = self.pipeline([("EVALSHA", s.sha, len(keys), *keys, *args) for s, keys, args in calls])
         for index, (script, keys, args) in enumerate(calls):
             reply = replies[index]
-            if isinstance(reply, CommandFailed) and str(reply) == "NOSCRIPT":
+            if isinstance(reply, ScriptMissing):
                 (replies[index],) = self.pipeline([("EVAL", script.text, len(keys), *keys, *args)])
         return replies
 
@@ -520,8 +520,6 @@ class Client:
                 reply = self._exchange(pool, [("ASKING",), command])[1]
         if not isinstance(reply, redis.exceptions.RedisError):
             return reply
-        if isinstance(reply, NoScriptError):
-            return CommandFailed("NOSCRIPT")
         if isinstance(reply, redis.exceptions.ReadOnlyError):
             self.close()  # the primary has moved: the next connection asks Sentinel again
         return self._naming_key(translate(reply, self.url, command), str(reply), command)

@@ -13,6 +13,7 @@ MillstreamError
 │   ├── GroupMissing       the consumer group does not exist (NOGROUP)
 │   ├── Sealed             there are more partitions than this producer knows of: nothing was written
 │   └── CommandFailed      any other refusal
+│       └── ScriptMissing  the server does not have the script, and has to be sent its text
 ├── MessageError           one message cannot be processed; it becomes a dead letter
 │   ├── DecodeError        its fields do not fit the handler's model
 │   ├── MissingKey         it lacks the field that its handler is keyed by
@@ -98,6 +99,10 @@ class Sealed(RedisError):
 
 class CommandFailed(RedisError):
     """Redis refused the command for any other reason."""
+
+
+class ScriptMissing(CommandFailed):
+    """Redis was sent the hash of a script that it does not have: it has to be sent its text."""
 
 
 class MessageError(MillstreamError):

@@ -14,8 +14,9 @@ from millstream.client import Arg, Client, Command, Reply, Script
 from millstream.errors import Unavailable
 from millstream.ledger import ENTRY_MARK, KEY_MARK, Kind, Unit
 from millstream.lines import WAITING, check_lines
-from millstream.reliable import Delivery, LineTurn, ReliableStream, StreamBacklog, strikes_of
+from millstream.reliable import NO_LIMIT, Delivery, LineTurn, ReliableStream, StreamBacklog, strikes_of
 
+RANGE = Script("range")
 ROUTE = Script("route")
 TAKE = Script("take")
 EXTEND = Script("extend")
@@ -60,11 +61,27 @@ class Ending(NamedTuple):
 
 
 class Taken(NamedTuple):
-    """What `take` gave: leases, when a line may next become ready by itself (None: none waits), leases found run out."""
+    """What `take` gave: leases, when a line may next become ready by itself (None: none waits), leases found run out.
+
+    `unfit`: the size of the entry that had no room any more; 0 if all had.
+    """
 
     leases: list[Lease]
     wait_ms: float | None
     reaped: int
+    unfit: int
+
+
+class EntrySizes:
+    """How large the entries of a stream are, about: as those were that were read last, by whoever reads it here."""
+
+    def __init__(self) -> None:
+        self.about = READ_BYTES // _FIRST_READ
+
+    def note(self, count: int, size: int) -> None:
+        """So many entries have so many bytes together."""
+        if count:
+            self.about = max(1, size // count)
 
 
 class KeyedStream(ReliableStream):
@@ -86,10 +103,18 @@ class KeyedStream(ReliableStream):
         )  # fmt: skip
         self._line_of = line_of
         self._routed: bytes | None = None
-        self._entry_bytes = READ_BYTES // _FIRST_READ  # about, by the last ones that were read
+        self.sizes = EntrySizes()
         self._is_careful = False
         self.pending = 0
         """How many entries are pending in all, as of the last `route`."""
+        self.readied = 0
+        """How many lines can be taken since the last `route` that could not before."""
+
+    def join_as(self, other: ReliableStream) -> None:
+        """See ReliableStream. What one of the two reads is news to the other."""
+        super().join_as(other)
+        if isinstance(other, KeyedStream):
+            self.sizes = other.sizes
 
     # Routing
 
@@ -113,7 +138,6 @@ class KeyedStream(ReliableStream):
             return 0
         after = self.routed  # another thread may move it meanwhile
         entries = self._read(after, count)
-        self._note_size(entries)
         # Without new ones it is asked where the stream is routed to: a Redis that lost some may have gone back behind us.
         calls: list[Sequence[Arg]] = []
         for at in range(0, max(1, len(entries)), _ENLISTED_AT_ONCE):
@@ -128,7 +152,7 @@ class KeyedStream(ReliableStream):
         if after == _LAST_ID:  # Redis knows of none behind it
             return ()
         try:
-            return self._client.execute("XRANGE", self.stream, b"(" + after, "+", "COUNT", count)  # type: ignore[no-any-return]
+            return self.found(self._client.script(RANGE, (self.stream,), (after, count, READ_BYTES, 1)))[0]
         except Unavailable:
             self.note_failed_read()
             raise
@@ -141,16 +165,11 @@ class KeyedStream(ReliableStream):
     @property
     def affordable(self) -> int:
         """How many of its entries may be read at once."""
-        return 1 if self._is_careful else max(1, READ_BYTES // self._entry_bytes)
+        return 1 if self._is_careful else max(1, READ_BYTES // self.sizes.about)
 
     def note_failed_read(self) -> None:
         """What was asked for may have been more than the server sends: ask for one entry next."""
         self._is_careful = True
-
-    def _note_size(self, entries: Sequence[Any]) -> None:
-        self._is_careful = False
-        if entries:
-            self._entry_bytes = _entry_bytes(entries)
 
     def _expect(self, lines: Sequence[Arg]) -> None:
         """Do what has to be done before entries are routed to these lines."""
@@ -166,22 +185,32 @@ class KeyedStream(ReliableStream):
 
     # The steps of `route`, for who sends those of many streams together. Where one fails, `route` repeats them safely
 
-    def to_read(self, *, count: int, most_pending: int) -> Command | None:
+    def to_read(
+        self, *, count: int, most_pending: int, most_bytes: int = READ_BYTES, one_at_least: bool = True
+    ) -> Command | None:
         """The command that reads what is to be routed next; None where `route` has to ask for something before."""
         if self._routed in (None, _LAST_ID) or self.pending >= most_pending:
             return None
         count = min(count, most_pending - self.pending, self.affordable)
-        return ("XRANGE", self.stream, b"(" + self.routed, "+", "COUNT", count)
+        return ("EVALSHA", RANGE.sha, 1, self.stream, self.routed, count, most_bytes, int(one_at_least))
+
+    def found(self, reply: Reply) -> tuple[Sequence[Any], int]:
+        """Understand its answer: the entries, and the size of the one that had no room any more, 0 if all had."""
+        unfit, entries = reply
+        self._is_careful = False
+        self.sizes.note(len(entries), _size_of(entries))
+        if unfit and not entries:
+            self.sizes.note(1, unfit)
+        return entries, unfit
 
     def to_enlist(self, entries: Sequence[Any], *, most_pending: int) -> Command:
         """The command that routes what was read so."""
-        self._note_size(entries)
         args = self._enlisting(self.routed, self._lines_of(entries), most_pending)
         return self._ledger.command(ROUTE, self.stream, args)
 
     def enlisted(self, reply: Reply) -> int:
         """Note the answer; return how many entries were new."""
-        passed, _, self.pending, self._routed = reply
+        passed, self.readied, self.pending, self._routed = reply
         return int(passed)
 
     def trim(self) -> int:
@@ -192,35 +221,51 @@ class KeyedStream(ReliableStream):
     # Leasing
 
     def take(
-        self, *, lines: int, entries: int, run: int, lease_ms: int, now_ms: float, with_state: bool = True
-    ) -> Taken:
+        self, *, lines: int, entries: int, run: int, lease_ms: int, now_ms: float, with_state: bool = True,
+        most_bytes: int = NO_LIMIT, one_at_least: bool = True,
+    ) -> Taken:  # fmt: skip
         """Lease up to `lines` lines with up to `entries` of their entries, `run` of one line, for `lease_ms` milliseconds.
 
-        `now_ms`: the worker's monotonic clock. Entries that were trimmed while they waited are logged.
+        `most_bytes`: how many their names and values have together at most; but where there are any, one is taken, however
+        large it is, if `one_at_least`. `now_ms`: the worker's monotonic clock. Entries that were trimmed while they waited
+        are logged.
         """
-        return self._as_member(lambda: self._take(lines, entries, run, lease_ms, now_ms, with_state))
+        room = (most_bytes, one_at_least)
+        return self._as_member(lambda: self._take(lines, entries, run, lease_ms, now_ms, with_state, room=room))
 
     def _take(
-        self, lines: int, entries: int, run: int, lease_ms: int, now_ms: float, with_state: bool, *more: Arg
-    ) -> Taken:
-        args = self._taking(lines, entries, run, lease_ms, with_state)
+        self, lines: int, entries: int, run: int, lease_ms: int, now_ms: float, with_state: bool, *more: Arg,
+        room: tuple[int, bool] = (NO_LIMIT, True),
+    ) -> Taken:  # fmt: skip
+        args = self._taking(lines, entries, run, lease_ms, with_state, room)
         return self.taken(self._script(TAKE, (*args, *more)), now_ms + lease_ms)
 
-    def _taking(self, lines: int, entries: int, run: int, lease_ms: int, with_state: bool) -> Sequence[Arg]:
+    def _taking(
+        self, lines: int, entries: int, run: int, lease_ms: int, with_state: bool, room: tuple[int, bool]
+    ) -> Sequence[Arg]:
         consumer = (self.token, self.group, self.consumer, self._incarnation)
-        return (*consumer, lease_ms, lines, entries, run, int(with_state))
+        most_bytes, one_at_least = room
+        limits = (lines, entries, run, int(with_state), most_bytes, self.sizes.about, int(one_at_least))
+        return (*consumer, lease_ms, *limits)
 
-    def to_take(self, *, lines: int, entries: int, run: int, lease_ms: int, with_state: bool = True) -> Command:
+    def to_take(
+        self, *, lines: int, entries: int, run: int, lease_ms: int, with_state: bool = True,
+        most_bytes: int = NO_LIMIT, one_at_least: bool = True,
+    ) -> Command:  # fmt: skip
         """The command that `take` sends, for who sends those of many streams together."""
-        return self._ledger.command(TAKE, self.stream, self._taking(lines, entries, run, lease_ms, with_state))
+        args = self._taking(lines, entries, run, lease_ms, with_state, (most_bytes, one_at_least))
+        return self._ledger.command(TAKE, self.stream, args)
 
     def taken(self, reply: Reply, until_ms: float) -> Taken:
         """Understand its answer. `until_ms`: until when the leases last, by the worker's monotonic clock."""
-        wait_ms, gone, reaped, *found = reply
+        wait_ms, gone, reaped, unfit, *found = reply
         if gone:
             self._say_trimmed(gone)
         leases = [self._leased(until_ms, *one) for one in found]
-        return Taken(leases, None if wait_ms < 0 else float(wait_ms), int(reaped))
+        self.sizes.note(sum(one.given for one in leases), sum(entry.size for one in leases for entry in one.entries))
+        if unfit and not leases:
+            self.sizes.note(1, int(unfit))
+        return Taken(leases, None if wait_ms < 0 else float(wait_ms), int(reaped), int(unfit))
 
     def _leased(
         self, until_ms: float, line: bytes, token: bytes, state: bytes, lost: int, failed: int, entries: list[Any]
@@ -295,9 +340,11 @@ class KeyedStream(ReliableStream):
         return self._ledger.run(script, self.stream, args)
 
 
-def _entry_bytes(entries: Sequence[Any]) -> int:
+def _size_of(entries: Sequence[Any]) -> int:
+    """How many bytes they have, about."""
     sample = entries[:: 1 + len(entries) // _SAMPLE]
-    return sum(_OVERHEAD_BYTES + sum(map(len, pairs)) for _, pairs in sample) // len(sample)
+    size = sum(_OVERHEAD_BYTES + sum(map(len, pairs)) for _, pairs in sample)
+    return size * len(entries) // max(1, len(sample))
 
 
 def line_of_key(key: bytes | None, entry_id: bytes) -> bytes:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from prometheus_client import Metric as Family
 
 Kind = Literal["counter", "gauge", "histogram"]
-Unit = Literal["messages", "consumers", "streams", "seconds", "times", "yes or no", "unix time"]
+Unit = Literal["messages", "bytes", "ratio", "consumers", "streams", "seconds", "times", "yes or no", "unix time"]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -87,6 +87,13 @@ COMMIT_SECONDS = _seconds("commit", "One commit of a batch, from the call to Red
 AGE_SECONDS = _seconds("age", "From a message's entry id to its commit.", _LONG, "handler")
 
 IN_FLIGHT = _gauge("messages_in_flight", "messages", "In hand: taken, and neither committed nor given back.", "handler")
+IN_HAND_BYTES = _gauge("in_hand_bytes", "bytes", "Names and values of the messages in hand.", "handler")
+BUDGET_REACHED = _counter(
+    "in_hand_budget_reached",
+    "times",
+    "No more was taken for a while, as what was in hand had too many bytes.",
+    "handler",
+)
 BUFFERED = _gauge("messages_buffered", "messages", "Of those in hand: waiting for their turn.", "handler")
 LAG = _gauge(
     "lag_messages", "messages", "Not yet read by the group, as Redis says; NaN while it cannot say.", "handler"
@@ -96,6 +103,12 @@ DEAD_LETTERS = _gauge(
 )
 OLDEST_PENDING = _gauge("oldest_pending_seconds", "seconds", "Age of the oldest uncommitted entry.", "handler")
 PAUSED = _gauge("paused", "yes or no", "1 while the handler is paused.", "handler")
+LOOK_AHEAD_USED = _gauge(
+    "look_ahead_used_ratio",
+    "ratio",
+    "Of --look-ahead, on the stream with most messages in the lines of keys; 0 below 0.8. At 1 no other key goes on.",
+    "handler",
+)
 LAST_POLL = _gauge(
     "last_poll_timestamp_seconds",
     "unix time",

@@ -10,12 +10,12 @@ import logging
 import secrets
 import time
 from collections import deque
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count, islice
 from typing import ClassVar, Literal, NamedTuple, TypeVar
 
-from millstream.client import Client, Command, Reply, Script, raise_if_error
+from millstream.client import Arg, Client, Command, Reply, Script, raise_if_error
 from millstream.deadletters import DeadLetter, Reason
 from millstream.errors import GroupMissing, MillstreamError, RedisError, StaleOwner
 from millstream.groups import Batch, Consumer, Group, PendingEntry, delete_if_empty
@@ -25,10 +25,14 @@ from millstream.naming import REDRIVE_FIELD, held_name
 
 logger = logging.getLogger(__name__)
 
+READ = Script("read", allow_oom=True)
 TRIM = Script("trim")
 
 HANDED_BACK_MS = 86_400_000
 """Idle time of an entry that was handed back: more than any worker waits before it adopts."""
+
+NO_LIMIT = 2**53
+"""More bytes, or entries, than there can be."""
 
 _REJOINS = 3
 T = TypeVar("T")
@@ -72,9 +76,12 @@ class Delivery:
 
     place: tuple[str, bytes] = field(init=False)
     """Its stream and id."""
+    size: int = field(init=False)
+    """How many bytes its names and values have."""
 
     def __post_init__(self) -> None:
         self.place = (self.stream.stream, self.id)
+        self.size = sum(map(len, self.pairs))
 
 
 class StreamBacklog(NamedTuple):
@@ -128,6 +135,10 @@ class LineTurn:
         """The number of its token: greater than that of every earlier lease of the line."""
         return int(self.token.partition(b" ")[0])
 
+    def forget(self) -> None:
+        """Let go of its entries, when it is over: as each knows its turn, they would all wait for the garbage collector."""
+        self.entries, self.last = (), None
+
 
 class ReliableStream:
     """One worker's hold on one stream for one handler. Threads may share it as they may share its client.
@@ -172,6 +183,8 @@ class ReliableStream:
         self._calls = count(1)
         self._done_before: frozenset[bytes] = frozenset()
         self._watched: dict[tuple[bytes, str], float] = {}
+        self.room_bytes: Callable[[], int] = lambda: NO_LIMIT
+        """How many bytes of entries may be taken over now: no more are, but for one."""
         self.newest: int | None = None
         """Runs on Spark that began after this time of the server, in microseconds, are not taken over from."""
         self.leaving = False
@@ -265,6 +278,23 @@ class ReliableStream:
         """
         return self.delivered(self._reader.read_new(count=count, block_ms=block_ms))
 
+    # The same within so many bytes, but for one entry, and without a wait, for who reads many streams together
+
+    def to_receive(self, *, count: int, most_bytes: int) -> Command:
+        """The command that takes up to `count` new entries, of no more than `most_bytes` together if they are several."""
+        return ("EVALSHA", READ.sha, 1, self.stream, *self._receiving(count, most_bytes))
+
+    def received(self, reply: Reply) -> list[Delivery]:
+        """Understand its answer."""
+        return self.delivered([Batch(self.stream, reply)])
+
+    def receive(self, *, count: int, most_bytes: int) -> list[Delivery]:
+        """Send it, and understand its answer. Raises GroupMissing as `read` does."""
+        return self.received(self._client.script(READ, (self.stream,), self._receiving(count, most_bytes)))
+
+    def _receiving(self, count: int, most_bytes: int) -> Sequence[Arg]:
+        return (self.group, self.consumer, count, most_bytes)
+
     def delivered(self, batches: Iterable[Batch]) -> list[Delivery]:
         """The entries of a read, without those that Spark had committed beyond its frontier; they are acknowledged."""
         entries = [entry for batch in batches for entry in batch.raw]
@@ -285,13 +315,14 @@ class ReliableStream:
 
     def _take_over(self, excluding: Container[bytes], idle_ms: int, own: bool, count: int) -> list[Delivery]:
         pending = self._group.pending
-        while True:
+        while self.room_bytes():
             found = pending.walk(consumer=self.consumer if own else None, min_idle_ms=idle_ms)
             wanted = list(islice((one for one in found if one.id not in excluding), count))
             claimed = self._claim(wanted, idle_ms)
             # If all of these are gone from the stream, they are off the list now, and others come after them.
             if claimed or not wanted:
                 return claimed
+        return []
 
     def read_stuck(self, *, longest_ms: float, now_ms: float) -> list[Delivery]:
         """Take over entries that another consumer has held for `longest_ms`, though it keeps asking for them.
@@ -309,13 +340,23 @@ class ReliableStream:
 
     def _claim(self, wanted: Iterable[PendingEntry], idle_ms: int) -> list[Delivery]:
         times = {one.id: one.deliveries for one in wanted}
-        claimed = self._group.pending.claim(list(times), consumer=self.consumer, min_idle_ms=idle_ms)
-        self._report_trimmed(times.keys() - set(claimed.ids))
-        failed = self._ledger.failures(self.stream, claimed.ids)
+        claimed = [entry for some in self._claim_within_room(list(times), idle_ms) for entry in some.raw]
+        failed = self._ledger.failures(self.stream, [entry_id for entry_id, _ in claimed])
         return [
             Delivery(self, entry_id, pairs, before + 1, times[entry_id] + 1)
-            for (entry_id, pairs), before in zip(claimed.raw, failed, strict=True)
+            for (entry_id, pairs), before in zip(claimed, failed, strict=True)
         ]
+
+    def _claim_within_room(self, ids: Sequence[bytes], idle_ms: int) -> Iterator[Batch]:
+        """Claim a few, then more, until there is no room for any more: how large they are is not known before."""
+        left, step = self.room_bytes(), 1
+        while ids and left > 0:
+            some, ids = ids[:step], ids[step:]
+            batch = self._group.pending.claim(some, consumer=self.consumer, min_idle_ms=idle_ms)
+            self._report_trimmed(set(some) - set(batch.ids))
+            size = sum(len(part) for _, pairs in batch.raw for part in pairs)
+            left, step = left - size, max(1, min(2 * step, (left - size) * len(batch) // max(1, size)))
+            yield batch
 
     def report_trimmed(self, missing: Iterable[bytes]) -> None:
         """Say which of the entries that could not be claimed or kept are gone from the stream, in the log too."""

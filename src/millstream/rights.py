@@ -77,7 +77,9 @@ SCRIPTS: Mapping[str, str] = {
     "leave": f"{_LINES} hmget xrange",
     "name": "del get pexpire pttl set",
     "publish": "expire get hget hset hsetnx set time type xadd xlen zadd zcard",
+    "range": "xrange",
     "rate": "hget hset time",
+    "read": "xreadgroup",
     "recover": f"{_LINES} hgetall hincrby lindex xpending",
     "redrive": "type xadd xdel xrange",
     "release": f"{_LINES} hset lindex xpending zadd",
@@ -142,7 +144,7 @@ class Role:
 
 _HANDLERS = "{app}.*"
 _DELAYED = ("due", "delayed")
-_KEYED = ("route", "take", "extend", "release", "recover", "lowest")
+_KEYED = ("range", "route", "take", "extend", "release", "recover", "lowest")
 _GROW = ("seal", "swap")
 _MOVE = ("expect", "leave", "arrive", "settled", "send_on")
 _LAYOUT = ("partition", "partitions")
@@ -151,6 +153,7 @@ ROLES: Mapping[RoleName, Role] = {
     RoleName.WORKER: Role(
         scripts=(
             "join",
+            "read",
             "commit",
             "hold",
             "checkpoint",
@@ -163,7 +166,7 @@ ROLES: Mapping[RoleName, Role] = {
             "trim",
             "dismiss",
         ),
-        direct="blpop hdel hget hmget hscan hset xack xclaim xlen xpending xrange xread xreadgroup",
+        direct="blpop exists hdel hget hmget hscan hset lpop ltrim rpush xack xclaim xlen xpending xrange xread xreadgroup",
         helpful="client|tracking info",
         unreached="hvals",
         own_keys=(_HANDLERS, *_DELAYED, *_LAYOUT),
@@ -227,6 +230,7 @@ ROLES: Mapping[RoleName, Role] = {
         scripts=(
             "join",
             "commit",
+            "range",
             "route",
             "take",
             "release",

@@ -18,6 +18,7 @@ from millstream.errors import (
     GroupMissing,
     OutOfMemory,
     RedisError,
+    ScriptMissing,
     Unavailable,
     WrongType,
 )
@@ -107,6 +108,8 @@ def translate(error: Exception, url: str, command: Command | None = None) -> Red
         return translate(why, url, command)  # why the last node could not be asked, or would not answer
     if command is None and (wrong := wrong_address(text, where)):
         raise ConfigError(wrong) from error
+    if isinstance(error, redis.exceptions.NoScriptError):
+        return ScriptMissing(f"{name_of(command)} is not on the server")
     denied = (redis.exceptions.NoPermissionError, redis.exceptions.AuthorizationError)
     if isinstance(error, denied) or any(words in text for words in _DENIED_IN_SCRIPT):
         return AccessDenied(f"the Redis user may not do {name_of(command)}: {text}{_HINT}")

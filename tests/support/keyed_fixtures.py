@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Sequence
+from typing import Any
 
 from millstream.client import Client
 from millstream.keyed import Ending, KeyedStream, Lease, Taken, line_of_key
@@ -55,8 +56,8 @@ def held(client: Client) -> dict[str, list[int]]:
     return found
 
 
-def take(worker: KeyedStream, *, lines: int = 1_000, entries: int = MANY, run: int = 100) -> Taken:
-    return worker.take(lines=lines, entries=entries, run=run, lease_ms=HOUR_MS, now_ms=0)
+def take(worker: KeyedStream, *, lines: int = 1_000, entries: int = MANY, run: int = 100, **limits: Any) -> Taken:
+    return worker.take(lines=lines, entries=entries, run=run, lease_ms=HOUR_MS, now_ms=0, **limits)
 
 
 def take_one(worker: KeyedStream, *, run: int = 100) -> Lease:

@@ -45,6 +45,10 @@ Only = Annotated[list[str] | None, typer.Option("--handler", help="Run only this
 Start = Annotated[Literal["earliest", "latest"], typer.Option(help="Where a handler that never ran begins.")]
 Threads = Annotated[int, typer.Option(help="Messages that a plain handler works on at once.", min=1)]
 Prefetch = Annotated[int, typer.Option(help="Most messages in the hands of a process.", min=1)]
+PrefetchMb = Annotated[
+    float, typer.Option(help="Most megabytes of messages in hand, of each handler in a process.", min=0.001)
+]
+LookAhead = Annotated[int, typer.Option(help="Most messages of a stream in the lines of its keys.", min=1)]
 ClaimS = Annotated[float, typer.Option(help="Seconds until a silent worker's messages are adopted.", min=1)]
 StopS = Annotated[float, typer.Option(help="Seconds that a stop waits for what runs.", min=0)]
 Trim = Annotated[bool, typer.Option("--trim", help="Remove entries that no consumer group needs any more.")]
@@ -69,6 +73,8 @@ def worker(
     start: Start = "earliest",
     threads: Threads = 16,
     prefetch: Prefetch = 4_000,
+    prefetch_mb: PrefetchMb = 64.0,
+    look_ahead: LookAhead = 250_000,
     claim_s: ClaimS = 30.0,
     stop_s: StopS = 25.0,
     trim: Trim = False,
@@ -81,8 +87,9 @@ def worker(
 ) -> None:
     """Run an app's handlers on workers, in milliseconds; what a worker leaves behind another takes up."""
     policy = WorkerPolicy(
-        threads=threads, prefetch=prefetch, trim=trim, claim_ms=round(claim_s * 1000), stop_ms=round(stop_s * 1000)
-    )
+        threads=threads, prefetch=prefetch, prefetch_bytes=round(prefetch_mb * 2**20), trim=trim, look_ahead=look_ahead,
+        claim_ms=round(claim_s * 1000), stop_ms=round(stop_s * 1000),
+    )  # fmt: skip
     settings = WorkerSettings(
         url=url, consumer=child or "check", incarnation=incarnation, only=tuple(only or ()), start=start, policy=policy
     )

@@ -70,7 +70,7 @@ if read then
 else
   redis.call('XGROUP', 'SETID', KEYS[7], group_name, last)
 end
-redis.call('HSET', KEYS[1], 'frontier', last)
+redis.call('HSET', KEYS[1], 'frontier', last, 'look_ahead', ARGV[4])
 if floor and not less(last, floor) then
   redis.call('UNLINK', KEYS[6])
   redis.call('HDEL', KEYS[1], 'floor')

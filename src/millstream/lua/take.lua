@@ -4,10 +4,11 @@
 -- KEYS  as of commit.lua
 -- ARGV  1 token: the workers' epoch   2 consumer group   3 consumer   4 its incarnation   5 lease in milliseconds
 --       6 most lines   7 most entries of all   8 most entries of one line   9 '1' if states are wanted
---       10 most lines that the consumer may have in all: of a master, in the name of a consumer
+--       10 most bytes of all entries   11 about how many an entry has   12 '1' if one is wanted however large it is
+--       13 most lines that the consumer may have in all: of a master, in the name of a consumer
 -- REPLY milliseconds until a line may become ready by itself (-1 = none waits), ids that are gone from the stream,
---       number of leases that had run out, then for each line: name, lease token, state, how often a lease on its first
---       entry ran out, attempts on it that failed, entries
+--       number of leases that had run out, size of the entry that had no room any more (0 = all had), then for each line:
+--       name, lease token, state, how often a lease on its first entry ran out, attempts on it that failed, entries
 -- ERROR STALE when a newer run has taken over; NOGROUP when the group is gone
 --
 -- INVARIANTS  A line is leased to one worker at a time, by the server's clock, and no two leases have the same token: its
@@ -16,9 +17,11 @@
 
 -- include ids
 -- include lines
+-- include sizes
 
 local group, consumer, incarnation = ARGV[2], ARGV[3], ARGV[4]
 local lease_ms, most_lines, most_entries, longest = tonumber(ARGV[5]), tonumber(ARGV[6]), tonumber(ARGV[7]), tonumber(ARGV[8])
+local most_bytes, about, is_one_wanted = tonumber(ARGV[10]), tonumber(ARGV[11]), ARGV[12] == '1'
 local AT_ONCE, FURTHEST_MS, STEP_MS = 200, 600000, 1000
 
 local meta = redis.call('HMGET', KEYS[1], 'epoch', 'fence', 'clock')
@@ -46,7 +49,7 @@ end
 
 -- They come out in the order in which they were due, so the first is put first last. Those that masters took for
 -- consumers are left to tend.lua, which asks what was acknowledged and who lives: no master was there, or Redis was away.
-local reaped = ARGV[10] and {} or redis.call('ZRANGEBYSCORE', LEASES, '-inf', ms, 'LIMIT', 0, AT_ONCE)
+local reaped = ARGV[13] and {} or redis.call('ZRANGEBYSCORE', LEASES, '-inf', ms, 'LIMIT', 0, AT_ONCE)
 for i = #reaped, 1, -1 do
   local name = reaped[i]
   local head = redis.call('LINDEX', line_of(name), 0)
@@ -60,12 +63,12 @@ for _, name in ipairs(due) do
   line_up(name) -- behind the others: keys that fail all the time would take every turn
 end
 
-if ARGV[10] then
+if ARGV[13] then
   local held = 0
   for _, owner in ipairs(redis.call('HVALS', OWNERS)) do
     if string.match(owner, '^%d+ %S+ (.*)$') == consumer then held = held + 1 end
   end
-  most_lines = math.min(most_lines, tonumber(ARGV[10]) - held)
+  most_lines = math.min(most_lines, tonumber(ARGV[13]) - held)
 end
 
 local gone = {}
@@ -116,10 +119,32 @@ local function claim(name, most)
   end
 end
 
-local taken, count, used = {}, 0, 0
+local taken, count, used, bytes, unfit = {}, 0, 0, 0, 0
+
+-- Of a line's entries, those for which there is room; the others stay with nobody. One is had however large it is, if it
+-- is wanted: else it would never be.
+local function fitting(entries)
+  for i, entry in ipairs(entries) do
+    local size = size_of(entry)
+    if bytes + size > most_bytes and not (is_one_wanted and count == 0 and i == 1) then
+      unfit = size
+      local rest = {}
+      for j = i, #entries do rest[#rest + 1] = entries[j][1] end
+      hold_by(group, WAITING, rest)
+      return {unpack(entries, 1, i - 1)}
+    end
+    bytes = bytes + size
+  end
+  return entries
+end
+
 local function take_line(name)
-  local entries = claim(name, math.min(longest, most_entries - count))
+  -- No more than have room, as far as is known: Redis has what is claimed in memory once more.
+  local affordable = math.max(1, math.floor((most_bytes - bytes) / about))
+  local entries = claim(name, math.min(longest, most_entries - count, affordable))
   if not entries then return end
+  entries = fitting(entries)
+  if #entries == 0 and unfit > 0 then return end
   used = used + 1
   if #entries == 0 then return end
   local struck = strikes_on(entries[1][1])
@@ -150,12 +175,12 @@ local function lease(from, to)
 end
 
 -- Lines are taken off the list at the end, together: if anything fails before, they are still ready.
-while #taken < most_lines and count < most_entries and #gone < MOST_GONE do
+while #taken < most_lines and count < most_entries and #gone < MOST_GONE and unfit == 0 do
   local least = math.min(most_lines - #taken, math.ceil((most_entries - count) / longest))
   local names = redis.call('LRANGE', READY, used, used + least - 1)
   if #names == 0 then break end
   for _, name in ipairs(names) do
-    if #gone < MOST_GONE then take_line(name) end
+    if #gone < MOST_GONE and unfit == 0 then take_line(name) end
   end
 end
 for i = 1, #taken, PASSED_AT_ONCE do lease(i, math.min(i + PASSED_AT_ONCE - 1, #taken)) end
@@ -165,7 +190,7 @@ if #taken > 0 then
 end
 if redis.call('LLEN', READY) == 0 then
   redis.call('UNLINK', WAKE) -- nobody need look
-elseif #taken >= most_lines or count >= most_entries then
+elseif #taken >= most_lines or count >= most_entries or unfit > 0 then
   wake(1)
 end
 
@@ -177,4 +202,4 @@ for _, times in ipairs({LEASES, BACKOFF}) do
     if wait_ms < 0 or left < wait_ms then wait_ms = left end
   end
 end
-return {wait_ms, gone, #reaped, unpack(taken)}
+return {wait_ms, gone, #reaped, unfit, unpack(taken)}

@@ -11,6 +11,7 @@ from millstream.keyed import TAKE, KeyedStream, Lease, line_of_key
 from millstream.lines import WAITING
 from millstream.master.settings import MasterSettings
 from millstream.naming import MASTER, REDRIVE_FIELD, from_wire
+from millstream.reliable import NO_LIMIT
 
 TEND = Script("tend")
 ADOPT = Script("adopt")
@@ -144,7 +145,7 @@ class ConsumerStream(KeyedStream):
 
     def to_deal(self, count: int, most: int) -> Command:
         """The command that gives the consumer the first messages of up to `count` lines, so that it has `most` at most."""
-        args = self._taking(count, count, 1, self._lease_ms, False)
+        args = self._taking(count, count, 1, self._lease_ms, False, (NO_LIMIT, True))
         return self._ledger.command(TAKE, self.stream, (*args, most))
 
     def dealt(self, reply: Reply, count: int, most: int) -> list[Lease]:

@@ -90,14 +90,16 @@ class PlainBatchRunner(PlainRunner):
         super().__init__(pipeline, hand, report, clock, most)
         self._gathering = threading.Lock()
 
-    def _work(self) -> None:
-        while batch := self._gather():
-            while (begun := self._begin_all(batch)) is None:
-                self._hand.gate.wait()
-            for ran in self._run_batch(begun):
-                self._hand.outbox.put(ran)
-            self._took_ms += sum([one.took_ms for one in begun])
-            self._finished += 1
+    def _run_next(self) -> bool:
+        if not (batch := self._gather()):
+            return False
+        while (begun := self._begin_all(batch)) is None:
+            self._hand.gate.wait()
+        for ran in self._run_batch(begun):
+            self._hand.outbox.put(ran)
+        self._took_ms += sum([one.took_ms for one in begun])
+        self._finished += 1
+        return True
 
     def _gather(self) -> list[Delivery]:
         """Wait for a batch; [] when nothing is to be run any more."""
@@ -135,6 +137,7 @@ class AsyncBatchRunner(AsyncRunner):
             await slots.acquire()
             while batch := await self._gather():
                 group.create_task(self._run_one_batch(batch, slots))
+                del batch  # nothing holds on to it while more is waited for
                 await slots.acquire()
 
     async def _gather(self) -> list[Delivery]:

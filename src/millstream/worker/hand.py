@@ -24,7 +24,7 @@ class Hand:
     into the buffer; while `gate` is not set, none begins. How many are taken ahead follows the handler: more when it runs
     out of them, fewer when they wait for longer than a second, so that a slow worker does not hoard what others could do
     (as TCP finds its window). Of a handler with a key, `leases` are counted instead, as each line is run by one thread or
-    task at a time.
+    task at a time. However many they are, they have no more bytes than `prefetch_bytes`, unless one alone has more.
     """
 
     def __init__(self, policy: WorkerPolicy, at_once: int) -> None:
@@ -40,6 +40,10 @@ class Hand:
         self._run_ms = 0.0
         self._lock = threading.Lock()
         self._most = policy.prefetch
+        self._most_bytes = policy.prefetch_bytes
+        self._bytes = 0
+        self.unfit = 0
+        """How large the entry is that is next, and had no room; 0 if there is none."""
         self._least = min(2 * at_once, policy.prefetch)
         self._limit = self._least
         self._backlog = False
@@ -69,8 +73,34 @@ class Hand:
         starved = self.buffer.empty()
         if starved and self._backlog:
             self._limit = min(2 * self._limit, self._most)
+        if self.at_budget:
+            return 0
         room = self._room()
-        return room if starved or 2 * room >= self._limit else 0
+        return room if starved or self._is_worth_it(room) else 0
+
+    @property
+    def bytes(self) -> int:
+        """How many bytes all of them have."""
+        return self._bytes
+
+    @property
+    def room_bytes(self) -> int:
+        """How many more bytes may be taken now. Where nothing is in hand, one entry may have more than that."""
+        return max(0, self._most_bytes - self._bytes)
+
+    @property
+    def is_empty(self) -> bool:
+        """True if nothing is in hand."""
+        return not self._held
+
+    @property
+    def at_budget(self) -> bool:
+        """True if nothing more may be taken now for the bytes that it would have. Others do not go before what is large."""
+        room = self.room_bytes
+        return not self.is_empty and (not room or room < self.unfit)
+
+    def _is_worth_it(self, room: int) -> bool:
+        return 2 * room >= self._limit and 2 * self.room_bytes >= self._most_bytes
 
     def _room(self) -> int:
         return self._limit - (len(self.leases) or len(self._held))
@@ -79,17 +109,35 @@ class Hand:
         """Note that a read gave `count` of at most `asked` entries."""
         self._backlog = count >= asked
 
-    def take(self, deliveries: Iterable[Delivery], now_ms: float) -> None:
+    def take(self, deliveries: Sequence[Delivery], now_ms: float) -> None:
         """Put entries into the buffer, where they wait from now on."""
         for delivery in deliveries:
             delivery.since_ms = now_ms
-            self._held[delivery.place] = delivery
+        with self._lock:
+            self._hold(deliveries)
+        for delivery in deliveries:
             self.buffer.put(delivery)
         self.nudge()
 
+    def _hold(self, deliveries: Iterable[Delivery]) -> None:
+        held = self._held
+        for delivery in deliveries:
+            known = held.get(delivery.place)
+            held[delivery.place] = delivery
+            self._bytes += delivery.size - (0 if known is None else known.size)
+
+    def _let_go(self, deliveries: Iterable[Delivery]) -> None:
+        held = self._held
+        for delivery in deliveries:
+            # The same entry may have come to this worker once more since.
+            if held.get(delivery.place) is delivery:
+                del held[delivery.place]
+                self._bytes -= delivery.size
+
     def keep(self, delivery: Delivery) -> None:
         """Hold an entry that does not go through the buffer."""
-        self._held[delivery.place] = delivery
+        with self._lock:
+            self._hold((delivery,))
         if delivery.lease is not None:
             self.leases.add(lease_of(delivery))
 
@@ -107,11 +155,11 @@ class Hand:
     def take_leases(self, leases: Iterable[Lease], now_ms: float) -> None:
         """Put the first entry of each line into the buffer, and hold the others for whoever runs it."""
         for lease in leases:
+            for delivery in lease.waiting:
+                delivery.since_ms = now_ms
             with self._lock:  # it is in hand whole, or not at all
                 self.leases.add(lease)
-                for delivery in lease.waiting:
-                    delivery.since_ms = now_ms
-                    self._held[delivery.place] = delivery
+                self._hold(lease.waiting)
             self.buffer.put(lease.waiting.popleft())
         self.nudge()
 
@@ -143,12 +191,12 @@ class Hand:
             for lease in self.leases.copy():
                 if len(self.leases) <= self._limit:
                     break
-                head = lease.entries[0]
-                if head.running or head not in self:
+                head = next(iter(lease.entries), None)
+                if head is None or head.running or head not in self:
                     continue
-                del self._held[head.place]
+                self._let_go((head,))
                 if head.running:  # it began this moment, or was about to
-                    self._held[head.place] = head
+                    self._hold((head,))
                 else:
                     self.leases.discard(lease)
                     given_back.append(lease)
@@ -206,12 +254,8 @@ class Hand:
     def drop(self, deliveries: Iterable[Delivery]) -> None:
         """Let go of entries that are settled, or lost to another worker."""
         with self._lock:
-            held = self._held
-            for delivery in deliveries:
-                # The same entry may have come to this worker once more since.
-                if held.get(delivery.place) is delivery:
-                    del held[delivery.place]
-        if self.buffer.empty() or 2 * self._room() >= self._limit:  # whoever reads need not be woken for less
+            self._let_go(deliveries)
+        if self.buffer.empty() or self._is_worth_it(self._room()):  # whoever reads need not be woken for less
             self.freed.set()
 
     def drop_waiting(self) -> list[Delivery]:
@@ -219,9 +263,10 @@ class Hand:
         waiting: list[Delivery] = []
         with self._lock:
             for delivery in self.deliveries:
-                if not delivery.running and self._held.pop(delivery.place, None) is delivery:
+                if not delivery.running and delivery in self:
+                    self._let_go((delivery,))
                     if delivery.running:  # it began this moment, or was about to: it stays until the stop is over
-                        self._held[delivery.place] = delivery
+                        self._hold((delivery,))
                     else:
                         waiting.append(delivery)
         with contextlib.suppress(Empty):

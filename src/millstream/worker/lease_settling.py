@@ -123,6 +123,7 @@ class LeaseSettler(Settler):
         over = [turn for turn in turns if turn.is_over]
         for turn in over:
             self._hand.end_lease(turn.lease)
+            turn.lease.forget()
         if over:
             self._on_turned(stream.stream)
 

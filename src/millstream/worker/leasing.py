@@ -5,8 +5,7 @@ import logging
 import math
 import threading
 from collections.abc import Callable, Collection, Sequence
-from queue import SimpleQueue
-from typing import Any
+from typing import Any, Protocol
 
 from millstream.client import Arg, Client
 from millstream.clock import Clock
@@ -22,7 +21,16 @@ from millstream.worker.taking import Taker
 
 logger = logging.getLogger(__name__)
 
+
+class Woken(Protocol):
+    """Told which streams have new lines."""
+
+    def put(self, name: str, /) -> None:
+        """There may be lines to take of this stream."""
+
+
 _ROUTER_MS = 3_000
+_ROUTER_MS_EACH = 15.0
 _ROUTED_AT_ONCE = 4_000
 """Many: what is routed further ahead of the workers makes their turns longer, and a turn costs Redis as much as some messages."""
 _IDLE_S = 0.02
@@ -30,6 +38,7 @@ _FAILURES_TOLD = 10
 _SWEEP_MS_EACH = 1.0
 _LOOK_MS_EACH = 20.0
 _OTHERS_MS = 50.0
+_CROWDED = 0.8
 
 
 class LeaseTaker(Taker[KeyedStream]):
@@ -46,10 +55,12 @@ class LeaseTaker(Taker[KeyedStream]):
         self._isolated_after = isolated_after
         self._on_suspect = on_suspect
 
-    def _terms(self, lines: int, count: int) -> dict[str, Any]:
+    def _terms(self, lines: int, count: int, streams: int = 1) -> dict[str, Any]:
+        """What each of so many streams is asked for. Of one alone an entry is had that is larger than all the room."""
         return {
             "lines": lines, "entries": min(count, self._policy.batch), "run": self._hand.run_length,
             "lease_ms": self._policy.claim_ms, "with_state": self._with_state,
+            "most_bytes": self._hand.room_bytes // streams, "one_at_least": streams == 1 and self._hand.is_empty,
         }  # fmt: skip
 
     def _put_in_hand(self, stream: KeyedStream, taken: Taken) -> int:
@@ -96,16 +107,17 @@ class LineTaker(LeaseTaker):
         self._turn += 1  # with the room that there is, each may be the first
         at = self._turn % max(1, len(due))
         for name in (*due[at:], *due[:at]):
-            if taken < room:
+            if taken < room and not self._hand.unfit:
                 taken += self._take_of(self._streams[name], room - taken, allowed.count)
         self._hand.found(taken, room)
-        if not taken:
+        if not (taken or self._hand.unfit):
             self._wait(allowed.streams, allowed.until_ms, stopping)
 
     def _take_of(self, stream: KeyedStream, lines: int, count: int) -> int:
         now_ms = self._clock.monotonic_ms()
         taken = stream.take(now_ms=now_ms, **self._terms(lines, count))
-        if not taken.leases:
+        self._hand.unfit = taken.unfit
+        if not (taken.leases or taken.unfit):
             # Leases that others take meanwhile may run out, too; the more streams there are, the less often each is asked.
             sweep_ms = max(self._policy.sweep_ms, _SWEEP_MS_EACH * len(self._streams))
             wait_ms = sweep_ms if taken.wait_ms is None else min(sweep_ms, taken.wait_ms)
@@ -136,14 +148,17 @@ class Router:
     """Routes new entries to their lines, of each stream on which this worker is the router. Used by one thread.
 
     One worker at a time is, so that the others need not read all entries, too: it keeps the role by using it, and if it is
-    gone for three seconds another takes it. Nothing depends on there being one only. `woken`: no other worker would route
-    these streams, so that the role need not be asked for; it is told which have new lines.
+    gone for three seconds another takes it, or of thousands of streams for as many times 15 ms. Nothing depends on there
+    being one only.
     """
+
+    _is_shared = True
+    """Others would route these streams, too, so that the role is asked for."""
 
     def __init__(
         self, client: Client, clock: Clock, policy: WorkerPolicy, *, token: str,
         keys_of: Callable[[str], HandlerKeys], readable: Callable[[str], bool],
-        woken: "SimpleQueue[str] | None" = None,
+        on_filled: Callable[[float], None] = lambda share: None,
     ) -> None:  # fmt: skip
         self._client = client
         self._clock = clock
@@ -151,10 +166,11 @@ class Router:
         self._token = token
         self._keys_of = keys_of
         self._readable = readable
-        self._woken = woken
         self._ask_due_ms = 0.0
         self._asked: set[str] = set()
-        self._held: list[str] = []
+        self._held_names: set[str] = set()
+        self._on_filled = on_filled
+        self._filled: dict[str, float] = {}
         self._full: set[str] = set()
         self._fresh: set[str] = set()
         self._all_due_ms = 0.0
@@ -170,7 +186,7 @@ class Router:
     @property
     def held(self) -> Sequence[str]:
         """The streams on which this worker is the router, as far as it knows."""
-        return tuple(self._held)
+        return tuple(self._held_names)
 
     def run(self, stopping: threading.Event) -> None:
         """Route until `stopping`. Raises RedisError but for Unavailable, StaleOwner."""
@@ -191,7 +207,7 @@ class Router:
                 self._tell_away(error)
                 stopping.wait(self._policy.sweep_ms / 1000)
             except (WrongType, AccessDenied) as error:  # of one of many that were waited for
-                if self._woken is None or not concerns_one(error):
+                if self._is_shared or not concerns_one(error):
                     raise
                 self._all_due_ms = 0.0
         self._let_go()
@@ -229,34 +245,38 @@ class Router:
             self.streams.pop(stream.stream, None)
         # Where nothing was new, yet it goes on elsewhere, Redis has gone back, or an answer was lost with what it said.
         has_more = count > 0 or stream.routed != before
-        if has_more and self._woken is not None:
-            self._woken.put(stream.stream)
+        if has_more:
+            self._tell(stream)
         return has_more
+
+    def _tell(self, stream: KeyedStream) -> None:
+        """Redis has woken who waits for its lines."""
 
     def _mine(self) -> list[KeyedStream]:
         """The streams on which this worker is the router, as of a second ago at the most."""
         # Others may take some away meanwhile.
         streams = self.streams.copy()
         names: Collection[str] = streams
-        if self._woken is None:
+        if self._is_shared:
             self._ask_for(streams)
-            names = [name for name in self._held if name in streams]
+            names = [name for name in streams if name in self._held_names]
         return [streams[name] for name in names if self._readable(name)]
 
     def _ask_for(self, names: Collection[str]) -> None:
         """Take or keep the role on these, on new ones at once, on all every second."""
         now_ms = self._clock.monotonic_ms()
+        held_ms = max(_ROUTER_MS, math.ceil(_ROUTER_MS_EACH * len(names)))
         if now_ms >= self._ask_due_ms:
-            self._ask_due_ms = now_ms + _ROUTER_MS / 3
+            self._ask_due_ms = now_ms + held_ms / 3
             self._asked.clear()
         new = [name for name in names if name not in self._asked]
         if not new:
             return
-        held = self._client.scripts([(NAME, (self._keys_of(name).router,), (self._token, _ROUTER_MS)) for name in new])
+        held = self._client.scripts([(NAME, (self._keys_of(name).router,), (self._token, held_ms)) for name in new])
         if not self._asked:
-            self._held = []
+            self._held_names = set()
         self._asked.update(new)
-        self._held += [name for name, is_held in zip(new, held, strict=True) if is_held]
+        self._held_names = self._held_names | {name for name, is_held in zip(new, held, strict=True) if is_held}
 
     def _due(self, mine: Sequence[KeyedStream]) -> Sequence[KeyedStream]:
         """Those that have new entries, as far as is known; now and then all: what is known is no more than a hint."""
@@ -267,14 +287,30 @@ class Router:
         return mine
 
     def _say_full(self, mine: Sequence[KeyedStream]) -> None:
+        """Say where so much waits in the lines of keys that nothing more is routed, and where that is near."""
+        most = self._policy.look_ahead
         for stream in mine:
-            is_full = stream.pending >= self._policy.look_ahead
-            if is_full and stream.stream not in self._full:
+            name, share = stream.stream, stream.pending / most
+            if share < _CROWDED:
+                self._filled.pop(name, None)
+                self._full.discard(name)
+                continue
+            if name not in self._filled:
+                logger.warning(
+                    "%d entries of %s wait in the lines of their keys, of at most %d: with so many no key's go on but theirs. "
+                    "`millstream keys` shows whose they are: see to these, or give the workers a greater --look-ahead",
+                    stream.pending, name, most,
+                )  # fmt: skip
+            self._filled[name] = share
+            if share < 1:
+                self._full.discard(name)
+            elif name not in self._full:
+                self._full.add(name)
                 logger.warning(
                     "%d entries of %s wait in the lines of their keys: no more are routed until there are fewer",
-                    stream.pending, stream.stream,
+                    stream.pending, name,
                 )  # fmt: skip
-            (self._full.add if is_full else self._full.discard)(stream.stream)
+        self._on_filled(max(self._filled.values(), default=0.0))
 
     def _wait(self, mine: Sequence[KeyedStream], stopping: threading.Event) -> None:
         if not mine or (self._client.is_cluster and len(mine) > 1):
@@ -293,4 +329,4 @@ class Router:
 
     def _let_go(self) -> None:
         with contextlib.suppress(Unavailable):
-            self._client.scripts([(NAME, (self._keys_of(name).router,), (self._token, 0)) for name in self._held])
+            self._client.scripts([(NAME, (self._keys_of(name).router,), (self._token, 0)) for name in self._held_names])

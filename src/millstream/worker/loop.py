@@ -198,6 +198,7 @@ class ReadingLoop:
                 self._side.keeper.missed.clear()
                 self._again(self._take_unseen)
             room = min(self._hand.room(), self._policy.batch)
+            self.report.holds(self._hand.bytes, self._policy.prefetch_bytes, at_budget=self._hand.at_budget)
             if room <= 0:
                 self.report.resting()
                 self._hand.freed.wait(_FULL_WAIT_S)
@@ -252,7 +253,8 @@ class ReadingLoop:
         """Add to the streams the delayed messages that are due."""
         said = False
         has_many = self.handler.order == "stream"
-        delayed = _watched_delays(self._client, self._clock) if has_many else DelayedMessages(self._client)
+        is_watched = has_many or self.handler.pattern is not None
+        delayed = _watched_delays(self._client, self._clock) if is_watched else DelayedMessages(self._client)
         while not self._stopping.is_set():
             try:
                 delayed.keep_moving(

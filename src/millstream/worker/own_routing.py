@@ -9,11 +9,11 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 from millstream.client import Client
-from millstream.errors import Unavailable
+from millstream.errors import ScriptMissing, Unavailable
 from millstream.keyed import READ_BYTES, KeyedStream
 from millstream.router.watch import Watch
 from millstream.worker.agenda import Agenda, Sweep
-from millstream.worker.leasing import Router
+from millstream.worker.leasing import Router, Woken
 
 logger = logging.getLogger(__name__)
 
@@ -30,10 +30,12 @@ _VAIN_MS_EACH = 0.2
 class OwnRouter(Router):
     """A Router that learns from a `Watch` what has changed. Where the server does not track, it does as any Router."""
 
-    def __init__(self, client: Client, *means: Any, woken: "SimpleQueue[str]", **options: Any) -> None:
-        super().__init__(client, *means, woken=woken, **options)
+    _is_shared = False
+
+    def __init__(self, client: Client, *means: Any, woken: Woken, **options: Any) -> None:
+        super().__init__(client, *means, **options)
         self._watch = Watch(client)
-        self._to_wake = woken
+        self._woken = woken
         self._added: SimpleQueue[str] = SimpleQueue()
         self._to_route: dict[str, None] = {}
         self._held_back = Agenda()
@@ -107,7 +109,7 @@ class OwnRouter(Router):
         names = self._next()
         streams: list[KeyedStream] = []
         for name in names:
-            if (stream := self.streams.get(name)) is None:
+            if (stream := self.streams.get(name)) is None or not self._is_mine(name):
                 continue
             if self._readable(name):
                 streams.append(stream)
@@ -137,48 +139,72 @@ class OwnRouter(Router):
             names.append(name)
         return names
 
+    def _is_mine(self, name: str) -> bool:
+        return True
+
+    def _tell(self, stream: KeyedStream) -> None:
+        """Have the line of a stream taken."""
+        self._woken.put(stream.stream)
+
     def _hold_back(self, name: str, for_ms: float) -> None:
         self._held_back.put(name, self._clock.monotonic_ms() + for_ms)
 
     def _route_together(self, streams: Sequence[KeyedStream]) -> tuple[list[str], Unavailable | None]:
         """Route what is new on these in two round trips; return which may have more, and why others are held back."""
+        found, alone, more = self._read_together(streams)
+        before = [(one.routed, one.pending) for one in found]
         most = self._policy.look_ahead
-        counts = [min(_ROUTED_AT_ONCE, one.affordable) // len(streams) or 1 for one in streams]
-        reads = {
-            one.stream: one.to_read(count=count, most_pending=most) or ()
-            for one, count in zip(streams, counts, strict=True)
-        }
-        # Whatever is asked about a key, its next change is told.
-        try:
-            found = dict(self._watch.read({name: read or ("EXISTS", name) for name, read in reads.items()}))
-        except Unavailable:
-            for stream in streams:
-                stream.note_failed_read()
-            raise
-        together: list[KeyedStream] = []
-        alone: list[KeyedStream] = []
-        for stream in streams:
-            is_read = reads[stream.stream] and not isinstance(found[stream.stream], Exception)
-            (together if is_read else alone).append(stream)
-        more: list[str] = []
-        before = [(one.routed, one.pending) for one in together]
-        answers = self._client.pipeline([one.to_enlist(found[one.stream], most_pending=most) for one in together])
-        for stream, answer, (routed, pending) in zip(together, answers, before, strict=True):
+        answers = self._client.pipeline([one.to_enlist(entries, most_pending=most) for one, entries in found.items()])
+        for (stream, entries), answer, (routed, pending) in zip(found.items(), answers, before, strict=True):
             if isinstance(answer, Exception):
                 alone.append(stream)
                 continue
-            passed, entries = stream.enlisted(answer), len(found[stream.stream])
+            passed = stream.enlisted(answer)
             is_moved = stream.routed != routed
             # Without new ones, Redis has gone back, or an answer was lost with what it said.
             if passed or is_moved:
-                self._to_wake.put(stream.stream)
-            if passed < entries or entries >= int(reads[stream.stream][-1]) or (is_moved and not passed):
+                self._tell(stream)
+            if passed < len(entries) or (is_moved and not passed):
                 more.append(stream.stream)
             if stream.stream in self._told:
                 is_vain = not (passed or is_moved or pending or stream.pending)  # what is committed is told, too
                 self._vain, self._new = self._vain + is_vain, self._new + (not is_vain)
         others, away = self._route_alone(alone)
         return more + others, away
+
+    def _read_together(
+        self, streams: Sequence[KeyedStream]
+    ) -> tuple[dict[KeyedStream, Sequence[Any]], list[KeyedStream], list[str]]:
+        """What is new on these, read in one round trip; which are to be read alone, and which may have more than that."""
+        most, share = self._policy.look_ahead, READ_BYTES // len(streams)
+        counts = [min(_ROUTED_AT_ONCE, one.affordable) // len(streams) or 1 for one in streams]
+        reads = [
+            one.to_read(count=count, most_bytes=share, one_at_least=len(streams) == 1, most_pending=most)
+            for one, count in zip(streams, counts, strict=True)
+        ]
+        # Whatever is asked about a key, its next change is told.
+        asked = {one.stream: read or ("EXISTS", one.stream) for one, read in zip(streams, reads, strict=True)}
+        try:
+            replies = dict(self._watch.read(asked))
+        except Unavailable:
+            for stream in streams:
+                stream.note_failed_read()
+            raise
+        found: dict[KeyedStream, Sequence[Any]] = {}
+        alone: list[KeyedStream] = []
+        more: list[str] = []
+        for stream, count, read in zip(streams, counts, reads, strict=True):
+            reply = replies[stream.stream]
+            entries, unfit = ((), 0) if read is None or isinstance(reply, Exception) else stream.found(reply)
+            if entries or (read is not None and not isinstance(reply, Exception) and not unfit):
+                found[stream] = entries
+            else:
+                alone.append(stream)
+            if (
+                unfit or len(entries) >= count or isinstance(reply, ScriptMissing)
+            ):  # of that one nothing was asked at all
+                more.append(stream.stream)
+        return found, alone, more
 
     def _route_alone(self, streams: Sequence[KeyedStream]) -> tuple[list[str], Unavailable | None]:
         """As _route_together, one by one: what one server refuses keeps nobody else waiting."""

@@ -26,17 +26,19 @@ class OwnTaker(LeaseTaker):
         super().__init__(*means, **options)
         self._woken = woken
         self._agenda = Agenda()
+        self._large: list[str] = []
+        self._lines_each = 1
 
     def take(self, room: int, stopping: threading.Event) -> None:
         """See Taker."""
         self._report.polling()
         now_ms = self._clock.monotonic_ms()
         self._hear(now_ms)
-        due = self._agenda.take(now_ms, min(room, _AT_ONCE))
+        due = [self._large.pop()] if self._large else self._agenda.take(now_ms, min(room, _AT_ONCE))
         if not due:
             self._wait(now_ms)
             return
-        streams = [stream for name in due if (stream := self._streams.get(name)) is not None and not stream.leaving]
+        streams = self._with_room(due, now_ms)
         allowed = self._allowance.ask([one for one in streams if one.readable])
         names = set(allowed.streams)
         for stream in streams:
@@ -48,6 +50,20 @@ class OwnTaker(LeaseTaker):
         else:
             self._report.resting()
 
+    def _with_room(self, due: Sequence[str], now_ms: float) -> list[KeyedStream]:
+        """Those for which there is room, as far as it is known how large their entries are; the others are due later."""
+        chosen: list[KeyedStream] = []
+        left = self._hand.room_bytes
+        for name in due:
+            stream = self._streams.get(name)
+            if stream is not None and not stream.leaving:
+                left -= stream.sizes.about
+                if left >= 0 or not chosen:
+                    chosen.append(stream)
+                else:
+                    self._agenda.put(name, now_ms)
+        return chosen
+
     def look_again(self) -> None:
         """See Taker."""
         now_ms = self._clock.monotonic_ms()
@@ -57,7 +73,7 @@ class OwnTaker(LeaseTaker):
     def _take_of(self, streams: Sequence[KeyedStream], count: int) -> int:
         """Take the line of each that is ready, in one round trip; return how many were."""
         now_ms = self._clock.monotonic_ms()
-        terms = self._terms(1, count)
+        terms = self._terms(self._lines_each, count, len(streams))
         replies = self._client.pipeline([one.to_take(**terms) for one in streams])
         failed: list[KeyedStream] = []
         taken = 0
@@ -66,6 +82,8 @@ class OwnTaker(LeaseTaker):
                 failed.append(stream)
             else:
                 taken += self._note(stream, stream.taken(reply, now_ms + self._policy.claim_ms), now_ms)
+        if len(streams) > 1:
+            self._hand.unfit = 0  # what had no room among others may have it alone
         for stream in failed:  # after the others: what was given is in hand, whatever comes of these
             with leaving_out(stream):
                 taken += self._note(stream, stream.take(now_ms=now_ms, **terms), now_ms)
@@ -73,6 +91,10 @@ class OwnTaker(LeaseTaker):
 
     def _note(self, stream: KeyedStream, taken: Taken, now_ms: float) -> int:
         """Put what was taken in hand; return how many lines it was."""
+        if taken.unfit:
+            self._hand.unfit = taken.unfit
+            self._large.append(stream.stream)
+            return self._put_in_hand(stream, taken)
         wait_ms = max(self._policy.sweep_ms, _SWEEP_MS_EACH * len(self._streams))
         if not taken.leases and taken.wait_ms is not None:
             # Somebody else may be at the end of what was its own, and nobody here would hear of it.

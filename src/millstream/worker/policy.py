@@ -4,12 +4,15 @@ from dataclasses import dataclass
 
 from millstream.errors import ConfigError
 
+_POSITIVE = ("prefetch", "prefetch_bytes", "batch", "threads", "block_ms", "claim_ms", "sweep_ms", "look_ahead")
+
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerPolicy:
     """How one worker works on the streams of a handler. Times are in milliseconds.
 
     * `prefetch`: most entries in hand; as few are taken as keep the handler busy
+    * `prefetch_bytes`: most bytes of names and values in hand; one entry is taken in any case, however large it is
     * `batch`: most entries in one read, and in one commit
     * `threads`: how many messages a plain handler works on at once; an async one has its own `concurrency`
     * `block_ms`: how long a read waits for the first entry
@@ -23,6 +26,7 @@ class WorkerPolicy:
     """
 
     prefetch: int = 4_000
+    prefetch_bytes: int = 64 * 2**20
     batch: int = 1_000
     threads: int = 16
     block_ms: int = 1_000
@@ -33,7 +37,7 @@ class WorkerPolicy:
     trim: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("prefetch", "batch", "threads", "block_ms", "claim_ms", "sweep_ms", "look_ahead"):
+        for name in _POSITIVE:
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} of a worker must be at least 1, not {getattr(self, name)}")
         if self.stop_ms < 0:

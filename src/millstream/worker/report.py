@@ -1,5 +1,6 @@
 """What a reading loop tells of itself: counts for people, figures for monitoring, progress for health checks."""
 
+import logging
 import math
 import time
 from collections import Counter
@@ -16,6 +17,10 @@ from millstream.reliable import Delivery, StreamBacklog
 _OF_HANDLERS = (m.READ, m.COMMITTED, m.RETRIED, m.PARKED, m.HANDED_BACK, m.ADOPTED, m.TRIMMED, m.REFUSED)
 """The counters that are told apart by the handler alone."""
 
+logger = logging.getLogger(__name__)
+
+_WORD_EVERY_S = 600.0
+
 
 class Report:
     """Counts of messages since the loop began, also reported to `metrics` and, if given, to `health`.
@@ -27,7 +32,8 @@ class Report:
     def __init__(self, handler: str, *, time_limit_ms: float, metrics: Metrics = NOBODY, health: Health | None = None):
         self.read = self.adopted = self.committed = self.dead = 0
         self.retried = self.refused = self.handed_back = self.trimmed = self.parked = 0
-        self._reading = False
+        self._reading = self._at_budget = False
+        self._word_due_s = self._filled = 0.0
         self._handler = handler
         self.metrics = self._metrics = metrics
         self._progress: Progress | None = health.progress(handler, run_within_ms=time_limit_ms) if health else None
@@ -130,6 +136,27 @@ class Report:
         """What the loop has in hand now."""
         self._metrics.set(m.IN_FLIGHT, in_flight, handler=self._handler)
         self._metrics.set(m.BUFFERED, buffered, handler=self._handler)
+
+    def holds(self, size: int, budget: int, *, at_budget: bool) -> None:
+        """How many bytes of messages the loop has in hand, of how many; whether it takes no more for that."""
+        if self.is_heard:
+            self._metrics.set(m.IN_HAND_BYTES, size, handler=self._handler)
+        if at_budget and not self._at_budget:
+            self._metrics.count(m.BUDGET_REACHED, handler=self._handler)
+            if time.monotonic() >= self._word_due_s:
+                self._word_due_s = time.monotonic() + _WORD_EVERY_S
+                logger.warning(
+                    "%s has %.1f MB of messages in hand, of at most %.1f, and takes more when some are done: if it could do "
+                    "more at once, and has the memory, give it more with --prefetch-mb (WorkerPolicy.prefetch_bytes)",
+                    self._handler, size / 2**20, budget / 2**20,
+                )  # fmt: skip
+        self._at_budget = at_budget
+
+    def lines_filled(self, share: float) -> None:
+        """How much of `look_ahead` is used up on the stream where it is most, if it is much."""
+        if share != self._filled:
+            self._filled = share
+            self._metrics.set(m.LOOK_AHEAD_USED, share, handler=self._handler)
 
     @property
     def is_heard(self) -> bool:

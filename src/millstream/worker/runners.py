@@ -157,19 +157,28 @@ class PlainRunner(_Beginning):
         self._hand.buffer.put(None)  # the end is for all of them
 
     def _work(self) -> None:
-        conclude = self._hand.conclude
-        while (first := self._next()) is not None:
-            delivery: Delivery | None = first
-            while delivery is not None:
-                while (begins := self._begin(delivery)) is None:
-                    self._hand.gate.wait()
-                if begins:
-                    outcome = self._outcome(delivery)
-                    self._took_ms += delivery.took_ms
-                    delivery = conclude(delivery, outcome)
-                else:
-                    delivery = None
-            self._finished += 1
+        while self._run_next():
+            pass
+
+    def _run_next(self) -> bool:
+        """Wait for a message; run it, and what follows in its line. False at the end. While it waits, it holds on to none."""
+        following = self._next()
+        if following is None:
+            return False
+        while following is not None:
+            following = self._run_one(following)
+        self._finished += 1
+        return True
+
+    def _run_one(self, delivery: Delivery) -> Delivery | None:
+        """Run a message; return the next of its line."""
+        while (begins := self._begin(delivery)) is None:
+            self._hand.gate.wait()
+        if not begins:
+            return None
+        outcome = self._outcome(delivery)
+        self._took_ms += delivery.took_ms
+        return self._hand.conclude(delivery, outcome)
 
     def _next(self) -> Delivery | None:
         try:

@@ -57,6 +57,7 @@ class Settler:
             found, ended = self._hand.outbox.collect(self._wait_s())
             if found:
                 self.settle(found)
+                found = []  # nothing holds on to it while more is waited for
             self._wake_retries()
             if self._waits_for_memory and self._clock.monotonic_ms() >= self._memory_due_ms:
                 self._try_memory_again()

@@ -31,11 +31,14 @@ from millstream.worker.policy import WorkerPolicy
 from millstream.worker.reading import EntryTaker
 from millstream.worker.report import Report
 from millstream.worker.settling import Settler
+from millstream.worker.shared_routing import SharedRouter
+from millstream.worker.shared_taking import Hints, SharedTaker
 from millstream.worker.taking import Taker
 
 logger = logging.getLogger(__name__)
 
 _BACK_OFF_STEPS = 100
+_FEW = 8
 
 Round = Callable[[threading.Event], None]
 S = TypeVar("S", bound=KeyedStream)
@@ -129,6 +132,7 @@ class EntrySide:
             m.client, name, app=handler.app, handler=handler.name, consumer=m.consumer, into=handler.into,
             into_maxlen=handler.into_maxlen, start=m.start, on_trimmed=m.report.trimmed_some,
         )  # fmt: skip
+        stream.room_bytes = lambda: m.hand.room_bytes
         stream.join()
         stream.dismiss_silent()
         stream.look()
@@ -177,6 +181,7 @@ class LineSide:
         self._means = m
         self._newest: int | None = None
         self.streams: dict[str, KeyedStream] = {}
+        self._joined: SimpleQueue[str] = SimpleQueue()
         self._routing = Client(m.url, clock=m.clock)
         self._router = self._router_of(woken)
         self.keeper = LeaseKeeper(
@@ -195,7 +200,10 @@ class LineSide:
             "token": secrets.token_hex(8),
             "keys_of": self._keys_of,
             "readable": lambda name: name in self.streams and self.streams[name].readable,
+            "on_filled": m.report.lines_filled,
         }
+        if woken is None and self._shares_many:
+            return SharedRouter(self._routing, m.clock, m.policy, hints=self._hints(self._routing), **options)
         if woken is None:
             return Router(self._routing, m.clock, m.policy, **options)
         return OwnRouter(self._routing, m.clock, m.policy, woken=woken, **options)
@@ -210,9 +218,19 @@ class LineSide:
             "isolated_after": isolated_after(m.handler.retry),
             "on_suspect": m.suspect,
         }
+        if woken is None and self._shares_many:
+            return SharedTaker(*means, hints=self._hints, keys_of=self._keys_of, woken=self._joined, **options)
         if woken is None:
             return LineTaker(*means, keys_of=self._keys_of, **options)
         return OwnTaker(*means, woken=woken, **options)
+
+    @property
+    def _shares_many(self) -> bool:
+        handler = self._means.handler
+        return handler.pattern is not None or len(handler.streams) > _FEW
+
+    def _hints(self, client: Client) -> Hints:
+        return Hints(client, self._means.handler.app, self._means.handler.name)
 
     def _keys_of(self, name: str) -> HandlerKeys:
         return HandlerKeys(self._means.handler.app, self._means.handler.name, name)
@@ -252,6 +270,7 @@ class LineSide:
         stream.look()
         self.keeper.recover(stream)
         self.streams[stream.stream] = stream
+        self._joined.put(stream.stream)
 
     def rounds(self) -> Mapping[str, Round]:
         """See Side."""

@@ -1,0 +1,128 @@
+"""How many bytes of messages a worker has in hand: no more than its budget, however many there are and however large."""
+
+import logging
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from millstream import Message
+from millstream import metrics as m
+from millstream.client import Client
+from millstream.handlers import Handler
+from millstream.metrics import Recorder
+from tests.support.waiting import FAIL_SAFE_S, eventually
+from tests.support.workers import KEYS, LONG_AGO_MS, QUICK, fill, make, working
+
+pytestmark = [pytest.mark.worker, pytest.mark.keys]
+
+SIZE = 1_000_000
+BUDGET = 10 * SIZE + SIZE // 2
+POLICY = replace(QUICK, prefetch_bytes=BUDGET, threads=1)
+
+KINDS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "plain, many streams": {"pattern": "in*"},
+    "keyed": {"key": "key"},
+    "keyed, many streams": {"key": "key", "pattern": "in*"},
+    "stream": {"pattern": "in*", "order": "stream"},
+}
+
+
+class Held:
+    """A handler that waits until it may go on, and the greatest number of bytes that its worker ever had in hand."""
+
+    def __init__(self, **options: Any) -> None:
+        self.goes_on = threading.Event()
+        self.options = options
+
+    @property
+    def handler(self) -> Handler:
+        """Its handler."""
+
+        def work(message: Message) -> dict[str, Any]:
+            self.goes_on.wait(FAIL_SAFE_S)
+            return {"n": message.text("n")}
+
+        return make(work, time_limit_ms=86_400_000, **self.options)
+
+
+@pytest.fixture(params=KINDS)
+def held(request: pytest.FixtureRequest) -> Iterator[Held]:
+    found = Held(**KINDS[request.param])
+    yield found
+    found.goes_on.set()
+
+
+def streams_of(held: Held, count: int) -> list[str]:
+    return [f"in{number}" for number in range(count)] if "pattern" in held.options else ["in"]
+
+
+def publish(client: Client, count: int, streams: list[str], size: int = SIZE) -> None:
+    for n in range(count):
+        client.execute("XADD", streams[n % len(streams)], "*", "n", n, "key", f"k{n % 30}", "payload", b"x" * size)
+
+
+def test_no_more_bytes_are_in_hand_than_the_budget_and_all_are_done(client: Client, held: Held) -> None:
+    recorder = Recorder()
+    publish(client, 40, streams_of(held, 10))
+    with working(client, held.handler, policy=POLICY, metrics=recorder) as loop:
+        eventually(lambda: recorder.value(m.BUDGET_REACHED, handler="app.handle"), "a budget that is used up")
+        assert 9 * SIZE <= loop._hand.bytes <= BUDGET + SIZE
+        most = loop._hand.bytes
+        held.goes_on.set()
+        while loop.report.committed < 40:
+            most = max(most, loop._hand.bytes)
+            eventually(lambda: True)
+        assert most <= BUDGET + SIZE
+        eventually(lambda: loop._hand.bytes == 0)
+        eventually(lambda: recorder.value(m.IN_HAND_BYTES, handler="app.handle") == 0)
+
+
+def test_messages_that_become_large_all_at_once_do_not_break_the_budget(client: Client, held: Held) -> None:
+    streams = streams_of(held, 10)
+    held.goes_on.set()
+    with working(client, held.handler, policy=POLICY) as loop:
+        publish(client, 3_000, streams, size=10)
+        eventually(lambda: loop.report.committed == 3_000)
+        held.goes_on.clear()
+        publish(client, 60, streams)
+        eventually(lambda: loop._hand.at_budget or loop._hand.bytes > BUDGET, "a budget that is used up")
+        # Of what nobody can know the size of, no more than a few may be too much.
+        assert loop._hand.bytes <= BUDGET + 10 * SIZE
+        held.goes_on.set()
+        eventually(lambda: loop.report.committed == 3_060)
+
+
+def test_a_message_that_is_larger_than_the_budget_is_taken_alone(
+    client: Client, held: Held, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING)
+    publish(client, 6, streams_of(held, 2), size=2 * BUDGET)
+    with working(client, held.handler, policy=POLICY) as loop:
+        eventually(lambda: loop._hand.at_budget)
+        assert len(loop._hand) == 1
+        held.goes_on.set()
+        eventually(lambda: loop.report.committed == 6)
+    assert caplog.text.count("takes more when some are done") == 1
+    assert "--prefetch-mb" in caplog.text
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_what_is_taken_over_from_a_former_life_or_from_others_keeps_to_the_budget(client: Client, own: bool) -> None:
+    held = Held()
+    fill(client, 1)
+    with working(client, make(lambda message: None)) as loop:  # makes the group
+        eventually(lambda: loop.report.committed == 1)
+    publish(client, 40, ["in"])
+    name = "w1" if own else "gone"
+    client.execute("XREADGROUP", "GROUP", KEYS.group, name, "STREAMS", "in", ">")
+    ids = [one for one, *_ in client.execute("XPENDING", "in", KEYS.group, "-", "+", 100)]
+    client.execute("XCLAIM", "in", KEYS.group, name, 0, *ids, "IDLE", LONG_AGO_MS, "RETRYCOUNT", 1, "JUSTID")
+    with working(client, held.handler, policy=POLICY) as loop:
+        eventually(lambda: loop._hand.at_budget)
+        assert 9 * SIZE <= loop._hand.bytes <= BUDGET + SIZE
+        held.goes_on.set()
+        eventually(lambda: loop.report.committed == 40)

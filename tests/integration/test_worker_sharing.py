@@ -1,0 +1,131 @@
+"""Workers of a handler with a key that share the lines of many streams: what idle streams cost, and who is told of what."""
+
+import threading
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from millstream import Message, State
+from millstream.client import Client
+from millstream.lines import check_lines, park, unpark
+from millstream.naming import HandlerKeys
+from tests.support.waiting import FAIL_SAFE_S, eventually
+from tests.support.workers import QUICK, make, working
+
+pytestmark = [pytest.mark.worker, pytest.mark.keys]
+
+CALM = replace(QUICK, sweep_ms=500, block_ms=1_000)
+HOUR_MS = 3_600_000
+ONLY_TOLD = replace(QUICK, sweep_ms=HOUR_MS, claim_ms=3 * HOUR_MS, block_ms=1_000)
+"""Looks at nothing by itself: that something is done at all shows that the worker was told of it."""
+
+
+def count(message: Message, state: State) -> dict[str, Any]:
+    state["count"] = state.get("count", 0) + 1
+    return {"stream": message.stream, "n": message.text("n"), "key": message.key or b"-", "count": state["count"]}
+
+
+def publish(client: Client, streams: int, rounds: int = 1, first: int = 0) -> None:
+    """An entry of each of two keys for each stream."""
+    for n in range(first, first + rounds):
+        client.pipeline([("XADD", f"in{s}", "*", "n", n, "key", f"k{key}") for s in range(streams) for key in range(2)])
+
+
+def rows(client: Client) -> list[tuple[str, str, int, int]]:
+    found = []
+    for _, pairs in client.execute("XRANGE", "out", "-", "+"):
+        row = {pairs[i].decode(): pairs[i + 1].decode() for i in range(0, len(pairs), 2)}
+        found.append((row["stream"], row["key"], int(row["n"]), int(row["count"])))
+    return found
+
+
+def check_all(client: Client, streams: int, rounds: int) -> None:
+    """Each key of each stream in order, each message once, on the state of the one before; nothing is left."""
+    found: dict[tuple[str, str], list[tuple[int, int]]] = {}
+    for stream, key, n, counted in rows(client):
+        found.setdefault((stream, key), []).append((n, counted))
+    assert len(found) == 2 * streams
+    assert all(some == [(n, n + 1) for n in range(rounds)] for some in found.values())
+    for number in range(streams):
+        assert check_lines(client, HandlerKeys("app", "handle", f"in{number}"), f"in{number}") == []
+
+
+def commands(client: Client) -> int:
+    stats = client.execute("INFO", "stats").decode()
+    return int(stats.partition("total_commands_processed:")[2].partition("\r\n")[0])
+
+
+def test_workers_share_the_keys_of_many_streams_each_of_which_stays_in_order(client: Client) -> None:
+    publish(client, 60)
+    handler = make(count, pattern="in*", key="key")
+    with working(client, handler, "w1") as one, working(client, handler, "w2") as two:
+        for n in range(1, 10):
+            publish(client, 60, first=n)
+        eventually(lambda: len(rows(client)) == 1_200)
+        eventually(lambda: one.report.committed + two.report.committed == 1_200)
+    check_all(client, 60, 10)
+
+
+def test_a_worker_that_looks_at_nothing_by_itself_is_told_of_what_is_new(client: Client) -> None:
+    publish(client, 30)
+    handler = make(count, pattern="in*", key="key")
+    with working(client, handler, policy=ONLY_TOLD):
+        for n in range(1, 6):
+            eventually(lambda: len(rows(client)) == 60 * n)  # noqa: B023 - it is over by then
+            publish(client, 30, first=n)
+        eventually(lambda: len(rows(client)) == 360)
+    check_all(client, 30, 6)
+
+
+def test_a_worker_that_does_not_route_is_told_by_the_one_that_does(client: Client) -> None:
+    publish(client, 20)
+    release, blocked = threading.Event(), threading.Event()
+
+    def work(message: Message, state: State) -> dict[str, Any]:
+        if message.text("n") == "7":
+            blocked.set()
+            release.wait(FAIL_SAFE_S)
+        return count(message, state)
+
+    handler = make(work, pattern="in*", key="key", time_limit_ms=86_400_000)
+    policy = replace(ONLY_TOLD, threads=1, prefetch=1)
+    with working(client, handler, "w1", policy=policy) as one:
+        eventually(lambda: one.report.committed == 40)
+        client.execute("XADD", "in0", "*", "n", 7, "key", "busy")
+        eventually(blocked.is_set)  # it routes, and can do nothing else
+        with working(client, handler, "w2", policy=policy) as two:
+            for n in range(1, 4):
+                publish(client, 20, first=n)
+                eventually(lambda: two.report.committed == 40 * n)  # noqa: B023 - it is over by then
+        release.set()
+        eventually(lambda: one.report.committed == 41)
+
+
+def test_what_a_key_that_was_parked_has_is_found_though_nobody_tells_of_it(client: Client) -> None:
+    publish(client, 20)
+    handler = make(count, pattern="in*", key="key")
+    keys = HandlerKeys("app", "handle", "in3")
+    with working(client, handler, policy=CALM):
+        eventually(lambda: len(rows(client)) == 40)
+        park(client, keys, b"kk1", "by hand")
+        publish(client, 20, first=1)
+        eventually(lambda: len(rows(client)) == 79)
+        unpark(client, keys, b"kk1")
+        eventually(lambda: len(rows(client)) == 80)
+    check_all(client, 20, 2)
+
+
+def test_what_idle_streams_cost_does_not_follow_their_number(client: Client) -> None:
+    """A look at each of 1,500 streams twice a second, with the ten commands of a lease, would be 30,000 a second."""
+    streams = 1_500
+    publish(client, streams)
+    handler = make(count, pattern="in*", key="key")
+    with working(client, handler, policy=replace(CALM, threads=4)):
+        eventually(lambda: client.execute("XLEN", "out") == 2 * streams)
+        began, before = client.execute("TIME"), commands(client)
+        publish(client, 1, first=1)
+        eventually(lambda: int(client.execute("TIME")[0]) - int(began[0]) >= 8)
+        took_s = int(client.execute("TIME")[0]) - int(began[0])
+        asked = (commands(client) - before) / took_s
+    assert asked < 6_000
