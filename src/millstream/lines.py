@@ -8,7 +8,7 @@ from typing import Literal
 from millstream.asking import answers, ask
 from millstream.client import Arg, Client, Reply, Script, raise_if_error
 from millstream.deadletters import DeadLetter, Reason
-from millstream.errors import CommandFailed, ConfigError, WrongType
+from millstream.errors import CommandFailed, ConfigError, GroupMissing, WrongType
 from millstream.model import EntryId
 from millstream.naming import HandlerKeys, from_wire
 
@@ -196,6 +196,15 @@ class _Seen:
         if until_ms > self.now_ms:
             return f"{has}; its lease ends in {_seconds(until_ms - self.now_ms)} unless it is renewed"
         return f"{has}; its lease ran out {_seconds(self.now_ms - until_ms)} ago, and the next worker to look gets it"
+
+
+def look_ahead_used(client: Client, keys: HandlerKeys) -> tuple[int, int] | None:
+    """How many entries wait in the lines of a handler's keys on workers, and how many may; None if that is not known."""
+    known, pending = ask(client, [("HMGET", keys.meta, "engine", "look_ahead"), ("XPENDING", keys.stream, keys.group)])
+    if isinstance(pending, GroupMissing):
+        return None
+    engine, most = raise_if_error(known)
+    return (int(raise_if_error(pending)[0]), int(most)) if engine == b"keyed" and most is not None else None
 
 
 def park(client: Client, keys: HandlerKeys, line: bytes, reason: str) -> bool:

@@ -11,7 +11,7 @@ import pytest
 
 from millstream.client import Client
 from millstream.errors import ConfigError
-from millstream.naming import held_name
+from millstream.naming import HandlerKeys, held_name
 from millstream.reliable import HANDED_BACK_MS
 from millstream.server import EmbeddedServer
 from millstream.worker.incarnations import HELD_MS
@@ -259,3 +259,16 @@ def test_what_is_wrong_is_said_in_one_line(app: str, arguments: tuple[str, ...],
     assert refused.code == 2
     assert words in refused.err
     assert len(refused.err.splitlines()) == 1
+
+
+def test_the_limits_of_a_worker_can_be_given(client: Client, tmp_path: Path) -> None:
+    path = tmp_path / "limits_app.py"
+    path.write_text(
+        "from millstream import App, Message\napp = App('limits')\n"
+        "@app.handler('orders', key='n')\ndef handle(message: Message):\n    pass\n"
+    )
+    meta = HandlerKeys("limits", "handle", "orders").meta
+    client.execute("XADD", "orders", "*", "n", 1)
+    with running("worker", f"{path}:app", "--look-ahead", "12", "--prefetch-mb", "0.5", url=client.url) as worker:
+        eventually(lambda: client.execute("HGET", meta, "look_ahead") == b"12")
+        assert end(worker).code == 0

@@ -371,3 +371,25 @@ def test_a_lag_counts_what_waits_in_lines(client: Client) -> None:
     with working(client, make(hang, key="key", into=None), metrics=recorder):
         eventually(lambda: recorder.value(m.LAG, handler="app.handle") > 300)
         over.set()
+
+
+def test_before_one_key_fills_all_that_may_wait_in_lines_it_is_said_and_measured(
+    client: Client, caplog: pytest.LogCaptureFixture
+) -> None:
+    recorder = Recorder()
+
+    def work(message: Message) -> None:
+        if message.key == b"k0":
+            raise RuntimeError("not yet")
+
+    handler = make(work, key="key", into=None, retry=Retry(attempts=2, delay_ms=3_600_000, then="block"))
+    with working(client, handler, policy=replace(QUICK, look_ahead=50), metrics=recorder):
+        fill(client, 30, 1)
+        eventually(lambda: pending(client) == 30)
+        fill(client, 10, 1)
+        eventually(lambda: recorder.value(m.LOOK_AHEAD_USED, handler="app.handle") == 0.8)
+        assert caplog.text.count("or give the workers a greater --look-ahead") == 1
+        assert "no more are routed" not in caplog.text
+        fill(client, 20, 1)
+        eventually(lambda: recorder.value(m.LOOK_AHEAD_USED, handler="app.handle") == 1)
+        assert caplog.text.count("no more are routed") == 1

@@ -14,7 +14,7 @@ from millstream.errors import AccessDenied, ConfigError, WrongType
 from millstream.escaping import json_value, unescape, visible
 from millstream.inspection import find_handlers, there
 from millstream.keyed import line_of_key
-from millstream.lines import Line, survey
+from millstream.lines import Line, look_ahead_used, survey
 from millstream.lines import park as park_line
 from millstream.lines import skip as skip_first
 from millstream.lines import unpark as unpark_line
@@ -31,6 +31,7 @@ Count = Annotated[int, typer.Option(min=1, help="Most keys to show, those with m
 Reason = Annotated[str, typer.Option(help="Why, for whoever looks at it.")]
 
 _MOST = 100_000
+_CROWDED = 0.8
 _KEY_CHARS, _WHY_CHARS = 40, 200
 
 
@@ -42,6 +43,7 @@ def keys(
     wanted = None if key is None else unescape(key)
     found: list[tuple[HandlerKeys, Line]] = []
     refusals: list[AccessDenied] = []
+    used: dict[str, tuple[int, int]] = {}
     seen = False
     with Client(url) as client:
         for place in there(client, meant(find_handlers(client), handler, stream)):
@@ -53,6 +55,8 @@ def keys(
                 talk(f"{place.app}.{place.handler} on {visible(place.stream)} is unreadable: {error}")
             else:
                 seen = True
+                if (of := look_ahead_used(client, place)) is not None:
+                    used[place.stream] = of
                 found += [(place, line) for line in lines if wanted is None or line.key == wanted]
     if refusals and not seen:
         raise refusals[0]
@@ -61,11 +65,17 @@ def keys(
     shown.sort(key=lambda one: -one[1].length)
     if as_json:
         rows = [_row(place, line) for place, line in shown[:count]]
-        say_json(
-            {"keys": len(found), "messages": sum(line.length for _, line in found), "states": counts, "shown": rows}
-        )
+        crowded = {name: {"waiting": waiting, "look_ahead": most} for name, (waiting, most) in used.items()}
+        messages = sum(line.length for _, line in found)
+        say_json({"keys": len(found), "messages": messages, "states": counts, "streams": crowded, "shown": rows})
         return
     _show(found, counts, shown[:count])
+    for name, (waiting, most) in used.items():
+        if waiting >= _CROWDED * most:
+            talk(
+                f"{waiting:,} messages of {visible(name)} wait in the lines of its keys, of at most {most:,}: with so many no "
+                "other key goes on. See to the first of these, or give the workers a greater --look-ahead"
+            )
     if len(shown) > count:
         talk(f"{len(shown) - count:,} more; --count shows them")
 
