@@ -16,7 +16,20 @@ pytestmark = [pytest.mark.cli]
 
 CALL = re.compile(r"(?:redis\.p?call|\bcall|\btry|\bmay)\(\s*'([A-Z]+)'(?:,\s*'([A-Z]+)')?")
 CONTAINERS = ("XGROUP", "XINFO")
-PARTS = {"ids", "moving", "sealed", "rights", "group", "lines", "takeover", "service", "charge", "refusal", "completed", "sizes"}
+PARTS = {
+    "ids",
+    "moving",
+    "sealed",
+    "rights",
+    "group",
+    "lines",
+    "takeover",
+    "service",
+    "charge",
+    "refusal",
+    "completed",
+    "sizes",
+}
 
 BAD_SERVICE = {"roles": [RoleName.LEASES], "services": ["a*"]}
 
