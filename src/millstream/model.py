@@ -8,6 +8,9 @@ from typing import Any, Literal, NamedTuple, get_args
 
 from millstream.errors import ConfigError
 
+_MOST = 2**64 - 1
+_MOST_DIGITS, _SHOWN = 40, 60
+
 
 class EntryId(NamedTuple):
     """The id of a stream entry, ordered as Redis orders it.
@@ -21,12 +24,19 @@ class EntryId(NamedTuple):
 
     @classmethod
     def parse(cls, text: str | bytes, *, default_seq: int = 0) -> "EntryId":
-        """Read `ms-seq`, or `ms` alone, which gets `default_seq`. Raises ConfigError for anything else."""
+        """Read `ms-seq`, or `ms` alone, which gets `default_seq`. Raises ConfigError for anything else.
+
+        So it does for parts beyond 64 bits, which Redis does not take for an id.
+        """
         plain = text.decode("ascii", "replace") if isinstance(text, bytes) else text
         ms, dash, seq = plain.partition("-")
         digits = ms + seq
         if not (digits.isascii() and digits.isdigit()) or (dash and not seq) or not ms:
-            raise ConfigError(f"{plain!r} is not an entry id; write it as milliseconds-sequence, like 1700000000000-0")
+            shown = plain if len(plain) <= _SHOWN else f"{plain[:_SHOWN]}..."
+            raise ConfigError(f"{shown!r} is not an entry id; write it as milliseconds-sequence, like 1700000000000-0")
+        # Python itself refuses to read thousands of digits, with another error.
+        if max(len(ms), len(seq)) > _MOST_DIGITS or int(ms) > _MOST or int(seq or 0) > _MOST:
+            raise ConfigError(f"{plain[:_SHOWN]!r} is beyond all ids that Redis has: neither part is above {_MOST}")
         return cls(int(ms), int(seq) if dash else default_seq)
 
     def __str__(self) -> str:
