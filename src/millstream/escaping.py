@@ -1,7 +1,9 @@
 """How bytes from Redis are shown: as text that cannot harm a terminal, and in JSON without losing a bit."""
 
+import codecs
+import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from millstream.errors import ConfigError
@@ -9,6 +11,9 @@ from millstream.errors import ConfigError
 _SHORT = {"\\": "\\\\", "\n": "\\n", "\r": "\\r", "\t": "\\t"}
 _ESCAPE = re.compile(r"\\(?:x([0-9A-Fa-f]{2})|([\\nrt]))|\\")
 _LONG = {"\\": b"\\", "n": b"\n", "r": b"\r", "t": b"\t"}
+
+PART_BYTES = 65_536
+"""What of a large entry is worked on at once."""
 
 
 def visible(data: bytes | str) -> str:
@@ -73,11 +78,66 @@ def json_fields(pairs: Sequence[bytes]) -> dict[str, Any]:
 
     `pairs`, a list of [name, value], is there if a name is repeated or is not UTF-8.
     """
-    names, values = [json_value(name) for name in pairs[::2]], [json_value(value) for value in pairs[1::2]]
+    values = [json_value(value) for value in pairs[1::2]]
+    shown, names = _names(pairs[::2])
+    fields = {"fields": dict(zip(shown, values, strict=True))}
+    return {**fields, "pairs": list(zip(names, values, strict=True))} if names else fields
+
+
+def json_fields_in_parts(pairs: Sequence[bytes], part_bytes: int = PART_BYTES) -> Iterator[bytes]:
+    """`json_fields(pairs)` as ASCII JSON without its braces, bit by bit, for entries that would hold up others.
+
+    No part is made of more than `part_bytes` bytes of a value. An empty one is given where that much was only looked at.
+    """
+    shown, names = _names(pairs[::2])
+    last = dict(zip(shown, pairs[1::2], strict=True))
+    yield b'"fields":{'
+    for place, (name, value) in enumerate(last.items()):
+        yield b"%s%s:" % (b"," if place else b"", _dump(name))
+        yield from _value_in_parts(value, part_bytes)
+    yield b"}"
+    if names:
+        yield b',"pairs":['
+        for place, (exact, value) in enumerate(zip(names, pairs[1::2], strict=True)):
+            yield b"%s[%s," % (b"," if place else b"", _dump(exact))
+            yield from _value_in_parts(value, part_bytes)
+            yield b"]"
+        yield b"]"
+
+
+def _names(raw: Sequence[bytes]) -> tuple[list[str], list[Any]]:
+    """Names as a mapping can have them; and as they are, if that is not the same."""
+    names = [json_value(name) for name in raw]
     if all(isinstance(name, str) for name in names) and len(set(names)) == len(names):
-        return {"fields": dict(zip(names, values, strict=True))}
-    shown = dict(zip(map(visible, pairs[::2]), values, strict=True))
-    return {"fields": shown, "pairs": list(zip(names, values, strict=True))}
+        return names, []
+    return list(map(visible, raw)), names
+
+
+def _value_in_parts(value: bytes, part_bytes: int) -> Iterator[bytes]:
+    if len(value) <= part_bytes:
+        yield _dump(json_value(value))
+        return
+    parts = [(place, place + part_bytes) for place in range(0, len(value), part_bytes)]
+    read = codecs.getincrementaldecoder("utf-8")()
+    try:
+        for start, end in parts:
+            read.decode(value[start:end], final=end >= len(value))
+            yield b""
+    except UnicodeDecodeError:
+        yield b'{"hex":"'
+        for start, end in parts:
+            yield value[start:end].hex().encode()
+        yield b'"}'
+        return
+    read.reset()
+    yield b'"'
+    for start, end in parts:
+        yield _dump(read.decode(value[start:end], final=end >= len(value)))[1:-1]
+    yield b'"'
+
+
+def _dump(value: Any) -> bytes:
+    return json.dumps(value, separators=(",", ":")).encode()
 
 
 def _escaped(c: str) -> str:
