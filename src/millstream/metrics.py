@@ -158,6 +158,9 @@ SERVE_SENT = _counter("serve_messages_sent", "messages", "Written to clients, by
 SERVE_DROPPED = _counter("serve_messages_dropped", "messages", "Dropped for clients that were too slow.", "kind")
 SERVE_ENDED = _counter("serve_connections_ended", "times", "Clients that follow no more, by reason.", "reason")
 SERVE_REFUSED = _counter("serve_connections_refused", "times", "Clients turned away, by HTTP status.", "status")
+HTTP_CUT = _counter(
+    "http_connections_cut", "times", "Connections closed that sent no request, by why: late or crowded.", "reason"
+)
 
 RECONNECTS = _counter("redis_reconnects", "times", "Consumption resumed after Redis had been away.")
 REDIS_ERRORS = _counter("redis_errors", "times", "Reads refused or unanswered, by class of error.", "error")

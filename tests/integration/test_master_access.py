@@ -149,3 +149,35 @@ def test_the_name_of_the_masters_is_no_apps(tmp_path: Path) -> None:
 
     with pytest.raises(MillstreamError, match="master"):
         App("master")
+
+
+def test_ids_that_redis_cannot_have_and_json_without_a_bottom_are_refused_in_one_line(millstream_url: str) -> None:
+    with Master(millstream_url) as master:
+        for message_id in ("99999999999999999999999999-1", "1-18446744073709551616", "9" * 45):
+            for call_name in ("acknowledge", "fail", "release"):
+                found = master.post(f"messages/{call_name}", consumer="c1", message_id=message_id)
+                assert (found.status_code, "message_id" in found.json()["error"]) == (422, True), found.text
+        deep = b'{"consumer":' + 60_000 * b"["
+        answer = master.http.post("/api/consumers/register", content=deep, headers={"Content-Type": "application/json"})
+        assert (answer.status_code, len(answer.json()["error"].splitlines())) == (400, 1)
+
+
+def test_without_a_token_a_master_answers_to_names_that_only_its_own_people_give(millstream_url: str) -> None:
+    def status(master: Master, host: str, **headers: str) -> int:
+        return master.http.get("/api/tickets", headers={"Host": host, **headers}).status_code
+
+    foreign = ("evil.example", "evil.example:8000", "127.0.0.1.evil.example", "[", "")
+    with Master(millstream_url, "--insecure-no-token", "--allow-host", "desk.example", token=None) as master:
+        assert [status(master, host) for host in foreign] == [421] * len(foreign)
+        assert [status(master, host) for host in ("localhost:8000", "[::1]:1", "127.0.0.1", "Desk.example:1")] == [
+            200
+        ] * 4
+        assert [status(master, host) for host in ("192.0.2.7", "master")] == [421] * 2
+        assert status(master, "localhost", Origin="https://evil.example") == 403
+    with Master(millstream_url, "--insecure-no-token", "--host", "0.0.0.0", token=None) as master:
+        assert [status(master, host) for host in foreign] == [421] * len(foreign)
+        assert [status(master, host) for host in ("192.0.2.7:8000", "[2001:db8::1]:80", "master", "localhost")] == [
+            200
+        ] * 4
+    with Master(millstream_url) as master:
+        assert status(master, "evil.example") == 200, "who has the token may call it as they like"

@@ -170,3 +170,17 @@ def test_what_cannot_be_asked_for_is_refused_in_one_line_of_json(server: Server)
     assert server.http.post("/streams/a").status_code == server.http.head("/streams/a").status_code == 405
     assert server.http.get("/elsewhere").status_code == 404
     assert server.http.get("/healthz").json() == {"status": "ok"}
+
+
+def test_large_entries_arrive_whole_and_in_order_by_events_and_by_frames(client: Client, server: Server) -> None:
+    values = [b"small", b"\xc3\xa4\n" * 700_000, b"\xff\x00" * 700_000, b"small again"]
+    for value in values:
+        client.execute("XADD", "s", "*", "v", value)
+    shown = ["small", "\xe4\n" * 700_000, {"hex": "ff00" * 700_000}, "small again"]
+    with server.follow("s", query="after=0") as events, server.socket("s", "after=0", max_size=None) as socket:
+        assert [event.data["fields"]["v"] for event in events.next(4)] == shown
+        frames = [list(socket.recv_streaming()) for _ in shown]
+        found = [json.loads("".join(map(str, parts))) for parts in frames]
+        assert [one["fields"]["v"] for one in found] == shown
+        assert [one["position"] for one in found] == [one["id"] for one in found]
+        assert max(len(part) for parts in frames for part in parts) < 500_000

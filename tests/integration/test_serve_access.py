@@ -203,6 +203,40 @@ def test_without_tokens_it_answers_to_names_of_this_machine_only(millstream_url:
         assert server.http.post("/tickets", json={"streams": ["s"]}).status_code == 404
 
 
+def test_a_page_that_says_nothing_of_itself_is_known_by_what_its_browser_says(
+    millstream_url: str, tmp_path: Path
+) -> None:
+    (tmp_path / "index.html").write_text("<p>a page</p>")
+    with Server(millstream_url, "--page", str(tmp_path)) as server:
+        for site in ("cross-site", "same-site"):
+            image = {"Sec-Fetch-Site": site, "Sec-Fetch-Mode": "no-cors", "Sec-Fetch-Dest": "image"}
+            frame = {"Sec-Fetch-Site": site, "Sec-Fetch-Mode": "navigate", "Sec-Fetch-Dest": "iframe"}
+            link = {"Sec-Fetch-Site": site, "Sec-Fetch-Mode": "navigate", "Sec-Fetch-Dest": "document"}
+            found = [server.http.get("/", headers=headers).status_code for headers in (image, frame, link)]
+            assert found == [403, 403, 200], site
+            assert server.http.get("/streams/s", headers=image).status_code == 403
+        for site in ("same-origin", "none"):
+            assert server.http.get("/", headers={"Sec-Fetch-Site": site}).status_code == 200
+
+
+def test_a_page_that_is_allowed_may_load_without_saying_whence(millstream_url: str) -> None:
+    with Server(millstream_url, "--allow-origin", "*") as server:
+        assert server.http.get("/healthz", headers={"Sec-Fetch-Site": "cross-site"}).status_code == 200
+
+
+def test_hidden_files_of_a_folder_of_pages_are_not_served(millstream_url: str, tmp_path: Path) -> None:
+    for name in (".env", ".git/config", "sub/.htpasswd", ".well-known/security.txt", "sub/page.txt"):
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("text")
+    with Server(millstream_url, "--page", str(tmp_path)) as server:
+        for hidden in (".env", ".git/config", ".git/", "sub/.htpasswd", "%2eenv", "sub/%2E%2e/.env", "%2egit%2fconfig"):
+            assert server.http.get(f"/{hidden}").status_code == 404, hidden
+        assert [server.http.get(f"/{name}").status_code for name in (".well-known/security.txt", "sub/page.txt")] == [
+            200
+        ] * 2
+
+
 # --- Limits ---
 
 
@@ -227,3 +261,18 @@ def test_a_request_that_is_too_long_is_refused(server: Server) -> None:
         assert server.http.get("/healthz", headers={"X": "x" * size}).status_code == refused
     assert server.http.get("/healthz?" + "x" * 17_000).status_code == 431
     assert server.http.get("/healthz").status_code == 200
+
+
+def test_what_is_nested_or_counted_beyond_all_measure_is_refused_in_one_line(server: Server) -> None:
+    deep = b'{"streams":' + 60_000 * b"["
+    digits = "9" * 5_000
+    found = [
+        server.http.post("/tickets", content=deep, headers=bearer(SOME)),
+        server.http.get(f"/streams/entity:1?after={digits}", headers=bearer(SOME)),
+        server.http.get("/streams/entity:1", headers={**bearer(SOME), "Last-Event-ID": f"{digits}-0"}),
+        server.http.get("/streams/entity:1?after=18446744073709551616-0", headers=bearer(SOME)),
+        server.http.get("/streams/entity:1?after=1-18446744073709551616", headers=bearer(SOME)),
+    ]
+    assert [answer.status_code for answer in found] == [422, 400, 400, 400, 400]
+    for answer in found:
+        assert 0 < len(answer.json()["error"].splitlines()[0]) == len(answer.json()["error"]) < 300

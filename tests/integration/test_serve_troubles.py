@@ -65,6 +65,15 @@ def test_a_stalled_client_costs_the_others_nothing_and_is_cut_off(client: Client
         assert not [event for event in lazy.rest() if event.kind == "end"], "it was cut"
 
 
+def test_a_client_that_the_system_has_cut_off_has_stalled_and_not_left(client: Client, millstream_url: str) -> None:
+    # So little waits that the server may write on; it is the system which finds that nothing is taken.
+    with Server(millstream_url, "--stall-s", "1") as server, stalled(server, "s") as lazy:
+        lazy.wait_head()
+        publish(client, "s", range(3), PAD)
+        eventually(lambda: subscriptions(server) == 0, "the end of the connection")
+        server.wait_figure(1, "millstream_serve_connections_ended_total", reason="stalled")
+
+
 def test_who_is_slow_falls_behind_and_loses_nothing(client: Client, millstream_url: str) -> None:
     with Server(millstream_url, "--buffer", "5") as server, stalled(server, "s") as slow:
         slow.wait_head()

@@ -34,7 +34,7 @@ SPARK = ("spark", "pyspark_millstream")
 HOMES = {
     "redis": ("client", "translation"), "hiredis": ("server", "wire"), "pyspark": SPARK, "py4j": SPARK,
     "prometheus_client": ("metrics", "health"), "opentelemetry": ("telemetry",),
-    "fastapi": ("master",), "starlette": ("fanout", "master", "web"), "uvicorn": ("fanout", "master"),
+    "fastapi": ("master",), "starlette": ("fanout", "master", "web"), "h11": ("web",), "uvicorn": ("web",), "websockets": ("web",),
 }  # fmt: skip
 BANNED = {"pickle", "_pickle", "cloudpickle", "dill", "shelve", "marshal"}
 

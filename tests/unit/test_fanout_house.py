@@ -22,6 +22,7 @@ class Deaf:
     """The wire of a client that takes nothing, not even a farewell, until it is cut."""
 
     kind: Literal["sse", "websocket"] = "sse"
+    timed_out = False
 
     def __init__(self) -> None:
         self.cut = asyncio.Event()
@@ -31,7 +32,10 @@ class Deaf:
     def render(self, item: Item, position: str) -> bytes:
         return b""
 
-    async def send(self, parts: Iterable[bytes]) -> None:
+    async def send(self, items: Iterable[bytes]) -> None:
+        await self.cut.wait()
+
+    async def send_in_parts(self, parts: Iterable[bytes]) -> None:
         await self.cut.wait()
 
     async def beat(self) -> None:

@@ -8,7 +8,7 @@ import typer
 
 from millstream.app import load_function
 from millstream.client import route_to
-from millstream.commands.options import DEFAULT_URL, Json, Url
+from millstream.commands.options import DEFAULT_URL, Connections, Json, RequestS, Url
 from millstream.commands.terminal import say_json, talk
 from millstream.commands.toml import Config, needs
 
@@ -63,6 +63,8 @@ def consumer(
     max_tickets: MaxTickets = 1,
     poll_ms: PollMs = 50,
     time_limit_s: LimitS = 300.0,
+    connections: Connections = 100,
+    request_s: RequestS = 10.0,
     stop_s: StopS = 25.0,
     as_json: Json = False,
     config: Config = None,  # noqa: ARG001 - its callback does the work
@@ -71,6 +73,7 @@ def consumer(
     needs("master", "starlette", "uvicorn")
     from millstream.master.consumer import ConsumerSettings
     from millstream.master.consumer_service import run_consumer
+    from millstream.web.connections import Limits
 
     route_to(url, _ANY_MS)  # Redis is asked once a master is there: what is wrong with the URL is said now
     settings = ConsumerSettings(
@@ -95,7 +98,8 @@ def consumer(
         else:
             talk(f"consumer {consumer} listens on {where}; Ctrl-C stops")
 
-    run_consumer(function, settings, host=host, port=port, stop_s=stop_s, on_ready=ready)
+    limits = Limits(connections=connections, request_s=request_s)
+    run_consumer(function, settings, host=host, port=port, limits=limits, stop_s=stop_s, on_ready=ready)
     # A function that still runs would keep the process alive; its message goes to another.
     sys.stdout.flush()
     sys.stderr.flush()

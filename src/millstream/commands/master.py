@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from millstream.commands.options import DEFAULT_URL, Json, Url
+from millstream.commands.options import DEFAULT_URL, Connections, Json, RequestS, Url
 from millstream.commands.terminal import say_json, talk
 from millstream.commands.toml import Config, needs
 from millstream.errors import ConfigError
@@ -59,6 +59,10 @@ Allow = Annotated[
         "--allow-health", help="Where health URLs may be: HOST, *.DOMAIN, an address or network, with or without :PORT."
     ),
 ]
+AllowHost = Annotated[
+    list[str] | None,
+    typer.Option("--allow-host", help="Without a token: a name that consumers call it by. May be repeated."),
+]
 MostBody = Annotated[int, typer.Option("--most-body", help="Bytes of a request.", min=1_000)]
 MostPage = Annotated[int, typer.Option("--most-page", help="Items of a page.", min=1)]
 
@@ -83,7 +87,10 @@ def master(
     token: Token = "",
     token_file: TokenFile = None,
     insecure_no_token: NoToken = False,
+    allow_host: AllowHost = None,
     allow_health: Allow = None,
+    connections: Connections = 2_000,
+    request_s: RequestS = 10.0,
     most_body: MostBody = 65_536,
     most_page: MostPage = 1_000,
     as_json: Json = False,
@@ -94,6 +101,8 @@ def master(
     from millstream.master.addresses import LOOPBACK, AllowList
     from millstream.master.serving import Serving, run_master
     from millstream.master.settings import MasterSettings
+    from millstream.web.connections import Limits
+    from millstream.web.origins import MachineNames
 
     if not ticket_stream or not concurrency_stream_group:
         raise ConfigError("name the stream and its group: --ticket-stream and --concurrency-stream-group")
@@ -103,9 +112,11 @@ def master(
         lease_ms=round(lease_s * 1000), delegation_ms=round(delegation_limit_s * 1000),
         retry=Retry(attempts=attempts, delay_ms=retry_delay_s * 1000, max_delay_ms=_LONGEST_RETRY_MS, then=then),
     )  # fmt: skip
+    tokens = _tokens(token, token_file, insecure=insecure_no_token)
     serving = Serving(
-        url=url, tokens=_tokens(token, token_file, insecure=insecure_no_token), host=host, port=port,
-        allowed=AllowList(allow_health or LOOPBACK), most_body=most_body, most_page=most_page,
+        url=url, tokens=tokens, host=host, port=port, allowed=AllowList(allow_health or LOOPBACK), most_page=most_page,
+        names=None if tokens else MachineNames(host, allow_host or ()),
+        limits=Limits(connections=connections, request_s=request_s, body_bytes=most_body),
     )  # fmt: skip
     warn_if_evicting_at(url)
 

@@ -18,6 +18,10 @@ MARKUP: Literal["rich"] | None = "rich" if sys.stdout.isatty() else None
 
 Url = Annotated[str, typer.Option("--url", envvar="MILLSTREAM_URL", help="Where Redis is.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Connections = Annotated[int, typer.Option("--connections", help="Connections at most.", min=1)]
+RequestS = Annotated[
+    float, typer.Option("--request-s", help="Seconds in which a request has to arrive on a connection.", min=0.1)
+]
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Only say what would be done.")]
 

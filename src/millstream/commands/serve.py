@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from millstream.commands.options import DEFAULT_URL, Json, Url
+from millstream.commands.options import DEFAULT_URL, Connections, Json, RequestS, Url
 from millstream.commands.terminal import say_json, talk
 from millstream.commands.toml import Config, needs
 from millstream.errors import ConfigError
@@ -40,7 +40,6 @@ StallS = Annotated[
     float, typer.Option("--stall-s", help="Seconds until a client that takes nothing is cut off.", min=0.1)
 ]
 HeartbeatS = Annotated[float, typer.Option("--heartbeat-s", help="Seconds of silence until a heartbeat.", min=0.1)]
-Connections = Annotated[int, typer.Option("--connections", help="Connections at most.", min=1)]
 PerToken = Annotated[
     int | None,
     typer.Option("--per-token", help="Connections with one token at most; by default all.", min=1, show_default=False),
@@ -67,6 +66,7 @@ def serve(
     heartbeat_s: HeartbeatS = 15.0,
     connections: Connections = 10_000,
     per_token: PerToken = None,
+    request_s: RequestS = 10.0,
     stop_s: StopS = 5.0,
     health_port: HealthPort = None,
     as_json: Json = False,
@@ -77,8 +77,8 @@ def serve(
     from millstream.fanout.access import Access, stream_tokens
     from millstream.fanout.connection import Pace
     from millstream.fanout.house import Room
-    from millstream.fanout.origins import LOOPBACK
     from millstream.fanout.serving import Serving, run_serving
+    from millstream.web.origins import LOOPBACK
 
     tokens = stream_tokens()
     if token_file is not None:
@@ -87,7 +87,7 @@ def serve(
         raise ConfigError("give --token-file: without, anybody could read all streams (--insecure-no-token)")
     serving = Serving(
         url=url, access=Access(tokens, ticket_s=ticket_s), token_file=token_file, host=host, port=port, origins=allow_origin or (), pages=page,
-        names=None if tokens or insecure_no_token else LOOPBACK, health_port=health_port, stop_s=stop_s,
+        names=None if tokens or insecure_no_token else LOOPBACK, health_port=health_port, request_s=request_s, stop_s=stop_s,
         pace=Pace(heartbeat_s=heartbeat_s, stall_s=stall_s, buffer=buffer, when_full=when_full),
         room=Room(connections=connections, per_token=per_token or connections),
     )  # fmt: skip

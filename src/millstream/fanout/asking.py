@@ -8,12 +8,12 @@ from millstream.errors import ConfigError
 from millstream.fanout.access import MOST_STREAMS
 from millstream.model import EntryId
 from millstream.router import BEGINNING, END
+from millstream.web.headers import header
 from millstream.web.refusal import Refused
 
 if TYPE_CHECKING:
     from starlette.types import Scope
 
-_MOST = 2**64 - 1
 _PARAMETERS = ("after", "stream", "ticket", "lastEventId")
 _WORDS = {"latest": END, "$": END, "earliest": BEGINNING, "0": BEGINNING}
 
@@ -62,14 +62,6 @@ def bearer(scope: "Scope") -> str | None:
     return token.strip() if kind.lower() == "bearer" else None
 
 
-def header(scope: "Scope", name: bytes) -> str | None:
-    """A header of a request, by its name in lower case."""
-    for one, value in scope["headers"]:
-        if one == name:
-            return str(value.decode("latin-1"))
-    return None
-
-
 def _query(scope: "Scope") -> dict[str, list[str]]:
     text = scope["query_string"].decode("ascii", "replace")
     try:
@@ -90,9 +82,6 @@ def _place(text: str) -> str:
     if (word := _WORDS.get(text)) is not None:
         return word
     try:
-        found = EntryId.parse(text)
+        return str(EntryId.parse(text))
     except ConfigError as error:
         raise Refused(400, f"{error}; or latest, or earliest") from error
-    if max(found) > _MOST:
-        raise Refused(400, "no entry of Redis has such an id")
-    return str(found)

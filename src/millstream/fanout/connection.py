@@ -2,12 +2,12 @@
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from millstream import metrics as m
 from millstream.fanout.endings import LEFT, STALLED, STOPPING, Ending, ending_of
-from millstream.fanout.wires import Wire
+from millstream.fanout.wires import Rendered, Wire
 from millstream.metrics import Metrics
 from millstream.model import Message
 from millstream.router import Dropped, Item, Router, Start, Subscription, WhenFull
@@ -91,7 +91,7 @@ class Connection:
             try:
                 async with asyncio.timeout(self._pace.heartbeat_s):
                     if not await self._wire.heard():
-                        self.end(LEFT)
+                        self.end(STALLED if self._wire.timed_out else LEFT)
                         return
             except TimeoutError:
                 if not self._wrote and not self._writing.locked():
@@ -114,12 +114,11 @@ class Connection:
         One after the other: a position covers all streams, so it may not overtake a message that it covers.
         """
         try:
-            async with asyncio.timeout(self._pace.stall_s):
-                async with self._writing:
-                    if items:
-                        await self._wire.send([self._render(item, place) for item in items])
-                    else:
-                        await self._wire.beat()
+            async with self._writing, asyncio.timeout(self._pace.stall_s) as stall:
+                if items:
+                    await self._send(items, place, stall)
+                else:
+                    await self._wire.beat()
         except TimeoutError:
             self.end(STALLED)
             return
@@ -128,7 +127,28 @@ class Connection:
         if sent:
             self._metrics.count(m.SERVE_SENT, sent, kind=self._wire.kind)
 
-    def _render(self, item: Item, place: int) -> bytes:
+    async def _send(self, items: Sequence[Item], place: int, stall: asyncio.Timeout) -> None:
+        """Send items; each part of a large one that the client takes shows that it does not stall."""
+        whole: list[bytes] = []
+        for item in items:
+            rendered = self._render(item, place)
+            if isinstance(rendered, bytes):
+                whole.append(rendered)
+                continue
+            if whole:
+                await self._wire.send(whole)
+                whole = []
+            await self._wire.send_in_parts(self._each_resets(stall, rendered))
+        if whole:
+            await self._wire.send(whole)
+
+    def _each_resets(self, stall: asyncio.Timeout, parts: Iterator[bytes]) -> Iterator[bytes]:
+        loop = asyncio.get_running_loop()
+        for part in parts:
+            stall.reschedule(loop.time() + self._pace.stall_s)
+            yield part
+
+    def _render(self, item: Item, place: int) -> Rendered:
         if isinstance(item, Message):
             self._positions[place] = item.id
         elif isinstance(item, Start):

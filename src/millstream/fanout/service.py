@@ -1,6 +1,7 @@
 """The HTTP interface: streams as events and as WebSockets, tickets, health, and a folder of pages if wanted."""
 
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,17 +21,15 @@ from millstream import metrics as m
 from millstream.fanout.access import Access
 from millstream.fanout.asking import asking_of, bearer
 from millstream.fanout.house import House
-from millstream.fanout.origins import OwnPages
 from millstream.fanout.wires import EventWire, SocketWire, reason_of
 from millstream.health import Health
 from millstream.metrics import Metrics
-from millstream.web.limits import BodyLimit
+from millstream.web.origins import OwnPages
 from millstream.web.refusal import Refused, explain
 
 if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
 
-_MOST_BODY = 65_536
 _OWN_CODES = 4_000
 
 
@@ -65,7 +64,7 @@ class Parts:
     health: Health
     metrics: Metrics
     origins: Sequence[str] = ()
-    names: Sequence[str] | None = None
+    names: Container[str] | None = None
     pages: Path | None = None
 
 
@@ -94,7 +93,6 @@ def make_service(parts: Parts) -> Starlette:
                 allow_headers=["Authorization", "Content-Type", "Last-Event-ID"],
             )
         )  # fmt: skip
-    middleware.append(Middleware(BodyLimit, most=_MOST_BODY))
     service = Starlette(routes=routes, middleware=middleware)
     service.router.redirect_slashes = False
     explain(service, "the server")
@@ -142,19 +140,25 @@ class _Sockets:
 
 
 class _Pages(StaticFiles):
-    """Files, for those who want no WebSocket of them."""
+    """Files, for those who want no WebSocket of them; none that is hidden, as `.git` or `.env`."""
 
     async def __call__(self, scope: "Scope", receive: "Receive", send: "Send") -> None:
         """Send a file."""
         app = super().__call__ if scope["type"] == "http" else WebSocketClose()
         await app(scope, receive, send)
 
+    def lookup_path(self, path: str) -> tuple[str, os.stat_result | None]:
+        """Where a file is. `.well-known` is there to be found (RFC 8615)."""
+        if any(part.startswith(".") and part not in (".", ".well-known") for part in Path(path).parts):
+            return "", None
+        return super().lookup_path(path)
+
 
 def _tickets(parts: Parts) -> Callable[[Request], "object"]:
     async def tickets(request: Request) -> Response:
         try:
             wanted = msgspec.json.decode(await request.body(), type=_Wanted)
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, RecursionError) as error:
             raise Refused(422, f'send {{"streams": ["NAME"]}}: {error}') from error
         ticket = parts.access.issue(bearer(request.scope), wanted.streams)
         found = {"ticket": ticket.text, "expires_in_s": ticket.seconds}

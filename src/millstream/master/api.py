@@ -1,7 +1,7 @@
 """A master's HTTP API. Its OpenAPI document is at `/openapi.json`."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Container, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -40,7 +40,7 @@ from millstream.master.settings import MasterSettings
 from millstream.master.tokens import Scope, Tokens
 from millstream.master.views import Views
 from millstream.metrics import Recorder, exposition
-from millstream.web.limits import BodyLimit
+from millstream.web.origins import OwnPages
 from millstream.web.refusal import Refused, explain, in_json
 
 _PAGE = 100
@@ -64,7 +64,7 @@ class Parts:
     health: Health
     recorder: Recorder
     hurry: Callable[[], None]
-    most_body: int
+    names: Container[str] | None
     most_page: int
 
 
@@ -84,7 +84,7 @@ def make_api(parts: Parts) -> FastAPI:
         title="millstream master", version=version("millstream"), docs_url=None, redoc_url=None, lifespan=pinging,
         responses=_PROBLEMS,
     )  # fmt: skip
-    api.add_middleware(BodyLimit, most=parts.most_body)
+    api.add_middleware(OwnPages, origins=(), names=parts.names)
     api.router.route_class = BodyRoute
     explain(api, "the master")
     api.add_exception_handler(RequestValidationError, in_json(lambda error: 422, first_mistake))

@@ -11,11 +11,16 @@ from starlette.routing import Route
 
 from millstream.master.consumer import ConsumerSettings, DelegatedConsumer, Function
 from millstream.master.serving import serve_beside
+from millstream.metrics import NOBODY
+from millstream.web.connections import Limits
+from millstream.web.http_server import Server
 from millstream.web.listening import address, listen
+
+_STOP_S = 5.0
 
 
 def run_consumer(
-    function: Function, settings: ConsumerSettings, *, host: str, port: int, stop_s: float,
+    function: Function, settings: ConsumerSettings, *, host: str, port: int, limits: Limits, stop_s: float,
     on_ready: Callable[[str], None],
 ) -> None:  # fmt: skip
     """Be a consumer until SIGTERM or SIGINT. Without a health URL of its own it names the address it listens on.
@@ -23,12 +28,11 @@ def run_consumer(
     Raises ServerError, and what ended its work.
     """
     stopping = threading.Event()
-    listener = listen(host, port)
+    listener = listen(host, port, connections=limits.connections)
     settings = replace(settings, health_url=settings.health_url or f"{address(listener)}/api/health")
     consumer = DelegatedConsumer(function, settings, stopping)
-    serve_beside(
-        _pages(consumer, settings.consumer), listener, lambda: consumer.run(stop_s=stop_s), stopping, on_ready=on_ready
-    )
+    server = Server(_pages(consumer, settings.consumer), limits, metrics=NOBODY, stop_s=_STOP_S)
+    serve_beside(server, listener, lambda: consumer.run(stop_s=stop_s), stopping, on_ready=on_ready)
 
 
 def _pages(consumer: DelegatedConsumer, name: str) -> Starlette:

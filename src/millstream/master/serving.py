@@ -3,11 +3,8 @@
 import signal
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
-
-import uvicorn
 
 from millstream.client import Client
 from millstream.health import Health
@@ -23,21 +20,21 @@ from millstream.master.settings import MasterSettings
 from millstream.master.tokens import Tokens
 from millstream.master.views import Views
 from millstream.metrics import Recorder
+from millstream.web.connections import Limits
+from millstream.web.http_server import Server
 from millstream.web.listening import address, listen
 
-if TYPE_CHECKING:
-    from starlette.types import ASGIApp
-
 _ROUND_WITHIN_MS = 30_000.0
-_STOP_S = 5
-_MOST_CONNECTIONS = 2_000
+_STOP_S = 5.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Serving:
     """Where a master listens, and what it lets in.
 
-    * `most_body`, `most_page`: bytes of a request, and items of a page, at most
+    * `names`: under which hosts it goes; None: any
+    * `limits`: what its clients may take up
+    * `most_page`: items of a page at most
     """
 
     url: str = field(repr=False)
@@ -45,7 +42,8 @@ class Serving:
     allowed: AllowList
     host: str = "127.0.0.1"
     port: int = 0
-    most_body: int = 65_536
+    names: Container[str] | None = None
+    limits: Limits = field(default_factory=lambda: Limits(connections=2_000))
     most_page: int = 1_000
 
 
@@ -69,23 +67,23 @@ def run_master(settings: MasterSettings, serving: Serving, *, on_ready: Callable
                 settings=settings, registry=registry, desk=desk, views=Views(client, registry, settings),
                 acknowledgements=Batches(acknowledger.acknowledge, name="millstream-acknowledge"),
                 tokens=serving.tokens, allowed=serving.allowed, pinger=pinger, health=health, recorder=recorder,
-                hurry=rounds.hurry, most_body=serving.most_body, most_page=serving.most_page,
+                hurry=rounds.hurry, names=serving.names, most_page=serving.most_page,
             )
         )  # fmt: skip
-        listener = listen(serving.host, serving.port)
-        serve_beside(api, listener, lambda: rounds.run(stopping), stopping, on_ready=on_ready)
+        listener = listen(serving.host, serving.port, connections=serving.limits.connections)
+        server = Server(api, serving.limits, metrics=recorder, stop_s=_STOP_S)
+        serve_beside(server, listener, lambda: rounds.run(stopping), stopping, on_ready=on_ready)
 
 
 def serve_beside(
-    app: "ASGIApp", listener: socket.socket, work: Callable[[], None], stopping: threading.Event, *,
+    server: Server, listener: socket.socket, work: Callable[[], None], stopping: threading.Event, *,
     on_ready: Callable[[str], None],
 ) -> None:  # fmt: skip
-    """Serve `app` while `work`, which ends once it is `stopping`, goes on in a thread; until SIGTERM or SIGINT.
+    """Serve while `work`, which ends once it is `stopping`, goes on in a thread; until SIGTERM or SIGINT.
 
     `on_ready` is told where it listens. Raises what ended the work.
     """
     failures: list[BaseException] = []
-    server = _server_of(app)
 
     def guarded() -> None:
         try:
@@ -107,12 +105,3 @@ def serve_beside(
         thread.join()
     if failures:
         raise failures[0]
-
-
-def _server_of(app: "ASGIApp") -> uvicorn.Server:
-    return uvicorn.Server(
-        uvicorn.Config(
-            app, log_config=None, access_log=False, server_header=False, timeout_graceful_shutdown=_STOP_S,
-            limit_concurrency=_MOST_CONNECTIONS, lifespan="on",
-        )
-    )  # fmt: skip

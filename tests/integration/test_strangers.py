@@ -1,0 +1,185 @@
+"""What somebody without a token can do to `serve`, `master` and `consumer` with bare sockets: nothing to others."""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from millstream.client import Client
+from millstream.server import EmbeddedServer
+from tests.support.gateways import Events, numbers, publish
+from tests.support.strangers import HANDSHAKE, KINDS, Service, Stranger, crowd, page_of
+from tests.support.waiting import eventually
+
+pytestmark = [pytest.mark.router, pytest.mark.master, pytest.mark.xdist_group("strangers")]
+
+Start = Callable[..., Service]
+HOUR = ("--request-s", "3600")
+
+
+@pytest.fixture(scope="module")
+def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("strangers")
+
+
+@pytest.fixture(scope="module", params=list(KINDS))
+def hasty(request: pytest.FixtureRequest, millstream_server: EmbeddedServer, log: Path) -> Iterator[Service]:
+    """Each service, where a request has half a second to arrive."""
+    options = ("--request-s", "0.5")
+    with Service(request.param, millstream_server.url, log / f"hasty-{request.param}", *options) as started:
+        yield started
+
+
+@pytest.fixture(params=list(KINDS))
+def patient(request: pytest.FixtureRequest, millstream_url: str, tmp_path: Path) -> Iterator[Service]:
+    """Each service, where a request has an hour to arrive: what is closed is not closed for being late."""
+    with Service(request.param, millstream_url, tmp_path / "log", *HOUR) as started:
+        yield started
+
+
+@pytest.fixture
+def gateway(millstream_url: str, tmp_path: Path) -> Iterator[Service]:
+    with Service("serve", millstream_url, tmp_path / "log", *HOUR) as started:
+        yield started
+
+
+# --- What never comes ---
+
+
+def test_a_connection_without_a_request_is_closed(hasty: Service) -> None:
+    with Stranger(hasty.url) as silent, Stranger(hasty.url, b"GET / HT") as half, Stranger(hasty.url) as dripping:
+        for stranger in (silent, half):
+            stranger.wait_closed()
+        eventually(lambda: not dripping.send(b"G") or not dripping.is_open(), "the end of one that goes on for ever")
+    assert page_of(hasty) == 200
+
+
+def test_after_an_answer_the_next_request_has_to_come_as_soon(hasty: Service) -> None:
+    with Stranger(hasty.url) as silent, Stranger(hasty.url) as half, Stranger(hasty.url) as dripping:
+        for stranger in (silent, half, dripping):
+            assert stranger.ask(hasty.page_request) == 200
+        half.send(b"GET / HTTP/1.1\r\nX")
+        eventually(lambda: not dripping.send(b"G") or not dripping.is_open(), "the end of one that goes on for ever")
+        half.wait_closed()
+        silent.wait_closed()
+
+
+def test_a_body_that_does_not_arrive_is_refused_and_its_connection_closed(hasty: Service) -> None:
+    with Stranger(hasty.url, hasty.post_head(100) + b"{") as stranger:
+        assert stranger.status() == 408
+        stranger.wait_closed()
+
+
+# --- Too many ---
+
+
+@pytest.mark.parametrize("first", ["nothing", "half a head", "half a body", "an answer and half a head"])
+def test_strangers_cannot_keep_others_out(patient: Service, first: str) -> None:
+    said = {"nothing": (), "half a body": (patient.post_head(100), b"{")}.get(first, (b"GET / HT",))
+    connections = patient.kind.connections
+    with crowd(patient, connections + 20, *said, asks=first == "an answer and half a head") as strangers:
+        assert [page_of(patient) for _ in range(5)] == [200] * 5
+        eventually(lambda: sum(one.is_open() for one in strangers) <= connections, "the end of those beyond the limit")
+        assert not strangers[0].is_open(), "the one that has waited longest goes first"
+        assert strangers[-1].is_open()
+    assert [line for line in patient.logged() if "connections are taken" not in line] == []
+    assert len(patient.logged()) <= 1
+
+
+def test_who_follows_a_stream_stays_however_many_strangers_come(gateway: Service, client: Client) -> None:
+    upgrade = b"GET /ws/s HTTP/1.1\r\n" + HANDSHAKE + b"\r\n"
+    with Events(gateway.url, "/streams/s", {}) as events, Stranger(gateway.url) as socket:
+        events.wait()
+        assert socket.ask(upgrade) == 101
+        with crowd(gateway, 3 * gateway.kind.connections):
+            publish(client, "s", [1])
+            assert numbers(events.next()) == [1]
+            assert socket.is_open()
+
+
+def test_a_slow_follower_is_neither_late_nor_in_the_way(client: Client, millstream_url: str, tmp_path: Path) -> None:
+    options = ("--request-s", "0.2", "--stall-s", "3600")
+    with ExitStack() as stack:
+        service = stack.enter_context(Service("serve", millstream_url, tmp_path / "log", *options))
+        slow = stack.enter_context(Events(service.url, "/streams/s?after=0", {}, receive_bytes=4_096))
+        publish(client, "s", range(100), 20_000)
+        assert numbers(slow.next()) == [0]
+        for _ in range(3):  # what came later, and sent nothing, is late three times meanwhile
+            with Stranger(service.url) as silent:
+                silent.wait_closed()
+        with crowd(service, 2 * service.kind.connections):
+            assert numbers(slow.next(99)) == list(range(1, 100))
+
+
+# --- What cannot be read ---
+
+
+@pytest.mark.parametrize(
+    ("path", "headers"),
+    [
+        (b"/ws/o", b"X: " + 8_200 * b"0" + b"\r\n"),
+        (b"/ws/o", 130 * b"X: 0\r\n"),
+        (b"/ws/" + 8_300 * b"o", b""),
+        (b"/ws/o", b"Content-Length: 5\r\n"),
+        (b"/ws/o", b"X: " + 17_000 * b"0" + b"\r\n"),
+    ],
+    ids=["long header", "many headers", "long URL", "with a body", "longer than any request"],
+)
+def test_every_handshake_of_a_websocket_is_answered(gateway: Service, path: bytes, headers: bytes) -> None:
+    with Stranger(gateway.url, b"GET " + path + b" HTTP/1.1\r\n" + HANDSHAKE + headers + b"\r\n") as stranger:
+        assert stranger.status() == 431
+        stranger.wait_closed()
+
+
+def test_a_head_that_is_too_long_is_refused(hasty: Service) -> None:
+    with Stranger(hasty.url) as stranger:
+        assert stranger.ask(hasty.page_request[:-2] + b"X: " + 17_000 * b"0" + b"\r\n\r\n") == 431
+        stranger.wait_closed()
+
+
+def test_a_request_whose_length_can_be_understood_in_two_ways_is_refused(hasty: Service) -> None:
+    head = hasty.post_head(4)[:-2] + b"Transfer-Encoding: chunked\r\n\r\n"
+    with Stranger(hasty.url) as stranger:
+        assert stranger.ask(head + b"0\r\n\r\n" + hasty.page_request) == 400
+        stranger.wait_closed()
+
+
+def test_strangers_write_nothing_into_the_log(hasty: Service) -> None:
+    before = hasty.logged()
+    for nonsense in (b"\x16\x03\x01\r\n\r\n", b"GET\r\n\r\n", b"GET / HTTP/1.1\r\nHost : a\r\n\r\n"):
+        with Stranger(hasty.url) as stranger:
+            assert stranger.ask(nonsense) == 400
+            stranger.wait_closed()
+    with Stranger(hasty.url) as stranger:
+        stranger.ask(b"GET /ws/s HTTP/1.1\r\nOrigin: https://evil.example\r\n" + HANDSHAKE + b"\r\n")
+        stranger.wait_closed()
+    with Stranger(hasty.url, hasty.post_head(100) + b"{"):
+        pass  # it has left in the middle
+    assert page_of(hasty) == 200
+    assert hasty.logged() == before
+
+
+def test_a_text_that_is_not_utf8_ends_a_websocket_without_a_word_in_the_log(gateway: Service) -> None:
+    with Stranger(gateway.url) as stranger:
+        assert stranger.ask(b"GET /ws/s HTTP/1.1\r\n" + HANDSHAKE + b"\r\n") == 101
+        stranger.send(b"\x81\x82\x00\x00\x00\x00\xff\xfe")
+        stranger.wait_closed()
+    assert gateway.logged() == []
+
+
+# --- Stops ---
+
+
+def test_a_stop_waits_for_no_stranger(patient: Service) -> None:
+    long_handshake = b"GET /ws/o HTTP/1.1\r\n" + HANDSHAKE + b"X: " + 8_200 * b"0" + b"\r\n\r\n"
+    said: tuple[tuple[bytes, ...], ...] = (
+        (), (b"GET / HT",), (patient.page_request, b"GET / HT"), (patient.post_head(100), b"{"), (long_handshake,),
+        (b"GET /ws/o HTTP/1.1\r\n" + HANDSHAKE,), (b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\nZZ\r\n",),
+    )  # fmt: skip
+    with ExitStack() as stack:
+        for first in said:
+            stack.enter_context(crowd(patient, 3, *first))
+        assert page_of(patient) == 200
+        assert patient.stop() == 0
+        assert patient.logged() == []

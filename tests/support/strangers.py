@@ -1,0 +1,177 @@
+"""Each service that speaks HTTP, as a process whose log can be read, and strangers who come to it with bare sockets."""
+
+import json
+import signal
+import socket
+import subprocess
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+from urllib.parse import urlsplit
+
+from tests.support.commandline import PROGRAM, environment
+from tests.support.masters import GROUP, STREAM, TOKEN
+from tests.support.waiting import FAIL_SAFE_S, eventually
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "tickets"
+NOWHERE = "http://127.0.0.1:1/api"
+HANDSHAKE = (
+    b"Host: localhost\r\nUpgrade: websocket\r\nConnection: Upgrade\r\nSec-WebSocket-Version: 13\r\n"
+    b"Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kind:
+    """A service: how it is started, the page that anybody may ask for, where it takes a body, and its connections."""
+
+    command: tuple[str, ...]
+    page: str
+    post: str
+    connections: int
+
+
+KINDS = {
+    "serve": Kind(command=("serve", "--connections", "4"), page="/healthz", post="/tickets", connections=104),
+    "master": Kind(
+        command=(
+            "master", "--ticket-stream", STREAM, "--concurrency-stream-group", GROUP, "--token", TOKEN,
+            "--connections", "50",
+        ),
+        page="/api/health", post="/api/consumers/register", connections=50,
+    ),
+    "consumer": Kind(
+        command=(
+            "consumer", f"{EXAMPLE}/work.py:work", "--ticket-stream", STREAM, "--concurrency-stream-group", GROUP,
+            "--consumer", "c1", "--master-register-api-url", f"{NOWHERE}/consumers/register",
+            "--master-acknowledge-api-url", f"{NOWHERE}/messages/acknowledge", "--connections", "50",
+        ),
+        page="/api/health", post="/api/health", connections=50,
+    ),
+}  # fmt: skip
+
+
+class Service:
+    """A process of one of these kinds. A context manager, at whose end it is gone."""
+
+    def __init__(self, name: str, redis_url: str, log: Path, *options: str) -> None:
+        self.kind = KINDS[name]
+        self._log = log
+        self._command = [*PROGRAM, *self.kind.command, "--port", "0", "--json", *options]
+        self._environment = environment(redis_url, {"TICKETS_LOG": str(log.with_suffix(".work"))})
+
+    def __enter__(self) -> Self:
+        with self._log.open("wb") as log:
+            self.process = subprocess.Popen(self._command, env=self._environment, stdout=subprocess.PIPE, stderr=log)
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        assert line, self._log.read_text()
+        self.url = json.loads(line)["url"]
+        self.page_request = f"GET {self.kind.page} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.kill()
+        self.process.wait(FAIL_SAFE_S)
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+
+    def stop(self) -> int:
+        """SIGTERM; return the exit code."""
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(FAIL_SAFE_S)
+
+    def logged(self) -> list[str]:
+        """The lines of its log, but for those of a consumer that finds no master."""
+        return [line for line in self._log.read_text().splitlines() if "waits to be registered" not in line]
+
+    def post_head(self, size: int) -> bytes:
+        """The head of a request with so many bytes of a body."""
+        return f"POST {self.kind.post} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {size}\r\n\r\n".encode()
+
+
+class Stranger:
+    """A connection. A context manager; it is closed at its end."""
+
+    def __init__(self, url: str, first: bytes = b"") -> None:
+        address = urlsplit(url)
+        self.socket = socket.create_connection((address.hostname or "", address.port or 0), FAIL_SAFE_S)
+        self._left = b""
+        self.send(first)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.socket.close()
+
+    def send(self, data: bytes) -> bool:
+        """Send; whether the other side takes it."""
+        try:
+            self.socket.sendall(data)
+        except OSError:
+            return False
+        return True
+
+    def ask(self, request: bytes) -> int:
+        """Send a request, and read the answer to its end; return the status."""
+        self.send(request)
+        return self.status()
+
+    def status(self) -> int:
+        """The status of the next answer, which is read to its end."""
+        while b"\r\n\r\n" not in self._left:
+            assert self._read(), f"the connection ended after {self._left!r}"
+        head, _, self._left = self._left.partition(b"\r\n\r\n")
+        first, *lines = head.decode().lower().split("\r\n")
+        sizes = [int(line.partition(":")[2]) for line in lines if line.startswith("content-length:")]
+        while sizes and len(self._left) < sizes[0]:
+            assert self._read()
+        self._left = self._left[sizes[0] :] if sizes else self._left
+        return int(first.split()[1])
+
+    def is_open(self) -> bool:
+        """Whether the other side has not closed it, as far as one can see now. What it says meanwhile is read."""
+        self.socket.setblocking(False)
+        try:
+            while self._read():
+                pass
+        except BlockingIOError:
+            return True
+        finally:
+            self.socket.settimeout(FAIL_SAFE_S)
+        return False
+
+    def wait_closed(self) -> None:
+        """Wait until the other side closes it."""
+        eventually(lambda: not self.is_open(), "the end of a connection")
+
+    def _read(self) -> bool:
+        try:
+            data = self.socket.recv(65_536)
+        except ConnectionError:
+            return False
+        self._left += data
+        return bool(data)
+
+
+def page_of(service: Service) -> int:
+    """The status of the page that anybody may ask for, to one who comes now."""
+    with Stranger(service.url) as visitor:
+        return visitor.ask(service.page_request)
+
+
+@contextmanager
+def crowd(service: Service, count: int, *first: bytes, asks: bool = False) -> Iterator[list[Stranger]]:
+    """So many strangers, each of whom sends this, if it `asks` after it was answered, and then nothing."""
+    with ExitStack() as stack:
+        found = []
+        for _ in range(count):
+            found.append(stack.enter_context(Stranger(service.url)))
+            if asks:
+                assert found[-1].ask(service.page_request) == 200
+            for data in first:
+                found[-1].send(data)
+        yield found

@@ -1,0 +1,173 @@
+"""Which connections are closed when there are too many, or when nothing comes."""
+
+import logging
+from typing import Any, cast
+
+import pytest
+
+from millstream import metrics as m
+from millstream.metrics import Recorder
+from millstream.web.connections import Connection, Connections, Limits
+from tests.support.clocks import HandClock
+
+pytestmark = [pytest.mark.router, pytest.mark.master]
+
+REQUEST_MS = 10_000.0
+
+
+class Line:
+    """The transport of a connection, as much as is asked of it."""
+
+    def __init__(self) -> None:
+        self.ended = ""
+        self.unread = 0
+
+    def abort(self) -> None:
+        self.ended = "aborted"
+
+    def close(self) -> None:
+        self.ended = "closed"
+
+    def get_write_buffer_size(self) -> int:
+        return self.unread
+
+
+class Door:
+    """Room for so many, in the hands of a test."""
+
+    def __init__(self, connections: int) -> None:
+        self.clock = HandClock()
+        self.recorder = Recorder()
+        limits = Limits(connections=connections, request_s=REQUEST_MS / 1000)
+        self.all = Connections(limits, metrics=self.recorder, clock=self.clock)
+
+    def come(self) -> tuple[Connection, Line]:
+        """One more. It is a moment later than the last."""
+        self.clock.now_ms += 1
+        line = Line()
+        return self.all.open(cast("Any", line)), line
+
+    def cut(self, reason: str) -> float:
+        """How many were cut for this reason."""
+        return self.recorder.value(m.HTTP_CUT, reason=reason)
+
+
+def test_where_there_are_too_many_the_one_that_has_waited_longest_for_a_request_goes() -> None:
+    door = Door(3)
+    (first, first_line), (_, second_line), (third, third_line) = door.come(), door.come(), door.come()
+    door.all.arrived(first)
+    _, fourth_line = door.come()
+    assert [line.ended for line in (first_line, second_line, third_line, fourth_line)] == ["", "aborted", "", ""]
+    door.all.expect(first)  # it was answered, and waits from now on
+    door.come()
+    assert (first_line.ended, third_line.ended) == ("", "aborted")
+    door.all.lost(third, None)
+    assert (len(door.all), door.cut("crowded")) == (3, 2)
+
+
+def test_who_has_sent_a_request_is_closed_for_nobody() -> None:
+    door = Door(2)
+    working = [door.come() for _ in range(2)]
+    for connection, _ in working:
+        door.all.arrived(connection)
+    newcomer, line = door.come()
+    _, later_line = door.come()
+    assert [one.ended for _, one in working] == ["", ""]
+    assert line.ended == "aborted", "newcomers take each other's place"
+    assert later_line.ended == ""
+    door.all.expect(newcomer)  # what is heard of one that is cut changes nothing
+    assert len(door.all) == 3
+
+
+def test_a_request_is_refused_only_if_all_others_are_at_work() -> None:
+    door = Door(1)
+    (working, _), (asking, _) = door.come(), door.come()
+    assert len(door.all) == 1, "the first had sent nothing"
+    door = Door(1)
+    working, line = door.come()
+    door.all.arrived(working)
+    asking, _ = door.come()
+    door.all.arrived(asking)
+    assert door.all.are_full()
+    door.all.expect(working)
+    assert not door.all.are_full()
+    assert line.ended == "aborted", "it was done, and made room"
+
+
+def test_a_head_and_a_body_have_to_arrive_in_time() -> None:
+    door = Door(10)
+    (_, silent), (body, body_line), (working, working_line) = door.come(), door.come(), door.come()
+    door.all.expect_body(body)
+    door.all.arrived(working)
+    door.clock.now_ms += REQUEST_MS - 3
+    door.all.sweep()
+    assert silent.ended == ""
+    door.clock.now_ms += 3
+    door.all.sweep()
+    assert (silent.ended, body_line.ended) == ("aborted", "")
+    door.clock.now_ms += 2 * REQUEST_MS
+    door.all.sweep()
+    assert (body_line.ended, working_line.ended) == ("aborted", "")
+    door.all.expect(working)
+    door.clock.now_ms += REQUEST_MS
+    door.all.sweep()
+    assert working_line.ended == "aborted"
+    assert door.cut("late") == 3
+
+
+def test_who_is_slow_to_take_an_answer_is_not_late_but_makes_room() -> None:
+    door = Door(3)
+    (loading, loading_line), (last, last_line), (stream, stream_line) = door.come(), door.come(), door.come()
+    stream.keep()
+    for connection in (loading, last, stream):
+        door.all.arrived(connection)
+    door.all.expect(loading, "reading")
+    door.all.expect(stream, "reading")
+    door.all.expect(last)
+    last_line.unread = 1  # of the answer that is complete
+    door.clock.now_ms += 100 * REQUEST_MS
+    door.all.sweep()
+    assert [one.ended for one in (loading_line, last_line, stream_line)] == ["", "", ""]
+    door.come()
+    door.come()
+    assert [one.ended for one in (loading_line, last_line, stream_line)] == ["aborted", "aborted", ""]
+
+
+def test_the_time_for_the_next_request_begins_when_the_answer_has_been_taken() -> None:
+    door = Door(3)
+    (done, done_line), (going_on, going_on_line), (stream, stream_line) = door.come(), door.come(), door.come()
+    stream.keep()
+    for connection in (done, going_on, stream):
+        door.all.arrived(connection)
+        door.all.expect(connection, "reading")
+    door.all.expect(done)
+    door.clock.now_ms += REQUEST_MS
+    for connection in (done, going_on, stream):
+        door.all.took(connection)
+    door.all.sweep()
+    assert done_line.ended == ""
+    door.clock.now_ms += REQUEST_MS
+    door.all.sweep()
+    assert [one.ended for one in (done_line, going_on_line, stream_line)] == ["aborted", "", ""]
+
+
+def test_that_there_are_too_many_is_said_once_a_minute(caplog: pytest.LogCaptureFixture) -> None:
+    door = Door(1)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(10):
+            door.come()
+        assert len(caplog.records) == 1
+        door.clock.now_ms += 60_000
+        door.come()
+        door.come()
+    assert len(caplog.records) == 2
+
+
+def test_a_stop_closes_those_that_owe_something() -> None:
+    door = Door(2)
+    (_, silent), (working, working_line) = door.come(), door.come()
+    door.all.arrived(working)
+    door.all.close_waiting()
+    assert (silent.ended, working_line.ended) == ("closed", "")
+    door.all.abort_all()
+    assert working_line.ended == "aborted"

@@ -1,0 +1,53 @@
+"""What the app below sees of requests that are not what they should be."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from millstream.metrics import NOBODY
+from millstream.web.connections import Connections, Limits
+from millstream.web.limits import RequestLimits
+
+pytestmark = [pytest.mark.router, pytest.mark.master]
+
+
+def answers(*messages: dict[str, Any]) -> tuple[list[bytes], list[int]]:
+    """The bodies that the app saw, and the statuses that were sent, for a request that arrives in these messages."""
+    seen: list[bytes] = []
+    sent: list[int] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        seen.append((await receive())["body"])
+
+    async def main() -> None:
+        left = list(messages)
+
+        async def receive() -> Any:
+            return left.pop(0)
+
+        async def send(message: Any) -> None:
+            sent.extend([message["status"]] if "status" in message else [])
+
+        limits = Limits(connections=1, body_bytes=10)
+        scope = {"type": "http", "method": "POST", "raw_path": b"/", "query_string": b"", "headers": []}
+        await RequestLimits(app, Connections(limits, metrics=NOBODY))(scope, receive, send)
+
+    asyncio.run(main())
+    return seen, sent
+
+
+def part(body: bytes, *, more: bool) -> dict[str, Any]:
+    return {"type": "http.request", "body": body, "more_body": more}
+
+
+def test_a_body_arrives_whole() -> None:
+    assert answers(part(b"ab", more=True), part(b"cd", more=False)) == ([b"abcd"], [])
+
+
+def test_half_a_request_of_one_who_has_left_is_none() -> None:
+    assert answers(part(b"ab", more=True), {"type": "http.disconnect"}) == ([], [])
+
+
+def test_a_body_that_is_too_large_is_refused_before_it_is_all_there() -> None:
+    assert answers(part(b"0123456789", more=True), part(b"0", more=True)) == ([], [413])
