@@ -264,7 +264,7 @@ def test_a_request_that_is_too_long_is_refused(server: Server) -> None:
 
 
 def test_what_is_nested_or_counted_beyond_all_measure_is_refused_in_one_line(server: Server) -> None:
-    deep = b'{"streams":' + 60_000 * b"["
+    deep = b'{"beside":' + 60_000 * b"["
     digits = "9" * 5_000
     found = [
         server.http.post("/tickets", content=deep, headers=bearer(SOME)),

@@ -92,7 +92,9 @@ def test_who_follows_a_stream_stays_however_many_strangers_come(gateway: Service
     with Events(gateway.url, "/streams/s", {}) as events, Stranger(gateway.url) as socket:
         events.wait()
         assert socket.ask(upgrade) == 101
-        with crowd(gateway, 3 * gateway.kind.connections):
+        with crowd(gateway, 3 * gateway.kind.connections) as strangers:
+            assert page_of(gateway) == 200
+            strangers[0].wait_closed()
             publish(client, "s", [1])
             assert numbers(events.next()) == [1]
             assert socket.is_open()
@@ -109,6 +111,7 @@ def test_a_slow_follower_is_neither_late_nor_in_the_way(client: Client, millstre
             with Stranger(service.url) as silent:
                 silent.wait_closed()
         with crowd(service, 2 * service.kind.connections):
+            assert page_of(service) == 200
             assert numbers(slow.next(99)) == list(range(1, 100))
 
 

@@ -1,7 +1,7 @@
 """What the app below sees of requests that are not what they should be."""
 
 import asyncio
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -12,8 +12,11 @@ from millstream.web.limits import RequestLimits
 pytestmark = [pytest.mark.router, pytest.mark.master]
 
 
-def answers(*messages: dict[str, Any]) -> tuple[list[bytes], list[int]]:
-    """The bodies that the app saw, and the statuses that were sent, for a request that arrives in these messages."""
+def answers(*messages: dict[str, Any], at_work: int = 0) -> tuple[list[bytes], list[int]]:
+    """The bodies that the app saw, and the statuses that were sent, for a request that arrives in these messages.
+
+    `at_work`: connections that have sent a request; there may be one.
+    """
     seen: list[bytes] = []
     sent: list[int] = []
 
@@ -30,8 +33,11 @@ def answers(*messages: dict[str, Any]) -> tuple[list[bytes], list[int]]:
             sent.extend([message["status"]] if "status" in message else [])
 
         limits = Limits(connections=1, body_bytes=10)
+        connections = Connections(limits, metrics=NOBODY)
+        for _ in range(at_work):
+            connections.arrived(connections.open(cast("Any", None)))
         scope = {"type": "http", "method": "POST", "raw_path": b"/", "query_string": b"", "headers": []}
-        await RequestLimits(app, Connections(limits, metrics=NOBODY))(scope, receive, send)
+        await RequestLimits(app, connections)(scope, receive, send)
 
     asyncio.run(main())
     return seen, sent
@@ -51,3 +57,9 @@ def test_half_a_request_of_one_who_has_left_is_none() -> None:
 
 def test_a_body_that_is_too_large_is_refused_before_it_is_all_there() -> None:
     assert answers(part(b"0123456789", more=True), part(b"0", more=True)) == ([], [413])
+
+
+def test_where_all_connections_are_at_work_a_request_is_refused() -> None:
+    request = part(b"ab", more=False)
+    assert answers(request, at_work=1) == ([b"ab"], []), "it is the one"
+    assert answers(request, at_work=2) == ([], [503])
