@@ -135,6 +135,8 @@ LEASE_NOTICES = _counter("lease_notices", "times", "Notifications to the program
 
 ROUTER_SUBSCRIPTIONS = _gauge("router_subscriptions", "consumers", "Subscriptions of this process's router.")
 ROUTER_STREAMS = _gauge("router_streams", "streams", "Streams that somebody is subscribed to.")
+ROUTER_HELD_BYTES = _gauge("router_held_bytes", "bytes", "Read, and not yet taken by subscribers.")
+ROUTER_AT_BUDGET = _gauge("router_at_budget", "yes or no", "1 while that is as much as the router may read ahead.")
 ROUTER_CHANGED = _counter("router_streams_changed", "times", "Redis said that a stream had changed.")
 ROUTER_RESWEPT = _counter("router_streams_reswept", "times", "Streams read without word of a change, to be safe.")
 ROUTER_GAPS = _counter("router_gaps", "times", "Entries were gone before they were read, by reason.", "reason")

@@ -171,11 +171,6 @@ class Wire:
         while (reply := gets()) is not False:
             yield reply
 
-    @property
-    def received_bytes(self) -> int:
-        """The size of all that `replies` has returned, give or take a kilobyte."""
-        return self._fed_bytes - self._reader.len()
-
     def _feed(self) -> None:
         data = self._socket.recv(CHUNK_BYTES)
         if not data:

@@ -485,6 +485,15 @@ def test_the_pool_grows_with_its_streams_up_to_its_cap(client: Client, millstrea
         eventually(lambda: router.figures().connections <= 3, "the pool to shrink")
 
 
+def test_the_pool_shrinks_when_the_last_subscriptions_leave_together(millstream_url: str) -> None:
+    pool = PoolPolicy(workers=1, max_workers=3, streams=10, block_ms=20)
+    with Router(millstream_url, reader="pool", pool=pool) as router:
+        subscriptions = [router.subscribe(f"s{n}") for n in range(30)]
+        eventually(lambda: router.figures().connections == 4, "all the workers that are allowed")
+        subscriptions.clear()
+        eventually(lambda: router.figures().connections == 2, "the pool to be as small as it may")
+
+
 def test_a_pool_that_does_not_block_works_too(client: Client, millstream_url: str) -> None:
     pool = PoolPolicy(workers=1, max_workers=1, streams=10, block_ms=None)
     with Router(millstream_url, reader="pool", pool=pool) as router:

@@ -11,12 +11,15 @@ from millstream.clock import SYSTEM_CLOCK
 from millstream.errors import MillstreamError
 from millstream.model import Message
 from millstream.router.bell import Bell
+from millstream.router.budget import Budget, batch_of
 from millstream.router.inbox import Inbox, Waker
 from millstream.router.pump import ThreadPump
 from millstream.router.subscription import Subscription
 from tests.support.waiting import FAIL_SAFE_S
 
 pytestmark = [pytest.mark.router]
+
+BUDGET = Budget(1 << 30)
 
 
 class Desk:
@@ -31,7 +34,7 @@ class Bench:
     """A subscription, and what its task has taken out."""
 
     def __init__(self) -> None:
-        self.inbox = Inbox("s", 1000, "wait")
+        self.inbox = Inbox("s", BUDGET, limit=1000, limit_bytes=1 << 20, when_full="wait")
         self.subscription = Subscription(self.inbox, Desk())
         self.taken: list[str] = []
 
@@ -47,7 +50,7 @@ class Bench:
     def put(self, *numbers: int) -> Bell:
         """As the router does it; the bell is for the caller to ring."""
         waker = self.waker()
-        self.inbox.put([[b"%d-0" % number, []] for number in numbers])
+        self.inbox.put(batch_of([[b"%d-0" % number, []] for number in numbers], BUDGET))
         self.inbox.waker = None
         return waker
 
@@ -144,7 +147,7 @@ class Overtaken(Inbox):
         free = super().may_sleep(waker)
         if free and not self.given:
             delivered = threading.Event()
-            self.put([[b"1-0", []]])
+            self.put(batch_of([[b"1-0", []]], BUDGET))
             self.pump.call(lambda: self.pump.wake(self))
             self.pump.call(delivered.set)
             assert delivered.wait(FAIL_SAFE_S)
@@ -152,7 +155,7 @@ class Overtaken(Inbox):
 
 
 def test_a_message_between_the_announcement_of_the_first_wait_and_the_wait_is_heard_of() -> None:
-    inbox = Overtaken("s", 1000, "wait")
+    inbox = Overtaken("s", BUDGET, limit=1000, limit_bytes=1 << 20, when_full="wait")
     inbox.pump = pump = ThreadPump(SYSTEM_CLOCK, print)
     pump.start()
 
@@ -166,7 +169,7 @@ def test_a_message_between_the_announcement_of_the_first_wait_and_the_wait_is_he
 
 
 def test_bells_in_no_loop_are_not_passed_over_in_silence(caplog: pytest.LogCaptureFixture) -> None:
-    inbox = Inbox("s", 1000, "wait")
+    inbox = Inbox("s", BUDGET, limit=1000, limit_bytes=1 << 20, when_full="wait")
     inbox.waker = Bell()
     pump = ThreadPump(SYSTEM_CLOCK, print)
     pump.wake(inbox)

@@ -23,8 +23,14 @@ def facts(first: int, last: int, *, added: int) -> Facts:
     return Facts(top=b"%d-0" % added, first=ends[0], last=ends[1], length=len(there), added=added, deleted=ZERO)
 
 
+def holed(first: int, last: int, *, added: int, deleted: int) -> Facts:
+    """The same, with a single entry deleted."""
+    whole = facts(first, last, added=added)
+    return whole._replace(top=b"%d-0" % last, length=whole.length - 1, deleted=b"%d-0" % deleted)
+
+
 def reading(position: int, ordinal: int | None, got: range, *, present: bool = False) -> Reading:
-    return Reading(b"%d-0" % position, ordinal, present, [entry(n) for n in got], False)
+    return Reading(b"%d-0" % position, ordinal, ordinal is not None, present, [entry(n) for n in got], False)
 
 
 @given(st.integers(1, 50), st.integers(0, 50), st.integers(0, 60))
@@ -45,18 +51,24 @@ def test_the_number_of_entries_trimmed_unread_is_exact(position: int, more: int,
         (reading(0, None, range(0)), MISSING, "sound"),
         (reading(5, 5, range(0)), MISSING, "gone"),
         (reading(5, 5, range(6, 8)), MISSING, "again"),
-        (reading(9, 9, range(0)), facts(1, 3, added=3), "lower"),
+        (reading(9, 9, range(0)), facts(1, 3, added=3), "another"),
         (reading(5, 5, range(6, 8)), facts(7, 8, added=8), "again"),  # trimmed between the two answers
         (reading(5, 5, range(6, 8)), Facts(b"7-0", b"6-0", b"7-0", 2, 2, ZERO), "recreated"),
         (reading(5, None, range(6, 8)), facts(6, 7, added=7), "trimmed"),
         (reading(5, None, range(6, 8)), Facts(b"7-0", b"6-0", b"7-0", 2, 2, ZERO), "sound"),
-        (reading(5, 5, range(6, 8)), facts(3, 7, added=7), "sound"),  # the entry at the position was deleted
+        (reading(5, 5, range(6, 8)), holed(3, 7, added=7, deleted=5), "sound"),
+        (reading(5, 5, range(6, 8)), holed(3, 9, added=9, deleted=8), "sound"),  # and an unread one too
+        (reading(5, 5, range(6, 8)), holed(3, 7, added=6, deleted=5), "another"),
+        (reading(5, 5, range(6, 8)), holed(3, 7, added=9, deleted=5), "another"),
+        (reading(5, None, range(6, 8)), facts(3, 7, added=7), "sound"),  # an id that was never an entry
+        (reading(5, 5, range(6, 8)), Facts(b"7-0", b"3-0", b"7-0", 7, 7, ZERO), "another"),
+        (reading(5, 5, range(6, 8)), facts(3, 7, added=7), "sound"),  # as Redis 8.2 trims: out of turn
         (reading(5, 5, range(0)), facts(3, 7, added=7), "again"),
     ],
 )
 def test_the_cases_are_told_apart(read: Reading, there: Facts, what: str) -> None:
     if read.position == b"0-0":
-        read = Reading(ZERO, None, True, [], False)
+        read = Reading(ZERO, None, False, True, [], False)
     assert judge(read, there).what == what
 
 

@@ -1,16 +1,22 @@
 """What a lane asks for and when, told by the commands it sends."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
+from millstream.errors import CommandFailed
 from millstream.metrics import NOBODY
 from millstream.router.asking import LaneCalls
+from millstream.router.budget import Budget
 from millstream.router.inbox import Cursor, Inbox
 from millstream.router.lane import Lane
 from millstream.router.shelf import Calls, Shelf
+from millstream.router.suspects import LAST
 
 pytestmark = [pytest.mark.router]
+
+RECOVERY_MS = 10_000.0
 
 
 class Told:
@@ -18,14 +24,12 @@ class Told:
 
     def __init__(self) -> None:
         self.up = True
-        self.received_bytes = 0
         self.asked: list[tuple[list[Any], Any]] = []
 
     def ask(self, commands: list[Any], then: Any) -> None:
         self.asked.append((list(commands), then))
 
-    def answer(self, *replies: Any, size: int = 100) -> None:
-        self.received_bytes += size
+    def answer(self, *replies: Any) -> None:
         self.asked.pop(0)[1](list(replies))
 
 
@@ -39,16 +43,20 @@ def info(last: int) -> dict[bytes, Any]:
 class Bench:
     """A lane with a stream or more, each with one subscriber."""
 
-    def __init__(self, *streams: bytes) -> None:
+    def __init__(self, *streams: bytes, reply_bytes: int = 1_000_000) -> None:
         self.link = Told()
-        shelf = Shelf(Calls(want=self._want, wake=lambda inbox: None), NOBODY)
+        self.timers: list[tuple[float, Callable[[], None]]] = []
+        budget = Budget(1 << 30)
+        shelf = Shelf(Calls(want=self._want, wake=lambda inbox: None), NOBODY, budget)
         calls = LaneCalls(
             done=lambda cursor: None, want=self._want, moved=lambda: None,
-            ask_at=lambda node, cursors: None, later=lambda delay_ms, action: None,
+            ask_at=lambda node, cursors: None, later=lambda delay_ms, action: self.timers.append((delay_ms, action)),
         )  # fmt: skip
         link: Any = self.link
-        self.lane = Lane(link, shelf, calls, streams=10, count=100, reply_bytes=10_000, by_slot=False)
-        self.inboxes = [Inbox(name.decode(), 1000, "wait") for name in streams]
+        self.lane = Lane(link, shelf, calls, streams=10, count=100, reply_bytes=reply_bytes, by_slot=False)
+        self.inboxes = [
+            Inbox(name.decode(), budget, limit=1000, limit_bytes=1 << 30, when_full="wait") for name in streams
+        ]
         for name, inbox in zip(streams, self.inboxes, strict=True):
             shelf.add(inbox, name, b"0-0")
         self.lane.go()
@@ -72,15 +80,18 @@ def test_what_changes_while_it_is_read_is_read_again() -> None:
 
 
 def test_replies_stay_small_whatever_the_size_of_entries() -> None:
-    bench = Bench(b"s")
-    bench.link.answer({b"s": [[b"1-0", []]]}, info(1), size=100)
-    counts = []
-    for size in (2_000, 1_000_000, 100):
+    bench = Bench(b"s", reply_bytes=10_000)
+    counts = [bench.link.asked[0][0][0][2]]
+    for number, size in enumerate((100, 2_000, 1_000_000), 1):
+        bench.link.answer({b"s": [[b"%d-0" % number, [b"n", b"x" * size]]]}, *[info(1)][: number == 1])
+        bench.cursor().ordinal = None
         bench.lane.want(bench.cursor())
         bench.lane.go()
         counts.append(bench.link.asked[0][0][0][2])
-        bench.link.answer({b"s": [[b"1-0", []]]}, size=size)
-    assert counts[0] > counts[1] == 10_000 // 2_000 + 1 > counts[2] == 2
+        bench.cursor().last = b"0-0"
+    one = 1  # the last entry is read again each time
+    assert counts[0] == 1 + one, "of a stream that was never read, a single entry"
+    assert counts[1] > counts[2] > counts[3] == 1 + one
 
 
 def test_changes_do_not_wait_behind_a_long_history() -> None:
@@ -104,26 +115,100 @@ def test_a_broken_link_leaves_nothing_waiting() -> None:
     assert len(bench.link.asked) == 1
 
 
-def test_what_is_pushed_meanwhile_does_not_count_as_size_of_entries() -> None:
-    bench = Bench(b"s")
-    bench.link.answer({b"s": [[b"1-0", []]]}, info(1), size=100)
-    for _ in range(2):
-        bench.lane.want(bench.cursor())
-        bench.lane.go()
-        [(commands, _)] = bench.link.asked
-        bench.lane.heard([b"other"] * 1000)
-        bench.link.answer(
-            {b"s": [[b"1-0", []]]}, size=100 + 1000 * len(">2\r\n$10\r\ninvalidate\r\n*1\r\n$5\r\nother\r\n")
-        )
-    assert commands[0][2] > 10_000 // 256, "no fewer than were guessed in the beginning"
-
-
 def test_of_large_entries_fewer_streams_are_read_at_a_time_rather_than_one_entry_of_each() -> None:
     names = [b"a", b"b", b"c"]
-    bench = Bench(*names)
-    bench.link.answer({name: [[b"1-0", []]] for name in names}, info(1), info(1), info(1), size=3 * 2000)
+    bench = Bench(*names, reply_bytes=100_000)
+    bench.link.answer({name: [[b"1-0", [b"n", b"x" * 20_000]]] for name in names}, info(1), info(1), info(1))
     for at in range(3):
         bench.lane.want(bench.cursor(at))
     bench.lane.go()
     [(commands, _)] = bench.link.asked
-    assert commands == [("XREAD", "COUNT", 6, "STREAMS", b"a", b"0-18446744073709551615")]
+    assert streams_asked(bench) == [{b"a", b"b"}]
+    assert commands[0][2] == 100_000 // (2 << 14) + 1, "several entries of each, and the last one again"
+
+
+def test_who_was_to_be_read_when_the_link_broke_is_read_first() -> None:
+    names = [b"%d" % n for n in range(30)]
+    bench = Bench(*names)
+    bench.link.answer({}, *[info(0)] * 10)
+    bench.lane.go()
+    bench.lane.reset()
+    assert [cursor.key for cursor in bench.lane.interrupted()] == names[10:], (
+        "of ten each, the first request is answered"
+    )
+    assert not bench.lane.interrupted()
+
+
+def hang_up(bench: Bench) -> None:
+    """The server ends the connection, and everything is read again on a new one."""
+    bench.link.asked.clear()
+    bench.lane.reset(hung_up=True)
+    for cursor in [bench.cursor(at) for at, inbox in enumerate(bench.inboxes) if inbox.cursor]:
+        bench.lane.want(cursor)
+    bench.lane.go()
+
+
+def rest(bench: Bench) -> float:
+    """Let the time pass for which suspects rest; returns how long that is."""
+    waits = [timer for timer in bench.timers if timer[0] < RECOVERY_MS]
+    bench.timers = [timer for timer in bench.timers if timer[0] >= RECOVERY_MS]
+    for _, action in waits:
+        action()
+    bench.lane.go()
+    return max(wait_ms for wait_ms, _ in waits)
+
+
+def nothing_new(bench: Bench) -> None:
+    """Answer the first request under way."""
+    bench.link.answer(*[{} if command[0] == "XREAD" else info(0) for command in bench.link.asked[0][0]])
+    bench.lane.go()
+
+
+def streams_asked(bench: Bench) -> list[set[bytes]]:
+    """The streams of each request under way."""
+    found = []
+    for [command, *_], _ in bench.link.asked:
+        names = command[command.index("STREAMS") + 1 :] if "STREAMS" in command else command[2:] * 2
+        found.append(set(names[: len(names) // 2]))
+    return found
+
+
+def test_the_stream_that_ends_every_connection_is_found_in_ever_smaller_groups_and_given_up() -> None:
+    bench = Bench(*[b"%d" % n for n in range(9)], b"big")
+    waits, others = [], 0
+    while bench.inboxes[-1].ending is None:
+        if not bench.link.asked:
+            waits.append(rest(bench))
+            continue
+        [together] = streams_asked(bench)
+        if b"big" in together:
+            hang_up(bench)
+        else:  # others go on
+            others += 1
+            nothing_new(bench)
+    assert isinstance(bench.inboxes[-1].ending, CommandFailed)
+    assert "client-output-buffer-limit" in str(bench.inboxes[-1].ending)
+    assert all(inbox.ending is None for inbox in bench.inboxes[:-1])
+    assert waits == sorted(waits)
+    assert others
+
+
+def test_who_is_answered_after_a_break_is_suspected_no_more() -> None:
+    bench = Bench(b"s")
+    for _ in range(3 * LAST):
+        hang_up(bench)
+        rest(bench)
+        nothing_new(bench)
+        bench.lane.want(bench.cursor())
+        bench.lane.go()
+    assert bench.inboxes[0].ending is None
+
+
+def test_a_link_that_was_silent_for_too_long_is_no_reason_for_suspicion() -> None:
+    bench = Bench(b"s")
+    for _ in range(3 * LAST):
+        bench.lane.reset()
+        bench.lane.want(bench.cursor())
+        bench.lane.go()
+    assert bench.inboxes[0].ending is None
+    assert not bench.timers

@@ -21,10 +21,17 @@ class LaneCalls:
 
 @dataclass(slots=True)
 class Request:
-    """One round trip: the cursors of each command, those whose counters are asked for too, and what it began with."""
+    """One round trip: the cursors of each command, those whose counters are asked for too, and how many entries of each.
+
+    `queue`: from which queue they came; None: from none.
+    """
 
     groups: list[list[Cursor]]
     careful: list[Cursor]
     count: int
-    began_at: float
-    queue: int
+    queue: int | None
+
+    @property
+    def cursors(self) -> list[Cursor]:
+        """All that are read."""
+        return [cursor for group in self.groups for cursor in group]

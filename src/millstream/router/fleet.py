@@ -9,6 +9,7 @@ from millstream.client import Client
 from millstream.errors import MillstreamError
 from millstream.metrics import Metrics
 from millstream.router.asking import LaneCalls
+from millstream.router.budget import LEAST_BYTES
 from millstream.router.inbox import Cursor
 from millstream.router.links import LinkEvents
 from millstream.router.policy import ReaderName, Settings
@@ -22,6 +23,7 @@ logger = logging.getLogger(__name__)
 _ROUND_MS = 1000.0
 _SWEEP_EVERY_MS = 20.0
 _SOON_MS = 50.0
+_WORD_EVERY_MS = 60_000.0
 
 
 class Fleet:
@@ -52,6 +54,7 @@ class Fleet:
         self._looking = False
         self._to_sweep: list[bytes] = []
         self._sweep_credit = 0.0
+        self._spent_was_said = False
         self._calls = LaneCalls(
             done=self._done, want=self.want, moved=self._look, ask_at=self._ask_at, later=pump.later
         )
@@ -104,6 +107,7 @@ class Fleet:
         return found
 
     def _go(self) -> None:
+        self._balance()
         for station in self._stations.values():
             station.go()
 
@@ -129,9 +133,11 @@ class Fleet:
             self.decided = True
             logger.info("the router reads by %s", self.reader)
         station = self._stations.get(node)
+        if station is not None:
+            self._want_all(station.lane.interrupted())
         self._sweep(key for key in self._shelf.streams() if self._of(key) is station)
 
-    def _down(self) -> None:
+    def _down(self, _: bool) -> None:
         if self._client.is_cluster:
             self._look()
 
@@ -187,8 +193,26 @@ class Fleet:
         self._pump.later(_ROUND_MS, self._round)
         self._metrics.set(m.ROUTER_SUBSCRIPTIONS, self._shelf.subscriptions)
         self._metrics.set(m.ROUTER_STREAMS, len(self._shelf))
+        self._metrics.set(m.ROUTER_HELD_BYTES, self._balance())
+        self._metrics.set(m.ROUTER_AT_BUDGET, int(self._shelf.budget.spent))
         if self._client.is_cluster:
             self._look()
+
+    def _balance(self) -> int:
+        """How many bytes the buffers hold. Says when that is as much as may be, once a minute at most."""
+        budget = self._shelf.budget
+        held = budget.balance()
+        if budget.spent and not self._spent_was_said:
+            logger.warning(
+                "the router is at its budget: %d bytes wait for slow subscribers, of %d (budget_bytes); until a quarter of "
+                "them is taken, it reads ahead %d bytes or one message for each", held, budget.most_bytes, LEAST_BYTES,
+            )  # fmt: skip
+            self._spent_was_said = True
+            self._pump.later(_WORD_EVERY_MS, self._say_again)
+        return held
+
+    def _say_again(self) -> None:
+        self._spent_was_said = False
 
     # A cluster's map
 

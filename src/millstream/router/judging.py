@@ -2,7 +2,8 @@
 
 Each read begins *at* the last entry that was delivered, not after it. If that entry comes back first, nothing after it
 can have been trimmed, since trimming takes the oldest: that is the whole cost in the usual case. If it does not, the
-counters of XINFO STREAM (Redis 7.0: entries-added, length) say exactly how many entries went unread.
+counters of XINFO STREAM (Redis 7.0: entries-added, length, max-deleted-entry-id) say exactly how many entries went
+unread, and nearly always whether it is still the same stream: two histories may end in the same counters.
 """
 
 from dataclasses import dataclass
@@ -71,12 +72,14 @@ def facts_of(reply: Any) -> Facts | None:
 class Reading:
     """One read: of the entries after `position`, which is the `ordinal`-th ever added (None: not known).
 
+    * `proven`: at `position` there was an entry of this stream; otherwise it may be any id, as a subscriber gave it
     * `present`: the entry at `position` was still there, or the position is the very beginning
     * `full`: there may be more entries than these
     """
 
     position: bytes
     ordinal: int | None
+    proven: bool
     present: bool
     entries: list[Entry]
     full: bool
@@ -86,12 +89,13 @@ class Verdict(NamedTuple):
     """What a reading means.
 
     * `what`: "sound": deliver the entries; "again": the stream changed between read and counters; "gone": there is no
-      such stream; "lower": the stream ends before the position; "trimmed", "recreated": a gap before the entries
+      such stream; "another": this is not the stream that was followed, or Redis lost its end, and entries of it may lie
+      before the position; "trimmed", "recreated": a gap before the entries
     * `missed`: how many entries are in the gap
     * `ordinal`: that of the last of the entries
     """
 
-    what: Literal["sound", "again", "gone", "lower", "trimmed", "recreated"]
+    what: Literal["sound", "again", "gone", "another", "trimmed", "recreated"]
     missed: int | None = None
     ordinal: int | None = None
 
@@ -104,12 +108,13 @@ def judge(reading: Reading, facts: Facts) -> Verdict:
             return Verdict("again")
         return Verdict("gone", ordinal=0) if position != ZERO else Verdict("sound", ordinal=0)
     if position != ZERO and number(facts.top) < number(position):
-        return Verdict("lower")
-    if reading.present:
+        return Verdict("another")
+    if reading.present and (position != ZERO or reading.ordinal is None):
         return Verdict("sound", ordinal=_ordinal(reading, facts))
     if facts.first is not None and number(facts.first) <= number(position):  # older ones remain
-        unread = not entries and facts.last is not None and number(facts.last) > number(position)
-        return Verdict("again") if unread else Verdict("sound", ordinal=_ordinal(reading, facts))
+        if not entries and facts.last is not None and number(facts.last) > number(position):
+            return Verdict("again")
+        return Verdict("another") if _is_another(reading, facts) else Verdict("sound", ordinal=_ordinal(reading, facts))
     if facts.first != (entries[0][0] if entries else None):
         return Verdict("again")
     removed, ordinal = facts.removed, _ordinal(reading, facts)
@@ -119,6 +124,26 @@ def judge(reading: Reading, facts: Facts) -> Verdict:
         return Verdict("recreated", ordinal=ordinal)
     missed = removed - reading.ordinal
     return Verdict("trimmed" if missed else "sound", missed or None, ordinal)
+
+
+def _is_another(reading: Reading, facts: Facts) -> bool:
+    """Whether the entry at the position, which is gone while older ones remain, never was an entry of this stream.
+
+    A trim takes the oldest, so it must have been deleted by itself: then the stream knows of a removed entry, and of a
+    deleted id as high as the position. Redis 8.2 trims entries out of turn if asked to (ACKED), which may leave that id
+    lower: then the number of entries ever added decides.
+    """
+    if not reading.proven:
+        return False
+    expected = None if reading.ordinal is None else reading.ordinal + len(reading.entries)
+    if expected is not None and facts.added < expected:
+        return True
+    if number(facts.deleted) > number(reading.position):
+        return False  # unread entries may have been deleted too
+    if facts.removed == 0:
+        return True
+    all_read = (reading.entries[-1][0] if reading.entries else reading.position) == facts.top
+    return expected is not None and all_read and facts.added != expected
 
 
 def _ordinal(reading: Reading, facts: Facts) -> int | None:

@@ -1,30 +1,34 @@
 """Reading, the same for every way of learning what changed: batches of non-blocking XREADs over one connection.
 
 Two queues, each with one request under way: streams that have changed, and those that are read for another reason
-(new, catching up, looked at again), so that a long history never stands in the way of what is happening now.
+(new, catching up, looked at again), so that a long history never stands in the way of what is happening now. A third
+one has streams that may be what ends the connection: they are read while nothing else is under way.
 """
 
 import logging
 from collections import deque
 from collections.abc import Iterable, Sequence
+from itertools import islice
 from typing import Any
 
-from millstream.errors import AccessDenied, Unavailable, WrongType
+from millstream.errors import AccessDenied, CommandFailed, Unavailable, WrongType
 from millstream.naming import from_wire
 from millstream.router.asking import LaneCalls, Request
 from millstream.router.inbox import Cursor
-from millstream.router.judging import MISSING, ZERO, Entry, Facts, Reading, before, facts_of, judge
+from millstream.router.judging import MISSING, ZERO, Entry, Facts, Reading, before, facts_of, judge, number
 from millstream.router.links import Link
 from millstream.router.shelf import NEWEST, Shelf
+from millstream.router.sizing import Sizing
+from millstream.router.suspects import LAST, Suspects
 from millstream.wire import Command, Redirection, slot_of
 
 logger = logging.getLogger(__name__)
 
-_GUESSED_ENTRY_BYTES = 256.0
 _RETRY_MS = 100.0
 _MANY, _REST_MS = 32, 10.0
-_FEW = 4
-_PUSH_BYTES = 31.0  # beside the key
+_RECOVER_MS = 10_000.0
+_BARRED_MS = 60_000.0
+_CHANGED, _OTHERS, _SUSPECTS = range(3)
 
 
 class Lane:
@@ -37,14 +41,15 @@ class Lane:
         self._shelf = shelf
         self._calls = calls
         self._streams = streams
-        self._count = count
-        self._reply_bytes = reply_bytes
         self._by_slot = by_slot
-        self._queues: tuple[deque[Cursor], deque[Cursor]] = (deque(), deque())
-        self._under_way: list[Request | None] = [None, None]
+        self._queues: tuple[deque[Cursor], ...] = (deque(), deque(), deque())
+        self._under_way: list[Request | None] = [None, None, None]
         self._once: list[Request] = []
-        self._entry_bytes = _GUESSED_ENTRY_BYTES
-        self._heard_bytes = 0.0
+        self._first = _CHANGED
+        self._interrupted: list[Cursor] = []
+        self._sizing = Sizing(count=count, reply_bytes=reply_bytes, budget=shelf.budget)
+        self._suspects = Suspects()
+        self._breaks = 0
         self._unchanged = 0
         self._resting = False
         self._warned = False
@@ -52,7 +57,6 @@ class Lane:
     def heard(self, keys: Sequence[bytes]) -> None:
         """The server says, over `link`, that these streams have changed."""
         for key in keys:
-            self._heard_bytes += len(key) + _PUSH_BYTES
             for cursor in self._shelf.at(key):
                 self.want(cursor, changed=True)
 
@@ -63,31 +67,54 @@ class Lane:
         if cursor.asked:
             cursor.stale = True
         elif not cursor.queued and self._link.up:  # when it comes up, everything is read
+            queue = _CHANGED if changed else _OTHERS
+            if self._suspects.active and cursor in self._suspects:
+                if self._suspects.rests(cursor):
+                    return  # it is wanted again after its rest
+                queue = _SUSPECTS
             cursor.queued = True
-            self._queues[0 if changed else 1].append(cursor)
+            self._queues[queue].append(cursor)
 
     def go(self) -> None:
         """Send what can be sent."""
-        for queue in (0, 1):
-            resting = self._resting and queue == 0
+        if not self._link.up:
+            return
+        if self._queues[_SUSPECTS] and not any(self._under_way):
+            self._ask_next(_SUSPECTS)
+        if self._queues[_SUSPECTS] or self._under_way[_SUSPECTS]:
+            return
+        for queue in (self._first, _OTHERS - self._first):
+            if self._sizing.cautious and any(self._under_way):
+                return
+            resting = self._resting and queue == _CHANGED
             if self._queues[queue] and self._under_way[queue] is None and self._link.up and not resting:
+                self._first = _OTHERS - queue  # the other one, next time
                 self._ask_next(queue)
 
-    def reset(self) -> None:
-        """The link broke: nothing is waited for any more."""
-        for request in (*self._under_way, *self._once):
-            for cursor in (cursor for group in request.groups for cursor in group) if request else ():
-                cursor.asked = cursor.stale = False
+    def reset(self, *, hung_up: bool = False) -> None:
+        """The link broke: nothing is waited for any more. `hung_up`: the server ended it, maybe for what it was asked."""
+        asked = [cursor for one in (*self._under_way, *self._once) if one for cursor in one.cursors]
+        for cursor in asked:
+            cursor.asked = cursor.stale = False
+        waiting = [cursor for queue in self._queues for cursor in queue]
+        for cursor in waiting:
+            cursor.queued = False
         for queue in self._queues:
-            for cursor in queue:
-                cursor.queued = False
             queue.clear()
-        self._under_way = [None, None]
+        self._under_way = [None, None, None]
         self._once.clear()
+        self._interrupted = [*asked, *waiting] or self._interrupted
+        if hung_up and asked:
+            self._suspect([cursor for cursor in asked if cursor.inboxes])
+
+    def interrupted(self) -> list[Cursor]:
+        """Who was to be read when the link broke: their turn comes first, or with many breaks it would never come."""
+        found, self._interrupted = self._interrupted, []
+        return found
 
     def ask_once(self, cursors: Iterable[Cursor]) -> None:
         """Read cursors whose slot is on its way to this node (Redis Cluster, ASK)."""
-        request = self._request([[cursor] for cursor in cursors], queue=-1)
+        request = self._request([[cursor] for cursor in cursors], queue=None)
         self._once.append(request)
         commands = [part for command in self._commands(request) for part in (("ASKING",), command)]
         self._link.ask(commands, lambda replies: self._answered(request, replies[1::2]))
@@ -106,40 +133,50 @@ class Lane:
             return
         request = self._request(list(groups.values()), queue=queue)
         self._under_way[queue] = request
-        self._link.ask(self._commands(request), lambda replies: self._answered(request, replies))
+        commands = self._commands(request)
+        if queue == _SUSPECTS and self._suspects.alone(request.cursors[0]):
+            self._ask_one_by_one(request, commands, [])
+        else:
+            self._link.ask(commands, lambda replies: self._answered(request, replies))
+
+    def _ask_one_by_one(self, request: Request, commands: list[Command], replies: list[Any]) -> None:
+        """Let no reply add to the size of another."""
+        if commands:
+            following, *rest = commands
+            self._link.ask([following], lambda got: self._ask_one_by_one(request, rest, replies + got))
+        else:
+            self._answered(request, replies)
 
     def _next(self, queue: int) -> Iterable[Cursor]:
-        """Whose turn it is. Of large entries, rather of few streams several each than of many one, to be read again."""
+        """Whose turn it is."""
         waiting = self._queues[queue]
-        most = max(1, min(self._streams, int(self._reply_bytes / self._entry_bytes) // _FEW))
+        most, room = self._streams, self._sizing.share_bytes
+        if queue == _SUSPECTS:
+            most = min(most, *map(self._suspects.group, islice(waiting, most)))
         found: dict[bytes, Cursor] = {}
         again = []
-        while waiting and len(found) < most:
+        while waiting and len(found) < most and room > 0:
             cursor = waiting.popleft()
             if cursor.key in found:  # a reply has room for each name once
                 again.append(cursor)
                 continue
             cursor.queued = False
-            if cursor.inboxes and not cursor.paused:
+            if self._suspects.active and self._suspects.bars(cursor):
+                self._shelf.end_at(cursor, self._given_up(cursor))
+            elif cursor.inboxes and not cursor.paused:
                 cursor.asked = True
                 found[cursor.key] = cursor
+                room -= self._sizing.entry_bytes(cursor)
+            elif not cursor.inboxes:
+                self._suspects.clear(cursor)
         waiting.extend(again)
         return found.values()
 
-    def _request(self, groups: list[list[Cursor]], *, queue: int) -> Request:
-        cursors = sum(map(len, groups))
-        fitting = int(self._reply_bytes / (self._entry_bytes * max(1, cursors)))
-        return Request(
-            groups=groups,
-            careful=[cursor for group in groups for cursor in group if cursor.careful],
-            count=max(1, min(self._count, fitting)) + 1,  # one more: the last entry is read again
-            began_at=self._read_bytes(),
-            queue=queue,
-        )
-
-    def _read_bytes(self) -> float:
-        """The size of all replies so far."""
-        return self._link.received_bytes - self._heard_bytes
+    def _request(self, groups: list[list[Cursor]], *, queue: int | None) -> Request:
+        request = Request(groups=groups, careful=[], count=0, queue=queue)
+        request.careful = [cursor for cursor in request.cursors if cursor.careful]
+        request.count = self._sizing.count(request.cursors, request.careful) + 1  # one more: the last one is read again
+        return request
 
     def _commands(self, request: Request) -> list[Command]:
         commands: list[Command] = []
@@ -151,7 +188,7 @@ class Lane:
     # Answers
 
     def _answered(self, request: Request, replies: list[Any]) -> None:
-        if request.queue >= 0:
+        if request.queue is not None:
             self._under_way[request.queue] = None
         else:
             self._once.remove(request)
@@ -160,10 +197,12 @@ class Lane:
         for cursor, reply in zip(request.careful, counters, strict=True):
             if isinstance(reply, AccessDenied):
                 self._shelf.end_at(cursor, reply)
-        entries, self._unchanged = 0, 0
+        self._unchanged = 0
         for group, reply in zip(request.groups, replies, strict=False):
             for cursor in group:
                 cursor.asked = False
+                if self._suspects.active:
+                    self._suspects.answered(cursor)
             if isinstance(reply, Exception):
                 self._refused(group, reply)
                 continue
@@ -171,17 +210,44 @@ class Lane:
             for cursor in group:
                 cursor.alone = False
                 got = found.get(cursor.key, [])
-                entries += len(got)
                 if cursor.inboxes and not cursor.paused:
                     self._read(cursor, got, request.count, facts.get(cursor))
                 if cursor.stale:
                     cursor.stale = False
                     self.want(cursor, changed=True)
-        if request.queue == 0 and self._unchanged >= _MANY and 2 * self._unchanged > sum(map(len, request.groups)):
+        self._sizing.learn(request.cursors)
+        if request.queue == _CHANGED and self._unchanged >= _MANY and 2 * self._unchanged > len(request.cursors):
             self._rest()
-        if entries:
-            measured = max(1.0, self._read_bytes() - request.began_at) / entries
-            self._entry_bytes = max(measured, 0.9 * self._entry_bytes + 0.1 * measured)
+
+    # Whose reading ends connections
+
+    def _suspect(self, cursors: list[Cursor]) -> None:
+        self._sizing.broken()
+        self._breaks += 1
+        breaks = self._breaks
+        self._calls.later(_RECOVER_MS, lambda: self._recover(breaks))
+        resting, ended, wait_ms = self._suspects.meet(cursors)
+        self._calls.later(wait_ms, lambda: self._want_all(self._suspects.rested(resting)))
+        for cursor in ended:
+            error = self._given_up(cursor)
+            logger.warning("the router gives up a stream: %s", error)
+            self._shelf.end_at(cursor, error)
+        if keys := [cursor.key for cursor in ended]:
+            self._calls.later(_BARRED_MS, lambda: self._suspects.unbar(keys))
+
+    def _recover(self, breaks: int) -> None:
+        if breaks == self._breaks and self._sizing.recover():
+            self._calls.later(_RECOVER_MS, lambda: self._recover(breaks))
+
+    def _given_up(self, cursor: Cursor) -> CommandFailed:
+        return CommandFailed(
+            f"{from_wire(cursor.key)} cannot be read: Redis closed the connection {LAST} times in a row when it was asked for "
+            f"what comes after {cursor.last.decode()}. Most likely an entry is larger than its replies may be: "
+            "set client-output-buffer-limit normal (and maxmemory-clients, if used) to four times the largest entry, "
+            "or delete that entry; then subscribe again, a minute later"
+        )
+
+    # What was found
 
     def _rest(self) -> None:
         """Most of what was said to have changed has not, and reading it makes the server forget others: do not race."""
@@ -206,10 +272,12 @@ class Lane:
         entries = got[1:] if again else got
         present = again or cursor.last == ZERO
         if facts is not None and cursor.careful:
-            if not self._judged(cursor, Reading(cursor.last, cursor.ordinal, present, entries, full), facts):
+            if not self._judged(
+                cursor, Reading(cursor.last, cursor.ordinal, cursor.proven, present, entries, full), facts
+            ):
                 return
-        elif not present:
-            cursor.careful = True
+        elif not present or (entries and cursor.last == ZERO and cursor.ordinal is not None):
+            cursor.careful = True  # what was read, or that nothing was there yet, may have been trimmed meanwhile
             self.want(cursor, changed=True)
             return
         elif entries:
@@ -228,20 +296,22 @@ class Lane:
         if verdict.what == "again":
             self._calls.want(cursor)
             return False
-        if verdict.what == "lower":
+        if verdict.what == "another":
             self._recognise(cursor, facts)
             return False
         if verdict.what == "gone":
             cursor.lost_at = cursor.lost_at or cursor.last
-            cursor.last, cursor.ordinal = ZERO, 0
+            cursor.last, cursor.ordinal, cursor.proven = ZERO, 0, False
             return True
-        if verdict.what != "sound":
-            self._shelf.tell_gap(cursor, verdict.what, cursor.last, verdict.missed)
-            if facts.first is None:  # all of it is gone: say so once
-                cursor.last = facts.top
-        elif cursor.lost_at and facts is not MISSING:
+        if cursor.lost_at and facts is not MISSING:
             self._shelf.tell_gap(cursor, "recreated", cursor.lost_at)
             cursor.lost_at = None
+        elif verdict.what != "sound":
+            self._shelf.tell_gap(cursor, verdict.what, cursor.last, verdict.missed)
+        if verdict.what != "sound" and facts.first is None:  # all of it is gone: say so once
+            cursor.last, cursor.proven = facts.top, False
+        elif reading.present:
+            cursor.proven = cursor.last != ZERO
         known = verdict.ordinal is not None
         cursor.careful = not (known and reading.present and cursor.lost_at is None)
         cursor.ordinal = verdict.ordinal - len(reading.entries) if verdict.ordinal is not None else None
@@ -250,8 +320,8 @@ class Lane:
         return True
 
     def _recognise(self, cursor: Cursor, facts: Facts) -> None:
-        """The stream ends before our place: it is another one, or Redis lost its end. Old entries tell which."""
-        request = self._request([[cursor]], queue=-1)
+        """It is another stream, or Redis lost its end. Old entries tell which."""
+        request = self._request([[cursor]], queue=None)
         self._once.append(request)
         cursor.asked = True
         anchor = cursor.anchor or cursor.last
@@ -266,15 +336,20 @@ class Lane:
             return
         if not isinstance(reply, Exception):
             self._shelf.tell_gap(cursor, "rewound" if reply else "recreated", cursor.last)
-            cursor.last, cursor.ordinal = (facts.top, facts.added) if reply else (ZERO, None)
-            cursor.lost_at, cursor.careful = None, True
+            if not reply:
+                cursor.last, cursor.ordinal = ZERO, None
+            elif number(facts.top) < number(cursor.last):
+                cursor.last, cursor.ordinal = facts.top, facts.added
+            else:  # it has grown since beyond where we were
+                cursor.ordinal = None
+            cursor.lost_at, cursor.careful, cursor.proven = None, True, False
         self._calls.want(cursor)
 
     def _start_at_end(self, cursor: Cursor, facts: Facts | None) -> None:
         if facts is None:
             self._calls.want(cursor)
             return
-        cursor.last, cursor.ordinal = facts.top, facts.added
+        cursor.last, cursor.ordinal, cursor.proven = facts.top, facts.added, facts.last == facts.top
         cursor.careful = False
         self._shelf.tell_start(cursor)
         self._calls.want(cursor)  # what came between is read from the place that is known now

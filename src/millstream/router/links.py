@@ -15,6 +15,7 @@ logger = logging.getLogger(__name__)
 _FIRST_WAIT_MS, _LAST_WAIT_MS = 50.0, 1000.0
 _WORD_EVERY_MS = 5000.0
 _TICK_MS = 250.0
+_STEADY = 10  # times as long as the next wait a connection has to live, or that is waited
 _CHUNKS = 8  # in one go; others want their turn too
 
 Then = Callable[[list[Any]], None]
@@ -25,13 +26,13 @@ class LinkEvents:
     """Whom a link tells. All are called in the pump's thread.
 
     * `up`: it can be asked now; nothing of before is in flight
-    * `down`: it broke; what was asked and not answered will not be
+    * `down`: it broke; what was asked and not answered will not be. It is told whether the other side has ended it
     * `push`: a word of the server that nobody asked for
     * `denied`: the server does not let us in; `refused`: it refuses the greeting. It is tried again all the same
     """
 
     up: Callable[[], None]
-    down: Callable[[], None]
+    down: Callable[[bool], None]
     push: Callable[[Push], None] = lambda push: None
     denied: Callable[[MillstreamError], None] = lambda error: None
     refused: Callable[[MillstreamError], None] = lambda error: None
@@ -64,16 +65,12 @@ class Link:
         self._closed = False
         self._asked: deque[tuple[int, Then]] = deque()
         self._replies: list[Any] = []
-        self._heard_ms = self._away_since_ms = pump.clock.monotonic_ms()
+        self._heard_ms = self._away_since_ms = self._up_since_ms = pump.clock.monotonic_ms()
         self._wait_ms = 0.0
         self._said_ms: float | None = None
+        self._said = False
         self._redial()
         self._tick()
-
-    @property
-    def received_bytes(self) -> int:
-        """The size of all replies and pushes since it was last dialled."""
-        return self._wire.received_bytes if self._wire else 0
 
     def ask(self, commands: Sequence[Command], then: Then) -> None:
         """Send commands; `then` gets their replies, errors among them. Never, if the link breaks before."""
@@ -113,7 +110,7 @@ class Link:
         try:
             size = wire.take_in()
         except Unavailable as error:
-            self._broken(error)
+            self._broken(error, hung_up=True)
             return 0
         if size:
             self._heard_ms = self._pump.clock.monotonic_ms()
@@ -156,10 +153,11 @@ class Link:
                     self._events.refused(reply)
                 self._broken(reply)
                 return
-        if self._said_ms is not None:
-            away_s = (self._pump.clock.monotonic_ms() - self._away_since_ms) / 1000
+        self._up_since_ms = self._pump.clock.monotonic_ms()
+        if self._said:
+            away_s = (self._up_since_ms - self._away_since_ms) / 1000
             logger.warning("the router goes on at %s after %.1f s", self.name, away_s)
-        self._wait_ms, self._said_ms = 0.0, None
+        self._said = False
         self.up = True
         self._events.up()
 
@@ -171,18 +169,20 @@ class Link:
         try:
             action(wire)
         except Unavailable as error:
-            self._broken(error)
+            self._broken(error, hung_up=True)
             return
         if wire.clogged != clogged:
             self._pump.watch(self, writing=wire.clogged)
 
-    def _broken(self, error: MillstreamError) -> None:
+    def _broken(self, error: MillstreamError, *, hung_up: bool = False) -> None:
         was_up = self.up
         if was_up:
             self._away_since_ms = self._pump.clock.monotonic_ms()
+            if self._away_since_ms - self._up_since_ms >= _STEADY * self._wait_ms:
+                self._wait_ms = 0.0
         self._hang_up()
         if was_up:
-            self._events.down()
+            self._events.down(hung_up)
         self._endure(error)
 
     def _hang_up(self) -> None:
@@ -195,12 +195,12 @@ class Link:
             self._wire = None
 
     def _endure(self, error: Exception) -> None:
-        """Wait with back-off, and say so every five seconds."""
+        """Wait with back-off, and say so, every five seconds at most."""
         if self._closed:
             return
         now_ms = self._pump.clock.monotonic_ms()
         if self._said_ms is None or now_ms - self._said_ms >= _WORD_EVERY_MS:
-            self._said_ms = now_ms
+            self._said_ms, self._said = now_ms, True
             away_s = (now_ms - self._away_since_ms) / 1000
             logger.warning("the router waits for %s (%.0f s so far): %s", self.name, away_s, error)
         self._pump.later(self._wait_ms, self._redial)

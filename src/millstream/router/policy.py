@@ -36,11 +36,13 @@ class PoolPolicy:
 
 @dataclass(frozen=True, kw_only=True)
 class ReadPolicy:
-    """How much is read at a time, and how often everything is looked at.
+    """How much is read at a time, and ahead, and how often everything is looked at.
 
     * `streams`: streams in one read; `count`: entries of each at most
     * `reply_bytes`: what a reply should not exceed, in bytes; `count` is lowered by the size of the entries seen so far,
-      to 1 at least
+      to 1 at least, and streams in one read as well
+    * `budget_bytes`: what the buffers of all subscriptions may hold together, in bytes. While they hold that much, each
+      goes on with 16 kB, or one message
     * `sweep_ms`: within this time, in milliseconds, every stream is read once even if nothing was heard of it
 
     Raises ConfigError for values that make no sense.
@@ -49,11 +51,12 @@ class ReadPolicy:
     streams: int = 256
     count: int = 500
     reply_bytes: int = 256 * 1024
+    budget_bytes: int = 256 * 1024 * 1024
     sweep_ms: float = 60_000.0
 
     def __post_init__(self) -> None:
-        if min(self.streams, self.count, self.reply_bytes) < 1 or self.sweep_ms <= 0:
-            raise ConfigError("ReadPolicy: streams, count, reply_bytes and sweep_ms must be positive")
+        if min(self.streams, self.count, self.reply_bytes, self.budget_bytes) < 1 or self.sweep_ms <= 0:
+            raise ConfigError("ReadPolicy: streams, count, reply_bytes, budget_bytes and sweep_ms must be positive")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from millstream.errors import Unavailable
 from millstream.router.inbox import Cursor
 from millstream.router.links import Link, LinkEvents, LinkPolicy
 from millstream.router.policy import PoolPolicy
@@ -50,11 +51,11 @@ class Pool:
 
     def go(self) -> None:
         """Give the idle workers something to do, and have as many as are needed."""
-        if not self._waiting:
-            return
         policy = self._policy
+        if not self._waiting and len(self._workers) <= policy.workers:
+            return
         needed = -(-(len(self._waiting) + self._asked) // policy.streams)
-        while len(self._workers) < min(max(needed, policy.workers), policy.max_workers):
+        while needed and len(self._workers) < min(max(needed, policy.workers), policy.max_workers):
             self._workers.append(_Worker(self, len(self._workers)))
         for worker in tuple(self._workers):
             if len(self._workers) > max(policy.workers, 2 * needed) and not worker.batch:
@@ -78,7 +79,10 @@ class Pool:
         return self._connect(self._link_policy, events, name)
 
     def returned(self, worker: "_Worker", reply: Any) -> None:
-        """A read has ended: `reply` says for which streams there is something; an error, that it has to be looked at."""
+        """A read has ended: `reply` says for which streams there is something; an error, that it has to be looked at.
+
+        So it does if the connection broke: the reply may have been too large, and would be again.
+        """
         batch, worker.batch = worker.batch, []
         self._asked -= len(batch)
         found = dict(reply or ()) if not isinstance(reply, Exception) else None
@@ -119,5 +123,6 @@ class _Worker:
 
     def __init__(self, pool: Pool, number: int) -> None:
         self.batch: list[Cursor] = []
-        events = LinkEvents(up=lambda: None, down=lambda: pool.returned(self, None))
+        broken = Unavailable("the connection broke")
+        events = LinkEvents(up=lambda: None, down=lambda _: pool.returned(self, broken))
         self.link = pool.connected(events, f"worker {number}")

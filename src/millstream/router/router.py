@@ -14,6 +14,7 @@ from millstream.groups.entries import BEGINNING, Id, wire_id
 from millstream.metrics import NOBODY, Metrics
 from millstream.model import EntryId
 from millstream.naming import to_wire
+from millstream.router.budget import Budget
 from millstream.router.fleet import Fleet
 from millstream.router.guest import LoopPump
 from millstream.router.inbox import Cursor, Inbox
@@ -104,7 +105,8 @@ class Router:
 
     def _build(self, pump: Pump) -> None:
         self._pump = pump
-        self._shelf = Shelf(Calls(want=self._want, wake=pump.wake), self._metrics)
+        budget = Budget(self._settings.read.budget_bytes)
+        self._shelf = Shelf(Calls(want=self._want, wake=pump.wake), self._metrics, budget)
         self._fleet = Fleet(pump, self._client, self._shelf, settings=self._settings, metrics=self._metrics)
         self._desk = _Desk(pump, self._shelf)
 
@@ -128,13 +130,14 @@ class Router:
         *,
         after: Id = BEGINNING,
         buffer: int = 1000,
+        buffer_bytes: int = 1024 * 1024,
         when_full: WhenFull = "wait",
         tell_start: bool = False,
     ) -> Subscription:
         """Follow `stream`, which need not exist yet, from the entry after the id `after` on.
 
         * `after`: BEGINNING, END (what comes from now on), or the id of the last message that was processed
-        * `buffer`: messages that may wait for this subscriber
+        * `buffer`: messages that may wait for this subscriber; `buffer_bytes`: how many bytes of them, a last message aside
         * `when_full`: "wait": its stream is not read on for it until half of them are taken, others are not held up;
           "drop-oldest": the oldest are dropped, and a `Dropped` tells how many; "disconnect": it ends with `TooSlow`,
           after what is buffered
@@ -144,14 +147,18 @@ class Router:
         Never waits for Redis. Raises ConfigError for a bad id, buffer or policy, and once the router is closed or has
         failed.
         """
-        if buffer < 1 or when_full not in _FULL:
-            raise ConfigError(f"subscribe: buffer must be 1 or more, when_full one of {', '.join(_FULL)}")
+        if min(buffer, buffer_bytes) < 1 or when_full not in _FULL:
+            raise ConfigError(
+                f"subscribe: buffer and buffer_bytes must be 1 or more, when_full one of {', '.join(_FULL)}"
+            )
         place = _place(after)
         if self._failure:
             raise ConfigError(f"the router has failed, make a new one: {self._failure!r}")
         if self._state != "running":
             self._start()
-        inbox = Inbox(stream, buffer, when_full, tell_start)
+        inbox = Inbox(
+            stream, self._shelf.budget, limit=buffer, limit_bytes=buffer_bytes, when_full=when_full, tells_start=tell_start
+        )  # fmt: skip
         self._pump.call(partial(self._shelf.add, inbox, to_wire(stream), place))
         if self._state == "closed" or self._failure:  # meanwhile: it may have come too late to be ended with the others
             inbox.ending = inbox.ending or self._failure or True

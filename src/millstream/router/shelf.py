@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from millstream import metrics as m
 from millstream.metrics import Metrics
 from millstream.naming import from_wire
+from millstream.router.budget import Batch, Budget, batch_of
 from millstream.router.inbox import Cursor, Inbox
 from millstream.router.judging import ZERO, Entry, number
 from millstream.router.notices import Gap, Reason, Start, TooSlow
@@ -28,7 +29,8 @@ class Calls:
 class Shelf:
     """All cursors, by stream."""
 
-    def __init__(self, calls: Calls, metrics: Metrics) -> None:
+    def __init__(self, calls: Calls, metrics: Metrics, budget: Budget) -> None:
+        self.budget = budget
         self._calls = calls
         self._metrics = metrics
         self._live: dict[bytes, Cursor] = {}
@@ -131,29 +133,32 @@ class Shelf:
 
     def deliver(self, cursor: Cursor, entries: list[Entry]) -> None:
         """Give entries, the next ones of this cursor, to its subscribers."""
-        start = cursor.last, cursor.ordinal
+        start = cursor.last, cursor.ordinal, cursor.proven
+        batch = batch_of(entries, self.budget)
         full = []
         for inbox in cursor.inboxes:
-            wanted = entries
+            at = 0
             if inbox.skip is not None:
                 limit = number(inbox.skip)
-                wanted = [entry for entry in entries if number(entry[0]) > limit]
-                if not wanted:
+                at = sum(number(entry[0]) <= limit for entry in entries)
+                if at == len(entries):
                     continue
                 inbox.skip = None
-            if inbox.held + len(wanted) <= inbox.limit:
+            wanted = batch.part(at, len(entries)) if at else batch
+            if inbox.fits(wanted):
                 inbox.put(wanted)
             else:
-                full.append((inbox, len(entries) - len(wanted)))
+                full.append((inbox, at))
             if inbox.waker is not None:
                 self._calls.wake(inbox)
         if cursor.anchor is None:
             cursor.anchor = entries[0][0]
-        cursor.last = entries[-1][0]
+        cursor.last, cursor.proven = entries[-1][0], True
+        cursor.scale = max(max(batch.sizes).bit_length() - 1, cursor.scale - 1)
         if cursor.ordinal is not None:
             cursor.ordinal += len(entries)
         for inbox, at in full:  # only now: one of them may be resumed at once, and then the cursor is moved back
-            self._overflow(cursor, inbox, entries, at, start)
+            self._overflow(cursor, inbox, batch, at, start)
             self._calls.wake(inbox)
 
     def tell_gap(self, cursor: Cursor, reason: Reason, after: bytes, missed: int | None = None) -> None:
@@ -173,21 +178,23 @@ class Shelf:
                 self._calls.wake(inbox)
 
     def _overflow(
-        self, cursor: Cursor, inbox: Inbox, entries: list[Entry], at: int, start: tuple[bytes, int | None]
+        self, cursor: Cursor, inbox: Inbox, batch: Batch, at: int, start: tuple[bytes, int | None, bool]
     ) -> None:
-        """`entries`, which come after `start`, an id and its ordinal, do not all fit into the inbox from `at` on."""
+        """A batch that comes after `start`, an id, its ordinal and whether it was there, does not fit from `at` on."""
+        rest = batch.part(at, len(batch))
         if inbox.when_full == "drop-oldest":
-            self._metrics.count(m.ROUTER_DROPPED, inbox.put_dropping(entries[at:]))
+            self._metrics.count(m.ROUTER_DROPPED, inbox.put_dropping(rest))
             return
-        last, ordinal = start
-        end = at + min(max(0, inbox.limit - inbox.held), len(entries) - at)
-        inbox.put(entries[at:end])
-        reached = entries[end - 1][0] if end else last
+        last, ordinal, proven = start
+        end = at + inbox.fitting(rest)
+        if end > at:
+            inbox.put(batch.part(at, end))
+        reached = batch.entries[end - 1][0] if end else last
         if inbox.when_full == "disconnect":
             self.end(inbox, TooSlow(inbox.stream, reached.decode()))
             return
         place = self._own_place(cursor, inbox)
-        place.last = reached
+        place.last, place.proven = reached, proven or end > 0
         place.ordinal = None if ordinal is None else ordinal + end
         place.paused = True
         # Said first, looked second: the subscriber takes something out before it looks whether it is paused.
@@ -203,7 +210,7 @@ class Shelf:
         else:
             cursor.inboxes.remove(inbox)
             place = Cursor(cursor.key, cursor.last)
-            place.careful = cursor.careful
+            place.careful, place.scale = cursor.careful, cursor.scale
             place.anchor, place.next_anchor = cursor.anchor, cursor.next_anchor
             place.inboxes.append(inbox)
             inbox.cursor = place

@@ -90,9 +90,9 @@ class Station:
     def _connect(self, policy: LinkPolicy, events: LinkEvents, name: str) -> Link:
         return Link(self._pump, lambda: self._client.dial(self.node), name, policy=policy, events=events)
 
-    def _down(self) -> None:
-        self.lane.reset()
-        self._events.down()
+    def _down(self, hung_up: bool) -> None:
+        self.lane.reset(hung_up=hung_up)
+        self._events.down(hung_up)
 
     def _pushed(self, push: Push) -> None:
         """Keys have changed; None stands for all of them, as after FLUSHALL."""
