@@ -36,6 +36,12 @@ WhenFull = Annotated[
 Buffer = Annotated[
     int, typer.Option("--buffer", help="Messages that wait for a client at most, of each stream.", min=1)
 ]
+BufferBytes = Annotated[
+    int, typer.Option("--buffer-bytes", help="Bytes of them at most; one message may be larger.", min=1)
+]
+BudgetBytes = Annotated[
+    int, typer.Option("--budget-bytes", help="Bytes that wait for all clients together, at most.", min=1)
+]
 StallS = Annotated[
     float, typer.Option("--stall-s", help="Seconds until a client that takes nothing is cut off.", min=0.1)
 ]
@@ -62,6 +68,8 @@ def serve(
     page: Page = None,
     when_full: WhenFull = "wait",
     buffer: Buffer = 1_000,
+    buffer_bytes: BufferBytes = 1_048_576,
+    budget_bytes: BudgetBytes = 268_435_456,
     stall_s: StallS = 20.0,
     heartbeat_s: HeartbeatS = 15.0,
     connections: Connections = 10_000,
@@ -88,7 +96,10 @@ def serve(
     serving = Serving(
         url=url, access=Access(tokens, ticket_s=ticket_s), token_file=token_file, host=host, port=port, origins=allow_origin or (), pages=page,
         names=None if tokens or insecure_no_token else LOOPBACK, health_port=health_port, request_s=request_s, stop_s=stop_s,
-        pace=Pace(heartbeat_s=heartbeat_s, stall_s=stall_s, buffer=buffer, when_full=when_full),
+        pace=Pace(
+            heartbeat_s=heartbeat_s, stall_s=stall_s, buffer=buffer, buffer_bytes=buffer_bytes, budget_bytes=budget_bytes,
+            when_full=when_full,
+        ),
         room=Room(connections=connections, per_token=per_token or connections),
     )  # fmt: skip
 

@@ -14,7 +14,7 @@ from millstream.router import Dropped, Item, Router, Start, Subscription, WhenFu
 
 logger = logging.getLogger(__name__)
 
-_MOST_AT_ONCE = 64
+_MOST_AT_ONCE, _MOST_BYTES = 64, 65_536
 _FAREWELL_S = 2.0
 _FAILED = Ending(reason="failed", code=1011, text="a mistake of the server's: see its log", back_ms=10_000)
 
@@ -25,7 +25,8 @@ class Pace:
 
     * `heartbeat_s`: seconds without anything to send, until a heartbeat
     * `stall_s`: a client that takes nothing for so many seconds is cut off
-    * `buffer`: messages that wait for a client at most, of each stream
+    * `buffer`: messages that wait for a client at most, of each stream; `buffer_bytes`: how many bytes of them, a last
+      message aside; `budget_bytes`: how many bytes wait for all clients together
     * `when_full`: "wait": no more is read for it until it has taken half of them; "disconnect": it is told to come back
       and resume; "drop-oldest": it is told how many it lost
     """
@@ -33,6 +34,8 @@ class Pace:
     heartbeat_s: float = 15.0
     stall_s: float = 20.0
     buffer: int = 1_000
+    buffer_bytes: int = 1_048_576
+    budget_bytes: int = 268_435_456
     when_full: WhenFull = "wait"
 
 
@@ -54,12 +57,14 @@ class Connection:
 
     async def run(self) -> None:
         """Until the client leaves, or `end`."""
+        pace = self._pace
         subscriptions = [
             self._router.subscribe(
-                stream, after=after, buffer=self._pace.buffer, when_full=self._pace.when_full, tell_start=True
+                stream, after=after, buffer=pace.buffer, buffer_bytes=pace.buffer_bytes, when_full=pace.when_full,
+                tell_start=True,
             )
             for stream, after in self._places
-        ]
+        ]  # fmt: skip
         tasks = [asyncio.create_task(self._attend())]
         tasks += [asyncio.create_task(self._follow(one, place)) for place, one in enumerate(subscriptions)]
         for task in tasks:
@@ -100,11 +105,12 @@ class Connection:
 
     async def _follow(self, subscription: Subscription, place: int) -> None:
         async for first in subscription:
-            items = [first]
-            while subscription.buffered and len(items) < _MOST_AT_ONCE:
+            items, size = [first], _size_of(first)
+            while subscription.buffered and len(items) < _MOST_AT_ONCE and size < _MOST_BYTES:
                 if (item := subscription.get(0)) is None:
                     break
                 items.append(item)
+                size += _size_of(item)
             await self._write(items, place)
         self.end(STOPPING)
 
@@ -179,3 +185,7 @@ class Connection:
         self._wire.abort()
         while await self._wire.heard():  # until the server below has noticed too
             pass
+
+
+def _size_of(item: Item) -> int:
+    return sum(map(len, item.pairs)) if isinstance(item, Message) else 0

@@ -18,7 +18,7 @@ from millstream.fanout.pauses import Pauses
 from millstream.fanout.service import Parts, make_service
 from millstream.health import Health, HealthServer, Progress
 from millstream.metrics import Recorder
-from millstream.router import Router
+from millstream.router import ReadPolicy, Router
 from millstream.web.connections import Limits
 from millstream.web.http_server import Server, WebSockets
 from millstream.web.listening import address, listen
@@ -92,7 +92,8 @@ async def _serve(
 ) -> None:
     recorder, health = reports
     progress = health.progress("serve", run_within_ms=0)
-    async with Router(serving.url, metrics=recorder) as router:
+    read = ReadPolicy(budget_bytes=serving.pace.budget_bytes)
+    async with Router(serving.url, read=read, metrics=recorder) as router:
         house = House(router, room=serving.room, pace=serving.pace, metrics=recorder)
         service = make_service(
             Parts(
