@@ -12,6 +12,7 @@ from millstream.master.registry import Registry
 from millstream.master.settings import MasterSettings
 from millstream.master.views import Views
 from millstream.web.refusal import Refused
+from tests.support.clocks import HandClock
 from tests.support.masters import GROUP, KEYS, STREAM, holders, is_clean, publish
 from tests.support.waiting import eventually
 
@@ -286,3 +287,18 @@ def test_a_listing_goes_on_after_what_is_done_meanwhile_and_shows_the_rest(
     assert second.cursor is None
     late = Views(client, registry, SETTINGS)  # another master, which has not begun this listing
     assert [one.ticket_id for one in late.tickets(first.cursor, 2).tickets] == ["D", "E"]
+
+
+def test_a_page_that_finds_all_done_that_it_looks_at_says_where_to_go_on(
+    client: Client, registry: Registry, desk: Desk
+) -> None:
+    publish(client, *(f"T{number:04}" for number in range(1_200)))
+    while desk.stream.route(count=1_000, most_pending=100_000):
+        pass
+    views = Views(client, registry, SETTINGS, clock=HandClock())
+    cursor = views.tickets(None, 1).cursor
+    client.execute("FLUSHALL")
+    second = views.tickets(cursor, 10)
+    assert (second.tickets, second.cursor is None) == ([], False)
+    third = views.tickets(second.cursor, 10)
+    assert (third.tickets, third.cursor) == ([], None)
