@@ -103,7 +103,7 @@ class LineTaker(LeaseTaker):
     def _take(self, allowed: Allowed, room: int, stopping: threading.Event) -> None:
         now_ms = self._clock.monotonic_ms()
         due = [name for name in allowed.streams if self._due_ms.get(name, 0.0) <= now_ms]
-        taken = 0
+        taken = self._hand.unfit = 0
         self._turn += 1  # with the room that there is, each may be the first
         at = self._turn % max(1, len(due))
         for name in (*due[at:], *due[:at]):

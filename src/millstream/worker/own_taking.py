@@ -76,7 +76,7 @@ class OwnTaker(LeaseTaker):
         terms = self._terms(self._lines_each, count, len(streams))
         replies = self._client.pipeline([one.to_take(**terms) for one in streams])
         failed: list[KeyedStream] = []
-        taken = 0
+        taken = self._hand.unfit = 0
         for stream, reply in zip(streams, replies, strict=True):
             if isinstance(reply, Exception):
                 failed.append(stream)
