@@ -165,8 +165,15 @@ def test_an_error_of_rows_of_a_batch_or_of_serialising_is_not_of_the_checkpoint_
     def fail(*_: object) -> Any:
         raise ValueError("no")
 
+    def fail_batch(frame: DataFrame, number: int) -> None:
+        fail()
+
     rows = outcome(bench, unique(bench).select(F.udf(fail, "string")("n").alias("n")))
-    writer = unique(bench).writeStream.option("checkpointLocation", str(bench.folder / "checkpoint")).foreachBatch(fail)
+    writer = (
+        unique(bench)
+        .writeStream.option("checkpointLocation", str(bench.folder / "checkpoint"))
+        .foreachBatch(fail_batch)
+    )
     query = writer.trigger(availableNow=True).start()
     with pytest.raises(PySparkException):
         query.awaitTermination()

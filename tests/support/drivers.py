@@ -24,6 +24,7 @@ class Driver:
         self.events: list[dict[str, Any]] = []
         self._command = [sys.executable, "-m", "millstream.commands.cli", "run", app, "--url", url, "--json"]
         self._command += ["--checkpoint", str(folder / "checkpoint"), *options]
+        self.options = options
         self._process: subprocess.Popen[str] | None = None
         self._listener = threading.Thread()
         self.starts = 0

@@ -1,0 +1,248 @@
+"""A real standalone cluster, of which everything dies in turn: executors, a worker, the driver, the master."""
+
+import os
+import random
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+import pytest
+
+from millstream.client import Client
+from millstream.deadletters import DeadLetter
+from millstream.naming import HandlerKeys
+from millstream.testing.history import check_outputs
+from tests.support.drivers import Driver
+from tests.support.memory import refusals
+from tests.support.standalone import Standalone
+from tests.support.waiting import eventually
+
+pytestmark = [
+    pytest.mark.spark,
+    pytest.mark.drivers,
+    pytest.mark.faults,
+    pytest.mark.skipif(
+        not os.environ.get("MILLSTREAM_SOAK"), reason="six Java processes, started many times: make soak"
+    ),
+]
+ROUNDS = int(os.environ.get("MILLSTREAM_ROUNDS", "10"))
+PORTION, CUSTOMERS, STREAMS = 300, 20, 300
+KEYS = HandlerKeys("desk", "follow", "orders")
+
+APP = """
+import time
+from millstream import App, Message, Reject, Retry, Rows, State
+
+app = App("desk")
+
+@app.handler("orders", key="customer", into="followed", retry=Retry(attempts=8, delay_ms=10))
+def follow(message: Message, state: State) -> dict:
+    time.sleep(0.002)
+    if message.fields.get("refuse"):
+        raise Reject("as it says")
+    state["count"] = state.get("count", 0) + 1
+    return {"id": message.id, "customer": message.text("customer"), "count": state["count"]}
+
+@app.stage(Rows("orders", "_id string, n string"), into="days")
+def days(orders):
+    return orders.dropDuplicates(["n"])  # what was published twice comes once, as long as its state is kept
+
+@app.stage(Rows("orders", "_id string, n string"), into="copies")
+def copy(orders):
+    return orders
+
+@app.handler(pattern="many.*", key="customer", into="scattered")
+def scatter(message: Message, state: State) -> dict:
+    state["count"] = state.get("count", 0) + 1
+    return {"stream": message.stream, "count": state["count"], "size": len(message.fields.get("blob", ""))}
+"""
+
+
+class Orders:
+    """What was published, and what must have come of it."""
+
+    def __init__(self, client: Client) -> None:
+        self.client = client
+        self.of: dict[bytes, list[str]] = {}
+        self.dead: list[str] = []
+        self.published = self.numbers = self.scattered = 0
+
+    def publish(self) -> None:
+        """One portion: each order twice, some that are refused, and some to many streams, of which one is large."""
+        commands, customers = [], []
+        for n in range(self.numbers, self.numbers + PORTION):
+            for _ in range(2):
+                customers.append(b"c%d" % (n % CUSTOMERS))
+                refuse = ("refuse", "1") if n % 100 == 99 else ()
+                commands.append(("XADD", "orders", "*", "customer", customers[-1], "n", n, *refuse))
+        for customer, command, reply in zip(customers, commands, self.client.pipeline(commands), strict=True):
+            entry_id = reply.decode()
+            if "refuse" in command:
+                self.dead.append(entry_id)
+            self.of.setdefault(customer, []).append(entry_id)
+        self.numbers += PORTION
+        self.published += 2 * PORTION
+        blob = b"x" * (5 << 20)
+        self.client.pipeline([("XADD", f"many.{n}", "*", "customer", "x", "blob", b"") for n in range(STREAMS)])
+        self.client.execute("XADD", "many.0", "*", "customer", "x", "blob", blob)
+        self.scattered += STREAMS + 1
+
+    def rows(self, stream: str) -> list[dict[str, str]]:
+        entries = self.client.execute("XRANGE", stream, "-", "+")
+        return [{items[i].decode(): items[i + 1].decode() for i in range(0, len(items), 2)} for _, items in entries]
+
+    def is_done(self) -> bool:
+        """Whether as much has come as must."""
+        wanted = {"followed": self.published - len(self.dead), "days": self.numbers, "copies": self.published}
+        wanted |= {"scattered": self.scattered, KEYS.dead: len(self.dead)}
+        return all(self.client.execute("XLEN", stream) >= count for stream, count in wanted.items())
+
+    def check(self) -> None:
+        """Everything once, in order; each state has been kept."""
+        followed, days, copies = self.rows("followed"), self.rows("days"), self.rows("copies")
+        found = self.client.execute("XRANGE", KEYS.dead, "-", "+")
+        dead = [DeadLetter.parse(*entry).id for entry in found]
+        effects = [(row["customer"].encode(), row["id"]) for row in followed]
+        check_outputs(self.of, effects, dead).raise_if_bad()
+        assert sorted(dead) == sorted(self.dead)
+        counts: dict[str, int] = {}
+        for row in followed:
+            counts[row["customer"]] = counts.get(row["customer"], 0) + 1
+            assert row["count"] == str(counts[row["customer"]])
+        assert sorted(int(row["n"]) for row in days) == list(range(self.numbers))
+        assert sorted(int(row["n"]) for row in copies) == sorted([*range(self.numbers)] * 2)
+        scattered: dict[str, int] = {}
+        for row in self.rows("scattered"):
+            scattered[row["stream"]] = scattered.get(row["stream"], 0) + 1
+            assert row["count"] == str(scattered[row["stream"]])
+        assert sum(scattered.values()) == self.scattered
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[Standalone]:
+    """A master and two workers."""
+    cluster = Standalone(tmp_path)
+    cluster.start_master()
+    cluster.start_worker()
+    cluster.start_worker()
+    try:
+        yield cluster
+    finally:
+        cluster.stop()
+
+
+@pytest.fixture
+def driver(
+    cluster: Standalone, millstream_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Driver]:
+    """A run on the cluster, not started yet."""
+    (tmp_path / "app").mkdir()
+    (tmp_path / "app" / "desk.py").write_text(APP)
+    monkeypatch.setenv("SPARK_LOCAL_IP", "127.0.0.1")
+    options = (
+        *("--master", cluster.url, "--max-per-batch", "400"),
+        *("--conf", "spark.executor.memory=512m", "--conf", "spark.sql.shuffle.partitions=2"),
+        # More would be given to who came first, also while that one is stopped.
+        *("--conf", "spark.driver.host=127.0.0.1", "--conf", "spark.cores.max=2"),
+    )
+    driver = Driver(f"{tmp_path}/app/desk.py", url=millstream_url, folder=tmp_path, options=options)
+    yield driver
+    if driver.starts and driver.alive:
+        driver.kill()
+
+
+def await_progress(orders: Orders, driver: Driver, cluster: Standalone) -> None:
+    """Wait until a part of what was published last is done."""
+    goal = orders.client.execute("XLEN", "followed") + 50
+    eventually(
+        lambda: orders.client.execute("XLEN", "followed") >= goal or not driver.alive or orders.is_done(),
+        f"{goal} of {orders.published} followed", log=driver.errors,
+    )  # fmt: skip
+    assert driver.alive, driver.errors()
+
+
+def finish(orders: Orders, driver: Driver, cluster: Standalone) -> None:
+    eventually(lambda: orders.is_done() or not driver.alive, "all of it", log=driver.errors)
+    assert driver.alive, driver.errors()
+    assert driver.stop() == 0
+    orders.check()
+
+
+@pytest.mark.parametrize("number", range(ROUNDS))
+def test_executors_a_worker_the_driver_and_the_master_die_in_turn_and_everything_comes_once(
+    cluster: Standalone, driver: Driver, client: Client, number: int
+) -> None:
+    orders = Orders(client)
+    orders.publish()
+    driver.start()
+    for _ in range(2):
+        await_progress(orders, driver, cluster)
+        eventually(cluster.executors, "an executor", log=driver.errors)
+        with suppress(psutil.NoSuchProcess):
+            random.choice(cluster.executors()).kill()
+        orders.publish()
+    await_progress(orders, driver, cluster)
+    cluster.kill_worker()
+    orders.publish()
+    await_progress(orders, driver, cluster)
+    driver.kill()
+    orders.publish()
+    driver.start()  # one worker of one core is left
+    await_progress(orders, driver, cluster)
+    cluster.start_worker()
+    cluster.kill_master()
+    orders.publish()
+    await_progress(orders, driver, cluster)
+    cluster.start_master()
+    finish(orders, driver, cluster)
+
+
+def test_a_driver_that_is_stopped_and_wakes_after_another_took_over_changes_nothing(
+    cluster: Standalone, driver: Driver, client: Client, millstream_url: str, tmp_path: Path
+) -> None:
+    orders = Orders(client)
+    orders.publish()
+    driver.start()
+    await_progress(orders, driver, cluster)
+    zombie = [psutil.Process(driver.process.pid), *driver.family()]
+    for one in zombie:
+        one.suspend()
+    cluster.start_worker()  # the zombie keeps its executors
+    cluster.start_worker()
+    second = Driver(f"{tmp_path}/app/desk.py", url=millstream_url, folder=tmp_path, options=driver.options)
+    second.start()
+    try:
+        orders.publish()
+        await_progress(orders, second, cluster)
+        for one in reversed(zombie):
+            one.resume()
+        assert driver.ended() != 0, "somebody newer is at work"
+        orders.publish()
+        finish(orders, second, cluster)
+    finally:
+        if second.alive:
+            second.kill()
+
+
+def test_a_redis_without_memory_under_kills_loses_and_doubles_nothing(
+    cluster: Standalone, driver: Driver, client: Client
+) -> None:
+    orders = Orders(client)
+    orders.publish()
+    driver.start()
+    await_progress(orders, driver, cluster)
+    before = refusals(client)
+    client.execute("CONFIG", "SET", "maxmemory", "1")
+    try:
+        eventually(cluster.executors, "an executor", log=driver.errors)
+        with suppress(psutil.NoSuchProcess):
+            random.choice(cluster.executors()).kill()
+        eventually(lambda: refusals(client) > before, "a write that is refused", log=driver.errors)
+    finally:
+        client.execute("CONFIG", "SET", "maxmemory", "0")
+    orders.publish()
+    await_progress(orders, driver, cluster)
+    driver.kill()
+    driver.start()
+    finish(orders, driver, cluster)
