@@ -83,6 +83,22 @@ def test_who_is_slow_falls_behind_and_loses_nothing(client: Client, millstream_u
         assert numbers(slow.next(103)) == list(range(103))
 
 
+def test_stalled_clients_of_large_messages_hold_what_they_may_and_others_go_on(
+    client: Client, millstream_url: str
+) -> None:
+    size, budget = 100_000, 1_000_000
+    publish(client, "large", range(100), size)
+    with ExitStack() as stack:
+        server = stack.enter_context(Server(millstream_url, "--budget-bytes", str(budget), "--stall-s", "3600"))
+        clients = [stack.enter_context(stalled(server, "large")) for _ in range(10)]
+        server.wait_figure(1, "millstream_router_at_budget")
+        other = stack.enter_context(server.follow("s", query="after=0"))
+        publish(client, "s", range(50))
+        assert numbers(other.next(50)) == list(range(50))
+        assert server.figure("millstream_router_held_bytes") <= budget + 10 * 3 * size
+        assert numbers(clients[0].next(100)) == list(range(100)), "falling behind, it loses nothing"
+
+
 def test_who_is_to_come_back_when_too_slow_loses_nothing_either(client: Client, millstream_url: str) -> None:
     options = ("--buffer", "5", "--when-full", "disconnect")
     with Server(millstream_url, *options) as server, stalled(server, "s") as slow:

@@ -58,9 +58,9 @@ class Batch:
     def __init__(self, entries: list[Entry], sizes: tuple[int, ...], budget: Budget) -> None:
         self.entries = entries
         self.sizes = sizes
-        self.size = sum(sizes)
+        self.size = size = sizes[0] if len(sizes) == 1 else sum(sizes)
         self._budget = budget
-        budget.take(self.size)
+        budget.take(size)
 
     def __len__(self) -> int:
         return len(self.entries)
@@ -75,7 +75,7 @@ class Batch:
 
 def batch_of(entries: list[Entry], budget: Budget) -> Batch:
     """Entries as they came from Redis, of which there is one or more."""
-    return Batch(entries, tuple(map(_size_of, entries)), budget)
+    return Batch(entries, tuple([_size_of(entry) for entry in entries]), budget)
 
 
 def _size_of(entry: Entry) -> int:

@@ -82,7 +82,11 @@ class Inbox:
 
     def fits(self, batch: Batch) -> bool:
         """Whether there is room for all of it."""
-        return self.fitting(batch) == len(batch)
+        return (
+            self.given - self.taken + len(batch.entries) <= self.limit
+            and self.given_bytes - self.taken_bytes + batch.size <= self.limit_bytes
+            and not self.budget.spent
+        ) or self.fitting(batch) == len(batch)  # first what is nearly always so
 
     def fitting(self, batch: Batch) -> int:
         """How many of its entries there is room for, the first ones. A single one fits whatever its size, once `drained`."""
@@ -97,7 +101,7 @@ class Inbox:
 
     def put(self, batch: Batch) -> None:
         """Add entries that fit."""
-        self.given += len(batch)
+        self.given += len(batch.entries)
         self.given_bytes += batch.size
         self.batches.append(batch)
 

@@ -15,7 +15,6 @@ logger = logging.getLogger(__name__)
 _FIRST_WAIT_MS, _LAST_WAIT_MS = 50.0, 1000.0
 _WORD_EVERY_MS = 5000.0
 _TICK_MS = 250.0
-_STEADY = 10  # times as long as the next wait a connection has to live, or that is waited
 _CHUNKS = 8  # in one go; others want their turn too
 
 Then = Callable[[list[Any]], None]
@@ -178,7 +177,7 @@ class Link:
         was_up = self.up
         if was_up:
             self._away_since_ms = self._pump.clock.monotonic_ms()
-            if self._away_since_ms - self._up_since_ms >= _STEADY * self._wait_ms:
+            if self._away_since_ms - self._up_since_ms >= self._wait_ms:  # it was worth the dialling
                 self._wait_ms = 0.0
         self._hang_up()
         if was_up:

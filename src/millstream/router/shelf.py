@@ -154,7 +154,8 @@ class Shelf:
         if cursor.anchor is None:
             cursor.anchor = entries[0][0]
         cursor.last, cursor.proven = entries[-1][0], True
-        cursor.scale = max(max(batch.sizes).bit_length() - 1, cursor.scale - 1)
+        largest = batch.size if len(entries) == 1 else max(batch.sizes)
+        cursor.scale = max(largest.bit_length() - 1, cursor.scale - 1)
         if cursor.ordinal is not None:
             cursor.ordinal += len(entries)
         for inbox, at in full:  # only now: one of them may be resumed at once, and then the cursor is moved back

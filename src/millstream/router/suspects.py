@@ -11,9 +11,9 @@ from collections.abc import Iterable
 from millstream.router.inbox import Cursor
 
 _FIRST_GROUP = 64
-_FIRST_WAIT_MS = 20.0
-LAST = 7
-"""After so many breaks, the last three of which met nobody else, a stream is given up."""
+_FIRST_WAIT_MS, _SECOND_WAIT_MS, _LAST_WAIT_MS = 20.0, 100.0, 800.0
+LAST = 16
+"""After so many breaks in a row, the last twelve of which met nobody else, a stream is given up: no chance is like that."""
 
 
 class Suspects:
@@ -60,7 +60,7 @@ class Suspects:
                 self._breaks[cursor] = breaks
                 self._resting.add(cursor)
                 resting.append(cursor)
-                wait_ms = max(wait_ms, _FIRST_WAIT_MS * 2 ** (breaks - 1))
+                wait_ms = max(wait_ms, _wait_ms(breaks))
         return resting, given_up, wait_ms
 
     def rested(self, cursors: Iterable[Cursor]) -> list[Cursor]:
@@ -90,3 +90,8 @@ class Suspects:
     def _met(self, cursor: Cursor) -> int:
         """Of a stream that was given up before, one more break is enough."""
         return self._breaks.get(cursor, LAST - 1 if cursor.key in self._given_up else 0)
+
+
+def _wait_ms(breaks: int) -> float:
+    """How long to leave the connection to the others; after a first break, which mostly is chance, hardly at all."""
+    return _FIRST_WAIT_MS if breaks == 1 else min(_LAST_WAIT_MS, _SECOND_WAIT_MS * 2 ** (breaks - 2))

@@ -24,6 +24,7 @@ from millstream.worker.incarnations import End, Incarnation
 from millstream.worker.moving import WatchedDelays
 from millstream.worker.names import Names
 from millstream.worker.partitions import PartitionSide
+from millstream.worker.shared_taking import Hints
 from tests.support.clocks import HandClock
 from tests.support.partition_fixtures import BASE, Publisher, Worker, growth_killed_after, moved_key
 from tests.support.waiting import eventually
@@ -61,6 +62,10 @@ def work(url: str, admin: Client) -> None:
         with suppress(ConfigError):
             Names(client, "shop", "gone", clock=HandClock()).take(1)
         assert client.scan_streams("orders*") == ["orders"]
+        hints = Hints(client, "shop", "bill")
+        hints.put("orders")
+        hints.tell()
+        assert hints.hear(10) == ["orders"]
         stream = reliable(client)
         stream.join()
         admin.execute("XGROUP", "CREATECONSUMER", "orders", KEYS.group, "gone")
