@@ -8,6 +8,7 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
+from functools import partial
 from typing import Annotated, Any, Literal, NoReturn
 
 import msgspec
@@ -98,26 +99,15 @@ def worker(
         return
     app = load_app(target)
     checked = WorkerProcess(app, settings)  # what is wrong with the app is said here, once
-    own = [argument for argument in sys.argv[1:] if argument]
-
-    def command(launch: Launch) -> list[str]:
-        port = health_port + int(launch.name.rpartition("-")[2]) if health_port else 0
-        inner: dict[str, object] = {
-            "--as": launch.name,
-            "--incarnation": launch.incarnation,
-            "--lines": launch.lines,
-            "--heartbeat": launch.heartbeat,
-            "--health-port": port,
-        }
-        options = [str(part) for option in inner.items() for part in option]
-        # -P: the child finds modules where this process does, not in the working folder before all others.
-        return [sys.executable, "-P", "-m", "millstream.commands.cli", *own, *options]
-
     lines = _Lines(as_json=as_json)
     with Client(url, timeout_ms=_PATIENCE_MS) as client:
         names = Names(client, app.name, name or None)
         supervisor = Supervisor(
-            names, command, stop_ms=policy.stop_ms, frozen_after_ms=checked.frozen_after_ms, on_line=lines.take
+            names,
+            partial(_command, health_port),
+            stop_ms=policy.stop_ms,
+            frozen_after_ms=checked.frozen_after_ms,
+            on_line=lines.take,
         )
         with orderly_stop(at_second=supervisor.kill) as stopping:
             client.patiently(lambda: names.take(processes), what=app.name, give_up=stopping.is_set)
@@ -127,6 +117,22 @@ def worker(
             lines.started(app.name, processes)
             supervisor.run(stopping)
             lines.finished()
+
+
+def _command(health_port: int, launch: Launch) -> list[str]:
+    """This very command, for a process of the supervisor's."""
+    port = health_port + int(launch.name.rpartition("-")[2]) if health_port else 0
+    inner: dict[str, object] = {
+        "--as": launch.name,
+        "--incarnation": launch.incarnation,
+        "--lines": launch.lines,
+        "--heartbeat": launch.heartbeat,
+        "--health-port": port,
+    }
+    own = [argument for argument in sys.argv[1:] if argument]
+    options = [str(part) for option in inner.items() for part in option]
+    # -P: the child finds modules where this process does, not in the working folder before all others.
+    return [sys.executable, "-P", "-m", "millstream.commands.cli", *own, *options]
 
 
 def _work(target: str, settings: WorkerSettings, health_port: int, lines_to: int, heartbeat_to: int) -> None:
