@@ -159,7 +159,7 @@ def test_ids_that_redis_cannot_have_and_json_without_a_bottom_are_refused_in_one
                 assert (found.status_code, "message_id" in found.json()["error"]) == (422, True), found.text
         deep = b'{"consumer":' + 60_000 * b"["
         answer = master.http.post("/api/consumers/register", content=deep, headers={"Content-Type": "application/json"})
-        assert (answer.status_code, len(answer.json()["error"].splitlines())) == (400, 1)
+        assert (answer.status_code, len(answer.json()["error"].splitlines())) == (422, 1)
 
 
 def test_without_a_token_a_master_answers_to_names_that_only_its_own_people_give(millstream_url: str) -> None:
