@@ -14,7 +14,9 @@ from millstream.health import Health, Progress
 from millstream.metrics import NOBODY, Metrics, begin_at_zero
 from millstream.reliable import Delivery, StreamBacklog
 
-_OF_HANDLERS = (m.READ, m.COMMITTED, m.RETRIED, m.PARKED, m.HANDED_BACK, m.ADOPTED, m.TRIMMED, m.REFUSED)
+_OF_HANDLERS = (
+    m.READ, m.COMMITTED, m.RETRIED, m.PARKED, m.HANDED_BACK, m.ADOPTED, m.TRIMMED, m.REFUSED, m.BUDGET_REACHED,
+)  # fmt: skip
 """The counters that are told apart by the handler alone."""
 
 logger = logging.getLogger(__name__)
