@@ -71,7 +71,7 @@ def test_a_session_that_ends_under_a_run_is_followed_by_another_in_which_it_goes
     assert sorted((row[b"k"], int(row[b"n"])) for row in rows) == [
         (b"%d" % k, n) for k in range(5) for n in range(1, 31)
     ]
-    assert driver.errors().count("the Spark session is over") == 2
+    assert (tmp_path / "stderr.log").read_text().count("the Spark session is over") == 2
 
 
 STAGE = """

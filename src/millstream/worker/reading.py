@@ -49,9 +49,9 @@ class EntryTaker(Taker[ReliableStream]):
             found = self._wait_for(turn, min(self._policy.block_ms, allowed.until_ms))
         else:
             found = self._read(turn)
-            self._hand.found(max(found.values(), default=0), turn.count)
             if turn.may_wait and not (found or can_wait):
                 stopping.wait(min(_IDLE_WAIT_MS, allowed.until_ms) / 1000)
+        self._hand.found(max(found.values(), default=0), turn.count)
         self._turns.found(turn, found)
         self._report.polled(sum(found.values()))
         if turn.may_wait:
