@@ -160,7 +160,9 @@ class KeyedStream(ReliableStream):
     def _enlist_all(self, calls: Sequence[Sequence[Arg]]) -> int:
         """Route, in portions between which Redis serves others, in one round trip; return how many entries were new."""
         replies = self._ledger.run_each(ROUTE, [(self.stream, call) for call in calls])
-        return sum([self.enlisted(reply) for reply in replies])
+        passed = sum([self.enlisted(reply) for reply in replies])
+        self.readied = sum(int(reply[1]) for reply in replies)
+        return passed
 
     @property
     def affordable(self) -> int:
@@ -205,8 +207,9 @@ class KeyedStream(ReliableStream):
 
     def to_enlist(self, entries: Sequence[Any], *, most_pending: int) -> Command:
         """The command that routes what was read so."""
-        args = self._enlisting(self.routed, self._lines_of(entries), most_pending)
-        return self._ledger.command(ROUTE, self.stream, args)
+        lines = self._lines_of(entries)
+        self._expect(lines[1::2])
+        return self._ledger.command(ROUTE, self.stream, self._enlisting(self.routed, lines, most_pending))
 
     def enlisted(self, reply: Reply) -> int:
         """Note the answer; return how many entries were new."""

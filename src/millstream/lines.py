@@ -322,7 +322,7 @@ def check_lines(client: Client, keys: HandlerKeys, stream: str) -> list[str]:
         holder = owners[name].split(b" ", 2)[2] if name in owners else WAITING.encode()
         wrong += [f"{one!r} of {name!r} is pending with {pending[one]!r}" for one in ids
                   if one in pending and pending[one] not in (holder, WAITING.encode())]  # fmt: skip
-    struck = {field.rstrip(b"fl") for field in client.execute("HKEYS", keys.strikes)}
+    struck = {field.rstrip(b"fla") for field in client.execute("HKEYS", keys.strikes)}
     if struck - waiting:
         wrong.append(f"strikes of entries that are done: {struck - waiting}")
     return wrong

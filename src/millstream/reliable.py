@@ -355,7 +355,8 @@ class ReliableStream:
             batch = self._group.pending.claim(some, consumer=self.consumer, min_idle_ms=idle_ms)
             self._report_trimmed(set(some) - set(batch.ids))
             size = sum(len(part) for _, pairs in batch.raw for part in pairs)
-            left, step = left - size, max(1, min(2 * step, (left - size) * len(batch) // max(1, size)))
+            left -= size
+            step = max(1, min(2 * step, left * len(batch) // size)) if size else 2 * step
             yield batch
 
     def report_trimmed(self, missing: Iterable[bytes]) -> None:

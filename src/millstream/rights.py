@@ -62,7 +62,7 @@ SCRIPTS: Mapping[str, str] = {
     "dismiss": "xclaim xgroup|delconsumer xinfo|consumers xpending",
     "due": "hdel hget time type xadd zrange zrangebyscore zrem",
     "expect": f"{_LINES} hincrby hset hsetnx",
-    "extend": f"{_LINES} hset zadd",
+    "extend": f"{_LINES} hmget hset zadd",
     "finish": f"{_COMPLETED} lindex xack xpending",
     "forget": f"{_LINES} {_GROUP}",
     "group_ack": "hget hset llen lrange ltrim xack xpending",

@@ -59,7 +59,7 @@ def test_an_entry_of_a_line_is_not_begun_when_its_lease_is_over(stream: Reliable
     hand.take_leases([lease], 0)
     first, second = lease.entries
     assert (hand.begin(first, 99), hand.begin(second, 100)) == (True, False)
-    assert (first.running, second.running) == (True, False)
+    assert (first.running, second.running, lease.lost) == (True, False, True)
 
 
 def test_what_is_given_up_is_not_begun_and_what_has_begun_is_not_given_up(stream: ReliableStream, hand: Hand) -> None:

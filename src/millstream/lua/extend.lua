@@ -11,12 +11,14 @@
 -- include ids
 -- include lines
 
-local refusal = stale(ARGV[1], redis.call('HGET', KEYS[1], 'epoch'))
+local meta = redis.call('HMGET', KEYS[1], 'epoch', 'clock')
+local refusal = stale(ARGV[1], meta[1])
 if refusal then return refusal end
 
 local now = now_ms()
 local until_ms = now + tonumber(ARGV[2])
-redis.call('HSET', KEYS[1], 'clock', string.format('%.0f', now)) -- so that `take` sees if it has gone back
+-- So that `take` sees if it has gone back.
+if not meta[2] or tonumber(meta[2]) < now then redis.call('HSET', KEYS[1], 'clock', string.format('%.0f', now)) end
 local lost = {}
 for i = 3, #ARGV, 2 do
   if holds(ARGV[i], ARGV[i + 1]) then

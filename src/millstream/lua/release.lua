@@ -33,7 +33,8 @@ for i = 3, #ARGV, 6 do
       if failed ~= '' then
         redis.call('HSET', KEYS[4], head .. 'f', failed)
       end
-      redis.call('HDEL', KEYS[4], head .. 'a') -- it was not cut short, whatever became of it
+      -- It was not cut short, whatever became of it; if it was not begun, the mark is of another, and tells what that died of.
+      if how ~= 'first' then redis.call('HDEL', KEYS[4], head .. 'a') end
       if how == 'park' then
         redis.call('HSET', PARKED, name, now .. ' ' .. detail)
       elseif how == 'later' and redis.call('HEXISTS', PARKED, name) == 0 then

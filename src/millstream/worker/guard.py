@@ -16,6 +16,7 @@ from millstream.model import Retry
 from millstream.reliable import Delivery
 from millstream.worker.hand import Hand
 from millstream.worker.incarnations import NO_END, Incarnation
+from millstream.worker.leaving import leaving_out
 from millstream.worker.runners import Runner
 
 logger = logging.getLogger(__name__)
@@ -88,7 +89,9 @@ class Guard:
         """Run suspects until told to end."""
         while (delivery := self._next()) is not None and not self._stopping.is_set():
             try:
-                self._judge(delivery)
+                with leaving_out(delivery.stream):
+                    if delivery in self._hand:  # it may have been given up while it waited here
+                        self._judge(delivery)
             except Unavailable as error:
                 logger.debug("a message that may have killed others waits: %s", error)
                 self._wait(delivery, _ASIDE_S * 1000)
@@ -125,7 +128,7 @@ class Guard:
                 delivery.id.decode(), delivery.stream.stream, end.cause, wait_ms / 1000,
             )  # fmt: skip
             self._wait(delivery, wait_ms)
-        elif delivery in self._hand:
+        else:
             self._give_up(delivery, deaths + 1, end.cause)
 
     def _give_up(self, delivery: Delivery, deaths: int, cause: str) -> None:
@@ -158,7 +161,7 @@ class Guard:
     def _run_alone(self, delivery: Delivery) -> None:
         delivery.stream.isolate(delivery, self._incarnation.mark)
         outcome = self._runner.alone(delivery)
+        with contextlib.suppress(Unavailable):  # a commit will do it as well
+            delivery.stream.end_isolation([delivery])
         if outcome is not None:
-            with contextlib.suppress(Unavailable):  # a commit will do it as well
-                delivery.stream.end_isolation([delivery])
             self._hand.conclude(delivery, outcome)

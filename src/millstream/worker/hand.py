@@ -221,7 +221,9 @@ class Hand:
         """
         since_ms, delivery.since_ms, delivery.ran, delivery.running = delivery.since_ms, now_ms, False, True
         lease = delivery.lease
-        if self._held.get(delivery.place) is not delivery or (lease is not None and lease.until_ms <= now_ms):
+        if lease is not None and lease.until_ms <= now_ms:
+            lease.lost = True  # nobody will run it here any more: it must not be extended
+        if self._held.get(delivery.place) is not delivery or (lease is not None and lease.lost):
             delivery.running = False
             return False
         if self._is_closed and not anyway:

@@ -64,7 +64,11 @@ class LeaseKeeper(Keeper):
                 )
             late_ms = self._clock.monotonic_ms() + margin_ms
             broken_off = self._let_go(
-                [lease for lease in self._hand.leases.copy() if lease.until_ms < late_ms and not lease.ending]
+                [
+                    lease
+                    for lease in self._hand.leases.copy()
+                    if (lease.lost or lease.until_ms < late_ms) and not lease.ending
+                ]
             )
 
     def _let_go(self, leases: Sequence[Lease]) -> list[Delivery]:

@@ -45,13 +45,17 @@ class EntryTaker(Taker[ReliableStream]):
         turn = self._turns.next(allowed.streams, min(room, affordable), allowed.count)
         can_wait = turn.may_wait and (len(turn.streams) == 1 or not self._client.is_cluster)
         if can_wait and self._clock.monotonic_ms() < self._dry_until_ms:
-            turn = Turn(turn.streams, min(turn.count, _WAITED_FOR), may_wait=True)
+            turn = Turn(turn.streams, min(turn.count, _WAITED_FOR if len(turn.streams) == 1 else 1), may_wait=True)
             found = self._wait_for(turn, min(self._policy.block_ms, allowed.until_ms))
+            if (
+                len(turn.streams) == 1
+            ):  # of many that are waited for, each gives something: that says nothing of one's backlog
+                self._hand.found(max(found.values(), default=0), turn.count)
         else:
             found = self._read(turn)
+            self._hand.found(max(found.values(), default=0), turn.count)
             if turn.may_wait and not (found or can_wait):
                 stopping.wait(min(_IDLE_WAIT_MS, allowed.until_ms) / 1000)
-        self._hand.found(max(found.values(), default=0), turn.count)
         self._turns.found(turn, found)
         self._report.polled(sum(found.values()))
         if turn.may_wait:

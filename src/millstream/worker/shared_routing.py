@@ -1,6 +1,7 @@
 """How one of the workers routes thousands of streams for all of them: told by Redis which have changed."""
 
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 from millstream.keyed import KeyedStream
@@ -29,6 +30,13 @@ class SharedRouter(OwnRouter):
     def _tell(self, stream: KeyedStream) -> None:
         if stream.readied:
             self._hints.put(stream.stream)
+
+    def _route_all(self, due: Sequence[KeyedStream]) -> None:
+        """See Router, whose way is taken where Redis tells nothing."""
+        try:
+            super()._route_all(due)
+        finally:
+            self._hints.tell()
 
     def _route_some(self) -> None:
         try:

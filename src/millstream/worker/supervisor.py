@@ -40,6 +40,7 @@ ORPHAN_MS = 4_000.0
 ORPHAN_END_MS = 8_000.0
 """After how long such a process ends, whatever it does; of computing, if a handler has stopped its threads."""
 
+_TOLD_TO_END = End(died=False, cause="was told to stop, and killed")
 _LIVED_ON = (STUCK_CODE, FINAL_CODE, MISTAKE_CODE)  # a process that ends itself so has not died of a message
 
 _TICK_S = 0.1
@@ -108,6 +109,7 @@ class Supervisor:
         self._children: list[_Child] = []
         self._started = 0
         self._ends: dict[str, End] = {}
+        self._is_killed = False
         self._renew_due_ms = 0.0
         self._failure: Exception | None = None
 
@@ -133,6 +135,7 @@ class Supervisor:
 
     def kill(self) -> None:
         """End the processes now: what they run others do again."""
+        self._is_killed = True
         for child in self._children:
             if child.process is not None and child.process.poll() is None:
                 child.process.kill()
@@ -256,7 +259,9 @@ class Supervisor:
                 logger.warning("worker process %d does not end and is killed", process.pid)
                 process.kill()
                 process.wait()
-                self._note_end(child, End(died=False, cause="was told to stop and killed after its time for that"))
+                self._note_end(child, _TOLD_TO_END)
+            elif self._is_killed:
+                self._note_end(child, _TOLD_TO_END)
 
 
 def exit_with_parent(stopping: threading.Event, source: IO[bytes], *, on_orphaned: Callable[[], None]) -> None:
