@@ -477,6 +477,7 @@ def test_where_the_clock_of_redis_went_back_leases_and_back_offs_end_as_if_it_ha
     for times in (KEYS.leases, KEYS.backoff):
         for name in client.execute("ZRANGE", times, 0, -1):
             client.execute("ZINCRBY", times, 5 * HOUR_MS, name)
+    worker.extend_leases([], HOUR_MS, 0)
     assert 0 < (take(worker).wait_ms or 0) <= HOUR_MS + 1
     for times in (KEYS.leases, KEYS.backoff):
         ((_, due_ms),) = [client.execute("ZRANGE", times, 0, -1, "WITHSCORES")]
@@ -541,6 +542,16 @@ def test_the_mark_of_an_isolated_run_has_its_entry_given_out_by_itself_until_an_
     assert ids(again) == [1]
     again.stream.release([Ending(again, "next", "", 1)])
     assert client.execute("HGETALL", KEYS.strikes) == [b"1-0l", b"1", b"1-0f", b"1"]
+
+
+def test_the_mark_of_a_process_that_died_stays_when_its_line_is_given_back_unbegun(client: Client) -> None:
+    worker = routed(client, "AA")
+    worker.isolate(take_one(worker).waiting[0], "dead-0 w1")
+    expire(client)
+    other = keyed(client, "w2")
+    lease = take_one(other)
+    other.release([Ending(lease, "first")])
+    assert other.isolation(take_one(other).waiting[0]) == (0, "dead-0 w1")
 
 
 def test_an_entry_that_a_task_on_spark_has_died_of_is_given_out_by_itself(client: Client) -> None:

@@ -10,7 +10,7 @@ import pytest
 from millstream.channel import Terms
 from millstream.client import Client
 from millstream.errors import CommandFailed, ConfigError, NotReplicated
-from millstream.keyed import Ending
+from millstream.keyed import RANGE, Ending
 from millstream.layout import Layout
 from millstream.lines import park, survey, unpark
 from millstream.moves import SEND_ON
@@ -21,6 +21,7 @@ from millstream.producer import Producer
 from millstream.reliable import ReliableStream
 from tests.support.partition_fixtures import (
     BASE,
+    MANY,
     Publisher,
     Worker,
     check_all,
@@ -248,6 +249,23 @@ def test_a_key_waits_in_its_new_partition_until_the_old_one_is_done_with_it(
     worker.work()
     assert (outcome(client), check_all(client)) == (sent, [])
     assert worker.moves.unsettled() == []
+
+
+def test_a_key_waits_in_its_new_partition_also_where_many_streams_are_routed_together(
+    client: Client, sent: dict[str, list[int]]
+) -> None:
+    _, worker, key, old, new = grown(client, sent)
+    layout, stream = worker.moves.layout, worker.streams[new]
+    stream.enlisted(client.pipeline([stream.to_enlist((), most_pending=MANY)])[0])  # it knows where the routing stands
+    read = stream.to_read(count=10, most_pending=MANY)
+    assert read is not None
+    client.script(RANGE, (read[3],), read[4:])  # so that the server has it
+    entries, _ = stream.found(client.execute(*read))
+    assert len(entries) == 2
+    stream.enlisted(client.execute(*stream.to_enlist(entries, most_pending=MANY)))
+    line = b"k" + key.encode()
+    assert waiting_in(client, layout, new) == {line: b"moving from " + layout.stream(old).encode()}
+    assert worker.take(new) == []
 
 
 def test_what_is_new_waits_for_nothing_and_a_stuck_key_keeps_only_itself_waiting(

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 
 from millstream.client import Client
+from millstream.clock import SYSTEM_CLOCK
+from millstream.worker.incarnations import Incarnation
 from millstream.worker.names import Names
 from millstream.worker.supervisor import Launch, Supervisor
 from tests.support.waiting import FAIL_SAFE_S, eventually
@@ -53,3 +55,30 @@ def test_a_process_that_has_committed_nothing_begins_again_after_waits_that_doub
     client: Client, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert waits_s(client, caplog, '{"committed": 0}') == [0.1, 0.2, 0.4, 0.8]
+
+
+def test_a_process_that_a_person_had_killed_has_not_died_of_anything(client: Client) -> None:
+    launched: list[Launch] = []
+
+    def command(launch: Launch) -> Sequence[str]:
+        launched.append(launch)
+        return [sys.executable, "-I", "-S", "-c", "import time; time.sleep(3600)"]
+
+    names = Names(client, "shop", "till")
+    names.take(1)
+    stopping = threading.Event()
+    supervisor = Supervisor(names, command, stop_ms=3_600_000, frozen_after_ms=1_000, on_line=lambda name, line: True)
+    running = threading.Thread(target=supervisor.run, args=(stopping,), daemon=True)
+    running.start()
+    eventually(lambda: launched, "a process")
+    stopping.set()
+
+    def is_over() -> bool:
+        supervisor.kill()  # a second signal
+        return not running.is_alive()
+
+    eventually(is_over, "the end of the supervisor")
+    incarnation = Incarnation(client, SYSTEM_CLOCK, app="shop", consumer="other-0")
+    end = incarnation.end_of(f"{launched[0].incarnation} till-0")
+    assert end is not None
+    assert not end.died

@@ -80,6 +80,11 @@ class _Child:
     has_worked: bool = False
     listener: threading.Thread | None = None
 
+    def forget_watchdog(self) -> None:
+        if self.watchdog is not None:
+            self.watchdog.close()
+            self.watchdog = None
+
 
 class Supervisor:
     """Runs `command(launch)` for each name that `names` holds, again and again, until it is stopped.
@@ -165,8 +170,7 @@ class Supervisor:
         if child.process.stdin is not None:
             child.process.stdin.close()
         child.process = None
-        if child.watchdog is not None:
-            child.watchdog.close()
+        child.forget_watchdog()
         how = self._how_it_ended(child, code)
         self._note_end(child, End(died=code not in _LIVED_ON, cause=how))
         if code == FINAL_CODE:
@@ -262,6 +266,7 @@ class Supervisor:
                 self._note_end(child, _TOLD_TO_END)
             elif self._is_killed:
                 self._note_end(child, _TOLD_TO_END)
+            child.forget_watchdog()
 
 
 def exit_with_parent(stopping: threading.Event, source: IO[bytes], *, on_orphaned: Callable[[], None]) -> None:
