@@ -20,6 +20,7 @@ _LEAST_COMPUTED, _LEAST_BLOCKED = 0.25, 0.5
 _LOOK_AFTER_MS = 500.0
 _LATE_MS = 1_000.0
 _TICK_MS = 1000 / os.sysconf("SC_CLK_TCK")
+_STOPPED = {"T", "t"}
 
 
 class Heartbeat:
@@ -99,9 +100,6 @@ class Watchdog:
         """Let go of the memory."""
         self._memory.close()
         self._file.close()
-
-
-_STOPPED = {"T", "t"}
 
 
 def _threads(pid: int) -> tuple[set[str], float]:

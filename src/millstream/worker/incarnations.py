@@ -65,9 +65,8 @@ class Incarnation:
         name, _, consumer = mark.partition(" ")
         began_ms = self._clock.monotonic_ms()
         try:
-            holder = self._client.execute(
-                "GET", held_name(self._app, consumer)
-            )  # first: the end is noted before it goes
+            # The name first: the end is noted before that is let go of.
+            holder = self._client.execute("GET", held_name(self._app, consumer))
             ended = self._client.execute("GET", ended_name(self._app, name))
         except RedisError:
             self._missed_since_ms.clear()

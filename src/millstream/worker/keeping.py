@@ -261,8 +261,8 @@ class Keeper:
                 if not stream.commit([unit]):
                     self._report.committed_some([delivery], [outcome.reason], 0.0)
             else:
-                self._report.retried_some(1)
                 stream.note_failures([delivery])
+                self._report.retried_some(1)
                 stream.end_isolation([delivery])
                 stream.hand_back([delivery.id])
         self._hand.drop([delivery])

@@ -195,14 +195,17 @@ class OwnRouter(Router):
         more: list[str] = []
         for stream, count, read in zip(streams, counts, reads, strict=True):
             reply = replies[stream.stream]
-            entries, unfit = ((), 0) if read is None or isinstance(reply, Exception) else stream.found(reply)
-            if entries or (read is not None and not isinstance(reply, Exception) and not unfit):
-                found[stream] = entries
-            else:
+            if read is None or isinstance(reply, Exception):
                 alone.append(stream)
-            if (
-                unfit or len(entries) >= count or isinstance(reply, ScriptMissing)
-            ):  # of that one nothing was asked at all
+                if isinstance(reply, ScriptMissing):  # of that one nothing was asked at all
+                    more.append(stream.stream)
+                continue
+            entries, unfit = stream.found(reply)
+            if unfit and not entries:
+                alone.append(stream)
+            else:
+                found[stream] = entries
+            if unfit or len(entries) >= count:
                 more.append(stream.stream)
         return found, alone, more
 

@@ -246,25 +246,24 @@ class Supervisor:
 
     def _stop(self) -> None:
         self._note_ends()
-        children = [child for child in self._children if child.process is not None]
-        running = [child.process for child in children if child.process is not None]
-        for process in running:
+        running = [(child, child.process) for child in self._children if child.process is not None]
+        for _, process in running:
             if process.stdin is not None:
                 with contextlib.suppress(BrokenPipeError):  # it has ended by itself
                     process.stdin.write(_ORDER)
                     process.stdin.close()
         deadline_ms = self._clock.monotonic_ms() + self._stop_ms + _SLACK_MS
-        while any(process.poll() is None for process in running) and self._clock.monotonic_ms() < deadline_ms:
+        while any(process.poll() is None for _, process in running) and self._clock.monotonic_ms() < deadline_ms:
             with contextlib.suppress(StaleOwner):
                 self._renew()  # what still runs must not meet another of its name
             self._clock.sleep_ms(1000 * _TICK_S)
-        for child, process in zip(children, running, strict=True):
-            if process.poll() is None:
+        for child, process in running:
+            hangs = process.poll() is None
+            if hangs:
                 logger.warning("worker process %d does not end and is killed", process.pid)
                 process.kill()
                 process.wait()
-                self._note_end(child, _TOLD_TO_END)
-            elif self._is_killed:
+            if hangs or self._is_killed:
                 self._note_end(child, _TOLD_TO_END)
             child.forget_watchdog()
 
