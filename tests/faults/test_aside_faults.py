@@ -23,7 +23,7 @@ SOAK = bool(os.environ.get("MILLSTREAM_SOAK"))
 ROUNDS = 2 if SOAK else 1
 BATCH_POINTS = ("after-aside", "before-advance", "before-aside", "after-advance") if SOAK else ("after-aside",)
 LINE_POINTS = ("line-committed", "line-loaded", "line-run") if SOAK else ()
-MESSAGES = 800 * ROUNDS
+MESSAGES = 600 * ROUNDS
 ACCOUNTS = 50
 STUCK, LATE = 5, 3
 """Accounts with a message that fails until it is mended, and with some that fail once."""

@@ -23,7 +23,7 @@ from tests.support.waiting import eventually
 pytestmark = [pytest.mark.spark, pytest.mark.drivers, pytest.mark.faults]
 
 SOAK = bool(os.environ.get("MILLSTREAM_SOAK"))
-MESSAGES = 200_000 if SOAK else 10_000
+MESSAGES = 200_000 if SOAK else 6_000
 KILLS = 40 if SOAK else 3
 ACCOUNTS = 400 if SOAK else 100
 KEYS = HandlerKeys("bank", "book", "bookings")

@@ -14,7 +14,7 @@ from tests.support.waiting import eventually
 
 pytestmark = [pytest.mark.spark, pytest.mark.drivers, pytest.mark.faults]
 KEYS = HandlerKeys("bank", "book", "bookings")
-MESSAGES = 10_000
+MESSAGES = 6_000
 
 
 class Bank:

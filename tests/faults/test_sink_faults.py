@@ -13,7 +13,7 @@ from tests.support.copying import Copying, published
 pytestmark = [pytest.mark.sink, pytest.mark.drivers, pytest.mark.faults, pytest.mark.spark]
 
 SOAK = bool(os.environ.get("MILLSTREAM_SOAK"))
-ROWS = 200_000 if SOAK else 10_000
+ROWS = 200_000 if SOAK else 5_000
 TASKS = ("before-staging", "half-staged", "staged")
 COMMITS = ("before-commit", "asked", "sealed", "decided", "half-published", "published")
 DRIVERS = COMMITS if SOAK else ("half-published",)
