@@ -10,6 +10,7 @@ import pytest
 from millstream import App, Message, Retry
 from millstream.client import Client
 from millstream.deadletters import DeadLetter
+from millstream.errors import GroupMissing
 from millstream.handlers import Handler
 from millstream.health import Health
 from millstream.ledger import Ledger
@@ -147,9 +148,12 @@ def dead(client: Client) -> list[DeadLetter]:
     return [DeadLetter.parse(*entry) for entry in client.execute("XRANGE", KEYS.dead, "-", "+")]
 
 
-def pending(client: Client) -> int:
-    """How many entries workers hold."""
-    return int(client.execute("XPENDING", "in", KEYS.group)[0])
+def pending(client: Client) -> int | None:
+    """How many entries workers hold; None before the first worker has joined."""
+    try:
+        return int(client.execute("XPENDING", "in", KEYS.group)[0])
+    except GroupMissing:
+        return None
 
 
 def scripts_called(client: Client) -> int:
