@@ -12,9 +12,9 @@ import hiredis
 import redis
 from pyspark.sql import SparkSession
 
-from millstream.client import Client
-from millstream.server import EmbeddedServer
-from millstream.spark.session import open_session
+from millstream.redis_client.client import Client
+from millstream.redis_client.embedded_server import EmbeddedServer
+from millstream.spark.run.session import open_session
 
 RAW_COUNT = 1000
 STREAMS_PER_TRIP = 100

@@ -23,9 +23,9 @@ from urllib.parse import urlsplit
 import hiredis
 import psutil
 
-from millstream.client import Client
+from millstream.redis_client.client import Client
+from millstream.redis_client.embedded_server import EmbeddedServer
 from millstream.router import Router
-from millstream.server import EmbeddedServer
 
 _BATCH = 5000
 _TICK_S = 0.002

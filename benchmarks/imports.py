@@ -20,16 +20,16 @@ from typing import Any
 import psutil
 
 from benchmarks.workers import server
-from millstream.client import Client
+from millstream.redis_client.client import Client
 
 NOTHING = "pass"
 AGAINST = {
     "root": ("import millstream", "import redis"),
-    "client": ("import millstream.client", "import redis"),
-    "help": ("from millstream.commands.cli import main; main(['--help'], standalone_mode=False)", "import typer"),
-    "worker": ("import millstream.commands.cli, millstream.commands.worker", "import redis, typer"),
-    "source": ("import millstream.spark.source", "import pyspark.sql"),
-    "task": ("import millstream.spark.task", "import redis, pyarrow"),
+    "client": ("import millstream.redis_client.client", "import redis"),
+    "help": ("from millstream.cli.main import main; main(['--help'], standalone_mode=False)", "import typer"),
+    "worker": ("import millstream.cli.main, millstream.cli.worker", "import redis, typer"),
+    "source": ("import millstream.spark.source.provider", "import pyspark.sql"),
+    "task": ("import millstream.spark.engine.task", "import redis, pyarrow"),
 }
 """What is measured, and what each is compared with."""
 
@@ -82,7 +82,7 @@ def _first_read_s(client: Client, folder: Path) -> float:
     client.execute("FLUSHALL")
     app = folder / "bench_app.py"
     app.write_text(APP)
-    command = [sys.executable, "-m", "millstream.commands.cli", "worker", f"{app}:app", "--url", client.url]
+    command = [sys.executable, "-m", "millstream.cli.main", "worker", f"{app}:app", "--url", client.url]
     with subprocess.Popen(command, env=_environment(), stderr=subprocess.DEVNULL) as process:
         while not _reads(client):
             time.sleep(0.002)

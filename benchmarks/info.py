@@ -10,10 +10,10 @@ from collections.abc import Callable
 from typing import Any
 
 from benchmarks.workers import server
-from millstream.asking import ask
-from millstream.client import Client
-from millstream.inspection import inspect
-from millstream.naming import HandlerKeys
+from millstream.admin.inspection import inspect
+from millstream.redis_client.client import Client
+from millstream.redis_client.key_names import HandlerKeys
+from millstream.redis_client.pipelining import ask
 
 
 def run(*, streams: int = 10_000, rounds: int = 5) -> dict[str, Any]:

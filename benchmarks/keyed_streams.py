@@ -14,7 +14,7 @@ from typing import Any
 
 from benchmarks.following import Publishing, create, names, server, until
 from millstream import App, Message
-from millstream.client import Client
+from millstream.redis_client.client import Client
 from millstream.worker import ReadingLoop
 
 STREAMS, RATE, SECONDS = (20, 200, 2_000), 200, 10.0

@@ -21,8 +21,8 @@ from typing import Any, get_args
 
 from benchmarks.workers import STREAM, fill, raw_loop, server
 from millstream import App, Message
-from millstream.client import Client
-from millstream.naming import HandlerKeys
+from millstream.redis_client.client import Client
+from millstream.redis_client.key_names import HandlerKeys
 from millstream.testing.history import Event, Fault, check
 
 KEYS = 1_000
@@ -111,7 +111,7 @@ def _work(client: Client, name: str, messages: int, processes: int) -> float:
     They find out that they may begin when they next look, so one after the other.
     """
     client.execute("HSET", KEYS_OF.meta, "paused", 1)
-    command = [sys.executable, "-m", "millstream.commands.cli", "worker", f"benchmarks.keyed_workers:{name}"]
+    command = [sys.executable, "-m", "millstream.cli.main", "worker", f"benchmarks.keyed_workers:{name}"]
     command += ["--url", client.url, "--processes", str(processes)]
     root = Path(__file__).parents[1]
     with subprocess.Popen(

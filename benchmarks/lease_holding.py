@@ -11,7 +11,7 @@ import redis
 
 from benchmarks.workers import server
 from millstream.balancer import Balancer, BalancerPolicy, announce
-from millstream.client import Client
+from millstream.redis_client.client import Client
 
 LEASES = 10_000
 LEASE_MS = 5_000

@@ -14,8 +14,8 @@ import redis
 
 from benchmarks.workers import server
 from millstream.balancer import Balancer, BalancerPolicy, StreamAdded, announce
-from millstream.client import Client
-from millstream.naming import ServiceKeys
+from millstream.redis_client.client import Client
+from millstream.redis_client.key_names import ServiceKeys
 
 STREAMS = 100
 LEASE_MS = 500

@@ -20,7 +20,7 @@ import hiredis
 import psutil
 
 from benchmarks.workers import server
-from millstream.client import Client
+from millstream.redis_client.client import Client
 
 STREAM, GROUP, TOKEN = "tickets", "workers", "a-token-of-the-benchmark"
 CONSUMERS, TICKETS, BATCH = 16, 2_000, 10
@@ -160,7 +160,7 @@ def _master(url: str, at_once: int) -> Iterator[tuple[psutil.Process, str]]:
     program = (
         sys.executable,
         "-m",
-        "millstream.commands.cli",
+        "millstream.cli.main",
         "master",
         *names,
         "--url",

@@ -23,8 +23,8 @@ import psutil
 
 from benchmarks.workers import server
 from millstream import App, Message
-from millstream.client import Client, raise_if_error
-from millstream.naming import HandlerKeys
+from millstream.redis_client.client import Client, raise_if_error
+from millstream.redis_client.key_names import HandlerKeys
 
 LEASE_MS = 2_000
 KEYS = 40
@@ -78,7 +78,7 @@ def _p99(found: list[float]) -> float:
 @contextmanager
 def _worker(client: Client, app: str, name: str, *options: str) -> Iterator[tuple[psutil.Process, int]]:
     """A supervisor and the process id of its worker, which is ready for work."""
-    command = [sys.executable, "-m", "millstream.commands.cli", "worker", f"{__file__}:{app}", "--url", client.url]
+    command = [sys.executable, "-m", "millstream.cli.main", "worker", f"{__file__}:{app}", "--url", client.url]
     command += ["--name", name, "--claim-s", str(LEASE_MS / 1000), "--json", *options]
     with subprocess.Popen(command, cwd=_ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
         try:

@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from benchmarks.following import by_article, by_pubsub, by_router, create, names, server
-from millstream.server import EmbeddedServer
+from millstream.redis_client.embedded_server import EmbeddedServer
 
 STREAMS = (20_000, 100_000)
 RATES = (50, 2_000, 20_000)

@@ -19,7 +19,7 @@ import hiredis
 import psutil
 
 from benchmarks.following import Meter, Run, create, measure, names, server, server_address, until
-from millstream.server import EmbeddedServer
+from millstream.redis_client.embedded_server import EmbeddedServer
 
 CLIENTS, RATE, SECONDS = 2_000, 1_000, 10.0
 _HOT_BYTES, _HOT_EVERY_S = 8_192, 0.01
@@ -116,7 +116,7 @@ async def _connect(url: str, stream: str, client: _Client) -> _Client:
 
 @contextmanager
 def _serving(url: str) -> Iterator[tuple[psutil.Process, str]]:
-    command = [sys.executable, "-m", "millstream.commands.cli", "serve", "--url", url, "--port", "0", "--json"]
+    command = [sys.executable, "-m", "millstream.cli.main", "serve", "--url", url, "--port", "0", "--json"]
     command += ["--connections", "16000", "--stall-s", "120"]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
         try:

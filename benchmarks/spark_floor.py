@@ -14,7 +14,7 @@ from typing import Any
 from pyspark.sql import DataFrame
 
 from benchmarks.common import cores, fill, laboratory
-from millstream.client import Client
+from millstream.redis_client.client import Client
 
 STREAM = "benchmark"
 ROWS = 1_000

@@ -22,11 +22,11 @@ from pyspark.sql import SparkSession
 
 from benchmarks.common import RAW_COUNT, cores, laboratory
 from millstream.app import App, load_app
-from millstream.client import Client
 from millstream.demo.audit import KEYS, OUTPUT
 from millstream.demo.flights import Flights, load_flights
-from millstream.publishing import Publisher
-from millstream.spark.runner import Runner, RunSettings
+from millstream.producer.bulk import Publisher
+from millstream.redis_client.client import Client
+from millstream.spark.run.supervisor import Runner, RunSettings
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "airline.py"
 PER_BATCH = 50_000

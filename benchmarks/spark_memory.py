@@ -16,7 +16,7 @@ import psutil
 
 from benchmarks.common import cores, fill, laboratory
 from millstream.app import load_app
-from millstream.spark.runner import Runner, RunSettings
+from millstream.spark.run.supervisor import Runner, RunSettings
 
 APP = """
 from dataclasses import dataclass

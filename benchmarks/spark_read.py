@@ -23,7 +23,7 @@ from benchmarks.common import (
     raw_socket_loop,
     raw_streams,
 )
-from millstream.client import Client
+from millstream.redis_client.client import Client
 
 STREAM = "benchmark"
 OTHERS = (16, 10_000, 100_000)

@@ -19,10 +19,10 @@ from typing import Any, TypeVar
 from pyspark.sql import SparkSession
 
 from benchmarks.common import FIELDS, cores, fill, laboratory, raw_streams
-from millstream.client import Client
-from millstream.spark.offsets import Offsets, dump
-from millstream.spark.options import parse
-from millstream.spark.planner import Planner
+from millstream.redis_client.client import Client
+from millstream.spark.source.batch_planner import Planner
+from millstream.spark.source.offsets import Offsets, dump
+from millstream.spark.source.options import parse
 
 T = TypeVar("T")
 

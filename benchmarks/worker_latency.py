@@ -17,14 +17,14 @@ import redis
 
 from benchmarks.workers import RAW_COUNT, STREAM, handler_of, server, wait_for, working
 from millstream import Message
-from millstream.client import Client
+from millstream.redis_client.client import Client
 
 RATE = 500
 _WARM_UP = 200
 
 PUBLISH = """
 import sys, time
-from millstream.client import Client
+from millstream.redis_client.client import Client
 url, stream, rate, count = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
 with Client(url) as client:
     due = time.monotonic()

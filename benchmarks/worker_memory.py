@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 
 from benchmarks.workers import server
-from millstream.client import Client
+from millstream.redis_client.client import Client
 from millstream.worker import WorkerPolicy
 
 MESSAGES, MEGABYTES = 100, 10
@@ -58,7 +58,7 @@ def _measure(kind: str) -> tuple[float, float, float]:
         command = [
             sys.executable,
             "-m",
-            "millstream.commands.cli",
+            "millstream.cli.main",
             "worker",
             f"{path}:app",
             "--url",

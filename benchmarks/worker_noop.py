@@ -11,7 +11,7 @@ from typing import Any
 
 from benchmarks.workers import fill, handler_of, raw_loop, server, wait_for, working
 from millstream import Message
-from millstream.worker.process import collect_rarely
+from millstream.worker.process.worker_process import collect_rarely
 
 
 def noop(message: Message) -> None:

@@ -16,7 +16,7 @@ import psutil
 
 from benchmarks.following import Publishing, create, names, server, until
 from millstream import App, Message
-from millstream.client import Client
+from millstream.redis_client.client import Client
 from millstream.worker import ReadingLoop
 
 STREAMS, RATE, SECONDS = 2_000, 2_000, 20.0

@@ -9,9 +9,9 @@ from typing import Any
 import redis
 
 from millstream import App
-from millstream.client import Client
-from millstream.handlers import Handler
-from millstream.server import EmbeddedServer
+from millstream.handlers.handler import Handler
+from millstream.redis_client.client import Client
+from millstream.redis_client.embedded_server import EmbeddedServer
 from millstream.worker import ReadingLoop
 
 STREAM = "benchmark"

@@ -23,7 +23,7 @@ from pyspark.sql import functions as f
 from pyspark.sql.streaming.query import StreamingQuery
 
 from benchmarks.common import RAW_COUNT, cores, laboratory
-from millstream.client import Client
+from millstream.redis_client.client import Client
 
 EVENTS, ADS, COUNTS = "ad-events", "ad-campaigns", "views:"
 CAMPAIGNS, ADS_EACH, WINDOW_MS = 100, 10, 10_000

@@ -5,7 +5,7 @@ that others have the stream.
 """
 
 from millstream.balancer import Lease
-from millstream.client import Client
+from millstream.redis_client.client import Client
 
 WRITE = """
 -- KEYS 1 what is kept of the stream (hash)   ARGV 1 token   2 field   3 value

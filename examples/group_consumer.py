@@ -2,8 +2,8 @@
 
 import sys
 
-from millstream.client import Client
 from millstream.groups import Delivered, Reader, ReadPolicy
+from millstream.redis_client.client import Client
 
 
 def process(message: Delivered) -> None:

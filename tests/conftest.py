@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from millstream.client import Client
-from millstream.rights import RoleName, rule
-from millstream.server import EmbeddedServer
+from millstream.admin.acl import RoleName, rule
+from millstream.redis_client.client import Client
+from millstream.redis_client.embedded_server import EmbeddedServer
 from tests.support import waiting
 from tests.support.java import start_java_quickly
 from tests.support.leftovers import RunGuardian

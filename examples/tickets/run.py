@@ -20,13 +20,13 @@ from pathlib import Path
 import httpx
 import msgspec
 
-from millstream.client import Client
-from millstream.server import EmbeddedServer
+from millstream.redis_client.client import Client
+from millstream.redis_client.embedded_server import EmbeddedServer
 from millstream.testing.history import Event, check, read_events
 
 HERE = Path(__file__).parent
 STREAM, GROUP = "tickets", "ticket_workers"
-PROGRAM = (sys.executable, "-m", "millstream.commands.cli")
+PROGRAM = (sys.executable, "-m", "millstream.cli.main")
 WITHIN_S = 600
 
 

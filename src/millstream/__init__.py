@@ -7,8 +7,8 @@ from millstream.lazy import names_of
 if TYPE_CHECKING:
     from millstream.app import App, load_app
     from millstream.errors import MillstreamError, Reject
+    from millstream.handlers.stage import Rows
     from millstream.model import EntryId, Message, Retry, State
-    from millstream.stages import Rows
 else:
     __getattr__, __dir__ = names_of(
         __name__,
@@ -16,7 +16,7 @@ else:
             "millstream.app": ("App", "load_app"),
             "millstream.errors": ("MillstreamError", "Reject"),
             "millstream.model": ("EntryId", "Message", "Retry", "State"),
-            "millstream.stages": ("Rows",),
+            "millstream.handlers.stage": ("Rows",),
         },
     )
 

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from millstream.errors import ConfigError
-from millstream.handlers import Handler, compile_handler
-from millstream.naming import MASTER, check_identifier
-from millstream.stages import Rows, Stage, compile_stage
+from millstream.handlers.handler import Handler, compile_handler
+from millstream.handlers.stage import Rows, Stage, compile_stage
+from millstream.redis_client.key_names import MASTER, check_identifier
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -38,7 +38,7 @@ class App:
         self.stages: dict[str, Stage] = {}
 
     def handler(self, *streams: str, **options: Any) -> Callable[[F], F]:
-        """Register a function as the handler of `streams`. Options as in `millstream.handlers.Handler`.
+        """Register a function as the handler of `streams`. Options as in `millstream.handlers.handler.Handler`.
 
         Its parameters are filled by their annotations: a typed model or Message (or lists of
         them, for batches), and State if it has a key.

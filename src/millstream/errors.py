@@ -3,7 +3,7 @@
 MillstreamError
 ├── ConfigError            the app file, an option or a URL is wrong; the message says what to change
 ├── ServerError            the embedded redis-server could not be started or stopped
-├── RedisError             what Redis answered, translated once, in `millstream.client`
+├── RedisError             what Redis answered, translated once, in `millstream.redis_client.client`
 │   ├── Unavailable        away, loading, failing over, out of memory: try again later
 │   │   ├── OutOfMemory    `maxmemory` is reached: nothing was written
 │   │   └── StreamFull     the stream has as many entries as its producer allows: nothing was written

@@ -4,6 +4,6 @@ Spark imports every top-level package named `pyspark_*` and takes its `DefaultSo
 API"). It does so in each lookup process, so this import stays cheap.
 """
 
-from millstream.spark.source import RedisStreamsSource as DefaultSource
+from millstream.spark.source.provider import RedisStreamsSource as DefaultSource
 
 __all__ = ["DefaultSource"]

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from pyspark.sql import SparkSession
 
-from millstream.client import Client
-from millstream.server import EmbeddedServer
+from millstream.redis_client.client import Client
+from millstream.redis_client.embedded_server import EmbeddedServer
 from millstream.testing.contract import Case, ContractBroken, Engine, judge, put_through
 from tests.contract.worker_app import ALL
 from tests.support.engines import Pipelines, WorkerCommand

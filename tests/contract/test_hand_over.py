@@ -11,13 +11,13 @@ import pytest
 from pyspark.sql import SparkSession
 
 from millstream import App, Message, Reject, Retry, State
-from millstream.client import Client
+from millstream.delivery.commit_store import ENTRY_MARK, Ledger, Unit
+from millstream.delivery.reliable_stream import ReliableStream
 from millstream.errors import ConfigError, PipelineFailed, StaleOwner
-from millstream.ledger import ENTRY_MARK, Ledger, Unit
 from millstream.model import EntryId
-from millstream.naming import HandlerKeys
-from millstream.reliable import ReliableStream
-from millstream.spark.runner import Runner, RunSettings
+from millstream.redis_client.client import Client
+from millstream.redis_client.key_names import HandlerKeys
+from millstream.spark.run.supervisor import Runner, RunSettings
 from millstream.testing.history import check_outputs
 from millstream.worker import ReadingLoop, WorkerPolicy
 from tests.support.waiting import FAIL_SAFE_S, eventually

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from millstream import App, Message
-from millstream.client import Arg, Client
-from millstream.deadletters import DeadLetter
-from millstream.ledger import ENTRY_MARK, Ledger, Unit
+from millstream.delivery.commit_store import ENTRY_MARK, Ledger, Unit
+from millstream.handlers.dead_letter import DeadLetter
+from millstream.redis_client.client import Arg, Client
 from millstream.testing.contract import APP, Case, ContractBroken, Letter, entry, entry_id, judge, publish, put_through
 
 pytestmark = [pytest.mark.worker, pytest.mark.keys, pytest.mark.spark]

@@ -4,8 +4,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from millstream.client import Client
-from millstream.server import EmbeddedServer
+from millstream.redis_client.client import Client
+from millstream.redis_client.embedded_server import EmbeddedServer
 from millstream.testing.history import Report
 from tests.support.worker_processes import Standstill, Tell
 

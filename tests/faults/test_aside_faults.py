@@ -8,10 +8,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from millstream.client import Client
-from millstream.lines import check_lines, survey
-from millstream.naming import HandlerKeys
-from millstream.server import EmbeddedServer
+from millstream.delivery.key_queues import check_lines, survey
+from millstream.redis_client.client import Client
+from millstream.redis_client.embedded_server import EmbeddedServer
+from millstream.redis_client.key_names import HandlerKeys
 from millstream.testing.history import check_outputs
 from tests.support.commandline import call
 from tests.support.drivers import APPS, Driver

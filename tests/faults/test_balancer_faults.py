@@ -14,12 +14,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from millstream.asking import server_time_ms
 from millstream.balancer import announce
-from millstream.balancer.survey import survey
-from millstream.client import Client
-from millstream.naming import ServiceKeys
-from millstream.server import EmbeddedServer
+from millstream.balancer.service_status import survey
+from millstream.redis_client.client import Client
+from millstream.redis_client.embedded_server import EmbeddedServer
+from millstream.redis_client.key_names import ServiceKeys
+from millstream.redis_client.pipelining import server_time_ms
 from millstream.testing.proxy import Proxy
 from tests.support.apps.lease_owner import REFUSED, SERVICE, WRITES
 from tests.support.drivers import APPS

@@ -11,8 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from millstream.client import Client
-from millstream.server import EmbeddedServer
+from millstream.redis_client.client import Client
+from millstream.redis_client.embedded_server import EmbeddedServer
 from millstream.testing.proxy import Proxy
 from tests.support.keyed_workers import KeyedBooks
 from tests.support.worker_processes import CLAIM_S, Books, Fleet, Tell, wake_up, watched

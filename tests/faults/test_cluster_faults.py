@@ -12,7 +12,7 @@ import pyspark
 import pytest
 
 import millstream
-from millstream.client import Client
+from millstream.redis_client.client import Client
 from millstream.testing.history import check_outputs
 from tests.support.drivers import Driver
 from tests.support.waiting import eventually

@@ -12,10 +12,10 @@ import msgspec
 import psutil
 import pytest
 
-from millstream.client import Client
-from millstream.deadletters import DeadLetter
-from millstream.naming import HandlerKeys
-from millstream.server import EmbeddedServer
+from millstream.handlers.dead_letter import DeadLetter
+from millstream.redis_client.client import Client
+from millstream.redis_client.embedded_server import EmbeddedServer
+from millstream.redis_client.key_names import HandlerKeys
 from millstream.testing.history import check_outputs
 from tests.support.drivers import APPS, Driver
 from tests.support.waiting import eventually

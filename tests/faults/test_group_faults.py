@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from millstream.client import Client
 from millstream.groups import Group
-from millstream.server import EmbeddedServer
+from millstream.redis_client.client import Client
+from millstream.redis_client.embedded_server import EmbeddedServer
 from tests.support.copying import Copying, published
 from tests.support.waiting import eventually
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from millstream.client import Client
 from millstream.groups import Consumer, Group
+from millstream.redis_client.client import Client
 from tests.support.waiting import eventually
 
 pytestmark = [pytest.mark.groups, pytest.mark.faults]

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from millstream.client import Client
 from millstream.groups import ClaimOptions, Consumer, DoneFile, Group, GroupInfo, PendingEntry, Reader, ReadPolicy
-from millstream.server import EmbeddedServer
+from millstream.redis_client.client import Client
+from millstream.redis_client.embedded_server import EmbeddedServer
 from millstream.testing.topologies import sentinel_trio
 from tests.support.replicas import is_primary
 from tests.support.waiting import FAIL_SAFE_S, eventually

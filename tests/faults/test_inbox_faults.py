@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from millstream.inbox import Inbox
+from millstream.handlers.sql_inbox import Inbox
 from tests.support.apps.inbox_consumer import POINTS, Payment, Plan
 from tests.support.databases import Database, postgres_server
 

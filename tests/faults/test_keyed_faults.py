@@ -10,9 +10,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from millstream.asking import server_time_ms
-from millstream.client import Client, raise_if_error
-from millstream.server import EmbeddedServer
+from millstream.redis_client.client import Client, raise_if_error
+from millstream.redis_client.embedded_server import EmbeddedServer
+from millstream.redis_client.pipelining import server_time_ms
 from millstream.testing.proxy import Proxy
 from tests.support.keyed_workers import KeyedBooks
 from tests.support.waiting import eventually

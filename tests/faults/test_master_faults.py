@@ -14,9 +14,9 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
-from millstream.asking import server_time_ms
-from millstream.client import Client
-from millstream.server import EmbeddedServer
+from millstream.redis_client.client import Client
+from millstream.redis_client.embedded_server import EmbeddedServer
+from millstream.redis_client.pipelining import server_time_ms
 from millstream.testing.history import Event, check, read_events
 from tests.support.commandline import PROGRAM, environment, run
 from tests.support.masters import GROUP, KEYS, PATIENT, STREAM, TOKEN, Foreign, Master, end, holders, is_clean, publish

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 
 import pytest
 
-from millstream.client import Client
-from millstream.delayed import DelayedMessages
-from millstream.producer import Producer
-from millstream.server import EmbeddedServer
+from millstream.delivery.delayed_messages import DelayedMessages
+from millstream.producer.producer import Producer
+from millstream.redis_client.client import Client
+from millstream.redis_client.embedded_server import EmbeddedServer
 from millstream.testing.proxy import Proxy
 from tests.support.waiting import FAIL_SAFE_S, eventually
 
@@ -27,8 +27,8 @@ KEYS = 8
 
 MOVER = """
 import sys
-from millstream.client import Client
-from millstream.delayed import DelayedMessages
+from millstream.redis_client.client import Client
+from millstream.delivery.delayed_messages import DelayedMessages
 with Client(sys.argv[1]) as client:
     delayed = DelayedMessages(client)
     print("ready", flush=True)

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from millstream.client import Client
-from millstream.naming import HandlerKeys
-from millstream.server import EmbeddedServer
+from millstream.redis_client.client import Client
+from millstream.redis_client.embedded_server import EmbeddedServer
+from millstream.redis_client.key_names import HandlerKeys
 from tests.support.drivers import APPS, Driver
 from tests.support.waiting import eventually
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from millstream.client import Client
 from millstream.errors import Unavailable
+from millstream.redis_client.client import Client
+from millstream.redis_client.embedded_server import EmbeddedServer
 from millstream.router import Gap, ReadPolicy, Router
-from millstream.server import EmbeddedServer
 from millstream.testing.proxy import Proxy
 from millstream.testing.topologies import cluster, sentinel_trio
 from tests.support.routers import OFTEN, READERS, Crowd, ids_in, make_router, publish, taken

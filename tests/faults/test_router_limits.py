@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 
-from millstream.client import Client
 from millstream.errors import CommandFailed
+from millstream.redis_client.client import Client
+from millstream.redis_client.embedded_server import EmbeddedServer
 from millstream.router import ReadPolicy
-from millstream.router.links import Link, LinkEvents, LinkPolicy
-from millstream.router.pump import ThreadPump
-from millstream.server import EmbeddedServer
+from millstream.router.connection import Link, LinkEvents, LinkPolicy
+from millstream.router.reactor import ThreadPump
 from millstream.testing.proxy import Proxy, Side
 from tests.support.clocks import HandClock
 from tests.support.routers import READERS, Crowd, make_router, publish

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from millstream.client import Client
-from millstream.server import EmbeddedServer
+from millstream.redis_client.client import Client
+from millstream.redis_client.embedded_server import EmbeddedServer
 from tests.support.copying import Copying, published
 
 pytestmark = [pytest.mark.sink, pytest.mark.drivers, pytest.mark.faults, pytest.mark.spark]

@@ -9,9 +9,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from millstream.client import Client
-from millstream.deadletters import DeadLetter
-from millstream.naming import HandlerKeys
+from millstream.handlers.dead_letter import DeadLetter
+from millstream.redis_client.client import Client
+from millstream.redis_client.key_names import HandlerKeys
 from millstream.testing.history import check_outputs
 from tests.support.drivers import Driver
 from tests.support.memory import refusals

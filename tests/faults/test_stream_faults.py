@@ -11,11 +11,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from millstream.balancer.service import BALANCE
-from millstream.client import Client
-from millstream.keyed import ROUTE, TAKE
-from millstream.ledger import JOIN
-from millstream.server import EmbeddedServer
+from millstream.balancer.protocol import BALANCE
+from millstream.delivery.commit_store import JOIN
+from millstream.delivery.keyed_stream import ROUTE, TAKE
+from millstream.redis_client.client import Client
+from millstream.redis_client.embedded_server import EmbeddedServer
 from millstream.testing.history import Event, Report, check, read_events
 from millstream.testing.proxy import Proxy
 from tests.support.waiting import eventually

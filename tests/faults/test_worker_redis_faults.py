@@ -8,10 +8,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from millstream.client import Client, Script
-from millstream.naming import HandlerKeys
-from millstream.reliable import READ
-from millstream.server import EmbeddedServer
+from millstream.delivery.reliable_stream import READ
+from millstream.redis_client.client import Client, Script
+from millstream.redis_client.embedded_server import EmbeddedServer
+from millstream.redis_client.key_names import HandlerKeys
 from millstream.testing.proxy import Proxy, Side
 from millstream.testing.topologies import sentinel_trio
 from tests.support.waiting import eventually, slowness
@@ -25,7 +25,14 @@ CUTS = 50 if SOAK else 3
 KEYS = HandlerKeys("steady", "work", "in")
 AWAY_S = 3.0
 COMMANDS = ("XREADGROUP", "XPENDING", "XCLAIM", "HMGET", "HSCAN", "HSET")
-SCRIPTS = {**dict.fromkeys(("commit", "hold", "checkpoint", "join", "due"), CUTS), "name": 2}
+SCRIPT_NAMES = (
+    "commit/commit",
+    "commit/set_idle_time",
+    "commit/checkpoint",
+    "commit/join_workers",
+    "producer/move_due",
+)
+SCRIPTS = {**dict.fromkeys(SCRIPT_NAMES, CUTS), "shared/hold_name": 2}
 
 
 def test_a_redis_that_is_killed_costs_no_message_and_its_absence_costs_neither_processor_nor_log(

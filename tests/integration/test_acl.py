@@ -8,20 +8,20 @@ from pathlib import Path
 import pytest
 
 from millstream import App
+from millstream.admin.acl import ROLES, RoleName, rule
 from millstream.balancer import announce
-from millstream.balancer.service import Service
-from millstream.client import Client
+from millstream.balancer.protocol import Service
+from millstream.delivery.reliable_stream import ReliableStream
 from millstream.errors import AccessDenied
-from millstream.master.consumer import ACK
-from millstream.master.desk import Desk
-from millstream.master.registry import Registry
-from millstream.naming import PREFIX, HandlerKeys, ServiceKeys
-from millstream.producer import Producer
-from millstream.reliable import ReliableStream
-from millstream.rights import ROLES, RoleName, rule
+from millstream.producer.producer import Producer
+from millstream.redis_client.client import Client
+from millstream.redis_client.embedded_server import EmbeddedServer
+from millstream.redis_client.key_names import PREFIX, HandlerKeys, ServiceKeys
 from millstream.router import Router
-from millstream.server import EmbeddedServer
-from millstream.sink import Publication, Terms
+from millstream.services.master.consumer import ACK
+from millstream.services.master.delegation import Desk
+from millstream.services.master.registry import Registry
+from millstream.spark.sink import Publication, Terms
 from millstream.testing.topologies import cluster
 from tests.support import masters
 from tests.support.acl_scenarios.commands import operate, publish

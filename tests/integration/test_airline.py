@@ -12,8 +12,6 @@ import msgspec
 import pytest
 
 from millstream.app import load_app
-from millstream.client import Client
-from millstream.decoding import encode_output
 from millstream.demo.audit import KEYS, OUTPUT, audit, read_results
 from millstream.demo.flights import Flights, load_flights
 from millstream.demo.pipeline import Pipeline, descendants
@@ -23,9 +21,11 @@ from millstream.demo.reference import expected_results
 from millstream.demo.show import DemoSettings
 from millstream.demo.surroundings import clean, fresh_folder, require_unused
 from millstream.errors import ConfigError, PipelineFailed, WrongType
-from millstream.handlers import Handler
-from millstream.lifecycle import Dead, letter, refuse_unkeyed
+from millstream.handlers.attempt import Dead, letter, refuse_unkeyed
+from millstream.handlers.decoding import encode_output
+from millstream.handlers.handler import Handler
 from millstream.model import Message, State
+from millstream.redis_client.client import Client
 from tests.support.waiting import eventually
 
 pytestmark = [pytest.mark.worker, pytest.mark.keys, pytest.mark.xdist_group("airline")]

@@ -6,12 +6,12 @@ from collections import defaultdict
 import pytest
 
 from millstream import App, Message, Retry
-from millstream.client import Client
-from millstream.handlers import Handler
-from millstream.keyed import Ending, KeyedStream, Lease
-from millstream.ledger import Ledger
-from millstream.lines import check_lines, park, skip, survey, unpark
+from millstream.delivery.commit_store import Ledger
+from millstream.delivery.key_queues import check_lines, park, skip, survey, unpark
+from millstream.delivery.keyed_stream import Ending, KeyedStream, Lease
+from millstream.handlers.handler import Handler
 from millstream.model import EntryId
+from millstream.redis_client.client import Client
 from tests.support.keyed_fixtures import HOUR_MS, KEYS, MANY, line_of
 from tests.support.task_fixtures import Bench, Row
 

@@ -14,9 +14,8 @@ from millstream.balancer import (
     Terminated,
     announce,
 )
-from millstream.client import Client
 from millstream.errors import AlreadyOwned, ConfigError, LeaseLost, StreamNotFound, Unavailable
-from millstream.metrics import (
+from millstream.observability.metrics import (
     LEASE_CLAIMS,
     LEASE_NOTICES,
     LEASE_RECOVERY_SECONDS,
@@ -27,6 +26,7 @@ from millstream.metrics import (
     LEASES_TAKEN,
     Recorder,
 )
+from millstream.redis_client.client import Client
 from tests.support.balancers import (
     KEYS,
     SERVICE,

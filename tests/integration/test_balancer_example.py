@@ -6,10 +6,10 @@ import pytest
 
 from examples.fencing import WRITE, write
 from examples.leases import app
+from millstream.admin.inspection import read_state
 from millstream.balancer import Balancer, BalancerPolicy, StreamAdded, announce
-from millstream.client import Client
-from millstream.inspection import read_state
-from millstream.naming import HandlerKeys, ServiceKeys
+from millstream.redis_client.client import Client
+from millstream.redis_client.key_names import HandlerKeys, ServiceKeys
 from tests.support.balancers import hear, wake
 from tests.support.commandline import call
 from tests.support.waiting import eventually

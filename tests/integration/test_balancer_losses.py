@@ -5,9 +5,9 @@ import contextlib
 import pytest
 
 from millstream.balancer import Balancer, Lease, StreamAdded, StreamDisowned, announce
-from millstream.client import Client
 from millstream.errors import LeaseLost, NameHeld
-from millstream.server import EmbeddedServer
+from millstream.redis_client.client import Client
+from millstream.redis_client.embedded_server import EmbeddedServer
 from millstream.testing.proxy import Proxy
 from millstream.testing.topologies import acl_server, cluster
 from tests.support.balancers import (

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
 from millstream.balancer import Lease
-from millstream.balancer.service import Round, Service, announce
-from millstream.client import Client
+from millstream.balancer.protocol import Round, Service, announce
 from millstream.errors import AlreadyOwned, LeaseLost, NameHeld, StreamNotFound
+from millstream.redis_client.client import Client
 from tests.support.balancers import (
     KEYS,
     LONG_MS,

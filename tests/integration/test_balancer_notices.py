@@ -14,10 +14,10 @@ from millstream.balancer import (
     Terminated,
     announce,
 )
-from millstream.balancer.service import end_leases
-from millstream.client import Client
+from millstream.balancer.protocol import end_leases
 from millstream.errors import ConfigError, LeaseLost, Unavailable, WrongType
-from millstream.server import EmbeddedServer
+from millstream.redis_client.client import Client
+from millstream.redis_client.embedded_server import EmbeddedServer
 from millstream.testing.proxy import Proxy
 from tests.support.balancers import (
     KEYS,

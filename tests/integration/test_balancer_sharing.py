@@ -11,11 +11,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from millstream.balancer import Balancer, StreamAdded, StreamDisowned, StreamExpired
-from millstream.balancer.service import FIELD
-from millstream.client import Client
+from millstream.balancer.protocol import FIELD
 from millstream.errors import LeaseLost, WrongType
-from millstream.metrics import LEASE_NOTICES, Recorder
-from millstream.naming import ServiceKeys
+from millstream.observability.metrics import LEASE_NOTICES, Recorder
+from millstream.redis_client.client import Client
+from millstream.redis_client.key_names import ServiceKeys
 from tests.support.balancers import (
     KEYS,
     LONG_MS,

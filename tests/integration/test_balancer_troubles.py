@@ -8,9 +8,9 @@ from collections.abc import Callable
 import pytest
 
 from millstream.balancer import Balancer, StreamAdded, StreamDisowned, StreamExpired, Terminated
-from millstream.balancer.service import BALANCE, CLAIM, HAND_IN, RETIRE
-from millstream.client import Client
+from millstream.balancer.protocol import BALANCE, CLAIM, HAND_IN, RETIRE
 from millstream.errors import LeaseLost, MillstreamError, Unavailable
+from millstream.redis_client.client import Client
 from millstream.testing.proxy import Proxy
 from tests.support.balancers import (
     KEYS,

@@ -5,11 +5,11 @@ import json
 import pytest
 
 from millstream.balancer import StreamAdded
-from millstream.balancer.service import BALANCE, FIELD, HAND_IN
-from millstream.client import Client
+from millstream.balancer.protocol import BALANCE, FIELD, HAND_IN
 from millstream.errors import NameHeld, Unavailable
-from millstream.metrics import CATALOGUE, LEASES_ENDED, LEASES_LASTED, Recorder
-from millstream.server import EmbeddedServer
+from millstream.observability.metrics import CATALOGUE, LEASES_ENDED, LEASES_LASTED, Recorder
+from millstream.redis_client.client import Client
+from millstream.redis_client.embedded_server import EmbeddedServer
 from millstream.testing.proxy import Proxy
 from millstream.testing.topologies import acl_server
 from tests.support.balancers import (

@@ -19,8 +19,8 @@ from typing import Any
 
 import pytest
 
-from millstream.bell import Bell
 from millstream.errors import ConfigError
+from millstream.observability.dead_letter_alerts import Bell
 from tests.support.clocks import HandClock
 from tests.support.waiting import FAIL_SAFE_S, eventually
 
@@ -76,7 +76,7 @@ def webhook(*statuses: int, delay_s: float = 0.0) -> Iterator[Webhook]:
 @pytest.fixture
 def quick_tries(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tries follow each other soon."""
-    monkeypatch.setattr("millstream.bell._WAITS_S", (0.0, 0.05, 0.1))
+    monkeypatch.setattr("millstream.observability.dead_letter_alerts._WAITS_S", (0.0, 0.05, 0.1))
 
 
 def close(bell: Bell) -> None:

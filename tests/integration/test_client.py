@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import redis
 
-from millstream.client import Client, Script
+from millstream.delivery.reliable_stream import ReliableStream
 from millstream.errors import (
     AccessDenied,
     CommandFailed,
@@ -19,14 +19,14 @@ from millstream.errors import (
     Unavailable,
     WrongType,
 )
-from millstream.eviction import warn_if_evicting
-from millstream.naming import HandlerKeys
-from millstream.redaction import redact
-from millstream.reliable import ReliableStream
-from millstream.server import EmbeddedServer
+from millstream.redis_client.client import Client, Script
+from millstream.redis_client.embedded_server import EmbeddedServer
+from millstream.redis_client.error_translation import translate
+from millstream.redis_client.eviction import warn_if_evicting
+from millstream.redis_client.key_names import HandlerKeys
+from millstream.redis_client.redaction import redact
 from millstream.testing.proxy import Proxy
 from millstream.testing.topologies import tls_server
-from millstream.translation import translate
 from tests.support.clocks import HandClock
 
 pytestmark = [pytest.mark.cli, pytest.mark.groups]
@@ -61,7 +61,7 @@ def test_errors_are_told_in_our_own_words(client: Client) -> None:
 def test_the_key_that_holds_the_wrong_type_is_named_wherever_it_is(client: Client) -> None:
     client.execute("SET", "text", "1")
     client.execute("XGROUP", "CREATE", "a", "g", "$", "MKSTREAM")
-    script = Script("ack")
+    script = Script("groups/ack_owned")
     for command, words in (
         (lambda: client.execute("XGROUP", "CREATE", "text", "g", "$"), "XGROUP CREATE text: the key holds"),
         (lambda: client.execute("XINFO", "STREAM", "text"), "XINFO STREAM text: the key holds"),
@@ -175,7 +175,7 @@ REFUSALS = {
 
 @pytest.mark.parametrize("said", REFUSALS.values(), ids=REFUSALS)
 def test_a_refusal_in_a_script_is_understood_in_the_words_of_every_server(said: tuple[str, str]) -> None:
-    script = Script("redrive")
+    script = Script("producer/redrive")
     line = 1 + next(at for at, one in enumerate(script.text.splitlines()) if "'XADD'" in one)
     for of_key, text in enumerate(said):
         error = redis.exceptions.ResponseError(text.format(sha=script.sha, line=line))
@@ -290,7 +290,7 @@ def test_a_pattern_of_all_streams_leaves_dead_letters_out_unless_it_asks_for_the
 
 
 def test_scripts_run_after_the_server_lost_them_in_a_pipeline_too(client: Client) -> None:
-    name = Script("name")
+    name = Script("shared/hold_name")
     client.execute("SCRIPT", "FLUSH")
     assert client.scripts([(name, (f"n{n}",), ("me", 60_000)) for n in range(3)]) == [1, 1, 1]
     assert client.execute("EXISTS", "n0", "n1", "n2") == 3
@@ -313,7 +313,7 @@ def test_threads_share_a_client_without_mixing_up_replies(client: Client) -> Non
 
 
 def test_the_error_of_a_script_names_it_and_the_line_but_neither_its_hash_nor_its_text(client: Client) -> None:
-    script = Script("forget")
+    script = Script("commit/forget_progress")
     for _ in range(2):  # sent as text, then called by its hash
         with pytest.raises(CommandFailed, match=r"^the forget script: .*\(line \d+ of the script\)$") as caught:
             client.script(script, ["a", "b", "c", "d"], [])

@@ -18,14 +18,14 @@ import typer
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millstream.client import Client
-from millstream.commands.cli import FAMILIES
-from millstream.commands.options import parse_start, parse_time_ms
-from millstream.commands.terminal import age, clip, counted, size
+from millstream.cli.main import FAMILIES
+from millstream.cli.options import parse_start, parse_time_ms
+from millstream.cli.terminal import age, clip, counted, size
 from millstream.errors import ConfigError
-from millstream.escaping import harmless, json_fields, unescape, visible
 from millstream.model import EntryId
-from millstream.server import EmbeddedServer
+from millstream.redis_client.client import Client
+from millstream.redis_client.embedded_server import EmbeddedServer
+from millstream.redis_client.escaping import harmless, json_fields, unescape, visible
 from tests.support.commandline import PROGRAM, Outcome, call, ended, environment, lives, run, running
 from tests.support.waiting import FAIL_SAFE_S
 
@@ -53,7 +53,7 @@ def test_every_family_has_help(name: str) -> None:
 def test_light_commands_import_neither_spark_nor_what_only_others_need() -> None:
     script = (
         "import json, sys\n"
-        "from millstream.commands.cli import main\n"
+        "from millstream.cli.main import main\n"
         "for args in json.loads(sys.argv[1]):\n"
         "    try: main(args)\n"
         "    except SystemExit: pass\n"
@@ -68,7 +68,7 @@ def test_light_commands_import_neither_spark_nor_what_only_others_need() -> None
 
 
 def test_help_needs_no_redis_client_and_no_server() -> None:
-    script = "import sys, millstream.commands.cli; sys.exit('redis' in sys.modules)"
+    script = "import sys, millstream.cli.main; sys.exit('redis' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
 
 

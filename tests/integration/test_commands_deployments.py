@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from millstream.client import Client
-from millstream.deadletters import DeadLetter
-from millstream.naming import HandlerKeys
+from millstream.handlers.dead_letter import DeadLetter
+from millstream.redis_client.client import Client
+from millstream.redis_client.key_names import HandlerKeys
 from millstream.testing.topologies import acl_server, cluster, sentinel_trio, tls_server
 from tests.support.commandline import call
 

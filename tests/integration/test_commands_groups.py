@@ -8,13 +8,13 @@ from dataclasses import replace
 import pytest
 
 from millstream import App, Message, Reject
-from millstream.asking import server_time_ms
-from millstream.client import Client
+from millstream.admin.inspection import inspect
+from millstream.delivery.commit_store import Ledger
+from millstream.delivery.reliable_stream import ReliableStream
 from millstream.groups import Consumer, Group
-from millstream.inspection import inspect
-from millstream.ledger import Ledger
-from millstream.naming import HandlerKeys
-from millstream.reliable import ReliableStream
+from millstream.redis_client.client import Client
+from millstream.redis_client.key_names import HandlerKeys
+from millstream.redis_client.pipelining import server_time_ms
 from tests.support.commandline import call
 from tests.support.waiting import FAIL_SAFE_S, eventually
 from tests.support.workers import LONG_AGO_MS, QUICK, working

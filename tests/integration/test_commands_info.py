@@ -7,17 +7,17 @@ from collections.abc import Sequence
 import msgspec
 import pytest
 
-from millstream.asking import server_time_ms
-from millstream.client import Client
-from millstream.inspection import inspect
-from millstream.ledger import Ledger, Unit
-from millstream.naming import HandlerKeys, held_name, stage_group
-from millstream.readers import ReaderReport, readers
-from millstream.reports import HandlerReport, Inspection
-from millstream.spark.options import parse
-from millstream.spark.places import START
-from millstream.spark.presence import keep_present, say_present
-from millstream.spark.taking import Taker
+from millstream.admin.consumption_summary import ReaderReport, readers
+from millstream.admin.inspection import inspect
+from millstream.admin.reports import HandlerReport, Inspection
+from millstream.delivery.commit_store import Ledger, Unit
+from millstream.redis_client.client import Client
+from millstream.redis_client.key_names import HandlerKeys, held_name, stage_group
+from millstream.redis_client.pipelining import server_time_ms
+from millstream.spark.run.liveness import keep_present, say_present
+from millstream.spark.source.group_batch_planner import Taker
+from millstream.spark.source.group_offsets import START
+from millstream.spark.source.options import parse
 from tests.support.clocks import HandClock
 from tests.support.commandline import call
 from tests.support.waiting import FAIL_SAFE_S, eventually
@@ -250,7 +250,7 @@ def test_two_looks_tell_rates(client: Client, monkeypatch: pytest.MonkeyPatch) -
             client.execute("HSET", KEYS.meta, "committed", 14)
             self.sleep_ms(seconds * 1000)
 
-    monkeypatch.setattr("millstream.commands.info.time", Meanwhile())
+    monkeypatch.setattr("millstream.cli.info.time", Meanwhile())
     (row,) = call("info", "--over", "2s", "--json", url=client.url).json()["readers"]
     assert (row["arriving_per_s"], row["done_per_s"]) == (10.0, 5.0)
     assert call("info", "--over", "soon", url=client.url).code == 2

@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
-from millstream.client import Client
-from millstream.keyed import Ending, KeyedStream, line_of_key
-from millstream.lines import count_parked
-from millstream.naming import HandlerKeys
-from millstream.server import EmbeddedServer
+from millstream.delivery.key_queues import count_parked
+from millstream.delivery.keyed_stream import Ending, KeyedStream, line_of_key
+from millstream.redis_client.client import Client
+from millstream.redis_client.embedded_server import EmbeddedServer
+from millstream.redis_client.key_names import HandlerKeys
 from tests.support.commandline import call
 
 pytestmark = [pytest.mark.cli, pytest.mark.keys]

@@ -17,12 +17,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from millstream.channel import MAX_FIELDS
-from millstream.client import Client
 from millstream.clock import SYSTEM_CLOCK
 from millstream.errors import OutOfMemory, OutputError, Unavailable, WrongType
-from millstream.publishing import Publisher, Value
-from millstream.server import EmbeddedServer
+from millstream.producer.bulk import Publisher, Value
+from millstream.producer.session import MAX_FIELDS
+from millstream.redis_client.client import Client
+from millstream.redis_client.embedded_server import EmbeddedServer
 from tests.support.clocks import HandClock
 from tests.support.commandline import PROGRAM, call, ended, environment, run, running
 from tests.support.memory import relieved_once_refused

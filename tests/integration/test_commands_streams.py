@@ -8,8 +8,8 @@ from functools import partial
 import pytest
 
 from millstream.balancer import Balancer, BalancerPolicy, StreamAdded, StreamDisowned
-from millstream.client import Client
-from millstream.naming import ServiceKeys
+from millstream.redis_client.client import Client
+from millstream.redis_client.key_names import ServiceKeys
 from tests.support.commandline import call
 from tests.support.waiting import FAIL_SAFE_S, eventually
 from tests.support.workers import make, working
@@ -128,6 +128,6 @@ def test_dead_letters_are_counted_and_it_is_said_how_to_see_them(client: Client)
 
 
 def test_a_log_line_is_one_line_whatever_a_stream_is_called() -> None:
-    code = "import logging, millstream.commands.cli as c; c._options(); logging.warning('%s', 'a\\nb\\x1b[31m')"
+    code = "import logging, millstream.cli.main as c; c._options(); logging.warning('%s', 'a\\nb\\x1b[31m')"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True)
     assert done.stderr == b"WARNING a\\nb\\x1b[31m\n"

@@ -7,8 +7,8 @@ import subprocess
 
 import pytest
 
-from millstream.client import Client
-from millstream.server import EmbeddedServer
+from millstream.redis_client.client import Client
+from millstream.redis_client.embedded_server import EmbeddedServer
 from tests.support.commandline import Outcome, call, ended, running
 from tests.support.waiting import eventually
 

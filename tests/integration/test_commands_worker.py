@@ -9,13 +9,13 @@ from pathlib import Path
 import httpx
 import pytest
 
-from millstream.client import Client
+from millstream.delivery.reliable_stream import HANDED_BACK_MS
 from millstream.errors import ConfigError
-from millstream.naming import HandlerKeys, held_name
-from millstream.reliable import HANDED_BACK_MS
-from millstream.server import EmbeddedServer
+from millstream.redis_client.client import Client
+from millstream.redis_client.embedded_server import EmbeddedServer
+from millstream.redis_client.key_names import HandlerKeys, held_name
 from millstream.worker.incarnations import HELD_MS
-from millstream.worker.names import Names
+from millstream.worker.static_membership import Names
 from tests.support.clocks import HandClock
 from tests.support.commandline import PROGRAM, Outcome, call, ended, environment, lives, reserved_port, running
 from tests.support.waiting import FAIL_SAFE_S, eventually

@@ -11,18 +11,18 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from millstream.channel import MAX_FIELDS
-from millstream.client import Client
 from millstream.clock import SYSTEM_CLOCK, SystemClock
-from millstream.delayed import DelayedMessages, Movement
+from millstream.delivery.delayed_messages import DelayedMessages, Movement
 from millstream.errors import OutOfMemory, StreamFull, WrongType
-from millstream.naming import StreamKeys
-from millstream.producer import Producer
-from millstream.router.watch import Watch
-from millstream.server import EmbeddedServer
+from millstream.producer.producer import Producer
+from millstream.producer.session import MAX_FIELDS
+from millstream.redis_client.client import Client
+from millstream.redis_client.embedded_server import EmbeddedServer
+from millstream.redis_client.key_names import StreamKeys
+from millstream.redis_client.key_tracking import Watch
 from millstream.testing.proxy import Proxy
 from millstream.testing.topologies import cluster
-from millstream.worker.moving import WatchedDelays
+from millstream.worker.delayed_mover import WatchedDelays
 from tests.support.commandline import call
 
 pytestmark = [pytest.mark.worker]

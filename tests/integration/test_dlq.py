@@ -15,12 +15,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from millstream.client import Client, raise_if_error
-from millstream.deadletters import DeadLetter, DeadLetterBox, LetterFilter, Reason
+from millstream.delivery.commit_store import Ledger, Unit
+from millstream.delivery.dead_letter_queue import DeadLetterBox, LetterFilter
 from millstream.errors import AccessDenied, ConfigError, OutOfMemory
-from millstream.ledger import Ledger, Unit
-from millstream.naming import REDRIVE_FIELD, HandlerKeys
-from millstream.server import EmbeddedServer
+from millstream.handlers.dead_letter import DeadLetter, Reason
+from millstream.redis_client.client import Client, raise_if_error
+from millstream.redis_client.embedded_server import EmbeddedServer
+from millstream.redis_client.key_names import REDRIVE_FIELD, HandlerKeys
 from tests.support.commandline import call, start
 
 pytestmark = [pytest.mark.worker]

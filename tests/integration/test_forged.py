@@ -7,13 +7,13 @@ import msgspec
 import pytest
 
 from millstream.balancer import announce
-from millstream.client import Client
-from millstream.commands.terminal import details, say, say_lines, table, talk
-from millstream.deadletters import DeadLetter
-from millstream.keyed import Ending, KeyedStream, line_of_key
-from millstream.naming import HandlerKeys, ServiceKeys, StreamKeys
-from millstream.producer import Producer
-from millstream.reliable import ReliableStream
+from millstream.cli.terminal import details, say, say_lines, table, talk
+from millstream.delivery.keyed_stream import Ending, KeyedStream, line_of_key
+from millstream.delivery.reliable_stream import ReliableStream
+from millstream.handlers.dead_letter import DeadLetter
+from millstream.producer.producer import Producer
+from millstream.redis_client.client import Client
+from millstream.redis_client.key_names import HandlerKeys, ServiceKeys, StreamKeys
 from tests.support.commandline import Outcome, call
 
 pytestmark = [pytest.mark.cli]

@@ -6,17 +6,17 @@ from typing import Any
 
 import pytest
 
-from millstream.client import Client
 from millstream.errors import ConfigError, DataLoss, GroupMissing, StaleOwner, Unavailable
 from millstream.groups import ClaimOptions, Group
-from millstream.groups.batches import Batches
 from millstream.groups.entries import BEGINNING
-from millstream.server import EmbeddedServer
-from millstream.spark import keeper
-from millstream.spark.options import parse
-from millstream.spark.places import START, Place, dump, load
-from millstream.spark.taken import TakenReading
-from millstream.spark.taking import Taker
+from millstream.redis_client.client import Client
+from millstream.redis_client.embedded_server import EmbeddedServer
+from millstream.spark.source import claim_renewal as keeper
+from millstream.spark.source.group_batch_planner import Taker
+from millstream.spark.source.group_batches import Batches
+from millstream.spark.source.group_offsets import START, Place, dump, load
+from millstream.spark.source.group_partition_reader import TakenReading
+from millstream.spark.source.options import parse
 from tests.support.deployments import lent_cluster
 from tests.support.waiting import eventually
 

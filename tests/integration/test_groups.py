@@ -7,8 +7,6 @@ from dataclasses import replace
 
 import pytest
 
-from millstream.asking import server_time_ms
-from millstream.client import Client
 from millstream.errors import CommandFailed, ConfigError, GroupMissing, Unavailable, WrongType
 from millstream.groups import (
     BEGINNING,
@@ -24,7 +22,9 @@ from millstream.groups import (
     stream_info,
 )
 from millstream.model import EntryId
-from millstream.server import EmbeddedServer
+from millstream.redis_client.client import Client
+from millstream.redis_client.embedded_server import EmbeddedServer
+from millstream.redis_client.pipelining import server_time_ms
 from tests.support.deployments import lent_cluster
 from tests.support.waiting import FAIL_SAFE_S, eventually
 

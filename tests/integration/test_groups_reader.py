@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from millstream.client import Client
 from millstream.clock import SYSTEM_CLOCK, Clock, SystemClock
 from millstream.errors import WrongType
 from millstream.groups import (
@@ -25,7 +24,8 @@ from millstream.groups import (
     Repeated,
     Resumed,
 )
-from millstream.server import EmbeddedServer
+from millstream.redis_client.client import Client
+from millstream.redis_client.embedded_server import EmbeddedServer
 from millstream.testing.proxy import Proxy
 from tests.support.clocks import HandClock
 from tests.support.waiting import eventually

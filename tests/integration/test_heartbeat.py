@@ -11,14 +11,14 @@ import psutil
 import pytest
 
 from millstream.clock import SYSTEM_CLOCK
-from millstream.worker.heartbeat import Watchdog
+from millstream.worker.process.heartbeat import Watchdog
 from tests.support.waiting import FAIL_SAFE_S, eventually
 
 pytestmark = pytest.mark.worker
 
 BEGIN = """
 import ctypes, re, sys, threading, time
-from millstream.worker.heartbeat import Heartbeat
+from millstream.worker.process.heartbeat import Heartbeat
 Heartbeat(int(sys.argv[1]), cpu_limit_ms=float(sys.argv[2])).start()
 time.sleep(0.3)
 print(flush=True)

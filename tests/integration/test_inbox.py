@@ -11,7 +11,7 @@ import psycopg
 import pytest
 
 from millstream.errors import ConfigError, StaleOwner
-from millstream.inbox import Inbox
+from millstream.handlers.sql_inbox import Inbox
 from millstream.model import Message
 from tests.support.databases import Database, postgres_server
 from tests.support.waiting import FAIL_SAFE_S

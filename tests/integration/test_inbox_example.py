@@ -11,7 +11,7 @@ from examples import inbox_sqlite
 from examples.inbox_sqlite import Payment, app, book
 from millstream import Message, Reject
 from millstream.errors import StaleOwner
-from millstream.inbox import Inbox
+from millstream.handlers.sql_inbox import Inbox
 
 pytestmark = [pytest.mark.worker]
 

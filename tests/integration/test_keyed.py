@@ -6,12 +6,12 @@ from contextlib import suppress
 
 import pytest
 
-from millstream.client import Client
+from millstream.delivery.commit_store import Ledger, Unit
+from millstream.delivery.key_queues import park, unpark
+from millstream.delivery.keyed_stream import READ_BYTES, ROUTE, Ending, KeyedStream, Lease
 from millstream.errors import CommandFailed, Unavailable
-from millstream.keyed import READ_BYTES, ROUTE, Ending, KeyedStream, Lease
-from millstream.ledger import Ledger, Unit
-from millstream.lines import park, unpark
-from millstream.server import EmbeddedServer
+from millstream.redis_client.client import Client
+from millstream.redis_client.embedded_server import EmbeddedServer
 from tests.support.keyed_fixtures import (
     HOUR_MS,
     KEYS,

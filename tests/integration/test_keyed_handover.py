@@ -4,13 +4,13 @@ from collections.abc import Callable
 
 import pytest
 
-from millstream.client import Client
+from millstream.delivery.commit_store import Unit
+from millstream.delivery.key_queues import park, skip, unpark
+from millstream.delivery.keyed_stream import Ending, KeyedStream, Lease
+from millstream.delivery.reliable_stream import Delivery, ReliableStream
 from millstream.errors import ConfigError, StaleOwner
-from millstream.keyed import Ending, KeyedStream, Lease
-from millstream.ledger import Unit
-from millstream.lines import park, skip, unpark
 from millstream.model import EntryId
-from millstream.reliable import Delivery, ReliableStream
+from millstream.redis_client.client import Client
 from tests.support.keyed_fixtures import (
     KEYS,
     MANY,

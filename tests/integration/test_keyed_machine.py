@@ -16,12 +16,12 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from millstream.client import Client
+from millstream.delivery.commit_store import Unit
+from millstream.delivery.key_queues import park, skip, unpark
+from millstream.delivery.keyed_stream import Ending, Lease
 from millstream.errors import ConfigError, GroupMissing
-from millstream.keyed import Ending, Lease
-from millstream.ledger import Unit
-from millstream.lines import park, skip, unpark
-from millstream.server import EmbeddedServer
+from millstream.redis_client.client import Client
+from millstream.redis_client.embedded_server import EmbeddedServer
 from tests.support.keyed_fixtures import (
     HOUR_MS,
     KEYS,

@@ -4,12 +4,12 @@ import sys
 
 import pytest
 
-from millstream.client import Client
+from millstream.delivery.key_queues import check_lines
+from millstream.delivery.keyed_stream import Ending
 from millstream.errors import OutOfMemory
-from millstream.keyed import Ending
-from millstream.lines import check_lines
 from millstream.model import EntryId
-from millstream.server import EmbeddedServer
+from millstream.redis_client.client import Client
+from millstream.redis_client.embedded_server import EmbeddedServer
 from tests.support.keyed_fixtures import HOUR_MS, KEYS, MANY, commit, drain, expire, held, keyed, lines, routed, take
 
 pytestmark = [pytest.mark.keys]

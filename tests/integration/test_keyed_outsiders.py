@@ -5,12 +5,12 @@ from collections.abc import Callable
 
 import pytest
 
-from millstream.asking import server_time_ms
-from millstream.client import Client, Script
+from millstream.delivery.key_queues import skip, unpark
+from millstream.delivery.keyed_stream import LOWEST, Ending, KeyedStream, Lease
+from millstream.delivery.reliable_stream import ReliableStream
 from millstream.errors import GroupMissing
-from millstream.keyed import LOWEST, Ending, KeyedStream, Lease
-from millstream.lines import skip, unpark
-from millstream.reliable import ReliableStream
+from millstream.redis_client.client import Client, Script
+from millstream.redis_client.pipelining import server_time_ms
 from tests.support.keyed_fixtures import (
     HOUR_MS,
     KEYS,
@@ -236,7 +236,7 @@ def test_what_others_have_read_ahead_of_the_routing_is_brought_into_its_line_onc
     worker.route(count=3, most_pending=100)
     client.execute("XREADGROUP", "GROUP", GROUP, "outsider", "STREAMS", "in", ">")
     items = [part for n, letter in enumerate(LETTERS, 1) for part in (f"{n}-0", f"k{letter}")]
-    assert worker._script(Script("adopt"), (worker.token, worker.group, *items)) == []
+    assert worker._script(Script("keys/requeue_pending"), (worker.token, worker.group, *items)) == []
     drain(worker)
     assert (outputs(client), worker.check()) == (expected(LETTERS), [])
 
@@ -248,7 +248,11 @@ def test_what_was_pending_in_a_group_before_millstream_had_it_is_brought_into_it
     worker = keyed(client)
     drain(worker)
     items = ["3-0", "kA", "1-0", "kA", "2-0", "kB"]
-    assert worker._script(Script("adopt"), (worker.token, worker.group, *items)) == [b"3-0", b"1-0", b"2-0"]
+    assert worker._script(Script("keys/requeue_pending"), (worker.token, worker.group, *items)) == [
+        b"3-0",
+        b"1-0",
+        b"2-0",
+    ]
     assert worker.check() == []
     drain(worker)
     assert outputs(client) == {"kB": [4, 2], "kA": [1, 3]}

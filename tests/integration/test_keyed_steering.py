@@ -2,10 +2,10 @@
 
 import pytest
 
-from millstream.client import Client
+from millstream.delivery.key_queues import STEER, park, skip, survey, unpark
+from millstream.delivery.keyed_stream import Ending
 from millstream.errors import ConfigError, WrongType
-from millstream.keyed import Ending
-from millstream.lines import STEER, park, skip, survey, unpark
+from millstream.redis_client.client import Client
 from tests.support.keyed_fixtures import (
     HOUR_MS,
     KEYS,

@@ -8,13 +8,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from millstream.client import Client, Command, Reply
+from millstream.delivery.commit_store import ENTRY_MARK, KEY_MARK, Ledger, Unit
 from millstream.errors import AccessDenied, CommandFailed, OutOfMemory, StaleOwner, WrongType
-from millstream.ledger import ENTRY_MARK, KEY_MARK, Ledger, Unit
 from millstream.model import EntryId
-from millstream.naming import HandlerKeys
-from millstream.server import EmbeddedServer
-from millstream.wire import Meter
+from millstream.redis_client.client import Client, Command, Reply
+from millstream.redis_client.embedded_server import EmbeddedServer
+from millstream.redis_client.key_names import HandlerKeys
+from millstream.redis_client.resp import Meter
 from tests.support.waiting import FAIL_SAFE_S
 
 pytestmark = [pytest.mark.keys, pytest.mark.spark]

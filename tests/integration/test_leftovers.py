@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.cli]
 ROOT = Path(__file__).parents[2]
 RUN = """
 import subprocess, sys, time
-from millstream.server import EmbeddedServer
+from millstream.redis_client.embedded_server import EmbeddedServer
 from tests.support.leftovers import RunGuardian
 
 guardian = RunGuardian()

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
-from millstream.client import Client
-from millstream.lines import check_lines, park
-from millstream.server import EmbeddedServer
+from millstream.delivery.key_queues import check_lines, park
+from millstream.redis_client.client import Client
+from millstream.redis_client.embedded_server import EmbeddedServer
 from tests.support.commandline import call
 from tests.support.masters import (
     GROUP,

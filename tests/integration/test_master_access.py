@@ -8,12 +8,12 @@ from pathlib import Path
 import httpx
 import pytest
 
-from millstream.client import Client
 from millstream.errors import MillstreamError
-from millstream.master.addresses import LOOPBACK, AllowList
-from millstream.master.pings import Pinger, open_transport
-from millstream.master.registry import Registry
-from millstream.master.settings import MasterSettings
+from millstream.redis_client.client import Client
+from millstream.services.master.health_checks import Pinger, open_transport
+from millstream.services.master.health_url_allowlist import LOOPBACK, AllowList
+from millstream.services.master.registry import Registry
+from millstream.services.master.settings import MasterSettings
 from tests.support.commandline import call
 from tests.support.masters import GROUP, KEYS, STREAM, TOKEN, Foreign, HealthPage, Master
 from tests.support.waiting import FAIL_SAFE_S, eventually

@@ -4,14 +4,14 @@ import re
 
 import pytest
 
-from millstream.asking import server_time_ms
-from millstream.client import Client
-from millstream.master.acknowledging import Acknowledger, Done
-from millstream.master.desk import Desk
-from millstream.master.registry import Registry
-from millstream.master.settings import MasterSettings
-from millstream.master.views import Views
-from millstream.web.refusal import Refused
+from millstream.redis_client.client import Client
+from millstream.redis_client.pipelining import server_time_ms
+from millstream.services.master.acknowledgements import Acknowledger, Done
+from millstream.services.master.delegation import Desk
+from millstream.services.master.queries import Views
+from millstream.services.master.registry import Registry
+from millstream.services.master.settings import MasterSettings
+from millstream.services.web.errors import Refused
 from tests.support.clocks import HandClock
 from tests.support.masters import GROUP, KEYS, STREAM, holders, is_clean, publish
 from tests.support.waiting import eventually

@@ -7,12 +7,12 @@ from contextlib import asynccontextmanager, suppress
 
 import pytest
 
-from millstream.client import Client
-from millstream.master.addresses import LOOPBACK, AllowList
-from millstream.master.pings import Pinger
-from millstream.master.registry import Registry
-from millstream.master.settings import MasterSettings
-from millstream.server import EmbeddedServer
+from millstream.redis_client.client import Client
+from millstream.redis_client.embedded_server import EmbeddedServer
+from millstream.services.master.health_checks import Pinger
+from millstream.services.master.health_url_allowlist import LOOPBACK, AllowList
+from millstream.services.master.registry import Registry
+from millstream.services.master.settings import MasterSettings
 from tests.support.masters import GROUP, KEYS, STREAM, HealthPage, SilentPage
 from tests.support.waiting import eventually_async
 

@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from millstream.client import Client
 from millstream.clock import SYSTEM_CLOCK
+from millstream.delivery.keyed_stream import READ_BYTES, KeyedStream
 from millstream.errors import OutOfMemory, Unavailable
-from millstream.keyed import READ_BYTES, KeyedStream
-from millstream.naming import HandlerKeys
-from millstream.server import EmbeddedServer
+from millstream.redis_client.client import Client
+from millstream.redis_client.embedded_server import EmbeddedServer
+from millstream.redis_client.key_names import HandlerKeys
 from millstream.worker import WorkerPolicy
-from millstream.worker.own_routing import OwnRouter
+from millstream.worker.fetching.owned_key_router import OwnRouter
 from tests.support.waiting import eventually
 from tests.support.workers import scripts_called
 

@@ -7,18 +7,18 @@ from typing import Any
 
 import pytest
 
-from millstream.channel import Terms
-from millstream.client import Client
+from millstream.delivery.key_queues import park, survey, unpark
+from millstream.delivery.keyed_stream import RANGE, Ending
+from millstream.delivery.reliable_stream import ReliableStream
 from millstream.errors import CommandFailed, ConfigError, NotReplicated
-from millstream.keyed import RANGE, Ending
-from millstream.layout import Layout
-from millstream.lines import park, survey, unpark
-from millstream.moves import SEND_ON
-from millstream.naming import hash_tag
-from millstream.partitioned import PartitionedProducer
-from millstream.partitions import Partitions
-from millstream.producer import Producer
-from millstream.reliable import ReliableStream
+from millstream.partitions.key_migration import SEND_ON
+from millstream.partitions.partition_map import Layout
+from millstream.partitions.partitioned_producer import PartitionedProducer
+from millstream.partitions.partitions import Partitions
+from millstream.producer.producer import Producer
+from millstream.producer.session import Terms
+from millstream.redis_client.client import Client
+from millstream.redis_client.key_names import hash_tag
 from tests.support.partition_fixtures import (
     BASE,
     MANY,

@@ -15,10 +15,10 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from millstream.client import Client
-from millstream.keyed import Ending, Lease
-from millstream.lines import park, unpark
-from millstream.partitions import Partitions
+from millstream.delivery.key_queues import park, unpark
+from millstream.delivery.keyed_stream import Ending, Lease
+from millstream.partitions.partitions import Partitions
+from millstream.redis_client.client import Client
 from tests.support.partition_fixtures import (
     BASE,
     Publisher,

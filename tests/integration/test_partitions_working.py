@@ -11,17 +11,17 @@ from typing import Any
 import pytest
 
 from millstream import App, Message, Reject, State
-from millstream.client import Client
 from millstream.errors import ConfigError
-from millstream.handlers import Handler
-from millstream.moves import Moves
-from millstream.naming import HandlerKeys, hash_tag
-from millstream.partitioned import PartitionedProducer
-from millstream.partitions import Partitions
+from millstream.handlers.handler import Handler
+from millstream.partitions.key_migration import Moves
+from millstream.partitions.partitioned_producer import PartitionedProducer
+from millstream.partitions.partitions import Partitions
+from millstream.redis_client.client import Client
+from millstream.redis_client.key_names import HandlerKeys, hash_tag
 from millstream.testing.history import Event, check
 from millstream.testing.topologies import cluster
 from millstream.worker import ReadingLoop, WorkerPolicy
-from millstream.worker.partitions import PartitionSide
+from millstream.worker.ordering.by_partition import PartitionSide
 from tests.support.commandline import call
 from tests.support.partition_fixtures import BASE, check_all, growth_killed_after, moved_key, places_are_right
 from tests.support.waiting import FAIL_SAFE_S, eventually

@@ -11,8 +11,6 @@ import msgspec
 import pydantic
 import pytest
 
-from millstream.channel import PUBLISH
-from millstream.client import Client
 from millstream.errors import (
     ConfigError,
     NotReplicated,
@@ -22,10 +20,12 @@ from millstream.errors import (
     Unavailable,
     WrongType,
 )
-from millstream.naming import StreamKeys
-from millstream.producer import Producer
-from millstream.publishing import Publisher
-from millstream.server import EmbeddedServer
+from millstream.producer.bulk import Publisher
+from millstream.producer.producer import Producer
+from millstream.producer.session import PUBLISH
+from millstream.redis_client.client import Client
+from millstream.redis_client.embedded_server import EmbeddedServer
+from millstream.redis_client.key_names import StreamKeys
 from millstream.testing.proxy import Proxy
 from millstream.testing.topologies import cluster
 from tests.support.clocks import HandClock

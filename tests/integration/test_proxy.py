@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from millstream.client import Client
 from millstream.errors import Unavailable
-from millstream.server import EmbeddedServer
+from millstream.redis_client.client import Client
+from millstream.redis_client.embedded_server import EmbeddedServer
 from millstream.testing.proxy import Proxy
 from tests.support.waiting import FAIL_SAFE_S, eventually
 

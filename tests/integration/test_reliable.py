@@ -8,16 +8,17 @@ from typing import Any
 
 import pytest
 
-from millstream.client import Client
-from millstream.deadletters import DeadLetter, DeadLetterBox, LetterFilter
+from millstream.delivery.commit_store import ENTRY_MARK, Ledger, Standing, Unit
+from millstream.delivery.dead_letter_queue import DeadLetterBox, LetterFilter
+from millstream.delivery.key_queues import WAITING
+from millstream.delivery.reliable_stream import Delivery, ReliableStream, leave_all
 from millstream.errors import AccessDenied, ConfigError, GroupMissing, OutOfMemory, StaleOwner
 from millstream.groups import Consumer, Group
-from millstream.ledger import ENTRY_MARK, Ledger, Standing, Unit
-from millstream.lines import WAITING
+from millstream.handlers.dead_letter import DeadLetter
 from millstream.model import EntryId
-from millstream.naming import REDRIVE_FIELD, HandlerKeys
-from millstream.reliable import Delivery, ReliableStream, leave_all
-from millstream.worker.names import Names
+from millstream.redis_client.client import Client
+from millstream.redis_client.key_names import REDRIVE_FIELD, HandlerKeys
+from millstream.worker.static_membership import Names
 from tests.support.deployments import lent_cluster
 from tests.support.waiting import FAIL_SAFE_S, eventually
 
@@ -357,7 +358,7 @@ def test_a_checkpoint_of_much_is_made_less_often_and_one_of_too_much_not_at_all(
     found = mine.read(count=3_000)
     eventually(lambda: [mine.checkpoint(), mine.checkpoint()] == ["noted", "later"])
     eventually(lambda: mine.checkpoint() == "noted")
-    monkeypatch.setattr("millstream.ledger._MOST_OPEN", 2_000)
+    monkeypatch.setattr("millstream.delivery.commit_store._MOST_OPEN", 2_000)
     assert mine.checkpoint() == "too many"
     mine.acknowledge(*found[:2_000])
     assert mine.checkpoint() == "noted"

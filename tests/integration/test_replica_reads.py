@@ -9,20 +9,20 @@ from itertools import chain
 
 import pytest
 
-from millstream.client import Client, Command
+from millstream.admin.acl import RoleName, rule
 from millstream.errors import DataLoss, ServerError, Unavailable
 from millstream.model import ZERO_ID, EntryId
-from millstream.rights import RoleName, rule
-from millstream.server import EmbeddedServer
-from millstream.spark import replicas as replicas_module
-from millstream.spark.arrow import Run
-from millstream.spark.facts import ask
-from millstream.spark.options import parse
-from millstream.spark.planner import Planner
-from millstream.spark.ranges import Piece
-from millstream.spark.reading import Reading
-from millstream.spark.replicas import ReplicaReads, Replicas
-from millstream.spark.taken import Portion, TakenReading
+from millstream.redis_client.client import Client, Command
+from millstream.redis_client.embedded_server import EmbeddedServer
+from millstream.spark.source import replica_reads as replicas_module
+from millstream.spark.source.batch_planner import Planner
+from millstream.spark.source.group_partition_reader import Portion, TakenReading
+from millstream.spark.source.offset_ranges import Piece
+from millstream.spark.source.options import parse
+from millstream.spark.source.partition_reader import Reading
+from millstream.spark.source.replica_reads import ReplicaReads, Replicas
+from millstream.spark.source.row_decoder import Run
+from millstream.spark.source.stream_info import ask
 from millstream.testing.proxy import Proxy
 from millstream.testing.topologies import cluster, sentinel_trio
 from tests.support.replicas import FOLLOWS, asked, asked_for, is_primary, none_asked

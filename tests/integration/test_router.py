@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from millstream.client import Client
 from millstream.errors import ConfigError, MillstreamError, WrongType
-from millstream.metrics import ROUTER_SUBSCRIPTIONS, Recorder
 from millstream.model import Message
+from millstream.observability.metrics import ROUTER_SUBSCRIPTIONS, Recorder
+from millstream.redis_client.client import Client
 from millstream.router import END, Dropped, Gap, PoolPolicy, ReadPolicy, Router, Start, TooSlow
-from millstream.router.inbox import Cursor, Inbox
-from millstream.router.shelf import NEWEST
+from millstream.router.cursors import NEWEST
+from millstream.router.subscriber_buffer import Cursor, Inbox
 from tests.support.routers import OFTEN, READERS, Crowd, ids, ids_in, make_router, publish, taken
 from tests.support.waiting import FAIL_SAFE_S, eventually
 

@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
-from millstream import metrics as m
-from millstream.client import Client
-from millstream.metrics import Recorder
+from millstream.observability import metrics as m
+from millstream.observability.metrics import Recorder
+from millstream.redis_client.client import Client
 from millstream.router import END, ReadPolicy, Router
 from millstream.router.budget import LEAST_BYTES
 from tests.support.routers import READERS, ids, ids_in, make_router, publish, taken

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from millstream.client import Client
 from millstream.errors import ConfigError
 from millstream.model import Message
+from millstream.redis_client.client import Client
+from millstream.redis_client.embedded_server import EmbeddedServer
 from millstream.router import Router
-from millstream.server import EmbeddedServer
 from millstream.testing.proxy import Proxy
 from tests.support.routers import READERS, ids, ids_in, make_router, publish, taken
 from tests.support.waiting import FAIL_SAFE_S, eventually_async

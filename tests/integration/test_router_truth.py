@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from millstream.client import Client
+from millstream.redis_client.client import Client
 from millstream.router import Gap, Item, Router, Subscription
 from tests.support.routers import READERS, ids, make_router, taken
 from tests.support.waiting import FAIL_SAFE_S, eventually

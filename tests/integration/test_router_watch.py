@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 
-from millstream.client import Client
 from millstream.errors import Unavailable
-from millstream.router.watch import Watch, _Line
-from millstream.wire import Push
+from millstream.redis_client.client import Client
+from millstream.redis_client.key_tracking import Watch, _Line
+from millstream.redis_client.resp import Push
 
 pytestmark = [pytest.mark.router]
 

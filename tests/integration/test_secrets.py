@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from millstream.commands.cli import FAMILIES
-from millstream.server import EmbeddedServer
+from millstream.cli.main import FAMILIES
+from millstream.redis_client.embedded_server import EmbeddedServer
 from tests.support.commandline import call, ended, run, running
 from tests.support.urls import CANARY, FORMS, NOWHERE, told
 from tests.support.waiting import eventually

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from millstream.client import Client
-from millstream.server import EmbeddedServer
+from millstream.redis_client.client import Client
+from millstream.redis_client.embedded_server import EmbeddedServer
 from tests.support.gateways import Server, numbers, publish
 from tests.support.waiting import FAIL_SAFE_S
 

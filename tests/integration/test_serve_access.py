@@ -8,10 +8,10 @@ import pytest
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import ClientConnection
 
-from millstream.client import Client
-from millstream.fanout.access import Access, stream_tokens
-from millstream.server import EmbeddedServer
-from millstream.web.refusal import Refused
+from millstream.redis_client.client import Client
+from millstream.redis_client.embedded_server import EmbeddedServer
+from millstream.services.gateway.auth import Access, stream_tokens
+from millstream.services.web.errors import Refused
 from tests.support.commandline import call
 from tests.support.gateways import Server, publish
 from tests.support.waiting import FAIL_SAFE_S, eventually

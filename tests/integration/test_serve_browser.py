@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from millstream.client import Client
+from millstream.redis_client.client import Client
 from tests.support.browser import Browser, needs_browser
 from tests.support.commandline import free_port
 from tests.support.gateways import Server, publish

@@ -7,8 +7,8 @@ from contextlib import ExitStack
 import pytest
 from websockets.exceptions import ConnectionClosed
 
-from millstream.client import Client
-from millstream.server import EmbeddedServer
+from millstream.redis_client.client import Client
+from millstream.redis_client.embedded_server import EmbeddedServer
 from tests.support.gateways import Event, Events, Server, numbers, publish
 from tests.support.waiting import FAIL_SAFE_S, eventually
 

@@ -15,9 +15,9 @@ import psutil
 import pytest
 import redis
 
-from millstream import server as server_module
 from millstream.errors import ConfigError, ServerError
-from millstream.server import EmbeddedServer, find_redis_server
+from millstream.redis_client import embedded_server as server_module
+from millstream.redis_client.embedded_server import EmbeddedServer, find_redis_server
 from tests.support.clocks import HandClock
 from tests.support.waiting import FAIL_SAFE_S, eventually
 
@@ -215,7 +215,7 @@ PARENT = """
 import os, sys, time
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from millstream.server import EmbeddedServer
+from millstream.redis_client.embedded_server import EmbeddedServer
 server = EmbeddedServer(data_dir=Path(sys.argv[1]))
 server.start()
 print(server.pid, flush=True)

@@ -6,11 +6,11 @@ from typing import Any, NoReturn
 
 import pytest
 
-from millstream.client import Client, Script
 from millstream.errors import DataLoss, OutOfMemory, OutputError, StaleOwner, WrongType
-from millstream.server import EmbeddedServer
-from millstream.sink import Share, Stage, Terms, begin, raw, token_of
-from millstream.sink import publication as publication_module
+from millstream.redis_client.client import Client, Script
+from millstream.redis_client.embedded_server import EmbeddedServer
+from millstream.spark.sink import Share, Stage, Terms, begin, raw, token_of
+from millstream.spark.sink import publication as publication_module
 from millstream.testing.topologies import cluster
 from tests.support.sink_fixtures import SINK, STREAMS, Killed, Run, check, killed_at, published, rows_of, staged
 from tests.support.waiting import FAIL_SAFE_S

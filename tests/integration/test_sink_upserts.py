@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from millstream.client import Client
 from millstream.errors import ConfigError, WrongType
-from millstream.sink.upserts import upsert
+from millstream.redis_client.client import Client
+from millstream.spark.sink.upserts import upsert
 
 pytestmark = [pytest.mark.sink]
 

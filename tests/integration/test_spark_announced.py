@@ -7,14 +7,14 @@ import pytest
 
 from millstream import App
 from millstream.balancer import announce
-from millstream.balancer.service import end_leases, service_of
-from millstream.client import Client
+from millstream.balancer.protocol import end_leases, service_of
 from millstream.clock import SYSTEM_CLOCK
 from millstream.errors import ConfigError, WrongType
-from millstream.naming import ServiceKeys
-from millstream.spark.membership import Membership, announced_streams
-from millstream.spark.options import parse
-from millstream.spark.subscription import subscription
+from millstream.redis_client.client import Client
+from millstream.redis_client.key_names import ServiceKeys
+from millstream.spark.run.service_membership import Membership, announced_streams
+from millstream.spark.source.options import parse
+from millstream.spark.source.subscription import subscription
 from tests.support.balancers import Watch
 from tests.support.waiting import eventually
 

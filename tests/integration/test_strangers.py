@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from millstream.client import Client
-from millstream.server import EmbeddedServer
+from millstream.redis_client.client import Client
+from millstream.redis_client.embedded_server import EmbeddedServer
 from tests.support.gateways import Events, numbers, publish
 from tests.support.strangers import HANDSHAKE, KINDS, Service, Stranger, crowd, page_of
 from tests.support.waiting import eventually

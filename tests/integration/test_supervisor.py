@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from millstream.client import Client
 from millstream.clock import SYSTEM_CLOCK
+from millstream.redis_client.client import Client
 from millstream.worker.incarnations import Incarnation
-from millstream.worker.names import Names
-from millstream.worker.supervisor import Launch, Supervisor
+from millstream.worker.process.supervisor import Launch, Supervisor
+from millstream.worker.static_membership import Names
 from tests.support.waiting import FAIL_SAFE_S, eventually
 
 pytestmark = pytest.mark.worker

@@ -11,11 +11,11 @@ import msgspec
 import pytest
 
 from millstream import App, Message, Reject, Retry, State
-from millstream.client import Client
+from millstream.delivery.commit_store import Ledger
 from millstream.errors import StaleOwner, Unfinished
-from millstream.ledger import Ledger
 from millstream.model import EntryId
-from millstream.naming import REDRIVE_FIELD, HandlerKeys
+from millstream.redis_client.client import Client
+from millstream.redis_client.key_names import REDRIVE_FIELD, HandlerKeys
 from tests.support.memory import relieved_once_refused
 from tests.support.task_fixtures import Bench, Item, Row, only
 from tests.support.waiting import eventually_async

@@ -8,16 +8,16 @@ from typing import Any
 import pytest
 
 from millstream import App, Message, Retry, State
-from millstream.client import Client
+from millstream.admin.inspection import inspect
+from millstream.delivery.commit_store import Ledger
+from millstream.delivery.key_queues import check_lines, park, skip, survey, unpark
+from millstream.delivery.keyed_stream import KeyedStream, line_of_key
+from millstream.delivery.reliable_stream import TRIM, ReliableStream
 from millstream.errors import ConfigError
-from millstream.handlers import Handler
-from millstream.inspection import inspect
-from millstream.keyed import KeyedStream, line_of_key
-from millstream.ledger import Ledger
-from millstream.lines import check_lines, park, skip, survey, unpark
+from millstream.handlers.handler import Handler
 from millstream.model import EntryId
-from millstream.naming import HandlerKeys
-from millstream.reliable import TRIM, ReliableStream
+from millstream.redis_client.client import Client
+from millstream.redis_client.key_names import HandlerKeys
 from tests.support.task_fixtures import Bench, Item, Row, only
 from tests.support.waiting import FAIL_SAFE_S
 

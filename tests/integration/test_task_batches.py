@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from millstream import App, Message, Retry
-from millstream.client import Client
-from millstream.handlers import Handler
-from millstream.ledger import ENTRY_MARK, Ledger, Unit
-from millstream.naming import REDRIVE_FIELD
+from millstream.delivery.commit_store import ENTRY_MARK, Ledger, Unit
+from millstream.handlers.handler import Handler
+from millstream.redis_client.client import Client
+from millstream.redis_client.key_names import REDRIVE_FIELD
 from tests.support.task_fixtures import Bench, Item, Row, only
 
 pytestmark = [pytest.mark.spark]

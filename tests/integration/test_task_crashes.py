@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from millstream import App, Message, Retry
-from millstream.client import Client
-from millstream.ledger import Ledger
-from millstream.naming import HandlerKeys
-from millstream.spark.watchdog import hard_limit_ms
+from millstream.delivery.commit_store import Ledger
+from millstream.redis_client.client import Client
+from millstream.redis_client.key_names import HandlerKeys
+from millstream.spark.engine.watchdog import hard_limit_ms
 from tests.support.task_fixtures import Bench, Item, only
 
 pytestmark = [pytest.mark.spark]

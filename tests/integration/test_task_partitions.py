@@ -10,19 +10,19 @@ import pyarrow as pa
 import pytest
 
 from millstream import App, Message, State
-from millstream.aside import ready_lines
-from millstream.client import Client
-from millstream.handlers import Handler
-from millstream.ledger import Ledger
-from millstream.lines import park, unpark
+from millstream.delivery.commit_store import Ledger
+from millstream.delivery.deferral import ready_lines
+from millstream.delivery.key_queues import park, unpark
+from millstream.handlers.handler import Handler
 from millstream.model import EntryId
-from millstream.moves import Moves
-from millstream.naming import HandlerKeys
-from millstream.partitioned import PartitionedProducer
-from millstream.partitions import Partitions
-from millstream.spark.catching_up import CatchUp
-from millstream.spark.partition import task_of
-from millstream.spark.task import Job, PartitionTask
+from millstream.partitions.key_migration import Moves
+from millstream.partitions.partitioned_producer import PartitionedProducer
+from millstream.partitions.partitions import Partitions
+from millstream.redis_client.client import Client
+from millstream.redis_client.key_names import HandlerKeys
+from millstream.spark.engine.deferred_jobs import CatchUp
+from millstream.spark.engine.entry_points import task_of
+from millstream.spark.engine.task import Job, PartitionTask
 from tests.support.clocks import HandClock
 from tests.support.task_fixtures import LINES, SCHEMA
 
@@ -185,7 +185,7 @@ def test_a_run_is_not_settled_while_keys_that_move_wait_and_no_batch_waits_for_t
         catch_up = CatchUp(job, None, streams=pipeline.streams, give_up=lambda: False)  # type: ignore[arg-type]
         assert client.execute("XLEN", "out") < 2 * len(string.ascii_letters)
         assert not catch_up.is_settled()
-        monkeypatch.setattr("millstream.spark.catching_up.LOOK_AHEAD", 1)
+        monkeypatch.setattr("millstream.spark.engine.deferred_jobs.LOOK_AHEAD", 1)
         catch_up.wait_for_room()
 
 

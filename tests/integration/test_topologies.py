@@ -11,7 +11,7 @@ import redis
 from redis.sentinel import MasterNotFoundError, Sentinel
 
 from millstream.errors import ConfigError, ServerError
-from millstream.server import EmbeddedServer
+from millstream.redis_client.embedded_server import EmbeddedServer
 from millstream.testing.topologies import PRIMARY_NAME, acl_server, cluster, sentinel_trio, tls_server
 from tests.support.replicas import is_primary
 from tests.support.waiting import eventually
@@ -198,6 +198,6 @@ def test_the_plugin_costs_other_test_runs_no_imports(pytester: pytest.Pytester) 
 
         def test_nothing_heavy_is_loaded():
             assert "millstream.testing.plugin" in sys.modules
-            assert not {"millstream.server", "redis", "hiredis", "pyspark"} & set(sys.modules)
+            assert not {"millstream.redis_client.embedded_server", "redis", "hiredis", "pyspark"} & set(sys.modules)
     """)
     pytester.runpytest_subprocess(*ALONE).assert_outcomes(passed=1)

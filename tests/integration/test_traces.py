@@ -11,9 +11,9 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from millstream import App, Message, Retry
-from millstream import metrics as m
-from millstream.metrics import Recorder
-from millstream.producer import Producer
+from millstream.observability import metrics as m
+from millstream.observability.metrics import Recorder
+from millstream.producer.producer import Producer
 from millstream.worker import ReadingLoop, WorkerPolicy
 from tests.support.waiting import eventually
 

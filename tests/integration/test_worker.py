@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 
 from millstream import Message, Reject, Retry
-from millstream import metrics as m
-from millstream.client import Client
+from millstream.delivery.commit_store import Ledger
 from millstream.errors import HandlerStuck, StaleOwner
-from millstream.ledger import Ledger
-from millstream.metrics import Recorder
-from millstream.naming import REDRIVE_FIELD
-from millstream.producer import Producer
+from millstream.observability import metrics as m
+from millstream.observability.metrics import Recorder
+from millstream.producer.producer import Producer
+from millstream.redis_client.client import Client
+from millstream.redis_client.key_names import REDRIVE_FIELD
 from millstream.worker import Pipeline
 from tests.support.clocks import LeapClock
 from tests.support.waiting import FAIL_SAFE_S, eventually

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from millstream import Message, Reject, Retry
-from millstream.client import Client
+from millstream.delivery.reliable_stream import Delivery, ReliableStream
 from millstream.errors import HandlerStuck
-from millstream.naming import REDRIVE_FIELD
-from millstream.reliable import Delivery, ReliableStream
+from millstream.redis_client.client import Client
+from millstream.redis_client.key_names import REDRIVE_FIELD
 from tests.support.clocks import LeapClock
 from tests.support.waiting import FAIL_SAFE_S, eventually
 from tests.support.workers import KEYS, dead, ending, fill, make, outputs, pending, working

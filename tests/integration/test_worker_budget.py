@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from millstream import Message
-from millstream import metrics as m
-from millstream.client import Client
-from millstream.handlers import Handler
-from millstream.metrics import Recorder
+from millstream.handlers.handler import Handler
+from millstream.observability import metrics as m
+from millstream.observability.metrics import Recorder
+from millstream.redis_client.client import Client
 from tests.support.waiting import eventually
 from tests.support.workers import KEYS, LONG_AGO_MS, QUICK, fill, make, working
 

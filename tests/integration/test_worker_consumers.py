@@ -7,14 +7,14 @@ import httpx
 import pytest
 
 from millstream import Message, Reject, Retry
-from millstream import metrics as m
-from millstream.client import Client
+from millstream.delivery.reliable_stream import ReliableStream
 from millstream.errors import GroupMissing, HandlerStuck
 from millstream.groups import Group
-from millstream.health import Health, HealthServer
-from millstream.metrics import Recorder
-from millstream.naming import held_name
-from millstream.reliable import ReliableStream
+from millstream.observability import metrics as m
+from millstream.observability.health import Health, HealthServer
+from millstream.observability.metrics import Recorder
+from millstream.redis_client.client import Client
+from millstream.redis_client.key_names import held_name
 from tests.support.clocks import LeapClock
 from tests.support.waiting import FAIL_SAFE_S, eventually
 from tests.support.workers import KEYS, double, ending, fill, make, outputs, pending, working

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from millstream import Message, Reject, Retry, State
-from millstream import metrics as m
-from millstream.client import Client, Script
+from millstream.delivery.key_queues import check_lines, survey, unpark
 from millstream.errors import HandlerStuck
-from millstream.lines import check_lines, survey, unpark
-from millstream.metrics import Recorder
+from millstream.observability import metrics as m
+from millstream.observability.metrics import Recorder
+from millstream.redis_client.client import Client, Script
 from millstream.testing.proxy import Proxy
 from tests.support.clocks import LeapClock
 from tests.support.waiting import FAIL_SAFE_S, eventually
@@ -352,9 +352,9 @@ def test_what_runs_on_through_a_stop_keeps_its_lease(client: Client) -> None:
 
 def test_a_stream_whose_first_joins_fail_is_routed_all_the_same(client: Client, proxy: Proxy) -> None:
     fill(client, 20, 4)
-    client.execute("SCRIPT", "LOAD", Script("join").text)
-    proxy.cut_before("EVALSHA", containing=Script("join").sha, times=1)
-    proxy.cut_after("EVALSHA", containing=Script("join").sha, times=1)
+    client.execute("SCRIPT", "LOAD", Script("commit/join_workers").text)
+    proxy.cut_before("EVALSHA", containing=Script("commit/join_workers").sha, times=1)
+    proxy.cut_after("EVALSHA", containing=Script("commit/join_workers").sha, times=1)
     with Client(proxy.url) as through, working(through, make(count, key="key")):
         eventually(lambda: len(rows(client)) >= 20)
     check_order(client, 20)

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from millstream import Message
-from millstream.client import Client
-from millstream.health import Health
-from millstream.ledger import Ledger, burst
-from millstream.naming import HandlerKeys
-from millstream.reliable import ReliableStream
+from millstream.delivery.commit_store import Ledger, burst
+from millstream.delivery.reliable_stream import ReliableStream
+from millstream.observability.health import Health
+from millstream.redis_client.client import Client
+from millstream.redis_client.key_names import HandlerKeys
 from tests.support.clocks import LeapClock
 from tests.support.commandline import call
 from tests.support.waiting import FAIL_SAFE_S, eventually

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from millstream import Message, State
-from millstream.client import Client
-from millstream.lines import check_lines, park, unpark
-from millstream.naming import HandlerKeys
+from millstream.delivery.key_queues import check_lines, park, unpark
+from millstream.redis_client.client import Client
+from millstream.redis_client.key_names import HandlerKeys
 from tests.support.waiting import FAIL_SAFE_S, eventually
 from tests.support.workers import QUICK, make, working
 

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 
 from millstream import App, Message, Retry, State
-from millstream.attendance import find_workers
+from millstream.admin.liveness import find_workers
 from millstream.balancer import announce
-from millstream.client import Client
+from millstream.delivery.commit_store import Ledger
 from millstream.errors import AccessDenied, ConfigError, StaleOwner
-from millstream.ledger import Ledger
-from millstream.naming import HandlerKeys, ServiceKeys
+from millstream.redis_client.client import Client
+from millstream.redis_client.key_names import HandlerKeys, ServiceKeys
 from millstream.testing.topologies import cluster
 from tests.support.commandline import call
 from tests.support.waiting import FAIL_SAFE_S, eventually

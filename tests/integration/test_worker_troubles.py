@@ -12,21 +12,21 @@ from typing import Any
 import pytest
 
 from millstream import Message, Reject, Retry
-from millstream import metrics as m
-from millstream.client import Client
 from millstream.clock import SYSTEM_CLOCK
+from millstream.delivery.commit_store import Ledger, Unit
+from millstream.delivery.reliable_stream import Delivery, ReliableStream
 from millstream.errors import HandlerStuck, Unfinished
-from millstream.health import Health
-from millstream.ledger import Ledger, Unit
-from millstream.lifecycle import NOTHING
-from millstream.metrics import Recorder
-from millstream.naming import held_name
-from millstream.reliable import Delivery, ReliableStream
+from millstream.handlers.attempt import NOTHING
+from millstream.observability import metrics as m
+from millstream.observability.health import Health
+from millstream.observability.metrics import Recorder
+from millstream.redis_client.client import Client
+from millstream.redis_client.key_names import held_name
 from millstream.worker import Pipeline, WorkerPolicy
-from millstream.worker.hand import Hand
+from millstream.worker.in_flight import Hand
 from millstream.worker.incarnations import End, note_end
-from millstream.worker.report import Report
-from millstream.worker.settling import Settler
+from millstream.worker.loop_metrics import Report
+from millstream.worker.settling.committer import Settler
 from tests.support.clocks import LeapClock
 from tests.support.waiting import FAIL_SAFE_S, eventually
 from tests.support.workers import (
@@ -140,7 +140,7 @@ def test_at_maxmemory_a_run_that_hangs_is_given_up_when_there_is_memory_and_all_
 
 
 def test_at_maxmemory_a_suspect_holds_up_nobody(client: Client, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.DEBUG, "millstream.worker.guard")
+    caplog.set_level(logging.DEBUG, "millstream.worker.running.poison_isolation")
     with working(client, make(nothing)) as loop:
         fill(client, 1)
         eventually(lambda: loop.report.committed == 1)

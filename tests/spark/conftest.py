@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from pyspark.sql import SparkSession
 
-from millstream.client import Client
+from millstream.redis_client.client import Client
 from tests.support.pipelines import Pipelines
 from tests.support.sessions import await_no_tasks, end_session, open_test_session
 from tests.support.sources import Bench, Streams

@@ -93,10 +93,11 @@ def _told(wrong: Any) -> str:
 
 def with_millstream(client: Client) -> dict[str, Any]:
     """What needs it at this end."""
-    from millstream import App, metrics
+    from millstream import App
     from millstream.errors import ConfigError
-    from millstream.spark.listener import QueryMetrics
-    from millstream.spark.runner import Runner, RunSettings
+    from millstream.observability import metrics
+    from millstream.spark.run.query_metrics import QueryMetrics
+    from millstream.spark.run.supervisor import Runner, RunSettings
 
     try:
         Runner(App("app"), client.spark, RunSettings(url=client.url, checkpoint="none"), on_event=print)

@@ -4,7 +4,7 @@ import pytest
 from pyspark.sql import functions as F
 
 from millstream import App, Message
-from millstream.client import Client
+from millstream.redis_client.client import Client
 from tests.support.pipelines import Pipelines
 from tests.support.sources import Bench
 

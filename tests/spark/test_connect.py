@@ -12,7 +12,7 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
-from millstream.client import Client
+from millstream.redis_client.client import Client
 from tests.support.connect_server import ConnectServer
 from tests.support.waiting import FAIL_SAFE_S
 

@@ -30,7 +30,7 @@ class Demo:
         self._mark = uuid.uuid4().hex
         self.chart = folder / "demo" / "departures.png"
         self.said = folder / "said.txt"
-        command = [sys.executable, "-m", "millstream.commands.cli", "demo", "--data-dir", str(folder / "demo")]
+        command = [sys.executable, "-m", "millstream.cli.main", "demo", "--data-dir", str(folder / "demo")]
         with self.said.open("wb") as log:
             self.process = subprocess.Popen(
                 [*command, *options], stdout=subprocess.PIPE, stderr=log, env=os.environ | {MARK: self._mark}

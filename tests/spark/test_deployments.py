@@ -7,9 +7,9 @@ import pytest
 from pyspark.sql import SparkSession
 
 from millstream import App, Reject, State
-from millstream.client import Client
+from millstream.admin.acl import RoleName, rule
 from millstream.errors import AccessDenied, ConfigError
-from millstream.rights import RoleName, rule
+from millstream.redis_client.client import Client
 from millstream.testing import topologies
 from tests.support.pipelines import Pipelines
 from tests.support.waiting import eventually

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 import pytest
 
 from millstream import App, Message, Reject, Retry, State
+from millstream.delivery.commit_store import Ledger
 from millstream.errors import ConfigError, PipelineFailed
-from millstream.ledger import Ledger
-from millstream.naming import REDRIVE_FIELD, HandlerKeys
+from millstream.redis_client.key_names import REDRIVE_FIELD, HandlerKeys
 from tests.support.pipelines import Pipelines
 from tests.support.waiting import eventually
 

@@ -12,8 +12,8 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 
 from millstream import App, Rows
-from millstream.spark.failures import Failure, failure_of
-from millstream.spark.session import settle_environment
+from millstream.spark.run.failures import Failure, failure_of
+from millstream.spark.run.session import settle_environment
 from tests.support.pipelines import Pipelines
 from tests.support.sources import Bench
 from tests.support.waiting import eventually

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from millstream import App, Message, State
-from millstream.partitioned import PartitionedProducer
-from millstream.partitions import Partitions
+from millstream.partitions.partitioned_producer import PartitionedProducer
+from millstream.partitions.partitions import Partitions
 from tests.support.pipelines import Pipelines
 from tests.support.waiting import eventually
 

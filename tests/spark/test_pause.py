@@ -3,12 +3,12 @@
 import pytest
 
 from millstream import App, Message, Retry, State
-from millstream.aside import ready_lines
-from millstream.client import Client
-from millstream.ledger import Ledger
+from millstream.delivery.commit_store import Ledger
+from millstream.delivery.deferral import ready_lines
 from millstream.model import EntryId
-from millstream.spark.options import parse
-from millstream.spark.planner import Planner
+from millstream.redis_client.client import Client
+from millstream.spark.source.batch_planner import Planner
+from millstream.spark.source.options import parse
 from tests.support.clocks import HandClock
 from tests.support.commandline import call
 from tests.support.pipelines import Pipelines

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from millstream import metrics as m
-from millstream.client import Client
-from millstream.metrics import Recorder
-from millstream.spark.behind import behind
-from millstream.spark.listener import QueryMetrics
+from millstream.observability import metrics as m
+from millstream.observability.metrics import Recorder
+from millstream.redis_client.client import Client
+from millstream.spark.run.offsets_behind import behind
+from millstream.spark.run.query_metrics import QueryMetrics
 from tests.support.commandline import free_port
 from tests.support.drivers import Driver
 from tests.support.sources import Bench

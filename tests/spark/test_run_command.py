@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from millstream.client import Client
-from millstream.server import EmbeddedServer
+from millstream.redis_client.client import Client
+from millstream.redis_client.embedded_server import EmbeddedServer
 from tests.support.commandline import run
 from tests.support.drivers import Driver
 from tests.support.urls import CANARY, told

@@ -9,12 +9,13 @@ from pyspark.sql import SparkSession
 from pyspark.sql.streaming.query import StreamingQuery
 
 from millstream import App, Message, Retry, Rows
+from millstream.delivery.commit_store import Ledger
 from millstream.errors import AccessDenied, ConfigError, DataLoss, PipelineFailed, StaleOwner, Unavailable, WrongType
-from millstream.ledger import Ledger
 from millstream.model import EntryId
-from millstream.producer import Producer
-from millstream.spark import pipeline, runner
-from millstream.spark.failures import Failure, failure_of
+from millstream.producer.producer import Producer
+from millstream.spark.run import query as pipeline
+from millstream.spark.run import supervisor as runner
+from millstream.spark.run.failures import Failure, failure_of
 from tests.support.clocks import HandClock
 from tests.support.pipelines import Pipelines
 from tests.support.waiting import FAIL_SAFE_S, eventually

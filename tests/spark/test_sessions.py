@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from millstream.client import Client
+from millstream.redis_client.client import Client
 from tests.support.commandline import run
 from tests.support.drivers import Driver
 from tests.support.waiting import eventually

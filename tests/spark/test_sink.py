@@ -12,7 +12,7 @@ from pyspark.sql import DataFrame
 from pyspark.sql.functions import lit
 from pyspark.sql.streaming.query import StreamingQuery
 
-from millstream.naming import SinkKeys
+from millstream.redis_client.key_names import SinkKeys
 from tests.support.sources import Bench, pairs
 
 pytestmark = [pytest.mark.sink, pytest.mark.spark]

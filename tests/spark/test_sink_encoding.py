@@ -10,8 +10,8 @@ import pytest
 from pyspark.sql.pandas.types import from_arrow_schema
 
 from millstream.errors import ConfigError, OutputError
-from millstream.spark.encoding import RowMaker, check_columns
-from millstream.spark.sink_options import Layout
+from millstream.spark.sink.options import Layout
+from millstream.spark.sink.row_encoder import RowMaker, check_columns
 
 pytestmark = [pytest.mark.sink, pytest.mark.spark]
 

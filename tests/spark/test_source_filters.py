@@ -25,8 +25,8 @@ from pyspark.sql.datasource import (
 )
 
 from millstream.model import ZERO_ID, EntryId
-from millstream.spark.offsets import Position
-from millstream.spark.selection import Selection
+from millstream.spark.source.filters import Selection
+from millstream.spark.source.offsets import Position
 from tests.support.sources import Bench
 
 pytestmark = [pytest.mark.spark]

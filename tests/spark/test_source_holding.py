@@ -6,14 +6,14 @@ from types import SimpleNamespace
 import pytest
 from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadMaxRows, ReadMinRows
 
-from millstream.client import Client
-from millstream.spark import source
-from millstream.spark.offsets import Offsets
-from millstream.spark.options import parse
-from millstream.spark.planner import Planner
-from millstream.spark.schema import default_schema
-from millstream.spark.side import HELD_S
-from millstream.spark.source import RedisStreamReader
+from millstream.redis_client.client import Client
+from millstream.spark.source import provider as source
+from millstream.spark.source.batch_planner import Planner
+from millstream.spark.source.offsets import Offsets
+from millstream.spark.source.options import parse
+from millstream.spark.source.provider import RedisStreamReader
+from millstream.spark.source.reader_base import HELD_S
+from millstream.spark.source.schema import default_schema
 from tests.support.clocks import HandClock
 from tests.support.sources import Bench, Streams
 from tests.support.waiting import eventually

@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from millstream.client import Client
 from millstream.errors import Unavailable
-from millstream.router.watch import Watch
-from millstream.server import EmbeddedServer
-from millstream.spark.facts import survey
-from millstream.spark.known import KnownFacts
-from millstream.spark.options import parse
-from millstream.spark.planner import Planner
+from millstream.redis_client.client import Client
+from millstream.redis_client.embedded_server import EmbeddedServer
+from millstream.redis_client.key_tracking import Watch
+from millstream.spark.source.batch_planner import Planner
+from millstream.spark.source.options import parse
+from millstream.spark.source.stream_info import survey
+from millstream.spark.source.stream_info_cache import KnownFacts
 from millstream.testing.topologies import acl_server, cluster
 from tests.support.clocks import HandClock
 from tests.support.slots import finish_move, move_slot

@@ -6,13 +6,13 @@ from collections.abc import Callable
 import pytest
 from pyspark.errors import StreamingQueryException
 
-from millstream.client import Client
 from millstream.errors import DataLoss, WrongType
 from millstream.model import ZERO_ID, EntryId
-from millstream.spark.offsets import Offsets, Position
-from millstream.spark.options import parse
-from millstream.spark.planner import Planner
-from millstream.spark.reading import Reading
+from millstream.redis_client.client import Client
+from millstream.spark.source.batch_planner import Planner
+from millstream.spark.source.offsets import Offsets, Position
+from millstream.spark.source.options import parse
+from millstream.spark.source.partition_reader import Reading
 from tests.support.sources import Bench, Taken
 from tests.support.waiting import FAIL_SAFE_S, eventually
 

@@ -3,14 +3,14 @@
 import pytest
 from pyspark.errors import StreamingQueryException
 
-from millstream.client import Client
 from millstream.errors import DataLoss
 from millstream.model import EntryId
-from millstream.spark.facts import StreamFacts, judge, survey
-from millstream.spark.loss import LossPolicy
-from millstream.spark.offsets import Position
-from millstream.spark.ranges import Piece
-from millstream.spark.reading import Reading
+from millstream.redis_client.client import Client
+from millstream.spark.source.data_loss import LossPolicy
+from millstream.spark.source.offset_ranges import Piece
+from millstream.spark.source.offsets import Position
+from millstream.spark.source.partition_reader import Reading
+from millstream.spark.source.stream_info import StreamFacts, judge, survey
 from tests.support.sources import Bench, Streams
 
 pytestmark = [pytest.mark.spark]

@@ -8,20 +8,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millstream.client import Client
+from millstream.delivery.commit_store import Ledger
 from millstream.errors import AccessDenied, ConfigError, DataLoss
-from millstream.ledger import Ledger
 from millstream.model import ZERO_ID, EntryId
-from millstream.naming import HandlerKeys
-from millstream.spark.cursor import Walk, walk
-from millstream.spark.facts import survey
-from millstream.spark.lag import LagGroup, standings
-from millstream.spark.offsets import Offsets, Position, dump, load, readable
-from millstream.spark.options import parse
-from millstream.spark.planner import Planner, Waiting
-from millstream.spark.ranges import Piece, Spread, cut, deal, flat, guess_cuts, unflattened
-from millstream.spark.shares import MOST_CUT, Filling, divide, in_turn
-from millstream.spark.subscription import Subscription
+from millstream.redis_client.client import Client
+from millstream.redis_client.key_names import HandlerKeys
+from millstream.spark.source.batch_planner import Planner, Waiting
+from millstream.spark.source.fair_shares import MOST_CUT, Filling, divide, in_turn
+from millstream.spark.source.offset_ranges import Piece, Spread, cut, deal, flat, guess_cuts, unflattened
+from millstream.spark.source.offset_seek import Walk, walk
+from millstream.spark.source.offsets import Offsets, Position, dump, load, readable
+from millstream.spark.source.options import parse
+from millstream.spark.source.progress_group import LagGroup, standings
+from millstream.spark.source.stream_info import survey
+from millstream.spark.source.subscription import Subscription
 from millstream.testing import topologies
 from tests.support.clocks import HandClock
 

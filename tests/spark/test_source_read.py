@@ -11,9 +11,9 @@ from pyspark.sql.types import Row
 
 from millstream.errors import Unavailable
 from millstream.model import EntryId
-from millstream.spark import source
-from millstream.spark.options import parse
-from millstream.spark.schema import default_schema
+from millstream.spark.source import provider as source
+from millstream.spark.source.options import parse
+from millstream.spark.source.schema import default_schema
 from tests.support.sources import Bench
 
 pytestmark = [pytest.mark.spark]

@@ -6,16 +6,16 @@ from itertools import chain, pairwise
 
 import pytest
 
-from millstream.client import Client, Command, Reply
 from millstream.errors import ConfigError, Unavailable
 from millstream.model import ZERO_ID, EntryId
-from millstream.spark.arrow import Run, split_ids
-from millstream.spark.options import parse
-from millstream.spark.ranges import Piece
-from millstream.spark.reading import Reading
-from millstream.spark.rows import batch_maker
-from millstream.spark.schema import default_schema
-from millstream.wire import Meter
+from millstream.redis_client.client import Client, Command, Reply
+from millstream.redis_client.resp import Meter
+from millstream.spark.source.offset_ranges import Piece
+from millstream.spark.source.options import parse
+from millstream.spark.source.partition_reader import Reading
+from millstream.spark.source.row_decoder import Run, split_ids
+from millstream.spark.source.row_layout import batch_maker
+from millstream.spark.source.schema import default_schema
 
 pytestmark = [pytest.mark.spark]
 

@@ -7,8 +7,8 @@ import pytest
 from pyspark.sql import SparkSession
 
 from millstream import App, Message
-from millstream.client import Client
-from millstream.server import EmbeddedServer
+from millstream.redis_client.client import Client
+from millstream.redis_client.embedded_server import EmbeddedServer
 from tests.support.pipelines import Pipelines
 from tests.support.replicas import FOLLOWS, asked_for, none_asked
 from tests.support.sources import Bench, pairs

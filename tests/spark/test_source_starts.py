@@ -2,13 +2,13 @@
 
 import pytest
 
-from millstream.client import Client
 from millstream.errors import ConfigError, DataLoss
 from millstream.model import ZERO_ID, EntryId
-from millstream.spark.offsets import Position
-from millstream.spark.options import parse
-from millstream.spark.planner import Planner
-from millstream.spark.selection import Selection
+from millstream.redis_client.client import Client
+from millstream.spark.source.batch_planner import Planner
+from millstream.spark.source.filters import Selection
+from millstream.spark.source.offsets import Position
+from millstream.spark.source.options import parse
 
 pytestmark = [pytest.mark.spark]
 

@@ -10,14 +10,14 @@ from pyspark.errors import StreamingQueryException
 from pyspark.sql import SparkSession
 from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadMaxRows
 
-from millstream.client import Client
-from millstream.server import EmbeddedServer
-from millstream.spark import side
-from millstream.spark.options import parse
-from millstream.spark.ranges import unflattened
-from millstream.spark.reading import Reading
-from millstream.spark.rows import batch_maker
-from millstream.spark.source import RedisStreamReader, RedisStreamsSource
+from millstream.redis_client.client import Client
+from millstream.redis_client.embedded_server import EmbeddedServer
+from millstream.spark.source import reader_base as side
+from millstream.spark.source.offset_ranges import unflattened
+from millstream.spark.source.options import parse
+from millstream.spark.source.partition_reader import Reading
+from millstream.spark.source.provider import RedisStreamReader, RedisStreamsSource
+from millstream.spark.source.row_layout import batch_maker
 from tests.support.sources import Bench, Streams
 from tests.support.waiting import eventually
 

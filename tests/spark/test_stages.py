@@ -15,8 +15,8 @@ from pyspark.sql.streaming.readwriter import DataStreamWriter
 from examples import sales
 from millstream import App, Rows, State, load_app
 from millstream.errors import ConfigError, PipelineFailed
-from millstream.naming import stage_group
-from millstream.spark.stage_pipeline import StagePipeline
+from millstream.redis_client.key_names import stage_group
+from millstream.spark.run.stage_query import StagePipeline
 from tests.support.pipelines import Pipelines
 from tests.support.waiting import eventually
 

@@ -9,10 +9,10 @@ from typing import Any, TypeVar
 import pytest
 
 from millstream.balancer import Balancer, BalancerPolicy, Notice, StreamAdded, announce
-from millstream.balancer.service import BALANCE, CLAIM, FIELD, HAND_IN, RETIRE, Bid, Round, Service
-from millstream.client import Client
-from millstream.naming import ServiceKeys
-from millstream.server import EmbeddedServer
+from millstream.balancer.protocol import BALANCE, CLAIM, FIELD, HAND_IN, RETIRE, Bid, Round, Service
+from millstream.redis_client.client import Client
+from millstream.redis_client.embedded_server import EmbeddedServer
+from millstream.redis_client.key_names import ServiceKeys
 from millstream.testing.proxy import Proxy
 from tests.support.clocks import HandClock
 from tests.support.waiting import FAIL_SAFE_S, eventually

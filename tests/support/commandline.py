@@ -14,10 +14,10 @@ from typing import IO, Any
 
 from typer.testing import CliRunner
 
-from millstream.commands.cli import main
+from millstream.cli.main import main
 from tests.support.waiting import FAIL_SAFE_S
 
-PROGRAM = (sys.executable, "-m", "millstream.commands.cli")
+PROGRAM = (sys.executable, "-m", "millstream.cli.main")
 _NO_CLIENTS = range(10_000, 32_768)
 
 

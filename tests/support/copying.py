@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 
-from millstream.client import Client
+from millstream.redis_client.client import Client
 from tests.support.waiting import FAIL_SAFE_S
 
 ROOT = Path(__file__).parents[2]

@@ -22,7 +22,7 @@ class Driver:
     def __init__(self, app: str, *, url: str, folder: Path, options: tuple[str, ...] = ()) -> None:
         self.folder = folder
         self.events: list[dict[str, Any]] = []
-        self._command = [sys.executable, "-m", "millstream.commands.cli", "run", app, "--url", url, "--json"]
+        self._command = [sys.executable, "-m", "millstream.cli.main", "run", app, "--url", url, "--json"]
         self._command += ["--checkpoint", str(folder / "checkpoint"), *options]
         self.options = options
         self._process: subprocess.Popen[str] | None = None

@@ -11,7 +11,7 @@ from pathlib import Path
 from pyspark.sql import SparkSession
 
 from millstream import App
-from millstream.spark.runner import Runner, RunSettings
+from millstream.spark.run.supervisor import Runner, RunSettings
 from tests.support.waiting import FAIL_SAFE_S
 
 ROOT = Path(__file__).parents[2]
@@ -25,7 +25,7 @@ class WorkerCommand:
     folder: Path
 
     def __call__(self, app: App, url: str, until: Callable[[], bool]) -> None:
-        command = [sys.executable, "-m", "millstream.commands.cli", "worker", "tests.contract.worker_app:app"]
+        command = [sys.executable, "-m", "millstream.cli.main", "worker", "tests.contract.worker_app:app"]
         command += ["--url", url, "--claim-s", "3", "--stop-s", "2", "--json"]
         for name in app.handlers:
             command += ["--handler", name]

@@ -11,7 +11,7 @@ from urllib.parse import quote, urlsplit
 import httpx
 from websockets.sync.client import ClientConnection, connect
 
-from millstream.client import Client
+from millstream.redis_client.client import Client
 from tests.support.commandline import PROGRAM, environment, free_port
 from tests.support.waiting import FAIL_SAFE_S, eventually
 

@@ -46,10 +46,10 @@ def _train(archive: str) -> None:
     from pyspark import SparkContext
 
     from millstream import App, Message
-    from millstream.client import Client
-    from millstream.server import EmbeddedServer
-    from millstream.spark.runner import Runner, RunSettings
-    from millstream.spark.session import close_session, open_session
+    from millstream.redis_client.client import Client
+    from millstream.redis_client.embedded_server import EmbeddedServer
+    from millstream.spark.run.session import close_session, open_session
+    from millstream.spark.run.supervisor import Runner, RunSettings
 
     app = App("training")
 

@@ -4,11 +4,11 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
-from millstream.client import Client
-from millstream.keyed import Ending, KeyedStream, Lease, Taken, line_of_key
-from millstream.ledger import Ledger, Unit
+from millstream.delivery.commit_store import Ledger, Unit
+from millstream.delivery.keyed_stream import Ending, KeyedStream, Lease, Taken, line_of_key
 from millstream.model import EntryId
-from millstream.naming import HandlerKeys
+from millstream.redis_client.client import Client
+from millstream.redis_client.key_names import HandlerKeys
 
 KEYS = HandlerKeys("app", "handle", "in")
 MANY = 1_000_000

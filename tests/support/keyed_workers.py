@@ -4,8 +4,8 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from millstream.client import Client
-from millstream.lines import check_lines
+from millstream.delivery.key_queues import check_lines
+from millstream.redis_client.client import Client
 from millstream.testing.history import Event, Report, check
 from tests.support.waiting import eventually
 from tests.support.worker_processes import Books

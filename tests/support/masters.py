@@ -15,9 +15,9 @@ from typing import Any, Self
 import httpx
 import msgspec
 
-from millstream.client import Client
-from millstream.lines import check_lines
-from millstream.naming import HandlerKeys
+from millstream.delivery.key_queues import check_lines
+from millstream.redis_client.client import Client
+from millstream.redis_client.key_names import HandlerKeys
 from tests.support.commandline import PROGRAM, environment
 from tests.support.waiting import FAIL_SAFE_S, eventually
 

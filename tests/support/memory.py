@@ -5,7 +5,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from millstream.client import Client
+from millstream.redis_client.client import Client
 from tests.support.waiting import FAIL_SAFE_S, eventually
 
 

@@ -3,15 +3,15 @@
 import string
 from collections import defaultdict
 
-from millstream.client import Client
-from millstream.keyed import Ending, Lease, line_of_key
-from millstream.layout import Layout
-from millstream.lines import check_lines
+from millstream.delivery.key_queues import check_lines
+from millstream.delivery.keyed_stream import Ending, Lease, line_of_key
 from millstream.model import EntryId
-from millstream.moves import Moves, PartitionStream
-from millstream.naming import HandlerKeys
-from millstream.partitioned import PartitionedProducer
-from millstream.partitions import Partitions
+from millstream.partitions.key_migration import Moves, PartitionStream
+from millstream.partitions.partition_map import Layout
+from millstream.partitions.partitioned_producer import PartitionedProducer
+from millstream.partitions.partitions import Partitions
+from millstream.redis_client.client import Client
+from millstream.redis_client.key_names import HandlerKeys
 from tests.support.waiting import FAIL_SAFE_S
 
 BASE = "orders"

@@ -11,10 +11,10 @@ import msgspec
 from pyspark.sql import SparkSession
 
 from millstream.app import App
-from millstream.client import Client
-from millstream.deadletters import DeadLetter
-from millstream.naming import HandlerKeys
-from millstream.spark.runner import Runner, RunSettings
+from millstream.handlers.dead_letter import DeadLetter
+from millstream.redis_client.client import Client
+from millstream.redis_client.key_names import HandlerKeys
+from millstream.spark.run.supervisor import Runner, RunSettings
 from tests.support.waiting import FAIL_SAFE_S
 
 

@@ -1,6 +1,6 @@
 """Protocols of per-key order as explicit-state models: every order of steps is tried, and what goes wrong is traced.
 
-`Lines` is the protocol of `millstream.lua`, call by call. `Memo` is the one it replaces, as "Redis streaming concurrency with
+`Lines` is the protocol of `millstream.redis_client.lua`, call by call. `Memo` is the one it replaces, as "Redis streaming concurrency with
 master and consumers" (Dwarves Memo) describes it. A model is small: a few messages, two workers, a few faults.
 """
 

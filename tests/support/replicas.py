@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 from millstream.errors import ServerError
-from millstream.server import EmbeddedServer
+from millstream.redis_client.embedded_server import EmbeddedServer
 
 FOLLOWS = {"repl-diskless-sync-delay": "0", "appendonly": "no"}
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from typing import Any, Self
 
-from millstream.client import Client
+from millstream.redis_client.client import Client
 from millstream.router import Gap, Item, PoolPolicy, ReadPolicy, Router, Subscription
 from tests.support.waiting import FAIL_SAFE_S, eventually
 

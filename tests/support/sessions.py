@@ -3,7 +3,7 @@
 from pyspark import SparkContext
 from pyspark.sql import SparkSession
 
-from millstream.spark.session import close_session, open_session
+from millstream.spark.run.session import close_session, open_session
 from tests.support.java import end_java
 from tests.support.waiting import eventually
 

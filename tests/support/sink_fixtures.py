@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from millstream.client import Client
-from millstream.sink import Publication, Row, Share, Stage, Terms, begin, token_of
+from millstream.redis_client.client import Client
+from millstream.spark.sink import Publication, Row, Share, Stage, Terms, begin, token_of
 
 SINK = "query"
 STREAMS = ("a", "b", "c")

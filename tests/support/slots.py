@@ -1,6 +1,6 @@
 """Moving hash slots between the nodes of a cluster, step by step."""
 
-from millstream.server import EmbeddedServer
+from millstream.redis_client.embedded_server import EmbeddedServer
 
 
 def move_slot(source: EmbeddedServer, target: EmbeddedServer, slot: int, *, finish: bool) -> None:

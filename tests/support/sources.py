@@ -10,7 +10,7 @@ from typing import Any
 from pyspark.sql import DataFrame, Row, SparkSession
 from pyspark.sql.streaming.query import StreamingQuery
 
-from millstream.client import Client
+from millstream.redis_client.client import Client
 
 _numbers = itertools.count()
 

@@ -9,14 +9,14 @@ import msgspec
 import pyarrow as pa
 
 from millstream import App, Message, Retry, State
-from millstream.aside import Ready, ready_lines
-from millstream.client import Client
-from millstream.deadletters import DeadLetter
-from millstream.handlers import Handler
-from millstream.ledger import Ledger
-from millstream.naming import HandlerKeys
-from millstream.spark.partition import task_of
-from millstream.spark.task import Job, PartitionTask
+from millstream.delivery.commit_store import Ledger
+from millstream.delivery.deferral import Ready, ready_lines
+from millstream.handlers.dead_letter import DeadLetter
+from millstream.handlers.handler import Handler
+from millstream.redis_client.client import Client
+from millstream.redis_client.key_names import HandlerKeys
+from millstream.spark.engine.entry_points import task_of
+from millstream.spark.engine.task import Job, PartitionTask
 
 SCHEMA = pa.schema(
     [

@@ -15,10 +15,10 @@ from typing import Any, Self
 
 import psutil
 
-from millstream.client import Client
-from millstream.deadletters import DeadLetter
 from millstream.errors import RedisError
-from millstream.naming import HandlerKeys
+from millstream.handlers.dead_letter import DeadLetter
+from millstream.redis_client.client import Client
+from millstream.redis_client.key_names import HandlerKeys
 from millstream.testing.history import Event, Report, check, read_events
 from tests.support.apps.worker_app import GATE
 from tests.support.drivers import APPS
@@ -46,7 +46,7 @@ class Fleet:
         self.lines: list[dict[str, Any]] = []
         self._log = folder / f"log.{time.monotonic_ns()}"
         self._folder = folder
-        self._command = [sys.executable, "-m", "millstream.commands.cli", "worker", f"{APPS}/worker_app.py:{app}"]
+        self._command = [sys.executable, "-m", "millstream.cli.main", "worker", f"{APPS}/worker_app.py:{app}"]
         self._command += ["--url", url, "--json", "--processes", str(processes)]
         self._command += ["--claim-s", str(claim_s), *options]
         self._processes = processes

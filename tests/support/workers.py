@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 
 from millstream import App, Message, Retry
-from millstream.client import Client
-from millstream.deadletters import DeadLetter
+from millstream.delivery.commit_store import Ledger
+from millstream.delivery.reliable_stream import Delivery
 from millstream.errors import GroupMissing
-from millstream.handlers import Handler
-from millstream.health import Health
-from millstream.ledger import Ledger
-from millstream.naming import HandlerKeys
-from millstream.reliable import Delivery
+from millstream.handlers.dead_letter import DeadLetter
+from millstream.handlers.handler import Handler
+from millstream.observability.health import Health
+from millstream.redis_client.client import Client
+from millstream.redis_client.key_names import HandlerKeys
 from millstream.worker import ReadingLoop, WorkerPolicy
 from tests.support.clocks import LeapClock
 from tests.support.waiting import FAIL_SAFE_S, eventually

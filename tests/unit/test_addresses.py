@@ -2,7 +2,7 @@
 
 import pytest
 
-from millstream.addresses import url_of_node
+from millstream.redis_client.urls import url_of_node
 
 pytestmark = [pytest.mark.cli, pytest.mark.groups]
 

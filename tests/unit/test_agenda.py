@@ -4,7 +4,7 @@ from math import inf
 
 import pytest
 
-from millstream.worker.agenda import Agenda
+from millstream.worker.fetching.timers import Agenda
 
 pytestmark = [pytest.mark.worker]
 

@@ -12,7 +12,7 @@ import pytest
 from millstream import App, Message, Retry, State, load_app
 from millstream.errors import ConfigError, DecodeError
 from millstream.model import EntryId
-from millstream.naming import HandlerKeys, hash_tag
+from millstream.redis_client.key_names import HandlerKeys, hash_tag
 
 pytestmark = [pytest.mark.worker, pytest.mark.cli]
 

@@ -17,24 +17,18 @@ CHECKED = ("src", "tests", "benchmarks", "examples")
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
 
-# Imports go to lower numbers, or stay on their own; the parts on level 3 do not know each other.
-# `docs/architecture.md` says what the levels mean.
-LEVELS = {
-    "clock": 0, "decoding": 0, "errors": 0, "escaping": 0, "lazy": 0, "metrics": 0, "model": 0, "naming": 0, "redaction": 0, "reports": 0,
-    "addresses": 1, "client": 1, "handlers": 1, "layout": 1, "lua": 1, "server": 1, "stages": 1, "readers": 1, "telemetry": 1, "translation": 1, "wire": 1,
-    "app": 2, "aside": 2, "asking": 2, "attendance": 2, "balancer": 2, "bell": 2, "deadletters": 2, "group_reports": 2, "groups": 2, "inspection": 2, "lags": 2, "ledger": 2, "lifecycle": 2, "publishing": 2,
-    "channel": 2, "delayed": 2, "eviction": 2, "health": 2, "inbox": 2, "producer": 2, "reliable": 2, "rights": 2, "sink": 2,
-    "keyed": 2, "lines": 2, "moves": 2, "partitions": 2, "partitioned": 2, "router": 2, "web": 2,
-    "fanout": 3, "master": 3, "worker": 3,
-    "millstream": 4, "pyspark_millstream": 4, "spark": 4,
-    "commands": 5, "demo": 5, "testing": 5,
-}  # fmt: skip
-SIBLINGS_APART = 3
+# One total order: a part imports only those before it. `docs/architecture.md` says what each is.
+PARTS = (
+    "errors", "clock", "model", "lazy", "redis_client", "handlers", "app", "groups", "delivery", "observability",
+    "producer", "partitions", "balancer", "router", "admin", "worker", "services", "spark", "millstream",
+    "pyspark_millstream", "testing", "demo", "cli",
+)  # fmt: skip
+LEVELS = {name: level for level, name in enumerate(PARTS)}
 SPARK = ("spark", "pyspark_millstream")
 HOMES = {
-    "redis": ("client", "translation"), "hiredis": ("server", "wire"), "pyspark": SPARK, "py4j": SPARK,
-    "prometheus_client": ("metrics", "health"), "opentelemetry": ("telemetry",),
-    "fastapi": ("master",), "starlette": ("fanout", "master", "web"), "h11": ("web",), "uvicorn": ("web",), "websockets": ("web",),
+    "redis": ("redis_client",), "hiredis": ("redis_client",), "pyspark": SPARK, "py4j": SPARK,
+    "prometheus_client": ("observability",), "opentelemetry": ("observability",),
+    "fastapi": ("services",), "starlette": ("services",), "h11": ("services",), "uvicorn": ("services",), "websockets": ("services",),
 }  # fmt: skip
 BANNED = {"pickle", "_pickle", "cloudpickle", "dill", "shelve", "marshal"}
 
@@ -117,10 +111,10 @@ def each_import(src: Path) -> Iterator[tuple[Module, Import, str]]:
             yield module, found, f"{module.path.relative_to(src)}:{found.line}"
 
 
-def modules_without_a_level(root: Path) -> Iterator[str]:
+def modules_of_no_part(root: Path) -> Iterator[str]:
     for module in read_modules(root / "src"):
         if part(module.name) not in LEVELS:
-            yield f"{module.name} is in no level: say in LEVELS where it belongs"
+            yield f"{module.name} is in no part: say in PARTS where it belongs"
 
 
 def imports_upwards(root: Path) -> Iterator[str]:
@@ -131,8 +125,6 @@ def imports_upwards(root: Path) -> Iterator[str]:
             continue
         if LEVELS[there] > LEVELS[here]:
             yield f"{where} imports {found.target}, which is above it"
-        elif LEVELS[there] == LEVELS[here] == SIBLINGS_APART:
-            yield f"{where} imports {found.target}, its sibling: they do not know each other"
 
 
 def relative_imports(root: Path) -> Iterator[str]:
@@ -200,15 +192,15 @@ def python_files(root: Path) -> Iterator[Path]:
 
 # Each rule, with a file that breaks it and nothing else.
 RULES: list[tuple[Callable[[Path], Iterator[str]], str, str]] = [
-    (modules_without_a_level, "millstream/novelty.py", ""),
-    (imports_upwards, "millstream/clock.py", "def now():\n    from millstream.client import Client"),
-    (imports_upwards, "millstream/lifecycle.py", "import millstream"),
+    (modules_of_no_part, "millstream/novelty.py", ""),
+    (imports_upwards, "millstream/clock.py", "def now():\n    from millstream.redis_client.client import Client"),
+    (imports_upwards, "millstream/handlers/attempt.py", "import millstream"),
     (relative_imports, "millstream/spark/plan.py", "from . import source"),
-    (import_cycles, "millstream/errors.py", "from millstream import model"),
-    (third_parties_out_of_their_home, "millstream/server.py", "from redis.client import Redis"),
-    (third_parties_out_of_their_home, "millstream/commands/run.py", "def run():\n    import pyspark"),
-    (spark_needed_by_everyone, "millstream/commands/run.py", "from millstream.spark import source"),
-    (pickles, "millstream/ledger.py", "import pickle"),
+    (import_cycles, "millstream/spark/source.py", "from millstream.spark import plan"),
+    (third_parties_out_of_their_home, "millstream/worker/loop.py", "from redis.client import Redis"),
+    (third_parties_out_of_their_home, "millstream/cli/run.py", "def run():\n    import pyspark"),
+    (spark_needed_by_everyone, "millstream/cli/run.py", "from millstream.spark import source"),
+    (pickles, "millstream/delivery/commit_store.py", "import pickle"),
     (names_of_the_standard_library, "millstream/spark/types.py", ""),
     (long_files, "millstream/app.py", "\n" * (MAX_FILE_LINES + 1)),
     (long_functions, "millstream/app.py", "async def f():\n" + "    x = 1\n" * MAX_FUNCTION_LINES),
@@ -222,10 +214,11 @@ def plant(root: Path, files: dict[str, str]) -> None:
         "millstream/__init__.py": "from millstream.app import App",
         "millstream/errors.py": "",
         "millstream/model.py": "from millstream.errors import ConfigError",
-        "millstream/client.py": "import redis\nfrom millstream import model",
+        "millstream/redis_client/client.py": "import redis\nfrom millstream import model",
         "millstream/app.py": "from millstream.model import State",
-        "millstream/spark/source.py": "import pyspark\nfrom millstream import client",
-        "millstream/commands/run.py": "def run():\n    from millstream.spark import source",
+        "millstream/spark/source/provider.py": "import pyspark\nfrom millstream.redis_client import client",
+        "millstream/spark/plan.py": "from millstream.spark import source",
+        "millstream/cli/run.py": "def run():\n    from millstream.spark import source",
     }
     for name, text in (sound | files).items():
         path = root / "src" / name
@@ -249,12 +242,6 @@ def test_a_broken_rule_is_noticed_by_its_check_alone(
     assert [check for check in CHECKS if list(check(tmp_path))] == [broken]
 
 
-def test_siblings_on_level_three_do_not_know_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(LEVELS, "router", SIBLINGS_APART)
-    plant(tmp_path, {"millstream/worker.py": "from millstream.router import Router", "millstream/router.py": ""})
-    assert len(list(imports_upwards(tmp_path))) == 1
-
-
-def test_every_level_names_something_that_exists() -> None:
+def test_every_part_exists() -> None:
     parts = {part(module.name) for module in read_modules(ROOT / "src")}
     assert set(LEVELS) <= parts

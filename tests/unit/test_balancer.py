@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from millstream.balancer import Balancer, BalancerPolicy, Lease, StreamAdded, StreamDisowned
-from millstream.balancer.postbox import Postbox
+from millstream.balancer.notification_queue import Postbox
 from millstream.errors import ConfigError
 from tests.support.waiting import FAIL_SAFE_S, eventually, eventually_async
 

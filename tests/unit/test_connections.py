@@ -5,9 +5,9 @@ from typing import Any, cast
 
 import pytest
 
-from millstream import metrics as m
-from millstream.metrics import Recorder
-from millstream.web.connections import Connection, Connections, Limits
+from millstream.observability import metrics as m
+from millstream.observability.metrics import Recorder
+from millstream.services.web.connections import Connection, Connections, Limits
 from tests.support.clocks import HandClock
 
 pytestmark = [pytest.mark.router, pytest.mark.master]

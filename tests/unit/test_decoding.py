@@ -20,9 +20,9 @@ import typing_extensions
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from millstream import decoding
-from millstream.decoding import compile_decoder, encode_output, wire_types
 from millstream.errors import ConfigError, DecodeError
+from millstream.handlers import decoding
+from millstream.handlers.decoding import compile_decoder, encode_output, wire_types
 from tests.support.models import Address, Colour, Customer, Level, Point, Price, pairs
 
 pytestmark = [pytest.mark.worker, pytest.mark.spark]
@@ -197,7 +197,7 @@ def test_a_nested_pydantic_model_is_read_from_json() -> None:
 
 def test_pydantic_is_not_imported_for_other_models() -> None:
     program = (
-        "import sys, dataclasses; from millstream.decoding import compile_decoder, encode_output\n"
+        "import sys, dataclasses; from millstream.handlers.decoding import compile_decoder, encode_output\n"
         "M = dataclasses.make_dataclass('M', [('a', int)])\n"
         "encode_output(compile_decoder(M)([b'a', b'1']))\n"
         "assert 'pydantic' not in sys.modules"

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millstream.escaping import json_fields, json_fields_in_parts
+from millstream.redis_client.escaping import json_fields, json_fields_in_parts
 
 pytestmark = [pytest.mark.router]
 

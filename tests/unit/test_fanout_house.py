@@ -6,11 +6,11 @@ from typing import Any, Literal
 
 import pytest
 
-from millstream.fanout.connection import Pace
-from millstream.fanout.endings import Ending
-from millstream.fanout.house import House, Room
-from millstream.metrics import NOBODY
+from millstream.observability.metrics import NOBODY
 from millstream.router import Item, Router
+from millstream.services.gateway.close_reasons import Ending
+from millstream.services.gateway.connection import Pace
+from millstream.services.gateway.connections import House, Room
 from tests.support.waiting import eventually_async
 
 pytestmark = [pytest.mark.router]
@@ -54,7 +54,7 @@ class Deaf:
 
 
 def test_a_stop_cuts_off_who_does_not_take_the_farewell(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("millstream.fanout.connection._FAREWELL_S", HOUR_S)
+    monkeypatch.setattr("millstream.services.gateway.connection._FAREWELL_S", HOUR_S)
 
     async def main() -> Any:
         pace = Pace(heartbeat_s=HOUR_S, stall_s=HOUR_S)

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from millstream.fanout.pauses import Pauses, Traffic
+from millstream.services.gateway.gc_freeze import Pauses, Traffic
 
 pytestmark = [pytest.mark.router]
 

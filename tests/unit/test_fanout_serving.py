@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from millstream.fanout import serving
-from millstream.fanout.access import Access, stream_tokens
-from millstream.web.refusal import Refused
+from millstream.services.gateway import server as serving
+from millstream.services.gateway.auth import Access, stream_tokens
+from millstream.services.web.errors import Refused
 from tests.support.waiting import eventually_async
 
 pytestmark = [pytest.mark.router]

@@ -6,11 +6,11 @@ from typing import Any, cast
 
 import pytest
 
-from millstream.escaping import PART_BYTES
-from millstream.fanout.wires import EventWire
-from millstream.metrics import NOBODY
 from millstream.model import Message
-from millstream.web.connections import Connections, Limits
+from millstream.observability.metrics import NOBODY
+from millstream.redis_client.escaping import PART_BYTES
+from millstream.services.gateway.transports import EventWire
+from millstream.services.web.connections import Connections, Limits
 
 pytestmark = [pytest.mark.router]
 

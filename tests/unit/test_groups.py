@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from millstream.client import Client
 from millstream.errors import ConfigError
 from millstream.groups import Batch, ClaimOptions, Consumer, Delivered, DoneFile, Reader, ReadPolicy, stream_details
 from millstream.model import EntryId
+from millstream.redis_client.client import Client
 
 pytestmark = [pytest.mark.groups]
 

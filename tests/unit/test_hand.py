@@ -10,18 +10,18 @@ from typing import Any
 import pytest
 
 from millstream import App, Message, Retry
-from millstream.client import Client
 from millstream.clock import SYSTEM_CLOCK
-from millstream.keyed import Lease
-from millstream.lifecycle import NOTHING, Outcome
-from millstream.reliable import Delivery, ReliableStream
+from millstream.delivery.keyed_stream import Lease
+from millstream.delivery.reliable_stream import Delivery, ReliableStream
+from millstream.handlers.attempt import NOTHING, Outcome
+from millstream.redis_client.client import Client
 from millstream.worker import Pipeline, WorkerPolicy
-from millstream.worker.batches import AsyncBatchRunner, PlainBatchRunner
-from millstream.worker.guard import Guard, Quiet, deaths_allowed, isolated_after
-from millstream.worker.hand import Hand
+from millstream.worker.in_flight import Hand
 from millstream.worker.incarnations import Incarnation
-from millstream.worker.report import Report
-from millstream.worker.runners import AsyncRunner, Look, PlainRunner, Runner
+from millstream.worker.loop_metrics import Report
+from millstream.worker.running.batch_runners import AsyncBatchRunner, PlainBatchRunner
+from millstream.worker.running.poison_isolation import Guard, Quiet, deaths_allowed, isolated_after
+from millstream.worker.running.runner import AsyncRunner, Look, PlainRunner, Runner
 from tests.support.waiting import FAIL_SAFE_S, eventually
 
 pytestmark = [pytest.mark.worker]

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
-from millstream import metrics
 from millstream.errors import ConfigError, ServerError
-from millstream.health import Health, HealthServer
-from millstream.metrics import Recorder
-from millstream.worker.report import Report
+from millstream.observability import metrics
+from millstream.observability.health import Health, HealthServer
+from millstream.observability.metrics import Recorder
+from millstream.worker.loop_metrics import Report
 from tests.support.clocks import HandClock
 from tests.support.waiting import FAIL_SAFE_S, eventually
 
@@ -173,7 +173,7 @@ def test_other_pages_and_methods_are_refused(server: HealthServer) -> None:
 
 
 def test_a_caller_that_says_nothing_holds_up_no_other(server: HealthServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("millstream.health._CALLER_S", 10 * FAIL_SAFE_S)
+    monkeypatch.setattr("millstream.observability.health._CALLER_S", 10 * FAIL_SAFE_S)
     host, _, port = server.url.removeprefix("http://").partition(":")
     with socket.create_connection((host, int(port))):
         assert httpx.get(f"{server.url}/healthz", timeout=FAIL_SAFE_S).status_code == 200

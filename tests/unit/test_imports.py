@@ -9,21 +9,24 @@ import pytest
 pytestmark = [pytest.mark.cli]
 
 HEAVY = ("pandas", "rich", "httpx", "prometheus_client", "wsgiref", "http.server", "matplotlib")
-LAZY = ("millstream", "millstream.router", "millstream.sink")
+LAZY = ("millstream", "millstream.router", "millstream.spark.sink")
 
 
 @pytest.mark.parametrize(
     ("module", "without"),
     [
         ("millstream", ("millstream.app", "msgspec", "redis")),
-        ("millstream.commands.cli", ("millstream.app", "msgspec", "redis")),
+        ("millstream.cli.main", ("millstream.app", "msgspec", "redis")),
         (
-            "millstream.commands.worker",
-            ("millstream.router.router", "millstream.balancer", "millstream.moves", "pyspark"),
+            "millstream.cli.worker",
+            ("millstream.router.router", "millstream.balancer", "millstream.partitions.key_migration", "pyspark"),
         ),
-        ("millstream.spark.source", ("redis", "pyarrow", "numpy", "asyncio")),
-        ("millstream.spark.planner", ("pyarrow", "numpy")),
-        ("millstream.spark.task", ("millstream.moves", "millstream.keyed", "millstream.groups")),
+        ("millstream.spark.source.provider", ("redis", "pyarrow", "numpy", "asyncio")),
+        ("millstream.spark.source.batch_planner", ("pyarrow", "numpy")),
+        (
+            "millstream.spark.engine.task",
+            ("millstream.partitions.key_migration", "millstream.delivery.keyed_stream", "millstream.groups"),
+        ),
     ],
 )
 def test_a_module_comes_without_what_only_others_need(module: str, without: tuple[str, ...]) -> None:

@@ -5,7 +5,7 @@ import sqlite3
 import pytest
 
 from millstream.errors import ConfigError
-from millstream.inbox import Inbox
+from millstream.handlers.sql_inbox import Inbox
 from millstream.model import Message
 
 pytestmark = [pytest.mark.worker]

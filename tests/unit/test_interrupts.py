@@ -8,7 +8,7 @@ from contextlib import nullcontext
 
 import pytest
 
-from millstream.commands.interrupts import orderly_stop, set_from_signal
+from millstream.cli.signals import orderly_stop, set_from_signal
 from tests.support.waiting import FAIL_SAFE_S, eventually
 
 pytestmark = [pytest.mark.worker]

@@ -5,9 +5,9 @@ import ipaddress
 import pytest
 
 from millstream.errors import ConfigError
-from millstream.master.addresses import LOOPBACK, AllowList
-from millstream.master.tokens import Tokens
-from millstream.web.refusal import Refused
+from millstream.services.master.health_url_allowlist import LOOPBACK, AllowList
+from millstream.services.master.scopes import Tokens
+from millstream.services.web.errors import Refused
 
 pytestmark = [pytest.mark.master]
 

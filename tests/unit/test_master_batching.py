@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from millstream.master.batching import Batches
+from millstream.services.master.call_batching import Batches
 from tests.support.waiting import FAIL_SAFE_S, eventually_async
 
 pytestmark = [pytest.mark.master]

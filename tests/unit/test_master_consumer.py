@@ -2,7 +2,7 @@
 
 import pytest
 
-from millstream.master.consumer import Running
+from millstream.services.master.consumer import Running
 
 pytestmark = [pytest.mark.master]
 

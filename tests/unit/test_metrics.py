@@ -11,19 +11,19 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from millstream import metrics
-from millstream.deadletters import Reason
+from millstream.delivery.reliable_stream import StreamBacklog
 from millstream.errors import ConfigError
-from millstream.metrics import CATALOGUE, NOBODY, Metric, Metrics, Recorder
-from millstream.reliable import StreamBacklog
-from millstream.worker import report as report_module
-from millstream.worker.report import Report
+from millstream.handlers.dead_letter import Reason
+from millstream.observability import metrics
+from millstream.observability.metrics import CATALOGUE, NOBODY, Metric, Metrics, Recorder
+from millstream.worker import loop_metrics as report_module
+from millstream.worker.loop_metrics import Report
 from tests.support.calls import calls_of
 
 pytestmark = [pytest.mark.worker]
 
 DOCUMENT = Path(__file__).parents[2] / "docs/metrics.md"
-SOURCE = Path(metrics.__file__).parent
+SOURCE = Path(metrics.__file__).parents[1]
 
 
 def exported(recorder: Recorder) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:

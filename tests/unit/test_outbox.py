@@ -7,8 +7,8 @@ from contextlib import contextmanager
 
 import pytest
 
-from millstream.lifecycle import Again, Outcome
-from millstream.worker.outbox import Outbox, Ran
+from millstream.handlers.attempt import Again, Outcome
+from millstream.worker.completion_queue import Outbox, Ran
 from tests.support.waiting import FAIL_SAFE_S
 
 pytestmark = [pytest.mark.worker]

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millstream.decoding import compile_decoder, encode_output
 from millstream.errors import OutputError
+from millstream.handlers.decoding import compile_decoder, encode_output
 from tests.support.models import Address, Colour, Customer, Level, Point, Price, pairs
 
 pytestmark = [pytest.mark.worker, pytest.mark.spark]

@@ -4,11 +4,11 @@ import pickle
 
 import pytest
 
-from millstream.channel import MAX_FIELDS, Batch, Terms
-from millstream.commands.options import parse_duration_ms
+from millstream.cli.options import parse_duration_ms
 from millstream.errors import ConfigError, NotReplicated, OutputError, RedisError, StreamFull, Unavailable
-from millstream.naming import StreamKeys, hash_tag
-from millstream.producer import Producer
+from millstream.producer.producer import Producer
+from millstream.producer.session import MAX_FIELDS, Batch, Terms
+from millstream.redis_client.key_names import StreamKeys, hash_tag
 
 pytestmark = [pytest.mark.cli]
 

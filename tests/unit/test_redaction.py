@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import millstream
-from millstream.client import Client
-from millstream.commands.terminal import OneLine
-from millstream.deadletters import DeadLetter
+from millstream.cli.terminal import OneLine
 from millstream.errors import ConfigError, MillstreamError
-from millstream.redaction import HIDDEN, keep_secret, redact, redacted
+from millstream.handlers.dead_letter import DeadLetter
+from millstream.redis_client.client import Client
+from millstream.redis_client.redaction import HIDDEN, keep_secret, redact, redacted
 from tests.support.urls import CANARY, FORMS, told
 
 pytestmark = [pytest.mark.cli]
@@ -120,7 +120,7 @@ def test_a_long_text_is_gone_through_in_one_go(part: str) -> None:
 
 def secrets_of(kind: ast.ClassDef, path: Path) -> list[ast.AnnAssign]:
     """The fields of a dataclass that hold what must not be shown. A token that is no credential is one of a lease."""
-    names = {"url", "password", "ticket", *(("token",) if {"fanout", "master", "web"} & {*path.parts} else ())}
+    names = {"url", "password", "ticket", *(("token",) if "services" in path.parts else ())}
     return [
         line
         for line in kind.body

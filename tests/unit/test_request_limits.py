@@ -5,9 +5,9 @@ from typing import Any, cast
 
 import pytest
 
-from millstream.metrics import NOBODY
-from millstream.web.connections import Connections, Limits
-from millstream.web.limits import RequestLimits
+from millstream.observability.metrics import NOBODY
+from millstream.services.web.connections import Connections, Limits
+from millstream.services.web.request_limits import RequestLimits
 
 pytestmark = [pytest.mark.router, pytest.mark.master]
 

@@ -7,29 +7,15 @@ from typing import Any
 
 import pytest
 
-from millstream.client import Script
+from millstream.admin.acl import ROLES, SCRIPTS, RoleName, rule
 from millstream.errors import ConfigError
-from millstream.naming import HandlerKeys, ServiceKeys, StreamKeys
-from millstream.rights import ROLES, SCRIPTS, RoleName, rule
+from millstream.redis_client.client import Script
+from millstream.redis_client.key_names import HandlerKeys, ServiceKeys, StreamKeys
 
 pytestmark = [pytest.mark.cli]
 
 CALL = re.compile(r"(?:redis\.p?call|\bcall|\btry|\bmay)\(\s*'([A-Z]+)'(?:,\s*'([A-Z]+)')?")
 CONTAINERS = ("XGROUP", "XINFO")
-PARTS = {
-    "ids",
-    "moving",
-    "sealed",
-    "rights",
-    "group",
-    "lines",
-    "takeover",
-    "service",
-    "charge",
-    "refusal",
-    "completed",
-    "sizes",
-}
 
 BAD_SERVICE = {"roles": [RoleName.LEASES], "services": ["a*"]}
 
@@ -40,8 +26,9 @@ def commands_in(lua: str) -> set[str]:
 
 
 def test_what_is_listed_for_a_script_is_what_it_runs() -> None:
-    files = {path.name.removesuffix(".lua") for path in resources.files("millstream.lua").iterdir()}
-    scripts = {name for name in files if not name.startswith("__")} - PARTS
+    folders = [path for path in resources.files("millstream.redis_client.lua").iterdir() if path.is_dir()]
+    files = {f"{folder.name}/{path.name}" for folder in folders for path in folder.iterdir()}
+    scripts = {name.removesuffix(".lua") for name in files if name.endswith(".lua") and not name.startswith("include/")}
     assert {name: commands_in(Script(name).text) for name in scripts} == {
         name: set(commands.split()) for name, commands in SCRIPTS.items()
     }

@@ -10,11 +10,11 @@ import pytest
 from millstream.clock import SYSTEM_CLOCK
 from millstream.errors import MillstreamError
 from millstream.model import Message
-from millstream.router.bell import Bell
 from millstream.router.budget import Budget, batch_of
-from millstream.router.inbox import Inbox, Waker
-from millstream.router.pump import ThreadPump
+from millstream.router.reactor import ThreadPump
+from millstream.router.subscriber_buffer import Inbox, Waker
 from millstream.router.subscription import Subscription
+from millstream.router.waker import Bell
 from tests.support.waiting import FAIL_SAFE_S
 
 pytestmark = [pytest.mark.router]

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from millstream.model import Message
 from millstream.router.budget import LEAST_BYTES, Batch, Budget, batch_of
-from millstream.router.inbox import Inbox
-from millstream.router.notices import Dropped, WhenFull
+from millstream.router.stream_events import Dropped, WhenFull
+from millstream.router.subscriber_buffer import Inbox
 
 pytestmark = [pytest.mark.router]
 

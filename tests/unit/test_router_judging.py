@@ -5,9 +5,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from millstream.errors import AccessDenied, CommandFailed
-from millstream.router.judging import MISSING, ZERO, Facts, Reading, before, facts_of, judge, number
+from millstream.redis_client.resp import slot_of
+from millstream.router.gap_detection import MISSING, ZERO, Facts, Reading, before, facts_of, judge, number
 from millstream.router.policy import PoolPolicy
-from millstream.wire import slot_of
 
 pytestmark = [pytest.mark.router]
 

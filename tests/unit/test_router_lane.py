@@ -6,13 +6,13 @@ from typing import Any
 import pytest
 
 from millstream.errors import CommandFailed
-from millstream.metrics import NOBODY
-from millstream.router.asking import LaneCalls
+from millstream.observability.metrics import NOBODY
 from millstream.router.budget import Budget
-from millstream.router.inbox import Cursor, Inbox
-from millstream.router.lane import Lane
-from millstream.router.shelf import Calls, Shelf
-from millstream.router.suspects import LAST
+from millstream.router.cursors import Calls, Shelf
+from millstream.router.oversized_streams import LAST
+from millstream.router.read_request import LaneCalls
+from millstream.router.stream_reader import Lane
+from millstream.router.subscriber_buffer import Cursor, Inbox
 
 pytestmark = [pytest.mark.router]
 

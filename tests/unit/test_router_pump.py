@@ -6,7 +6,7 @@ import threading
 import pytest
 
 from millstream.clock import SYSTEM_CLOCK
-from millstream.router.pump import ThreadPump
+from millstream.router.reactor import ThreadPump
 from tests.support.waiting import FAIL_SAFE_S, eventually
 
 pytestmark = [pytest.mark.router]

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 import pytest
 
-from millstream.commands.run import Progress
+from millstream.cli.run import Progress
 
 pytestmark = [pytest.mark.spark]
 

@@ -3,8 +3,8 @@
 import pytest
 
 from millstream.errors import ConfigError
-from millstream.sink import Terms
-from millstream.spark.sink_options import Layout, SinkOptions, parse_sink
+from millstream.spark.sink import Terms
+from millstream.spark.sink.options import Layout, SinkOptions, parse_sink
 
 pytestmark = [pytest.mark.sink]
 

@@ -7,11 +7,11 @@ import pytest
 
 from millstream.errors import ConfigError, DataLoss
 from millstream.model import EntryId
-from millstream.spark.doors import door, through_door
-from millstream.spark.facts import Loss
-from millstream.spark.loss import LossPolicy
-from millstream.spark.offsets import Position
-from millstream.spark.source import RedisStreamsSource
+from millstream.spark.error_boundary import door, through_door
+from millstream.spark.source.data_loss import LossPolicy
+from millstream.spark.source.offsets import Position
+from millstream.spark.source.provider import RedisStreamsSource
+from millstream.spark.source.stream_info import Loss
 
 pytestmark = [pytest.mark.spark]
 

@@ -4,8 +4,8 @@ import pytest
 
 from millstream.errors import ConfigError
 from millstream.model import ZERO_ID, EntryId
-from millstream.spark.edges import Edges, Moment
-from millstream.spark.options import Columns, Limits, Sharing, SourceOptions, parse
+from millstream.spark.source.offset_bounds import Edges, Moment
+from millstream.spark.source.options import Columns, Limits, Sharing, SourceOptions, parse
 
 pytestmark = [pytest.mark.spark]
 

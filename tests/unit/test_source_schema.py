@@ -7,9 +7,9 @@ import pytest
 from pyspark.sql.types import IntegerType, StringType, StructField, StructType
 
 from millstream.errors import ConfigError
-from millstream.spark.arrow import typed_columns
-from millstream.spark.options import Columns
-from millstream.spark.schema import check_schema, default_schema
+from millstream.spark.source.options import Columns
+from millstream.spark.source.row_decoder import typed_columns
+from millstream.spark.source.schema import check_schema, default_schema
 
 pytestmark = [pytest.mark.spark]
 

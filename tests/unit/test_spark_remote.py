@@ -3,7 +3,7 @@
 import pytest
 
 from millstream.errors import ConfigError
-from millstream.spark.remote import refuse_connect
+from millstream.spark.run.connect_guard import refuse_connect
 
 pytestmark = [pytest.mark.spark]
 

@@ -11,9 +11,9 @@ import pytest
 
 from millstream import App, Message, Rows, load_app
 from millstream.errors import ConfigError
-from millstream.spark.packing import loaded_from, pack
-from millstream.spark.schema import schema_of
-from millstream.worker.process import WorkerProcess, WorkerSettings
+from millstream.spark.run.app_archive import loaded_from, pack
+from millstream.spark.source.schema import schema_of
+from millstream.worker.process.worker_process import WorkerProcess, WorkerSettings
 
 pytestmark = [pytest.mark.spark]
 

@@ -12,9 +12,9 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanKind, StatusCode
 
-from millstream.decoding import compile_decoder
+from millstream.handlers.decoding import compile_decoder
 from millstream.model import Message
-from millstream.telemetry import UNTRACED, Tracing, tracing
+from millstream.observability.tracing import UNTRACED, Tracing, tracing
 from tests.support.calls import calls_of
 from tests.support.waiting import FAIL_SAFE_S
 
@@ -192,12 +192,12 @@ def test_without_an_sdk_nothing_is_traced_and_next_to_nothing_is_paid() -> None:
 def test_without_the_library_nothing_is_traced() -> None:
     program = (
         "import sys; sys.modules['opentelemetry'] = None\n"
-        "from millstream.telemetry import UNTRACED, tracing\n"
+        "from millstream.observability.tracing import UNTRACED, tracing\n"
         "assert tracing() is UNTRACED\n"
     )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=FAIL_SAFE_S)
 
 
 def test_the_library_is_not_loaded_before_it_is_asked_for() -> None:
-    program = "import sys, millstream.telemetry; assert 'opentelemetry' not in sys.modules"
+    program = "import sys, millstream.observability.tracing; assert 'opentelemetry' not in sys.modules"
     subprocess.run([sys.executable, "-c", program], check=True, timeout=FAIL_SAFE_S)

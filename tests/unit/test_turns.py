@@ -2,7 +2,7 @@
 
 import pytest
 
-from millstream.worker.turns import Turn, Turns
+from millstream.worker.fetching.read_plan import Turn, Turns
 
 pytestmark = [pytest.mark.worker]
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from millstream.commands.worker import _Lines
+from millstream.cli.worker import _Lines
 
 pytestmark = [pytest.mark.cli]
 

@@ -7,9 +7,9 @@ After redis-stream-client-go; `docs/leases.md` goes through its architecture.
 """
 
 from millstream.balancer.balancer import Balancer
-from millstream.balancer.notices import Lease, Notice, StreamAdded, StreamDisowned, StreamExpired, Terminated
+from millstream.balancer.notifications import Lease, Notice, StreamAdded, StreamDisowned, StreamExpired, Terminated
 from millstream.balancer.policy import BalancerPolicy
-from millstream.balancer.service import announce
+from millstream.balancer.protocol import announce
 
 __all__ = [
     "Balancer",

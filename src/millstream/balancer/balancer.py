@@ -13,16 +13,16 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from millstream.balancer.measures import Measures
-from millstream.balancer.notices import Lease, Notice, StreamAdded, StreamDisowned, StreamExpired, Terminated, Why
+from millstream.balancer.lease_metrics import Measures
+from millstream.balancer.notification_queue import Postbox
+from millstream.balancer.notifications import Lease, Notice, StreamAdded, StreamDisowned, StreamExpired, Terminated, Why
 from millstream.balancer.policy import BalancerPolicy
-from millstream.balancer.postbox import Postbox
-from millstream.balancer.service import WAITING, Bid, Round, Service, announce
-from millstream.client import Client
+from millstream.balancer.protocol import WAITING, Bid, Round, Service, announce
 from millstream.clock import SYSTEM_CLOCK, Clock
 from millstream.errors import ConfigError, LeaseLost, MillstreamError, NameHeld, Unavailable, text_of
-from millstream.metrics import NOBODY, Metrics
-from millstream.naming import check_identifier, host_name
+from millstream.observability.metrics import NOBODY, Metrics
+from millstream.redis_client.client import Client
+from millstream.redis_client.key_names import check_identifier, host_name
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ class Balancer:
     * `consumer`: its name, which no other living process may have; by default the host's. A process that is started
       again under the name of one that died gets in when that one's leases have ended.
     * `replaces`: whoever had the name before is known to be dead: its streams need not wait for the end of their leases
-    * `metrics`: where figures go; see `millstream.metrics`
+    * `metrics`: where figures go; see `millstream.observability.metrics`
 
     Notifications are taken by iterating, in a thread or an event loop, or one by one with `next`. All methods may be
     called from any thread. A promise is made by the lease: of all consumers at most one holds a stream by the server's

@@ -6,11 +6,11 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, get_args, get_type_hints
 
-from millstream.client import Client
-from millstream.deadletters import DeadLetter
 from millstream.demo.reference import Departure, Expected
-from millstream.lifecycle import load_state
-from millstream.naming import HandlerKeys
+from millstream.handlers.attempt import load_state
+from millstream.handlers.dead_letter import DeadLetter
+from millstream.redis_client.client import Client
+from millstream.redis_client.key_names import HandlerKeys
 from millstream.testing.history import check_outputs
 
 KEYS = HandlerKeys("airline", "departure", "flights")

@@ -44,7 +44,7 @@ class Pipeline:
     """
 
     def __init__(self, target: str, *, url: str, checkpoint: Path, log_path: Path) -> None:
-        command = [sys.executable, "-m", "millstream.commands.cli", "run", target, "--json"]
+        command = [sys.executable, "-m", "millstream.cli.main", "run", target, "--json"]
         self._command = [*command, "--url", url, "--checkpoint", str(checkpoint)]
         self.log_path = log_path
         self._process: subprocess.Popen[bytes] | None = None

@@ -7,9 +7,9 @@ from rich.console import Console
 from rich.live import Live
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 
-from millstream.client import Client, raise_if_error
 from millstream.demo.audit import KEYS
 from millstream.demo.report import Sample
+from millstream.redis_client.client import Client, raise_if_error
 
 _WINDOW_S = 5.0
 _LINE_EVERY_S = 3.0

@@ -3,10 +3,10 @@
 import threading
 from collections.abc import Iterator
 
-from millstream.client import Client
 from millstream.demo.audit import KEYS
 from millstream.demo.flights import Flights
-from millstream.publishing import Publisher
+from millstream.producer.bulk import Publisher
+from millstream.redis_client.client import Client
 
 
 class FlightPublisher:

@@ -10,7 +10,6 @@ from pathlib import Path
 
 from rich.console import Console
 
-from millstream.client import Client
 from millstream.clock import SYSTEM_CLOCK, Clock
 from millstream.demo.audit import audit, read_results
 from millstream.demo.chart import draw_chart, require_matplotlib
@@ -22,7 +21,8 @@ from millstream.demo.reference import expected_results
 from millstream.demo.report import Kill, Outcome, Sample
 from millstream.demo.surroundings import clean, embedded_server, find_example, fresh_folder, require_unused
 from millstream.errors import ConfigError, PipelineFailed
-from millstream.redaction import redact
+from millstream.redis_client.client import Client
+from millstream.redis_client.redaction import redact
 
 _LOOK_MS = 20
 _SHOW_MS = 200

@@ -7,10 +7,10 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import IO
 
-from millstream.client import Client
 from millstream.demo.audit import KEYS, OUTPUT
 from millstream.errors import ConfigError
-from millstream.server import EmbeddedServer
+from millstream.redis_client.client import Client
+from millstream.redis_client.embedded_server import EmbeddedServer
 
 _MARKER = ".millstream-demo"
 

@@ -10,11 +10,11 @@ After "Redis Streams: consumer groups v2" (S. Sanfilippo, 2018); `docs/consumer-
 """
 
 from millstream.groups.consumer import Consumer
-from millstream.groups.donefile import DoneFile
 from millstream.groups.entries import BEGINNING, END, Batch, Delivered
 from millstream.groups.events import EntriesGone, Event, GroupRecreated, Repeated, Resumed
 from millstream.groups.group import ConsumerInfo, Dismissed, Group, GroupInfo, delete_if_empty, groups_of
 from millstream.groups.pending import ClaimedIds, ClaimOptions, PendingEntry, PendingList, PendingSummary
+from millstream.groups.processed_ids import DoneFile
 from millstream.groups.reader import Reader, ReadPolicy
 from millstream.groups.stream import (
     ConsumerDetails,

@@ -2,10 +2,10 @@
 
 from collections.abc import Mapping, Sequence
 
-from millstream.client import Arg, Client
 from millstream.errors import ConfigError
 from millstream.groups.entries import BEGINNING, Batch, Id, ask, check_place, history, wire_id
-from millstream.naming import to_wire
+from millstream.redis_client.client import Arg, Client
+from millstream.redis_client.key_names import to_wire
 
 
 class Consumer:

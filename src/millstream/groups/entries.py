@@ -4,9 +4,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import starmap
 from typing import Any, NamedTuple
 
-from millstream.client import Arg, Client, Reply
 from millstream.errors import CommandFailed, ConfigError, GroupMissing, WrongType
 from millstream.model import EntryId
+from millstream.redis_client.client import Arg, Client, Reply
 
 Id = bytes | str | EntryId
 """An entry id or a place in a stream, as Redis, text or `EntryId` has it."""

@@ -4,13 +4,13 @@ from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from millstream.client import Arg, Client, Reply, Script
 from millstream.errors import CommandFailed, ConfigError
 from millstream.groups.entries import BEGINNING, Id, ask, mapping, wire_id
 from millstream.groups.pending import PendingList
-from millstream.naming import from_wire, to_wire
+from millstream.redis_client.client import Arg, Client, Reply, Script
+from millstream.redis_client.key_names import from_wire, to_wire
 
-_DISMISS = Script("dismiss")
+_DISMISS = Script("groups/delete_consumer")
 _HAND_ON = 500
 _AT_ONCE = 500
 

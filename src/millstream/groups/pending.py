@@ -4,10 +4,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from millstream.client import Arg, Client, Command, raise_if_error
 from millstream.errors import ConfigError
 from millstream.groups.entries import Batch, Id, ask, wire_id
-from millstream.naming import from_wire, to_wire
+from millstream.redis_client.client import Arg, Client, Command, raise_if_error
+from millstream.redis_client.key_names import from_wire, to_wire
 
 _FIRST = b"0-0"
 _ASKED_AT_ONCE = 1_000

@@ -12,16 +12,16 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from millstream.client import Client
 from millstream.clock import SYSTEM_CLOCK, Clock
 from millstream.errors import ConfigError, GroupMissing, Unavailable
 from millstream.groups.consumer import Consumer
-from millstream.groups.donefile import DoneFile
 from millstream.groups.entries import BEGINNING, END, Batch, Id, check_place, wire_id
 from millstream.groups.events import EntriesGone, Event, GroupRecreated, Repeated, Resumed
 from millstream.groups.group import Group
+from millstream.groups.processed_ids import DoneFile
 from millstream.groups.stream import stream_info
 from millstream.model import EntryId
+from millstream.redis_client.client import Client
 
 logger = logging.getLogger(__name__)
 

@@ -4,10 +4,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from millstream.client import Client, Reply
 from millstream.errors import ConfigError
 from millstream.groups.entries import Delivered, ask, mapping
-from millstream.naming import from_wire, to_wire
+from millstream.redis_client.client import Client, Reply
+from millstream.redis_client.key_names import from_wire, to_wire
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

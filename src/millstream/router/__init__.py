@@ -6,16 +6,16 @@ from millstream.lazy import names_of
 
 if TYPE_CHECKING:
     from millstream.groups.entries import BEGINNING, END
-    from millstream.router.notices import Dropped, Gap, Item, Start, TooSlow, WhenFull
     from millstream.router.policy import PoolPolicy, ReadPolicy
     from millstream.router.router import Router, RouterFigures
+    from millstream.router.stream_events import Dropped, Gap, Item, Start, TooSlow, WhenFull
     from millstream.router.subscription import Subscription
 else:
     __getattr__, __dir__ = names_of(
         __name__,
         {
             "millstream.groups.entries": ("BEGINNING", "END"),
-            "millstream.router.notices": ("Dropped", "Gap", "Item", "Start", "TooSlow", "WhenFull"),
+            "millstream.router.stream_events": ("Dropped", "Gap", "Item", "Start", "TooSlow", "WhenFull"),
             "millstream.router.policy": ("PoolPolicy", "ReadPolicy"),
             "millstream.router.router": ("Router", "RouterFigures"),
             "millstream.router.subscription": ("Subscription",),

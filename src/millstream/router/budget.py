@@ -5,7 +5,7 @@ Subscribers of one stream share the entries of a reply, so each reply is counted
 
 from collections import deque
 
-from millstream.router.judging import Entry
+from millstream.router.gap_detection import Entry
 
 LEAST_BYTES = 16 * 1024
 """What a buffer may hold, and a reply should not exceed, while there is no more room: smaller steps only cost more."""

@@ -7,21 +7,21 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal, Self, get_args
 
-from millstream.client import Client
 from millstream.clock import SYSTEM_CLOCK, Clock
 from millstream.errors import ConfigError
 from millstream.groups.entries import BEGINNING, Id, wire_id
-from millstream.metrics import NOBODY, Metrics
 from millstream.model import EntryId
-from millstream.naming import to_wire
+from millstream.observability.metrics import NOBODY, Metrics
+from millstream.redis_client.client import Client
+from millstream.redis_client.key_names import to_wire
+from millstream.router.asyncio_reactor import LoopPump
 from millstream.router.budget import Budget
-from millstream.router.fleet import Fleet
-from millstream.router.guest import LoopPump
-from millstream.router.inbox import Cursor, Inbox
-from millstream.router.notices import WhenFull
+from millstream.router.cursors import NEWEST, Calls, Shelf
+from millstream.router.nodes import Fleet
 from millstream.router.policy import PoolPolicy, ReaderName, ReadPolicy, Settings
-from millstream.router.pump import Pump, ThreadPump
-from millstream.router.shelf import NEWEST, Calls, Shelf
+from millstream.router.reactor import Pump, ThreadPump
+from millstream.router.stream_events import WhenFull
+from millstream.router.subscriber_buffer import Cursor, Inbox
 from millstream.router.subscription import Subscription
 
 logger = logging.getLogger(__name__)

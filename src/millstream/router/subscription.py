@@ -5,9 +5,9 @@ from collections.abc import AsyncIterator
 from typing import Any, Never, Protocol, Self
 
 from millstream.clock import SYSTEM_CLOCK
-from millstream.router.bell import Bell
-from millstream.router.inbox import Inbox
-from millstream.router.notices import Item
+from millstream.router.stream_events import Item
+from millstream.router.subscriber_buffer import Inbox
+from millstream.router.waker import Bell
 
 
 class Desk(Protocol):

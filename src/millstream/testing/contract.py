@@ -15,11 +15,11 @@ from typing import Any, Protocol
 
 from millstream.app import App
 from millstream.balancer import announce
-from millstream.client import Client, Command, raise_if_error
-from millstream.deadletters import DeadLetter, Reason
+from millstream.delivery.key_queues import skip, survey, unpark
 from millstream.errors import MillstreamError
-from millstream.lines import skip, survey, unpark
-from millstream.naming import REDRIVE_FIELD, HandlerKeys
+from millstream.handlers.dead_letter import DeadLetter, Reason
+from millstream.redis_client.client import Client, Command, raise_if_error
+from millstream.redis_client.key_names import REDRIVE_FIELD, HandlerKeys
 
 APP = "contract"
 """Name of the app that `app_of` makes."""

@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from millstream.server import EmbeddedServer
+    from millstream.redis_client.embedded_server import EmbeddedServer
 
 
 @pytest.fixture(scope="session")
 def millstream_server() -> "Iterator[EmbeddedServer]":
     """One server with an append-only file, shared by the whole run: do not kill or reconfigure it."""
     _require_redis_server()
-    from millstream.server import EmbeddedServer
+    from millstream.redis_client.embedded_server import EmbeddedServer
 
     with EmbeddedServer() as server:
         yield server
@@ -35,7 +35,7 @@ def millstream_url(millstream_server: "EmbeddedServer") -> str:
 def millstream_fresh_server() -> "Iterator[EmbeddedServer]":
     """A server of the test's own, which it may kill, restart and pause; a kill costs nothing it answered."""
     _require_redis_server()
-    from millstream.server import EmbeddedServer
+    from millstream.redis_client.embedded_server import EmbeddedServer
 
     with EmbeddedServer(extra={"appendfsync": "no"}) as server:
         yield server
@@ -43,7 +43,7 @@ def millstream_fresh_server() -> "Iterator[EmbeddedServer]":
 
 def _require_redis_server() -> None:
     from millstream.errors import ServerError
-    from millstream.server import find_redis_server
+    from millstream.redis_client.embedded_server import find_redis_server
 
     try:
         find_redis_server()

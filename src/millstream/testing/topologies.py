@@ -17,7 +17,7 @@ from urllib.parse import quote
 
 from millstream.clock import SYSTEM_CLOCK
 from millstream.errors import ConfigError, ServerError
-from millstream.server import EmbeddedServer
+from millstream.redis_client.embedded_server import EmbeddedServer
 
 PRIMARY_NAME = "mymaster"
 

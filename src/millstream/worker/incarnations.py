@@ -9,10 +9,10 @@ import secrets
 
 import msgspec
 
-from millstream.client import Client
 from millstream.clock import Clock
 from millstream.errors import RedisError
-from millstream.naming import ended_name, held_name
+from millstream.redis_client.client import Client
+from millstream.redis_client.key_names import ended_name, held_name
 
 _KEPT_S = 30 * 24 * 3600
 _SLOW_MS = 1_000.0

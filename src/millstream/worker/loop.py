@@ -12,24 +12,24 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Literal
 
-from millstream.client import Client
 from millstream.clock import SYSTEM_CLOCK, Clock
-from millstream.delayed import DelayedMessages
+from millstream.delivery.delayed_messages import DelayedMessages
+from millstream.delivery.reliable_stream import Delivery, ReliableStream, leave_all
 from millstream.errors import AccessDenied, ConfigError, GroupMissing, HandlerStuck, Unavailable
-from millstream.handlers import Handler
-from millstream.health import Health
-from millstream.metrics import NOBODY, Metrics
-from millstream.reliable import Delivery, ReliableStream, leave_all
-from millstream.worker.batches import AsyncBatchRunner, PlainBatchRunner
-from millstream.worker.guard import Guard, Quiet
-from millstream.worker.hand import Hand
+from millstream.handlers.handler import Handler
+from millstream.observability.health import Health
+from millstream.observability.metrics import NOBODY, Metrics
+from millstream.redis_client.client import Client
+from millstream.worker.handler_steps import MakePipeline, Pipeline
+from millstream.worker.in_flight import Hand
 from millstream.worker.incarnations import Incarnation
-from millstream.worker.leaving import concerns_one, leaving_out
-from millstream.worker.pipeline import MakePipeline, Pipeline
+from millstream.worker.loop_metrics import Report
+from millstream.worker.ordering.ordering import EntrySide, LineSide, Means, Side
 from millstream.worker.policy import WorkerPolicy
-from millstream.worker.report import Report
-from millstream.worker.runners import AsyncRunner, PlainRunner, Runner
-from millstream.worker.sides import EntrySide, LineSide, Means, Side
+from millstream.worker.running.batch_runners import AsyncBatchRunner, PlainBatchRunner
+from millstream.worker.running.poison_isolation import Guard, Quiet
+from millstream.worker.running.runner import AsyncRunner, PlainRunner, Runner
+from millstream.worker.stream_exclusion import concerns_one, leaving_out
 
 logger = logging.getLogger(__name__)
 
@@ -308,7 +308,7 @@ class ReadingLoop:
 
 
 def _watched_delays(client: Client, clock: Clock) -> DelayedMessages:
-    from millstream.worker.moving import WatchedDelays
+    from millstream.worker.delayed_mover import WatchedDelays
 
     return WatchedDelays(client, clock)
 
@@ -316,11 +316,11 @@ def _watched_delays(client: Client, clock: Clock) -> DelayedMessages:
 def _side_of(means: Means) -> Side:
     """What only some kinds of handlers need is imported for them."""
     if means.handler.partitions:
-        from millstream.worker.partitions import PartitionSide
+        from millstream.worker.ordering.by_partition import PartitionSide
 
         return PartitionSide(means)
     if means.handler.order == "stream":
-        from millstream.worker.streams import StreamSide
+        from millstream.worker.ordering.by_stream import StreamSide
 
         return StreamSide(means)
     return EntrySide(means) if means.handler.key is None else LineSide(means)

@@ -2,10 +2,10 @@
 
 from pathlib import Path
 
-from millstream.client import Client
+from millstream.delivery.key_queues import park, skip, survey, unpark
 from millstream.errors import AccessDenied
-from millstream.lines import park, skip, survey, unpark
-from millstream.partitions import Partitions
+from millstream.partitions.partitions import Partitions
+from millstream.redis_client.client import Client
 from tests.support.acl_scenarios.lease import oversee
 from tests.support.acl_scenarios.worker import KEYS, add, keyed, letter, reliable, take_one
 from tests.support.commandline import call

@@ -2,11 +2,11 @@
 
 from contextlib import ExitStack
 
-from millstream.client import Client
-from millstream.spark.options import parse
-from millstream.spark.places import START
-from millstream.spark.taken import TakenReading
-from millstream.spark.taking import Taker
+from millstream.redis_client.client import Client
+from millstream.spark.source.group_batch_planner import Taker
+from millstream.spark.source.group_offsets import START
+from millstream.spark.source.group_partition_reader import TakenReading
+from millstream.spark.source.options import parse
 
 
 def take_from_group(url: str, admin: Client) -> None:

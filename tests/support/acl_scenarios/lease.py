@@ -5,10 +5,10 @@ from typing import Any
 import pytest
 
 from millstream.balancer import Balancer, BalancerPolicy, StreamAdded, Terminated, announce
-from millstream.balancer.service import Service
-from millstream.client import Client
+from millstream.balancer.protocol import Service
 from millstream.errors import NameHeld
-from millstream.naming import PREFIX, ServiceKeys
+from millstream.redis_client.client import Client
+from millstream.redis_client.key_names import PREFIX, ServiceKeys
 from tests.support.balancers import bid
 from tests.support.waiting import FAIL_SAFE_S
 

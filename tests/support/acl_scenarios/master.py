@@ -4,20 +4,20 @@ import threading
 from dataclasses import replace
 from typing import Any
 
-from millstream.client import Client
 from millstream.clock import SYSTEM_CLOCK
-from millstream.eviction import warn_if_evicting
-from millstream.health import Progress
-from millstream.lines import survey
-from millstream.master.acknowledging import Acknowledger, Done
-from millstream.master.consumer import ACK
-from millstream.master.desk import Desk
-from millstream.master.registry import Registry
-from millstream.master.rounds import Rounds
-from millstream.master.settings import MasterSettings
-from millstream.master.views import Views
+from millstream.delivery.key_queues import survey
+from millstream.delivery.reliable_stream import ReliableStream
 from millstream.model import Retry
-from millstream.reliable import ReliableStream
+from millstream.observability.health import Progress
+from millstream.redis_client.client import Client
+from millstream.redis_client.eviction import warn_if_evicting
+from millstream.services.master.acknowledgements import Acknowledger, Done
+from millstream.services.master.consumer import ACK
+from millstream.services.master.delegation import Desk
+from millstream.services.master.delegation_loop import Rounds
+from millstream.services.master.queries import Views
+from millstream.services.master.registry import Registry
+from millstream.services.master.settings import MasterSettings
 from tests.support.waiting import eventually
 
 SETTINGS = MasterSettings(

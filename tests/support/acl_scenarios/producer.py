@@ -2,13 +2,13 @@
 
 import pytest
 
-from millstream.channel import PUBLISH
-from millstream.client import Client
-from millstream.delayed import DelayedMessages
+from millstream.delivery.delayed_messages import DelayedMessages
 from millstream.errors import NotReplicated
-from millstream.naming import StreamKeys
-from millstream.partitioned import PartitionedProducer
-from millstream.producer import Producer
+from millstream.partitions.partitioned_producer import PartitionedProducer
+from millstream.producer.producer import Producer
+from millstream.producer.session import PUBLISH
+from millstream.redis_client.client import Client
+from millstream.redis_client.key_names import StreamKeys
 from tests.support.partition_fixtures import BASE, growth_killed_after
 
 LETTERS = "ABCDEFGH"

@@ -1,7 +1,7 @@
 """Everything that a router asks of Redis, and what `millstream serve` asks beside."""
 
-from millstream.client import Client
 from millstream.model import Message
+from millstream.redis_client.client import Client
 from millstream.router import Gap, Router
 from tests.support.waiting import FAIL_SAFE_S
 

@@ -2,10 +2,10 @@
 
 from typing import Any
 
-from millstream.client import Client
 from millstream.errors import DataLoss
-from millstream.sink import Publication, Share, Stage, Terms, begin, token_of
-from millstream.sink.upserts import upsert
+from millstream.redis_client.client import Client
+from millstream.spark.sink import Publication, Share, Stage, Terms, begin, token_of
+from millstream.spark.sink.upserts import upsert
 
 
 def write_batches(url: str, admin: Client) -> None:

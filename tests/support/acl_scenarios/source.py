@@ -2,11 +2,11 @@
 
 from contextlib import closing
 
-from millstream.client import Client
-from millstream.spark.lag import LagGroup
-from millstream.spark.options import parse
-from millstream.spark.planner import Planner
-from millstream.spark.reading import Reading
+from millstream.redis_client.client import Client
+from millstream.spark.source.batch_planner import Planner
+from millstream.spark.source.options import parse
+from millstream.spark.source.partition_reader import Reading
+from millstream.spark.source.progress_group import LagGroup
 
 
 def read_as_log(url: str, admin: Client) -> None:

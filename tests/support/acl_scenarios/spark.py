@@ -4,13 +4,13 @@ import threading
 from collections import defaultdict
 
 from millstream import App
-from millstream.aside import Aside, read_line, ready_lines, set_aside, waiting_keys
-from millstream.client import Client
-from millstream.ledger import IN_LINE, Ledger, Unit
+from millstream.delivery.commit_store import IN_LINE, Ledger, Unit
+from millstream.delivery.deferral import Aside, read_line, ready_lines, set_aside, waiting_keys
 from millstream.model import EntryId
-from millstream.naming import REDRIVE_FIELD, HandlerKeys
-from millstream.partitions import Partitions
-from millstream.spark.moving import PartitionMoves, keep_moving
+from millstream.partitions.partitions import Partitions
+from millstream.redis_client.client import Client
+from millstream.redis_client.key_names import REDRIVE_FIELD, HandlerKeys
+from millstream.spark.engine.key_migration import PartitionMoves, keep_moving
 from tests.support.acl_scenarios.worker import (
     KEYS,
     add,
@@ -26,11 +26,11 @@ from tests.support.waiting import eventually
 
 def run_on_spark(url: str, admin: Client) -> None:
     """Everything that a pipeline does in Redis, in the driver and in the tasks, without Spark itself."""
-    from millstream.spark.lag import LagGroup
-    from millstream.spark.options import parse
-    from millstream.spark.planner import Planner
-    from millstream.spark.preparing import prepare_new
-    from millstream.spark.presence import say_present
+    from millstream.spark.run.first_start import prepare_new
+    from millstream.spark.run.liveness import say_present
+    from millstream.spark.source.batch_planner import Planner
+    from millstream.spark.source.options import parse
+    from millstream.spark.source.progress_group import LagGroup
 
     ids = add(admin, 30)
     with Client(url) as client:

@@ -6,25 +6,25 @@ from contextlib import suppress
 from functools import partial
 
 from millstream import App, Message, Reject
-from millstream.client import Client
 from millstream.clock import SYSTEM_CLOCK
-from millstream.deadletters import DeadLetter
-from millstream.delayed import DelayedMessages
+from millstream.delivery.delayed_messages import DelayedMessages
+from millstream.delivery.keyed_stream import Ending, KeyedStream, Lease, line_of_key
+from millstream.delivery.reliable_stream import ReliableStream, leave_all
 from millstream.errors import ConfigError
-from millstream.eviction import warn_if_evicting
-from millstream.handlers import Handler
-from millstream.keyed import Ending, KeyedStream, Lease, line_of_key
-from millstream.moves import Moves
-from millstream.naming import HandlerKeys, held_name
-from millstream.partitions import Partitions
-from millstream.producer import Producer
-from millstream.reliable import ReliableStream, leave_all
+from millstream.handlers.dead_letter import DeadLetter
+from millstream.handlers.handler import Handler
+from millstream.partitions.key_migration import Moves
+from millstream.partitions.partitions import Partitions
+from millstream.producer.producer import Producer
+from millstream.redis_client.client import Client
+from millstream.redis_client.eviction import warn_if_evicting
+from millstream.redis_client.key_names import HandlerKeys, held_name
 from millstream.worker import ReadingLoop
+from millstream.worker.delayed_mover import WatchedDelays
+from millstream.worker.fetching.shared_key_fetcher import Hints
 from millstream.worker.incarnations import End, Incarnation
-from millstream.worker.moving import WatchedDelays
-from millstream.worker.names import Names
-from millstream.worker.partitions import PartitionSide
-from millstream.worker.shared_taking import Hints
+from millstream.worker.ordering.by_partition import PartitionSide
+from millstream.worker.static_membership import Names
 from tests.support.clocks import HandClock
 from tests.support.partition_fixtures import BASE, Publisher, Worker, growth_killed_after, moved_key
 from tests.support.waiting import eventually

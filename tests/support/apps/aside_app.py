@@ -15,8 +15,8 @@ from typing import Any
 import psutil
 
 from millstream import App, Message, Retry, State
-from millstream.ledger import Ledger
-from millstream.spark import task
+from millstream.delivery.commit_store import Ledger
+from millstream.spark.engine import task
 
 app = App("bank")
 
@@ -33,7 +33,7 @@ def reach(point: str) -> None:
     if not armed.exists():
         return
     me = psutil.Process()
-    drivers = [process for process in (*me.parents(), me) if "millstream.commands.cli" in process.cmdline()]
+    drivers = [process for process in (*me.parents(), me) if "millstream.cli.main" in process.cmdline()]
     if not drivers:
         return  # a task that has outlived its driver
     try:

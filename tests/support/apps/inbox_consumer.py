@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from millstream.inbox import Inbox
+from millstream.handlers.sql_inbox import Inbox
 from millstream.model import Message
 from tests.support.databases import Database
 

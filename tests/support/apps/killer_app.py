@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from millstream import App, Message, Reject, Retry, State
-from millstream.ledger import Ledger
+from millstream.delivery.commit_store import Ledger
 
 app = App("bank")
 

@@ -14,7 +14,7 @@ import time
 from functools import partial
 
 from millstream.balancer import Balancer, BalancerPolicy, StreamAdded, StreamDisowned
-from millstream.client import Client
+from millstream.redis_client.client import Client
 
 SERVICE = "calls"
 WRITES, REFUSED, FENCES = "writes", "refused", "fences"

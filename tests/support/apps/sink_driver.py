@@ -8,7 +8,7 @@ import sys
 
 from pyspark.errors import StreamingQueryException
 
-from millstream.spark.session import open_session
+from millstream.spark.run.session import open_session
 from tests.support.apps.sink_source import DeadlySource
 
 

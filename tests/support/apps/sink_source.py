@@ -13,11 +13,11 @@ from typing import Any
 
 import psutil
 
-from millstream.groups.batches import Batches, Strangers
-from millstream.sink import publication, staging
-from millstream.sink.publication import Publication
-from millstream.sink.staging import Stage
-from millstream.spark.source import RedisStreamsSource
+from millstream.spark.sink import publication, staging
+from millstream.spark.sink.publication import Publication
+from millstream.spark.sink.staging import Stage
+from millstream.spark.source.group_batches import Batches, Strangers
+from millstream.spark.source.provider import RedisStreamsSource
 
 ARM = Path(os.environ["MILLSTREAM_TEST_ARM"])
 

@@ -1,0 +1,403 @@
+"""What each kind of process does in Redis, as data: the commands and keys that its ACL user needs, and no more.
+
+Redis checks every command that a script runs as if the user had sent it (Redis documentation, "ACL" and "Scripting with
+Lua"), so what a script does is listed beside what is sent. Tests hold the lists against the scripts, and run every
+role without each of its rights.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Literal
+
+from millstream.errors import ConfigError
+from millstream.redis_client.key_names import (
+    MASTER,
+    PREFIX,
+    ServiceKeys,
+    check_identifier,
+    check_stream,
+    hash_tag,
+    is_pattern,
+    to_wire,
+)
+
+ANY = "*"
+"""The pattern of all streams."""
+
+
+class RoleName(StrEnum):
+    """The kinds of processes."""
+
+    WORKER = "worker"
+    SPARK = "spark"
+    SOURCE = "source"
+    GROUP_SOURCE = "group-source"
+    SINK = "sink"
+    PRODUCER = "producer"
+    LEASES = "leases"
+    MASTER = "master"
+    CONSUMER = "consumer"
+    ROUTER = "router"
+    OPERATOR = "operator"
+
+
+_LINES = "exists hdel hexists hget hkeys llen lpush lrange lrem rpush time unlink xclaim zrange zrem"
+_GROUP = "exists hexists hkeys hmget xclaim xgroup|create xgroup|delconsumer xinfo|consumers xinfo|groups"
+_TAKEOVER = f"{_LINES} {_GROUP} del hset xpending xrevrange"
+_COMPLETED = f"{_LINES} hincrby hlen hset lpop rename"
+_MAY_COMMIT = "hdel hincrby hset xadd"
+_SERVICE = (
+    "hdel hget hincrby hset lpush sadd scard srandmember srem time xack xadd xclaim xdel xgroup|create "
+    "xgroup|delconsumer xpending xrange zrem"
+)
+
+SCRIPTS: Mapping[str, str] = {
+    "groups/ack_owned": "xack xpending",
+    "keys/requeue_pending": f"{_LINES} hmget linsert lpos xpending",
+    "commit/advance_committed": f"{_LINES} hmget hset",
+    "keys/defer": f"{_LINES} {_GROUP} hset lindex zadd",
+    "keys/deferred_keys": _LINES,
+    "keys/runnable_keys": f"{_LINES} {_GROUP} hlen zrangebyscore",
+    "partitions/import_keys": f"{_LINES} hset hsetnx",
+    "leases/heartbeat": f"{_SERVICE} exists get hexists hgetall hlen hsetnx incrby llen lpop lrange pexpire smembers xgroup|setid "
+    "xinfo|groups xinfo|stream xlen xreadgroup zadd zrange zrangebyscore zscore",
+    "commit/begin_run": f"{_TAKEOVER} {_MAY_COMMIT} ltrim xack zadd",
+    "producer/cancel_delayed": "hdel zrem",
+    "commit/checkpoint": f"{_GROUP} del hset time unlink xack xpending",
+    "leases/claim_stream": f"{_SERVICE} hexists lrem zscore",
+    "commit/commit": f"{_LINES} get hincrby hmget hset ltrim set type xack xadd xpending",
+    "groups/count_entries": "xrange",
+    "groups/delete_consumer": "xclaim xgroup|delconsumer xinfo|consumers xpending",
+    "producer/move_due": "hdel hget time type xadd zrange zrangebyscore zrem",
+    "partitions/await_keys": f"{_LINES} hincrby hset hsetnx",
+    "keys/extend_leases": f"{_LINES} hmget hset zadd",
+    "master/finish": f"{_COMPLETED} lindex xack xpending",
+    "commit/forget_progress": f"{_LINES} {_GROUP}",
+    "groups/ack_batch": "hget hset llen lrange ltrim xack xpending",
+    "groups/claim_idle_batch": "hget hincrby hset xautoclaim",
+    "groups/fill_batch": "hget hincrby hset llen rpush xclaim xpending",
+    "groups/renew_batch": "hget hincrby hset xclaim xpending",
+    "leases/end_leases": f"{_SERVICE} hexists lrem",
+    "keys/queued_keys": _LINES,
+    "keys/lowest_queued_id": f"{_LINES} hlen hset lindex zcard",
+    "commit/set_idle_time": "hget xclaim xpending",
+    "commit/join_workers": f"{_TAKEOVER} {_MAY_COMMIT} xack xgroup|setid",
+    "partitions/export_keys": f"{_LINES} hmget xrange",
+    "shared/hold_name": "del get pexpire pttl set",
+    "producer/publish": "expire get hget hset hsetnx set time type xadd xlen zadd zcard",
+    "commit/read_range": "xrange",
+    "commit/reserve_rate": "hget hset time",
+    "commit/read_entries": "xreadgroup",
+    "keys/recover_leases": f"{_LINES} hgetall hincrby lindex xpending",
+    "producer/redrive": "type xadd xdel xrange",
+    "keys/release_leases": f"{_LINES} hset lindex xpending zadd",
+    "leases/leave_service": _SERVICE,
+    "keys/route": f"{_LINES} {_GROUP} hset xgroup|setid",
+    "partitions/close": "hmget hset type xinfo|stream",
+    "partitions/forward_entry": "get hget hset set xadd",
+    "master/end_lease": f"{_COMPLETED} hmget lindex lpos xack xpending xrange",
+    "partitions/is_drained": f"{_LINES} hmget lindex xpending xrange",
+    "sink/read_decision": "hmget sadd",
+    "sink/begin": "get hmget hset set time",
+    "sink/decide": "hmget hset",
+    "sink/drain": "exists hincrby hmget hset lindex lpop xadd xinfo|stream xtrim",
+    "sink/close": "expire hset llen persist type xadd xinfo|stream",
+    "sink/stage": "expire llen rpush",
+    "sink/next_chunk": "hdel hmget hset",
+    "sink/upsert": "getrange hdel hget hset set type",
+    "keys/park_unpark_skip": f"{_LINES} hincrby hmget hset hsetnx lindex lpop xack xadd xpending",
+    "shared/compare_and_set": "hdel hget hset",
+    "keys/lease_keys": f"{_LINES} hincrby hmget hset hvals lindex ltrim xpending zadd zrangebyscore",
+    "master/renew_leases": f"{_COMPLETED} {_GROUP} hgetall hsetnx lindex xpending zadd",
+    "commit/trim": "exists xinfo|groups xpending xtrim",
+}
+"""The commands that each script in `millstream.redis_client.lua` runs."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Role:
+    """What one kind of process does.
+
+    * `scripts`, `direct`: the scripts that it runs, and the commands that it sends itself
+    * `unreached`: commands of these scripts that it never gets to
+    * `helpful`: commands that it sends itself, and does without where it must, at a cost
+    * `writes`: it writes outputs, or looks at them
+    * `looks`: when it looks for streams
+    * `touches`: it touches the streams themselves
+    * `own_keys`: which of the keys that millstream keeps for a stream, with `{app}` for the app's name
+    * `app_keys`: keys that belong to no stream
+    * `serves`: it has to do with services
+    """
+
+    scripts: Sequence[str]
+    direct: str
+    unreached: str = ""
+    helpful: str = ""
+    writes: bool = True
+    looks: Literal["never", "by pattern", "always"] = "by pattern"
+    touches: bool = True
+    own_keys: Sequence[str] = ()
+    app_keys: Sequence[str] = ()
+    serves: bool = False
+
+    def commands(self, *, looking: bool) -> frozenset[str]:
+        """Everything that it runs; `looking`: its streams are given by a pattern."""
+        found = {*self.direct.split(), *self.helpful.split(), *(("eval", "evalsha") if self.scripts else ())}
+        for script in self.scripts:
+            found.update(SCRIPTS[script].split())
+        if self.looks == "always" or (looking and self.looks == "by pattern"):
+            found.add("scan")
+        return frozenset(found - set(self.unreached.split()))
+
+
+_HANDLERS = "{app}.*"
+_DELAYED = ("due", "delayed")
+_KEYED = (
+    "commit/read_range",
+    "keys/route",
+    "keys/lease_keys",
+    "keys/extend_leases",
+    "keys/release_leases",
+    "keys/recover_leases",
+    "keys/lowest_queued_id",
+)
+_GROW = ("partitions/close", "shared/compare_and_set")
+_MOVE = (
+    "partitions/await_keys",
+    "partitions/export_keys",
+    "partitions/import_keys",
+    "partitions/is_drained",
+    "partitions/forward_entry",
+)
+_LAYOUT = ("partition", "partitions")
+
+ROLES: Mapping[RoleName, Role] = {
+    RoleName.WORKER: Role(
+        scripts=(
+            "commit/join_workers",
+            "commit/read_entries",
+            "commit/commit",
+            "commit/set_idle_time",
+            "commit/checkpoint",
+            *_KEYED,
+            *_GROW,
+            *_MOVE,
+            "producer/move_due",
+            "shared/hold_name",
+            "commit/reserve_rate",
+            "commit/trim",
+            "groups/delete_consumer",
+        ),
+        direct="blpop exists hdel hget hmget hscan hset lpop ltrim rpush xack xclaim xlen xpending xrange xread xreadgroup",
+        helpful="client|tracking info",
+        unreached="hvals",
+        own_keys=(_HANDLERS, *_DELAYED, *_LAYOUT),
+        app_keys=(f"{PREFIX}:worker:{{app}}:*",),
+    ),
+    RoleName.SPARK: Role(
+        scripts=(
+            "commit/begin_run",
+            "commit/commit",
+            "commit/advance_committed",
+            "commit/forget_progress",
+            "keys/defer",
+            "keys/deferred_keys",
+            "keys/runnable_keys",
+            "producer/move_due",
+            *_GROW,
+            *_MOVE,
+        ),
+        direct="client|reply hdel hexists hget hincrby hmget hscan hset set time xgroup|create xgroup|destroy xgroup|setid xinfo|groups "
+        "xinfo|stream xrange xreadgroup xrevrange",
+        helpful="client|tracking",
+        unreached="lpush",
+        own_keys=(_HANDLERS, *_DELAYED, *_LAYOUT),
+        app_keys=(f"{PREFIX}:worker:{{app}}:*",),
+    ),
+    RoleName.SOURCE: Role(
+        scripts=(),
+        direct="client|reply xgroup|create xgroup|destroy xgroup|setid xinfo|groups xinfo|stream xrange xreadgroup",
+        helpful="client|tracking",
+        writes=False,
+    ),
+    RoleName.GROUP_SOURCE: Role(
+        scripts=("groups/claim_idle_batch", "groups/fill_batch", "groups/renew_batch", "groups/ack_batch"),
+        direct="client|reply hget hincrby hmget llen lrange time unlink xgroup|create xinfo|groups xinfo|stream xpending xrange "
+        "xreadgroup",
+        writes=False,
+        own_keys=("taken:*",),
+    ),
+    RoleName.SINK: Role(
+        scripts=(
+            "sink/begin",
+            "sink/stage",
+            "sink/read_decision",
+            "sink/close",
+            "sink/decide",
+            "sink/next_chunk",
+            "sink/drain",
+            "sink/upsert",
+        ),
+        direct="hmget sadd smembers srem unlink",
+        writes=False,
+        looks="never",
+        own_keys=("sink:*",),
+        app_keys=(f"{PREFIX}:{{{{sink:*",),
+    ),
+    RoleName.PRODUCER: Role(
+        scripts=("producer/publish", "producer/cancel_delayed", *_GROW),
+        direct="get hget ping wait zcard zrange",
+        writes=False,
+        looks="never",
+        own_keys=(*_DELAYED, *_LAYOUT, "producer:*", "once:*"),
+    ),
+    RoleName.LEASES: Role(
+        scripts=("leases/heartbeat", "leases/claim_stream", "leases/end_leases", "leases/leave_service"),
+        direct="xadd xread",
+        writes=False,
+        looks="never",
+        touches=False,
+        serves=True,
+    ),
+    RoleName.MASTER: Role(
+        scripts=(
+            "commit/join_workers",
+            "commit/commit",
+            "commit/read_range",
+            "keys/route",
+            "keys/lease_keys",
+            "keys/release_leases",
+            "master/renew_leases",
+            "keys/requeue_pending",
+            "master/finish",
+            "master/end_lease",
+            "keys/park_unpark_skip",
+            "shared/compare_and_set",
+            "keys/queued_keys",
+        ),
+        direct="hget hgetall hlen hmget hscan hvals lindex llen lrange time xack xinfo|consumers xpending xrange xread "
+        "zmscore zrange",
+        helpful="info",
+        unreached="get set",
+        writes=False,
+        looks="never",
+        own_keys=(f"{MASTER}.*",),
+    ),
+    RoleName.CONSUMER: Role(scripts=("groups/ack_owned",), direct="xreadgroup", writes=False, looks="never"),
+    RoleName.ROUTER: Role(
+        scripts=(),
+        direct="client|setname client|tracking ping xinfo|stream xrange xread",
+        writes=False,
+        looks="never",
+    ),
+    RoleName.OPERATOR: Role(
+        scripts=(
+            "groups/count_entries",
+            "groups/delete_consumer",
+            "producer/redrive",
+            "keys/park_unpark_skip",
+            "leases/end_leases",
+            *_GROW,
+        ),
+        direct="client|setname exists hdel hget hgetall hlen hmget hscan hset lindex llen lrange ping time "
+        "xautoclaim xclaim xdel xgroup|create xgroup|delconsumer xgroup|destroy xgroup|setid xinfo|consumers "
+        "xinfo|groups xinfo|stream xlen xpending xrange xread xrevrange zrange",
+        helpful="client|tracking",
+        unreached="hkeys sadd scard srandmember unlink",
+        looks="always",
+        own_keys=("*",),
+        app_keys=(f"{PREFIX}:worker:{{app}}:*",),
+        serves=True,
+    ),
+}
+
+_CLUSTER = ("asking", "cluster|slots", "command")
+_READ_REPLICAS = (RoleName.SPARK, RoleName.SOURCE, RoleName.GROUP_SOURCE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rule:
+    """The rights of one user: subcommands stand as `xgroup|create`, keys are glob patterns."""
+
+    user: str
+    roles: tuple[RoleName, ...]
+    commands: tuple[str, ...]
+    keys: tuple[str, ...]
+
+    @property
+    def line(self) -> str:
+        """The Redis command that gives these rights and no others, whatever the user had, and keeps the passwords."""
+        rights = " ".join(f"+{command}" for command in self.commands)
+        keys = " ".join(f"~{key}" for key in self.keys)
+        return f"ACL SETUSER {self.user} on clearselectors resetkeys resetchannels -@all {rights} {keys}"
+
+
+def rule(
+    user: str,
+    roles: Sequence[RoleName],
+    *,
+    streams: Sequence[str] = (ANY,),
+    outputs: Sequence[str] = (),
+    app: str | None = None,
+    services: Sequence[str] = (),
+    cluster: bool = False,
+    replicas: bool = False,
+) -> Rule:
+    """The rights that `user` needs to be all of `roles`.
+
+    * `streams`: names or glob patterns of the streams that are read, or published to
+    * `outputs`: those that handlers write to
+    * `app`: whose handlers; None for all apps
+    * `services`: those that streams are announced to, ANY for all; the handlers' own come with `app`, or where a consumer of
+      services has no others
+    * `cluster`: with what a client of Redis Cluster asks
+    * `replicas`: with what a Spark program asks that reads from replicas
+
+    Raises ConfigError for names that cannot be used.
+    """
+    check_identifier("user name", user)
+    named = check_identifier("app name", app) if app else ANY
+    looking = any(map(is_pattern, streams))
+    commands = set(_CLUSTER if cluster else ())
+    if replicas and not {*roles}.isdisjoint(_READ_REPLICAS):
+        commands |= {"info", "readonly"} if cluster else {"info"}
+    touched = streams if any(ROLES[role].touches for role in roles) else ()
+    keys = dict.fromkeys(map(_literal, touched))
+    if any(ROLES[role].serves for role in roles):
+        serving = ANY if RoleName.LEASES in roles and not services else None
+        keys |= dict.fromkeys(_service_keys(services, app or serving))
+    for role in map(ROLES.__getitem__, roles):
+        commands |= role.commands(looking=looking)
+        keys |= dict.fromkeys(map(_literal, outputs if role.writes else ()))
+        keys |= dict.fromkeys(
+            f"{_base(stream)}:{kind.format(app=named)}" for stream in streams for kind in role.own_keys
+        )
+        keys |= dict.fromkeys(kind.format(app=named) for kind in role.app_keys)
+    return Rule(
+        user=user, roles=tuple(roles), commands=tuple(sorted(commands)), keys=(ANY,) if ANY in keys else tuple(keys)
+    )
+
+
+def _service_keys(services: Sequence[str], app: str | None) -> Iterator[str]:
+    """The keys of these services, and those of the app's handlers."""
+    inputs = [ServiceKeys(service).input for service in services if service != ANY]
+    if app:
+        inputs.append(f"{PREFIX}:{app}.*-input")
+    for one in inputs:
+        yield from (one, f"{_base(one)}:*")
+    if ANY in services:
+        yield ANY
+
+
+def _base(stream: str) -> str:
+    """What millstream's keys of these streams begin with, as `naming` makes it. A pattern may stand for any tag."""
+    tag = ANY if is_pattern(stream) else _literal(hash_tag(check_stream(stream)))
+    return f"{PREFIX}:{{{tag}}}:{_literal(stream)}"
+
+
+def _literal(stream: str) -> str:
+    """A name as an ACL pattern: what cannot stand in a rule, such as a space, is any one byte."""
+    if not stream:
+        raise ConfigError("a stream's name is empty: leave it out, or write '*' for all streams")
+    return "".join(chr(byte) if 0x20 < byte < 0x7F and byte not in b"\"'" else "?" for byte in to_wire(stream))

@@ -1,0 +1,91 @@
+"""How far the consumer groups are that are no handler's: of stages, of queries that share one, of anybody."""
+
+from collections.abc import Iterable, Mapping, Sequence, Set
+from dataclasses import replace
+
+from millstream.admin.lag import age_ms, count_lags, lag_after
+from millstream.admin.liveness import Place, find_consumers, find_runs
+from millstream.admin.reports import GroupReport, StreamReport
+from millstream.clock import Clock
+from millstream.errors import ConfigError, RedisError
+from millstream.redis_client.client import Client, Command
+from millstream.redis_client.key_names import HandlerKeys, TakenKeys, run_name, stage_of, to_wire
+from millstream.redis_client.pipelining import ask, server_time_ms
+
+
+def stages_read(app: str, stream: StreamReport) -> bool:
+    """Whether a stage of the app has come to the stream."""
+    return any(stage is not None and stage[0] == app for stage in (stage_of(group.name) for group in stream.groups))
+
+
+def other_groups(streams: Iterable[StreamReport], handlers: Iterable[HandlerKeys], app: str | None) -> list[Place]:
+    """The groups that none of `handlers` has; of those of stages, the ones of `app`, or of all."""
+    own = {(keys.stream, keys.group) for keys in handlers}
+    found = []
+    for stream in streams:
+        for group in stream.groups:
+            stage = stage_of(group.name)
+            if (stream.name, group.name) not in own and (app is None or stage is None or stage[0] == app):
+                found.append((stream.name, group.name))
+    return found
+
+
+def with_groups(
+    client: Client, streams: Mapping[str, StreamReport], places: Sequence[Place], *, budget_ms: float, clock: Clock
+) -> tuple[StreamReport, ...]:
+    """The streams, sorted, with what is to be known of the groups at `places`. Raises RedisError but for AccessDenied.
+
+    `budget_ms`: for counting.
+    """
+    groups = {(stream.name, group.name): group for stream in streams.values() for group in stream.groups}
+    consumers = find_consumers(client, places)
+    runs = find_runs(client, {stage for _, group in places if (stage := stage_of(group))})
+    queries = _queries(client, consumers)
+    lags = [lag_after(streams[place[0]], groups[place].position) for place in places]
+    count_lags(client, lags, budget_ms, clock)
+    pending = _first_pending(client, [place for place in places if groups[place].pending])
+    now_ms = server_time_ms(client)
+    for place, lag in zip(places, lags, strict=True):
+        group, stage = groups[place], stage_of(place[1])
+        first = pending.get(place) or lag.first_id
+        heard = {_holder(place[1], name, queries) for name, is_heard in consumers[place].items() if is_heard}
+        groups[place] = replace(
+            group,
+            alive=tuple(sorted(heard)) if stage is None else (run_name(stage[1]),) * (stage in runs),
+            counted=True,
+            lag=None if lag.count is None else lag.count + group.pending,
+            lag_exact=lag.count is not None and not lag.more,
+            oldest_age_ms=age_ms(first, now_ms) if first else None,
+            shared=any((place[1], name) in queries for name in consumers[place]),
+        )
+    return tuple(_with(streams[name], groups) for name in sorted(streams))
+
+
+def _with(stream: StreamReport, groups: Mapping[Place, GroupReport]) -> StreamReport:
+    return replace(stream, groups=tuple(groups[stream.name, group.name] for group in stream.groups))
+
+
+def _first_pending(client: Client, places: Sequence[Place]) -> dict[Place, str]:
+    replies = ask(client, [("XPENDING", to_wire(stream), to_wire(group)) for stream, group in places])
+    found = {place: reply for place, reply in zip(places, replies, strict=True) if not isinstance(reply, RedisError)}
+    return {place: reply[1].decode() for place, reply in found.items() if reply[1]}
+
+
+def _queries(client: Client, consumers: Mapping[Place, Iterable[str]]) -> set[Place]:
+    """The queries on Spark that share groups: group and consumer. Each leaves a record beside every stream it takes from."""
+    records: dict[Place, Command] = {}
+    for (stream, group), names in consumers.items():
+        for name in names:
+            if (group, name) not in records:
+                try:
+                    records[group, name] = ("HGET", to_wire(TakenKeys(stream, group, name).record), "epoch")
+                except ConfigError:
+                    continue  # no query has such a name, nor reads such a stream
+    replies = ask(client, list(records.values()))
+    return {one for one, reply in zip(records, replies, strict=True) if isinstance(reply, bytes)}
+
+
+def _holder(group: str, consumer: str, queries: Set[Place]) -> str:
+    """Whose the consumer is: a portion of a query's batch is held by `<query>:<number>`."""
+    query, _, number = consumer.rpartition(":")
+    return query if number.isdigit() and (group, query) in queries else consumer

@@ -1,0 +1,358 @@
+"""What is in Redis: streams, how far the handlers are, and the state that they keep. Reads only, but for `reset`."""
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from millstream.admin.group_lag import other_groups, stages_read, with_groups
+from millstream.admin.lag import Lag, age_ms, count_lags, lag_after
+from millstream.admin.liveness import find_runs, find_workers
+from millstream.admin.reports import Engine, GroupReport, HandlerReport, Inspection, StreamReport
+from millstream.clock import SYSTEM_CLOCK, Clock
+from millstream.errors import AccessDenied, ConfigError, DecodeError, GroupMissing, RedisError, WrongType
+from millstream.handlers.attempt import load_state
+from millstream.model import EntryId
+from millstream.redis_client.client import Arg, Client, Reply, raise_if_error
+from millstream.redis_client.key_names import PREFIX, HandlerKeys, from_wire, run_name, to_wire
+from millstream.redis_client.pipelining import ask, server_time_ms
+
+_SCAN_PAGE = 1_000
+_COUNTERS = ("committed", "written", "dead", "refused")
+_OWN_PREFIX = f"{PREFIX}:"
+
+T = TypeVar("T")
+C = TypeVar("C", bound=Collection[object])
+
+
+def inspect(
+    client: Client, app: str | None = None, *, budget_ms: float = 1_000.0, clock: Clock = SYSTEM_CLOCK
+) -> Inspection:
+    """Look at all streams and handlers, or at those of `app`, that this user may look at. Raises RedisError.
+
+    Lags are counted at the server for `budget_ms` milliseconds in all, but each for a while; what is not counted by then
+    is reported as a lower bound.
+    """
+    end_ms = clock.monotonic_ms() + budget_ms
+    hidden_streams: list[AccessDenied] = []
+    hidden_handlers: list[AccessDenied] = []
+    streams = {stream.name: stream for stream in _streams(client, client.scan_streams(), hidden_streams)}
+    known = _handlers(client, streams.values())
+    found = [keys for keys in known if app in (None, keys.app)]
+    handlers = tuple(_handler_reports(client, found, streams, budget_ms, clock, hidden_handlers))
+    shown = {name: stream for name, stream in streams.items() if app is None or stages_read(app, stream)}
+    shown |= {keys.stream: streams[keys.stream] for keys in found if keys.stream in streams}
+    places = other_groups(shown.values(), known, app)
+    left_ms = end_ms - clock.monotonic_ms()
+    return Inspection(
+        streams=with_groups(client, shown, places, budget_ms=left_ms, clock=clock), handlers=handlers,
+        hidden_streams=len(hidden_streams), hidden_handlers=len(hidden_handlers),
+    )  # fmt: skip
+
+
+def inspect_handlers(
+    client: Client, found: Sequence[HandlerKeys], *, budget_ms: float = 1_000.0, clock: Clock = SYSTEM_CLOCK
+) -> Sequence[HandlerReport]:
+    """Look at these only, as `inspect` does. Those that this user may not see are left out; if all, raises AccessDenied."""
+    hidden: list[AccessDenied] = []
+    streams = {stream.name: stream for stream in _streams(client, [keys.stream for keys in found], hidden)}
+    return _seen([*_handler_reports(client, found, streams, budget_ms, clock, hidden)], hidden)
+
+
+def find_handlers(client: Client) -> list[HandlerKeys]:
+    """Every handler that has left something in Redis, on each of its streams, sorted. Raises RedisError."""
+    hidden: list[AccessDenied] = []
+    return _handlers(client, _seen([*_streams(client, client.scan_streams(), hidden)], hidden))
+
+
+def there(client: Client, found: Sequence[HandlerKeys]) -> list[HandlerKeys]:
+    """Those of them whose stream is there, and may be seen. Raises AccessDenied if none may be, RedisError."""
+    hidden: list[AccessDenied] = []
+    names = {one.name for one in _streams(client, list(dict.fromkeys(keys.stream for keys in found)), hidden)}
+    return [keys for keys in found if keys.stream in _seen(names, hidden)]
+
+
+def handler_of(stream: str, group: str) -> HandlerKeys | None:
+    """The handler whose group on `stream` this is; None if it is nobody's."""
+    app, _, handler = group.removeprefix(_OWN_PREFIX).partition(".")
+    try:
+        keys = HandlerKeys(app, handler, stream)
+    except ConfigError:
+        return None  # no handler can read this stream
+    return keys if keys.group == group else None
+
+
+def engine_of(client: Client, keys: HandlerKeys | None) -> Engine | None:
+    """Who runs a handler, or ran it last. Raises RedisError."""
+    return None if keys is None else _engine(client.execute("HGET", to_wire(keys.meta), "engine"))
+
+
+def read_state(client: Client, keys: HandlerKeys, key: bytes) -> dict[str, Any] | None:
+    """The state of `key`, or None if it has none. Raises DecodeError if it is damaged, and RedisError."""
+    blob = client.execute("HGET", to_wire(keys.state), key)
+    return None if blob is None else decode_state(key, blob)
+
+
+def list_states(client: Client, keys: HandlerKeys, match: str = "*") -> Iterator[tuple[bytes, bytes]]:
+    """Keys whose names match the glob `match`, each with its state as `decode_state` takes it. In no order.
+
+    A key that is added or removed meanwhile may be missed, or come twice (Redis HSCAN). Raises RedisError.
+    """
+    cursor: Arg = 0
+    while True:
+        cursor, items = client.execute("HSCAN", to_wire(keys.state), cursor, "MATCH", match, "COUNT", _SCAN_PAGE)
+        yield from zip(items[::2], items[1::2], strict=True)
+        if int(cursor) == 0:
+            return
+
+
+def decode_state(key: bytes, blob: bytes) -> dict[str, Any]:
+    """Read a state as it stands in Redis. Raises DecodeError if it is damaged."""
+    try:
+        return load_state(blob)
+    except ValueError as error:  # msgspec's own errors and invalid UTF-8
+        raise DecodeError(f"the state of {key!r} is damaged ({error}); reset it to begin anew") from error
+
+
+def reset_states(client: Client, keys: HandlerKeys, wanted: Sequence[bytes]) -> int:
+    """Forget the state of keys and return how many had one. Raises RedisError.
+
+    A run that is at work on one of them now may write its state back.
+    """
+    removed: int = client.execute("HDEL", to_wire(keys.state), *wanted)
+    return removed
+
+
+# --- Streams ---
+
+
+def _streams(client: Client, names: Sequence[str], hidden: list[AccessDenied]) -> Iterator[StreamReport]:
+    now_ms = server_time_ms(client)
+    reports = _known(names, ask(client, [("XINFO", "STREAM", to_wire(name)) for name in names]), hidden)
+    known = {name: _mapping(reply) for name, reply in reports.items()}
+    grouped = [name for name, values in known.items() if values[b"groups"]]
+    replies = _known(grouped, ask(client, [("XINFO", "GROUPS", to_wire(name)) for name in grouped]), hidden)
+    groups = {name: tuple(_group(_mapping(group)) for group in reply) for name, reply in replies.items()}
+    for name, values in known.items():
+        first, last = values[b"first-entry"], values[b"last-entry"]
+        yield StreamReport(
+            name=name,
+            length=values[b"length"],
+            added=values[b"entries-added"],
+            first_id=first[0].decode() if first else None,
+            last_id=last[0].decode() if last else None,
+            last_generated_id=values[b"last-generated-id"].decode(),
+            oldest_age_ms=age_ms(first[0].decode(), now_ms) if first else None,
+            groups=groups.get(name, ()),
+        )
+
+
+def _group(values: dict[bytes, Any]) -> GroupReport:
+    return GroupReport(
+        name=from_wire(values[b"name"]),
+        consumers=values[b"consumers"],
+        pending=values[b"pending"],
+        position=values[b"last-delivered-id"].decode(),
+        read=values[b"entries-read"],
+    )
+
+
+# --- Handlers ---
+
+
+def _handlers(client: Client, streams: Iterable[StreamReport]) -> list[HandlerKeys]:
+    """Handlers that have left something in Redis: their groups on the streams, and their own keys."""
+    # On Redis Cluster the scan below sees one node only; the groups are known from all.
+    found: set[HandlerKeys] = set()
+    for stream in streams:
+        found.update(keys for group in stream.groups if (keys := handler_of(stream.name, group.name)))
+    for name in _scan(client, f"{PREFIX}:*:meta"):
+        try:
+            found.add(HandlerKeys.parse(name))
+        except ConfigError:
+            continue  # some other program's key
+    return sorted(found, key=lambda keys: (keys.app, keys.handler, keys.stream))
+
+
+def _scan(client: Client, pattern: str) -> Iterator[str]:
+    cursor: Arg = 0
+    while True:
+        cursor, names = client.execute("SCAN", cursor, "MATCH", pattern, "COUNT", _SCAN_PAGE, "TYPE", "hash")
+        yield from (from_wire(name) for name in names)
+        if int(cursor) == 0:
+            return
+
+
+def _lag_of(keys: HandlerKeys, frontier: str | None, workers: "_Workers | None", stream: StreamReport | None) -> Lag:
+    """What is known, without counting, of the entries that a handler has not begun.
+
+    What a workers' group was given is committed or pending. On Spark the frontier says how far the handler is.
+    """
+    if stream is None:
+        return Lag(keys.stream, frontier, count=0)
+    shown = next((group.position for group in stream.groups if group.name == keys.group), None)
+    return lag_after(stream, workers.group.position if workers else frontier or shown)
+
+
+@dataclass(frozen=True, slots=True)
+class _Workers:
+    """The group of a handler, and the first entry that is pending there: that workers have in hand, or Spark has set aside."""
+
+    group: GroupReport
+    first_pending: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Meta:
+    """What a handler keeps about itself on a stream, or, with a `problem`, what it cannot have written."""
+
+    engine: bytes | None = None
+    keyed: bool = False
+    frontier: str | None = None
+    paused: bool = False
+    counters: Mapping[str, int] = field(default_factory=lambda: dict.fromkeys(_COUNTERS, 0))
+    waiting: int = 0
+    parked: int = 0
+    problem: str | None = None
+
+    @classmethod
+    def read(cls, values: Reply, waiting: Reply, parked: Reply) -> "_Meta":
+        """Of the fields of the hash, the number of dead letters and that of parked lines, as they were answered."""
+        for reply in (values, waiting, parked):
+            if isinstance(reply, (WrongType, AccessDenied)):
+                return cls(problem=str(reply))
+            raise_if_error(reply)
+        engine, keyed, frontier, paused, *counters = values
+        try:
+            return cls(
+                engine=engine,
+                keyed=engine == b"keyed" or (engine is None and keyed is not None),
+                frontier=None if frontier is None else str(EntryId.parse(frontier)),
+                paused=paused is not None,
+                counters={name: int(count or 0) for name, count in zip(_COUNTERS, counters, strict=True)},
+                waiting=waiting,
+                parked=parked,
+            )
+        except (ValueError, ConfigError) as error:
+            return cls(problem=str(error))
+
+
+def _metas(client: Client, found: Sequence[HandlerKeys], hidden: list[AccessDenied]) -> dict[HandlerKeys, _Meta]:
+    fields = ("engine", "keyed", "frontier", "paused", *_COUNTERS)
+    values = ask(client, [("HMGET", to_wire(keys.meta), *fields) for keys in found])
+    seen = [keys for keys, reply in zip(found, values, strict=True) if not _is_hidden(reply, hidden)]
+    letters = ask(client, [("XLEN", to_wire(keys.dead)) for keys in seen])
+    parked = ask(client, [("HLEN", to_wire(keys.parked)) for keys in seen])
+    by_keys = dict(zip(found, values, strict=True))
+    return {
+        keys: _Meta.read(by_keys[keys], waiting, kept)
+        for keys, waiting, kept in zip(seen, letters, parked, strict=True)
+    }
+
+
+def _workers(
+    client: Client, metas: Mapping[HandlerKeys, _Meta], streams: Mapping[str, StreamReport]
+) -> dict[HandlerKeys, _Workers]:
+    groups = {
+        keys: group
+        for keys, meta in metas.items()
+        if keys.stream in streams
+        for group in streams[keys.stream].groups
+        if group.name == keys.group and (group.pending or _engine(meta.engine) == "workers")
+    }
+    replies = ask(client, [("XPENDING", to_wire(keys.stream), keys.group) for keys in groups])
+    # The group, or the right to look, may be gone since.
+    gone = [isinstance(one, GroupMissing) or (isinstance(one, AccessDenied) and one.concerns_key) for one in replies]
+    lowest = [None if is_gone else raise_if_error(one)[1] for one, is_gone in zip(replies, gone, strict=True)]
+    return {
+        keys: _Workers(group, first.decode() if first else None)
+        for (keys, group), first in zip(groups.items(), lowest, strict=True)
+    }
+
+
+def _handler_reports(
+    client: Client,
+    found: Sequence[HandlerKeys],
+    streams: Mapping[str, StreamReport],
+    budget_ms: float,
+    clock: Clock,
+    hidden: list[AccessDenied],
+) -> Iterator[HandlerReport]:
+    metas = _metas(client, found, hidden)
+    with_pending = _workers(client, metas, streams)
+    workers = {keys: one for keys, one in with_pending.items() if _engine(metas[keys].engine) == "workers"}
+    alive = find_workers(client, list(workers))
+    runs = find_runs(client, {(keys.app, keys.handler) for keys in metas})
+    lags = [
+        _lag_of(keys, meta.frontier, workers.get(keys), streams.get(keys.stream))
+        if meta.problem is None
+        else Lag(keys.stream, None)
+        for keys, meta in metas.items()
+    ]
+    count_lags(client, lags, budget_ms, clock)
+    now_ms = server_time_ms(client)
+    for (keys, meta), lag in zip(metas.items(), lags, strict=True):
+        at_work = with_pending.get(keys)
+        pending = at_work.group.pending if at_work else 0
+        first_pending = at_work.first_pending if at_work else None
+        first = first_pending or lag.first_id
+        names = sorted(alive[keys]) if keys in alive else [run_name(keys.handler)] * ((keys.app, keys.handler) in runs)
+        yield HandlerReport(
+            app=keys.app,
+            handler=keys.handler,
+            stream=keys.stream,
+            engine=_engine(meta.engine),
+            keyed=meta.keyed,
+            frontier=meta.frontier,
+            lag=None if lag.count is None else lag.count + pending,
+            lag_exact=lag.count is not None and not lag.more,
+            oldest_age_ms=age_ms(first, now_ms) if first else None,
+            consumers=len(names),
+            workers=tuple(names),
+            pending=pending,
+            oldest_pending_age_ms=age_ms(first_pending, now_ms) if first_pending else None,
+            waiting=meta.waiting,
+            parked=meta.parked,
+            paused=meta.paused,
+            problem=meta.problem,
+            **meta.counters,
+        )
+
+
+def _engine(found: bytes | None) -> Engine:
+    return "workers" if found in (b"workers", b"keyed") else "spark"
+
+
+# --- Replies ---
+
+
+def _is_hidden(reply: Reply, hidden: list[AccessDenied]) -> bool:
+    """Whether this user may not look at the key that was asked for; if so, note it. Names are seen by everybody.
+
+    Raises AccessDenied if the user may not ask so of any key: then the right to do so is missing.
+    """
+    if not isinstance(reply, AccessDenied):
+        return False
+    if not reply.concerns_key:
+        raise reply
+    hidden.append(reply)
+    return True
+
+
+def _known(names: Sequence[T], replies: Sequence[Reply], hidden: list[AccessDenied]) -> dict[T, Reply]:
+    """The replies by name, without those that are gone and those that are hidden, which are noted. Raises AccessDenied."""
+    return {
+        name: reply
+        for name, reply in zip(names, replies, strict=True)
+        if not _is_hidden(reply, hidden) and not isinstance(reply, RedisError)
+    }
+
+
+def _seen(found: C, hidden: Sequence[AccessDenied]) -> C:
+    """What was found. Raises AccessDenied if that is nothing, and something is hidden."""
+    if hidden and not found:
+        raise hidden[0]
+    return found
+
+
+def _mapping(reply: Reply) -> dict[bytes, Any]:
+    return dict(zip(reply[::2], reply[1::2], strict=True))

@@ -1,0 +1,70 @@
+"""How many entries of a stream come after an id: as the ends of the stream tell, or counted at the server.
+
+The lag that Redis itself reports is not used: it is wrong after deletions.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from millstream.admin.reports import StreamReport
+from millstream.clock import Clock
+from millstream.model import EntryId
+from millstream.redis_client.client import Client, Script
+from millstream.redis_client.key_names import to_wire
+
+_COUNT = Script("groups/count_entries")
+_COUNT_CHUNK = 1_000
+_PIPELINE = 1_000
+
+
+@dataclass(slots=True)
+class Lag:
+    """Entries of `stream` after `position`: as many as `count`, or more if they are not all counted.
+
+    `position` None: nothing is known. `first_id` is the first of them, if there is one.
+    """
+
+    stream: str
+    position: str | None
+    count: int | None = None
+    first_id: str | None = None
+    more: bool = False
+
+
+def lag_after(stream: StreamReport, after: str | None) -> Lag:
+    """What is known, without counting, of the entries after an id; `more` if they must be counted."""
+    lag = Lag(stream.name, after)
+    if lag.position is None:
+        return lag
+    position = EntryId.parse(lag.position)
+    if stream.first_id is None or position >= EntryId.parse(stream.last_generated_id):
+        lag.count = 0
+    elif position < EntryId.parse(stream.first_id):
+        lag.count, lag.first_id = stream.length, stream.first_id
+    else:
+        lag.count, lag.more = 0, True
+    return lag
+
+
+def count_lags(client: Client, lags: Sequence[Lag], budget_ms: float, clock: Clock) -> None:
+    """Count on where there is more, each a little in turn, until all is counted or the time is over."""
+    deadline_ms = clock.monotonic_ms() + budget_ms
+    at = {id(lag): lag.position or "" for lag in lags}
+    unfinished = [lag for lag in lags if lag.more]
+    while unfinished:
+        for start in range(0, len(unfinished), _PIPELINE):
+            some = unfinished[start : start + _PIPELINE]
+            replies = client.scripts([(_COUNT, (to_wire(lag.stream),), (at[id(lag)], _COUNT_CHUNK)) for lag in some])
+            for lag, (counted, first, last, more) in zip(some, replies, strict=True):
+                lag.count = (lag.count or 0) + counted
+                lag.first_id = lag.first_id or first.decode() or None
+                lag.more = bool(more)
+                at[id(lag)] = last.decode()
+        if clock.monotonic_ms() >= deadline_ms:
+            return
+        unfinished = [lag for lag in unfinished if lag.more]
+
+
+def age_ms(entry_id: str, now_ms: int) -> int:
+    """How long ago an entry was added, by its id; `now_ms` is the time of the server, in Unix milliseconds."""
+    return max(0, now_ms - EntryId.parse(entry_id).ms)

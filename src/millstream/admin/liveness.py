@@ -1,0 +1,96 @@
+"""Who is alive: of a handler's workers on a stream, of a group's consumers, and of the runs on Spark.
+
+A consumer group remembers everybody who ever took an entry.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from millstream.balancer.protocol import service_of
+from millstream.delivery.key_queues import WAITING
+from millstream.errors import AccessDenied, ConfigError, RedisError, WrongType
+from millstream.redis_client.client import Client, Command, Reply, raise_if_error
+from millstream.redis_client.key_names import HandlerKeys, ServiceKeys, from_wire, held_name, run_name, to_wire
+from millstream.redis_client.pipelining import ask
+
+_HEARD_MS = 60_000.0
+
+Place = tuple[str, str]
+"""A stream and a consumer group on it."""
+
+
+def find_workers(
+    client: Client, found: Sequence[HandlerKeys], *, heard_ms: float = _HEARD_MS
+) -> Mapping[HandlerKeys, frozenset[str]]:
+    """The workers that are alive, of each handler on a stream.
+
+    Where workers lease whole streams that is the owner. Else it is a consumer of the group that was heard of within
+    `heard_ms`, or whose name a supervisor holds. Raises RedisError but for AccessDenied.
+    """
+    owners = {label: _owners(client, label) for label in {_label(keys) for keys in found}}
+    consumers = _consumers(client, [(keys.stream, keys.group) for keys in found])
+    idle = {keys: consumers[keys.stream, keys.group] for keys in found}
+    silent = {(keys.app, name) for keys, some in idle.items() for name, ms in some.items() if ms >= heard_ms}
+    gone = silent - _held(client, silent)
+    alive: dict[HandlerKeys, frozenset[str]] = {}
+    for keys, some in idle.items():
+        leased = owners[_label(keys)]
+        names = (
+            [name for name in some if (keys.app, name) not in gone] if leased is None else leased.get(keys.stream, ())
+        )
+        alive[keys] = frozenset(names)
+    return alive
+
+
+def find_consumers(client: Client, places: Sequence[Place]) -> Mapping[Place, Mapping[str, bool]]:
+    """The consumers of groups, and whether each was heard of within a minute. Raises RedisError but for AccessDenied."""
+    found = _consumers(client, places)
+    return {place: {name: ms < _HEARD_MS for name, ms in some.items()} for place, some in found.items()}
+
+
+def find_runs(client: Client, pipelines: Iterable[tuple[str, str]]) -> set[tuple[str, str]]:
+    """Those of `pipelines`, handlers or stages by app and name, that a run on Spark has said to be alive."""
+    asked = {(app, run_name(name)): (app, name) for app, name in pipelines}
+    return {asked[one] for one in _held(client, asked)}
+
+
+def _held(client: Client, names: Iterable[tuple[str, str]]) -> set[tuple[str, str]]:
+    """Those whose name, in their app, is held."""
+    asked = sorted(names)
+    replies = ask(client, [("EXISTS", held_name(*one)) for one in asked])
+    return {one for one, is_held in zip(asked, replies, strict=True) if is_held == 1}
+
+
+def _label(keys: HandlerKeys) -> str:
+    return f"{keys.app}.{keys.handler}"
+
+
+def _owners(client: Client, label: str) -> dict[str, list[str]] | None:
+    """The living worker that has each stream of the handler; None if its workers, as far as is known, lease none."""
+    try:
+        service = service_of(client, label)
+        if service is None:
+            return None
+        keys = ServiceKeys(service)
+        asked: list[Command] = [("TIME",), ("ZRANGE", keys.alive, 0, -1, "WITHSCORES"), ("HGETALL", keys.owners)]
+        (seconds, _), alive, owners = [raise_if_error(reply) for reply in client.pipeline(asked)]
+    except (AccessDenied, ConfigError, WrongType):  # the last: somebody else has written there
+        return None
+    now_s = float(seconds)
+    living = {name for name, until in zip(alive[::2], alive[1::2], strict=True) if float(until) / 1000 > now_s}
+    if not living:
+        return None
+    pairs = ((stream, owner.partition(b" ")[2]) for stream, owner in zip(owners[::2], owners[1::2], strict=True))
+    return {from_wire(stream): [from_wire(name)] for stream, name in pairs if name in living}
+
+
+def _consumers(client: Client, places: Sequence[Place]) -> dict[Place, dict[str, int]]:
+    """Name and idle milliseconds of each consumer but the one that stands for nobody."""
+    replies = ask(client, [("XINFO", "CONSUMERS", to_wire(stream), to_wire(group)) for stream, group in places])
+    return {place: _idle(reply) for place, reply in zip(places, replies, strict=True)}
+
+
+def _idle(reply: Reply) -> dict[str, int]:
+    if isinstance(reply, RedisError):
+        return {}  # the group is gone, or is not to be seen
+    found = [dict(zip(one[::2], one[1::2], strict=True)) for one in reply]
+    return {from_wire(one[b"name"]): one[b"idle"] for one in found if from_wire(one[b"name"]) != WAITING}

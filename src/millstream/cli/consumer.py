@@ -1,0 +1,106 @@
+"""`millstream consumer`: a function as a consumer that a master delegates messages to."""
+
+import os
+import sys
+from typing import Annotated
+
+import typer
+
+from millstream.app import load_function
+from millstream.cli.config_file import Config, needs
+from millstream.cli.options import DEFAULT_URL, Connections, Json, RequestS, Url
+from millstream.cli.terminal import say_json, talk
+from millstream.redis_client.client import route_to
+
+Target = Annotated[str, typer.Argument(help="module:function or path/to/file.py:function", metavar="FUNCTION")]
+Stream = Annotated[str, typer.Option("--ticket-stream", envvar="ticket_stream", help="The stream of messages.")]
+GroupName = Annotated[
+    str, typer.Option("--concurrency-stream-group", envvar="concurrency_stream_group", help="Its consumer group.")
+]
+Name = Annotated[str, typer.Option("--consumer", envvar="consumer", help="This consumer's name in the group.")]
+Register = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--master-register-api-url", envvar="master_register_api_url", help="Of each master: .../api/consumers/register"
+    ),
+]
+Acknowledge = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--master-acknowledge-api-url",
+        envvar="master_acknowledge_api_url",
+        help="Of each master: .../api/messages/acknowledge",
+    ),
+]
+Token = Annotated[
+    str, typer.Option("--token", envvar="MILLSTREAM_MASTER_TOKEN", help="For the master.", show_default=False)
+]
+Host = Annotated[str, typer.Option("--host", help="Where /api/health is served.")]
+Port = Annotated[int, typer.Option("--port", help="0 finds a free one.", min=0, max=65_535)]
+HealthUrl = Annotated[str, typer.Option("--health-url", help="Where the master finds /api/health, if elsewhere.")]
+Key = Annotated[str, typer.Option("--key", help="The field that messages are ordered by.")]
+MaxTickets = Annotated[int, typer.Option("--max-tickets", help="Messages at once.", min=1, max=1_000)]
+PollMs = Annotated[int, typer.Option("--poll-ms", help="Wait where there was nothing, in milliseconds.", min=1)]
+LimitS = Annotated[float, typer.Option("--time-limit-s", help="A longer run makes the consumer unhealthy.", min=0.1)]
+StopS = Annotated[float, typer.Option("--stop-s", help="Seconds that a stop waits for what runs.", min=0)]
+
+_ANY_MS = 1_000
+
+
+def consumer(
+    target: Target,
+    url: Url = DEFAULT_URL,
+    ticket_stream: Stream = "",
+    concurrency_stream_group: GroupName = "",
+    consumer: Name = "",
+    master_register_api_url: Register = None,
+    master_acknowledge_api_url: Acknowledge = None,
+    token: Token = "",
+    host: Host = "127.0.0.1",
+    port: Port = 0,
+    health_url: HealthUrl = "",
+    key: Key = "ticket_id",
+    max_tickets: MaxTickets = 1,
+    poll_ms: PollMs = 50,
+    time_limit_s: LimitS = 300.0,
+    connections: Connections = 100,
+    request_s: RequestS = 10.0,
+    stop_s: StopS = 25.0,
+    as_json: Json = False,
+    config: Config = None,  # noqa: ARG001 - its callback does the work
+) -> None:
+    """Run a function, plain or async, on the messages that a master delegates."""
+    needs("master", "starlette", "uvicorn")
+    from millstream.services.master.consumer import ConsumerSettings
+    from millstream.services.master.consumer_server import run_consumer
+    from millstream.services.web.connections import Limits
+
+    route_to(url, _ANY_MS)  # Redis is asked once a master is there: what is wrong with the URL is said now
+    settings = ConsumerSettings(
+        url=url,
+        ticket_stream=ticket_stream,
+        group=concurrency_stream_group,
+        consumer=consumer,
+        register_urls=tuple(master_register_api_url or ()),
+        acknowledge_urls=tuple(master_acknowledge_api_url or ()),
+        health_url=health_url,
+        token=token,
+        key=key,
+        max_tickets=max_tickets,
+        poll_ms=poll_ms,
+        time_limit_ms=time_limit_s * 1000,
+    )
+    function = load_function(target)
+
+    def ready(where: str) -> None:
+        if as_json:
+            say_json({"event": "started", "consumer": consumer, "url": where}, flush=True)
+        else:
+            talk(f"consumer {consumer} listens on {where}; Ctrl-C stops")
+
+    limits = Limits(connections=connections, request_s=request_s)
+    run_consumer(function, settings, host=host, port=port, limits=limits, stop_s=stop_s, on_ready=ready)
+    # A function that still runs would keep the process alive; its message goes to another.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)

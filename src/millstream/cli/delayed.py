@@ -1,0 +1,77 @@
+"""`millstream delayed`: messages that wait to be due."""
+
+import time
+from typing import Annotated
+
+import typer
+
+from millstream.cli.options import DEFAULT_URL, Json, Url, Yes, family
+from millstream.cli.terminal import age, clip, confirm, counted, say, say_json, table, talk
+from millstream.delivery.delayed_messages import Delayed, DelayedMessages
+from millstream.errors import MillstreamError
+from millstream.redis_client.client import Client
+from millstream.redis_client.escaping import json_fields, visible
+from millstream.redis_client.pipelining import server_time_ms
+
+_FIELD_CHARS = 60
+
+Stream = Annotated[str, typer.Argument(help="The stream that they wait for.")]
+
+delayed = family("List and cancel delayed messages: published already, and added to their stream when they are due.")
+
+
+@delayed.command("list")
+def list_(
+    stream: Stream,
+    limit: Annotated[int, typer.Option("--limit", min=1, help="At most so many.")] = 100,
+    url: Url = DEFAULT_URL,
+    as_json: Annotated[bool, typer.Option("--json", help="Print an object per line.")] = False,
+) -> None:
+    """List what waits for a stream, in due order."""
+    with Client(url) as client:
+        now_ms = server_time_ms(client)
+        waiting = DelayedMessages(client)
+        found, count = waiting.find(stream, limit=limit), waiting.count(stream)
+    if as_json:
+        for one in found:
+            problem = {} if one.problem is None else {"problem": one.problem}
+            say_json({"stream": stream, "id": one.id, "due_ms": one.due_ms, **problem, **json_fields(one.pairs)})
+        return
+    if not found:
+        talk(f"nothing waits to be added to {visible(stream)}")
+        return
+    table(("id", ">due in", "due at", "fields"), [_row(one, now_ms) for one in found])
+    if count > len(found):
+        talk(f"{count - len(found):,} more wait; --limit shows them")
+
+
+@delayed.command()
+def cancel(
+    stream: Stream,
+    ids: Annotated[list[str], typer.Argument(help="Ids, as `list` shows them.", metavar="ID...")],
+    yes: Yes = False,
+    url: Url = DEFAULT_URL,
+    as_json: Json = False,
+) -> None:
+    """Cancel messages that are not due yet: they are never added to the stream."""
+    confirm(f"Cancel {counted(len(ids), 'delayed message')} of {visible(stream)} for good?", yes=yes)
+    with Client(url) as client:
+        cancelled = DelayedMessages(client).cancel(stream, ids)
+    if as_json:
+        say_json({"stream": stream, "asked": len(ids), "cancelled": cancelled})
+    else:
+        say(f"{counted(cancelled, 'delayed message')} cancelled")
+    if cancelled < len(ids):
+        raise MillstreamError(
+            f"{len(ids) - cancelled:,} of {len(ids):,} did not wait any more: they were added to the stream, or cancelled, before"
+        )
+
+
+def _row(one: Delayed, now_ms: int) -> tuple[str, str, str, str]:
+    wait_ms = one.due_ms - now_ms
+    due_at = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(one.due_ms / 1000))
+    fields = " ".join(
+        f"{visible(name)}={visible(value)}" for name, value in zip(one.pairs[::2], one.pairs[1::2], strict=True)
+    )
+    shown = fields if one.problem is None else f"unreadable: {one.problem}"
+    return visible(one.id), age(wait_ms) if wait_ms > 0 else "overdue", due_at, clip(shown, _FIELD_CHARS)

@@ -1,0 +1,38 @@
+"""`millstream dev`: a redis-server in the foreground, for development."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from millstream.cli.options import Json
+from millstream.cli.signals import stopping_at_signals
+from millstream.cli.terminal import say, say_json, talk
+from millstream.errors import ServerError
+from millstream.redis_client.embedded_server import EmbeddedServer
+
+_DATA_DIR = Path(".millstream/dev")
+_LOOK_EVERY_S = 0.5
+
+
+def dev(
+    data_dir: Annotated[Path, typer.Option(help="Folder for its data; kept from run to run.")] = _DATA_DIR,
+    port: Annotated[int, typer.Option(min=0, max=65_535, help="TCP port on 127.0.0.1; 0 picks a free one.")] = 6379,
+    as_json: Json = False,
+) -> None:
+    """Run a redis-server in the foreground: durable, on 127.0.0.1 only, until Ctrl-C or SIGTERM.
+
+    Prints its URL on stdout; with --json, a line with `url`, `pid` and `data_dir`.
+    """
+    stopping = stopping_at_signals()
+    with EmbeddedServer(data_dir=data_dir, port=port) as server:
+        if as_json:
+            say_json({"url": server.url, "pid": server.pid, "data_dir": str(server.data_dir)}, flush=True)
+        else:
+            say(server.url, flush=True)
+            talk(f"redis-server {server.pid} keeps its data in {data_dir}. Ctrl-C stops it. In another terminal:")
+            talk(f"  export MILLSTREAM_URL={server.url}")
+            talk("  millstream info")
+        while not stopping.wait(_LOOK_EVERY_S):
+            if not server.running:
+                raise ServerError(f"redis-server has ended; {server.data_dir / 'redis.log'} says why")

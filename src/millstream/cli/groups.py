@@ -1,0 +1,286 @@
+"""`millstream groups`: consumer groups of streams."""
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from millstream.admin.inspection import engine_of, handler_of
+from millstream.cli.options import DEFAULT_URL, DryRun, Json, Url, Yes, family, parse_duration_ms
+from millstream.cli.terminal import age, confirm, counted, say, say_json, table, talk
+from millstream.errors import ConfigError, GroupMissing
+from millstream.groups import BEGINNING, END, ConsumerInfo, Group, GroupInfo, groups_of
+from millstream.model import EntryId
+from millstream.redis_client.client import Client
+from millstream.redis_client.escaping import visible
+from millstream.redis_client.key_names import to_wire
+
+Stream = Annotated[str, typer.Argument(help="The stream.")]
+GroupName = Annotated[str, typer.Argument(help="The group.", metavar="GROUP")]
+At = Annotated[
+    str, typer.Option("--at", metavar="WHERE", help="Entries after this are delivered: an id, earliest or latest.")
+]
+
+_NOT_CREATED = "its workers and pipelines make it themselves; where they begin is for --start of millstream worker and millstream run"
+_NOT_MOVED = (
+    "what is committed stands in its ledger. Moved back, the group would repeat nothing; moved on, it would skip messages "
+    "for good. To process all of a stream again: millstream run --reprocess with a new --checkpoint. To process some of "
+    "its messages again: publish them again, or millstream dlq redrive if they are dead letters"
+)
+_NOT_DESTROYED = (
+    "its ledger says nothing of how far it is, so it would begin anew. Start millstream worker once, then destroy it"
+)
+
+
+class _ListByDefault(TyperGroup):
+    """`groups STREAM` is `groups list STREAM`; a stream named like a command needs the long form."""
+
+    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
+        if args and args[0] not in self.commands and args[0] != "--help":
+            args = ["list", *args]
+        return super().parse_args(ctx, args)
+
+
+groups = family(
+    "List and change consumer groups. `millstream groups STREAM` lists those of a stream.", cls=_ListByDefault
+)
+
+# --- Looking ---
+
+
+@groups.command("list")
+def list_(
+    streams: Annotated[list[str] | None, typer.Argument(help="The streams.", metavar="[STREAM]...")] = None,
+    pattern: Annotated[str | None, typer.Option(help="All streams that fit this pattern, like orders*.")] = None,
+    url: Url = DEFAULT_URL,
+    as_json: Json = False,
+) -> None:
+    """List the groups of streams. `lag` is Redis' own figure, - where it has none; see `millstream info`."""
+    if bool(streams) == bool(pattern):
+        raise ConfigError("name streams, or give --pattern, one of the two")
+    with Client(url) as client:
+        found = [(name, one) for name in streams or () for one in groups_of(client, name)]
+        for name in client.scan_streams(pattern) if pattern else ():
+            try:
+                found += [(name, one) for one in groups_of(client, name)]
+            except GroupMissing:
+                continue  # the stream is gone since
+        engines = [engine_of(client, handler_of(name, one.name)) for name, one in found]
+    if as_json:
+        say_json([_as_json(name, one, engine) for (name, one), engine in zip(found, engines, strict=True)])
+        return
+    if not found:
+        talk("there are no groups")
+        return
+    table(
+        ("stream", "group", ">consumers", ">pending", ">lag", "last delivered", "engine"),
+        [
+            (
+                visible(name),
+                visible(one.name),
+                f"{one.consumers:,}",
+                f"{one.pending:,}",
+                "-" if one.lag is None else f"{one.lag:,}",
+                one.last_delivered.decode(),
+                engine or "-",
+            )
+            for (name, one), engine in zip(found, engines, strict=True)
+        ],
+    )
+
+
+@groups.command()
+def consumers(stream: Stream, group: GroupName, url: Url = DEFAULT_URL, as_json: Json = False) -> None:
+    """List the consumers of a group: what they hold, and how long they have been silent."""
+    with Client(url) as client:
+        found = Group(client, stream, group).consumers()
+    if as_json:
+        say_json([asdict(one) for one in found])
+    elif not found:
+        talk(f"group {group} of {stream} has no consumers")
+    else:
+        rows = [(visible(one.name), f"{one.pending:,}", age(one.idle_ms)) for one in found]
+        table(("consumer", ">pending", ">silent for"), rows)
+
+
+def _as_json(stream: str, found: GroupInfo, engine: str | None) -> dict[str, Any]:
+    return {"stream": stream, **asdict(found), "last_delivered": found.last_delivered.decode(), "engine": engine}
+
+
+# --- Changing: groups ---
+
+
+@groups.command()
+def create(
+    stream: Stream,
+    group: GroupName,
+    at: At = "latest",
+    mkstream: Annotated[bool, typer.Option("--mkstream", help="Make the stream too, if there is none.")] = False,
+    url: Url = DEFAULT_URL,
+    as_json: Json = False,
+) -> None:
+    """Create a group."""
+    _refuse_handlers(stream, group, _NOT_CREATED)
+    with Client(url) as client:
+        created = Group(client, stream, group).create(_place(at), mkstream=mkstream)
+    if as_json:
+        say_json({"stream": stream, "group": group, "created": created})
+    else:
+        say(f"group {visible(group)} created" if created else f"group {visible(group)} exists: nothing is changed")
+
+
+@groups.command("set-id")
+def set_id(
+    stream: Stream,
+    group: GroupName,
+    at: At,
+    dry_run: DryRun = False,
+    yes: Yes = False,
+    url: Url = DEFAULT_URL,
+    as_json: Json = False,
+) -> None:
+    """Have a group go on somewhere else: further back delivers again, further on skips. Pending entries stay pending."""
+    _refuse_handlers(stream, group, _NOT_MOVED)
+    place = _place(at)
+    with Client(url) as client:
+        before = _found(client, stream, group).last_delivered.decode()
+        if not dry_run:
+            confirm(f"Move group {group} of {stream} from {before} to {at}?", yes=yes)
+            Group(client, stream, group).set_id(place)
+        now = _found(client, stream, group).last_delivered.decode()
+    if as_json:
+        say_json({"stream": stream, "group": group, "before": before, "now": now, "dry_run": dry_run})
+    else:
+        say(f"group {visible(group)} " + (f"would move from {before} to {at}" if dry_run else f"goes on after {now}"))
+
+
+@groups.command()
+def destroy(
+    stream: Stream,
+    group: GroupName,
+    dry_run: DryRun = False,
+    yes: Yes = False,
+    url: Url = DEFAULT_URL,
+    as_json: Json = False,
+) -> None:
+    """Remove a group, with the list of what is pending. The entries stay in the stream.
+
+    The group of a handler comes back with its workers, where they stood: nothing is lost or processed twice.
+    """
+    with Client(url) as client:
+        found = _found(client, stream, group)
+        if keys := handler_of(stream, group):
+            if not client.execute("HEXISTS", to_wire(keys.meta), "frontier"):
+                _refuse_handlers(stream, group, _NOT_DESTROYED)
+            talk(
+                f"{keys.app}.{keys.handler} goes on where it stands: its next worker or pipeline makes the group again"
+            )
+        held = counted(found.pending, "pending entry", "pending entries")
+        if not dry_run:
+            confirm(f"Destroy group {group} of {stream}, which has {held}?", yes=yes)
+        destroyed = not dry_run and Group(client, stream, group).destroy()
+    if as_json:
+        figures = {"pending": found.pending, "destroyed": destroyed, "dry_run": dry_run}
+        say_json({"stream": stream, "group": group, **figures})
+    else:
+        say(f"group {visible(group)} with {held} " + ("would be destroyed" if dry_run else "destroyed"))
+
+
+# --- Changing: consumers. The ledger asks at each commit who holds an entry, so these are safe for handlers too. ---
+
+
+@groups.command("delete-consumer")
+def delete_consumer(
+    stream: Stream,
+    group: GroupName,
+    consumer: Annotated[str, typer.Argument(help="The consumer. Stop its process first.")],
+    heir: Annotated[str | None, typer.Option(help="The consumer that what it holds passes to.")] = None,
+    dry_run: DryRun = False,
+    yes: Yes = False,
+    url: Url = DEFAULT_URL,
+    as_json: Json = False,
+) -> None:
+    """Delete a consumer. What it holds is never dropped: it passes to the heir, idle times and counts unchanged."""
+    with Client(url) as client:
+        of = Group(client, stream, group)
+        held = next((one.pending for one in of.consumers() if one.name == consumer), None)
+        if held is None:
+            raise ConfigError(f"there is no consumer {consumer!r} in group {group!r}; see: millstream groups consumers")
+        what = counted(held, "pending entry", "pending entries")
+        handed_on, gone = 0, list[str]()
+        if not dry_run:
+            confirm(f"Delete consumer {consumer} of group {group}, which holds {what}?", yes=yes)
+            done = of.delete_consumer(consumer, heir=heir)
+            handed_on, gone = done.handed_on, [one.decode() for one in done.gone]
+    if as_json:
+        figures = {"held": held, "handed_on": handed_on, "gone": gone, "dry_run": dry_run}
+        say_json({"stream": stream, "group": group, "consumer": consumer, "heir": heir, **figures})
+    elif dry_run:
+        say(f"consumer {visible(consumer)}, which holds {what}, would be deleted")
+    else:
+        say(f"consumer {visible(consumer)} deleted" + (f", {handed_on:,} of {what} to {visible(heir)}" if heir else ""))
+        say_gone(gone)
+
+
+@groups.command()
+def clean(
+    stream: Stream,
+    group: Annotated[str | None, typer.Argument(help="The group; by default all of them.", metavar="[GROUP]")] = None,
+    idle: Annotated[str, typer.Option(help="How long they must have been silent: 30s, 5m, 2h or 1d.")] = "1h",
+    dry_run: DryRun = False,
+    yes: Yes = False,
+    url: Url = DEFAULT_URL,
+    as_json: Json = False,
+) -> None:
+    """Delete consumers that hold nothing and have been silent for long. One in a long poll looks silent: allow for it."""
+    idle_ms = parse_duration_ms(idle)
+    with Client(url) as client:
+        names = [group] if group else [one.name for one in groups_of(client, stream)]
+        found = {name: _idle(Group(client, stream, name).consumers(), idle_ms) for name in names}
+        number = sum(map(len, found.values()))
+        if number and not dry_run:
+            confirm(f"Delete {counted(number, 'consumer')} of {stream}?", yes=yes)
+            found = {name: Group(client, stream, name).delete_idle_consumers(idle_ms) for name in names}
+    if as_json:
+        say_json({"stream": stream, "consumers": found, "dry_run": dry_run})
+        return
+    what = "would be deleted" if dry_run else "deleted"
+    for name, idle_ones in found.items():
+        for consumer in idle_ones:
+            say(f"consumer {visible(consumer)} of group {visible(name)} {what}")
+    say(f"{counted(sum(map(len, found.values())), 'consumer')} {what}")
+
+
+def _idle(found: Sequence[ConsumerInfo], idle_ms: int) -> list[str]:
+    return [one.name for one in found if not one.pending and one.idle_ms >= idle_ms]
+
+
+def say_gone(ids: Sequence[str]) -> None:
+    """Name entries that were pending, and can never be processed."""
+    if ids:
+        talk(
+            f"{counted(len(ids), 'pending entry is', 'pending entries are')} gone from the stream, trimmed or deleted:"
+        )
+        for entry_id in ids:
+            talk(f"  {entry_id}")
+
+
+# --- What is meant ---
+
+
+def _place(text: str) -> str:
+    return {"earliest": BEGINNING, "latest": END}.get(text) or str(EntryId.parse(text))
+
+
+def _found(client: Client, stream: str, group: str) -> GroupInfo:
+    found = Group(client, stream, group).info()
+    if found is None:
+        raise GroupMissing(f"there is no group {group!r} on {stream}; see: millstream groups {stream}")
+    return found
+
+
+def _refuse_handlers(stream: str, group: str, reason: str) -> None:
+    if keys := handler_of(stream, group):
+        raise ConfigError(f"this is the group of the handler {keys.app}.{keys.handler}: {reason}")

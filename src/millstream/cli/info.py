@@ -1,0 +1,229 @@
+"""`millstream info`: what is in Redis, and how far those are who read it."""
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Annotated, Any, NamedTuple
+
+import typer
+
+from millstream.admin.consumption_summary import Kind, ReaderReport, readers
+from millstream.admin.inspection import inspect
+from millstream.admin.reports import HandlerReport, Inspection, StreamReport
+from millstream.cli.options import DEFAULT_URL, Json, Url, parse_duration_ms
+from millstream.cli.terminal import age, counted, say, say_json, table, talk
+from millstream.redis_client.client import Client
+from millstream.redis_client.escaping import visible
+from millstream.redis_client.key_names import stage_of
+
+_FURTHEST = 2
+
+
+class _Rates(NamedTuple):
+    """Entries a second: that came to the streams of a reader, and that it has done; None if that is not known."""
+
+    arriving: float
+    done: float | None
+
+
+_RatesByName = Mapping[tuple[Kind, str], _Rates]
+
+
+def info(
+    app: Annotated[str | None, typer.Argument(help="Only this app's handlers, stages and streams; its name.")] = None,
+    limit: Annotated[int, typer.Option(min=1, help="Most lines in each table.")] = 50,
+    over: Annotated[str | None, typer.Option(metavar="5s", help="Look twice, so far apart: shows rates, too.")] = None,
+    url: Url = DEFAULT_URL,
+    as_json: Json = False,
+) -> None:
+    """Show who reads, how far behind, who is at work, and what waits.
+
+    Handlers, stages and other groups are summed up over their streams; then handlers stream by stream, then the streams.
+
+    A number with > before it was not counted to its end; ? means that it cannot be known.
+    """
+    with Client(url) as client:
+        found, rates = _look(client, app, None if over is None else parse_duration_ms(over))
+    summed = readers(found)
+    if as_json:
+        say_json({"readers": [_row(one, rates) for one in summed], **asdict(found)})
+        return
+    _say_hidden(found)
+    if app is not None and not summed:
+        talk(f"no handler or stage of an app named {app!r} has run on this Redis")
+    _show_readers(summed, rates, limit)
+    _show_handlers(found.handlers, limit)
+    _show_streams(found, limit)
+
+
+def _look(client: Client, app: str | None, apart_ms: int | None) -> tuple[Inspection, _RatesByName | None]:
+    began_s = time.monotonic()
+    found = inspect(client, app)
+    if apart_ms is None:
+        return found, None
+    before = {(one.kind, one.name): one for one in readers(found)}
+    time.sleep(max(0.0, began_s + apart_ms / 1000 - time.monotonic()))
+    seconds, found = time.monotonic() - began_s, inspect(client, app)
+    rates = {}
+    for one in readers(found):
+        key = one.kind, one.name
+        if (old := before.get(key)) is not None and old.streams == one.streams:
+            done = None if old.done is None or one.done is None else (one.done - old.done) / seconds
+            rates[key] = _Rates((one.arrived - old.arrived) / seconds, done)
+    return found, rates
+
+
+# --- Readers ---
+
+
+def _row(reader: ReaderReport, rates: _RatesByName | None) -> dict[str, Any]:
+    row = asdict(reader)
+    row |= {"min": row.pop("least"), "avg": row.pop("mean"), "max": row.pop("most")}
+    row["furthest"] = [{"stream": stream, "behind": behind} for stream, behind in reader.furthest]
+    if rates is not None:
+        rate = rates.get((reader.kind, reader.name))
+        row |= {"arriving_per_s": rate and rate.arriving, "done_per_s": rate and rate.done}
+    return row
+
+
+def _show_readers(found: Sequence[ReaderReport], rates: _RatesByName | None, limit: int) -> None:
+    if not found:
+        return
+    # Those that need a look come first.
+    worst = sorted(found, key=lambda one: (-one.waiting, -one.parked, -(one.behind or 0)))[:limit]
+    columns = (
+        "reader", "reads by", ">at work", ">streams", ">behind", ">min", ">avg", ">max", "furthest behind", ">oldest waits",
+        ">in hand", ">parked keys", ">dead letters",
+    )  # fmt: skip
+    table(
+        (*columns, *((">arriving/s", ">done/s") if rates is not None else ())),
+        [(*_cells(one), *(_rate_cells(rates.get((one.kind, one.name))) if rates is not None else ())) for one in worst],
+    )
+    _say_more(len(found) - len(worst), "reader")
+    say("")
+
+
+def _cells(one: ReaderReport) -> tuple[str, ...]:
+    furthest = ", ".join(f"{visible(stream)} ({count:,})" for stream, count in one.furthest[:_FURTHEST])
+    return (
+        visible(one.name),
+        "; ".join(one.how) + (f", {counted(one.paused, 'stream')} paused" if one.paused else ""),
+        f"{one.at_work:,}",
+        f"{one.streams:,}",
+        _number(one.behind, exact=one.exact),
+        _number(one.least),
+        "?" if one.mean is None else f"{one.mean:,.1f}",
+        _number(one.most),
+        furthest or "-",
+        age(one.oldest_age_ms),
+        f"{one.pending:,}",
+        f"{one.parked:,}" if one.kind == "handler" else "-",
+        f"{one.waiting:,}" if one.kind == "handler" else "-",
+    )
+
+
+def _rate_cells(rates: _Rates | None) -> tuple[str, str]:
+    if rates is None:
+        return "?", "?"
+    return f"{rates.arriving:,.1f}", "?" if rates.done is None else f"{rates.done:,.1f}"
+
+
+def _number(count: int | None, *, exact: bool = True) -> str:
+    if count is None:
+        return "?"
+    return f"{'' if exact else '>'}{count:,}"
+
+
+# --- Handlers on their streams ---
+
+
+def _show_handlers(handlers: tuple[HandlerReport, ...], limit: int) -> None:
+    if not handlers:
+        return
+    worst = sorted(handlers, key=lambda handler: (-handler.waiting, -(handler.lag or 0)))[:limit]
+    table(
+        (
+            "handler",
+            "stream",
+            ">lag",
+            ">oldest waits",
+            "runs on",
+            ">in hand",
+            ">committed",
+            ">written",
+            ">refused",
+            ">dead letters",
+            "frontier",
+        ),
+        [
+            (
+                f"{handler.app}.{handler.handler}",
+                visible(handler.stream),
+                _number(handler.lag, exact=handler.lag_exact),
+                age(handler.oldest_age_ms),
+                _engine(handler),
+                f"{handler.pending:,}" if handler.engine == "workers" or handler.pending else "-",
+                f"{handler.committed:,}",
+                f"{handler.written:,}",
+                f"{handler.refused:,}",
+                f"{handler.waiting:,}",
+                "unreadable" if handler.problem is not None else handler.frontier or "-",
+            )
+            for handler in worst
+        ],
+    )
+    for handler in worst:
+        if handler.problem is not None:
+            talk(f"{handler.app}.{handler.handler} on {visible(handler.stream)} is unreadable: {handler.problem}")
+    _say_more(len(handlers) - len(worst), "handler")
+    say("")
+
+
+def _engine(handler: HandlerReport) -> str:
+    name = f"{handler.engine} ({handler.consumers:,})"
+    return f"{name}, paused" if handler.paused else name
+
+
+# --- Streams ---
+
+
+def _show_streams(found: Inspection, limit: int) -> None:
+    if not found.streams:
+        talk("there are no streams")
+        return
+    longest = sorted(found.streams, key=lambda stream: -stream.length)[:limit]
+    table(
+        ("stream", ">entries", ">oldest", "first id", "last id", "groups (consumers, pending)"),
+        [
+            (
+                visible(stream.name),
+                f"{stream.length:,}",
+                age(stream.oldest_age_ms),
+                stream.first_id or "-",
+                stream.last_id or "-",
+                _groups(stream),
+            )
+            for stream in longest
+        ],
+    )
+    _say_more(len(found.streams) - len(longest), "stream")
+
+
+def _groups(stream: StreamReport) -> str:
+    # The tables above show our own.
+    foreign = [group for group in stream.groups if group.counted and stage_of(group.name) is None]
+    return ", ".join(f"{visible(group.name)} ({group.consumers:,}, {group.pending:,})" for group in foreign) or "-"
+
+
+def _say_hidden(found: Inspection) -> None:
+    things = (
+        (found.hidden_streams, "stream", "streams"),
+        (found.hidden_handlers, "handler on a stream", "handlers on streams"),
+    )
+    if hidden := [counted(*one) for one in things if one[0]]:
+        talk(f"left out: {' and '.join(hidden)} that this Redis user has no right to see")
+
+
+def _say_more(number: int, thing: str) -> None:
+    if number:
+        talk(f"and {counted(number, f'more {thing}')}; --limit or --json shows them")

@@ -1,0 +1,53 @@
+"""`millstream pause` and `millstream resume`: whether the workers of a handler read."""
+
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+
+from millstream.admin.inspection import find_handlers
+from millstream.cli.options import DEFAULT_URL, Json, Url
+from millstream.cli.terminal import say, say_json
+from millstream.delivery.commit_store import Ledger
+from millstream.errors import ConfigError
+from millstream.redis_client.client import Client
+from millstream.redis_client.escaping import visible
+from millstream.redis_client.key_names import HandlerKeys
+
+Name = Annotated[str, typer.Argument(help="The handler: its name, or app.handler.", metavar="HANDLER")]
+Stream = Annotated[str | None, typer.Option(help="Only on this stream; default: all on which it has run.")]
+
+
+def pause(handler: Name, stream: Stream = None, url: Url = DEFAULT_URL, as_json: Json = False) -> None:
+    """Have a handler's workers read nothing new, until `resume`. What they have in hand they finish."""
+    _set(handler, stream, url, paused=True, as_json=as_json)
+
+
+def resume(handler: Name, stream: Stream = None, url: Url = DEFAULT_URL, as_json: Json = False) -> None:
+    """Have a paused handler's workers go on."""
+    _set(handler, stream, url, paused=False, as_json=as_json)
+
+
+def _set(name: str, stream: str | None, url: str, *, paused: bool, as_json: bool) -> None:
+    with Client(url) as client:
+        found = meant(find_handlers(client), name, stream)
+        Ledger(client, app=found[0].app, handler=found[0].handler).pause([one.stream for one in found], paused=paused)
+    if as_json:
+        streams = [one.stream for one in found]
+        say_json({"app": found[0].app, "handler": found[0].handler, "streams": streams, "paused": paused})
+        return
+    for one in found:
+        say(f"{one.app}.{one.handler} {'is paused' if paused else 'goes on'} on {visible(one.stream)}")
+
+
+def meant(known: Sequence[HandlerKeys], name: str, stream: str | None) -> list[HandlerKeys]:
+    """The handler of this name, on each of its streams. Raises ConfigError if there is none, or more than one."""
+    named = [one for one in known if name in (one.handler, f"{one.app}.{one.handler}")]
+    apps = sorted({one.app for one in named})
+    if len(apps) > 1:
+        raise ConfigError(f"{' and '.join(apps)} have a handler {name!r} each: write {apps[0]}.{name}")
+    found = [one for one in named if stream in (None, one.stream)]
+    if not found:
+        where = f" on {stream!r}" if named and stream is not None else " on this Redis"
+        raise ConfigError(f"no handler {name!r} has run{where}; millstream info shows those that have")
+    return found

@@ -1,0 +1,141 @@
+"""`millstream publish`: a file into a stream."""
+
+import os
+import stat
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import StrEnum
+from typing import Annotated, Protocol
+
+import typer
+
+from millstream.cli.options import DEFAULT_URL, Json, Url, parse_duration_ms
+from millstream.cli.records import Input, read_csv, read_jsonl
+from millstream.cli.terminal import counted, say, say_json, size, talk
+from millstream.errors import ConfigError, DecodeError, MillstreamError
+from millstream.producer.bulk import Publisher
+from millstream.redis_client.client import Client
+
+
+class Format(StrEnum):
+    """How the records of a file are written."""
+
+    CSV = "csv"
+    JSONL = "jsonl"
+
+
+_READERS = {Format.CSV: read_csv, Format.JSONL: read_jsonl}
+_BY_SUFFIX = {".csv": Format.CSV, ".jsonl": Format.JSONL, ".ndjson": Format.JSONL}
+
+
+def publish(
+    stream: Annotated[str, typer.Argument(help="The stream.", metavar="STREAM")],
+    file: Annotated[str, typer.Argument(help="The file; - for standard input.", metavar="[FILE]")] = "-",
+    format_: Annotated[
+        Format | None, typer.Option("--format", help="How it is written; by default the file's name says it.")
+    ] = None,
+    null: Annotated[
+        list[str] | None, typer.Option(help="Leave out fields with this value, like NA; may be repeated.")
+    ] = None,
+    maxlen: Annotated[int | None, typer.Option(min=1, help="Trim the stream to about so many entries.")] = None,
+    rate: Annotated[float | None, typer.Option(min=0.001, help="Most entries a second.")] = None,
+    delay: Annotated[
+        str | None, typer.Option("--in", help="Publish them so much later: 30s, 5m, 2h or 1d.", metavar="DURATION")
+    ] = None,
+    wait: Annotated[float, typer.Option(min=0, help="Seconds to wait for a Redis that goes away or is full.")] = 30,
+    url: Url = DEFAULT_URL,
+    as_json: Json = False,
+) -> None:
+    """Publish each record of a CSV file (first line: names) or of JSON lines as an entry of STREAM.
+
+    Entries are added in order, and once each, even if the connection breaks meanwhile. With --in they wait in Redis
+    until they are due; a worker or pipeline that reads STREAM then moves them there.
+    """
+    chosen = format_ or _guess(file)
+    delay_ms = parse_duration_ms(delay) if delay else 0
+    began = time.monotonic()
+    client = Client(url)
+    with _opened(file) as descriptor:
+        client.execute("PING")  # a Redis that was never there is not waited for
+        publisher = Publisher(client, stream, maxlen=maxlen, delay_ms=delay_ms, rate=rate, patience_ms=wait * 1000)
+        with publisher, _progress(publisher, descriptor) as bar:
+            source = Input(descriptor, on_wait=publisher.flush, on_read=bar.read)
+            try:
+                for names, values in _READERS[chosen](source, frozenset(null or ())):
+                    publisher.add(names, values)
+                publisher.flush()
+            except MillstreamError as error:
+                _account_for(error, publisher, file)
+                raise
+    client.close()  # only now: an interrupt must not wait for a batch that is under way
+    seconds = time.monotonic() - began
+    rate_reached = publisher.entries / seconds
+    if as_json:
+        figures = {"entries": publisher.entries, "bytes": source.count, "seconds": round(seconds, 3)}
+        say_json({"stream": stream, **figures, "rate": round(rate_reached, 1), "delay_ms": delay_ms})
+    else:
+        what = counted(publisher.entries, "entry", "entries")
+        where = f"published to {stream}" + (f", due in {delay}," if delay else "")
+        say(f"{what} ({size(source.count)}) {where} in {seconds:.1f} s: {rate_reached:,.0f} entries/s")
+
+
+def _guess(file: str) -> Format:
+    for suffix, found in _BY_SUFFIX.items():
+        if file.lower().endswith(suffix):
+            return found
+    name = "standard input" if file == "-" else repr(file)
+    raise ConfigError(f"how is {name} written? Add --format csv or --format jsonl")
+
+
+@contextmanager
+def _opened(file: str) -> Iterator[int]:
+    if file == "-":
+        if sys.stdin.isatty():
+            talk("reading from the terminal; Ctrl-D ends it")
+        yield 0
+        return
+    try:
+        descriptor = os.open(file, os.O_RDONLY)
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise IsADirectoryError(0, "it is a folder")
+    except OSError as error:
+        raise ConfigError(f"{file!r} cannot be read: {error.strerror}") from error
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _account_for(error: MillstreamError, publisher: Publisher, file: str) -> None:
+    """Say how many entries are published. A bad record loses none of those before it."""
+    if isinstance(error, DecodeError):
+        publisher.flush()
+        where = "standard input" if file == "-" else file
+        error.args = (f"{where}, {error}",)
+    talk(f"{counted(publisher.entries, 'entry is', 'entries are')} published")
+
+
+class _Bar(Protocol):
+    def read(self, count: int) -> None:
+        """Show that `count` bytes of the file are read."""
+
+
+class _NoBar:
+    def read(self, count: int) -> None:
+        """There is no terminal to show it on."""
+
+
+@contextmanager
+def _progress(publisher: Publisher, descriptor: int) -> Iterator[_Bar]:
+    """A bar on stderr if that is a terminal, with the time left if the size of the input is known."""
+    if not sys.stderr.isatty():
+        yield _NoBar()
+        return
+    from millstream.cli.progress import PublishBar
+
+    status = os.fstat(descriptor)
+    total = status.st_size if stat.S_ISREG(status.st_mode) else None
+    with PublishBar(publisher, total) as bar:
+        yield bar

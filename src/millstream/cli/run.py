@@ -1,0 +1,325 @@
+"""`millstream run`: an app as Spark pipelines, on this machine or a cluster."""
+
+import json
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+from rich.console import Console
+from rich.live import Live
+
+from millstream.app import App, add_to_path, app_folder, load_app
+from millstream.cli.options import DEFAULT_URL, Json, Url
+from millstream.cli.signals import orderly_stop
+from millstream.cli.terminal import counted
+from millstream.clock import SYSTEM_CLOCK, Clock
+from millstream.errors import ConfigError, SessionEnded
+from millstream.observability.dead_letter_alerts import Bell
+from millstream.observability.health import HealthServer
+from millstream.observability.metrics import NOBODY, Metrics, Recorder
+from millstream.redis_client.escaping import one_line
+from millstream.redis_client.redaction import redacted
+
+if TYPE_CHECKING:
+    from millstream.spark.run.supervisor import RunSettings
+
+logger = logging.getLogger(__name__)
+
+_WORK = ("batch", "caught-up")
+_COUNTED = ("messages", "committed", "dead", "retries")
+_MOST_SESSIONS, _SOON_MS, _MOST_WAIT_S = 10, 600_000.0, 30.0
+
+
+class Progress:
+    """Tells how the pipelines are doing: one live line in a terminal, a line every few seconds in a pipe.
+
+    With `as_json` each event of the runner is a line of JSON on stdout instead. The last event, stopped, has the totals of
+    the run.
+    """
+
+    def __init__(self, app: str, *, as_json: bool, every_s: float = 3.0) -> None:
+        self._app = app
+        self._as_json = as_json
+        self._console = Console(stderr=True)
+        self._live = Live(console=self._console, auto_refresh=False) if self._console.is_terminal else None
+        self._every_s = 0.5 if self._live else every_s
+        self._lock = threading.Lock()
+        self._total = dict.fromkeys(("batches", *_COUNTED), 0)
+        self._shown = dict(self._total)
+        self._shown_at = time.monotonic()
+
+    def __enter__(self) -> "Progress":
+        if self._live and not self._as_json:
+            self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._live and not self._as_json:
+            self._live.stop()
+
+    def event(self, event: Mapping[str, Any]) -> None:
+        """Take one event of the runner."""
+        with self._lock:
+            if event["event"] in _WORK:
+                self._total["batches"] += event["event"] == "batch"
+                for name in _COUNTED:
+                    self._total[name] += event.get(name, 0)
+            if event["event"] == "stopped":
+                event = {**event, **self._total}
+            if self._as_json:
+                print(json.dumps(event), flush=True)
+            elif words := one_line(redacted(self._words(event))):
+                self._console.print(words, markup=False, highlight=False, soft_wrap=True)
+
+    def show(self, lag: int | None) -> None:
+        """Show a line of progress if it is time for one and something has changed."""
+        now = time.monotonic()
+        if self._as_json or now - self._shown_at < self._every_s:
+            return
+        with self._lock:
+            if self._total != self._shown:
+                line = self._line((self._total["messages"] - self._shown["messages"]) / (now - self._shown_at), lag)
+                if self._live:
+                    self._live.update(line, refresh=True)
+                else:
+                    self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+            self._shown, self._shown_at = dict(self._total), now
+
+    def _line(self, rate: float, lag: int | None) -> str:
+        total = self._total
+        left = f"  {lag / rate:,.0f} s left" if lag and rate > 0 else ""
+        return (
+            f"{rate:,.0f} entries/s  lag {'?' if lag is None else format(lag, ',')}  "
+            f"{counted(total['batches'], 'batch', 'batches')}  {total['committed']:,} committed  "
+            f"{counted(total['dead'], 'dead letter')}  {counted(total['retries'], 'retry', 'retries')}{left}"
+        )
+
+    def _words(self, event: Mapping[str, Any]) -> str:
+        """An event for people; "" for what they are told in another way."""
+        name = event.get("handler") or event.get("stage")
+        match event["event"]:
+            case "started":
+                return f"{name} has started"
+            case "running":
+                batch = f"batch {event['batch']}" if "batch" in event else "a batch"
+                why = f": {event['reason']}" if "reason" in event else ""
+                return f"{name}: {batch} running for {event['seconds']:,} s{why}"
+            case "stopped":
+                return self._last_words(event)
+        return ""
+
+    def _last_words(self, event: Mapping[str, Any]) -> str:
+        done = f"stopped: {event['committed']:,} committed, {counted(event['dead'], 'dead letter')}"
+        parked = event.get("parked", {})
+        if not parked:
+            return done
+        keys, messages = (sum(one[what] for one in parked.values()) for what in ("keys", "messages"))
+        see = ", ".join(f"millstream keys {self._app}.{name}" for name in sorted(parked))
+        return f"{done}, {counted(keys, 'key')} parked ({counted(messages, 'message waits', 'messages wait')}: {see})"
+
+
+Target = Annotated[str, typer.Argument(help="The app: module:app or path/to/file.py:app", metavar="APP")]
+Checkpoint = Annotated[str, typer.Option(help="Folder for Spark's checkpoints; keep it between runs.")]
+Master = Annotated[str, typer.Option(help="Spark master; default: local[*] with task retries.")]
+MaxPerBatch = Annotated[int, typer.Option(help="Most entries that a micro-batch takes.")]
+IntervalMs = Annotated[int, typer.Option(help="Least time between the starts of two micro-batches.")]
+Once = Annotated[bool, typer.Option("--once", help="Process what is there now, then end.")]
+Start = Annotated[Literal["earliest", "latest"], typer.Option(help="Where a handler or stage that never ran begins.")]
+Only = Annotated[list[str] | None, typer.Option("--only", help="Run only this handler or stage; may be repeated.")]
+PyFiles = Annotated[
+    list[str] | None, typer.Option(help="A module, folder of modules or zip for the executors; may be repeated.")
+]
+FromFrontier = Annotated[
+    bool, typer.Option("--from-frontier", help="With a new checkpoint: go on where the commits end.")
+]
+Reprocess = Annotated[bool, typer.Option("--reprocess", help="With a new checkpoint: forget state, begin anew.")]
+ReadFrom = Annotated[
+    Literal["primary", "replica"], typer.Option(help="Which servers tasks read entries from; see docs/spark-source.md.")
+]
+AllowLoss = Annotated[
+    bool, typer.Option("--allow-data-loss", help="Count entries that were trimmed unread; do not stop.")
+]
+Conf = Annotated[list[str] | None, typer.Option(help="A Spark setting, KEY=VALUE; may be repeated.")]
+BellUrl = Annotated[str, typer.Option(help="POST a JSON summary there when dead letters arrive.")]
+BellCommand = Annotated[str, typer.Option(help="Run this command then, with the summary on its stdin.")]
+MetricsPort = Annotated[int, typer.Option(help="Serve /metrics for Prometheus on 127.0.0.1 at this port.")]
+SparkLog = Annotated[bool, typer.Option("--spark-log", help="Show Spark's own warnings and errors.")]
+
+
+def run(
+    target: Target,
+    url: Url = DEFAULT_URL,
+    checkpoint: Checkpoint = ".millstream/checkpoints",
+    master: Master = "",
+    max_per_batch: MaxPerBatch = 50_000,
+    interval_ms: IntervalMs = 0,
+    once: Once = False,
+    start: Start = "earliest",
+    only: Only = None,
+    from_frontier: FromFrontier = False,
+    reprocess: Reprocess = False,
+    read_from: ReadFrom = "primary",
+    allow_data_loss: AllowLoss = False,
+    conf: Conf = None,
+    py_files: PyFiles = None,
+    bell_url: BellUrl = "",
+    bell_command: BellCommand = "",
+    metrics_port: MetricsPort = 0,
+    as_json: Json = False,
+    spark_log: SparkLog = False,
+) -> None:
+    """Run an app as a Spark pipeline, in order per key, each effect committed exactly once."""
+    if from_frontier and reprocess:
+        raise ConfigError("--from-frontier and --reprocess exclude each other; give one")
+    settings = _pairs(conf or [])
+    for path in py_files or ():
+        add_to_path(path)
+    app = load_app(target).only(only or ())
+    _check_installed()
+    from millstream.spark.run.early_checks import check_early
+    from millstream.spark.run.query_metrics import QueryMetrics
+    from millstream.spark.run.supervisor import Runner, RunSettings
+
+    run_settings = RunSettings(
+        url=url, checkpoint=checkpoint if "://" in checkpoint else str(Path(checkpoint).resolve()),
+        max_per_batch=max_per_batch, interval_ms=interval_ms, once=once,
+        start="from-frontier" if from_frontier else "reprocess" if reprocess else "resume",
+        start_at=start, read_from=read_from, fail_on_data_loss=not allow_data_loss,
+    )  # fmt: skip
+    check_early(app, url)
+    os.environ["MILLSTREAM_URL"] = url  # what a stage reads and writes itself is in the same Redis, if it says nothing
+    code = (app_folder(target), py_files or ())
+    with (
+        _figures(metrics_port) as metrics,
+        orderly_stop() as stopping,
+        Progress(app.name, as_json=as_json) as progress,
+        Bell(bell_url or None, bell_command or None) as bell,
+    ):
+        on_event = _telling(app, progress, bell, metrics or NOBODY)
+        session = partial(_session, stopping, app, code, master=master, conf=settings, verbose=spark_log)
+
+        def run_on(spark: Any, how: RunSettings) -> None:
+            if metrics:
+                spark.streams.addListener(QueryMetrics(metrics))
+            Runner(app, spark, how, on_event=on_event, on_watch=progress.show, stopping=stopping).run()
+
+        _in_sessions(session, run_on, run_settings, stopping)
+
+
+def _check_installed() -> None:
+    """Raise ConfigError if something is not there that running on Spark needs."""
+    try:
+        import millstream.spark.run.query_metrics
+        import millstream.spark.run.supervisor  # noqa: F401
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"running on Spark needs {error.name!r}: pip install 'millstream[spark]'") from error
+
+
+def _in_sessions(
+    session: Callable[[], AbstractContextManager[Any]],
+    run: Callable[[Any, "RunSettings"], None],
+    settings: "RunSettings",
+    stopping: threading.Event,
+    *,
+    clock: Clock = SYSTEM_CLOCK,
+) -> None:
+    """Do `run` in a session, and in another one for each that Spark ends. Raises what it does, and SessionEnded where one
+    after another has ended soon."""
+    ended_soon = 0
+    while True:
+        began_ms = clock.monotonic_ms()
+        try:
+            with session() as spark:
+                if spark is not None:
+                    run(spark, settings)
+        except SessionEnded as ended:
+            ended_soon = ended_soon + 1 if clock.monotonic_ms() - began_ms < _SOON_MS else 1
+            if ended_soon > _MOST_SESSIONS:
+                raise
+            settings = replace(settings, start="from-frontier")  # what the first has begun anew, others go on with
+            wait_s = min(2.0**ended_soon, _MOST_WAIT_S)
+            logger.warning("%s. A new session begins in %.0f s", ended, wait_s)
+            if not stopping.wait(wait_s):
+                continue
+        return
+
+
+@contextmanager
+def _figures(port: int) -> Iterator[Recorder | None]:
+    """What keeps figures and serves them at `port` for the time of the block; None for port 0."""
+    if not port:
+        yield None
+        return
+    recorder = Recorder()
+    with HealthServer(None, recorder, port=port):
+        yield recorder
+
+
+def _telling(app: App, progress: Progress, bell: Bell, metrics: Metrics) -> Callable[[Mapping[str, Any]], None]:
+    """What takes the events of the runner, and tells all who want to know."""
+    from millstream.spark.run.query_metrics import report_batch
+
+    def on_event(event: Mapping[str, Any]) -> None:
+        progress.event(event)
+        if event["event"] in _WORK and "handler" in event:
+            report_batch(metrics, app.handlers[event["handler"]].label, event)
+            if event["dead"]:
+                bell.ring({"app": app.name, "handler": event["handler"], "dead": event["dead"]})
+
+    return on_event
+
+
+@contextmanager
+def _session(
+    stopping: threading.Event,
+    app: App,
+    code: tuple[Path, Sequence[str]],
+    *,
+    master: str,
+    conf: Mapping[str, str],
+    verbose: bool,
+) -> Iterator[Any]:
+    """A Spark session for the time of the block; None if Spark could not start since all is to stop.
+
+    On a cluster executors are given `code`: the folder of the app and what was named beside it.
+    """
+    from millstream.spark.run.app_archive import ship
+    from millstream.spark.run.session import close_session, is_cluster, open_session, task_tries
+
+    tries = task_tries(app.handlers.values())
+    master = master or f"local[*,{tries}]"
+    conf = {"spark.task.maxFailures": str(tries), **conf}
+    spark = None
+    try:
+        # In the main thread PySpark would take over Ctrl-C, and break off in the middle of whatever it does.
+        with ThreadPoolExecutor(max_workers=1) as starter:
+            spark = starter.submit(open_session, app.name, master=master, conf=conf, verbose=verbose).result()
+    except ConfigError:
+        if not stopping.is_set():  # else the signal has reached the Java process too
+            raise
+    try:
+        if spark is not None and is_cluster(master):
+            ship(spark, *code)
+        yield spark
+    finally:
+        if spark is not None:
+            close_session(spark)
+
+
+def _pairs(conf: list[str]) -> dict[str, str]:
+    pairs = {}
+    for setting in conf:
+        key, equals, value = setting.partition("=")
+        if not equals or not key.startswith("spark."):
+            raise ConfigError(f"--conf {setting!r}: write it as spark.some.key=value")
+        pairs[key] = value
+    return pairs

@@ -1,0 +1,104 @@
+"""`millstream state`: what handlers keep for a key."""
+
+import json
+from itertools import islice
+from typing import Annotated, Any
+
+import typer
+
+from millstream.admin.inspection import decode_state, list_states, read_state, reset_states
+from millstream.cli.options import DEFAULT_URL, Json, Url, Yes, family
+from millstream.cli.terminal import clip, confirm, counted, say, say_json, say_lines, size, table, talk
+from millstream.errors import DecodeError, MillstreamError
+from millstream.redis_client.client import Client
+from millstream.redis_client.escaping import json_value, unescape, visible
+from millstream.redis_client.key_names import HandlerKeys
+
+App = Annotated[str, typer.Argument(help="The app's name.")]
+Handler = Annotated[str, typer.Argument(help="The handler's name.")]
+Stream = Annotated[str, typer.Argument(help="The stream: each has a state of its own.")]
+
+state = family("Show, list and reset what handlers keep for a key. Keys are written as `list` shows them.")
+
+_SHOWN_CHARS = 100
+
+
+@state.command()
+def show(
+    app: App,
+    handler: Handler,
+    stream: Stream,
+    key: Annotated[str, typer.Argument(help="The key.")],
+    url: Url = DEFAULT_URL,
+    as_json: Json = False,
+) -> None:
+    """Show the state of one key."""
+    with Client(url) as client:
+        found = read_state(client, HandlerKeys(app, handler, stream), unescape(key))
+    if found is None:
+        raise MillstreamError(f"{app}.{handler} keeps no state for {key} on {stream}; see: millstream state list")
+    if as_json:
+        say_json(json_value(found))
+    else:
+        say_lines(json.dumps(json_value(found), indent=2))
+
+
+@state.command("list")
+def list_(
+    app: App,
+    handler: Handler,
+    stream: Stream,
+    match: Annotated[str, typer.Option(help="Only keys that fit this pattern, like N1*.")] = "*",
+    limit: Annotated[int, typer.Option(min=1, help="Most keys to list.")] = 100,
+    url: Url = DEFAULT_URL,
+    as_json: Annotated[bool, typer.Option("--json", help="Print an object per key, on a line of its own.")] = False,
+) -> None:
+    """List keys with their state, in no order."""
+    with Client(url) as client:
+        found = dict(islice(list_states(client, HandlerKeys(app, handler, stream), match), limit + 1))
+    shown = sorted(found.items())[:limit]
+    if as_json:
+        for key, blob in shown:
+            say_json({"key": json_value(key), **_state_json(key, blob)})
+    else:
+        rows = [
+            (visible(key), size(len(blob)), clip(json.dumps(_state_json(key, blob)["state"]), _SHOWN_CHARS))
+            for key, blob in shown
+        ]
+        table(("key", ">size", "state"), rows)
+    if len(found) > limit:
+        talk("there are more keys; --limit or --match shows them")
+
+
+@state.command()
+def reset(
+    app: App,
+    handler: Handler,
+    stream: Stream,
+    keys: Annotated[list[str], typer.Argument(help="The keys.", metavar="KEY...")],
+    yes: Yes = False,
+    url: Url = DEFAULT_URL,
+    as_json: Json = False,
+) -> None:
+    """Forget the state of keys: the next message of each begins anew.
+
+    A run that is live meanwhile sees it from its next batch on. If its present batch works on the key, it writes
+    the state back: stop the run to be sure.
+    """
+    wanted = [unescape(key) for key in keys]
+    talk("a live run takes this up with its next batch, and may write back the state of a key that it works on now")
+    confirm(f"Forget the state of {counted(len(wanted), 'key')} of {app}.{handler} on {stream}?", yes=yes)
+    with Client(url) as client:
+        removed = reset_states(client, HandlerKeys(app, handler, stream), wanted)
+    if as_json:
+        say_json({"keys": len(wanted), "reset": removed})
+    else:
+        without = len(wanted) - removed
+        say(f"{counted(removed, 'key')} reset" + (f", {without:,} had no state" if without else ""))
+
+
+def _state_json(key: bytes, blob: bytes) -> dict[str, Any]:
+    try:
+        return {"state": json_value(decode_state(key, blob))}
+    except DecodeError:
+        return {"state": None, "damaged": blob.hex()}

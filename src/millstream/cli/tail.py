@@ -1,0 +1,179 @@
+"""`millstream tail`: the entries of streams, as they come."""
+
+import asyncio
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from datetime import UTC, datetime
+from functools import partial
+from typing import Annotated
+
+import typer
+
+from millstream.cli.follow import Follower
+from millstream.cli.options import DEFAULT_URL, Url, parse_start
+from millstream.cli.terminal import clip, counted, say, say_json, talk
+from millstream.errors import ConfigError
+from millstream.model import ZERO_ID, EntryId, Message
+from millstream.redis_client.client import Client, Reply, raise_if_error
+from millstream.redis_client.escaping import json_fields, visible
+from millstream.redis_client.key_names import is_pattern
+from millstream.router import END, Gap, Item, Router
+from millstream.router.stream_events import Reason
+
+_PAGE = 500
+_LARGEST_SEQ = 2**64 - 1
+_SHOWN_CHARS = 200
+_GAPS: Mapping[Reason, str] = {
+    "trimmed": "entries were trimmed before they could be shown",
+    "recreated": "the stream was deleted and made anew",
+    "rewound": "Redis lost the end of the stream, and it goes on from where it ends now",
+}
+
+
+def tail(
+    streams: Annotated[
+        list[str], typer.Argument(help="The streams, or patterns of them, like 'orders:*'.", metavar="STREAM...")
+    ],
+    start: Annotated[
+        str | None,
+        typer.Option(
+            "--from",
+            metavar="WHERE",
+            help="Where to begin: an id, earliest, latest, 15m (ago) or an ISO 8601 time, UTC by default. "
+            "Default: latest, with --no-follow earliest.",
+        ),
+    ] = None,
+    after: Annotated[
+        str | None, typer.Option(metavar="ID", help="Begin after this id, such as that of the last entry seen.")
+    ] = None,
+    count: Annotated[int | None, typer.Option(min=1, help="End after so many entries.")] = None,
+    follow: Annotated[bool, typer.Option(help="Wait for more, or end where the streams end now.")] = True,
+    url: Url = DEFAULT_URL,
+    as_json: Annotated[bool, typer.Option("--json", help="Print an object per entry, on a line of its own.")] = False,
+) -> None:
+    """Show the entries of streams and follow them, through outages of Redis too; of a pattern, also streams made later.
+
+    What is not printable is escaped. --json loses nothing: values that are not UTF-8 become {"hex": "..."}.
+    """
+    if start is not None and after is not None:
+        raise ConfigError("give --from or --after, not both")
+    first = parse_start(start or ("latest" if follow else "earliest"))
+    place = EntryId.parse(after) if after is not None else first and _before(first)
+    names = [name for name in dict.fromkeys(streams) if not is_pattern(name)]
+    patterns = list(filter(is_pattern, streams))
+    printer = _Printer(as_json=as_json, most=sys.maxsize if count is None else count)
+    with Client(url) as client:
+        if follow:
+            client.execute("PING")  # what is wrong now is told; what breaks later is waited for
+            asyncio.run(_follow(client, printer, names, patterns, place))
+        else:
+            _finish(client, printer, list(dict.fromkeys((*names, *_matching(client, patterns)))), place)
+
+
+async def _follow(
+    client: Client, printer: "_Printer", names: Sequence[str], patterns: Sequence[str], place: EntryId | None
+) -> None:
+    with Router(client.url) as router:
+        places = partial(_places, client, place)
+        follower = Follower(client, router, places=places, show=printer.show, on_begun=partial(_tell_begun, patterns))
+        await follower.run(names, patterns)
+
+
+def _tell_begun(patterns: Sequence[str], count: int) -> None:
+    later = f", and those made later that match {' or '.join(map(visible, patterns))}" if patterns else ""
+    talk(f"following {counted(count, 'stream')}{later}; Ctrl-C ends it")
+
+
+def _places(client: Client, place: EntryId | None, names: Sequence[str]) -> Mapping[str, str]:
+    """After which ids the router is to begin: to it, a place beyond a stream's end is one in an earlier stream."""
+    if place is None:
+        return dict.fromkeys(names, END)
+    ends = (ZERO_ID if isinstance(found, Exception) else _last_of(found) for found in _last_entries(client, names))
+    return {name: str(min(place, end)) for name, end in zip(names, ends, strict=True)}
+
+
+def _finish(client: Client, printer: "_Printer", names: Sequence[str], place: EntryId | None) -> None:
+    """Show what lies between `place` and where the streams end now, one stream after the other."""
+    ends = [_last_of(raise_if_error(found)) for found in _last_entries(client, names)]
+    for name in (name for name, end in zip(names, ends, strict=True) if end == ZERO_ID):
+        talk(f"{visible(name)}: there are no entries: there is no such stream, or it is empty")
+    for name, end in zip(names, ends, strict=True):
+        after = end if place is None else place
+        while after < end:
+            page = client.execute("XRANGE", name, f"({after}", str(end), "COUNT", _PAGE)
+            if not page:
+                break
+            for found_id, pairs in page:
+                after = EntryId.parse(found_id)
+                if printer.show_entry(name, after, pairs):
+                    return
+            sys.stdout.flush()
+
+
+def _matching(client: Client, patterns: Sequence[str]) -> Iterator[str]:
+    for pattern in patterns:
+        found = client.scan_streams(pattern)
+        if not found:
+            talk(f"no stream matches {visible(pattern)}")
+        yield from found
+
+
+def _last_entries(client: Client, names: Sequence[str]) -> Sequence[Reply]:
+    return client.pipeline([("XREVRANGE", name, "+", "-", "COUNT", 1) for name in names])
+
+
+def _last_of(found: Reply) -> EntryId:
+    return EntryId.parse(found[0][0]) if found else ZERO_ID
+
+
+def _before(first: EntryId) -> EntryId:
+    """The id after which `first` is the next one possible."""
+    if first.seq:
+        return EntryId(first.ms, first.seq - 1)
+    return EntryId(first.ms - 1, _LARGEST_SEQ) if first.ms else ZERO_ID
+
+
+class _Printer:
+    """Prints what comes, `most` entries at most."""
+
+    def __init__(self, *, as_json: bool, most: int) -> None:
+        self._as_json = as_json
+        self._left = most
+
+    def show(self, item: Item) -> bool:
+        """Print what a router hands out; return whether there were enough entries."""
+        if isinstance(item, Message):
+            return self.show_entry(item.stream, EntryId.parse(item.id), item.pairs)
+        if isinstance(item, Gap):
+            self._show_gap(item)
+        return False
+
+    def show_entry(self, stream: str, entry_id: EntryId, pairs: Sequence[bytes]) -> bool:
+        """Print an entry; return whether there were enough."""
+        if self._as_json:
+            say_json({"stream": stream, "id": str(entry_id), "time": _time(entry_id), **json_fields(pairs)})
+        else:
+            shown = (
+                f"{visible(name)}={clip(visible(value), _SHOWN_CHARS)}"
+                for name, value in zip(pairs[::2], pairs[1::2], strict=True)
+            )
+            say(f"{_time(entry_id) or '-'}  {visible(stream)}  {entry_id}  {'  '.join(shown)}")
+        self._left -= 1
+        return self._left <= 0
+
+    def _show_gap(self, gap: Gap) -> None:
+        if self._as_json:
+            say_json({"event": "gap", **asdict(gap)})
+            return
+        missed = "" if gap.missed is None else f" ({counted(gap.missed, 'entry', 'entries')})"
+        talk(f"{visible(gap.stream)}: {_GAPS[gap.reason]}, after {gap.after}{missed}")
+
+
+def _time(entry_id: EntryId) -> str | None:
+    """When the entry was added, by its id; None if the id is no time."""
+    try:
+        moment = datetime.fromtimestamp(entry_id.ms / 1000, UTC)
+    except (OverflowError, ValueError, OSError):
+        return None
+    return moment.isoformat(timespec="milliseconds").replace("+00:00", "Z")

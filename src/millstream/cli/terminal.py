@@ -1,0 +1,172 @@
+"""What the commands print: data on stdout, talk on stderr; rich in a terminal, plain in a pipe.
+
+All of it is escaped here, once, whatever it was made of: a terminal obeys control characters, and what is in Redis
+may have been written by anybody. What goes to stderr, logs and tracebacks among it, has no password in it.
+
+rich is imported only where something is drawn with it, since the start of a command is felt. It obeys
+NO_COLOR itself.
+"""
+
+import json
+import logging
+import sys
+import threading
+import traceback
+from collections.abc import Iterable, Sequence
+from types import TracebackType
+from typing import Any
+
+import typer
+
+from millstream.errors import ConfigError
+from millstream.redis_client.escaping import harmless, one_line
+from millstream.redis_client.redaction import redacted
+
+
+def say(line: str, *, flush: bool = False) -> None:
+    """Print one line of data; `flush` if somebody waits for it."""
+    sys.stdout.write(one_line(line) + "\n")
+    if flush:
+        sys.stdout.flush()
+
+
+def say_lines(text: str) -> None:
+    """Print data that has lines of its own, such as a traceback."""
+    sys.stdout.write(harmless(text) + "\n")
+
+
+def say_json(value: Any, *, flush: bool = False) -> None:
+    """Print one line of JSON. All of it is ASCII, so that no control character reaches a terminal."""
+    say(json.dumps(value, separators=(",", ":")), flush=flush)
+
+
+def talk(text: str) -> None:
+    """Tell the person at the terminal something that is not data, on one line."""
+    talk_lines(one_line(text))
+
+
+def talk_lines(text: str) -> None:
+    """Tell something that has lines of its own, such as a traceback."""
+    sys.stderr.write(harmless(redacted(text)).rstrip("\n") + "\n")
+    sys.stderr.flush()
+
+
+class OneLine(logging.Formatter):
+    """A log message is one line, whatever the names in it hold; a traceback comes after it. Neither has a password."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - logging's own name
+        """See logging.Formatter."""
+        return one_line(super().formatMessage(record))
+
+    def format(self, record: logging.LogRecord) -> str:
+        """See logging.Formatter."""
+        return harmless(redacted(super().format(record)))
+
+
+def log_to_stderr(*, debug: bool) -> None:
+    """Have this process's log on stderr; with `debug` all that millstream says, but no more of what others do.
+
+    Some log whatever they send, as py4j does: Redis' URL, and the token by which it logs in to Java.
+    """
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(OneLine("%(levelname)s %(message)s"))
+    logging.basicConfig(level=logging.WARNING, handlers=[handler])
+    if debug:
+        logging.getLogger("millstream").setLevel(logging.DEBUG)
+
+
+def show_mistakes_redacted() -> None:
+    """Have tracebacks of what nobody catches, in any thread, go through `talk_lines`."""
+
+    def at_the_end(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        talk_lines("".join(traceback.format_exception(kind, error, trace)))
+
+    def in_a_thread(args: threading.ExceptHookArgs) -> None:
+        if args.exc_value is not None and not isinstance(args.exc_value, SystemExit):
+            name = args.thread.name if args.thread else "a thread"
+            talk_lines(f"in {name}: {''.join(traceback.format_exception(args.exc_value))}")
+
+    sys.excepthook, threading.excepthook = at_the_end, in_a_thread
+
+
+def confirm(question: str, *, yes: bool) -> None:
+    """Go on only if `yes`, or if the person says so. Raises ConfigError where nobody can be asked."""
+    if yes:
+        return
+    if not sys.stdin.isatty():
+        raise ConfigError(f"{question} Nobody can answer here: add --yes if so")
+    typer.confirm(one_line(question), abort=True, err=True)
+
+
+def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """Print a table; a column whose heading begins with `>` is aligned to the right.
+
+    Cells are escaped here; those that are to be typed in again, such as keys, are `visible` already.
+    """
+    rows = [tuple(map(one_line, row)) for row in rows]
+    headings = [column.lstrip(">") for column in columns]
+    right = [column.startswith(">") for column in columns]
+    if sys.stdout.isatty():
+        _draw(headings, right, rows)
+        return
+    lines = [headings, *rows]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(headings))]
+    for line in lines:
+        cells = [
+            cell.rjust(width) if at_right else cell.ljust(width)
+            for cell, width, at_right in zip(line, widths, right, strict=True)
+        ]
+        say("  ".join(cells).rstrip())
+
+
+def _draw(headings: Sequence[str], right: Sequence[bool], rows: Iterable[Sequence[str]]) -> None:
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    drawn = Table(box=SIMPLE_HEAD, pad_edge=False)
+    for heading, at_right in zip(headings, right, strict=True):
+        drawn.add_column(heading, justify="right" if at_right else "left", overflow="fold")
+    for row in rows:
+        # Text, not markup: what stands in Redis may contain square brackets.
+        drawn.add_row(*map(Text, row))
+    Console().print(drawn)
+
+
+def details(pairs: Iterable[tuple[str, str]]) -> None:
+    """Print names and values, a line each, the values below one another."""
+    listed = [(one_line(name), one_line(value)) for name, value in pairs]
+    width = max((len(name) for name, _ in listed), default=0)
+    for name, value in listed:
+        say(f"{name.ljust(width)}  {value}".rstrip())
+
+
+def clip(text: str, most: int) -> str:
+    """`text`, or its first `most` characters with dots after them."""
+    return text if len(text) <= most else text[: most - 3] + "..."
+
+
+def age(duration_ms: float | None) -> str:
+    """A duration in milliseconds, in the unit that fits it; "-" for None."""
+    if duration_ms is None:
+        return "-"
+    seconds = duration_ms / 1000
+    for unit, length in (("d", 86_400.0), ("h", 3_600.0), ("min", 60.0)):
+        if seconds >= length * 2:
+            return f"{seconds / length:.0f} {unit}"
+    return f"{seconds:.1f} s"
+
+
+def size(count: float) -> str:
+    """A number of bytes, in the unit that fits it."""
+    for unit in ("bytes", "kB", "MB"):
+        if count < 1000:
+            return f"{count:.0f} {unit}" if unit == "bytes" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.1f} GB"
+
+
+def counted(number: int, thing: str, things: str = "") -> str:
+    """`1 entry`, `2 entries`: a number with the word that fits it."""
+    return f"{number:,} {thing if number == 1 else things or thing + 's'}"

@@ -1,1 +1,0 @@
-"""The command line: one file per family of commands, wired together by `millstream.commands.cli`."""

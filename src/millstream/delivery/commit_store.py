@@ -1,0 +1,491 @@
+"""The ledger: what of a handler's work on one stream is committed, kept in Redis.
+
+A key's *mark* is the id of the last message committed for it in the batch in flight; the *frontier* is the id up to
+which all of the stream is committed. A commit names the mark that was loaded with the state and is refused if it has
+moved, so of two executions of a message at most one takes effect, in stream order, whatever the clocks say.
+Both engines commit through this one module and its one script.
+"""
+
+import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeVar
+
+from millstream.errors import CommandFailed, ConfigError, StaleOwner
+from millstream.model import EntryId
+from millstream.redis_client.client import Arg, Client, Command, Reply, Script, raise_if_error
+from millstream.redis_client.key_names import HandlerKeys
+from millstream.redis_client.pipelining import answers
+
+BEGIN = Script("commit/begin_run")
+COMMIT = Script("commit/commit")
+COMMIT_AT_MAXMEMORY = Script("commit/commit", allow_oom=True)
+JOIN = Script("commit/join_workers")
+HOLD = Script("commit/set_idle_time")
+CHECKPOINT = Script("commit/checkpoint")
+ADVANCE = Script("commit/advance_committed")
+FORGET = Script("commit/forget_progress")
+RATE = Script("commit/reserve_rate")
+
+T = TypeVar("T")
+
+Kind = Literal["workers", "keyed"]
+"""Workers who share a stream's entries, and workers who share the lines of its keys."""
+
+Checkpoint = Literal["noted", "later", "too many"]
+"""What became of a checkpoint."""
+
+_CHECKPOINTS: Mapping[int, Checkpoint] = {1: "noted", 0: "later", -1: "too many"}
+
+KEY_MARK, ENTRY_MARK = b"k", b"i"
+FAILED = "f"
+"""Ends the field of the strikes that counts an entry's failed attempts; the one without it counts those of which the
+process may have died."""
+IN_LINE = b"line"
+"""Stands for the mark of what Spark runs from a line, where it was set aside."""
+LEASES_LOST = "l"
+"""Ends the field of the strikes that counts how often a lease ran out while its entry was the first of its line."""
+
+ISOLATED = "a"
+"""Ends the field of the strikes that tells which process runs the entry in isolation; see `worker/incarnations.py`."""
+
+_LOAD_CHUNK = 1_000
+_MOST_OPEN = 100_000
+_PORTION_BYTES = 8 << 20
+_OUTPUT_KEY = 8
+_BURST_S = 0.2
+
+
+@dataclass(slots=True)
+class Unit:
+    """The effects of a run of messages of one key, of an unkeyed message or a batch: committed whole or not at all.
+
+    * `mark`, `expected`: the mark's field and the value it was loaded with (b"" = none); of a worker's key, the name of
+      its line and the token of the lease; of what Spark runs from a line, its name and IN_LINE
+    * `first_id`, `last_id`, `messages`: which messages it covers
+    * `state_field`, `state`: None leaves the state alone; b"" removes it
+    * `others`: of a worker's batch, or of a line, the ids of all but the last
+    * `left`: the turn of the line ends with it, and so many of its entries were given out and are not committed
+    * `struck`: ids whose strikes end with this commit
+    * `outputs`, `dead`: items of the entries to add
+    """
+
+    mark: bytes
+    expected: bytes
+    state_field: bytes = b""
+    state: bytes | None = None
+    first_id: str = ""
+    last_id: str = ""
+    messages: int = 0
+    others: Sequence[str] = ()
+    left: int | Literal[""] = ""
+    struck: Sequence[str] = ()
+    outputs: Sequence[Sequence[Arg]] = ()
+    dead: Sequence[Sequence[Arg]] = ()
+
+    def cover(self, entry_id: str) -> None:
+        """Extend it to one more message."""
+        if self.last_id and self.expected == IN_LINE:
+            self.others = _extended(self.others, (self.last_id,))
+        self.first_id = self.first_id or entry_id
+        self.last_id = entry_id
+        self.messages += 1
+
+    def add_outputs(self, outputs: Sequence[Sequence[Arg]]) -> None:
+        """Add entries for the output stream."""
+        self.outputs = _extended(self.outputs, outputs)
+
+    def add_dead(self, items: Sequence[Arg]) -> None:
+        """Add a dead letter."""
+        self.dead = _extended(self.dead, (items,))
+
+    def end_strikes(self, *fields: str) -> None:
+        """Have strikes forgotten."""
+        self.struck = _extended(self.struck, fields)
+
+    @property
+    def is_bare(self) -> bool:
+        """True if it has no effects but that its message is done."""
+        return not (self.outputs or self.dead or self.struck or self.others or self.expected) and self.state is None
+
+    @property
+    def is_acknowledgement(self) -> bool:
+        """True if it adds nothing to what Redis holds."""
+        return not (self.outputs or self.dead or self.state)
+
+    @property
+    def size(self) -> int:
+        """About how many bytes it adds to what Redis holds."""
+        size = len(self.state) if self.state else 0
+        for items in (*self.outputs, *self.dead):
+            size += sum([len(item) for item in items if isinstance(item, (bytes, str))])
+        return size
+
+    def args(self, maxlen: int) -> list[Arg]:
+        """Its part of the commit script's arguments; output streams are trimmed to about `maxlen` (0 = never)."""
+        args: list[Arg] = [self.mark, self.expected, self.first_id, self.last_id, self.messages]
+        args += (len(self.others), *self.others, self.left)
+        if self.state is None:
+            args.append("")
+        elif self.state:
+            args += ("S", self.state_field, self.state)
+        else:
+            args += ("D", self.state_field)
+        args += (len(self.struck), *self.struck, len(self.outputs))
+        for items in self.outputs:
+            args += (_OUTPUT_KEY, maxlen, len(items))
+            args += items
+        args.append(len(self.dead))
+        for items in self.dead:
+            args.append(len(items))
+            args += items
+        return args
+
+
+def _extended(some: Sequence[T], more: Sequence[T]) -> Sequence[T]:
+    # Most units have nothing of a kind: a list for each would cost more than all else about them.
+    if not some:
+        return list(more)
+    assert isinstance(some, list)
+    some += more
+    return some
+
+
+def burst(rate: float) -> int:
+    """How many messages of a handler's `rate` a second are reserved at a time: a fifth of a second's worth, or one."""
+    return max(1, int(rate * _BURST_S))
+
+
+def portions(some: Sequence[T], unit_of: Callable[[T], Unit]) -> Iterator[Sequence[T]]:
+    """Split what is to be committed, in order, so that each call is sent and answered well within a client's timeout.
+
+    One that is not looks as if Redis were away, and would be repeated for ever.
+    """
+    begin = total = 0
+    for at, unit in enumerate(map(unit_of, some)):
+        if unit.outputs or unit.dead or unit.state:  # most have nothing, and are many
+            size = unit.size
+            if total + size > _PORTION_BYTES and at > begin:
+                yield some[begin:at]
+                begin, total = at, 0
+            total += size
+    if some:
+        yield some[begin:]
+
+
+def _parted(units: Iterable[Unit]) -> tuple[list[Unit], list[Unit]]:
+    """Those without effects, and the others."""
+    bare: list[Unit] = []
+    full: list[Unit] = []
+    for unit in units:
+        (bare if unit.is_bare else full).append(unit)
+    return bare, full
+
+
+def _order(unit: Unit) -> tuple[int, int]:
+    ms, _, seq = unit.last_id.partition("-")
+    return int(ms), int(seq)
+
+
+def _id_or_none(text: bytes) -> EntryId | None:
+    return EntryId.parse(text) if text else None
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """How far a stream is committed when work on it begins, and how many of its entries are struck.
+
+    Up to `floor`, if there is one, workers have committed what `Ledger.still_open` does not name. `lines`: some wait there.
+    """
+
+    frontier: EntryId | None
+    struck: int
+    floor: EntryId | None = None
+    lines: bool = False
+
+
+class Ledger:
+    """The ledger of one handler, over all its streams, as written by the run that holds `token`.
+
+    `into` is the handler's output stream, or None; `into_maxlen` trims it to about so many entries. `consumer` is the
+    name of a worker, which commits only what is pending and its own; "" on Spark. `keyed`: the handler has a key. Each method is
+    one round trip per Redis node, however many streams it names, and may safely be repeated when its reply is lost.
+    Each raises RedisError, and those that write raise StaleOwner if a newer run has begun.
+    """
+
+    def __init__(
+        self,
+        client: Client,
+        *,
+        app: str,
+        handler: str,
+        token: int = 0,
+        into: str | None = None,
+        into_maxlen: int | None = None,
+        consumer: str = "",
+        keyed: bool = False,
+    ) -> None:
+        self._client = client
+        self._owner = (app, handler)
+        self.token = token
+        self._into = (into,) if into else ()
+        self._maxlen = into_maxlen or 0
+        self._group = HandlerKeys(app, handler, "").group
+        self._worker = (self._group, consumer)
+        self._keyed = keyed
+
+    def renewed(self, token: int) -> "Ledger":
+        """The same ledger in the hands of the run that holds `token`."""
+        fresh = copy.copy(self)
+        fresh.token = token
+        return fresh
+
+    def keys(self, stream: str) -> HandlerKeys:
+        """The names of the handler's keys on `stream`."""
+        return HandlerKeys(*self._owner, stream)
+
+    def new_token(self, streams: Iterable[str]) -> int:
+        """Return a token for a new run, greater than the epoch of every earlier run on `streams`.
+
+        The server's time in microseconds, so that a failover to a replica that missed the last epoch cannot
+        repeat it.
+        """
+        seconds, microseconds = self._client.execute("TIME")
+        epochs = self._client.pipeline([("HGET", self.keys(stream).meta, "epoch") for stream in streams])
+        known = max((int(raise_if_error(epoch) or 0) for epoch in epochs), default=0)
+        return max(int(seconds) * 1_000_000 + int(microseconds), known + 1)
+
+    def begin(self, streams: Sequence[str]) -> dict[str, Standing]:
+        """Raise the streams' epochs to this run's token and return where each stream stands.
+
+        Also raises AccessDenied if the Redis user lacks a right that `commit` will need, ConfigError if keys are parked
+        and the handler has none.
+        """
+        args = (self.token, self._group, "1" if self._keyed else "")
+        replies = self._run(BEGIN, [(self._written(stream), args) for stream in streams])
+        return {
+            stream: Standing(_id_or_none(frontier), int(struck), _id_or_none(floor), bool(lines))
+            for stream, (frontier, struck, floor, lines) in zip(streams, replies, strict=True)
+        }
+
+    def frontiers(self, streams: Sequence[str]) -> dict[str, EntryId]:
+        """The frontier of each stream that has one. Writes nothing."""
+        replies = self._client.pipeline([("HGET", self.keys(stream).meta, "frontier") for stream in streams])
+        found = zip(streams, replies, strict=True)
+        return {stream: EntryId.parse(value) for stream, value in found if raise_if_error(value)}
+
+    def begun(self, streams: Sequence[str]) -> list[str]:
+        """Those of `streams` on which something has been committed. Writes nothing."""
+        replies = self._client.pipeline([("HEXISTS", self.keys(stream).meta, "committed") for stream in streams])
+        return [stream for stream, reply in zip(streams, replies, strict=True) if raise_if_error(reply)]
+
+    def load(self, wanted: Mapping[str, tuple[Sequence[bytes], Sequence[bytes]]]) -> dict[str, dict[bytes, bytes]]:
+        """Return marks and states: per stream, the values of the mark fields and state fields that exist.
+
+        `wanted` maps a stream to its mark fields and state fields. Marks are read before states: a commit in
+        between then shows as a moved mark, never as an unseen state. State fields come back prefixed with b"s".
+        """
+        commands: list[Command] = []
+        places: list[tuple[str, bytes, Sequence[bytes]]] = []
+        for stream, (marks, states) in wanted.items():
+            names = self.keys(stream)
+            for key, prefix, fields in ((names.marks, b"", marks), (names.state, b"s", states)):
+                for at in range(0, len(fields), _LOAD_CHUNK):
+                    chunk = fields[at : at + _LOAD_CHUNK]
+                    commands.append(("HMGET", key, *chunk))
+                    places.append((stream, prefix, chunk))
+        found: dict[str, dict[bytes, bytes]] = {stream: {} for stream in wanted}
+        for (stream, prefix, chunk), reply in zip(places, self._client.pipeline(commands), strict=True):
+            values = found[stream]
+            for name, value in zip(chunk, raise_if_error(reply), strict=True):
+                if value is not None:
+                    values[prefix + name] = value
+        return found
+
+    def still_open(self, stream: str, ids: Sequence[str]) -> set[str]:
+        """Those of `ids`, none above the floor, that workers have not committed."""
+        found: set[str] = set()
+        for at in range(0, len(ids), _LOAD_CHUNK):
+            chunk = ids[at : at + _LOAD_CHUNK]
+            values = self._client.execute("HMGET", self.keys(stream).open, *chunk)
+            found.update(one for one, value in zip(chunk, values, strict=True) if value is not None)
+        return found
+
+    def commit(self, units: Mapping[str, Sequence[Unit]], *, allow_oom: bool = False, call: str = "") -> list[Unit]:
+        """Commit each stream's units in one atomic step per stream; return the units that were refused.
+
+        A refused unit wrote nothing: part of it is committed already, or the entry is not the worker's any more. Also
+        raises OutOfMemory if Redis cannot take the effects now; a stream whose step failed has nothing written.
+        `allow_oom`: commit at maxmemory too; for units without effects, which free memory in the end. `call`: the
+        worker's number of this call, under which a repetition gets the answer that was lost.
+        """
+        calls = [(self._written(stream), self._committing(group, call)) for stream, group in units.items()]
+        replies = self._run(COMMIT_AT_MAXMEMORY if allow_oom else COMMIT, calls)
+        return [
+            one for group, reply in zip(units.values(), replies, strict=True) for one in self.committed(group, reply)
+        ]
+
+    def to_commit(self, stream: str, units: Sequence[Unit], call: str) -> Command:
+        """The command that `commit` sends, for who sends those of many streams together. An error in reply: `commit`."""
+        return self.command(COMMIT, stream, self._committing(units, call))
+
+    def committed(self, units: Sequence[Unit], reply: Reply) -> list[Unit]:
+        """Understand its answer: the units that were refused."""
+        if not reply:  # as good as always: a thousand need not be sorted again
+            return []
+        bare, full = self._in_order(units)
+        sent = [*bare, *full]
+        return [sent[int(number) - 1] for number in reply]
+
+    def _committing(self, units: Sequence[Unit], call: str) -> list[Arg]:
+        bare, full = self._in_order(units)
+        args: list[Arg] = [self.token, *self._worker, call, len(bare), *[unit.last_id for unit in bare]]
+        for unit in full:
+            args += unit.args(self._maxlen)
+        return args
+
+    def _in_order(self, units: Sequence[Unit]) -> tuple[Sequence[Unit], Sequence[Unit]]:
+        """Those without effects, whose ids are enough, and the others."""
+        bare, full = _parted(units) if self._worker[1] else ([], units)
+        return sorted(bare, key=_order), full
+
+    def advance(self, ends: Mapping[str, EntryId]) -> None:
+        """Say that all entries of each stream up to the given id are committed, and forget their marks."""
+        calls = []
+        for stream, end in ends.items():
+            k = self.keys(stream)
+            calls.append(((k.meta, k.marks, k.strikes, k.open), (self.token, str(end))))
+        self._run(ADVANCE, calls)
+
+    def strike(self, stream: str, entry_id: str, by: int = 1) -> int:
+        """Note that an entry is about to be tried by a task that may not survive it; return how often before.
+
+        `by` -1: that the task has survived it.
+        """
+        return int(self._client.execute("HINCRBY", self.keys(stream).strikes, entry_id, by)) - by
+
+    def forget(self, streams: Sequence[str]) -> None:
+        """Drop frontier, marks, strikes, counters and all keyed state, to process the streams anew.
+
+        This run must have begun on them, so that an older one that is still alive commits nothing afterwards. Dead
+        letters and outputs stay.
+        """
+        self._run(FORGET, [(self._written(stream), (self.token, self._group)) for stream in streams])
+
+    # Workers
+
+    def joined(
+        self, stream: str, start: Literal["0", "$"], kind: Kind = "workers", newest: int | None = None
+    ) -> tuple["Ledger", bool]:
+        """Join the workers of `stream` and return the ledger in their hands, and whether their group was lost.
+
+        The first worker takes the stream over from Spark, or from workers of another `kind`, and begins at `start` if
+        nothing was done before. Raises StaleOwner where it would take over from a run that began after `newest`, a time
+        of the server in microseconds.
+        """
+        args = (self._group, start, kind, "" if newest is None else newest)
+        ((token, lost),) = self._run(JOIN, [(self._written(stream), args)])
+        return self.renewed(int(token)), bool(lost)
+
+    def look(self, stream: str) -> bool:
+        """Return whether the handler is paused on `stream`. Raises StaleOwner if a newer run has begun."""
+        return self.looked(self._client.execute(*self.to_look(stream)))
+
+    def to_look(self, stream: str) -> Command:
+        """The command that `look` sends, for who sends those of many streams together."""
+        return ("HMGET", self.keys(stream).meta, "epoch", "paused")
+
+    def looked(self, reply: Reply) -> bool:
+        """Understand its answer, as `look` does."""
+        epoch, paused = reply
+        if epoch is not None and int(epoch) > self.token:
+            raise self._taken_over()
+        return paused is not None
+
+    def is_with_workers(self, stream: str, kind: Kind = "workers") -> bool:
+        """Return whether workers of that kind are in charge of `stream`, under whichever token."""
+        return bool(self._client.execute("HGET", self.keys(stream).meta, "engine") == kind.encode())
+
+    def pause(self, streams: Sequence[str], *, paused: bool) -> None:
+        """Have workers read nothing new of `streams`, or go on. What they have in hand they finish."""
+        for stream in streams:
+            meta = self.keys(stream).meta
+            self._client.execute(*(("HSET", meta, "paused", 1) if paused else ("HDEL", meta, "paused")))
+
+    def paused(self, streams: Sequence[str]) -> set[str]:
+        """Those of `streams` on which the handler is paused. Raises RedisError."""
+        replies = answers(self._client, [("HEXISTS", self.keys(stream).meta, "paused") for stream in streams])
+        return {stream for stream, found in zip(streams, replies, strict=True) if found}
+
+    def reserve(self, stream: str, rate: float, count: int) -> float:
+        """Reserve `count` messages of the handler's `rate` a second on `stream`; return the wait until then, in ms."""
+        return float(self._client.script(RATE, (self.keys(stream).meta,), (rate, count))) / 1000
+
+    def marked(self, stream: str) -> Iterator[bytes]:
+        """Ids of single entries with a mark: committed, and above the frontier if Spark was here before."""
+        cursor = b"0"
+        while True:
+            cursor, found = self._client.execute("HSCAN", self.keys(stream).marks, cursor, "COUNT", _LOAD_CHUNK)
+            yield from (name.removeprefix(ENTRY_MARK) for name in found[::2] if name.startswith(ENTRY_MARK))
+            if cursor == b"0":
+                return
+
+    def hold(self, stream: str, ids: Sequence[bytes], idle_ms: int) -> list[bytes]:
+        """Set how long the worker's entries have been idle; return those that it does not hold any more."""
+        lost: list[bytes] = []
+        for at in range(0, len(ids), _LOAD_CHUNK):
+            args: list[Arg] = [self.token, *self._worker, idle_ms, *ids[at : at + _LOAD_CHUNK]]
+            lost += self._run(HOLD, [((self.keys(stream).meta, stream), args)])[0]
+        return lost
+
+    def checkpoint(self, stream: str) -> Checkpoint:
+        """Move the frontier to where the workers' group stands, and note the entries before it that are open.
+
+        "later": it was done a moment ago, for as many entries as are pending. "too many" of them are pending for it.
+        """
+        return _CHECKPOINTS[self._run(CHECKPOINT, [(self._written(stream), (self.token, self._group, _MOST_OPEN))])[0]]
+
+    def failures(self, stream: str, ids: Sequence[bytes]) -> list[int]:
+        """How many attempts on each entry are known to have failed."""
+        if not ids:
+            return []
+        fields = [entry_id + FAILED.encode() for entry_id in ids]
+        return [int(count or 0) for count in self._client.execute("HMGET", self.keys(stream).strikes, *fields)]
+
+    def note_failures(self, stream: str, attempts: Mapping[bytes, int]) -> None:
+        """Note how many attempts on each entry have failed."""
+        items = [part for entry_id, count in attempts.items() for part in (entry_id + FAILED.encode(), count)]
+        self._client.execute("HSET", self.keys(stream).strikes, *items)
+
+    def run(self, script: Script, stream: str, args: Sequence[Arg]) -> Reply:
+        """Run one of the scripts that work on the lines of keys, whose keys are those of the commit."""
+        return self.run_each(script, [(stream, args)])[0]
+
+    def run_each(self, script: Script, calls: Iterable[tuple[str, Sequence[Arg]]]) -> list[Reply]:
+        """The same for some streams with their arguments, in order and in one round trip; the first error is raised."""
+        return self._run(script, [(self._written(stream), args) for stream, args in calls])
+
+    def command(self, script: Script, stream: str, args: Sequence[Arg]) -> Command:
+        """What `run` sends, for those who send it together with others'. An error in reply: `run` it, which knows more."""
+        keys = self._written(stream)
+        return ("EVALSHA", script.sha, len(keys), *keys, *args)
+
+    def _written(self, stream: str) -> tuple[str, ...]:
+        k = self.keys(stream)
+        return (k.meta, k.marks, k.state, k.strikes, k.dead, k.open, stream, *self._into)
+
+    def _run(self, script: Script, calls: Sequence[tuple[Sequence[Arg], Sequence[Arg]]]) -> list[Reply]:
+        try:
+            return self._client.scripts([(script, keys, args) for keys, args in calls])
+        except CommandFailed as error:
+            if "STALE" in str(error):
+                raise self._taken_over() from error
+            if "PARKED" in str(error):
+                raise ConfigError(
+                    f"{'.'.join(self._owner)} has parked keys, which only a handler with a key can wait with: "
+                    "see `millstream keys`, and unpark them or skip their messages first"
+                ) from error
+            raise
+
+    def _taken_over(self) -> StaleOwner:
+        return StaleOwner(f"a newer run of {'.'.join(self._owner)} has taken over; this one stops, nothing is lost")

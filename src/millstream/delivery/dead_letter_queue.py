@@ -1,0 +1,240 @@
+"""Dead letters: what is kept of a message that could not be processed, and what can be done about it.
+
+A dead letter is an entry of the handler's dead-letter stream (`HandlerKeys.dead`), written in the same atomic
+step that moves the handler past the message, so it is neither lost nor doubled. `DeadLetterBox` is all of them.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import NamedTuple, get_args
+
+from millstream.errors import AccessDenied, CommandFailed, ConfigError, RedisError, WrongType
+from millstream.handlers.dead_letter import DeadLetter, Reason
+from millstream.model import ZERO_ID, EntryId
+from millstream.redis_client.client import Arg, Client, Command, Script, raise_if_error
+from millstream.redis_client.key_names import PREFIX, REDRIVE_FIELD, HandlerKeys, to_wire
+
+UNREADABLE = "unreadable"
+"""The reason shown for an entry of a dead-letter stream that is no dead letter."""
+
+REASONS: Sequence[str] = (*get_args(Reason), UNREADABLE)
+"""All that a letter can be looked for by; UNREADABLE is the last."""
+
+_REDRIVE = Script("producer/redrive")
+_GONE = "it is gone: another redrive or purge took it"
+_MAX_ITEMS = 7_900
+_PAGE = 50
+_DELETE_PAGE = 500
+
+
+@dataclass(frozen=True, kw_only=True)
+class LetterFilter:
+    """Which dead letters are meant: those that fit all that is given.
+
+    * `app`, `handler`, `stream`, `key`: whose they are
+    * `reason`: why they died, one of REASONS
+    * `since_ms`: they died at this time or later, in Unix milliseconds
+    * `ids`: their letter ids; () for any
+
+    Raises ConfigError for a reason that there is not.
+    """
+
+    app: str | None = None
+    handler: str | None = None
+    stream: str | None = None
+    key: bytes | None = None
+    reason: str | None = None
+    since_ms: int = 0
+    ids: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.reason is not None and self.reason not in REASONS:
+            raise ConfigError(f"no message dies of {self.reason!r}: the reasons are {', '.join(REASONS)}")
+
+
+class Slip(NamedTuple):
+    """Where a dead letter lies, and its place among the others: by stream, then by the original entry's id."""
+
+    stream: str
+    id: EntryId
+    letter_id: str
+    keys: HandlerKeys
+
+
+@dataclass(frozen=True, slots=True)
+class Filed:
+    """An entry of a dead-letter stream: a `letter`, or, with None and a `problem`, something foreign in `pairs`."""
+
+    keys: HandlerKeys
+    letter_id: str
+    pairs: Sequence[bytes]
+    letter: DeadLetter | None
+    problem: str = ""
+
+    @property
+    def reason(self) -> str:
+        """Why it died; "unreadable" for a foreign entry."""
+        return self.letter.reason if self.letter else UNREADABLE
+
+    @property
+    def slip(self) -> Slip:
+        """Its slip; a foreign entry comes first in its stream."""
+        original = EntryId.parse(self.letter.id) if self.letter else ZERO_ID
+        return Slip(self.keys.stream, original, self.letter_id, self.keys)
+
+    def fits(self, wanted: LetterFilter) -> bool:
+        """Whether it is one of the letters that are meant. A foreign entry has no key."""
+        key = self.letter.key if self.letter else None
+        return wanted.reason in (None, self.reason) and (wanted.key is None or wanted.key == key)
+
+
+class Redriven(NamedTuple):
+    """What became of one dead letter: moved to `new_id`, or not (None), and then why in `problem`."""
+
+    slip: Slip
+    new_id: str | None
+    problem: str = ""
+
+
+class DeadLetterBox:
+    """The dead letters of all handlers of one Redis. Every method raises RedisError."""
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+
+    def handlers(self, wanted: LetterFilter) -> list[HandlerKeys]:
+        """The handlers and streams that have dead letters, of those that are meant, sorted by name."""
+        if wanted.app and wanted.handler and wanted.stream:
+            return [HandlerKeys(wanted.app, wanted.handler, wanted.stream)]
+        found = []
+        for name in self._client.scan_streams(f"{PREFIX}:*:dead"):
+            try:
+                keys = HandlerKeys.parse(name)
+            except ConfigError:
+                continue  # some other program's stream
+            asked = ((wanted.app, keys.app), (wanted.handler, keys.handler), (wanted.stream, keys.stream))
+            if all(want in (None, have) for want, have in asked):
+                found.append(keys)
+        return sorted(found, key=lambda keys: (keys.app, keys.handler, keys.stream))
+
+    def find(self, wanted: LetterFilter) -> Iterator[Filed]:
+        """The entries that are meant, handler by handler, in the order in which they died."""
+        for keys in self.handlers(wanted):
+            entries = self._by_id(keys, wanted.ids) if wanted.ids else self._since(keys, wanted.since_ms)
+            for letter_id, pairs in entries:
+                filed = _filed(keys, letter_id, pairs)
+                if filed.fits(wanted):
+                    yield filed
+
+    def select(self, wanted: LetterFilter, limit: int | None = None) -> list[Slip]:
+        """Slips of the first `limit` letters that are meant, in the order of the original entries.
+
+        What dies later is not among them. Raises ConfigError for an id in `wanted.ids` that is not found, or
+        that several handlers have given.
+        """
+        slips = [filed.slip for filed in islice(self.find(wanted), limit)]
+        for letter_id in wanted.ids if limit is None else ():
+            owners = [slip.keys for slip in slips if slip.letter_id == letter_id]
+            if not owners:
+                raise ConfigError(f"there is no dead letter {letter_id} (any more); see: millstream dlq list")
+            if len(owners) > 1:
+                names = " and ".join(f"{keys.app}.{keys.handler} on {keys.stream}" for keys in owners)
+                raise ConfigError(f"letter {letter_id} is in the box of {names}: add --handler or --stream")
+        return sorted(slips, key=lambda slip: slip[:3])
+
+    def redrive(self, slips: Sequence[Slip]) -> Iterator[Redriven]:
+        """Send letters back to the tail of their streams, in the order of `slips`.
+
+        Each is moved in one atomic step. The entry begins with a field that names its handler, so that no other
+        handler of the stream processes it again. Ended at any point, or run twice at once, this neither loses nor
+        doubles one. What is wrong with one letter or its stream stops no other: it stays, and its `problem` says why.
+        """
+        for at in range(0, len(slips), _PAGE):
+            yield from self._redrive_page(slips[at : at + _PAGE])
+
+    def purge(self, slips: Sequence[Slip]) -> int:
+        """Delete letters for good and return how many were still there."""
+        removed = 0
+        for at in range(0, len(slips), _DELETE_PAGE):
+            by_box: dict[str, list[str]] = {}
+            for slip in slips[at : at + _DELETE_PAGE]:
+                by_box.setdefault(slip.keys.dead, []).append(slip.letter_id)
+            commands: list[Command] = [("XDEL", to_wire(dead), *ids) for dead, ids in by_box.items()]
+            removed += sum(raise_if_error(reply) for reply in self._client.pipeline(commands))
+        return removed
+
+    def _redrive_page(self, slips: Sequence[Slip]) -> Iterator[Redriven]:
+        found = self._client.pipeline([("XRANGE", to_wire(s.keys.dead), *([s.letter_id] * 2)) for s in slips])
+        entries = [_new_entry(slip, raise_if_error(reply)) for slip, reply in zip(slips, found, strict=True)]
+        calls: list[tuple[Script, Sequence[Arg], Sequence[Arg]]] = [
+            (_REDRIVE, (to_wire(slip.keys.dead), to_wire(slip.stream)), (slip.letter_id, *entry))
+            for slip, entry in zip(slips, entries, strict=True)
+            if not isinstance(entry, str)
+        ]
+        replies = iter(self._client.each_script(calls))
+        for slip, entry in zip(slips, entries, strict=True):
+            reply = entry if isinstance(entry, str) else next(replies)
+            if isinstance(reply, bytes):
+                yield Redriven(slip, reply.decode())
+            else:
+                yield Redriven(slip, None, _problem(slip, reply))
+
+    def _since(self, keys: HandlerKeys, since_ms: int) -> Iterator[tuple[bytes, list[bytes]]]:
+        start = str(since_ms)
+        while True:
+            page = self._client.execute("XRANGE", to_wire(keys.dead), start, "+", "COUNT", _PAGE)
+            yield from page
+            if len(page) < _PAGE:
+                return
+            start = f"({page[-1][0].decode()}"
+
+    def _by_id(self, keys: HandlerKeys, ids: Sequence[str]) -> Iterator[tuple[bytes, list[bytes]]]:
+        exact = [str(EntryId.parse(letter_id)) for letter_id in ids]
+        for reply in self._client.pipeline([("XRANGE", to_wire(keys.dead), one, one) for one in exact]):
+            yield from raise_if_error(reply)
+
+
+def _filed(keys: HandlerKeys, letter_id: bytes, pairs: list[bytes]) -> Filed:
+    try:
+        letter = DeadLetter.parse(letter_id, pairs)
+        if (letter.app, letter.handler, letter.stream) != (keys.app, keys.handler, keys.stream):
+            raise ValueError(f"it belongs to {letter.app}.{letter.handler} on {letter.stream}")
+    except KeyError as error:
+        return Filed(keys, letter_id.decode(), pairs, None, f"it lacks the field {error}")
+    except (ValueError, ConfigError) as error:
+        return Filed(keys, letter_id.decode(), pairs, None, str(error))
+    return Filed(keys, letter_id.decode(), pairs, letter)
+
+
+def _problem(slip: Slip, reply: str | RedisError | None) -> str:
+    """Why a letter stays. Raises the error if it is none of this letter alone."""
+    match reply:
+        case None:
+            return _GONE
+        case str():
+            return reply
+        case WrongType():
+            return f"nothing can be added to {slip.stream}: the key holds no stream"
+        case CommandFailed():
+            return str(reply)
+        case AccessDenied() if reply.concerns_key:
+            return str(reply)
+        case _:
+            raise reply
+
+
+def _new_entry(slip: Slip, found: list[tuple[bytes, list[bytes]]]) -> list[bytes] | str:
+    """Names and values of the entry that a letter becomes, or why it cannot become one."""
+    if not found:
+        return _GONE
+    filed = _filed(slip.keys, *found[0])
+    if filed.letter is None:
+        return f"it is no dead letter: {filed.problem}"
+    items = [REDRIVE_FIELD, f"{slip.keys.app}.{slip.keys.handler}".encode(), *filed.letter.pairs]
+    if len(items) <= _MAX_ITEMS:
+        return items
+    return (
+        f"its {len(filed.letter.pairs) // 2:,} fields are too many for one atomic step: add by hand (XADD) what "
+        f"`millstream dlq show {slip.letter_id} --json` shows, then purge it"
+    )

@@ -1,0 +1,143 @@
+"""Delayed messages: published now, added to their stream when they are due.
+
+They wait in Redis, in the stream's hash slot, and some process has to move them: workers and pipelines do. Moving is
+one atomic step by the server's clock, so it may be done by any number of processes, and each may die at any point.
+"""
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from millstream.errors import Unavailable, WrongType
+from millstream.redis_client.client import Client, Script, raise_if_error
+from millstream.redis_client.key_names import StreamKeys, from_wire, to_wire
+
+logger = logging.getLogger(__name__)
+
+DUE = Script("producer/move_due")
+CANCEL = Script("producer/cancel_delayed")
+
+_MOST_MESSAGES = 500
+_MOST_BYTES = 1_000_000
+_LAST_MS = 253_402_300_799_999  # the last of the year 9999, which dates go up to
+_RAW_HEADS = {0xD9: 2, 0xDA: 3, 0xDB: 5}
+
+_read_items = msgspec.msgpack.Decoder(list[msgspec.Raw]).decode
+
+
+@dataclass(frozen=True, kw_only=True)
+class Delayed:
+    """A message that waits to be due: the id that its publisher was given, when, and its names and values.
+
+    `problem`: why it is no message; it has no names and values then. None if it is one.
+    """
+
+    stream: str
+    id: str
+    due_ms: int
+    pairs: Sequence[bytes]
+    problem: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Movement:
+    """What a call of `move_due` has done, or what it has done on one stream.
+
+    * `moved`: messages added to their streams
+    * `next_ms`: milliseconds until the next one is due; 0 if some are due already, None if none waits
+    """
+
+    moved: int
+    next_ms: int | None
+
+
+class DelayedMessages:
+    """The delayed messages of any streams. Each method raises RedisError, and ConfigError for an impossible stream."""
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+
+    def move_due(self, streams: Sequence[str]) -> Movement:
+        """Add to each of `streams` what is due on it, in due order; at most 500 messages, or about a million bytes, each.
+
+        One round trip per Redis node. Safe to repeat when its reply is lost, and to run anywhere at once. Raises
+        OutOfMemory at maxmemory, whether something is due or not: nothing is moved on that server then.
+        """
+        movements = self.move_each(streams)
+        waits = [one.next_ms for one in movements if one.next_ms is not None]
+        return Movement(moved=sum(one.moved for one in movements), next_ms=min(waits, default=None))
+
+    def move_each(self, streams: Sequence[str]) -> list[Movement]:
+        """As `move_due`; return what was done on each stream."""
+        names = list(map(StreamKeys, streams))
+        replies = self._client.scripts(
+            [(DUE, tuple(map(to_wire, (k.stream, k.due, k.delayed))), (_MOST_MESSAGES, _MOST_BYTES)) for k in names]
+        )
+        return [Movement(moved=moved, next_ms=None if next_ms < 0 else next_ms) for moved, next_ms in replies]
+
+    def keep_moving(
+        self,
+        streams: Callable[[], Sequence[str]],
+        stopping: threading.Event,
+        *,
+        every_ms: float = 1_000.0,
+        on_moved: Callable[[int], None] = lambda moved: None,
+    ) -> None:
+        """Move what is due, when it is due, until `stopping`; look for what is new every `every_ms` milliseconds."""
+        wait_ms = 0.0
+        while not stopping.wait(wait_ms / 1000):
+            wait_ms = every_ms
+            try:
+                movement = self.move_due(streams())
+            except (Unavailable, WrongType) as error:  # of one stream, which whoever reads it will say
+                logger.debug("no delayed message is moved for now: %s", error)
+            else:
+                on_moved(movement.moved)
+                if movement.next_ms is not None:
+                    wait_ms = min(wait_ms, movement.next_ms)
+
+    def count(self, stream: str) -> int:
+        """How many messages wait for `stream`."""
+        waiting: int = self._client.execute("ZCARD", to_wire(StreamKeys(stream).due))
+        return waiting
+
+    def find(self, stream: str, *, limit: int = 100) -> list[Delayed]:
+        """The first `limit` messages that wait for `stream`, in due order. Those that go meanwhile are left out."""
+        k = StreamKeys(stream)
+        found = self._client.execute("ZRANGE", to_wire(k.due), 0, limit - 1, "WITHSCORES")
+        ids, scores = found[::2], found[1::2]
+        values = self._client.pipeline([("HGET", to_wire(k.delayed), one) for one in ids])
+        return [
+            _read(stream, one, score, packed)
+            for one, score, packed in zip(ids, scores, map(raise_if_error, values), strict=True)
+            if packed is not None
+        ]
+
+    def cancel(self, stream: str, ids: Sequence[str]) -> int:
+        """Cancel messages by the ids that their publishers were given; return how many still waited.
+
+        A `dedupe_id` that such a message had stays taken until its time is over.
+        """
+        k = StreamKeys(stream)
+        cancelled: int = self._client.script(CANCEL, (to_wire(k.due), to_wire(k.delayed)), ids) if ids else 0
+        return cancelled
+
+
+def _read(stream: str, delayed_id: bytes, score: bytes, packed: bytes) -> Delayed:
+    name, due_ms = from_wire(delayed_id), min(max(float(score), 0), _LAST_MS)
+    try:
+        pairs = _items(packed)
+    except ValueError as error:
+        return Delayed(stream=stream, id=name, due_ms=int(due_ms), pairs=(), problem=str(error))
+    return Delayed(stream=stream, id=name, due_ms=int(due_ms), pairs=pairs)
+
+
+def _items(packed: bytes) -> list[bytes]:
+    # Redis packs every value as msgpack text, also what is no UTF-8: the head is cut off rather than understood.
+    items = [raw[_RAW_HEADS.get(raw[0], 1) :] for raw in map(bytes, _read_items(packed))]
+    if len(items) % 2:
+        raise ValueError("its fields are not names and values in turn")
+    return items

@@ -1,0 +1,336 @@
+"""The lines of a handler's keys as people see them: who has each, why one waits, and how to make it wait or go on."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from millstream.errors import CommandFailed, ConfigError, GroupMissing, WrongType
+from millstream.handlers.dead_letter import DeadLetter, Reason
+from millstream.model import EntryId
+from millstream.redis_client.client import Arg, Client, Reply, Script, raise_if_error
+from millstream.redis_client.key_names import HandlerKeys, from_wire
+from millstream.redis_client.pipelining import answers, ask
+
+STEER = Script("keys/park_unpark_skip")
+LINE_NAMES = Script("keys/queued_keys")
+
+WAITING = "waiting"
+"""The consumer that has the pending entries nobody works on."""
+
+LineState = Literal["leased", "ready", "backing off", "parked", "unreadable"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Line:
+    """What a line waits for.
+
+    * `name`: b"k" and the key, or b"i" and the id of an entry that has no key
+    * `state`: a worker has it; it waits for one; for the time of its next attempt; or for a person; or Redis holds of it
+      what no worker has written
+    * `length`, `first`: how many entries it has, and the id of the first; "" where none waits: a worker has just
+      committed them all, or it is parked for those to come
+    * `worker`, `since_ms`: who has it; since when, or since when it is parked (Unix milliseconds)
+    * `until_ms`: when the lease ends, or the next attempt is due (Unix milliseconds)
+    * `failed`, `lost`: of its first entry, the attempts that failed and the leases that ran out
+    * `parked`: why it is parked, or will be when its lease ends; None if it is not
+    * `why`: what it waits for, in words
+    """
+
+    name: bytes
+    state: LineState
+    length: int
+    first: str
+    worker: str | None = None
+    since_ms: int | None = None
+    until_ms: int | None = None
+    failed: int = 0
+    lost: int = 0
+    parked: str | None = None
+    why: str
+
+    @property
+    def key(self) -> bytes | None:
+        """The key, or None if its entry has none."""
+        return _key_of(self.name)
+
+
+def names_of(client: Client, keys: HandlerKeys) -> list[bytes]:
+    """The names of all lines that have entries or are parked, sorted. Raises RedisError."""
+    return sorted(set(client.script(LINE_NAMES, _keys_of(keys), ())))
+
+
+def look_at(client: Client, keys: HandlerKeys, names: Sequence[bytes]) -> list[Line]:
+    """Those of these lines that are still kept, in the same order. Raises RedisError.
+
+    Of a line that is ready it is not said which number it is of those that are: that would take a look at all of them.
+    """
+    return _lines(client, keys, _Seen.of(client, keys, names), names) if names else []
+
+
+def survey(client: Client, keys: HandlerKeys, *, most: int = 10_000) -> list[Line]:
+    """Up to `most` lines that have entries or a worker or are parked, the longest first.
+
+    Those that wait for a worker are looked at last, in the order of their turns. Each is as it was at some moment of
+    the call, as workers go on meanwhile. Raises RedisError.
+    """
+    seen = _Seen.read(client, keys, most)
+    names = list(dict.fromkeys((*seen.owners, *seen.parked, *seen.backoff, *seen.ready)))[:most]
+    return sorted(_lines(client, keys, seen, names), key=lambda one: -one.length)
+
+
+def _lines(client: Client, keys: HandlerKeys, seen: "_Seen", names: Sequence[bytes]) -> list[Line]:
+    counted = ask(
+        client, [(verb, keys.line(one), *rest) for one in names for verb, *rest in (("LLEN",), ("LINDEX", 0))]
+    )
+    # What is no list is no line: it has no length, and is shown for where it is.
+    counted = [None if isinstance(reply, WrongType) else raise_if_error(reply) for reply in counted]
+    lengths = dict(zip(names, zip(counted[::2], counted[1::2], strict=True), strict=True))
+    struck = answers(
+        client,
+        [("HMGET", keys.strikes, (first or b"") + b"f", (first or b"") + b"l") for _, first in lengths.values()],
+    )
+    return [
+        seen.line_or_damage(name, length, from_wire(first or b""), counts)
+        for (name, (length, first)), counts in zip(lengths.items(), struck, strict=True)
+        if length != 0 or name in seen.owners or name in seen.parked
+    ]
+
+
+def count_parked(client: Client, places: Sequence[HandlerKeys]) -> tuple[int, int]:
+    """How many lines are parked for a person on all of these, and how many entries wait in them. Raises RedisError."""
+    replies = answers(client, [("HKEYS", key) for keys in places for key in (keys.parked, keys.moving)])
+    lines: list[bytes] = []
+    for keys, parked, moving in zip(places, replies[::2], replies[1::2], strict=True):
+        lines += [keys.line(name) for name in set(parked) - set(moving)]
+    return len(lines), sum(answers(client, [("LLEN", line) for line in lines]))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Seen:
+    """Where the lines are, as read in one go."""
+
+    now_ms: int
+    owners: dict[bytes, bytes]
+    leases: dict[bytes, bytes]
+    backoff: dict[bytes, bytes]
+    parked: dict[bytes, bytes]
+    ready: dict[bytes, int]
+    waits_for: str
+
+    @classmethod
+    def read(cls, client: Client, keys: HandlerKeys, most: int) -> "_Seen":
+        (seconds, micros), owners, leases, backoff, parked, ready, engine = answers(
+            client,
+            [
+                ("TIME",), ("HGETALL", keys.owners), ("ZRANGE", keys.leases, 0, -1, "WITHSCORES"),
+                ("ZRANGE", keys.backoff, 0, most - 1, "WITHSCORES"), ("HGETALL", keys.parked),
+                ("LRANGE", keys.ready, 0, most - 1), ("HGET", keys.meta, "engine"),
+            ],
+        )  # fmt: skip
+        return cls(
+            now_ms=int(seconds) * 1000 + int(micros) // 1000,
+            owners=_mapping(owners), leases=_mapping(leases), backoff=_mapping(backoff), parked=_mapping(parked),
+            ready={name: place for place, name in enumerate(ready, 1)},
+            waits_for=_waits_for(engine),
+        )  # fmt: skip
+
+    @classmethod
+    def of(cls, client: Client, keys: HandlerKeys, names: Sequence[bytes]) -> "_Seen":
+        """Where these lines are."""
+        (seconds, micros), engine, owners, parked, leases, backoff = answers(
+            client,
+            [
+                ("TIME",), ("HGET", keys.meta, "engine"), ("HMGET", keys.owners, *names), ("HMGET", keys.parked, *names),
+                ("ZMSCORE", keys.leases, *names), ("ZMSCORE", keys.backoff, *names),
+            ],
+        )  # fmt: skip
+        return cls(
+            now_ms=int(seconds) * 1000 + int(micros) // 1000,
+            owners=_known(names, owners), leases=_known(names, leases), backoff=_known(names, backoff),
+            parked=_known(names, parked), ready={}, waits_for=_waits_for(engine),
+        )  # fmt: skip
+
+    def line_or_damage(self, name: bytes, length: int | None, first: str, counts: Sequence[bytes | None]) -> Line:
+        """A line; "unreadable" where Redis holds of it what no worker has written."""
+        try:
+            if length is None:
+                raise ValueError("its key holds no list")
+            failed, lost = (int(count or 0) for count in counts)
+            return self.line(name, length, first, failed, lost)
+        except (ValueError, OverflowError) as error:
+            why = f"Redis holds of it what no worker has written: {error}"
+            return Line(name=name, state="unreadable", length=length or 0, first=first, why=why)
+
+    def line(self, name: bytes, length: int, first: str, failed: int, lost: int) -> Line:
+        parked_ms, _, reason = self.parked.get(name, b"").partition(b" ")
+        parked = from_wire(reason) if parked_ms else None
+        state: LineState
+        worker = since_ms = until_ms = None
+        if name in self.owners:
+            fence, _, worker_name = self.owners[name].split(b" ", 2)
+            state, worker, since_ms = "leased", from_wire(worker_name), int(fence) // 1000
+            until_ms = int(float(self.leases.get(name, 0)))
+            why = self._why_leased(worker, since_ms, until_ms)
+            why += "" if parked is None else f"; then it stays parked: {parked}"
+        elif parked is not None:
+            state, since_ms = "parked", int(parked_ms)
+            why = f"it is parked since {_seconds(self.now_ms - since_ms)}: {parked}"
+        elif name in self.backoff:
+            state, until_ms = "backing off", int(float(self.backoff[name]))
+            why = f"attempt {failed + 1} on its first entry is due in {_seconds(until_ms - self.now_ms)}"
+        else:
+            state = "ready"
+            why = f"it waits for {self.waits_for}"
+            why += f", as number {self.ready[name]} of the lines that do" if name in self.ready else ""
+        if lost:
+            times = "once" if lost == 1 else f"{lost} times"
+            why += f"; {times} a worker lost it with this first entry, which is given out by itself now"
+        return Line(
+            name=name, state=state, length=length, first=first, worker=worker, since_ms=since_ms, until_ms=until_ms,
+            failed=failed, lost=lost, parked=parked, why=why,
+        )  # fmt: skip
+
+    def _why_leased(self, worker: str, since_ms: int, until_ms: int) -> str:
+        has = f"worker {worker} has it since {_seconds(self.now_ms - since_ms)}"
+        if until_ms > self.now_ms:
+            return f"{has}; its lease ends in {_seconds(until_ms - self.now_ms)} unless it is renewed"
+        return f"{has}; its lease ran out {_seconds(self.now_ms - until_ms)} ago, and the next worker to look gets it"
+
+
+def look_ahead_used(client: Client, keys: HandlerKeys) -> tuple[int, int] | None:
+    """How many entries wait in the lines of a handler's keys on workers, and how many may; None if that is not known."""
+    known, pending = ask(client, [("HMGET", keys.meta, "engine", "look_ahead"), ("XPENDING", keys.stream, keys.group)])
+    if isinstance(pending, GroupMissing):
+        return None
+    engine, most = raise_if_error(known)
+    return (int(raise_if_error(pending)[0]), int(most)) if engine == b"keyed" and most is not None else None
+
+
+def park(client: Client, keys: HandlerKeys, line: bytes, reason: str) -> bool:
+    """Have a line wait for a person, from its next turn on; False if it does already.
+
+    This and the two below raise ConfigError if no worker of keys, nor a run on Spark, has begun on the stream, and RedisError.
+    """
+    return bool(_steer(client, keys, (line, "park", reason)))
+
+
+def unpark(client: Client, keys: HandlerKeys, line: bytes) -> bool:
+    """Have a parked line go on; False if it is not parked."""
+    return bool(_steer(client, keys, (line, "unpark")))
+
+
+def skip(client: Client, keys: HandlerKeys, line: bytes, *, error: str, reason: Reason = "skipped") -> str | None:
+    """Make the first entry of a line a dead letter that says `error`, and return its id.
+
+    None if it has none, or if that was committed at this very moment. Whoever works on it commits nothing of it any more.
+    A line that is parked stays so.
+    """
+    (first,) = answers(client, [("LINDEX", keys.line(line), 0)])
+    if first is None:
+        return None
+    found, struck, (seconds, micros) = answers(
+        client,
+        [("XRANGE", keys.stream, first, first), ("HMGET", keys.strikes, first + b"f", first + b"l"), ("TIME",)],
+    )
+    letter = DeadLetter(
+        stream=keys.stream, id=first.decode(), pairs=found[0][1] if found else [], key=_key_of(line), app=keys.app,
+        handler=keys.handler, attempts=sum(int(count or 0) for count in struck), reason=reason, error=error,
+        time_ms=int(seconds) * 1000 + int(micros) // 1000,
+    )  # fmt: skip
+    done = _steer(client, keys, (line, "skip", first, *letter.items()))
+    return first.decode() if done else None
+
+
+def _steer(client: Client, keys: HandlerKeys, args: Sequence[Arg]) -> Reply:
+    try:
+        return client.script(STEER, _keys_of(keys), (keys.group, *args))
+    except CommandFailed as error:
+        if "NOTKEYED" in str(error):
+            raise ConfigError(
+                f"{keys.app}.{keys.handler} has not begun on {keys.stream} as a handler with a key, so that its keys cannot "
+                "be parked, unparked or skipped: start it first, with `millstream worker` or `millstream run`"
+            ) from error
+        if "MOVING" in str(error):
+            raise ConfigError(
+                f"the key goes on in {keys.stream} by itself, when its messages in its earlier partition are done"
+            ) from error
+        raise
+
+
+def _keys_of(keys: HandlerKeys) -> tuple[str, ...]:
+    return (keys.meta, keys.marks, keys.state, keys.strikes, keys.dead, keys.open, keys.stream)
+
+
+def _waits_for(engine: bytes | None) -> str:
+    return "the run on Spark" if engine is None else "a worker to be free"
+
+
+def _known(names: Sequence[bytes], values: Sequence[bytes | None]) -> dict[bytes, bytes]:
+    return {name: value for name, value in zip(names, values, strict=True) if value is not None}
+
+
+def _seconds(ms: int) -> str:
+    return f"{max(0, ms) / 1000:,.1f} s"
+
+
+def check_lines(client: Client, keys: HandlerKeys, stream: str) -> list[str]:
+    """Say what is wrong with the lines of a stream on which nothing else works meanwhile. Invariants:
+
+    1. a line with entries is in exactly one of ready, leased, backing off and parked (or leased and parked)
+    2. owners and leases name the same lines
+    3. an id is in a line if and only if it is pending, with its line's owner or with nobody
+    4. the ids of a line grow
+    5. lease tokens are distinct, and none is above the fence
+    6. nothing empty is ready, backing off or counted
+    """
+    wrong: list[str] = []
+    ready = client.execute("LRANGE", keys.ready, 0, -1)
+    owners = _mapping(client.execute("HGETALL", keys.owners))
+    leases = set(client.execute("ZRANGE", keys.leases, 0, -1))
+    backoff = set(client.execute("ZRANGE", keys.backoff, 0, -1))
+    parked = set(client.execute("HKEYS", keys.parked))
+    prefix, suffix = len(keys.line(b"")) - len(b":line"), len(b":line")
+    lines: dict[bytes, list[bytes]] = {}
+    cursor = b"0"
+    while True:
+        cursor, found = client.execute("SCAN", cursor, "MATCH", keys.line(b"*"), "COUNT", 1_000)
+        lines |= {key[prefix:-suffix]: client.execute("LRANGE", key, 0, -1) for key in found}
+        if cursor == b"0":
+            break
+    places = Counter(ready) + Counter(backoff) + Counter(owners.keys())
+    for name in {*lines, *places}:
+        if places[name] != 1 and not (places[name] == 0 and name in parked):
+            wrong.append(f"line {name!r} is in {places[name]} places")
+        if name not in lines and name not in owners:
+            wrong.append(f"line {name!r} has no entries and is kept")
+        if name in parked and name in (*ready, *backoff):
+            wrong.append(f"line {name!r} is parked and can be taken")
+    if owners.keys() != leases:
+        wrong.append(f"owners and leases differ: {owners.keys() ^ leases}")
+    fence = int(client.execute("HGET", keys.meta, "fence") or 0)
+    fences = [int(token.split()[0]) for token in owners.values()]
+    if len(set(fences)) != len(fences) or any(one >= fence for one in fences):
+        wrong.append(f"lease tokens {fences} under the fence {fence}")
+    pending = {one: name for one, name, *_ in client.execute("XPENDING", stream, keys.group, "-", "+", 1_000_000)}
+    waiting = {one for ids in lines.values() for one in ids}
+    if waiting != pending.keys():
+        wrong.append(f"in lines but not pending: {waiting - pending.keys()}; the reverse: {pending.keys() - waiting}")
+    for name, ids in lines.items():
+        if ids != sorted(set(ids), key=EntryId.parse):
+            wrong.append(f"line {name!r} is out of order: {ids}")
+        holder = owners[name].split(b" ", 2)[2] if name in owners else WAITING.encode()
+        wrong += [f"{one!r} of {name!r} is pending with {pending[one]!r}" for one in ids
+                  if one in pending and pending[one] not in (holder, WAITING.encode())]  # fmt: skip
+    struck = {field.rstrip(b"fla") for field in client.execute("HKEYS", keys.strikes)}
+    if struck - waiting:
+        wrong.append(f"strikes of entries that are done: {struck - waiting}")
+    return wrong
+
+
+def _mapping(items: list[bytes]) -> dict[bytes, bytes]:
+    return dict(zip(items[::2], items[1::2], strict=True))
+
+
+def _key_of(line: bytes) -> bytes | None:
+    return line[1:] if line.startswith(b"k") else None

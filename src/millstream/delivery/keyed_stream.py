@@ -1,0 +1,355 @@
+"""A keyed stream: workers share the lines of its keys, so that messages of one key run one after another.
+
+An entry is first routed to the line of its key, by whichever worker gets to it. Then a worker leases the line for a turn,
+and commits what it has done under that lease's token, which no other lease ever has. There is no master that could die:
+each step is one server-side script that any worker may run. (The problem: "Redis streaming concurrency with master and
+consumers", Dwarves Memo; the token: M. Kleppmann, "How to do distributed locking", 2016.)
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, NamedTuple
+
+from millstream.delivery.commit_store import ENTRY_MARK, KEY_MARK, Kind, Unit
+from millstream.delivery.key_queues import WAITING, check_lines
+from millstream.delivery.reliable_stream import NO_LIMIT, Delivery, LineTurn, ReliableStream, StreamBacklog, strikes_of
+from millstream.errors import Unavailable
+from millstream.redis_client.client import Arg, Client, Command, Reply, Script
+
+RANGE = Script("commit/read_range")
+ROUTE = Script("keys/route")
+TAKE = Script("keys/lease_keys")
+EXTEND = Script("keys/extend_leases")
+RELEASE = Script("keys/release_leases")
+RECOVER = Script("keys/recover_leases")
+LOWEST = Script("keys/lowest_queued_id")
+
+_ENLISTED_AT_ONCE = 1_000
+_FIRST_READ = 100
+_LAST_ID = b"18446744073709551615-18446744073709551615"
+_MOST_LINES = 50_000
+_OVERHEAD_BYTES, _SAMPLE = 100, 16
+
+READ_BYTES = 4 * 2**20
+"""About how much is read at once, of one stream or of many together."""
+
+How = Literal["next", "first", "later", "park"]
+"""What becomes of a line when its lease ends: its turn is over; it was not begun; it waits; it waits for a person."""
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Lease(LineTurn):
+    """A worker's turn with one line of `stream`, as `take` gives it."""
+
+    stream: "KeyedStream"
+
+
+def lease_of(delivery: Delivery) -> Lease:
+    """The lease that an entry of a keyed stream was given out with."""
+    lease = delivery.lease
+    assert isinstance(lease, Lease)
+    return lease
+
+
+class Ending(NamedTuple):
+    """How a lease ends. `detail`: milliseconds for "later", the reason for "park". `failed`: attempts on its first entry."""
+
+    lease: Lease
+    how: How
+    detail: Arg = ""
+    failed: int | None = None
+
+
+class Taken(NamedTuple):
+    """What `take` gave: leases, when a line may next become ready by itself (None: none waits), leases found run out.
+
+    `unfit`: the size of the entry that had no room any more; 0 if all had.
+    """
+
+    leases: list[Lease]
+    wait_ms: float | None
+    reaped: int
+    unfit: int
+
+
+class EntrySizes:
+    """How large the entries of a stream are, about: as those were that were read last, by whoever reads it here."""
+
+    def __init__(self) -> None:
+        self.about = READ_BYTES // _FIRST_READ
+
+    def note(self, count: int, size: int) -> None:
+        """So many entries have so many bytes together."""
+        if count:
+            self.about = max(1, size // count)
+
+
+class KeyedStream(ReliableStream):
+    """One worker's hold on one stream for a handler with a key. Options and errors as of ReliableStream.
+
+    `line_of` names the line of an entry, or returns b"" for one that is meant for another handler.
+    """
+
+    kind: ClassVar[Kind] = "keyed"
+
+    def __init__(
+        self, client: Client, stream: str, *, line_of: Callable[[bytes, Sequence[bytes]], bytes], app: str,
+        handler: str, consumer: str, into: str | None = None, into_maxlen: int | None = None,
+        start: Literal["earliest", "latest"] = "earliest", on_trimmed: Callable[[int], None] = lambda count: None,
+    ) -> None:  # fmt: skip
+        super().__init__(
+            client, stream, app=app, handler=handler, consumer=consumer, into=into, into_maxlen=into_maxlen,
+            start=start, on_trimmed=on_trimmed,
+        )  # fmt: skip
+        self._line_of = line_of
+        self._routed: bytes | None = None
+        self.sizes = EntrySizes()
+        self._is_careful = False
+        self.pending = 0
+        """How many entries are pending in all, as of the last `route`."""
+        self.readied = 0
+        """How many lines can be taken since the last `route` that could not before."""
+
+    def join_as(self, other: ReliableStream) -> None:
+        """See ReliableStream. What one of the two reads is news to the other."""
+        super().join_as(other)
+        if isinstance(other, KeyedStream):
+            self.sizes = other.sizes
+
+    # Routing
+
+    def route(self, *, count: int, most_pending: int) -> int:
+        """Append up to `count` new entries to their lines; return how many were new.
+
+        No more than `most_pending` entries are held in lines: beyond that, the rest stay in the stream.
+        """
+        return self._as_member(lambda: self._route(count, most_pending))
+
+    @property
+    def routed(self) -> bytes:
+        """The id up to which all entries are routed, as far as this worker knows."""
+        return self._routed or b"0-0"
+
+    def _route(self, count: int, most_pending: int) -> int:
+        if self._routed is None or self.pending >= most_pending:
+            self._enlist_all([self._enlisting(self.routed, (), most_pending)])
+        count = min(count, most_pending - self.pending, self.affordable)
+        if count <= 0:
+            return 0
+        after = self.routed  # another thread may move it meanwhile
+        entries = self._read(after, count)
+        # Without new ones it is asked where the stream is routed to: a Redis that lost some may have gone back behind us.
+        calls: list[Sequence[Arg]] = []
+        for at in range(0, max(1, len(entries)), _ENLISTED_AT_ONCE):
+            some = entries[at : at + _ENLISTED_AT_ONCE]
+            lines = self._lines_of(some)
+            self._expect(lines[1::2])
+            calls.append(self._enlisting(after, lines, most_pending))
+            after = some[-1][0] if some else after
+        return self._enlist_all(calls)
+
+    def _read(self, after: bytes, count: int) -> Sequence[Any]:
+        if after == _LAST_ID:  # Redis knows of none behind it
+            return ()
+        try:
+            return self.found(self._client.script(RANGE, (self.stream,), (after, count, READ_BYTES, 1)))[0]
+        except Unavailable:
+            self.note_failed_read()
+            raise
+
+    def _enlist_all(self, calls: Sequence[Sequence[Arg]]) -> int:
+        """Route, in portions between which Redis serves others, in one round trip; return how many entries were new."""
+        replies = self._ledger.run_each(ROUTE, [(self.stream, call) for call in calls])
+        passed = sum([self.enlisted(reply) for reply in replies])
+        self.readied = sum(int(reply[1]) for reply in replies)
+        return passed
+
+    @property
+    def affordable(self) -> int:
+        """How many of its entries may be read at once."""
+        return 1 if self._is_careful else max(1, READ_BYTES // self.sizes.about)
+
+    def note_failed_read(self) -> None:
+        """What was asked for may have been more than the server sends: ask for one entry next."""
+        self._is_careful = True
+
+    def _expect(self, lines: Sequence[Arg]) -> None:
+        """Do what has to be done before entries are routed to these lines."""
+
+    def _lines_of(self, entries: Sequence[Any]) -> list[Arg]:
+        return [part for entry_id, pairs in entries for part in (entry_id, self._line(entry_id, pairs))]
+
+    def _line(self, entry_id: bytes, pairs: Sequence[bytes]) -> bytes:
+        return self._line_of(entry_id, pairs)
+
+    def _enlisting(self, after: bytes, lines: Sequence[Arg], most_pending: int) -> Sequence[Arg]:
+        return (self.token, self.group, after, most_pending, *lines)
+
+    # The steps of `route`, for who sends those of many streams together. Where one fails, `route` repeats them safely
+
+    def to_read(
+        self, *, count: int, most_pending: int, most_bytes: int = READ_BYTES, one_at_least: bool = True
+    ) -> Command | None:
+        """The command that reads what is to be routed next; None where `route` has to ask for something before."""
+        if self._routed in (None, _LAST_ID) or self.pending >= most_pending:
+            return None
+        count = min(count, most_pending - self.pending, self.affordable)
+        return ("EVALSHA", RANGE.sha, 1, self.stream, self.routed, count, most_bytes, int(one_at_least))
+
+    def found(self, reply: Reply) -> tuple[Sequence[Any], int]:
+        """Understand its answer: the entries, and the size of the one that had no room any more, 0 if all had."""
+        unfit, entries = reply
+        self._is_careful = False
+        self.sizes.note(len(entries), _size_of(entries))
+        if unfit and not entries:
+            self.sizes.note(1, unfit)
+        return entries, unfit
+
+    def to_enlist(self, entries: Sequence[Any], *, most_pending: int) -> Command:
+        """The command that routes what was read so."""
+        lines = self._lines_of(entries)
+        self._expect(lines[1::2])
+        return self._ledger.command(ROUTE, self.stream, self._enlisting(self.routed, lines, most_pending))
+
+    def enlisted(self, reply: Reply) -> int:
+        """Note the answer; return how many entries were new."""
+        passed, self.readied, self.pending, self._routed = reply
+        return int(passed)
+
+    def trim(self) -> int:
+        """See ReliableStream. What is in lines stays, too, whoever has acknowledged it; where they are too many, all stays."""
+        lowest = self._as_member(lambda: self._script(LOWEST, (_MOST_LINES,)))
+        return 0 if lowest is None else self._trim_below(lowest)
+
+    # Leasing
+
+    def take(
+        self, *, lines: int, entries: int, run: int, lease_ms: int, now_ms: float, with_state: bool = True,
+        most_bytes: int = NO_LIMIT, one_at_least: bool = True,
+    ) -> Taken:  # fmt: skip
+        """Lease up to `lines` lines with up to `entries` of their entries, `run` of one line, for `lease_ms` milliseconds.
+
+        `most_bytes`: how many their names and values have together at most; but where there are any, one is taken, however
+        large it is, if `one_at_least`. `now_ms`: the worker's monotonic clock. Entries that were trimmed while they waited
+        are logged.
+        """
+        room = (most_bytes, one_at_least)
+        return self._as_member(lambda: self._take(lines, entries, run, lease_ms, now_ms, with_state, room=room))
+
+    def _take(
+        self, lines: int, entries: int, run: int, lease_ms: int, now_ms: float, with_state: bool, *more: Arg,
+        room: tuple[int, bool] = (NO_LIMIT, True),
+    ) -> Taken:  # fmt: skip
+        args = self._taking(lines, entries, run, lease_ms, with_state, room)
+        return self.taken(self._script(TAKE, (*args, *more)), now_ms + lease_ms)
+
+    def _taking(
+        self, lines: int, entries: int, run: int, lease_ms: int, with_state: bool, room: tuple[int, bool]
+    ) -> Sequence[Arg]:
+        consumer = (self.token, self.group, self.consumer, self._incarnation)
+        most_bytes, one_at_least = room
+        limits = (lines, entries, run, int(with_state), most_bytes, self.sizes.about, int(one_at_least))
+        return (*consumer, lease_ms, *limits)
+
+    def to_take(
+        self, *, lines: int, entries: int, run: int, lease_ms: int, with_state: bool = True,
+        most_bytes: int = NO_LIMIT, one_at_least: bool = True,
+    ) -> Command:  # fmt: skip
+        """The command that `take` sends, for who sends those of many streams together."""
+        args = self._taking(lines, entries, run, lease_ms, with_state, (most_bytes, one_at_least))
+        return self._ledger.command(TAKE, self.stream, args)
+
+    def taken(self, reply: Reply, until_ms: float) -> Taken:
+        """Understand its answer. `until_ms`: until when the leases last, by the worker's monotonic clock."""
+        wait_ms, gone, reaped, unfit, *found = reply
+        if gone:
+            self._say_trimmed(gone)
+        leases = [self._leased(until_ms, *one) for one in found]
+        self.sizes.note(sum(one.given for one in leases), sum(entry.size for one in leases for entry in one.entries))
+        if unfit and not leases:
+            self.sizes.note(1, int(unfit))
+        return Taken(leases, None if wait_ms < 0 else float(wait_ms), int(reaped), int(unfit))
+
+    def _leased(
+        self, until_ms: float, line: bytes, token: bytes, state: bytes, lost: int, failed: int, entries: list[Any]
+    ) -> Lease:
+        lease = Lease(
+            stream=self,
+            line=line,
+            token=token,
+            state=state,
+            until_ms=until_ms,
+            given=len(entries),
+            committed_state=state,
+        )
+        lease.entries = [Delivery(self, entry_id, pairs, lease=lease) for entry_id, pairs in entries]
+        lease.waiting.extend(lease.entries)
+        first = lease.entries[0]
+        first.attempt, first.deliveries = failed + 1, lost + 1
+        return lease
+
+    def extend_leases(self, leases: Sequence[Lease], lease_ms: int, now_ms: float) -> list[Lease]:
+        """Have leases last for `lease_ms` milliseconds from now; return those that are lost, and note it in them."""
+        args: list[Arg] = [part for one in leases for part in (one.line, one.token)]
+        lost = set(self._as_member(lambda: self._script(EXTEND, (self.token, lease_ms, *args))))
+        for one in leases:
+            if one.line in lost:
+                one.lost = True
+            else:
+                one.until_ms = now_ms + lease_ms
+        return [one for one in leases if one.lost]
+
+    def recover(self, known: Sequence[Lease], run: int) -> tuple[int, int]:
+        """End the leases under this worker's name but for `known`, so that others may have the lines.
+
+        Return how many were of an earlier life of the worker, and how many it was given in replies that were lost.
+        """
+        tokens: list[Arg] = [one.token for one in known]
+        args: list[Arg] = [self.group, self.consumer, self._incarnation, run, *tokens]
+        earlier, unheard = self._as_member(lambda: self._script(RECOVER, (self.token, *args)))
+        return int(earlier), int(unheard)
+
+    def release(self, endings: Sequence[Ending]) -> list[Lease]:
+        """End leases; return those that were lost already, of which nothing was changed. May safely be repeated."""
+        args: list[Arg] = []
+        for lease, how, detail, failed in endings:
+            args += (lease.line, lease.token, lease.given, how, detail, "" if failed is None else failed)
+        refused = set(self._as_member(lambda: self._script(RELEASE, (self.token, self.group, *args))))
+        return [ending.lease for ending in endings if ending.lease.line in refused]
+
+    # Committing
+
+    def unit_of(self, lease: Lease, deliveries: Sequence[Delivery]) -> Unit:
+        """An empty unit of effects for the first entries of a line, to fill and to commit under its lease."""
+        ids = [one.id.decode() for one in deliveries]
+        unit = Unit(lease.line, lease.token, lease.key or b"", first_id=ids[0], last_id=ids[-1], messages=len(ids))
+        unit.others = ids[:-1]
+        for one, entry_id in zip(deliveries, ids, strict=True):
+            if one.deliveries > 1 or one.attempt > 1:
+                unit.end_strikes(*strikes_of(entry_id))
+        return unit
+
+    def _waiting(self) -> StreamBacklog:
+        """What waits in lines with no worker counts as not given yet."""
+        found = super()._waiting()
+        waiting = self._group.pending.summary().by_consumer.get(WAITING, 0)
+        return found if found.lag is None else found._replace(lag=found.lag + waiting)
+
+    def check(self) -> list[str]:
+        """What is wrong with the lines of the stream, for tests; nothing else may change it meanwhile."""
+        return check_lines(self._client, self._ledger.keys(self.stream), self.stream)
+
+    def _script(self, script: Script, args: Sequence[Arg]) -> Any:
+        return self._ledger.run(script, self.stream, args)
+
+
+def _size_of(entries: Sequence[Any]) -> int:
+    """How many bytes they have, about."""
+    sample = entries[:: 1 + len(entries) // _SAMPLE]
+    size = sum(_OVERHEAD_BYTES + sum(map(len, pairs)) for _, pairs in sample)
+    return size * len(entries) // max(1, len(sample))
+
+
+def line_of_key(key: bytes | None, entry_id: bytes) -> bytes:
+    """The line of an entry with this key, or of one that has no key, which is its own."""
+    return ENTRY_MARK + entry_id if key is None else KEY_MARK + key

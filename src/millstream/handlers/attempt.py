@@ -1,0 +1,298 @@
+"""The life of one message: decode, run, then commit, retry or dead-letter.
+
+Nothing here does I/O or waits: `attempt` says what became of one run of the handler, and the engine acts on it.
+"""
+
+import asyncio
+import contextlib
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from millstream.errors import DecodeError, MissingKey, OutputError, Reject, text_of
+from millstream.handlers.dead_letter import DeadLetter, Reason
+from millstream.handlers.decoding import encode_output
+from millstream.handlers.handler import Handler
+from millstream.model import Message, State
+
+MAX_ITEMS = 7_000
+"""Names and values in one entry: more cannot be passed on inside a script (Lua's `unpack`)."""
+
+_encode_state = msgspec.msgpack.Encoder().encode
+_decode_state = msgspec.msgpack.Decoder(dict[str, Any]).decode
+
+
+@dataclass(slots=True)
+class Done:
+    """The handler succeeded: commit these outputs and this state (b"" = none left)."""
+
+    outputs: "Outputs"
+    state: bytes
+
+
+@dataclass(slots=True)
+class Dead:
+    """The message cannot be processed: commit its dead letter."""
+
+    reason: Reason
+    error: str
+    traceback: str = ""
+
+
+@dataclass(slots=True)
+class Again:
+    """The handler failed and has attempts left: run it again after `delay_ms` milliseconds."""
+
+    delay_ms: float
+    error: str
+
+
+@dataclass(slots=True)
+class Parked:
+    """The message cannot be processed, and its key shall wait for a person."""
+
+    reason: Reason
+    error: str
+
+
+Outcome = Done | Dead | Again | Parked
+Outputs = Sequence[Sequence[bytes]]
+
+NOTHING = Done((), b"")
+"""What becomes of a message that the handler need not see."""
+
+BatchOutcome = tuple[list[Dead | None], Outcome]
+"""What became of each message by itself, None where it was run; and of all that were run, together."""
+
+Ended = tuple[Outputs, BaseException | None]
+"""What a handler returned, or what it raised."""
+
+Guard = Callable[[Callable[[], Ended], float], Ended]
+"""How an engine calls a plain function: told the time limit in milliseconds, which it enforces as well as it can,
+by raising TimeLimit in the function."""
+
+
+class TimeLimit(BaseException):
+    """A handler took longer than its time limit. Not an Exception, so that a handler's own `except` lets it pass."""
+
+
+_NO_STATE = State()
+
+
+def load_state(blob: bytes) -> State:
+    """Read a key's state as it stands in Redis; b"" is an empty one."""
+    return State(_decode_state(blob)) if blob else State()
+
+
+async def attempt(handler: Handler, message: Message, blob: bytes) -> Outcome:
+    """Run an async `handler` once on `message` with the state in `blob` and say what became of it. Never raises.
+
+    Call it in a task of its own: what the handler does to "the current task" then ends with it. If it is the caller
+    who cancels the task, the outcome must be ignored.
+    """
+    prepared = _prepare(handler, message, blob)
+    if isinstance(prepared, Dead):
+        return prepared
+    state, arguments = prepared
+    return _judge(handler, message, state, await _run(handler, arguments))
+
+
+def attempt_plain(handler: Handler, message: Message, blob: bytes, guard: Guard | None = None) -> Outcome:
+    """Run a plain `handler` once, under `guard` if given, and say what became of it. Never raises."""
+    prepared = _prepare(handler, message, blob)
+    if isinstance(prepared, Dead):
+        return prepared
+    state, arguments = prepared
+    return _judge(handler, message, state, _run_plain(handler, arguments, guard))
+
+
+def overdue(handler: Handler, message: Message, *, alone: bool = True) -> Outcome:
+    """What becomes of an attempt, `alone` or in a batch, that went beyond its time limit and could not be ended."""
+    return _failed(handler, message, TimeLimit()) if alone else _split(handler, TimeLimit())
+
+
+async def attempt_batch(handler: Handler, messages: Sequence[Message]) -> BatchOutcome:
+    """Run an async `handler` once on all of `messages` that can be decoded. Call it as `attempt` is called."""
+    run, dead, arguments = _prepare_batch(handler, messages)
+    return dead, _judge_batch(handler, run, await _run(handler, arguments)) if run else NOTHING
+
+
+def attempt_batch_plain(handler: Handler, messages: Sequence[Message], guard: Guard | None = None) -> BatchOutcome:
+    """Run a plain `handler` once, under `guard` if given, on all of `messages` that can be decoded. Never raises."""
+    run, dead, arguments = _prepare_batch(handler, messages)
+    return dead, _judge_batch(handler, run, _run_plain(handler, arguments, guard)) if run else NOTHING
+
+
+def _prepare_batch(
+    handler: Handler, messages: Sequence[Message]
+) -> tuple[list[Message], list[Dead | None], dict[str, list[Any]]]:
+    prepared = [_prepare(handler, message, b"") for message in messages]
+    dead = [one if isinstance(one, Dead) else None for one in prepared]
+    run = [message for message, one in zip(messages, dead, strict=True) if one is None]
+    bound = [one[1] for one in prepared if not isinstance(one, Dead)]
+    return run, dead, {name: [arguments[name] for arguments in bound] for name, _ in handler.arguments}
+
+
+def _judge_batch(handler: Handler, messages: Sequence[Message], ended: Ended) -> Outcome:
+    _, raised = ended
+    if len(messages) > 1 and raised is not None:
+        return _split(handler, raised)
+    return _judge(handler, messages[0], _NO_STATE, ended)
+
+
+def _split(handler: Handler, error: BaseException) -> Again:
+    # Nobody knows which of the batch is to blame, so none dies of it: each gets at least one attempt of its own.
+    return Again(handler.retry.delay_after(1), _words(handler, error))
+
+
+def _prepare(handler: Handler, message: Message, blob: bytes) -> tuple[State, dict[str, Any]] | Dead:
+    try:
+        state = load_state(blob) if handler.wants_state else _NO_STATE
+        return state, handler.bind(message, state)
+    except DecodeError as error:
+        return Dead("undecodable", str(error))
+    except ValueError as error:  # msgspec's own errors and invalid UTF-8
+        return Dead("undecodable", f"the key's state in Redis is damaged ({error}); see: millstream state show")
+
+
+def _judge(handler: Handler, message: Message, state: State, ended: Ended) -> Outcome:
+    outputs, raised = ended
+    if raised is not None:
+        return _judge_error(handler, message, raised)
+    if not handler.wants_state:
+        return Done(outputs, b"") if outputs else NOTHING
+    try:
+        if not all(type(name) is str for name in state):
+            raise TypeError("a name in it is not text")
+        return Done(outputs, _encode_state(state) if state else b"")
+    except (TypeError, OverflowError, RecursionError, ValueError) as error:
+        return Dead("bad-output", f"the state cannot be kept: {error}; use text, bytes, numbers, lists and mappings")
+
+
+def _judge_error(handler: Handler, message: Message, raised: BaseException) -> Outcome:
+    if isinstance(raised, Reject):
+        return Dead("rejected", text_of(raised))
+    if isinstance(raised, OutputError):
+        return Dead("bad-output", str(raised))
+    return _failed(handler, message, raised)
+
+
+async def _run(handler: Handler, arguments: dict[str, Any]) -> Ended:
+    """Await the handler's coroutine, for as long as its time limit, in the current task."""
+    loop = asyncio.get_running_loop()
+    task = asyncio.current_task(loop)
+    assert task is not None
+    expired: list[bool] = []
+
+    def expire() -> None:
+        expired.append(True)
+        task.cancel()
+
+    # asyncio.timeout does the same, at three times the price.
+    timer = loop.call_later(handler.time_limit_ms / 1000, expire)
+    try:
+        ended: Ended = encode_results(handler, await handler.function(**arguments)), None
+    except BaseException as error:
+        if isinstance(error, GeneratorExit) and asyncio.current_task(loop) is not task:
+            raise  # the handler has not raised it: the loop is gone
+        ended = (), TimeLimit() if expired else error
+    timer.cancel()
+    if task.cancelling():
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.sleep(0)  # a cancellation that has not come yet comes here, and not to the engine
+    return ended
+
+
+def _run_plain(handler: Handler, arguments: dict[str, Any], guard: Guard | None) -> Ended:
+    if guard is None:
+        return _called(handler, arguments)
+    try:
+        return guard(lambda: _called(handler, arguments), handler.time_limit_ms)
+    except TimeLimit as error:  # it rang when the function had just returned
+        return (), error
+
+
+def _called(handler: Handler, arguments: dict[str, Any]) -> Ended:
+    # Errors are carried, not raised, to here: a StopIteration, for one, cannot pass through a coroutine.
+    try:
+        return encode_results(handler, handler.function(**arguments)), None
+    except BaseException as error:  # noqa: BLE001 - it is judged as an outcome
+        return (), error
+
+
+def encode_results(handler: Handler, result: object) -> Outputs:
+    """Turn what a handler returned into entries for its `into` stream. Raises OutputError."""
+    if result is None:
+        return ()
+    if handler.into is None:
+        raise OutputError(f'{handler.label} returned a {type(result).__name__} but has no into="stream" to put it')
+    if isinstance(result, (list, tuple, Iterator)):
+        entries = [encode_output(entry) for entry in result]
+    else:
+        entries = [encode_output(result)]
+    for entry in entries:
+        if len(entry) > MAX_ITEMS:
+            raise OutputError(f"an output has {len(entry) // 2} fields; at most {MAX_ITEMS // 2} fit in one entry")
+    return entries
+
+
+def letter(handler: Handler, message: Message, dead: Dead) -> DeadLetter:
+    """The dead letter of `message`."""
+    return DeadLetter(
+        stream=message.stream,
+        id=message.id,
+        pairs=message.pairs,
+        key=message.key,
+        app=handler.app,
+        handler=handler.name,
+        attempts=message.attempt,
+        reason=dead.reason,
+        error=dead.error,
+        traceback=dead.traceback,
+        time_ms=time.time_ns() // 1_000_000,
+    )
+
+
+def refuse_unkeyed(handler: Handler, message: Message) -> Dead | None:
+    """What becomes of a message of a keyed handler that has no key, before the handler sees it."""
+    if handler.key is None or message.key is not None:
+        return None
+    try:
+        handler.key_of(message)
+    except DecodeError as error:
+        return Dead("undecodable", str(error))
+    if handler.missing_key == "unordered":
+        return None
+    missing: MissingKey = handler.missing()
+    return Dead("missing-key", str(missing))
+
+
+def _failed(handler: Handler, message: Message, error: BaseException) -> Outcome:
+    text = _words(handler, error)
+    if message.attempt < handler.retry.attempts or handler.retry.then == "block":
+        return Again(handler.retry.delay_after(message.attempt), text)
+    # What lies above the user's own frames is ours and helps nobody.
+    frames = frame = error.__traceback__
+    while frame is not None:
+        if frame.tb_frame.f_globals is globals():
+            frames = frame.tb_next
+        frame = frame.tb_next
+    return given_up(handler, Dead("failed", text, "".join(traceback.format_exception(type(error), error, frames))))
+
+
+def given_up(handler: Handler, dead: Dead) -> Dead | Parked:
+    """What becomes of a message that has failed for the last time, or has ended its process again and again.
+
+    The latter parks the key even if it is to be tried for ever: it would take worker after worker with it.
+    """
+    return dead if handler.retry.then == "dead-letter" else Parked(dead.reason, dead.error)
+
+
+def _words(handler: Handler, error: BaseException) -> str:
+    if isinstance(error, TimeLimit):
+        return f"it took longer than its time limit of {handler.time_limit_ms:,.0f} ms"
+    return f"{type(error).__name__}: {text_of(error)}"

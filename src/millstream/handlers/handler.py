@@ -1,0 +1,333 @@
+"""A handler, compiled once: what it reads, how it is keyed, how its messages become its arguments."""
+
+import difflib
+import fnmatch
+import functools
+import inspect
+import math
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeGuard
+
+from millstream.errors import ConfigError, DecodeError, MissingKey, text_of
+from millstream.handlers.decoding import compile_decoder, wire_types
+from millstream.model import Message, Retry, State
+from millstream.redis_client.key_names import (
+    check_base,
+    check_identifier,
+    check_service,
+    check_stream,
+    to_wire,
+)
+
+KeyFunction = Callable[[Message], str | bytes | int | None]
+Source = Literal["message", "model", "state"]
+
+OPTIONS = (
+    "pattern", "key", "into", "into_maxlen", "retry", "missing_key", "concurrency", "time_limit_ms", "rate",
+    "batch_size", "batch_wait_ms", "partitions", "order", "announced", "name",
+)  # fmt: skip
+
+_LARGEST_BATCH = 1_000
+_LONGEST_MS = 7 * 86_400_000
+_LONGEST_WAIT_MS = 60_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Handler:
+    """One handler of an app.
+
+    * `app`, `name`: together they name its state, frontier and dead letters in Redis: do not change them lightly
+    * `streams` / `pattern` / `announced`: the streams it reads by name, by glob, or as they are announced to the service
+      of that name; exactly one of the three
+    * `key`: the field, or a function of the Message, that orders its messages; None for no order
+    * `into`: the stream that its results go to; `into_maxlen` trims that stream to about so many entries
+    * `retry`: what happens when it fails
+    * `missing_key`: what becomes of a message without its key: a dead letter, or processed without order
+    * `concurrency`: how many messages of different keys, or how many batches, an async handler works on at once
+    * `time_limit_ms`: an attempt that takes longer has failed, in milliseconds
+    * `rate`: most messages a second of each stream, over all workers together; None for no limit
+    * `in_batches`: it is called with lists, of up to `batch_size` messages; `batch_wait_ms` is how long the first
+      of them waits for more, in milliseconds
+    * `order`: "stream" keeps all messages of a stream in order, one at a time: its `key` is the stream's name. Workers
+      share whole streams then, each of which one of them has a lease on.
+    * `partitions`: `streams` are bases, each of so many partitions, if nobody has made or grown them before; or None
+    """
+
+    app: str
+    name: str
+    function: Callable[..., Any]
+    streams: tuple[str, ...] = ()
+    pattern: str | None = None
+    key: str | KeyFunction | None = None
+    into: str | None = None
+    into_maxlen: int | None = None
+    retry: Retry = field(default_factory=Retry)
+    missing_key: Literal["dead-letter", "unordered"] = "dead-letter"
+    concurrency: int = 100
+    time_limit_ms: float = 300_000.0
+    rate: float | None = None
+    in_batches: bool = False
+    batch_size: int = 100
+    batch_wait_ms: float = 0.0
+    partitions: int | None = None
+    order: Literal["key", "stream"] = "key"
+    announced: str | None = None
+    arguments: tuple[tuple[str, Source], ...] = ()
+    model: type | None = None
+    is_async: bool = False
+
+    @functools.cached_property
+    def label(self) -> str:
+        """`app.handler`, as it stands in messages and in Redis."""
+        return f"{self.app}.{self.name}"
+
+    @functools.cached_property
+    def wants_state(self) -> bool:
+        """True if the handler takes the key's state."""
+        return any(source == "state" for _, source in self.arguments)
+
+    @functools.cached_property
+    def _message_only(self) -> str | None:
+        return self.arguments[0][0] if [source for _, source in self.arguments] == ["message"] else None
+
+    @property
+    def key_field(self) -> str | None:
+        """The field that it is keyed by; None if it has no key or a function decides."""
+        return self.key if isinstance(self.key, str) else None
+
+    def key_of(self, message: Message) -> bytes | None:
+        """Return the message's key, or None if the handler has no key or the message lacks it.
+
+        Raises DecodeError if the key function fails or returns something that is not a key.
+        """
+        if self.key is None:
+            return None
+        if isinstance(self.key, str):
+            return message.fields.get(self.key) or None
+        try:
+            found = self.key(message)
+            if isinstance(found, str):
+                found = found.encode()
+        except BaseException as error:
+            raise DecodeError(f"the key function raised {type(error).__name__}: {text_of(error)}") from error
+        if isinstance(found, bool) or not isinstance(found, (bytes, int, type(None))):
+            raise DecodeError(f"the key function returned a {type(found).__name__}; return text, bytes, int or None")
+        return str(found).encode() if isinstance(found, int) else found or None
+
+    def bind(self, message: Message, state: State) -> dict[str, Any]:
+        """The handler's arguments for `message`. Raises DecodeError if its fields do not fit the model."""
+        if self._message_only is not None:
+            return {self._message_only: message}
+        bound: dict[str, Any] = {}
+        for name, source in self.arguments:
+            if source == "model" and self.model is not None:
+                bound[name] = _decoder(self.model)(message.pairs)
+            else:
+                bound[name] = message if source == "message" else state
+        return bound
+
+    def missing(self) -> MissingKey:
+        """The error of a message that lacks its key."""
+        wanted = f"field {self.key!r}" if isinstance(self.key, str) else "key: the key function found none"
+        return MissingKey(f"the message has no {wanted}, which {self.label} is keyed by")
+
+
+@functools.lru_cache(maxsize=256)
+def _decoder(model: type) -> Callable[[Sequence[bytes]], object]:
+    # Kept beside the handler, not in it: a handler is sent to other processes, a compiled decoder cannot be.
+    return compile_decoder(model)
+
+
+def compile_handler(
+    app: str, function: Callable[..., Any], streams: tuple[str, ...], options: Mapping[str, Any]
+) -> Handler:
+    """Check a handler and its options once, before any message. Raises ConfigError with one line on what to change."""
+    name = str(options.get("name") or getattr(function, "__name__", ""))
+    check_identifier("handler name", name)
+    where = f"handler {name!r}"
+    for unknown in options.keys() - set(OPTIONS):
+        near = difflib.get_close_matches(unknown, OPTIONS, 1)
+        hint = f"did you mean {near[0]!r}?" if near else f"known options: {', '.join(OPTIONS)}"
+        raise ConfigError(f"{where}: unknown option {unknown!r}; {hint}")
+    _check_options(where, streams, options)
+    options = _ordered(where, options)
+    arguments, model, in_batches = _arguments(where, function)
+    _check_batches(where, in_batches, options)
+    _check_partitions(where, streams, options)
+    if model is not None:
+        _decoder(model)
+    key = options.get("key")
+    if isinstance(key, str) and model is not None and key not in wire_types(model):
+        names = list(wire_types(model))
+        near = difflib.get_close_matches(key, names, 1)
+        hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(names)}"
+        raise ConfigError(f"{where}: key {key!r} is not a field of {model.__name__}; {hint}")
+    if key is None and any(source == "state" for _, source in arguments):
+        raise ConfigError(f'{where} takes a State but has no key; give it key="field", since state belongs to a key')
+    return Handler(
+        app=app,
+        function=function,
+        streams=streams,
+        arguments=arguments,
+        model=model,
+        in_batches=in_batches,
+        is_async=inspect.iscoroutinefunction(function),
+        **{**options, "name": name},
+    )
+
+
+def _ordered(where: str, options: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The options with the key that `order` stands for."""
+    order, announced = options.get("order", "key"), options.get("announced")
+    if order not in ("key", "stream"):
+        raise ConfigError(f"{where}: order must be 'key', which is the usual, or 'stream'")
+    if order == "key":
+        if announced is not None:
+            raise ConfigError(f'{where}: announced streams are leased as a whole; add order="stream"')
+        return options
+    for other in ("key", "partitions"):
+        if options.get(other) is not None:
+            raise ConfigError(
+                f'{where}: order="stream" keeps whole streams in order, with no {other}; drop one of the two'
+            )
+    if announced is not None:
+        check_service(announced)
+    return {**options, "key": stream_of}
+
+
+def stream_of(message: Message) -> bytes:
+    """The key of a handler with order="stream"."""
+    return to_wire(message.stream)
+
+
+def check_streams(where: str, streams: Sequence[str]) -> None:
+    """Raise ConfigError if `streams` cannot all be streams that are read together."""
+    if any(not isinstance(stream, str) or not stream for stream in streams):
+        raise ConfigError(f'{where}: stream names must be non-empty text, like "orders"')
+    if any("," in stream or stream != stream.strip() for stream in streams):
+        raise ConfigError(f"{where}: a stream's name must not contain a comma nor begin or end with a space")
+    for stream in streams:
+        check_stream(stream)
+    if len(set(streams)) != len(streams):
+        raise ConfigError(f"{where}: a stream is named twice")
+
+
+def _check_options(where: str, streams: tuple[str, ...], options: Mapping[str, Any]) -> None:
+    if sum(map(bool, (streams, options.get("pattern"), options.get("announced")))) != 1:
+        raise ConfigError(
+            f'{where}: name the streams it reads, or give pattern="orders.*" or announced="service", one of the three'
+        )
+    check_streams(where, streams)
+    key = options.get("key")
+    if key is not None and not callable(key) and not (isinstance(key, str) and key):
+        raise ConfigError(f"{where}: key must be the name of a field or a function of the Message")
+    if inspect.iscoroutinefunction(key):
+        raise ConfigError(f"{where}: the key function must be a plain function, not async")
+    if not isinstance(options.get("retry", Retry()), Retry):
+        raise ConfigError(f"{where}: retry must be a Retry, like retry=Retry(attempts=4)")
+    if key is None and options.get("order") != "stream" and options.get("retry", Retry()).then == "park":
+        raise ConfigError(f'{where}: Retry(then="park") parks a key, and it has none; give it key="field"')
+    into = options.get("into")
+    if into is not None and not (isinstance(into, str) and into):
+        raise ConfigError(f"{where}: into must be the name of a stream")
+    if into is not None and (into in streams or fnmatch.fnmatchcase(into, options.get("pattern") or "")):
+        raise ConfigError(f"{where}: it would read what it writes, since into={into!r} is one of its streams")
+    if options.get("into_maxlen") is not None and not (
+        isinstance(options["into_maxlen"], int) and options["into_maxlen"] > 0
+    ):
+        raise ConfigError(f"{where}: into_maxlen must be a positive number of entries")
+    if options.get("missing_key", "dead-letter") not in ("dead-letter", "unordered"):
+        raise ConfigError(f"{where}: missing_key must be 'dead-letter' or 'unordered'")
+    concurrency = options.get("concurrency", 1)
+    if not isinstance(concurrency, int) or concurrency < 1:
+        raise ConfigError(f"{where}: concurrency must be a whole number of at least 1")
+    limit = options.get("time_limit_ms", 1)
+    if not _is_number(limit) or not 0 < limit <= _LONGEST_MS:
+        raise ConfigError(f"{where}: time_limit_ms must be a number of milliseconds above 0 and at most a week")
+    rate = options.get("rate")
+    if rate is not None and not (_is_number(rate) and 0 < rate < math.inf):
+        raise ConfigError(f"{where}: rate must be a number of messages a second above 0")
+
+
+def _check_batches(where: str, in_batches: bool, options: Mapping[str, Any]) -> None:
+    given = [name for name in ("batch_size", "batch_wait_ms") if name in options]
+    if given and not in_batches:
+        raise ConfigError(f"{where}: {given[0]} is for handlers that take a list[Message] or a list of their model")
+    if in_batches and options.get("key") is not None:
+        raise ConfigError(
+            f"{where} takes lists and has a key: messages of a batch are in no order; drop one of the two"
+        )
+    size, wait_ms = options.get("batch_size", 1), options.get("batch_wait_ms", 0)
+    if isinstance(size, bool) or not isinstance(size, int) or not 1 <= size <= _LARGEST_BATCH:
+        raise ConfigError(f"{where}: batch_size must be a whole number from 1 to {_LARGEST_BATCH:,}")
+    if not _is_number(wait_ms) or not 0 <= wait_ms <= _LONGEST_WAIT_MS:
+        raise ConfigError(f"{where}: batch_wait_ms must be a number of milliseconds from 0 to {_LONGEST_WAIT_MS:,}")
+
+
+def _check_partitions(where: str, streams: tuple[str, ...], options: Mapping[str, Any]) -> None:
+    if options.get("partitions") is None:
+        return
+    if options.get("key") is None:
+        raise ConfigError(
+            f'{where} reads partitions, which keep the order of keys, and has no key; give it key="field"'
+        )
+    if not streams:
+        raise ConfigError(f"{where}: partitions have a base, not a pattern; name it like a stream")
+    try:
+        check_count(options["partitions"])
+        for stream in streams:
+            check_base(stream)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from error
+
+
+def _is_number(value: object) -> TypeGuard[float]:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _arguments(where: str, function: Callable[..., Any]) -> tuple[tuple[tuple[str, Source], ...], type | None, bool]:
+    """How each parameter is filled, the model among them, and whether with lists. Decided by the annotations."""
+    try:
+        hints = typing.get_type_hints(function)
+        parameters = inspect.signature(function).parameters
+    except (NameError, TypeError, ValueError) as error:
+        raise ConfigError(f"{where}: its annotations cannot be read: {error}") from error
+    found: list[tuple[str, Source]] = []
+    model: type | None = None
+    lists = 0
+    for name, parameter in parameters.items():
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY):
+            raise ConfigError(f"{where}: parameter {name!r} must be a plain parameter, not *args or positional-only")
+        hint = hints.get(name, Message if not found else None)
+        if typing.get_origin(hint) is list and hint != list[State]:
+            (hint,) = typing.get_args(hint)
+            lists += 1
+        if hint is Message:
+            found.append((name, "message"))
+        elif hint is State:
+            found.append((name, "state"))
+        elif isinstance(hint, type) and model is None:
+            found.append((name, "model"))
+            model = hint
+        else:
+            raise ConfigError(
+                f"{where}: parameter {name!r} must be annotated: a model (dataclass, msgspec.Struct, TypedDict or "
+                "pydantic model; one at the most), Message or State, or a list of models or of Message"
+            )
+    if not any(source in ("message", "model") for _, source in found):
+        raise ConfigError(f"{where} must take the message: def {function.__name__}(message: Message) or a typed model")
+    if 0 < lists < len(found):
+        raise ConfigError(f"{where} takes lists and single things: let all of its parameters be lists, without a State")
+    return tuple(found), model, lists > 0
+
+
+MOST_PARTITIONS = 4_096
+
+
+def check_count(count: int) -> int:
+    """Return `count` if there can be so many partitions; raise ConfigError if not."""
+    if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= MOST_PARTITIONS:
+        raise ConfigError(f"partitions={count!r}: use a whole number from 1 to {MOST_PARTITIONS:,}")
+    return count

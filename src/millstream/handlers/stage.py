@@ -1,0 +1,147 @@
+"""A stage: ordinary PySpark over the rows of streams, declared in the same app as the handlers.
+
+Nothing here imports pyspark: workers load the same file. What a stage makes is checked where it runs, in `spark/run/stage_query.py`.
+"""
+
+import difflib
+import fnmatch
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field
+from typing import Any
+
+from millstream.errors import ConfigError
+from millstream.handlers.decoding import wire_types
+from millstream.handlers.handler import Handler, check_streams
+from millstream.redis_client.key_names import check_identifier
+
+OPTIONS = ("into", "name")
+
+_OF_THE_RUN = ("url", "subscribe", "subscribepattern", "group", "layout", "keyfield", "frontierapp", "frontierhandler")
+
+
+@dataclass(frozen=True)
+class Rows:
+    """What a stage reads as one streaming DataFrame.
+
+    * `streams`: a stream, or several; or a handler of the same app, whose output stream it is then
+    * `schema`: the columns: text such as "customer string, amount double", a StructType, or a model as handlers take
+      them; None for those of the source, with all fields in one column
+    * `pattern`: instead of `streams`, those that fit the glob, as they appear
+    * `options`: of the source, like {"maxOffsetsPerTrigger": 1000}, over those of the run
+    """
+
+    streams: str | Sequence[str] | Callable[..., Any] = ()
+    schema: Any = None
+    _: KW_ONLY
+    pattern: str | None = None
+    options: Mapping[str, object] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Input:
+    """Rows, checked: with the names of the streams."""
+
+    streams: tuple[str, ...]
+    pattern: str | None
+    schema: Any
+    options: Mapping[str, object]
+
+    def reads(self, stream: str) -> bool:
+        """True if `stream` is among what is read."""
+        return stream in self.streams or (self.pattern is not None and fnmatch.fnmatchcase(stream, self.pattern))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    """One stage of an app.
+
+    * `app`, `name`: together they name its checkpoint and the group that shows its progress
+    * `function`: is given a streaming DataFrame for each of `inputs`; returns a DataFrame, or a DataStreamWriter that is
+      not started
+    * `into`: the stream that the rows go to; None if the function says where, by a writer
+    """
+
+    app: str
+    name: str
+    function: Callable[..., Any]
+    inputs: tuple[Input, ...]
+    into: str | None = None
+
+    @property
+    def label(self) -> str:
+        """`app.stage`, as it stands in messages."""
+        return f"{self.app}.{self.name}"
+
+
+def compile_stage(
+    app: str,
+    function: Callable[..., Any],
+    inputs: Sequence[object],
+    options: Mapping[str, Any],
+    handlers: Mapping[str, Handler],
+) -> Stage:
+    """Check a stage once, when its app is loaded. Raises ConfigError with one line on what to change."""
+    name = check_identifier("stage name", str(options.get("name") or getattr(function, "__name__", "")))
+    where = f"stage {name!r}"
+    for unknown in options.keys() - set(OPTIONS):
+        near = difflib.get_close_matches(unknown, OPTIONS, 1)
+        hint = f"did you mean {near[0]!r}?" if near else f"known options: {', '.join(OPTIONS)}"
+        raise ConfigError(f"{where}: unknown option {unknown!r}; {hint}")
+    found = tuple(_input(where, given, handlers) for given in inputs)
+    if not found:
+        raise ConfigError(f'{where}: say what it reads, like @app.stage(Rows("orders", Order))')
+    named = [stream for one in found for stream in one.streams]
+    if len(set(named)) < len(named):
+        raise ConfigError(f"{where}: a stream is named twice; take it once, and use the DataFrame twice")
+    into = options.get("into")
+    if into is not None and not (isinstance(into, str) and into):
+        raise ConfigError(f"{where}: into must be the name of a stream")
+    if into is not None and any(one.reads(into) for one in found):
+        raise ConfigError(f"{where}: it would read what it writes, since into={into!r} is one of its streams")
+    _check_function(where, function, len(found))
+    return Stage(app=app, name=name, function=function, inputs=found, into=into)
+
+
+def _input(where: str, given: object, handlers: Mapping[str, Handler]) -> Input:
+    rows = given if isinstance(given, Rows) else Rows(given)  # type: ignore[arg-type]  # checked below
+    streams = rows.streams
+    if callable(streams):
+        names: tuple[str, ...] = (_output(where, streams, handlers),)
+    else:
+        names = (streams,) if isinstance(streams, str) else tuple(streams) if isinstance(streams, Sequence) else ()
+    if bool(names) == bool(rows.pattern):
+        raise ConfigError(
+            f'{where}: each input is a stream\'s name, or Rows("orders", ...), or Rows(pattern="orders.*")'
+        )
+    check_streams(where, names)
+    for option in rows.options:
+        if option.lower() in _OF_THE_RUN:
+            raise ConfigError(f"{where}: the option {option} of its rows is set by the run; leave it out")
+    if isinstance(rows.schema, type):
+        wire_types(rows.schema)
+    return Input(streams=names, pattern=rows.pattern, schema=rows.schema, options=rows.options)
+
+
+def _output(where: str, function: Callable[..., Any], handlers: Mapping[str, Handler]) -> str:
+    """The stream that the handler `function` writes to."""
+    handler = next((one for one in handlers.values() if one.function is function), None)
+    name = getattr(function, "__name__", repr(function))
+    if handler is None:
+        raise ConfigError(
+            f'{where}: {name!r} is no handler of this app; name a stream, like @app.stage(Rows("orders", Order))'
+        )
+    if handler.into is None:
+        raise ConfigError(f'{where}: the handler {name!r} writes to no stream; give it into="stream"')
+    return handler.into
+
+
+def _check_function(where: str, function: Callable[..., Any], count: int) -> None:
+    if inspect.iscoroutinefunction(function) or inspect.isgeneratorfunction(function):
+        raise ConfigError(f"{where} must be a plain function: it is called once, to describe a query")
+    try:
+        inspect.signature(function).bind(*range(count))
+    except TypeError as error:
+        raise ConfigError(
+            f"{where} reads {count} input{'s' if count > 1 else ''}, each a DataFrame, which its parameters do not take: {error}"
+        ) from error

@@ -1,0 +1,1 @@
+"""Metrics, traces, health pages and alerts."""

@@ -1,0 +1,1 @@
+"""Partitioned streams: where each key is, and how their number grows."""

@@ -1,0 +1,321 @@
+"""Keys on the move: after a growth, a key runs in its new partition only when its old one is done with it.
+
+A worker that routes entries of a new partition asks the partitions in which their keys were before. Where one may still
+have something of a key, the key's line waits in the new one, until the old one has nothing left but perhaps its state,
+which moves along. Nothing of a key comes to an old partition after its seal, so what has left it once has left it for
+good, and every step here may be repeated, late or by several workers at once.
+"""
+
+import logging
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+
+from millstream.clock import SYSTEM_CLOCK, Clock
+from millstream.delivery.commit_store import KEY_MARK
+from millstream.delivery.keyed_stream import KeyedStream
+from millstream.errors import CommandFailed, Unavailable
+from millstream.partitions.partition_map import Home, Layout, moved_away
+from millstream.partitions.partitions import Partitions
+from millstream.redis_client.client import Arg, Client, Command, Reply, Script, raise_if_error
+from millstream.redis_client.key_names import REDRIVE_FIELD, HandlerKeys, StreamKeys, to_wire
+
+logger = logging.getLogger(__name__)
+
+EXPECT = Script("partitions/await_keys")
+LEAVE = Script("partitions/export_keys")
+ARRIVE = Script("partitions/import_keys")
+SETTLED = Script("partitions/is_drained")
+SEND_ON = Script("partitions/forward_entry")
+
+_AT_ONCE = 500
+_PAGES_AT_ONCE = 20
+_ASK_EVERY_MS = 500.0
+_START = b"0"
+_SENT_ON_MS = 86_400_000
+
+
+@dataclass(slots=True)
+class _Found:
+    """What older partitions say of keys that come from them: those that have left, with their state, and their highest
+    fence; and those whose state has to go to another old partition first."""
+
+    left: dict[bytes, bytes] = field(default_factory=dict)
+    fence: int = 0
+    detours: dict[int, list[bytes]] = field(default_factory=lambda: defaultdict(list))
+
+
+@dataclass(slots=True)
+class _Pass:
+    """A walk through the states of an old partition: where it stands, and whether it has found some that must go."""
+
+    cursor: bytes = _START
+    found: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unsettled:
+    """A partition that may still have keys that have left it since a generation, and how many lines wait to come in."""
+
+    stream: str
+    since: int | None
+    coming: int
+
+
+class Moves:
+    """The keys of one handler that move between the partitions of `layout`, which may be set anew. For one thread.
+
+    Every method raises RedisError.
+    """
+
+    def __init__(self, client: Client, layout: Layout, *, app: str, handler: str, clock: Clock = SYSTEM_CLOCK) -> None:
+        self.layout = layout
+        self._client = client
+        self._clock = clock
+        self._owner = (app, handler)
+        self._settled: dict[int, int] = {}
+        self._asked_ms = -_ASK_EVERY_MS
+        self._cursors: dict[int, bytes] = {}
+        self._passes: dict[Home, _Pass] = {}
+
+    def keys(self, place: int) -> HandlerKeys:
+        """The handler's keys on a partition."""
+        return HandlerKeys(*self._owner, self.layout.stream(place))
+
+    # Routing
+
+    def expect(self, place: int, lines: Iterable[bytes]) -> int:
+        """Before the first entries of `lines` are routed in a partition: have those wait whose keys may not have left an
+        older one. Return how many wait now and did not before."""
+        if self._is_settled_before(place):
+            return 0
+        keys = [line[1:] for line in dict.fromkeys(lines) if line.startswith(KEY_MARK)]
+        found = self._ask(place, keys)
+        # A state is fetched while the line waits, so that nobody runs without it.
+        return self._expect(place, [key for key in keys if found.left.get(key) != b""])
+
+    def _expect(self, place: int, keys: Sequence[bytes]) -> int:
+        args: list[Arg] = []
+        for key in keys:
+            if homes := self.layout.earlier(key, place):
+                args += (KEY_MARK + key, self.layout.stream(homes[-1].place))
+        return int(self._run([(EXPECT, place, args)])[0]) if args else 0
+
+    # Rounds
+
+    def bring_in(self, places: Sequence[int]) -> int:
+        """End the wait of lines of these partitions whose keys have left the older ones; return how many that were."""
+        new = [place for place in places if self.layout.born(place) > 1]
+        keys = [self.keys(place) for place in new]
+        some = self._pipeline([("EXISTS", k.moving, k.moved) for k in keys])
+        busy = [place for place, count in zip(new, some, strict=True) if count]
+        return sum(map(self._bring_in, busy))
+
+    def _bring_in(self, place: int) -> int:
+        names = self.keys(place)
+        cursor, items = self._client.execute("HSCAN", names.moving, self._cursors.get(place, _START), "COUNT", _AT_ONCE)
+        self._cursors[place] = cursor
+        waiting = {line[1:]: said for line, said in zip(items[::2], items[1::2], strict=True)}
+        found = self._ask(place, list(waiting))
+        for detour, keys in found.detours.items():
+            self._expect(detour, keys)
+        ended = 0
+        if found.left:
+            arrivals = [(KEY_MARK + key, waiting[key], state) for key, state in found.left.items()]
+            (ended,) = self._run([(ARRIVE, place, [found.fence, *chain.from_iterable(arrivals)])])
+        self._clear(place)
+        return ended
+
+    def _clear(self, place: int) -> None:
+        """Remove from older partitions the states that have come from there."""
+        names = self.keys(place)
+        _, items = self._client.execute("HSCAN", names.moved, 0, "COUNT", _AT_ONCE)
+        moved = items[::2]
+        by_home: dict[int, list[bytes]] = defaultdict(list)
+        for key in moved:
+            for home in self.layout.earlier(key, place)[-1:]:
+                by_home[home.place].append(key)
+        self._pipeline([("HDEL", self.keys(home).state, *keys) for home, keys in by_home.items()])
+        if moved:
+            self._client.execute("HDEL", names.moved, *moved)
+
+    def settle(self, places: Sequence[int]) -> int:
+        """Look which of these partitions are done with what they had when keys left them; return in how many that went on.
+
+        States of keys that nobody publishes to any more are sent on.
+        """
+        self._refresh()
+        return sum(map(self._settle, places))
+
+    def _next_left(self, place: int) -> int | None:
+        """The first generation with which keys left a partition that may still have some of them."""
+        first = max(self.layout.born(place), self._settled.get(place, 0)) + 1
+        return first if first <= self.layout.generation else None
+
+    def _settle(self, place: int) -> bool:
+        left = self._next_left(place)
+        # What is still to come from older ones would have to go on from here.
+        if left is None or not self._is_settled_before(place):
+            return False
+        home = Home(place, left)
+        if not self._run([(SETTLED, place, (self.layout.seal(home), self.keys(place).group))])[0]:
+            return False
+        walk = self._passes.setdefault(home, _Pass())
+        for _ in range(_PAGES_AT_ONCE):
+            walk.cursor, items = self._client.execute("HSCAN", self.keys(place).state, walk.cursor, "COUNT", _AT_ONCE)
+            going: dict[int, list[bytes]] = defaultdict(list)
+            for key, after in moved_away(self.layout, place, items[::2], left):
+                going[after].append(key)
+            for after, keys in going.items():
+                self._expect(after, keys)
+            walk.found = walk.found or bool(going)
+            if walk.cursor == _START:
+                break
+        if walk.cursor == _START:
+            del self._passes[home]
+            if not walk.found:
+                self._client.execute("HSET", self.keys(place).meta, "settled", left)
+                self._settled[place] = left
+        return True
+
+    def unsettled(self) -> list[Unsettled]:
+        """The partitions that keys may still leave, or wait to come to."""
+        self._refresh()
+        layout = self.layout
+        counts = self._pipeline([("HLEN", self.keys(place).moving) for place in range(layout.count)])
+        found = [
+            Unsettled(stream=layout.stream(place), since=self._next_left(place), coming=count)
+            for place, count in enumerate(counts)
+        ]
+        return [one for one in found if one.since is not None or one.coming]
+
+    # Asking older partitions
+
+    def _ask(self, place: int, keys: Sequence[bytes]) -> _Found:
+        """What the older partitions say of keys that come from there, asked from the oldest on.
+
+        In this order, as a state that has left one for the next is seen in the next.
+        """
+        found = _Found()
+        asked = {key: self.layout.earlier(key, place) for key in keys}
+        found.left = dict.fromkeys(asked, b"")
+        for level in range(max(map(len, asked.values()), default=0)):
+            at_home: dict[Home, list[bytes]] = defaultdict(list)
+            for key in list(found.left):
+                if level < len(asked[key]) and not self._is_settled(asked[key][level]):
+                    at_home[asked[key][level]].append(key)
+            for home, some, reply in self._leave(at_home):
+                found.fence = max([found.fence, *map(int, reply[:1])])
+                for key, said in zip(some, reply[1:] or [0] * len(some), strict=True):
+                    if said == 0:
+                        del found.left[key]
+                    elif isinstance(said, bytes):
+                        if home == asked[key][-1]:
+                            found.left[key] = said
+                        else:
+                            del found.left[key]
+                            found.detours[asked[key][level + 1].place].append(key)
+        return found
+
+    def _leave(self, at_home: dict[Home, list[bytes]]) -> Iterator[tuple[Home, list[bytes], list[Reply]]]:
+        calls: list[tuple[Script, int, Sequence[Arg]]] = []
+        asked: list[tuple[Home, list[bytes]]] = []
+        for home, keys in at_home.items():
+            for at in range(0, len(keys), _AT_ONCE):
+                some = keys[at : at + _AT_ONCE]
+                asked.append((home, some))
+                calls.append((LEAVE, home.place, [self.layout.seal(home), *(KEY_MARK + key for key in some)]))
+        for (home, some), reply in zip(asked, self._run(calls), strict=True):
+            yield home, some, reply
+
+    # What is known to be settled
+
+    def _is_settled(self, home: Home) -> bool:
+        return self._settled.get(home.place, 0) >= home.left
+
+    def _is_settled_before(self, place: int) -> bool:
+        """Whether no key can come to a partition any more from one that is older."""
+        born = self.layout.born(place)
+        if born == 1:
+            return True
+        older = range(self.layout.counts[born - 2])
+        if all(self._settled.get(one, 0) >= born for one in older):
+            return True
+        self._refresh()
+        return all(self._settled.get(one, 0) >= born for one in older)
+
+    def _refresh(self) -> None:
+        now_ms = self._clock.monotonic_ms()
+        if now_ms - self._asked_ms < _ASK_EVERY_MS:
+            return
+        places = [place for place in range(self.layout.count) if self._next_left(place) is not None]
+        known = self._pipeline([("HGET", self.keys(place).meta, "settled") for place in places])
+        self._settled.update({place: int(text) for place, text in zip(places, known, strict=True) if text})
+        self._asked_ms = now_ms
+
+    def _pipeline(self, commands: Sequence[Command]) -> list[Reply]:
+        return [raise_if_error(reply) for reply in self._client.pipeline(commands)] if commands else []
+
+    def _run(self, calls: Sequence[tuple[Script, int, Sequence[Arg]]]) -> list[Reply]:
+        wanted = []
+        for script, place, args in calls:
+            k = self.keys(place)
+            wanted.append((script, (k.meta, k.marks, k.state, k.strikes, k.dead, k.open, k.stream), args))
+        return self._client.scripts(wanted) if wanted else []
+
+
+def send_on(client: Client, base: str, keys: HandlerKeys, key: bytes, entry_id: bytes, pairs: Sequence[bytes]) -> bool:
+    """Publish a redriven entry of a partition, once, to the one that its key is in by now; False if it has not moved.
+
+    `keys`: the handler's, on the partition that it is in. Raises RedisError.
+    """
+    partitions = Partitions(client, base)
+    layout = partitions.finish(partitions.found())
+    home = layout.stream(layout.place(key))
+    if home == keys.stream:
+        return False
+    there = HandlerKeys(keys.app, keys.handler, home)
+    names = map(to_wire, (home, StreamKeys(home).partition, there.sent_on(keys.stream, entry_id)))
+    try:
+        client.script(SEND_ON, tuple(names), (layout.generation, _SENT_ON_MS, *pairs))
+    except CommandFailed as error:
+        if "SEALED" not in str(error):
+            raise
+        raise Unavailable(f"{home} has been sealed this moment; tried again") from error
+    return True
+
+
+class PartitionStream(KeyedStream):
+    """One worker's hold on one partition: it routes nothing of a key that may not have left another.
+
+    `place` has to be set, and `moves` and `send_on` before it routes; `send_on` publishes what was redriven to the
+    partition that its key is in now, under an id of its own, and returns False if that is this one.
+    """
+
+    place: int
+    moves: Moves
+    send_on: Callable[[str, bytes, bytes, Sequence[bytes]], bool]
+    _warned = False
+
+    def _line(self, entry_id: bytes, pairs: Sequence[bytes]) -> bytes:
+        """A dead letter goes back to where it came from, and its key may have left since."""
+        line = super()._line(entry_id, pairs)
+        if pairs[0] != REDRIVE_FIELD or not line.startswith(KEY_MARK):
+            return line
+        return b"" if self.send_on(self.stream, line[1:], entry_id, pairs) else line
+
+    def _expect(self, lines: Sequence[Arg]) -> None:
+        names = [line for line in lines if isinstance(line, bytes)]
+        if names:
+            self._check(names[0])
+            self.moves.expect(self.place, names)
+
+    def _check(self, line: bytes) -> None:
+        """Say if whoever publishes and whoever handles do not mean the same key."""
+        if not self._warned and line.startswith(KEY_MARK) and self.place not in self.moves.layout.homes(line[1:]):
+            self._warned = True
+            logger.warning(
+                "a message in %s has the key %r, which belongs to another partition: keep to PartitionedProducer, with the "
+                "handler's key, or the order of keys is lost when the partitions grow", self.stream, line[1:100],
+            )  # fmt: skip

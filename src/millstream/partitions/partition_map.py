@@ -1,0 +1,140 @@
+"""Where keys are: how many partitions there are, how many there were, and which keys a growth has moved.
+
+A key's partition is found by jump consistent hashing, so a growth moves keys to the new partitions only, and no more of
+them than it must (J. Lamping and E. Veach, "A Fast, Minimal Memory, Consistent Hash Algorithm", 2014).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from itertools import pairwise
+from typing import NamedTuple
+
+import msgspec
+
+from millstream.errors import ConfigError
+from millstream.handlers.handler import check_count
+from millstream.redis_client.key_names import partition_name
+
+_MASK = (1 << 64) - 1
+
+
+class Home(NamedTuple):
+    """A partition that a key has been in, by its number, and the generation in which the key left it."""
+
+    place: int
+    left: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """The partitions of `base`, generation by generation.
+
+    * `counts`: how many there were in each generation; the last is in use
+    * `seals`: for each generation but the first, where each older partition ended: all that producers of older
+      generations have published to it is up to that id
+    * `growing`: the number of partitions to come, while a growth is under way
+    """
+
+    base: str
+    counts: tuple[int, ...]
+    seals: tuple[tuple[str, ...], ...] = ()
+    growing: int | None = None
+
+    @property
+    def generation(self) -> int:
+        """The number of the generation in use, from 1 on."""
+        return len(self.counts)
+
+    @property
+    def count(self) -> int:
+        """How many partitions are in use."""
+        return self.counts[-1]
+
+    @property
+    def streams(self) -> list[str]:
+        """The partitions in use, by number."""
+        return [self.stream(place) for place in range(self.count)]
+
+    def stream(self, place: int) -> str:
+        """The name of a partition."""
+        return partition_name(self.base, place)
+
+    def place(self, key: bytes) -> int:
+        """The partition of a key."""
+        return _jump(_number(key), self.count)
+
+    def born(self, place: int) -> int:
+        """The generation that a partition came with."""
+        return next(number for number, count in enumerate(self.counts, 1) if place < count)
+
+    def seal(self, home: Home) -> str:
+        """Where a partition ended when keys left it."""
+        return self.seals[home.left - 2][home.place]
+
+    def homes(self, key: bytes) -> list[int]:
+        """The partitions that a key has been in, in order; the last is that in which it is now."""
+        number = _number(key)
+        return list(dict.fromkeys(_jump(number, count) for count in self.counts))
+
+    def earlier(self, key: bytes, place: int) -> list[Home]:
+        """The partitions in which a key was before it came to this one, in order; none if it does not belong here."""
+        homes = self.homes(key)
+        if place not in homes:
+            return []
+        return [Home(before, self.born(after)) for before, after in pairwise(homes[: homes.index(place) + 1])]
+
+    # As it stands in Redis
+
+    def pack(self) -> bytes:
+        """As text."""
+        return msgspec.json.encode(_Packed(counts=self.counts, seals=self.seals, growing=self.growing))
+
+    @classmethod
+    def unpack(cls, base: str, text: bytes) -> "Layout":
+        """The reverse. Raises ConfigError for what is no layout."""
+        try:
+            found = msgspec.json.decode(text, type=_Packed)
+        except msgspec.DecodeError as error:
+            raise ConfigError(f"the layout of the partitions of {base!r} in Redis cannot be read: {error}") from error
+        return cls(base=base, counts=found.counts, seals=found.seals, growing=found.growing)
+
+
+class _Packed(msgspec.Struct):
+    counts: tuple[int, ...]
+    seals: tuple[tuple[str, ...], ...]
+    growing: int | None
+
+
+def check_growth(layout: Layout, count: int) -> None:
+    """Raise ConfigError if the partitions cannot become `count`."""
+    check_count(count)
+    if count < layout.count:
+        raise ConfigError(
+            f"{layout.base!r} has {layout.count} partitions and cannot have fewer: keys move to new partitions only"
+        )
+
+
+def moved_away(layout: Layout, place: int, keys: Sequence[bytes], generation: int) -> list[tuple[bytes, int]]:
+    """Those of `keys` that had left a partition by a generation, and to which one they went from there."""
+    found = []
+    for key in keys:
+        homes = layout.homes(key)
+        at = homes.index(place) if place in homes else len(homes)
+        if at + 1 < len(homes) and layout.born(homes[at + 1]) <= generation:
+            found.append((key, homes[at + 1]))
+    return found
+
+
+def _number(key: bytes) -> int:
+    return int.from_bytes(blake2b(key, digest_size=8).digest(), "big")
+
+
+def _jump(number: int, count: int) -> int:
+    """The bucket of a number among `count`; with more buckets, it is the same one or a new one."""
+    bucket, after = 0, 0
+    while after < count:
+        bucket = after
+        number = (number * 2_862_933_555_777_941_757 + 1) & _MASK
+        after = int((bucket + 1) * ((1 << 31) / ((number >> 33) + 1)))
+    return bucket

@@ -1,0 +1,224 @@
+"""A producer that spreads keys over partitions, and goes along when there are more of them."""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import count
+from typing import NamedTuple, TypeVar
+
+from millstream.errors import NotReplicated, OutputError, Sealed
+from millstream.handlers.decoding import encode_output
+from millstream.handlers.handler import check_count
+from millstream.observability.metrics import NOBODY, Metrics
+from millstream.partitions.partition_map import Layout
+from millstream.partitions.partitions import Partitions
+from millstream.producer.producer import DedupeId, Identified, Publishing, with_ids
+from millstream.producer.session import BATCH_ENTRIES, BATCH_SIZE, Batch, Terms
+from millstream.redis_client.client import Client, raise_if_error
+from millstream.redis_client.key_names import StreamKeys, to_wire
+
+Key = str | bytes | int | None
+T = TypeVar("T")
+
+
+class Published(NamedTuple):
+    """Where a message stands: the partition, and the id of its entry."""
+
+    stream: str
+    id: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Item:
+    """A message to publish: its number in the call, what decides on its partition, its names and values, its own id."""
+
+    number: int
+    by: bytes
+    names: Sequence[bytes]
+    values: Sequence[bytes]
+    dedupe_id: bytes | None
+
+    @property
+    def size(self) -> int:
+        return sum(map(len, self.names)) + sum(map(len, self.values))
+
+
+class PartitionedProducer(Publishing):
+    """Publishes messages to the partitions of `base`, each to that of its key: in order, and each once.
+
+    * `key`: the field that orders the messages, or a function of a message that finds the key; it must be that of the
+      handlers. Messages without a key are spread over all partitions
+    * `partitions`: how many there are to be if nobody has made them yet; None = somebody must have
+    * `max_length`: most entries that one partition may hold
+    * the rest as of `Producer`
+
+    When there are more partitions (`Partitions.grow`), it goes on in the new ones as soon as it meets one that is sealed:
+    the messages of each key stay in order, and a `dedupe_id` that was published to before is known. Messages of one key
+    that one thread publishes stand in this order. Raises ConfigError for values that make no sense.
+    """
+
+    def __init__(
+        self,
+        redis: str | Client,
+        base: str,
+        *,
+        key: str | Callable[[object], Key],
+        partitions: int | None = None,
+        max_length: int | None = None,
+        dedupe_window_ms: int = 3_600_000,
+        patience_ms: float = 30_000.0,
+        metrics: Metrics = NOBODY,
+    ) -> None:
+        super().__init__(redis, max_length, dedupe_window_ms, patience_ms, metrics)
+        self._partitions = Partitions(self._client, base)
+        self._base = base
+        self._key = key
+        self._count = partitions if partitions is None else check_count(partitions)
+        self._layout: Layout | None = None
+        self._turns = count()
+
+    def publish(
+        self, message: object, *, dedupe_id: DedupeId | None = None, replicas: int = 0, timeout_ms: int = 1_000
+    ) -> Published:
+        """Publish `message`; return where it stands. Options and errors as of `Producer.publish`, but for delays."""
+        own_ids = None if dedupe_id is None else [dedupe_id]
+        return self.publish_many([message], dedupe_ids=own_ids, replicas=replicas, timeout_ms=timeout_ms)[0]
+
+    def publish_many(
+        self,
+        messages: Iterable[object],
+        *,
+        dedupe_ids: Sequence[DedupeId] | None = None,
+        replicas: int = 0,
+        timeout_ms: int = 1_000,
+    ) -> list[Published]:
+        """Publish `messages`; return where each stands. Options and errors as of `Producer.publish_many`.
+
+        When it raises, some messages may be published, of each key the first ones.
+        """
+        terms = Terms(replicas=replicas, timeout_ms=timeout_ms)
+        identified = with_ids(messages, dedupe_ids)
+        found: dict[int, Published] = {}
+        with self._tracing.publishing(self._base, len(identified)):
+            items = list(self._items(identified, self._tracing.fields()))
+            layout = self._known()
+            step = self._most_entries * layout.count
+            for at in range(0, len(items), step):
+                layout = self._publish(layout, items[at : at + step], terms, found)
+        return [found[number] for number in range(len(identified))]
+
+    async def publish_async(
+        self, message: object, *, dedupe_id: DedupeId | None = None, replicas: int = 0, timeout_ms: int = 1_000
+    ) -> Published:
+        """As `publish`, for coroutines; see `Producer.publish_async`."""
+        return await self._in_thread(
+            lambda: self.publish(message, dedupe_id=dedupe_id, replicas=replicas, timeout_ms=timeout_ms)
+        )
+
+    async def publish_many_async(
+        self,
+        messages: Iterable[object],
+        *,
+        dedupe_ids: Sequence[DedupeId] | None = None,
+        replicas: int = 0,
+        timeout_ms: int = 1_000,
+    ) -> list[Published]:
+        """As `publish_many`, for coroutines; see `Producer.publish_async`."""
+        return await self._in_thread(
+            lambda: self.publish_many(messages, dedupe_ids=dedupe_ids, replicas=replicas, timeout_ms=timeout_ms)
+        )
+
+    # Inside
+
+    def _known(self) -> Layout:
+        with self._lock:
+            if self._layout is None:
+                made = (
+                    self._partitions.found if self._count is None else lambda: self._partitions.made(self._count or 1)
+                )
+                self._layout = self._patiently(made)
+            return self._layout
+
+    def _newer(self, known: Layout) -> Layout:
+        with self._lock:
+            if self._layout is None or self._layout.generation <= known.generation:
+                self._layout = self._patiently(lambda: self._partitions.newer(known))
+            return self._layout
+
+    def _patiently(self, look: Callable[[], T]) -> T:
+        return self._client.patiently(look, what=f"publishing to {self._base}", limit_ms=self._patience_ms)
+
+    def _items(self, identified: Iterable[Identified], trace: Sequence[bytes]) -> Iterator[_Item]:
+        for number, (message, own_id) in enumerate(identified):
+            pairs = [*encode_output(message), *trace]
+            own = own_id.encode() if isinstance(own_id, str) else own_id
+            by = self._key_of(message, pairs) or own or str(next(self._turns)).encode()
+            yield _Item(number, by, tuple(pairs[::2]), pairs[1::2], own)
+
+    def _key_of(self, message: object, pairs: Sequence[bytes]) -> bytes:
+        """The key as a handler finds it in the entry; b"" if there is none."""
+        if callable(self._key):
+            found = self._key(message)
+        else:
+            wanted = self._key.encode()
+            found = next((pairs[i + 1] for i in range(0, len(pairs), 2) if pairs[i] == wanted), None)
+        if isinstance(found, bool) or not isinstance(found, (str, bytes, int, type(None))):
+            raise OutputError(f"the key function returned a {type(found).__name__}; return text, bytes, int or None")
+        return found if isinstance(found, bytes) else b"" if found is None else str(found).encode()
+
+    def _publish(self, layout: Layout, items: Sequence[_Item], terms: Terms, found: dict[int, Published]) -> Layout:
+        """Publish `items` and note where they stand in `found`; return the layout by which the last of them went."""
+        rest = items
+        while rest:
+            try:
+                self._publish_by(layout, rest, terms, found)
+            except Sealed:
+                layout = self._newer(layout)
+            except NotReplicated as error:
+                error.ids = [*(one.id for one in found.values()), *error.ids]
+                raise
+            # All of them are spread anew: what comes later of a key must not go before what was refused.
+            rest = [one for one in rest if one.number not in found]
+        return layout
+
+    def _publish_by(self, layout: Layout, items: Sequence[_Item], terms: Terms, found: dict[int, Published]) -> None:
+        by_place: dict[int, list[_Item]] = defaultdict(list)
+        found |= self._published_before(layout, items)
+        for one in items:
+            if one.number not in found:
+                by_place[layout.place(one.by)].append(one)
+        for place, some in by_place.items():
+            stream = layout.stream(place)
+            for batch, numbers in self._batches(some):
+                ids = self._send(self._to(stream), batch, terms, layout.generation).decode().split()
+                found |= {number: Published(stream, one) for number, one in zip(numbers, ids, strict=True)}
+
+    def _batches(self, items: Sequence[_Item]) -> Iterator[tuple[Batch, list[int]]]:
+        batch, numbers = Batch(), list[int]()
+        for one in items:
+            if batch.entries >= min(self._most_entries, BATCH_ENTRIES) or batch.size + one.size > BATCH_SIZE:
+                if numbers:
+                    yield batch, numbers
+                batch, numbers = Batch(), []
+            batch.add(one.names, one.values)
+            if one.dedupe_id is not None:
+                batch.dedupe_ids.append(one.dedupe_id)
+            numbers.append(one.number)
+        if numbers:
+            yield batch, numbers
+
+    def _published_before(self, layout: Layout, items: Sequence[_Item]) -> Mapping[int, Published]:
+        """Those that were published, under their own ids, to partitions that their keys have left."""
+        places = [
+            (one, layout.stream(place))
+            for one in items
+            if one.dedupe_id is not None and layout.generation > 1
+            for place in layout.homes(one.by)[:-1]
+        ]
+        commands = [("GET", to_wire(StreamKeys(stream).once(one.dedupe_id or b""))) for one, stream in places]
+        replies = self._patiently(lambda: self._client.pipeline(commands)) if commands else []
+        return {
+            one.number: Published(stream, raise_if_error(reply).decode())
+            for (one, stream), reply in zip(places, replies, strict=True)
+            if reply is not None
+        }

@@ -1,0 +1,1 @@
+"""Publishing: one message or many, each once."""

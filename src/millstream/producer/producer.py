@@ -1,0 +1,238 @@
+"""A producer for programs: one message or many, each published once, although replies may be lost on the way.
+
+Every call returns when Redis has confirmed it, so nothing waits in the producer and there is nothing to lose in it.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
+from functools import partial
+from threading import Lock
+from typing import Self, TypeVar
+
+from millstream.errors import ConfigError, NotReplicated, RedisError, Sealed
+from millstream.handlers.decoding import encode_output
+from millstream.observability import metrics as m
+from millstream.observability.metrics import NOBODY, Metrics
+from millstream.observability.tracing import tracing
+from millstream.producer.session import BATCH_ENTRIES, BATCH_SIZE, Batch, Channel, Terms, new_token
+from millstream.redis_client.client import Client
+
+DedupeId = str | bytes
+Identified = tuple[object, DedupeId | None]
+T = TypeVar("T")
+
+
+class Publishing:
+    """What producers have in common: ways to streams, a thread for coroutines, and figures. Not for use by itself."""
+
+    def __init__(
+        self, redis: str | Client, max_length: int | None, dedupe_window_ms: int, patience_ms: float, metrics: Metrics
+    ) -> None:
+        if max_length is not None and max_length < 1:
+            raise ConfigError(f"max_length={max_length}: a stream must have room for 1 entry or more")
+        if dedupe_window_ms < 1:
+            raise ConfigError(f"dedupe_window_ms={dedupe_window_ms}: remember ids for 1 ms or more")
+        self._client = Client(redis) if isinstance(redis, str) else redis
+        self._owns_client = isinstance(redis, str)
+        self._channel = partial(
+            Channel,
+            self._client,
+            token=new_token(),
+            max_length=max_length,
+            window_ms=dedupe_window_ms,
+            patience_ms=patience_ms,
+        )
+        self._channels: dict[str, Channel] = {}
+        self._patience_ms = patience_ms
+        self._metrics = metrics
+        self._tracing = tracing()
+        # A batch beyond the limit would wait for ever.
+        self._most_entries = min(BATCH_ENTRIES, max_length or BATCH_ENTRIES)
+        self._lock = Lock()
+        # One thread, so that messages keep the order in which the event loop published them.
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="millstream-producer")
+
+    def close(self) -> None:
+        """Wait for what `publish_async` has under way, then close the connections that are the producer's own."""
+        self._thread.shutdown()
+        if self._owns_client:
+            self._client.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    async def _in_thread(self, call: Callable[[], T]) -> T:
+        # With the context of the caller: a trace that is under way there goes on here.
+        run = copy_context().run
+        return await asyncio.get_running_loop().run_in_executor(self._thread, lambda: run(call))
+
+    def _send(self, channel: Channel, batch: Batch, terms: Terms, generation: int | None = None) -> bytes:
+        began = time.perf_counter()
+        try:
+            reply = channel.send(batch, terms, generation=generation)
+        except Sealed:
+            raise  # it goes on elsewhere
+        except RedisError as error:
+            self._metrics.count(m.PUBLISH_ERRORS, error=type(error).__name__)
+            raise
+        self._metrics.count(m.PUBLISHED, batch.entries)
+        self._metrics.observe(m.PUBLISH_SECONDS, time.perf_counter() - began)
+        return reply
+
+    def _to(self, stream: str) -> Channel:
+        with self._lock:
+            if stream not in self._channels:
+                self._channels[stream] = self._channel(stream)
+            return self._channels[stream]
+
+
+class Producer(Publishing):
+    """Publishes messages to streams: in order, and each once, however often Redis has to be asked.
+
+    * `redis`: where Redis is, or a Client, which is shared then and stays open at the end
+    * `max_length`: most entries that a stream may hold; a publish beyond that waits until there is room. None = any
+      number. It counts all entries, so something must remove those that are processed
+    * `dedupe_window_ms`: how long a `dedupe_id` is remembered, in milliseconds
+    * `patience_ms`: how long a publish waits for a Redis that is away or out of memory, or for a full stream
+    * `metrics`: who is told how many, how long and what failed
+
+    Messages are a mapping, or an instance of a dataclass, msgspec.Struct or pydantic model (`encode_output`). Those
+    that one thread publishes to a stream stand there in this order. Several threads may share a producer; processes
+    must not: make one after a fork. Close it, or use it as a context manager. Raises ConfigError for values that make
+    no sense.
+    """
+
+    def __init__(
+        self,
+        redis: str | Client,
+        *,
+        max_length: int | None = None,
+        dedupe_window_ms: int = 3_600_000,
+        patience_ms: float = 30_000.0,
+        metrics: Metrics = NOBODY,
+    ) -> None:
+        super().__init__(redis, max_length, dedupe_window_ms, patience_ms, metrics)
+
+    def publish(
+        self,
+        stream: str,
+        message: object,
+        *,
+        dedupe_id: DedupeId | None = None,
+        delay_ms: float = 0.0,
+        replicas: int = 0,
+        timeout_ms: int = 1_000,
+    ) -> str:
+        """Publish `message` and return the id of its entry, or with a delay the id under which it can be cancelled.
+
+        * `dedupe_id`: your own id of the message, such as an order number. If it was published to the stream before,
+          by whatever process, nothing is published and the id that was returned then is returned again
+        * `delay_ms`: the entry is added so many milliseconds later (`millstream.delivery.delayed_messages`)
+        * `replicas`, `timeout_ms`: wait until so many replicas have the entry, at most so many milliseconds
+
+        Raises OutputError for a message that cannot be written, StreamFull and OutOfMemory when it was not published
+        for lack of room, NotReplicated when it was, but not confirmed, and other RedisErrors. After another
+        Unavailable it is not known: only with a `dedupe_id` is it then safe to publish it again.
+        """
+        terms = Terms(delay_ms=delay_ms, replicas=replicas, timeout_ms=timeout_ms)
+        batch = Batch()
+        with self._tracing.publishing(stream, 1):
+            _take(batch, message, dedupe_id, self._tracing.fields())
+            return self._send(self._to(stream), batch, terms).decode()
+
+    def publish_many(
+        self,
+        stream: str,
+        messages: Iterable[object],
+        *,
+        dedupe_ids: Sequence[DedupeId] | None = None,
+        delay_ms: float = 0.0,
+        replicas: int = 0,
+        timeout_ms: int = 1_000,
+    ) -> list[str]:
+        """Publish `messages` in order, in batches, and return what `publish` would return for each.
+
+        `dedupe_ids` are as many as the messages. A batch is published whole or not at all, after those before it.
+        Raises as `publish`; when it raises, the batches before are published, and those after are not.
+        """
+        terms = Terms(delay_ms=delay_ms, replicas=replicas, timeout_ms=timeout_ms)
+        channel = self._to(stream)
+        identified = with_ids(messages, dedupe_ids)
+        ids: list[str] = []
+        with self._tracing.publishing(stream, len(identified)):
+            for batch in self._batches(identified, self._tracing.fields()):
+                try:
+                    ids += self._send(channel, batch, terms).decode().split()
+                except NotReplicated as error:
+                    error.ids = [*ids, *error.ids]
+                    raise
+        return ids
+
+    async def publish_async(
+        self,
+        stream: str,
+        message: object,
+        *,
+        dedupe_id: DedupeId | None = None,
+        delay_ms: float = 0.0,
+        replicas: int = 0,
+        timeout_ms: int = 1_000,
+    ) -> str:
+        """As `publish`, for coroutines: it runs in a thread of the producer, in the order of the calls.
+
+        Cancelling it does not take back what is under way.
+        """
+        return await self._in_thread(
+            lambda: self.publish(
+                stream, message, dedupe_id=dedupe_id, delay_ms=delay_ms, replicas=replicas, timeout_ms=timeout_ms
+            )
+        )
+
+    async def publish_many_async(
+        self,
+        stream: str,
+        messages: Iterable[object],
+        *,
+        dedupe_ids: Sequence[DedupeId] | None = None,
+        delay_ms: float = 0.0,
+        replicas: int = 0,
+        timeout_ms: int = 1_000,
+    ) -> list[str]:
+        """As `publish_many`, for coroutines; see `publish_async`."""
+        return await self._in_thread(
+            lambda: self.publish_many(
+                stream, messages, dedupe_ids=dedupe_ids, delay_ms=delay_ms, replicas=replicas, timeout_ms=timeout_ms
+            )
+        )
+
+    def _batches(self, identified: Iterable[Identified], trace: Sequence[bytes]) -> Iterator[Batch]:
+        batch = Batch()
+        for message, own_id in identified:
+            _take(batch, message, own_id, trace)
+            if batch.entries >= self._most_entries or batch.size >= BATCH_SIZE:
+                yield batch
+                batch = Batch()
+        if batch.entries:
+            yield batch
+
+
+def with_ids(messages: Iterable[object], dedupe_ids: Sequence[DedupeId] | None) -> list[Identified]:
+    """Each message with its own id. Raises ConfigError if there are more or fewer of these."""
+    messages = list(messages)
+    own_ids = [None] * len(messages) if dedupe_ids is None else dedupe_ids
+    if len(messages) != len(own_ids):
+        raise ConfigError(f"{len(messages)} messages have {len(own_ids)} dedupe_ids: give each its own")
+    return list(zip(messages, own_ids, strict=True))
+
+
+def _take(batch: Batch, message: object, dedupe_id: DedupeId | None, trace: Sequence[bytes]) -> None:
+    pairs = [*encode_output(message), *trace]
+    batch.add(tuple(pairs[::2]), pairs[1::2])
+    if dedupe_id is not None:
+        batch.dedupe_ids.append(dedupe_id.encode() if isinstance(dedupe_id, str) else dedupe_id)

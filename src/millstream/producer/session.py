@@ -1,0 +1,214 @@
+"""The way of one producer into one stream: batches go in order, and each once, although replies may be lost.
+
+A batch is one atomic step at the server, which remembers the number of the producer's last batch and what it was
+answered. So a batch whose reply was lost is simply sent again (the idempotent producer of Apache Kafka, KIP-98).
+"""
+
+import secrets
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from math import ceil
+
+from millstream.errors import (
+    CommandFailed,
+    ConfigError,
+    NotReplicated,
+    OutOfMemory,
+    OutputError,
+    Sealed,
+    StreamFull,
+    Unavailable,
+)
+from millstream.redis_client.client import Arg, Client, Script
+from millstream.redis_client.key_names import StreamKeys, to_wire
+
+MAX_FIELDS = 3_900
+"""Most fields of an entry: more cannot be passed on inside a script (Lua's `unpack`)."""
+
+BATCH_ENTRIES = 500
+BATCH_SIZE = 1_000_000
+"""A batch is sent when it has so many entries, or bytes."""
+
+PUBLISH = Script("producer/publish")
+
+_MAX_DELAY_MS = 10 * 366 * 86_400_000
+
+
+def new_token() -> str:
+    """A name for a producer that no other one has."""
+    return secrets.token_hex(8)
+
+
+@dataclass(slots=True)
+class _Run:
+    """Entries with the same field names: the names cross the wire once."""
+
+    names: Sequence[str | bytes]
+    name_size: int
+    entries: int = 0
+    values: list[str | bytes] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Batch:
+    """Entries that are published in one step; `dedupe_ids` are the caller's own ids, of all of them or of none."""
+
+    runs: list[_Run] = field(default_factory=list)
+    dedupe_ids: list[bytes] = field(default_factory=list)
+    entries: int = 0
+    size: int = 0
+
+    def add(self, names: Sequence[str | bytes], values: Sequence[str | bytes]) -> None:
+        """Take one entry, with as many names as values. Raises OutputError if it has no fields or too many."""
+        if not 0 < len(names) <= MAX_FIELDS:
+            raise OutputError(f"an entry has 1 to {MAX_FIELDS:,} fields, this one {len(names):,}")
+        if not self.runs or self.runs[-1].names != names:
+            self.runs.append(_Run(names, sum(map(len, names))))
+        run = self.runs[-1]
+        run.entries += 1
+        run.values += values
+        self.entries += 1
+        self.size += run.name_size + sum(map(len, values))
+
+    def args(self) -> list[Arg]:
+        """Its part of the publish script's arguments."""
+        args: list[Arg] = []
+        for run in self.runs:
+            args += (len(run.names), run.entries, *run.names)
+            args += run.values
+        return args
+
+
+@dataclass(frozen=True, kw_only=True)
+class Terms:
+    """How a batch is published.
+
+    * `delay_ms`: after so many milliseconds of the server's clock; 0 = at once
+    * `replicas`, `timeout_ms`: so many replicas must confirm it within so many milliseconds; 0 = none
+
+    Raises ConfigError for values that make no sense.
+    """
+
+    delay_ms: float = 0.0
+    replicas: int = 0
+    timeout_ms: int = 1_000
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.delay_ms <= _MAX_DELAY_MS:
+            raise ConfigError(f"a delay of {self.delay_ms} ms: use 0 (at once) up to ten years")
+        if self.replicas < 0:
+            raise ConfigError(f"{self.replicas} replicas cannot confirm an entry: use 0 (do not ask) or more")
+
+
+AT_ONCE = Terms()
+
+
+class Channel:
+    """The way of the producer `token` into `stream`: batches are written in order, and none of them twice.
+
+    * `maxlen`: trims the stream to about so many entries; None = never
+    * `max_length`: most entries that the stream may hold, delayed ones included if the batch is delayed; None = any
+    * `window_ms`: how long callers' own ids are remembered, in milliseconds
+    * `patience_ms`: how long a batch waits for a Redis that is away or full, or for a full stream, before it raises
+
+    Several threads may share it. Raises ConfigError for a stream name that cannot be used.
+    """
+
+    def __init__(
+        self,
+        client: Client,
+        stream: str,
+        *,
+        token: str,
+        maxlen: int | None = None,
+        max_length: int | None = None,
+        window_ms: int = 0,
+        patience_ms: float,
+    ) -> None:
+        names = StreamKeys(stream)
+        self._client = client
+        self._stream = stream
+        self._names = names
+        self._keys = tuple(map(to_wire, (stream, names.producer(token), names.due, names.delayed)))
+        self._maxlen = maxlen
+        self._max_length = max_length
+        self._window_ms = window_ms
+        self._patience_ms = patience_ms
+        self._sequence = 0
+        self._turn = threading.Lock()
+
+    def send(self, batch: Batch, terms: Terms = AT_ONCE, *, generation: int | None = None) -> bytes:
+        """Publish `batch` and return the ids of its entries, or of its delayed messages, separated by spaces.
+
+        `generation`: of partitions, the newest that the producer knows. Raises ConfigError for a partition without it,
+        Sealed if there is a newer one, and other RedisErrors; after Unavailable, other than OutOfMemory and StreamFull,
+        it may have been published.
+        """
+        keys = (*self._keys, *(to_wire(self._names.once(own)) for own in batch.dedupe_ids))
+        options: list[Arg] = [
+            self._maxlen or "", self._max_length or "", ceil(terms.delay_ms) or "", self._window_ms, generation or "",
+        ]  # fmt: skip
+        with self._turn:
+            self._sequence += 1
+            args: list[Arg] = [self._sequence, *options, *batch.args()]
+            try:
+                reply, confirmed = self._client.patiently(
+                    _Attempts(lambda: self._attempt(keys, args, terms)),
+                    what=f"publishing to {self._stream}",
+                    limit_ms=self._patience_ms,
+                )
+            except UnicodeEncodeError as error:
+                raise OutputError(f"{error.object[:40]!r} is not valid Unicode: publish it as bytes") from error
+        if confirmed < terms.replicas:
+            raise NotReplicated(
+                f"{batch.entries:,} entries are published to {self._stream} but only {confirmed} of {terms.replicas} "
+                f"replicas confirmed that within {terms.timeout_ms} ms: a failover now may lose them",
+                reply.decode().split(),
+            )
+        return reply
+
+    def _attempt(self, keys: Sequence[Arg], args: Sequence[Arg], terms: Terms) -> tuple[bytes, int]:
+        try:
+            if not terms.replicas:
+                return self._client.script(PUBLISH, keys, args), 0
+            return self._client.replicated_script(
+                PUBLISH, keys, args, replicas=terms.replicas, timeout_ms=terms.timeout_ms
+            )
+        except CommandFailed as error:
+            _, full, held = str(error).partition("script: FULL ")
+            if "script: SEALED " in str(error):
+                raise Sealed(f"{self._stream} is sealed: there are more partitions now") from error
+            if "script: PARTITIONED " in str(error):
+                raise ConfigError(
+                    f"{self._stream} is a partition: publish with a PartitionedProducer, which knows where each key goes"
+                ) from error
+            if full:
+                raise StreamFull(
+                    f"{self._stream} holds {held} entries and may hold {self._max_length}: publish again when some "
+                    "are processed and removed"
+                ) from error
+            raise
+
+
+class _Attempts:
+    """An attempt to publish, made again and again, that does not say "nothing was written" once that is in doubt."""
+
+    def __init__(self, attempt: Callable[[], tuple[bytes, int]]) -> None:
+        self._attempt = attempt
+        self._in_doubt = False
+
+    def __call__(self) -> tuple[bytes, int]:
+        try:
+            return self._attempt()
+        except OutOfMemory as error:
+            if self._in_doubt:
+                raise Unavailable(
+                    f"{error}; the reply to an earlier attempt was lost, so it may be published"
+                ) from error
+            raise
+        except StreamFull:
+            raise  # the script has looked for an earlier attempt first
+        except Unavailable:
+            self._in_doubt = True
+            raise

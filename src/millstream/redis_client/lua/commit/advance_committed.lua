@@ -1,0 +1,31 @@
+#!lua
+-- End a batch: everything up to an id is committed. Move the frontier there and drop the marks, if none lies beyond it.
+--
+-- KEYS  1 meta (hash)   2 marks (hash)   3 strikes (hash)   4 open entries (hash)
+-- ARGV  1 token: the run's epoch   2 id of the last entry of the batch
+-- REPLY 1 if the frontier moved, 0 if it was there already
+-- ERROR STALE when the token is older than the epoch
+--
+-- INVARIANT  The frontier never goes back, and marks are dropped only by a call that moves it past all of them: a batch
+--   that died half-done may have left marks beyond the end of a smaller batch that is planned in its place. What was set aside
+--   counts as committed here; how often it failed is kept.
+
+-- include ids
+-- include key_queues
+
+local found = redis.call('HMGET', KEYS[1], 'epoch', 'frontier', 'top', 'floor')
+local refusal = stale(ARGV[1], found[1])
+if refusal then return refusal end
+if found[2] and not less(found[2], ARGV[2]) then
+  return 0
+end
+redis.call('HSET', KEYS[1], 'frontier', ARGV[2])
+if not (found[3] and less(ARGV[2], found[3])) then
+  redis.call('UNLINK', KEYS[2])
+  if not some_lines() then redis.call('UNLINK', KEYS[3]) end
+end
+if found[4] and not less(ARGV[2], found[4]) then
+  redis.call('HDEL', KEYS[1], 'floor')
+  redis.call('UNLINK', KEYS[4])
+end
+return 1

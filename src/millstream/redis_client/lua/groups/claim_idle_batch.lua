@@ -1,0 +1,20 @@
+#!lua
+-- Take over what others in a consumer group have held for too long: one page of their pending entries.
+--
+-- KEYS  1 stream   2 record (hash: epoch, token, batch, step, gone)
+-- ARGV  1 epoch of the run   2 group   3 consumer that gets them   4 how long they were held, in milliseconds
+--       5 cursor, 0-0 = from the beginning   6 most entries
+-- REPLY the next cursor, 0-0 at the end; how many were taken over; how many were found gone since that was last told
+-- ERROR STALE when a newer run is in charge; NOGROUP when the group is gone
+--
+-- INVARIANT  Redis takes entries that are no longer in the stream off the list when they are found: they are counted in
+--   the same step, so that a lost reply does not hide them.
+
+-- include ids
+-- include run_fence
+
+local refusal = refuse_older(ARGV[1])
+if refusal then return refusal end
+
+local found = redis.call('XAUTOCLAIM', KEYS[1], ARGV[2], ARGV[3], ARGV[4], ARGV[5], 'COUNT', ARGV[6], 'JUSTID')
+return {found[1], #found[2], redis.call('HINCRBY', KEYS[2], 'gone', #found[3])}

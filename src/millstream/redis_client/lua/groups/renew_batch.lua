@@ -1,0 +1,26 @@
+#!lua
+-- Keep a page of what a consumer holds, so that nobody takes it over; or hand it to another consumer.
+--
+-- KEYS  1 stream   2 record (hash: epoch, token, batch, step, gone)
+-- ARGV  1 epoch of the run   2 group   3 consumer   4 who is to hold it, often the same   5 first id of the page, or -
+-- REPLY last id of the page, '' = there was none
+-- ERROR STALE when a newer run is in charge; NOGROUP when the group is gone
+--
+-- INVARIANT  What the consumer does not hold is left alone: somebody else has taken it over.
+
+-- include ids
+-- include run_fence
+
+local PAGE = 500
+
+local refusal = refuse_older(ARGV[1])
+if refusal then return refusal end
+
+local page = redis.call('XPENDING', KEYS[1], ARGV[2], ARGV[5], '+', PAGE, ARGV[3])
+if #page == 0 then return '' end
+local ids = {}
+for i, item in ipairs(page) do ids[i] = item[1] end
+ids[#ids + 1] = 'JUSTID'
+local claimed = redis.call('XCLAIM', KEYS[1], ARGV[2], ARGV[4], 0, unpack(ids))
+if ARGV[3] ~= ARGV[4] then redis.call('HINCRBY', KEYS[2], 'gone', #page - #claimed) end
+return page[#page][1]

@@ -1,0 +1,205 @@
+#!lua
+-- Lease lines that are ready to a worker, with the first entries of each; lines whose lease or back-off is over are ready.
+--
+-- KEYS  as of commit.lua
+-- ARGV  1 token: the workers' epoch   2 consumer group   3 consumer   4 its incarnation   5 lease in milliseconds
+--       6 most lines   7 most entries of all   8 most entries of one line   9 '1' if states are wanted
+--       10 most bytes of all entries   11 about how many an entry has   12 '1' if one is wanted however large it is
+--       13 most lines that the consumer may have in all: of a master, in the name of a consumer
+-- REPLY milliseconds until a line may become ready by itself (-1 = none waits), ids that are gone from the stream,
+--       number of leases that had run out, size of the entry that had no room any more (0 = all had), then for each line:
+--       name, lease token, state, how often a lease on its first entry ran out, attempts on it that failed, entries
+-- ERROR STALE when a newer run has taken over; NOGROUP when the group is gone
+--
+-- INVARIANTS  A line is leased to one worker at a time, by the server's clock, and no two leases have the same token: its
+--   number grows, even if a failover has lost the last ones, and `commit` asks for it. Lines take turns. An
+--   entry whose lease ran out before may have killed its worker, so it is given out by itself, and counted.
+
+-- include ids
+-- include key_queues
+-- include entry_sizes
+
+local group, consumer, incarnation = ARGV[2], ARGV[3], ARGV[4]
+local lease_ms, most_lines, most_entries, longest = tonumber(ARGV[5]), tonumber(ARGV[6]), tonumber(ARGV[7]), tonumber(ARGV[8])
+local most_bytes, about, is_one_wanted = tonumber(ARGV[10]), tonumber(ARGV[11]), ARGV[12] == '1'
+local AT_ONCE, FURTHEST_MS, STEP_MS = 200, 600000, 1000
+
+local meta = redis.call('HMGET', KEYS[1], 'epoch', 'fence', 'clock')
+local refusal = stale(ARGV[1], meta[1])
+if refusal then return refusal end
+local probe = redis.pcall('XPENDING', KEYS[7], group, '-', '+', 1)
+if probe.err then return probe end
+
+local now = redis.call('TIME')
+local fence = now[1] * 1000000 + now[2]
+local ms = math.floor(fence / 1000)
+if meta[2] and tonumber(meta[2]) >= fence then fence = tonumber(meta[2]) + 1 end
+
+-- So far ahead no lease ends: the clock went back, with a failover, say. Where it is known by how much, back-offs end earlier
+-- by that.
+local back_ms = meta[3] and tonumber(meta[3]) - ms or 0
+local furthest_ms = back_ms > STEP_MS and lease_ms or math.max(10 * lease_ms, FURTHEST_MS)
+local ahead = redis.call('ZRANGEBYSCORE', LEASES, '(' .. ms + furthest_ms, '+inf')
+for _, name in ipairs(ahead) do redis.call('ZADD', LEASES, ms + lease_ms, name) end
+if back_ms > STEP_MS then
+  local waiting = redis.call('ZRANGE', BACKOFF, 0, -1, 'WITHSCORES')
+  for i = 1, #waiting, 2 do redis.call('ZADD', BACKOFF, math.max(ms, waiting[i + 1] - back_ms), waiting[i]) end
+  redis.call('HSET', KEYS[1], 'clock', string.format('%.0f', ms))
+end
+
+-- They come out in the order in which they were due, so the first is put first last. Those that masters took for
+-- consumers are left to master/renew_leases.lua, which asks what was acknowledged and who lives: no master was there, or Redis was away.
+local reaped = ARGV[13] and {} or redis.call('ZRANGEBYSCORE', LEASES, '-inf', ms, 'LIMIT', 0, AT_ONCE)
+for i = #reaped, 1, -1 do
+  local name = reaped[i]
+  local head = redis.call('LINDEX', line_of(name), 0)
+  if head then redis.call('HINCRBY', KEYS[4], head .. 'l', 1) end
+  end_lease(group, name, longest)
+  line_up(name, true)
+end
+local due = redis.call('ZRANGEBYSCORE', BACKOFF, '-inf', ms, 'LIMIT', 0, AT_ONCE)
+for _, name in ipairs(due) do
+  redis.call('ZREM', BACKOFF, name)
+  line_up(name) -- behind the others: keys that fail all the time would take every turn
+end
+
+if ARGV[13] then
+  local held = 0
+  for _, owner in ipairs(redis.call('HVALS', OWNERS)) do
+    if string.match(owner, '^%d+ %S+ (.*)$') == consumer then held = held + 1 end
+  end
+  most_lines = math.min(most_lines, tonumber(ARGV[13]) - held)
+end
+
+local gone = {}
+local MOST_GONE = 1000
+-- What is missing among the claimed is not in the stream any more: nobody can process it.
+local function drop_missing(name, ids, entries)
+  local there = {}
+  for _, entry in ipairs(entries) do there[entry[1]] = true end
+  for _, id in ipairs(ids) do
+    if not there[id] then
+      redis.call('LREM', line_of(name), 1, id)
+      forget_strikes(id)
+      gone[#gone + 1] = id
+    end
+  end
+end
+
+local any_struck = redis.call('EXISTS', KEYS[4]) == 1
+local NO_STRIKES, strikes = {}, {}
+local function strikes_on(id)
+  if not any_struck then return NO_STRIKES end
+  strikes[id] = strikes[id] or redis.call('HMGET', KEYS[4], id, id .. 'f', id .. 'l')
+  return strikes[id]
+end
+
+-- Of a line's first entries, those that are given out together: one that failed, or whose lease ran out, comes first, alone.
+local function run_of(name, most)
+  local ids = redis.call('LRANGE', line_of(name), '0', most - 1)
+  for i = 1, any_struck and #ids or 0 do
+    local struck = strikes_on(ids[i])
+    if struck[1] or struck[2] or struck[3] then return {unpack(ids, 1, math.max(1, i - 1))} end
+  end
+  return ids
+end
+
+-- The entries of a line's run; none if it has none any more, nil if the rest of it is for the next call, as somebody has
+-- trimmed what waits.
+local function claim(name, most)
+  while true do
+    local ids = run_of(name, most)
+    if #ids == 0 then return ids end
+    local ask = {KEYS[7], group, consumer, '0', unpack(ids)}
+    ask[#ask + 1] = 'FORCE'
+    local entries = redis.call('XCLAIM', unpack(ask))
+    if #entries < #ids then drop_missing(name, ids, entries) end
+    if #entries > 0 then return entries end
+    if #gone >= MOST_GONE then return nil end
+  end
+end
+
+local taken, count, used, bytes, unfit = {}, 0, 0, 0, 0
+
+-- Of a line's entries, those for which there is room; the others stay with nobody. One is had however large it is, if it
+-- is wanted: else it would never be.
+local function fitting(entries)
+  for i, entry in ipairs(entries) do
+    local size = size_of(entry)
+    if bytes + size > most_bytes and not (is_one_wanted and count == 0 and i == 1) then
+      unfit = size
+      local rest = {}
+      for j = i, #entries do rest[#rest + 1] = entries[j][1] end
+      hold_by(group, WAITING, rest)
+      return {unpack(entries, 1, i - 1)}
+    end
+    bytes = bytes + size
+  end
+  return entries
+end
+
+local function take_line(name)
+  -- No more than have room, as far as is known: Redis has what is claimed in memory once more.
+  local affordable = math.max(1, math.floor((most_bytes - bytes) / about))
+  local entries = claim(name, math.min(longest, most_entries - count, affordable))
+  if not entries then return end
+  entries = fitting(entries)
+  if #entries == 0 and unfit > 0 then return end
+  used = used + 1
+  if #entries == 0 then return end
+  local struck = strikes_on(entries[1][1])
+  taken[#taken + 1] = {
+    name, string.format('%.0f %s %s', fence, incarnation, consumer), '',
+    tonumber(struck[3] or 0), tonumber(struck[2] or 0), entries,
+  }
+  fence = fence + 1
+  count = count + #entries
+end
+
+-- Write down who has the lines, and until when, with one command for many; and find their states.
+local function lease(from, to)
+  local owners, deadlines, fields, deadline = {}, {}, {}, string.format('%.0f', ms + lease_ms)
+  for i = from, to do
+    local name, token = taken[i][1], taken[i][2]
+    owners[#owners + 1], owners[#owners + 2] = name, token
+    deadlines[#deadlines + 1], deadlines[#deadlines + 2] = deadline, name
+    fields[#fields + 1] = string.sub(name, 2)
+  end
+  redis.call('HSET', OWNERS, unpack(owners))
+  redis.call('ZADD', LEASES, unpack(deadlines))
+  local states = ARGV[9] == '1' and redis.call('HMGET', KEYS[3], unpack(fields)) or {}
+  for i, state in ipairs(states) do
+    local one = taken[from + i - 1]
+    if state and string.sub(one[1], 1, 1) == 'k' then one[3] = state end
+  end
+end
+
+-- Lines are taken off the list at the end, together: if anything fails before, they are still ready.
+while #taken < most_lines and count < most_entries and #gone < MOST_GONE and unfit == 0 do
+  local least = math.min(most_lines - #taken, math.ceil((most_entries - count) / longest))
+  local names = redis.call('LRANGE', READY, used, used + least - 1)
+  if #names == 0 then break end
+  for _, name in ipairs(names) do
+    if #gone < MOST_GONE and unfit == 0 then take_line(name) end
+  end
+end
+for i = 1, #taken, PASSED_AT_ONCE do lease(i, math.min(i + PASSED_AT_ONCE - 1, #taken)) end
+if used > 0 then redis.call('LTRIM', READY, used, -1) end
+if #taken > 0 then
+  redis.call('HSET', KEYS[1], 'fence', string.format('%.0f', fence), 'clock', string.format('%.0f', ms))
+end
+if redis.call('LLEN', READY) == 0 then
+  redis.call('UNLINK', WAKE) -- nobody need look
+elseif #taken >= most_lines or count >= most_entries or unfit > 0 then
+  wake(1)
+end
+
+local wait_ms = -1
+for _, times in ipairs({LEASES, BACKOFF}) do
+  local first = redis.call('ZRANGE', times, 0, 0, 'WITHSCORES')
+  if first[2] then
+    local left = math.max(0, tonumber(first[2]) - ms + 1)
+    if wait_ms < 0 or left < wait_ms then wait_ms = left end
+  end
+end
+return {wait_ms, gone, #reaped, unfit, unpack(taken)}

@@ -1,0 +1,66 @@
+#!lua
+-- Have a line wait for a person, go on, or pass over its first entry.
+--
+-- KEYS  as of commit.lua
+-- ARGV  1 consumer group   2 name of the line   3 'park', 'unpark' or 'skip'
+--       4 the reason, for 'park'; the id of the first entry, for 'skip'   5.. items of its dead letter, for 'skip'
+-- REPLY 1 if it was done, 0 if there was nothing to do: it is parked already, or not; or the entry is not the first
+-- ERROR NOTKEYED when neither workers nor a run on Spark of a handler with a key are in charge; NOGROUP when the group is gone; MOVING when a line
+--       that moves to its new partition is to go on, and only the move keeps it
+--
+-- INVARIANT  An entry that is passed over becomes a dead letter in the same step. Who works on it is refused what it commits
+--   late, as its lease ends. A line that is parked while somebody works on it is kept from its next turn; on Spark, where
+--   nobody has a lease, at once.
+
+-- include ids
+-- include refusal
+-- include key_queues
+-- include migration_state
+
+local group, name, what = ARGV[1], ARGV[2], ARGV[3]
+local found = redis.call('HMGET', KEYS[1], 'engine', 'keyed')
+if found[1] ~= 'keyed' and (found[1] or not found[2]) then
+  return redis.error_reply('NOTKEYED no handler with a key is in charge of ' .. KEYS[7])
+end
+local leased = redis.call('HEXISTS', OWNERS, name) == 1
+
+local moves = moving_text(name)
+if moves and what == 'park' and redis.call('HGET', PARKED, name) == moves then
+  redis.call('HSET', PARKED, name, now_ms() .. ' ' .. ARGV[4])
+  return 1
+end
+if moves and what == 'unpark' then
+  if redis.call('HGET', PARKED, name) == moves then return redis.error_reply('MOVING ' .. moves) end
+  redis.call('HSET', PARKED, name, moves)
+  return 1
+end
+
+if what == 'park' then
+  if redis.call('HSETNX', PARKED, name, now_ms() .. ' ' .. ARGV[4]) == 0 then return 0 end
+  redis.call('LREM', READY, 0, name)
+  redis.call('ZREM', BACKOFF, name)
+  return 1
+end
+
+if what == 'unpark' then
+  if redis.call('HDEL', PARKED, name) == 0 then return 0 end
+  local head = redis.call('LINDEX', line_of(name), 0)
+  if head then forget_strikes(head) end -- a person vouches for it: it begins anew
+  if not leased and line_up(name, true) then wake(1) end
+  return 1
+end
+
+local probe = redis.pcall('XPENDING', KEYS[7], group, '-', '+', 1)
+if probe.err then return named(probe, 'XPENDING', KEYS[7]) end
+if redis.call('LINDEX', line_of(name), 0) ~= ARGV[4] then return 0 end
+redis.call('XADD', KEYS[5], '*', unpack(ARGV, 5)) -- first, as it may be refused
+redis.call('XACK', KEYS[7], group, ARGV[4])
+redis.call('LPOP', line_of(name))
+forget_strikes(ARGV[4])
+redis.call('HINCRBY', KEYS[1], 'committed', 1)
+redis.call('HINCRBY', KEYS[1], 'dead', 1)
+local was_ready = redis.call('LREM', READY, 0, name)
+redis.call('ZREM', BACKOFF, name)
+if leased then end_lease(group, name, 1000) end
+if line_up(name, true) and was_ready == 0 then wake(1) end
+return 1

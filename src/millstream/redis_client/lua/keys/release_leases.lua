@@ -1,0 +1,52 @@
+#!lua flags=allow-oom
+-- End leases on lines: let the next in line go on, at once, later or when a person says so.
+--
+-- KEYS  as of commit.lua
+-- ARGV  1 token: the workers' epoch   2 consumer group, then for each line:
+--         name, lease token, number of its entries that the worker was given and has not committed
+--         'next' (its turn is over), 'first' (it was not begun: it comes before others), 'later' or 'park'
+--         milliseconds from now, for 'later'; the reason, for 'park'; else ''
+--         number of failed attempts on its first entry, '' if it was not attempted
+-- REPLY names of the lines that the token did not hold any more: nothing was changed about them
+-- ERROR STALE when a newer run has taken over
+--
+-- INVARIANT  A failed attempt keeps its place: the entry stays the first of its line, and its attempts are counted.
+
+-- include ids
+-- include refusal
+-- include key_queues
+
+local group = ARGV[2]
+local refusal = stale(ARGV[1], redis.call('HGET', KEYS[1], 'epoch'))
+if refusal then return refusal end
+local probe = redis.pcall('XPENDING', KEYS[7], group, '-', '+', 1)
+if probe.err then return named(probe, 'XPENDING', KEYS[7]) end
+
+local refused, ready = {}, 0
+local now = now_ms()
+for i = 3, #ARGV, 6 do
+  local name, token, claimed, how, detail, failed = unpack(ARGV, i, i + 5)
+  if holds(name, token) then
+    end_lease(group, name, tonumber(claimed))
+    local head = redis.call('LINDEX', line_of(name), 0)
+    if head then
+      if failed ~= '' then
+        redis.call('HSET', KEYS[4], head .. 'f', failed)
+      end
+      -- It was not cut short, whatever became of it; if it was not begun, the mark is of another, and tells what that died of.
+      if how ~= 'first' then redis.call('HDEL', KEYS[4], head .. 'a') end
+      if how == 'park' then
+        redis.call('HSET', PARKED, name, now .. ' ' .. detail)
+      elseif how == 'later' and redis.call('HEXISTS', PARKED, name) == 0 then
+        redis.call('ZADD', BACKOFF, now + tonumber(detail), name)
+        ready = ready + 1 -- in a moment: a worker that waits learns when
+      elseif line_up(name, how == 'first') then
+        ready = ready + 1
+      end
+    end
+  else
+    refused[#refused + 1] = name
+  end
+end
+wake(ready)
+return refused

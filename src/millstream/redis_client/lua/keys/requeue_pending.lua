@@ -1,0 +1,55 @@
+#!lua
+-- Bring entries that are pending, but wait in no line, into the lines of their keys.
+--
+-- KEYS  as of commit.lua
+-- ARGV  1 token: the workers' epoch   2 consumer group   3.. id and line of each entry
+-- REPLY ids of those that were brought in
+-- ERROR STALE when a newer run has taken over; NOGROUP when the group is gone
+--
+-- INVARIANTS  What lies beyond the frontier is left to `route`, or it would be in its line twice. An entry comes before
+--   whatever is newer in its line, but for the first if somebody works on that already.
+
+-- include ids
+-- include refusal
+-- include key_queues
+
+local PAGE = 200
+
+local group = ARGV[2]
+local meta = redis.call('HMGET', KEYS[1], 'epoch', 'frontier')
+local refusal = stale(ARGV[1], meta[1])
+if refusal then return refusal end
+
+-- The first id in a line, from an index on, that is newer than `id`.
+local function newer_than(id, line, at)
+  while true do
+    local page = redis.call('LRANGE', line, at, at + PAGE - 1)
+    for _, other in ipairs(page) do
+      if less(id, other) then return other end
+    end
+    if #page < PAGE then return nil end
+    at = at + PAGE
+  end
+end
+
+local adopted, ready = {}, 0
+for i = 3, #ARGV, 2 do
+  local id, name = ARGV[i], ARGV[i + 1]
+  local line = line_of(name)
+  local found = redis.pcall('XPENDING', KEYS[7], group, id, id, 1)
+  if found.err then return named(found, 'XPENDING', KEYS[7]) end
+  local to_come = meta[2] and less(meta[2], id)
+  if #found > 0 and not to_come and not redis.call('LPOS', line, id) then
+    local leased = redis.call('HEXISTS', OWNERS, name) == 1
+    local place = newer_than(id, line, leased and 1 or 0)
+    if place then
+      redis.call('LINSERT', line, 'BEFORE', place, id)
+    elseif redis.call('RPUSH', line, id) == 1 and not leased and line_up(name) then
+      ready = ready + 1
+    end
+    hold_by(group, WAITING, {id})
+    adopted[#adopted + 1] = id
+  end
+end
+wake(ready)
+return adopted

@@ -1,0 +1,33 @@
+#!lua
+-- Say which lines Spark can run: none of their entries is parked, or waits for its next attempt.
+--
+-- KEYS  as of commit.lua
+-- ARGV  1 token: the run's epoch   2 consumer group of the workers   3 most lines
+-- REPLY 1 if there are lines at all, else 0; number of entries in lines; how many lines wait for their key to leave an earlier
+--       partition; milliseconds until one can be run that cannot yet (-1
+--       = there is none); their names
+-- ERROR STALE when a newer run has taken over
+--
+-- INVARIANT  A line stays ready until all of it is committed, or it waits again: a run that dies loses none. What is in
+--   lines is pending, also where a person has destroyed the group.
+
+-- include ids
+-- include key_queues
+-- include group_state
+-- include migration_state
+
+local meta = redis.call('HMGET', KEYS[1], 'epoch', 'frontier')
+local refusal = stale(ARGV[1], meta[1])
+if refusal then return refusal end
+
+local now, most = now_ms(), tonumber(ARGV[3])
+local due = redis.call('ZRANGEBYSCORE', BACKOFF, '-inf', now, 'LIMIT', 0, most)
+for _, name in ipairs(due) do
+  line_up(name) -- behind the others: keys that fail all the time would take every turn
+  redis.call('ZREM', BACKOFF, name)
+end
+local first = redis.call('ZRANGE', BACKOFF, 0, 0, 'WITHSCORES')[2]
+local wait_ms = first and math.max(0, tonumber(first) - now + 1) or -1
+local some, entries = some_lines(), 0
+if some and redis.call('EXISTS', KEYS[7]) == 1 then entries = keep_lines_pending(ARGV[2], meta[2]) end
+return {some and 1 or 0, entries, redis.call('HLEN', MOVING), wait_ms, unpack(redis.call('LRANGE', READY, 0, most - 1))}

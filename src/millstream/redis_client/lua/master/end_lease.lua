@@ -1,0 +1,56 @@
+#!lua flags=allow-oom
+-- Take in a message that a consumer says it has done, and has no lease on: see what became of it.
+--
+-- KEYS  as of commit.lua
+-- ARGV  1 token: the workers' epoch   2 consumer group   3 consumer   4 id   5 name of its line, '' if it is not known
+-- REPLY what, and who or '':
+--         held      it is pending: with that consumer, or with nobody
+--         settled   it was acknowledged with XACK without a lease, and has left its line with this
+--         taken     the consumer had taken it from the group by itself, into no line: it is acknowledged with this
+--         done      it was done before, by that consumer
+--         ended     the stream has it, and it does not wait: it was done long ago, or became a dead letter
+--         new       the stream has it, and it was given to nobody yet
+--         unknown   it is not in the stream
+-- ERROR STALE when a newer run has taken over; NOGROUP when the group is gone
+--
+-- INVARIANT  Who works on an entry that was acknowledged loses its lease: what it does is done already.
+
+-- include ids
+-- include key_queues
+-- include completed
+
+local group, consumer, id, name = ARGV[2], ARGV[3], ARGV[4], ARGV[5]
+local meta = redis.call('HMGET', KEYS[1], 'epoch', 'frontier')
+local refusal = stale(ARGV[1], meta[1])
+if refusal then return refusal end
+local found = redis.pcall('XPENDING', KEYS[7], group, id, id, 1)
+if found.err then return found end
+local holder = found[1] and found[1][2]
+if holder and (holder ~= consumer or name == '' or redis.call('LPOS', line_of(name), id)) then
+  return {'held', holder ~= WAITING and holder or ''}
+elseif holder then
+  redis.call('XACK', KEYS[7], group, id)
+  note_done(id, consumer)
+  return {'taken', consumer}
+end
+
+local first = redis.call('LINDEX', line_of(name), 0) == id
+if redis.call('LREM', line_of(name), 1, id) == 1 then
+  forget_strikes(id)
+  redis.call('HINCRBY', KEYS[1], 'committed', 1)
+  note_done(id, consumer)
+  local leased = redis.call('HEXISTS', OWNERS, name) == 1
+  if leased and first then
+    end_lease(group, name, 0)
+    if line_up(name) then wake(1) end
+  elseif redis.call('EXISTS', line_of(name)) == 0 then
+    redis.call('LREM', READY, 0, name)
+    redis.call('ZREM', BACKOFF, name)
+  end
+  return {'settled', consumer}
+end
+
+local by = done_by(id)
+if by then return {'done', by} end
+if #redis.call('XRANGE', KEYS[7], id, id) == 0 then return {'unknown', ''} end
+return {meta[2] and not less(meta[2], id) and 'ended' or 'new', ''}

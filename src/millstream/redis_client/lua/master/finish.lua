@@ -1,0 +1,35 @@
+#!lua flags=allow-oom
+-- Take in messages that consumers have done: acknowledge each, and end its consumer's lease, so that the next can go on.
+--
+-- KEYS  as of commit.lua
+-- ARGV  1 token: the workers' epoch   2 consumer group, then for each message: consumer, id, name of its line
+-- REPLY number of lines that are ready, then for each message 1 if it was done by this, 0 if the consumer has no lease on it
+-- ERROR STALE when a newer run has taken over; NOGROUP when the group is gone
+--
+-- INVARIANT  A consumer ends only what it holds: of two that had a message in turn, the one that has it now.
+
+-- include ids
+-- include key_queues
+-- include completed
+
+local group = ARGV[2]
+local refusal = stale(ARGV[1], redis.call('HGET', KEYS[1], 'epoch'))
+if refusal then return refusal end
+local probe = redis.pcall('XPENDING', KEYS[7], group, '-', '+', 1)
+if probe.err then return probe end
+
+local reply, ready = {0}, 0
+for i = 3, #ARGV, 3 do
+  local consumer, id, name = ARGV[i], ARGV[i + 1], ARGV[i + 2]
+  local holder = string.match(redis.call('HGET', OWNERS, name) or '', '^%d+ %S+ (.*)$')
+  if holder == consumer and redis.call('LINDEX', line_of(name), 0) == id then
+    redis.call('XACK', KEYS[7], group, id)
+    if complete(group, name, id, consumer) then ready = ready + 1 end
+    reply[#reply + 1] = 1
+  else
+    reply[#reply + 1] = 0
+  end
+end
+wake(ready)
+reply[1] = redis.call('LLEN', READY)
+return reply

@@ -1,0 +1,31 @@
+#!lua
+-- End the wait of lines whose keys have left their earlier partition, and put down the state that they bring.
+--
+-- KEYS  as of commit.lua, of the new partition
+-- ARGV  1 the fence of the earlier partition   2.. of each line: name, what `moving` said of it before the earlier
+--       partition was asked, the state ('' = none)
+-- REPLY number of lines that wait no more
+--
+-- INVARIANT  A state is put down once, before anything of its key runs here: `moving` said the same before the state was
+--   read as it does now, and it says nothing twice. Until `moved` is cleared, which comes after the state is gone from the
+--   earlier partition, no state is taken from there again. Lease tokens go on growing.
+
+-- include key_queues
+-- include migration_state
+
+local ended, ready = 0, 0
+for i = 2, #ARGV, 3 do
+  local name, seen, state = ARGV[i], ARGV[i + 1], ARGV[i + 2]
+  if redis.call('HGET', MOVING, name) == seen then
+    local key = string.sub(name, 2)
+    if state ~= '' and redis.call('HSETNX', MOVED, key, 1) == 1 then redis.call('HSET', KEYS[3], key, state) end
+    if redis.call('HGET', PARKED, name) == moving_text(name) then redis.call('HDEL', PARKED, name) end
+    redis.call('HDEL', MOVING, name)
+    ended = ended + 1
+    if redis.call('HEXISTS', OWNERS, name) == 0 and line_up(name) then ready = ready + 1 end
+  end
+end
+local fence = tonumber(redis.call('HGET', KEYS[1], 'fence') or 0)
+if tonumber(ARGV[1]) > fence then redis.call('HSET', KEYS[1], 'fence', ARGV[1]) end
+wake(ready)
+return ended

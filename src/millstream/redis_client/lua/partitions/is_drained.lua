@@ -1,0 +1,26 @@
+#!lua
+-- Say whether all that a partition had when it was sealed is done, but for states that are still here.
+--
+-- KEYS  as of commit.lua
+-- ARGV  1 the seal   2 consumer group
+-- REPLY 1 if so, 0 if not
+--
+-- INVARIANT  Once it is so, it stays so.
+
+-- include ids
+-- include key_queues
+-- include closed_state
+
+local seal = ARGV[1]
+if not routed_to(seal) then return 0 end
+-- The usual case, for little; what is pending is not always what is in lines.
+local pending = redis.pcall('XPENDING', KEYS[7], ARGV[2], '-', seal, 1)
+if pending.err or #pending > 0 then return 0 end
+for _, name in ipairs(all_lines()) do
+  local first = redis.call('LINDEX', line_of(name), 0)
+  if first and not less(seal, first) then return 0 end
+end
+for _, name in ipairs(redis.call('HKEYS', PARKED)) do
+  if redis.call('EXISTS', line_of(name)) == 0 then return 0 end
+end
+return 1

@@ -1,0 +1,84 @@
+"""The router without a thread of its own: a guest of the event loop it is used in."""
+
+import asyncio
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+
+from millstream.clock import Clock
+from millstream.router.reactor import Pump, Watched
+from millstream.router.waker import Bell, ring_all
+
+
+class LoopPump(Pump):
+    """Guest of the running event loop: no thread to hand over to, which is what is fastest for subscribers in that loop.
+
+    asyncio runs what is ready in turn, so whoever blocks the loop holds up the router too. Timers go by the loop's clock.
+    """
+
+    def __init__(self, clock: Clock, crashed: Callable[[Exception], None]) -> None:
+        super().__init__(clock, crashed)
+        self._loop = asyncio.get_running_loop()
+        self._thread_id = threading.get_ident()
+        self._writing: set[int] = set()
+
+    def start(self) -> None:
+        """Nothing to start: the loop runs."""
+
+    def stop(self, timeout_ms: float) -> bool:
+        """Run what was asked for, and be called no more; whether that was within `timeout_ms`, for other threads."""
+        if threading.get_ident() != self._thread_id:
+            stopped = threading.Event()
+            self.call(lambda: stopped.set() if self.stop(0) else None)
+            return stopped.wait(timeout_ms / 1000)
+        self._run_calls()
+        self._end_round()
+        self._stopped = True
+        self._finish()
+        return True
+
+    def later(self, delay_ms: float, action: Callable[[], None]) -> None:
+        """Run `action` after `delay_ms` milliseconds."""
+        self._loop.call_later(delay_ms / 1000, self._round, action)
+
+    def watch(self, connection: Watched, *, writing: bool = False) -> None:
+        """Call `connection.ready` when there is something to read; `writing`: or when it can be written to."""
+        number = connection.fileno()
+        self._loop.add_reader(number, self._round, connection.ready)
+        if writing:
+            self._loop.add_writer(number, self._round, connection.ready)
+            self._writing.add(number)
+        elif number in self._writing:
+            self._loop.remove_writer(number)
+            self._writing.discard(number)
+
+    def unwatch(self, connection: Watched) -> None:
+        """Wait for it no more; before it is closed."""
+        number = connection.fileno()
+        if number < 0 or self._loop.is_closed():
+            return
+        self._loop.remove_reader(number)
+        self._loop.remove_writer(number)
+        self._writing.discard(number)
+
+    def _round(self, action: Callable[[], None]) -> None:
+        if self._stopped:
+            return
+        try:
+            action()
+            self._end_round()
+        except Exception as error:  # noqa: BLE001 - see _crash
+            self._crash(error)
+
+    def _ring(self) -> None:
+        if threading.get_ident() == self._thread_id:
+            self._loop.call_soon(self._round, self._run_calls)
+            return
+        with suppress(RuntimeError):  # the loop is closed: nobody listens any more
+            self._loop.call_soon_threadsafe(self._round, self._run_calls)
+
+    def _ring_in(self, loop: asyncio.AbstractEventLoop | None, bells: list[Bell]) -> None:
+        if loop is self._loop and asyncio.current_task(loop) is None:  # there is one if a task has closed the router
+            ring_all(bells)
+        else:
+            super()._ring_in(loop, bells)

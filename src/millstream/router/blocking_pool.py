@@ -1,0 +1,128 @@
+"""The classic way to learn what changed: a pool of connections, each blocked in an XREAD over a batch of streams.
+
+A blocked read only says *that* a stream has changed; reading is the lane's. So both ways keep the same promises.
+"""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from millstream.errors import Unavailable
+from millstream.redis_client.resp import Arg, Command, slot_of
+from millstream.router.connection import Link, LinkEvents, LinkPolicy
+from millstream.router.policy import PoolPolicy
+from millstream.router.subscriber_buffer import Cursor
+
+
+class Pool:
+    """Waits for changes of the cursors it is given, each until it has changed once.
+
+    `connect`: makes a link; `changed`: is told of a cursor to be read.
+    """
+
+    def __init__(
+        self,
+        connect: Callable[[LinkPolicy, LinkEvents, str], Link],
+        changed: Callable[[Cursor], None],
+        policy: PoolPolicy,
+        *,
+        greeting: Sequence[Command],
+        by_slot: bool,
+    ) -> None:
+        self._connect = connect
+        self._changed = changed
+        self._policy = policy
+        self._link_policy = LinkPolicy(greeting=greeting, timeout_ms=15_000.0 + (policy.block_ms or 0))
+        self._by_slot = by_slot
+        self._waiting: deque[Cursor] = deque()
+        self._workers: list[_Worker] = []
+        self._asked = 0
+
+    @property
+    def workers(self) -> int:
+        """Connections now."""
+        return len(self._workers)
+
+    def arm(self, cursor: Cursor) -> None:
+        """Tell when it changes after its `last`. Once."""
+        if not cursor.armed and cursor.inboxes and not cursor.paused:
+            cursor.armed = True
+            self._waiting.append(cursor)
+
+    def go(self) -> None:
+        """Give the idle workers something to do, and have as many as are needed."""
+        policy = self._policy
+        if not self._waiting and len(self._workers) <= policy.workers:
+            return
+        needed = -(-(len(self._waiting) + self._asked) // policy.streams)
+        while needed and len(self._workers) < min(max(needed, policy.workers), policy.max_workers):
+            self._workers.append(_Worker(self, len(self._workers)))
+        for worker in tuple(self._workers):
+            if len(self._workers) > max(policy.workers, 2 * needed) and not worker.batch:
+                self._workers.remove(worker)
+                worker.link.close()
+            elif self._waiting and worker.link.up and not worker.batch:
+                self._send(worker)
+
+    def close(self) -> None:
+        """Close every connection, and forget what was waited for."""
+        for cursor in [*self._waiting, *(cursor for worker in self._workers for cursor in worker.batch)]:
+            cursor.armed = False
+        for worker in self._workers:
+            worker.link.close()
+        self._workers.clear()
+        self._waiting.clear()
+        self._asked = 0
+
+    def connected(self, events: LinkEvents, name: str) -> Link:
+        """A link for a worker."""
+        return self._connect(self._link_policy, events, name)
+
+    def returned(self, worker: "_Worker", reply: Any) -> None:
+        """A read has ended: `reply` says for which streams there is something; an error, that it has to be looked at.
+
+        So it does if the connection broke: the reply may have been too large, and would be again.
+        """
+        batch, worker.batch = worker.batch, []
+        self._asked -= len(batch)
+        found = dict(reply or ()) if not isinstance(reply, Exception) else None
+        for cursor in batch:
+            cursor.armed = False
+            if found is None or cursor.key in found:
+                self._changed(cursor)
+            else:
+                self.arm(cursor)
+
+    def _send(self, worker: "_Worker") -> None:
+        batch: dict[bytes, Cursor] = {}
+        others = []
+        while self._waiting and len(batch) < self._policy.streams:
+            cursor = self._waiting.popleft()
+            if not cursor.inboxes or cursor.paused:
+                cursor.armed = False
+            elif cursor.key in batch:
+                others.append(cursor)
+            elif self._by_slot and batch and slot_of(cursor.key) != slot_of(next(iter(batch))):
+                others.append(cursor)
+                break
+            else:
+                batch[cursor.key] = cursor
+        self._waiting.extendleft(reversed(others))
+        if not batch:
+            return
+        worker.batch = list(batch.values())
+        self._asked += len(batch)
+        block: tuple[Arg, ...] = () if self._policy.block_ms is None else ("BLOCK", self._policy.block_ms)
+        places = [cursor.last for cursor in worker.batch]
+        command = ("XREAD", "COUNT", 1, *block, "STREAMS", *batch, *places)
+        worker.link.ask([command], lambda replies: self.returned(worker, replies[0]))
+
+
+class _Worker:
+    """One connection, and what it waits for."""
+
+    def __init__(self, pool: Pool, number: int) -> None:
+        self.batch: list[Cursor] = []
+        broken = Unavailable("the connection broke")
+        events = LinkEvents(up=lambda: None, down=lambda _: pool.returned(self, broken))
+        self.link = pool.connected(events, f"worker {number}")

@@ -1,0 +1,110 @@
+"""One server that streams are read from: its connection, its lane, and how it is learnt what changed there."""
+
+from typing import Any
+
+from millstream.observability import metrics as m
+from millstream.observability.metrics import Metrics
+from millstream.redis_client.client import Client
+from millstream.redis_client.resp import Node, Push
+from millstream.router.blocking_pool import Pool
+from millstream.router.connection import Link, LinkEvents, LinkPolicy
+from millstream.router.cursors import Shelf
+from millstream.router.policy import ReaderName, Settings
+from millstream.router.reactor import Pump
+from millstream.router.read_request import LaneCalls
+from millstream.router.stream_reader import Lane
+from millstream.router.subscriber_buffer import Cursor
+
+_NAME = ("CLIENT", "SETNAME", "millstream-router")
+_TRACK = [("HELLO", "3"), ("CLIENT", "TRACKING", "ON"), _NAME]
+_READ = [_NAME]
+"""The first words on a connection."""
+
+
+class Station:
+    """Reads the streams of `node` (None: of the only server), by tracking or through a pool.
+
+    Tracking: on a RESP3 connection with CLIENT TRACKING on, each non-blocking XREAD makes the server remember the keys
+    it names, and the next change of one is told once, until it is read again: an edge-triggered epoll for streams.
+    """
+
+    def __init__(
+        self,
+        pump: Pump,
+        client: Client,
+        node: Node | None,
+        shelf: Shelf,
+        *,
+        reader: ReaderName,
+        settings: Settings,
+        calls: LaneCalls,
+        events: LinkEvents,
+        metrics: Metrics,
+    ) -> None:
+        self.node = node
+        self._pump = pump
+        self._client = client
+        self._events = events
+        self._metrics = metrics
+        self._heard = 0
+        self._pool: Pool | None = None
+        name = "Redis" if node is None else f"{node[0]}:{node[1]}"
+        by_slot = client.is_cluster
+        if reader == "pool":
+            self._pool = Pool(self._connect, self._changed, settings.pool, greeting=_READ, by_slot=by_slot)
+        role = b"master" if "+sentinel" in client.url.partition("://")[0] else None
+        policy = LinkPolicy(greeting=_TRACK if reader == "tracking" else _READ, timeout_ms=client.timeout_ms, role=role)
+        own = LinkEvents(up=events.up, down=self._down, push=self._pushed, denied=events.denied, refused=events.refused)
+        self.link = self._connect(policy, own, name)
+        self.lane = Lane(
+            self.link, shelf, calls,
+            streams=settings.read.streams, count=settings.read.count, reply_bytes=settings.read.reply_bytes, by_slot=by_slot,
+        )  # fmt: skip
+
+    @property
+    def connections(self) -> int:
+        """Connections to this server now."""
+        return 1 + (self._pool.workers if self._pool else 0)
+
+    def arm(self, cursor: Cursor) -> None:
+        """Learn of the next change of a stream that has just been read to its end. Tracking has it from the read itself."""
+        if self._pool is not None:
+            self._pool.arm(cursor)
+
+    def go(self) -> None:
+        """Send what can be sent."""
+        self.lane.go()
+        if self._pool is not None:
+            self._pool.go()
+        if self._heard:
+            self._metrics.count(m.ROUTER_CHANGED, self._heard)
+            self._heard = 0
+
+    def close(self) -> None:
+        """Close its connections; what was under way is forgotten."""
+        self.link.close()
+        self.lane.reset()
+        if self._pool is not None:
+            self._pool.close()
+
+    def _connect(self, policy: LinkPolicy, events: LinkEvents, name: str) -> Link:
+        return Link(self._pump, lambda: self._client.dial(self.node), name, policy=policy, events=events)
+
+    def _down(self, hung_up: bool) -> None:
+        self.lane.reset(hung_up=hung_up)
+        self._events.down(hung_up)
+
+    def _pushed(self, push: Push) -> None:
+        """Keys have changed; None stands for all of them, as after FLUSHALL."""
+        if push[0] != b"invalidate":
+            return
+        keys: list[Any] | None = push[1]
+        if keys is None:
+            self._events.up()
+            return
+        self._heard += len(keys)
+        self.lane.heard(keys)
+
+    def _changed(self, cursor: Cursor) -> None:
+        self._heard += 1
+        self.lane.want(cursor, changed=True)

@@ -1,0 +1,234 @@
+"""What runs the router: a thread of its own, or the event loop it is used in."""
+
+import asyncio
+import logging
+import selectors
+import socket
+import threading
+from abc import ABC, abstractmethod
+from collections import defaultdict, deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from heapq import heappop, heappush
+from itertools import count
+from typing import Any, Protocol
+
+from millstream.clock import Clock
+from millstream.errors import MillstreamError
+from millstream.router.subscriber_buffer import Inbox
+from millstream.router.waker import Bell, ring_all
+
+logger = logging.getLogger(__name__)
+
+_HELPERS = 4
+
+
+class Watched(Protocol):
+    """A connection that the pump waits for."""
+
+    def fileno(self) -> int:
+        """Its descriptor."""
+
+    def ready(self) -> None:
+        """It can be read or written: do it."""
+
+
+class Pump(ABC):
+    """What runs the router: waits for its connections, runs what other threads ask for, wakes subscribers in bursts.
+
+    What it calls must not block and must not raise: `crashed` is told of an error that should not have been. Everything
+    but `call` and `stop` is for its own thread. `each_round`: called whenever something has been read or asked for.
+    """
+
+    def __init__(self, clock: Clock, crashed: Callable[[Exception], None]) -> None:
+        self.clock = clock
+        self.each_round: list[Callable[[], None]] = []
+        self._crashed = crashed
+        self._calls: deque[Callable[[], None]] = deque()
+        self._wakes: defaultdict[asyncio.AbstractEventLoop | None, list[Bell]] = defaultdict(list)
+        self._rung = False
+        self._stopped = self._over = False
+        self._helpers = ThreadPoolExecutor(_HELPERS, thread_name_prefix="millstream-router-helper")
+
+    # For other threads
+
+    @abstractmethod
+    def start(self) -> None:
+        """Begin."""
+
+    def call(self, action: Callable[[], None]) -> None:
+        """Run `action` in the pump's thread, soon."""
+        self._calls.append(action)
+        if not self._rung:
+            self._rung = True
+            self._ring()
+        if self._over:
+            self._run_rest()
+
+    @abstractmethod
+    def stop(self, timeout_ms: float) -> bool:
+        """Run what was asked for, then end; whether that was within `timeout_ms`."""
+
+    # For its own thread
+
+    @abstractmethod
+    def later(self, delay_ms: float, action: Callable[[], None]) -> None:
+        """Run `action` after `delay_ms` milliseconds."""
+
+    @abstractmethod
+    def watch(self, connection: Watched, *, writing: bool = False) -> None:
+        """Call `connection.ready` when there is something to read; `writing`: or when it can be written to."""
+
+    @abstractmethod
+    def unwatch(self, connection: Watched) -> None:
+        """Wait for it no more; before it is closed."""
+
+    def aside(self, work: Callable[[], Any], then: Callable[[Any], None]) -> None:
+        """Run `work`, which may block, in another thread, and `then` here with what it returned or how it failed."""
+
+        def finished(done: Future[Any]) -> None:
+            error = done.exception()
+            if error is not None and not isinstance(error, MillstreamError):
+                logger.error("the router failed inside", exc_info=error)
+            self.call(lambda: then(done.result() if error is None else error))
+
+        if not self._stopped:
+            self._helpers.submit(work).add_done_callback(finished)
+
+    def wake(self, inbox: Inbox) -> None:
+        """Wake the inbox's subscriber, if it waits: at the end of this round, together with others of its loop."""
+        waker, inbox.waker = inbox.waker, None
+        if waker is None:
+            return
+        if isinstance(waker, Bell):
+            self._wakes[waker.loop].append(waker)
+        else:
+            with suppress(RuntimeError):  # it has stopped waiting by itself
+                waker.release()
+
+    # Inside
+
+    @abstractmethod
+    def _ring(self) -> None:
+        """Have `_run_calls` be called, from whatever thread."""
+
+    def _run_calls(self) -> None:
+        self._rung = False  # from here on, whoever calls rings again
+        for _ in range(len(self._calls)):
+            self._calls.popleft()()
+
+    def _end_round(self) -> None:
+        for action in self.each_round:
+            action()
+        wakes = self._wakes
+        if wakes:
+            self._wakes = defaultdict(list)  # first, since who is woken may close the router
+            for loop, bells in wakes.items():
+                self._ring_in(loop, bells)
+
+    def _ring_in(self, loop: asyncio.AbstractEventLoop | None, bells: list[Bell]) -> None:
+        if loop is None:
+            logger.error("the router failed inside: %d subscribers wait in no event loop", len(bells))
+            return
+        with suppress(RuntimeError):  # the loop is closed, and with it whoever waited there
+            loop.call_soon_threadsafe(ring_all, bells)
+
+    def _crash(self, error: Exception) -> None:
+        """Nobody else would hear of it, and subscribers would wait for ever."""
+        self._stopped = True
+        self.each_round.clear()
+        self._crashed(error)
+        self._end_round()
+
+    def _finish(self) -> None:
+        self._helpers.shutdown(wait=False, cancel_futures=True)
+        self._over = True
+        self._run_rest()
+
+    def _run_rest(self) -> None:
+        """What was asked for too late, such as to close a connection that has just been dialled."""
+        with suppress(IndexError):
+            while True:
+                self._calls.popleft()()
+
+
+class ThreadPump(Pump):
+    """A thread of its own, for routers used from plain threads or from several event loops."""
+
+    def __init__(self, clock: Clock, crashed: Callable[[Exception], None]) -> None:
+        super().__init__(clock, crashed)
+        self._timers: list[tuple[float, int, Callable[[], None]]] = []
+        self._numbers = count()
+        self._thread = threading.Thread(target=self._run, name="millstream-router", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._selector = selectors.DefaultSelector()
+        self._bell, self._ringer = socket.socketpair()
+        self._bell.setblocking(False)
+        self._ringer.setblocking(False)
+        self._selector.register(self._bell, selectors.EVENT_READ, None)
+        self._thread.start()
+
+    def stop(self, timeout_ms: float) -> bool:
+        """Run what was asked for, then end the thread; whether that was within `timeout_ms`."""
+        self.call(self._stop)
+        if threading.current_thread() is not self._thread:
+            self._thread.join(timeout_ms / 1000)
+        return not self._thread.is_alive()
+
+    def later(self, delay_ms: float, action: Callable[[], None]) -> None:
+        """Run `action` after `delay_ms` milliseconds."""
+        heappush(self._timers, (self.clock.monotonic_ms() + delay_ms, next(self._numbers), action))
+
+    def watch(self, connection: Watched, *, writing: bool = False) -> None:
+        """Call `connection.ready` when there is something to read; `writing`: or when it can be written to."""
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if writing else 0)
+        try:
+            self._selector.modify(connection.fileno(), events, connection)
+        except KeyError:
+            self._selector.register(connection.fileno(), events, connection)
+
+    def unwatch(self, connection: Watched) -> None:
+        """Wait for it no more; before it is closed."""
+        with suppress(KeyError, ValueError):
+            self._selector.unregister(connection.fileno())
+
+    def _run(self) -> None:
+        try:
+            while not self._stopped:
+                for key, _ in self._selector.select(self._longest_wait_s()):
+                    if key.data is not None:
+                        key.data.ready()
+                    else:  # also where its call has been run already: unread, it would end every wait at once
+                        with suppress(BlockingIOError):
+                            self._bell.recv(4096)
+                if self._rung:
+                    self._run_calls()
+                self._run_timers()
+                self._end_round()
+        except Exception as error:  # noqa: BLE001 - see _crash
+            self._crash(error)
+        finally:
+            self._selector.close()
+            self._bell.close()
+            self._ringer.close()
+            self._finish()
+
+    def _ring(self) -> None:
+        with suppress(OSError):  # full: it will be heard; closed: nobody listens any more
+            self._ringer.send(b"!")
+
+    def _longest_wait_s(self) -> float | None:
+        if self._calls:
+            return 0.0
+        return max(0.0, (self._timers[0][0] - self.clock.monotonic_ms()) / 1000) if self._timers else None
+
+    def _run_timers(self) -> None:
+        now_ms = self.clock.monotonic_ms()
+        while self._timers and self._timers[0][0] <= now_ms:
+            heappop(self._timers)[2]()
+
+    def _stop(self) -> None:
+        self._stopped = True

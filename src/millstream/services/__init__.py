@@ -1,0 +1,1 @@
+"""Services that speak HTTP: the gateway for browsers, the master and its consumers."""

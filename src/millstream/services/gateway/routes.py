@@ -1,0 +1,176 @@
+"""The HTTP interface: streams as events and as WebSockets, tickets, health, and a folder of pages if wanted."""
+
+import os
+from collections.abc import Callable, Container, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.convertors import Convertor, register_url_convertor
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import BaseRoute, Mount, Route, WebSocketRoute
+from starlette.staticfiles import StaticFiles
+from starlette.websockets import WebSocketClose
+
+from millstream.observability import metrics as m
+from millstream.observability.health import Health
+from millstream.observability.metrics import Metrics
+from millstream.services.gateway.auth import Access
+from millstream.services.gateway.connections import House
+from millstream.services.gateway.follow_request import asking_of, bearer
+from millstream.services.gateway.transports import EventWire, SocketWire, reason_of
+from millstream.services.web.errors import Refused, explain
+from millstream.services.web.origin_check import OwnPages
+
+if TYPE_CHECKING:
+    from starlette.types import Receive, Scope, Send
+
+_OWN_CODES = 4_000
+
+
+class _Name(Convertor[str]):
+    """The rest of a path, whatever it holds: the usual one ends at a line break."""
+
+    regex = r"[\s\S]+"
+
+    def convert(self, value: str) -> str:
+        """As it is; `asking_of` reads it anew, byte by byte."""
+        return value
+
+    def to_string(self, value: str) -> str:
+        """As it is."""
+        return value
+
+
+register_url_convertor("name", _Name())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parts:
+    """What the service is made of.
+
+    * `origins`: whose pages may use it, beside its own
+    * `names`: under which hosts it goes; None: any
+    * `pages`: a folder that is served too
+    """
+
+    house: House
+    access: Access
+    health: Health
+    metrics: Metrics
+    origins: Sequence[str] = ()
+    names: Container[str] | None = None
+    pages: Path | None = None
+
+
+class _Wanted(msgspec.Struct):
+    streams: list[str]
+
+
+def make_service(parts: Parts) -> Starlette:
+    """The ASGI application."""
+    events, sockets = _Events(parts), _Sockets(parts)
+    routes: list[BaseRoute] = [
+        Route("/streams", events, methods=["GET"]),
+        Route("/streams/{stream:name}", events, methods=["GET"]),
+        WebSocketRoute("/ws", sockets),
+        WebSocketRoute("/ws/{stream:name}", sockets),
+        Route("/tickets", _tickets(parts), methods=["POST"]),
+        Route("/healthz", _healthz(parts), methods=["GET"]),
+    ]
+    if parts.pages is not None:
+        routes.append(Mount("/", _Pages(directory=parts.pages, html=True)))
+    middleware = [Middleware(OwnPages, parts.origins, parts.names)]
+    if parts.origins:
+        middleware.append(
+            Middleware(
+                CORSMiddleware, allow_origins=parts.origins, allow_methods=["GET", "POST"],
+                allow_headers=["Authorization", "Content-Type", "Last-Event-ID"],
+            )
+        )  # fmt: skip
+    service = Starlette(routes=routes, middleware=middleware)
+    service.router.redirect_slashes = False
+    explain(service, "the server")
+    return service
+
+
+class _Events:
+    """Server-sent events, as an ASGI application."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+
+    async def __call__(self, scope: "Scope", receive: "Receive", send: "Send") -> None:
+        """Let the client follow what it asks for. Raises Refused."""
+        parts = self._parts
+        try:
+            if scope["method"] != "GET":
+                raise Refused(405, "only GET")
+            asking = asking_of(scope, b"/streams")
+            holder = parts.access.admit(asking.streams, token=asking.token, ticket=asking.ticket)
+            await parts.house.serve(EventWire(scope, receive, send), holder, asking.places)
+        except Refused as refused:
+            parts.metrics.count(m.SERVE_REFUSED, status=str(refused.status))
+            raise
+
+
+class _Sockets:
+    """WebSockets, as an ASGI application. A script learns nothing of a refused handshake, but of a code and a reason."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+
+    async def __call__(self, scope: "Scope", receive: "Receive", send: "Send") -> None:
+        """Let the client follow what it asks for, or close with 4000 and the HTTP status."""
+        parts, wire = self._parts, SocketWire(scope, receive, send)
+        try:
+            asking = asking_of(scope, b"/ws")
+            holder = parts.access.admit(asking.streams, token=asking.token, ticket=asking.ticket)
+            await parts.house.serve(wire, holder, asking.places)
+        except Refused as refused:
+            parts.metrics.count(m.SERVE_REFUSED, status=str(refused.status))
+            await wire.open()
+            code = _OWN_CODES + refused.status
+            await send({"type": "websocket.close", "code": code, "reason": reason_of(str(refused))})
+
+
+class _Pages(StaticFiles):
+    """Files, for those who want no WebSocket of them; none that is hidden, as `.git` or `.env`."""
+
+    async def __call__(self, scope: "Scope", receive: "Receive", send: "Send") -> None:
+        """Send a file."""
+        app = super().__call__ if scope["type"] == "http" else WebSocketClose()
+        await app(scope, receive, send)
+
+    def lookup_path(self, path: str) -> tuple[str, os.stat_result | None]:
+        """Where a file is. `.well-known` is there to be found (RFC 8615)."""
+        if any(part.startswith(".") and part not in (".", ".well-known") for part in Path(path).parts):
+            return "", None
+        return super().lookup_path(path)
+
+
+def _tickets(parts: Parts) -> Callable[[Request], "object"]:
+    async def tickets(request: Request) -> Response:
+        try:
+            wanted = msgspec.json.decode(await request.body(), type=_Wanted)
+        except (msgspec.MsgspecError, RecursionError) as error:
+            raise Refused(422, f'send {{"streams": ["NAME"]}}: {error}') from error
+        ticket = parts.access.issue(bearer(request.scope), wanted.streams)
+        found = {"ticket": ticket.text, "expires_in_s": ticket.seconds}
+        return JSONResponse(found, headers={"Cache-Control": "no-store"})
+
+    return tickets
+
+
+def _healthz(parts: Parts) -> Callable[[Request], Response]:
+    def healthz(request: Request) -> Response:  # noqa: ARG001 - Starlette passes it
+        """Says no more than whether: anybody may ask."""
+        failing = bool(parts.health.failures())
+        return JSONResponse({"status": "failing" if failing else "ok"}, 503 if failing else 200)
+
+    return healthz

@@ -1,0 +1,242 @@
+"""A delegated consumer in Python: asks Redis for the messages that a master has given it, runs a function on each, and says
+what came of it. Nothing here is needed to be a consumer: any language can do the same with Redis and HTTP.
+"""
+
+import asyncio
+import inspect
+import logging
+import secrets
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+from millstream.clock import SYSTEM_CLOCK, Clock
+from millstream.errors import ConfigError, GroupMissing, RedisError, Reject, Unavailable, text_of
+from millstream.model import Message
+from millstream.redis_client.client import Client, Script
+from millstream.services.master.master_client import Answer, MasterCalls, sibling
+
+logger = logging.getLogger(__name__)
+
+ACK = Script("groups/ack_owned")
+
+Function = Callable[[Message], Any]
+
+_NAME_TAKEN_S = 60.0
+_TOLD_FOR_S = 15.0
+_HEARTBEAT_S = 5.0
+_AWAY_S = 0.5
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConsumerSettings:
+    """What a consumer is told.
+
+    * `url`, `ticket_stream`, `group`, `consumer`: where its messages are, and its name there
+    * `register_urls`, `acknowledge_urls`: of one master or several
+    * `health_url`: where masters find its `/api/health`
+    * `key`: the field that messages are ordered by
+    * `max_tickets`: messages that it works on at once
+    * `poll_ms`: how long it waits where there was nothing for it
+    * `time_limit_ms`: a run that takes longer makes it unhealthy
+    """
+
+    url: str = field(repr=False)
+    ticket_stream: str
+    group: str
+    consumer: str
+    register_urls: Sequence[str]
+    acknowledge_urls: Sequence[str]
+    health_url: str
+    token: str = field(default="", repr=False)
+    key: str = "ticket_id"
+    max_tickets: int = 1
+    poll_ms: int = 50
+    time_limit_ms: float = 300_000.0
+
+    def __post_init__(self) -> None:
+        for name in ("ticket_stream", "group", "consumer", "register_urls", "acknowledge_urls"):
+            if not getattr(self, name):
+                raise ConfigError(f"a consumer needs {name.replace('_urls', '_api_url')}")
+
+
+class Running:
+    """What runs now, and what has just ended. Shared by threads."""
+
+    def __init__(self) -> None:
+        self.since_ms: dict[bytes, float] = {}
+        self._ended_ms: dict[bytes, float] = {}
+        self._lock = threading.Lock()
+
+    def begin(self, entry_id: bytes, *, read_ms: float, now_ms: float) -> bool:
+        """Whether an entry that was read at `read_ms` is to be run: not if it ran then, since it may be done by now."""
+        with self._lock:
+            if entry_id in self.since_ms or self._ended_ms.get(entry_id, -1.0) >= read_ms:
+                return False
+            self._ended_ms = {one: ended_ms for one, ended_ms in self._ended_ms.items() if ended_ms >= read_ms}
+            self.since_ms[entry_id] = now_ms
+            return True
+
+    def end(self, entry_id: bytes, now_ms: float) -> None:
+        """A run has ended, and what came of it was told."""
+        with self._lock:
+            self.since_ms.pop(entry_id, None)
+            self._ended_ms[entry_id] = now_ms
+
+
+class DelegatedConsumer:
+    """Runs `function` on the messages that masters delegate to it. Use `run` once; `stopping` ends it."""
+
+    def __init__(
+        self, function: Function, settings: ConsumerSettings, stopping: threading.Event, *, clock: Clock = SYSTEM_CLOCK
+    ) -> None:
+        self._function = function
+        self._settings = settings
+        self._stopping = stopping
+        self._clock = clock
+        self._client = Client(settings.url, clock=clock)
+        self._calls = MasterCalls(settings.token, stopping)
+        self._instance = secrets.token_hex(8)
+        self._running = Running()
+        self._wake = threading.Event()
+        self._failures: list[RedisError] = []
+
+    def run(self, *, stop_s: float = 25.0) -> None:
+        """Register, and work until `stopping`; what runs then has `stop_s` seconds. Raises ConfigError and RedisError."""
+        pool = ThreadPoolExecutor(self._settings.max_tickets, "millstream-consumer")
+        try:
+            if self._register():
+                self._work(pool)
+        finally:
+            end_ms = self._clock.monotonic_ms() + stop_s * 1000
+            while self._running.since_ms and self._clock.monotonic_ms() < end_ms:
+                self._clock.sleep_ms(10)
+            pool.shutdown(wait=False, cancel_futures=True)
+            self._leave()
+            self._calls.close()
+            self._client.close()
+        if self._failures:
+            raise self._failures[0]
+
+    def overdue(self) -> list[str]:
+        """Ids of the messages that take longer than they may."""
+        now_ms = self._clock.monotonic_ms()
+        runs = dict(self._running.since_ms)
+        return [one.decode() for one, since_ms in runs.items() if now_ms - since_ms > self._settings.time_limit_ms]
+
+    # Its masters
+
+    def _register(self) -> bool:
+        settings = self._settings
+        body = {
+            "consumer": settings.consumer, "health_url": settings.health_url, "max_tickets": settings.max_tickets,
+            "instance": self._instance,
+        }  # fmt: skip
+        since_ms = self._clock.monotonic_ms()
+        while not self._stopping.is_set():
+            answer = self._calls.post(settings.register_urls, body, for_s=10.0)
+            if isinstance(answer, Answer) and answer.ok:
+                return True
+            problem = answer if isinstance(answer, str) else answer.body.get("error", answer.status)
+            # Where another has the name it may have died a moment ago: a master finds out soon.
+            taken = isinstance(answer, Answer) and answer.status == 409
+            if isinstance(answer, Answer) and not (
+                taken and self._clock.monotonic_ms() - since_ms < _NAME_TAKEN_S * 1000
+            ):
+                raise ConfigError(f"the master refuses consumer {settings.consumer!r}: {problem}")
+            logger.warning("consumer %s waits to be registered: %s", settings.consumer, problem)
+            self._stopping.wait(_AWAY_S)
+        return False
+
+    def _heartbeat(self) -> None:
+        urls = [sibling(url, "heartbeat") for url in self._settings.register_urls]
+        answer = self._calls.post(urls, {"consumer": self._settings.consumer}, for_s=0.0)
+        if isinstance(answer, Answer) and answer.status == 404:
+            logger.warning("the masters have forgotten consumer %s: it registers again", self._settings.consumer)
+            self._register()
+
+    def _tell(self, what: str, entry_id: bytes, **more: object) -> None:
+        """Tell a master what became of a message, in time or not: one that was acknowledged in Redis is found so there."""
+        urls = [sibling(url, what) for url in self._settings.acknowledge_urls]
+        body = {"consumer": self._settings.consumer, "message_id": entry_id.decode(), **more}
+        answer = self._calls.post(urls, body, for_s=_TOLD_FOR_S)
+        if isinstance(answer, str):
+            logger.warning("no master took the %s of message %s: %s", what, entry_id.decode(), answer)
+        elif not answer.ok:
+            logger.warning("message %s: %s", entry_id.decode(), answer.body.get("error", answer.status))
+
+    def _leave(self) -> None:
+        urls = [sibling(url, "release") for url in self._settings.acknowledge_urls]
+        self._calls.post(urls, {"consumer": self._settings.consumer}, for_s=0.0)
+
+    # Its messages
+
+    def _work(self, pool: ThreadPoolExecutor) -> None:
+        settings = self._settings
+        read = ("XREADGROUP", "GROUP", settings.group, settings.consumer, "COUNT", settings.max_tickets, "STREAMS")
+        beat_ms = self._clock.monotonic_ms()
+        while not self._stopping.is_set():
+            read_ms = self._clock.monotonic_ms()
+            self._wake.clear()
+            try:
+                found = self._client.execute(*read, settings.ticket_stream, "0")
+            except (Unavailable, GroupMissing) as error:
+                logger.warning("consumer %s cannot read: %s", settings.consumer, error)
+                self._stopping.wait(_AWAY_S)
+                continue
+            for entry_id, pairs in found[0][1] if found else ():
+                if self._running.begin(entry_id, read_ms=read_ms, now_ms=self._clock.monotonic_ms()):
+                    pool.submit(self._process, entry_id, pairs)
+            if self._clock.monotonic_ms() - beat_ms > _HEARTBEAT_S * 1000:
+                beat_ms = self._clock.monotonic_ms()
+                self._heartbeat()
+            self._wake.wait(settings.poll_ms / 1000)
+
+    def _process(self, entry_id: bytes, pairs: Sequence[bytes] | None) -> None:
+        try:
+            if pairs is None:
+                logger.warning("message %s was trimmed before it was processed: it is lost", entry_id.decode())
+            elif (problem := self._run(entry_id, pairs)) is not None:
+                self._tell("fail", entry_id, error=text_of(problem), retry=not isinstance(problem, Reject))
+                return
+            if self._acknowledge(entry_id):
+                self._tell("acknowledge", entry_id)
+            else:
+                logger.warning("message %s was given to another meanwhile, which does it again", entry_id.decode())
+        except RedisError as error:  # while it is away the consumer waits, unless it stops
+            if not isinstance(error, Unavailable):
+                self._failures.append(error)
+                self._stopping.set()
+        finally:
+            self._running.end(entry_id, self._clock.monotonic_ms())
+            self._wake.set()
+
+    def _run(self, entry_id: bytes, pairs: Sequence[bytes]) -> BaseException | None:
+        message = Message(self._settings.ticket_stream, entry_id.decode(), pairs)
+        message.key = message.fields.get(self._settings.key)
+        try:
+            result = self._function(message)
+            if inspect.isawaitable(result):
+                asyncio.run(_awaited(result))
+        except BaseException as error:  # noqa: BLE001 - the master is told
+            logger.warning("message %s failed: %s: %s", message.id, type(error).__name__, text_of(error))
+            return error
+        return None
+
+    def _acknowledge(self, entry_id: bytes) -> bool:
+        settings = self._settings
+        return bool(
+            self._client.patiently(
+                lambda: self._client.script(
+                    ACK, (settings.ticket_stream,), (settings.group, settings.consumer, entry_id)
+                ),
+                what=settings.consumer,
+                give_up=self._stopping.is_set,
+            )
+        )
+
+
+async def _awaited(result: Any) -> None:
+    await result

@@ -1,0 +1,44 @@
+"""A consumer as a service: it works in a thread, and answers `/api/health` as masters ask."""
+
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+from starlette.routing import Route
+
+from millstream.observability.metrics import NOBODY
+from millstream.services.master.consumer import ConsumerSettings, DelegatedConsumer, Function
+from millstream.services.master.server import serve_beside
+from millstream.services.web.connections import Limits
+from millstream.services.web.http_server import Server
+from millstream.services.web.listen import address, listen
+
+_STOP_S = 5.0
+
+
+def run_consumer(
+    function: Function, settings: ConsumerSettings, *, host: str, port: int, limits: Limits, stop_s: float,
+    on_ready: Callable[[str], None],
+) -> None:  # fmt: skip
+    """Be a consumer until SIGTERM or SIGINT. Without a health URL of its own it names the address it listens on.
+
+    Raises ServerError, and what ended its work.
+    """
+    stopping = threading.Event()
+    listener = listen(host, port, connections=limits.connections)
+    settings = replace(settings, health_url=settings.health_url or f"{address(listener)}/api/health")
+    consumer = DelegatedConsumer(function, settings, stopping)
+    server = Server(_pages(consumer, settings.consumer), limits, metrics=NOBODY, stop_s=_STOP_S)
+    serve_beside(server, listener, lambda: consumer.run(stop_s=stop_s), stopping, on_ready=on_ready)
+
+
+def _pages(consumer: DelegatedConsumer, name: str) -> Starlette:
+    async def health(_: Request) -> JSONResponse:
+        overdue = consumer.overdue()
+        body = {"status": "failing" if overdue else "ok", "consumer": name, "overdue": overdue}
+        return JSONResponse(body, 503 if overdue else 200)
+
+    return Starlette(routes=[Route("/api/health", health)])

@@ -1,0 +1,176 @@
+"""A master's rounds: new messages go into their lines, ready ones to consumers that are free, and leases are looked after."""
+
+import logging
+import threading
+from collections import Counter
+from collections.abc import Callable
+
+from millstream.clock import SYSTEM_CLOCK, Clock
+from millstream.delivery.key_queues import skip, unpark
+from millstream.errors import GroupMissing, Unavailable
+from millstream.observability import metrics as m
+from millstream.observability.health import Progress
+from millstream.observability.metrics import NOBODY, Metrics
+from millstream.redis_client.client import Client, raise_if_error
+from millstream.services.master.delegation import Desk, holder_of
+from millstream.services.master.leases import LOST_TOO_OFTEN
+from millstream.services.master.registry import Registration, Registry
+from millstream.services.master.settings import MasterSettings
+
+logger = logging.getLogger(__name__)
+
+_BLOCK_MS = 200
+_PAUSE_S = 0.05
+_APART_MS = 10.0
+"""Rounds begin so far apart at least: under load many messages share the cost of one."""
+_ROUTED_AT_ONCE = 500
+_TIMEOUT_SLACK_MS = 5_000
+_STATES = ("alive", "stuck", "dead")
+
+
+class Rounds:
+    """One master's rounds, until it is told to stop. Any number of masters may make them at once.
+
+    It has connections of its own to `url`, as it waits for new messages on one.
+    """
+
+    def __init__(
+        self, url: str, desk: Desk, registry: Registry, settings: MasterSettings, *, progress: Progress,
+        metrics: Metrics = NOBODY, clock: Clock = SYSTEM_CLOCK,
+    ) -> None:  # fmt: skip
+        self._reading = Client(url, timeout_ms=_BLOCK_MS + _TIMEOUT_SLACK_MS, clock=clock)
+        self._client = Client(url, clock=clock)
+        self._desk = desk
+        self._registry = registry
+        self._settings = settings
+        self._progress = progress
+        self._metrics = metrics
+        self._clock = clock
+        self._keys = settings.keys
+        self._tend_every_ms = min(1_000.0, settings.lease_ms / 4, settings.delegation_ms / 4)
+        self._adopt_every_ms = min(10_000.0, settings.min_idle_ms / 4)
+        self._tended_ms = self._adopted_ms = self._round_ms = float("-inf")
+
+    def hurry(self) -> None:
+        """Have leases looked after at once."""
+        self._tended_ms = float("-inf")
+
+    def run(self, stopping: threading.Event) -> None:
+        """Make rounds until `stopping`. Waits while Redis is away; raises StaleOwner and the other RedisErrors."""
+        try:
+            self._patiently(self._desk.join, stopping)
+            while not stopping.is_set():
+                self._patiently(self._round, stopping)
+                self._wait(stopping)
+        except Unavailable:
+            if not stopping.is_set():
+                raise
+        finally:
+            self._reading.close()
+            self._client.close()
+
+    def _patiently(self, step: Callable[[], None], stopping: threading.Event) -> None:
+        self._client.patiently(step, what=self._settings.label, give_up=stopping.is_set)
+
+    def _round(self) -> None:
+        now_ms = self._round_ms = self._clock.monotonic_ms()
+        if now_ms - self._tended_ms >= self._tend_every_ms:
+            self._tended_ms = now_ms
+            self._desk.stream.look()
+            self._metrics.set(m.PAUSED, float(self._desk.stream.paused), handler=self._settings.label)
+            self._tend()
+        if now_ms - self._adopted_ms >= self._adopt_every_ms:
+            self._adopted_ms = now_ms
+            self._adopt(now_ms)
+        if not self._desk.stream.paused:
+            self._route()
+            self._deal()
+        self._progress.read()
+
+    # Looking after leases
+
+    def _tend(self) -> None:
+        tended = self._desk.stream.tend()
+        for name in {lost.holder for lost in tended.lost if lost.why == "stuck"}:
+            self._registry.mark(name, "stuck")
+            logger.warning(
+                "consumer %s took longer than %.0f s: it gets nothing more until it ends a message or registers again",
+                name, self._settings.delegation_ms / 1000,
+            )  # fmt: skip
+        if tended.acknowledged:
+            self._metrics.count(m.COMMITTED, len(tended.acknowledged), handler=self._settings.label)
+        self._bury()
+        self._report(tended.extended)
+
+    def _bury(self) -> None:
+        """Move to the dead letters what too many consumers may have died of; the rest of its line goes on."""
+        if self._settings.retry.then != "dead-letter":
+            return
+        parked = self._client.execute("HGETALL", self._keys.parked)
+        for line, note in zip(parked[::2], parked[1::2], strict=True):
+            if note.partition(b" ")[2] == LOST_TOO_OFTEN.encode():
+                buried = skip(self._client, self._keys, line, error=LOST_TOO_OFTEN, reason="crashed")
+                if buried is not None:
+                    self._metrics.count(m.DEAD, handler=self._settings.label, reason="crashed")
+                    logger.warning("message %s is a dead letter: %s", buried, LOST_TOO_OFTEN)
+                unpark(self._client, self._keys, line)
+
+    def _adopt(self, now_ms: float) -> None:
+        adopted = self._desk.stream.adopt_idle(now_ms)
+        if adopted:
+            self._metrics.count(m.ADOPTED, len(adopted), handler=self._settings.label)
+            logger.warning("%d idle messages were brought back into their lines", len(adopted))
+
+    # New messages
+
+    def _route(self) -> None:
+        passed = self._desk.stream.route(count=_ROUTED_AT_ONCE, most_pending=self._settings.most_waiting)
+        self._metrics.count(m.READ, passed, handler=self._settings.label)
+
+    def _deal(self) -> None:
+        """Give what is ready to those who have the least, in equal shares."""
+        ready, due, time, owners = map(
+            raise_if_error,
+            self._client.pipeline(
+                (
+                    ("LLEN", self._keys.ready),
+                    ("ZRANGE", self._keys.backoff, 0, 0, "WITHSCORES"),
+                    ("TIME",),
+                    ("HVALS", self._keys.owners),
+                )
+            ),
+        )
+        if due and float(due[1]) <= int(time[0]) * 1000 + int(time[1]) // 1000:
+            ready += 1
+        if not ready:
+            return
+        consumers = self._registry.all()
+        self._desk.forget(consumers)
+        held = Counter(map(holder_of, owners))
+        free = [(held[name], name, found) for name, found in consumers.items() if _is_free(found, held[name])]
+        share = -(-ready // max(1, len(free)))
+        self._desk.deal_all([(name, found, share) for _, name, found in sorted(free, key=lambda one: one[:2])])
+
+    def _wait(self, stopping: threading.Event) -> None:
+        """Wait for a new message, but not for long, nor for no time at all where they come one after another."""
+        stopping.wait(max(0.0, self._round_ms + _APART_MS - self._clock.monotonic_ms()) / 1000)
+        stream = self._desk.stream
+        if stream.paused or stream.pending >= self._settings.most_waiting:
+            stopping.wait(_PAUSE_S)
+            return
+        try:
+            self._reading.execute("XREAD", "COUNT", 1, "BLOCK", _BLOCK_MS, "STREAMS", stream.stream, stream.routed)
+        except (Unavailable, GroupMissing):
+            stopping.wait(_PAUSE_S)
+
+    def _report(self, extended: int) -> None:
+        label = self._settings.label
+        self._metrics.set(m.IN_FLIGHT, extended, handler=label)
+        self._metrics.set(m.BUFFERED, max(0, self._desk.stream.pending - extended), handler=label)
+        states: Counter[str] = Counter(found.state for found in self._registry.all().values())
+        for state in _STATES:
+            self._metrics.set(m.CONSUMERS, states[state], handler=label, state=state)
+
+
+def _is_free(found: Registration, held: int) -> bool:
+    return found.state == "alive" and held < found.max_tickets

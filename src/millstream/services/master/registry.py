@@ -1,0 +1,168 @@
+"""The registered consumers: who they are, where they say that they are healthy, and what is thought of them.
+
+They are in one hash in Redis, for all masters. A change names what it was made from, so no master undoes another's.
+"""
+
+import re
+import secrets
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+import msgspec
+
+from millstream.delivery.key_queues import WAITING
+from millstream.redis_client.client import Client, Command, Reply, Script
+from millstream.redis_client.key_names import HandlerKeys
+from millstream.redis_client.pipelining import server_time_ms
+from millstream.services.web.errors import Refused
+
+SWAP = Script("shared/compare_and_set")
+
+State = Literal["alive", "stuck", "dead"]
+"""It gets messages; it gets none until it ends one, as it kept one for too long; it gets none until it is healthy."""
+
+MOST_CONSUMERS = 1_000
+FORGOTTEN_MS = 24 * 3_600_000
+"""A consumer that has been dead for so long is forgotten."""
+
+_NAME = re.compile(r"[A-Za-z0-9_.:@-]{1,100}")
+_RESERVED = (WAITING, "recovered")
+
+
+class Registration(msgspec.Struct, frozen=True, kw_only=True):
+    """One consumer.
+
+    * `incarnation`: names this life of it: part of its lease tokens
+    * `instance`: what it calls this life itself, if it does: registering with the same one again is no restart
+    * `health_url`: None if it sends heartbeats instead
+    * `max_tickets`: messages that it may have at once
+    * `registered_ms`, `healthy_ms`: when it registered, and when it was last found healthy, in Unix milliseconds
+    """
+
+    incarnation: str
+    health_url: str | None
+    max_tickets: int
+    registered_ms: int
+    healthy_ms: int
+    instance: str = ""
+    state: State = "alive"
+
+
+Change = Callable[[Registration | None, int], Registration | None]
+"""From what is registered and the server's time, in Unix milliseconds, to what shall be."""
+
+_encode = msgspec.json.encode
+_decode = msgspec.json.Decoder(Registration).decode
+
+
+class Registry:
+    """The consumers of one group. Every method raises RedisError. Threads may share it as they may share its client."""
+
+    def __init__(self, client: Client, keys: HandlerKeys) -> None:
+        self._client = client
+        self._key = f"{keys.base}:consumers"
+
+    def all(self) -> dict[str, Registration]:
+        """Everyone, by name."""
+        found = self._client.execute("HGETALL", self._key)
+        return {name.decode(): _decode(text) for name, text in zip(found[::2], found[1::2], strict=True)}
+
+    def get(self, name: str) -> Registration | None:
+        """One consumer, or None if it is not registered."""
+        found = self._client.execute("HGET", self._key, name)
+        return None if found is None else _decode(found)
+
+    def to_get(self, names: Sequence[str]) -> Command:
+        """The command that asks for some consumers, for who sends it with others."""
+        return ("HMGET", self._key, *names)
+
+    def got(self, names: Sequence[str], reply: Reply) -> dict[str, Registration]:
+        """Understand its answer: those of them that are registered."""
+        return {name: _decode(text) for name, text in zip(names, reply, strict=True) if text is not None}
+
+    def register(
+        self, name: str, *, health_url: str | None, max_tickets: int, instance: str, silent_ms: int
+    ) -> Registration:
+        """Register a consumer, which begins a life of it, or goes on with that of the same `instance`.
+
+        Raises Refused for a name that cannot be used, that is in use elsewhere, as far as was heard in the last
+        `silent_ms`, and when there are too many.
+        """
+        if not _NAME.fullmatch(name) or name in _RESERVED:
+            raise Refused(
+                422, f"{name!r} cannot be a consumer's name: use 1 to 100 letters, digits and any of _ . : @ -"
+            )
+
+        def change(now: Registration | None, time_ms: int) -> Registration:
+            again = now is not None and bool(instance) and now.instance == instance
+            if now is None and self._client.execute("HLEN", self._key) >= MOST_CONSUMERS:
+                raise Refused(429, f"there are {MOST_CONSUMERS:,} consumers already")
+            alive = now is not None and now.state != "dead" and time_ms - now.healthy_ms < 2 * silent_ms
+            if now is not None and alive and not again and now.health_url != health_url:
+                raise Refused(
+                    409,
+                    f"a consumer called {name!r} is alive at another health URL; give this one another name, or wait",
+                )
+            return Registration(
+                incarnation=now.incarnation if now is not None and again else secrets.token_hex(4), instance=instance,
+                health_url=health_url, max_tickets=max_tickets, registered_ms=time_ms, healthy_ms=time_ms,
+            )  # fmt: skip
+
+        found = self._change(name, change)
+        assert found is not None
+        return found
+
+    def healthy(self, name: str, incarnation: str, *, every_ms: int) -> None:
+        """A consumer was found healthy; it is noted once in `every_ms`."""
+
+        def change(now: Registration | None, time_ms: int) -> Registration | None:
+            if now is None or now.incarnation != incarnation:
+                return now
+            if now.state != "dead" and time_ms - now.healthy_ms < every_ms:
+                return now
+            state: State = "alive" if now.state == "dead" else now.state
+            return msgspec.structs.replace(now, healthy_ms=time_ms, state=state)
+
+        self._change(name, change)
+
+    def silent(self, name: str, incarnation: str, *, silent_ms: int) -> bool:
+        """A consumer was not found healthy: after `silent_ms` without it is dead, and its leases end. True if so now."""
+
+        def change(now: Registration | None, time_ms: int) -> Registration | None:
+            if now is None or now.incarnation != incarnation or time_ms - now.healthy_ms < silent_ms:
+                return now
+            if now.state == "dead":
+                return None if time_ms - now.healthy_ms > FORGOTTEN_MS else now
+            return msgspec.structs.replace(now, state="dead", incarnation=secrets.token_hex(4))
+
+        found = self._change(name, change)
+        return found is not None and found.state == "dead" and found.incarnation != incarnation
+
+    def mark(self, name: str, state: Literal["alive", "stuck"]) -> None:
+        """A consumer kept a message for too long, or has ended one after all."""
+
+        def change(now: Registration | None, _: int) -> Registration | None:
+            if now is None or now.state in ("dead", state):
+                return now
+            return msgspec.structs.replace(now, state=state)
+
+        self._change(name, change)
+
+    def close(self, name: str) -> None:
+        """A consumer gets nothing more."""
+        self._change(name, lambda now, time_ms: now and msgspec.structs.replace(now, max_tickets=0))
+
+    def remove(self, name: str) -> None:
+        """A consumer leaves."""
+        self._change(name, lambda now, time_ms: None)
+
+    def _change(self, name: str, change: Change) -> Registration | None:
+        while True:
+            before = self._client.execute("HGET", self._key, name)
+            known = None if before is None else _decode(before)
+            after = change(known, server_time_ms(self._client))
+            if after == known:
+                return known
+            new = b"" if after is None else _encode(after)
+            if self._client.script(SWAP, (self._key,), (name, before or b"", new)):
+                return after

@@ -1,0 +1,96 @@
+"""Which web pages may use a service: a browser sends what any page asks it to, to any address it can reach.
+
+CORS keeps a page from reading an answer, but neither from opening a WebSocket nor from using up connections. And a name
+of somebody else's may lead to this machine (DNS rebinding), where a service may ask for no token.
+"""
+
+import ipaddress
+import socket
+from collections.abc import Container, Iterable, Sequence
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+from starlette.responses import JSONResponse
+
+from millstream.services.web.headers import header
+
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp, Receive, Scope, Send
+
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+_ANYWHERE = ("0.0.0.0", "::")
+
+
+class OwnPages:
+    """ASGI middleware that turns away pages of other origins than this one and those in `origins` ("*": any).
+
+    `names`: under which hosts this service goes; None: any.
+    """
+
+    def __init__(self, app: "ASGIApp", origins: Sequence[str], names: Container[str] | None) -> None:
+        self._app = app
+        self._origins = origins
+        self._names = names
+
+    async def __call__(self, scope: "Scope", receive: "Receive", send: "Send") -> None:
+        """Pass the request on, or refuse it."""
+        if scope["type"] not in ("http", "websocket"):
+            await self._app(scope, receive, send)
+            return
+        host = header(scope, b"host") or ""
+        if self._names is not None and (_name(host) or "") not in self._names:
+            await JSONResponse({"error": f"this is not {host!r}"}, 421)(scope, receive, send)
+        elif not self._welcome(scope, host):
+            text = "pages from elsewhere may not use this server, unless it is started with --allow-origin"
+            await JSONResponse({"error": text}, 403)(scope, receive, send)
+        else:
+            await self._app(scope, receive, send)
+
+    def _welcome(self, scope: "Scope", host: str) -> bool:
+        if "*" in self._origins:
+            return True
+        origin = header(scope, b"origin")
+        if origin is not None:
+            return origin in self._origins or origin.partition("://")[2] == host
+        # Images, scripts and forms of other pages send no Origin. Browsers say of them whence they come (W3C, "Fetch
+        # Metadata Request Headers"); a link that somebody has followed is welcome.
+        if header(scope, b"sec-fetch-site") in (None, "same-origin", "none"):
+            return True
+        return (header(scope, b"sec-fetch-mode"), header(scope, b"sec-fetch-dest")) == ("navigate", "document")
+
+
+class MachineNames:
+    """Names that lead to a machine because of who runs it, and no others: an address, a name without a dot, its own.
+
+    What leads elsewhere tomorrow is a name that somebody else has registered, and such names have dots.
+    `more`: names to accept as well.
+    """
+
+    def __init__(self, host: str, more: Iterable[str]) -> None:
+        self._loopback_only = host in LOOPBACK
+        self._named = {*LOOPBACK, *(name.lower() for name in more)}
+        if not self._loopback_only:
+            self._named |= {host.lower(), socket.gethostname().lower()}
+        self._named -= set(_ANYWHERE)
+
+    def __contains__(self, name: object) -> bool:
+        if not isinstance(name, str) or not name:
+            return False
+        if name in self._named or self._loopback_only:
+            return name in self._named
+        return "." not in name or _is_address(name)
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
+
+
+def _name(host: str) -> str | None:
+    try:
+        return urlsplit(f"//{host}").hostname
+    except ValueError:
+        return None

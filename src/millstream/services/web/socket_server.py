@@ -1,0 +1,92 @@
+"""WebSockets whose clients only listen. A module of its own, as it needs the library that speaks them."""
+
+import asyncio
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+import msgspec
+from uvicorn.protocols.utils import ClientDisconnected
+from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
+from websockets.exceptions import InvalidState
+
+from millstream.services.web.connections import Connection
+from millstream.services.web.http_server import ServerConfig
+
+if TYPE_CHECKING:
+    from uvicorn._types import ASGISendEvent
+
+_NOT_UTF8 = 1007
+_UNREADABLE = msgspec.json.encode(
+    {"error": "the headers of a WebSocket are at most 128, none longer than 8,190 bytes; and it has no body"}
+)
+
+
+class SocketProtocol(WebSocketsSansIOProtocol):
+    """A WebSocket that answers every handshake, and tells when its client owes something."""
+
+    config: ServerConfig
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Go on with a connection whose handshake is there."""
+        self.app_state = {**self.app_state, "send_in_parts": self.send_in_parts}
+        self.connection: Connection = self.app_state["connection"]
+        super().connection_made(transport)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """End."""
+        self.config.connections.lost(self.connection, exc)
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """Read on. The whole handshake comes first: what the library below does not understand then, it never will."""
+        super().data_received(data)
+        if not self.handshake_initiated and not self.close_sent:
+            self.handshake_complete = self.close_sent = True
+            head = (
+                b"HTTP/1.1 431 Request Header Fields Too Large\r\nconnection: close\r\ncontent-type: application/json"
+            )
+            self.transport.write(b"%s\r\ncontent-length: %d\r\n\r\n%s" % (head, len(_UNREADABLE), _UNREADABLE))
+            self.transport.close()
+        elif self.handshake_initiated and not self.close_sent:
+            self.config.connections.arrived(self.connection)
+
+    def send_receive_event_to_app(self) -> None:
+        """Pass nothing on; but a text that is not UTF-8 ends the connection (RFC 6455, 8.1)."""
+        data, self.frames = b"".join(self.frames), []
+        if self.curr_msg_data_type == "text" and not self.close_sent:
+            try:
+                data.decode()
+            except UnicodeDecodeError:
+                self.conn.send_close(_NOT_UTF8)
+                self.handle_parser_exception()
+
+    async def send(self, message: "ASGISendEvent") -> None:
+        """Send for the app. After a refusal or a farewell the client owes its end of the connection."""
+        await super().send(message)
+        if message["type"] == "websocket.http.response.body" and self.close_sent:
+            self.handshake_complete = True  # refused, but answered: uvicorn would log that it is not
+        if self.close_sent:
+            self.config.connections.expect(self.connection)
+
+    async def send_in_parts(self, parts: Iterable[bytes]) -> None:
+        """Send a text in as many frames as there are parts, each once the client has taken most of those before.
+
+        An empty part is none: others get their turn then.
+        """
+        begun = False
+        for part in parts:
+            await asyncio.sleep(0)
+            if part:
+                await self._send_part(part, begun=begun, last=False)
+                begun = True
+        await self._send_part(b"", begun=begun, last=True)
+
+    async def _send_part(self, part: bytes, *, begun: bool, last: bool) -> None:
+        await self.writable.wait()
+        if self.disconnected or self.close_sent:
+            raise ClientDisconnected
+        try:
+            (self.conn.send_continuation if begun else self.conn.send_text)(part, fin=last)
+        except InvalidState as error:
+            raise ClientDisconnected from error
+        self.transport.write(b"".join(self.conn.data_to_send()))

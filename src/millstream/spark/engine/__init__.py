@@ -1,0 +1,1 @@
+"""The handler engine on Spark: one micro-batch from rows to committed effects."""

@@ -1,0 +1,94 @@
+"""The handler engine's part on the driver: one micro-batch from rows to committed effects.
+
+Every batch: shuffle by key, sort by entry id, run the handler in the executors (`task.py`), then move the frontier of
+each stream to the end of the batch. Spark may repeat a batch, wholly or in part, after any crash: what is committed
+already is left out by the marks and the frontier, so nothing takes effect twice.
+"""
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+
+import pyarrow as pa
+from pyspark.sql import DataFrame, Row
+from pyspark.sql import functions as F
+from pyspark.sql.pandas.types import from_arrow_schema
+
+from millstream.delivery.commit_store import Ledger
+from millstream.errors import DecodeError
+from millstream.handlers.handler import Handler
+from millstream.model import EntryId, Message
+from millstream.redis_client.client import shared_client
+from millstream.spark.engine.deferred_jobs import CatchUp
+from millstream.spark.engine.entry_points import run_partition
+from millstream.spark.engine.task import Job, open_fields
+from millstream.spark.engine.task_metrics import TALLY_SCHEMA, BatchTotals, sums
+
+
+class Engine:
+    """Processes the micro-batches of one handler; give it to `DataStreamWriter.foreachBatch`.
+
+    The keys are spread over as many tasks as there are cores. `on_batch` is told of every finished batch, `catch_up` of
+    what it has set aside.
+    """
+
+    def __init__(self, job: Job, *, on_batch: Callable[[BatchTotals], None], catch_up: CatchUp) -> None:
+        self._job = job
+        self._catch_up = catch_up
+        self._on_batch = on_batch
+        self._client = shared_client(job.url)
+        self._ledger = Ledger(self._client, app=job.handler.app, handler=job.handler.name, token=job.token)
+
+    def __call__(self, frame: DataFrame, batch_id: int) -> None:
+        """Process one micro-batch to its end. Raises whatever makes the batch fail, so that Spark repeats it."""
+        self._catch_up.wait_for_room()
+        began = time.monotonic()
+        rows = self._run(frame)
+        self._catch_up.tell(rows)
+        self._advance(rows)
+        self._on_batch(
+            BatchTotals(handler=self._job.handler.name, batch=batch_id, seconds=time.monotonic() - began, **sums(rows))
+        )
+
+    def _run(self, frame: DataFrame) -> list[Row]:
+        job = self._job
+        if callable(job.handler.key):
+            frame = frame.mapInArrow(_Keyed(job.handler), frame.schema)
+        if job.handler.key is not None:
+            # A message without a key is spread by its id: there is never one big null key.
+            place = F.expr("coalesce(nullif(key, X''), cast(concat(id_ms, '-', id_seq) as binary))")
+            cores = frame.sparkSession.sparkContext.defaultParallelism  # of a cluster they come and go
+            frame = frame.repartition(cores, place, F.col("stream"))
+            frame = frame.sortWithinPartitions("stream", "key", "id_ms", "id_seq")
+
+        def run(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+            return run_partition(job, batches)
+
+        return frame.mapInArrow(run, from_arrow_schema(TALLY_SCHEMA)).collect()
+
+    def _advance(self, rows: Iterable[Row]) -> None:
+        ends: dict[str, EntryId] = {}
+        for row in rows:
+            last = EntryId.parse(row["last_id"])
+            ends[row["stream"]] = max(last, ends.get(row["stream"], last))
+        self._client.patiently(lambda: self._ledger.advance(ends), what=self._job.handler.label)
+
+
+class _Keyed:
+    """Fills the key column for a handler whose key is a function."""
+
+    def __init__(self, handler: Handler) -> None:
+        self._handler = handler
+
+    def __call__(self, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        for batch in batches:
+            columns = [batch.column(name).to_pylist() for name in ("stream", "id_ms", "id_seq", "fields")]
+            keys = [self._key(*row) for row in zip(*columns, strict=True)]
+            at = batch.schema.get_field_index("key")
+            yield batch.set_column(at, batch.schema.field(at), pa.array(keys, pa.binary()))
+
+    def _key(self, stream: str, ms: int, seq: int, packed: bytes) -> bytes | None:
+        message = Message(stream, f"{ms}-{seq}", open_fields(packed)[0])
+        try:
+            return self._handler.key_of(message)
+        except DecodeError:
+            return None  # the task finds the same error again and makes the dead letter

@@ -1,0 +1,1 @@
+"""What `millstream run` does: the session, the queries and their supervisor."""

@@ -1,0 +1,89 @@
+"""Reports what Spark says of its queries to millstream's metrics."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from pyspark.sql.streaming.listener import (
+    QueryIdleEvent,
+    QueryProgressEvent,
+    QueryStartedEvent,
+    QueryTerminatedEvent,
+    StreamingQueryListener,
+    StreamingQueryProgress,
+)
+
+from millstream.observability import metrics as m
+from millstream.spark.run.offsets_behind import behind
+
+
+class QueryMetrics(StreamingQueryListener):
+    """Reports the progress of every query of a session: `spark.streams.addListener(QueryMetrics(recorder))`.
+
+    A query goes by its name, or its id if it has none. `streams` bounds how many streams of a query have a figure
+    of their own: those that are furthest behind.
+    """
+
+    def __init__(self, metrics: m.Metrics, *, streams: int = 20) -> None:
+        self._metrics = metrics
+        self._streams = streams
+        self._names: dict[str, str] = {}
+        self._shown: dict[str, set[str]] = {}
+
+    def onQueryStarted(self, event: QueryStartedEvent) -> None:  # noqa: N802 - Spark's names
+        """Remember its name, which its end does not tell."""
+        self._names[str(event.runId)] = event.name or str(event.id)
+
+    def onQueryProgress(self, event: QueryProgressEvent) -> None:  # noqa: N802
+        """Report a batch, and where it leaves the query."""
+        progress = event.progress
+        query = progress.name or str(progress.id)
+        if "addBatch" in progress.durationMs:
+            self._metrics.count(m.SPARK_ROWS, progress.numInputRows, query=query)
+            self._metrics.observe(m.SPARK_BATCH_SECONDS, progress.batchDuration / 1000, query=query)
+        if waiting := _waiting(progress):
+            self._behind(query, waiting)
+
+    def onQueryIdle(self, event: QueryIdleEvent) -> None:  # noqa: N802
+        """Nothing: the last figures stand."""
+
+    def onQueryTerminated(self, event: QueryTerminatedEvent) -> None:  # noqa: N802
+        """A query that has ended is not behind in any stream."""
+        query = self._names.pop(str(event.runId), str(event.id))
+        for stream in self._shown.pop(query, ()):
+            self._metrics.forget(m.SPARK_STREAM_BEHIND, query=query, stream=stream)
+
+    def _behind(self, query: str, waiting: Mapping[str, int | None]) -> None:
+        known = {stream: count for stream, count in waiting.items() if count is not None}
+        counts: list[float] = list(known.values()) or [math.nan]
+        figures = {
+            "min": min(counts),
+            "avg": sum(counts) / len(counts),
+            "max": max(counts),
+            "sum": sum(counts) if len(known) == len(waiting) else math.nan,
+        }
+        for of, value in figures.items():
+            self._metrics.set(m.SPARK_BEHIND, value, query=query, of=of)
+        worst = set(sorted(known, key=lambda stream: (-known[stream], stream))[: self._streams])
+        for stream in self._shown.get(query, set()) - worst:
+            self._metrics.forget(m.SPARK_STREAM_BEHIND, query=query, stream=stream)
+        for stream in worst:
+            self._metrics.set(m.SPARK_STREAM_BEHIND, known[stream], query=query, stream=stream)
+        self._shown[query] = worst
+
+
+def _waiting(progress: StreamingQueryProgress) -> dict[str, int | None]:
+    """How far the query is behind in each stream of all its sources."""
+    found: dict[str, int | None] = {}
+    for source in progress.sources:
+        found |= behind(source.endOffset, source.latestOffset)
+    return found
+
+
+def report_batch(metrics: m.Metrics, handler: str, batch: Mapping[str, Any]) -> None:
+    """Count what a finished batch of `handler` (`app.name`) did: see `BatchTotals`."""
+    metrics.count(m.READ, batch["messages"], handler=handler)
+    metrics.count(m.COMMITTED, batch["committed"], handler=handler)
+    metrics.count(m.RETRIED, batch["retries"], handler=handler)
+    metrics.count(m.REFUSED, batch["refused"], handler=handler)
+    metrics.count(m.DEAD, batch["dead"], handler=handler, reason="")

@@ -1,0 +1,297 @@
+"""Runs an app as Spark pipelines: one streaming query per handler and stage, and a supervisor that keeps them going.
+
+The spine is `Runner.run`: start the queries, watch them, start a failed one again with back-off, and stop
+all of them when asked to, or when something failed that trying again cannot mend.
+"""
+
+import logging
+import threading
+from collections.abc import Callable
+
+from py4j.protocol import Py4JError, Py4JJavaError
+from pyspark.errors import PySparkException
+from pyspark.sql import SparkSession
+from pyspark.sql.streaming.query import StreamingQuery
+
+from millstream.app import App
+from millstream.clock import SYSTEM_CLOCK, Clock
+from millstream.delivery.delayed_messages import DelayedMessages
+from millstream.errors import (
+    AccessDenied,
+    ConfigError,
+    MillstreamError,
+    PipelineFailed,
+    RedisError,
+    SessionEnded,
+    StaleOwner,
+    Unavailable,
+)
+from millstream.redis_client.client import Client
+from millstream.spark.run.connect_guard import refuse_session
+from millstream.spark.run.failures import Failure, failure_of
+from millstream.spark.run.handler_query import HandlerPipeline
+from millstream.spark.run.liveness import keep_present
+from millstream.spark.run.offsets_behind import behind
+from millstream.spark.run.query import MOST_FAILURES, Event, Pipeline, RunSettings, Surroundings
+from millstream.spark.run.session import has_executors, has_stopped, java_has_ended, make_active, settle_environment
+from millstream.spark.run.stage_query import StagePipeline
+
+__all__ = ["RunSettings", "Runner"]
+
+logger = logging.getLogger(__name__)
+
+_WATCH_S = 0.2
+_STOP_MS, _LAST_WORDS_MS = 25_000.0, 2_000.0
+_MOST_FAILURES_ONCE, _MOST_FAILURES_AT_FIRST = 5, 2
+_JAVA_GONE_S = 1.0
+_LOOK_MS, _MOST_ALONE_MS = 5_000.0, 120_000.0
+_MOST_STARTING, _INITIALISING = 2, "Initializing sources"
+
+
+class Runner:
+    """Runs every handler and stage of `app` on `spark` until stopped.
+
+    `on_event` is told, as mappings with an `event` name, of what happens: started, batch (finished), running (a
+    batch that takes long; with a `reason` if nobody is there to run it), caught-up (what was set aside was run), restarting, stopped (with `parked`, if that
+    is known: for each handler with parked keys, how many those are, and how many messages wait in them); all but the last
+    name their `handler` or `stage`.
+    `on_watch` is called a few times a second with the number of entries that wait, or None while it is unknown.
+    Setting `stopping` has the effect of `stop`. Raises ConfigError for a session of Spark Connect.
+    """
+
+    def __init__(
+        self,
+        app: App,
+        spark: SparkSession,
+        settings: RunSettings,
+        *,
+        on_event: Callable[[Event], None],
+        on_watch: Callable[[int | None], None] = lambda lag: None,
+        stopping: threading.Event | None = None,
+        clock: Clock = SYSTEM_CLOCK,
+    ) -> None:
+        self._app = app.name
+        refuse_session(spark)
+        self._spark = spark
+        self._settings = settings
+        self._on_event = on_event
+        self._on_watch = on_watch
+        self._clock = clock
+        self._client = Client(settings.url)
+        self._stopping = stopping or threading.Event()
+        self._over = threading.Event()
+        self._settled = self._had_executors = False
+        self._look_due_ms = self._alone_since_ms = float("-inf")
+        self._around = around = Surroundings(
+            spark=spark, settings=settings, client=self._client, clock=clock, stopping=self._stopping, over=self._over,
+            on_event=on_event,
+        )  # fmt: skip
+        # Stages first: what Spark itself refuses in them is said before a handler has done anything.
+        self._pipelines: list[Pipeline] = [StagePipeline(around, stage) for stage in app.stages.values()]
+        self._pipelines += [HandlerPipeline(around, handler) for handler in app.handlers.values()]
+
+    def stop(self) -> None:
+        """Ask `run` to end; safe to call from a signal handler. What is not committed is done by the next run."""
+        self._stopping.set()
+
+    def run(self) -> None:
+        """Process until stopped, or, with `once`, until all that was there is processed.
+
+        Raises ConfigError for what must be changed first, AccessDenied, SessionEnded when another session is needed to go
+        on, and PipelineFailed when a person is.
+        """
+        try:
+            make_active(self._spark)
+            for pipeline in self._pipelines:
+                self._around.wait_for(pipeline.join, pipeline.label)
+                self._around.wait_for(pipeline.prepare, pipeline.label)
+            threading.Thread(target=self._move_delayed, name="millstream-mover", daemon=True).start()
+            threading.Thread(target=self._keep_present, name="millstream-presence", daemon=True).start()
+            for pipeline in self._pipelines:
+                pipeline.begin()
+            while not self._stopping.is_set() and not all(p.done for p in self._pipelines):
+                for pipeline in self._pipelines:
+                    pipeline.watch()
+                    self._tend(pipeline)
+                self._check_executors()
+                self._on_watch(self.lag())
+                self._stopping.wait(_WATCH_S)
+        except Unavailable:
+            if not self._stopping.is_set():
+                raise
+        except (Py4JError, PySparkException, ConnectionError) as error:
+            if not java_has_ended(self._spark, within_s=_JAVA_GONE_S):
+                self._check_session()
+                raise
+            # A signal that is meant to stop all may reach the Java process first.
+            if not self._stopping.wait(_JAVA_GONE_S):
+                raise PipelineFailed(
+                    "Spark's Java process has ended: killed, or out of memory. Run the same again: what is committed "
+                    "is not done twice"
+                ) from error
+        finally:
+            self._over.set()
+            last_word_ms = self._clock.monotonic_ms() + _LAST_WORDS_MS
+            for pipeline in self._pipelines:
+                pipeline.wind_up(max(0.0, last_word_ms - self._clock.monotonic_ms()) / 1000)
+            self._stop_queries()
+            for pipeline in self._pipelines:
+                pipeline.leave()
+            if any(pipeline.has_started for pipeline in self._pipelines):
+                self._on_event({"event": "stopped", **self._parked()})
+            self._client.close()
+
+    def _move_delayed(self) -> None:
+        """Add to the streams the delayed messages that are due."""
+        with Client(self._settings.url) as client:
+            try:
+                DelayedMessages(client).keep_moving(
+                    lambda: sorted({name for pipeline in self._pipelines for name in pipeline.streams()}), self._over
+                )
+            except (RedisError, ConfigError) as error:
+                logger.warning("delayed messages are not moved by this pipeline: %s", error)
+
+    def _keep_present(self) -> None:
+        """Say who is at work."""
+
+        def names() -> list[str]:
+            return [pipeline.name for pipeline in self._pipelines if not pipeline.done]
+
+        keep_present(self._settings.url, self._app, names, self._over)
+
+    def _stop_queries(self) -> None:
+        """Stop all at once, since each waits for its batch; what does not stop in time ends with the session."""
+        queries = [pipeline.query for pipeline in self._pipelines if pipeline.query is not None]
+        stops = [threading.Thread(target=_stop, args=(query,), daemon=True) for query in queries]
+        deadline_ms = self._clock.monotonic_ms() + _STOP_MS
+        for stop in stops:
+            stop.start()
+        for stop in stops:
+            stop.join(max(0.0, deadline_ms - self._clock.monotonic_ms()) / 1000)
+
+    def _parked(self) -> Event:
+        """What waits for a person, for those who read how it ended; nothing while Redis is away."""
+        try:
+            with Client(self._settings.url, timeout_ms=round(_LAST_WORDS_MS)) as client:
+                found = {pipeline.name: pipeline.parked(client) for pipeline in self._pipelines}
+        except (RedisError, ConfigError) as error:
+            logger.debug("what is parked is not known: %s", error)
+            return {}
+        return {"parked": {name: {"keys": keys, "messages": count} for name, (keys, count) in found.items() if keys}}
+
+    def lag(self) -> int | None:
+        """Entries that wait to be processed, over all handlers and stages; None until that is known."""
+        total: int | None = None
+        for pipeline in self._pipelines:
+            progress = pipeline.query.lastProgress if pipeline.query is not None else None
+            for source in progress.sources if progress is not None else ():
+                counts = list(behind(source.endOffset, source.latestOffset).values())
+                known = [count for count in counts if count is not None]
+                if counts and len(known) == len(counts):
+                    total = (total or 0) + sum(known)
+        return total
+
+    # One pipeline
+
+    def _tend(self, pipeline: Pipeline) -> None:
+        """Start, restart or finish one query as its standing asks."""
+        if pipeline.broken is not None:
+            raise _ended(pipeline, pipeline.broken)
+        query = pipeline.query
+        if pipeline.done or (query is not None and query.isActive):
+            return
+        self._check_session()
+        pipeline.watch()  # what it has done to its end
+        error = query.exception() if query is not None else None
+        if error is not None:
+            self._failed(pipeline, failure_of(pipeline.error or error))
+        elif query is not None:
+            if not self._settings.once:
+                self._stopping.set()  # stopped from outside, by the session
+            else:
+                pipeline.done = self._around.wait_for(pipeline.is_settled, pipeline.label)
+        elif self._clock.monotonic_ms() >= pipeline.retry_at_ms and self._starting() < _MOST_STARTING:
+            try:
+                if not self._settled:
+                    settle_environment(self._spark)
+                    self._settled = True
+                pipeline.query = pipeline.start()
+            except (PySparkException, Py4JJavaError, StaleOwner, AccessDenied, ConfigError, PipelineFailed) as refusal:
+                self._failed(pipeline, failure_of(refusal))
+            else:
+                pipeline.tell("started")
+
+    def _check_session(self) -> None:
+        """Raise SessionEnded if no query can run any more."""
+        if has_stopped(self._spark):
+            raise SessionEnded(
+                "the Spark session is over: its cluster has given the application up, or something in this process has "
+                "stopped it (--spark-log shows more). Run the same again: what is committed is not done twice"
+            )
+
+    def _check_executors(self) -> None:
+        """Raise SessionEnded if a batch waits for executors and those that there were have been gone for long.
+
+        A standalone master that was started anew without what it knew has executors of applications that it does not know
+        killed, and gives those no others.
+        """
+        now_ms = self._clock.monotonic_ms()
+        if now_ms < self._look_due_ms:
+            return
+        self._look_due_ms = now_ms + _LOOK_MS
+        is_alone = not has_executors(self._spark)
+        self._had_executors = self._had_executors or not is_alone
+        if not (is_alone and self._had_executors and any(pipeline.batch for pipeline in self._pipelines)):
+            self._alone_since_ms = now_ms
+        elif now_ms - self._alone_since_ms >= _MOST_ALONE_MS:
+            raise SessionEnded(
+                "all executors are gone, and the cluster gives no others: its master may have forgotten the application. Run "
+                "the same again: what is committed is not done twice"
+            )
+
+    def _starting(self) -> int:
+        """How many queries are not past their start, which takes seconds of a core, and Spark gives it only ten."""
+        queries = [pipeline.query for pipeline in self._pipelines if pipeline.query is not None]
+        return sum(query.isActive and query.status["message"] == _INITIALISING for query in queries)
+
+    def _failed(self, pipeline: Pipeline, failure: Failure) -> None:
+        if failure.final:
+            raise _ended(pipeline, failure)
+        achieved = self._around.wait_for(pipeline.achieved, pipeline.label)
+        pipeline.failures = pipeline.failures + 1 if achieved == pipeline.before else 1
+        pipeline.before = achieved
+        self._give_up(pipeline, failure)
+        wait_ms = min(500.0 * 2 ** min(pipeline.failures, 6), 30_000.0)
+        pipeline.query = None
+        pipeline.retry_at_ms = self._clock.monotonic_ms() + wait_ms
+        logger.warning("%s failed and starts again in %.0f s: %s", pipeline.label, wait_ms / 1000, failure.reason)
+        pipeline.tell("restarting", reason=failure.reason)
+
+    def _give_up(self, pipeline: Pipeline, failure: Failure) -> None:
+        """Raise PipelineFailed once it has failed too often for the next time to be different."""
+        # A busy machine says nothing about the query: so it has its tries also where it runs once.
+        most = _MOST_FAILURES_ONCE if self._settings.once and not failure.starved else MOST_FAILURES
+        label, checkpoint = pipeline.label, pipeline.checkpoint
+        at_first = pipeline.resumed and not pipeline.began and failure.of_checkpoint
+        if at_first and pipeline.failures > _MOST_FAILURES_AT_FIRST:
+            changed = "If what it keeps was changed, give it another name. " if pipeline.kind == "stage" else ""
+            raise PipelineFailed(
+                f"{label} cannot go on from its checkpoint: {failure.reason}. {changed}If {checkpoint!r} is damaged, use a "
+                "new --checkpoint and --from-frontier"
+            )
+        if pipeline.failures > most:
+            raise PipelineFailed(
+                f"{label} failed {pipeline.failures} times in a row with nothing committed in between: {failure.reason}"
+            )
+
+
+def _ended(pipeline: Pipeline, failure: Failure) -> MillstreamError:
+    kind = AccessDenied if failure.kind is AccessDenied else PipelineFailed
+    return kind(f"{pipeline.label} stopped: {failure.reason}")
+
+
+def _stop(query: StreamingQuery) -> None:
+    try:
+        query.stop()
+    except (PySparkException, Py4JError, OSError) as error:
+        logger.debug("a query did not stop: %s", error)

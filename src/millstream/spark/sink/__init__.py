@@ -1,0 +1,28 @@
+"""Writing batches of rows to streams exactly once: staged by many tasks, published by one decision.
+
+Tasks stage their rows beside each stream, where nobody reads them. Whoever commits the batch seals each stream's part, so
+that it is kept for good, decides the batch in one atomic step, and only then moves the rows into the streams. A decided batch is published to its end by whoever comes next (two-phase commit with roll-forward; Gray
+and Lamport, "Consensus on Transaction Commit"). `docs/spark-sink.md` describes the protocol step by step.
+"""
+
+from typing import TYPE_CHECKING
+
+from millstream.lazy import names_of
+
+if TYPE_CHECKING:
+    from millstream.spark.sink.manifest import Share
+    from millstream.spark.sink.publication import Publication
+    from millstream.spark.sink.staging import Row, Stage, begin, raw, token_of
+    from millstream.spark.sink.write_options import Terms
+else:
+    __getattr__, __dir__ = names_of(
+        __name__,
+        {
+            "millstream.spark.sink.manifest": ("Share",),
+            "millstream.spark.sink.publication": ("Publication",),
+            "millstream.spark.sink.staging": ("Row", "Stage", "begin", "raw", "token_of"),
+            "millstream.spark.sink.write_options": ("Terms",),
+        },
+    )
+
+__all__ = ["Publication", "Row", "Share", "Stage", "Terms", "begin", "raw", "token_of"]

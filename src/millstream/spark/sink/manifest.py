@@ -1,0 +1,95 @@
+"""What a batch consists of: which task attempts count, and what each has staged for which stream."""
+
+from collections.abc import Sequence
+from functools import cached_property
+from hashlib import blake2b
+from itertools import pairwise
+
+import msgspec
+
+from millstream.errors import OutputError
+from millstream.model import EntryId
+from millstream.redis_client.client import Arg
+from millstream.redis_client.key_names import StreamKeys
+
+
+class Portion(msgspec.Struct, frozen=True, array_like=True):
+    """What one task attempt has staged for one stream; `first` and `last` ids are "" if Redis gives the ids."""
+
+    chunks: int
+    first: str = ""
+    last: str = ""
+
+
+class Share(msgspec.Struct, frozen=True, array_like=True):
+    """What one task attempt, named by its `token`, has staged. `epoch`: of its run."""
+
+    token: str
+    place: int
+    epoch: int
+    portions: dict[str, Portion]
+
+
+class Manifest:
+    """The shares of a batch, in the order in which their rows are published: by id, if they come with ids."""
+
+    def __init__(self, shares: Sequence[Share]) -> None:
+        self._shares = sorted(shares, key=lambda share: share.place)
+        self.streams: dict[str, list[tuple[str, Portion]]] = {}
+        for share in self._shares:
+            for stream, portion in share.portions.items():
+                parts = self.streams.setdefault(stream, [])
+                if portion.chunks:
+                    parts.append((share.token, portion))
+        for parts in self.streams.values():
+            if _with_ids(parts):
+                parts.sort(key=lambda part: EntryId.parse(part[1].first))
+
+    def check(self) -> None:
+        """Raise OutputError if rows come with ids, and those of different tasks are not one after the other."""
+        for stream, parts in self.streams.items():
+            for (_, one), (_, other) in pairwise(parts if _with_ids(parts) else ()):
+                if EntryId.parse(one.last) >= EntryId.parse(other.first):
+                    raise OutputError(
+                        f"the ids for stream {stream!r} overlap between partitions ({one.last} in one, {other.first} in "
+                        "another): repartition by the stream and sort within partitions by the id, or leave idColumn out"
+                    )
+
+    @classmethod
+    def parse(cls, blob: bytes) -> "Manifest":
+        """Read back what `blob` says."""
+        return cls(msgspec.msgpack.decode(blob, type=list[Share]))
+
+    @cached_property
+    def blob(self) -> bytes:
+        """It all, as msgpack."""
+        return msgspec.msgpack.encode(self._shares)
+
+    @cached_property
+    def attempt(self) -> str:
+        """A name that no other set of task attempts has."""
+        return blake2b(self.blob, digest_size=12).hexdigest()
+
+    @property
+    def seal(self) -> str:
+        """The token of its seals: what is left to be published to each stream. Each attempt has its own."""
+        epoch, batch, *_ = self._shares[0].token.split(".") if self._shares else ("0", "0")
+        return f"{epoch}.{batch}.seal.{self.attempt}"
+
+    @property
+    def tokens(self) -> set[str]:
+        """The task attempts that have staged it, and its seals."""
+        return {self.seal, *(share.token for share in self._shares)}
+
+    def keys(self, sink: str, stream: str) -> list[Arg]:
+        """The keys of one stream, for the scripts: stream, seal, staged chunks."""
+        names = StreamKeys(stream)
+        return [
+            stream,
+            names.staged(sink, self.seal),
+            *(names.staged(sink, token) for token, _ in self.streams[stream]),
+        ]
+
+
+def _with_ids(parts: Sequence[tuple[str, Portion]]) -> bool:
+    return any(portion.first for _, portion in parts)

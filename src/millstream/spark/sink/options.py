@@ -1,0 +1,165 @@
+"""The options of the `redis-streams` sink: read from text, checked, and explained when wrong. See `docs/spark-sink.md`."""
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal, cast
+
+from millstream.errors import ConfigError
+from millstream.model import EntryId
+from millstream.redis_client.key_names import check_identifier, check_stream
+from millstream.spark.option_parser import Given
+from millstream.spark.sink.write_options import Terms
+
+Target = Literal["stream", "hash", "json"]
+FieldsAs = Literal["columns", "fields", "json"]
+Guarantee = Literal["exactly-once", "at-least-once"]
+
+_STREAM_NAMES = (
+    "stream",
+    "streamColumn",
+    "idColumn",
+    "existingIds",
+    "fieldsAs",
+    "fieldsColumn",
+    "jsonField",
+    "maxlen",
+    "minid",
+    "exactTrim",
+    "txnAppId",
+    "txnVersion",
+)
+_UPSERT_NAMES = ("keyColumn", "keyPrefix", "guardColumn", "guardField")
+NAMES = ("url", "target", *_STREAM_NAMES, *_UPSERT_NAMES)
+_OF_SPARK = ("checkpointlocation", "queryname")
+"""Spark passes on what its own writer was told."""
+
+
+_PLAIN_NAME = re.compile(r"[A-Za-z0-9_.:-]{1,200}")
+_FOREVER = Terms()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """Which columns are what. `stream`: of all rows, or None: each row's is in `stream_column`."""
+
+    stream: str | None = None
+    stream_column: str | None = None
+    id_column: str | None = None
+    fields_as: FieldsAs = "columns"
+    fields_column: str | None = None
+    json_field: str = "json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Upsert:
+    """Which key a row goes to, and which of two rows is newer: the one with the greater guard."""
+
+    key_column: str
+    guard_column: str
+    key_prefix: str = ""
+    guard_field: str = "millstream.guard"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SinkOptions:
+    """Everything that the sink was told. `transaction`: the id and number of a batch write that is made once."""
+
+    url: str = field(repr=False)
+    target: Target = "stream"
+    layout: Layout = Layout()
+    terms: Terms = _FOREVER
+    transaction: tuple[str, int] | None = None
+    upsert: Upsert | None = None
+
+    def check_streaming(self) -> None:
+        """Raise ConfigError for what only a batch write can do."""
+        if self.transaction:
+            raise ConfigError("txnAppId and txnVersion are for df.write: a streaming query counts its batches itself")
+
+
+def is_for_writing(given: Mapping[str, str], source_names: tuple[str, ...]) -> bool:
+    """Whether one of these options can only be the sink's: reading and writing share one format."""
+    names = {name.lower() for name in given}
+    ours = {name.lower() for name in NAMES} - {name.lower() for name in source_names} | {*_OF_SPARK}
+    return bool(names & ours)
+
+
+def parse_sink(given: Mapping[str, str], environ: Mapping[str, str] = os.environ) -> SinkOptions:
+    """Understand the options of `df.write` or `df.writeStream`; names in any case.
+
+    Raises ConfigError, in one line with what to change, for an option that is unknown, misspelt, contradicts another
+    one or has a value that makes no sense.
+    """
+    ours = {name: value for name, value in given.items() if name.lower() not in _OF_SPARK}
+    options = Given.read(ours, NAMES, "writing", len(NAMES))
+    url = options.url(environ)
+    target = cast(Target, options.choice("target", ("stream", "hash", "json"), "stream"))
+    strangers = _UPSERT_NAMES if target == "stream" else _STREAM_NAMES
+    for name in strangers:
+        if name in options.values:
+            raise ConfigError(f"option {name} does not go with target={target}")
+    if target != "stream":
+        return SinkOptions(url=url, target=target, upsert=_upsert(options))
+    return SinkOptions(url=url, layout=_layout(options), terms=_terms(options), transaction=_transaction(options))
+
+
+def _upsert(options: Given) -> Upsert:
+    key, guard = options.text("keyColumn"), options.text("guardColumn")
+    if key is None or guard is None:
+        raise ConfigError(
+            'name the columns with the key and with what tells a newer row from an older one: option("keyColumn", "id"), '
+            'option("guardColumn", "version")'
+        )
+    field = options.text("guardField") or Upsert.guard_field
+    if not _PLAIN_NAME.fullmatch(field):
+        raise ConfigError(f"option guardField={field!r} must be letters, digits, '_', '-', '.' or ':'")
+    return Upsert(
+        key_column=key,
+        guard_column=guard,
+        key_prefix=options.values.get("keyPrefix", ""),
+        guard_field=field,
+    )
+
+
+def _layout(options: Given) -> Layout:
+    stream, column = options.text("stream"), options.text("streamColumn")
+    if stream and column:
+        raise ConfigError("name the stream either by option stream or by streamColumn, not by both")
+    fields_as = cast(FieldsAs, options.choice("fieldsAs", ("columns", "fields", "json"), "columns"))
+    for name, wanted in (("fieldsColumn", "fields"), ("jsonField", "json")):
+        if name in options.values and fields_as != wanted:
+            raise ConfigError(f"option {name} goes with fieldsAs={wanted}, not with fieldsAs={fields_as}")
+    return Layout(
+        stream=check_stream(stream) if stream else None,
+        stream_column=None if stream else column or "stream",
+        id_column=options.text("idColumn"),
+        fields_as=fields_as,
+        fields_column=(options.text("fieldsColumn") or "fields") if fields_as == "fields" else None,
+        json_field=options.text("jsonField") or Layout.json_field,
+    )
+
+
+def _terms(options: Given) -> Terms:
+    maxlen, minid = options.number("maxlen", least=0), options.text("minid")
+    if maxlen is not None and minid is not None:
+        raise ConfigError("trim either by maxlen or by minid, not by both")
+    if "exactTrim" in options.values and maxlen is None and minid is None:
+        raise ConfigError("option exactTrim goes with maxlen or minid")
+    existing = options.choice("existingIds", ("error", "skip"), "error")
+    if "existingIds" in options.values and not options.text("idColumn"):
+        raise ConfigError("option existingIds goes with idColumn")
+    return Terms(
+        maxlen=maxlen,
+        minid=str(EntryId.parse(minid)) if minid is not None else None,
+        exactly=options.flag("exactTrim", False),
+        skip_old_ids=existing == "skip",
+    )
+
+
+def _transaction(options: Given) -> tuple[str, int] | None:
+    app, version = options.text("txnAppId"), options.number("txnVersion", least=0)
+    if (app is None) != (version is None):
+        raise ConfigError("txnAppId and txnVersion go together")
+    return (check_identifier("txnAppId", app), version) if app is not None and version is not None else None

@@ -1,0 +1,226 @@
+"""Turns Arrow record batches into rows for streams: the id, then names and values.
+
+Every value has the text that the source, and a handler's model, reads back (`millstream.handlers.decoding`): a null is a field
+that is left out, what is nested is JSON.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain, repeat
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from pyspark.sql.types import (
+    ArrayType,
+    BinaryType,
+    BooleanType,
+    ByteType,
+    DataType,
+    DateType,
+    DecimalType,
+    DoubleType,
+    FloatType,
+    IntegerType,
+    LongType,
+    MapType,
+    NullType,
+    ShortType,
+    StringType,
+    StructField,
+    StructType,
+    TimestampNTZType,
+    TimestampType,
+)
+
+from millstream.errors import ConfigError, OutputError
+from millstream.handlers.decoding import encode_output
+from millstream.producer.session import MAX_FIELDS
+from millstream.redis_client.key_names import check_stream
+from millstream.spark.sink import Row, raw
+from millstream.spark.sink.options import Layout
+from millstream.spark.sink.staging import Part
+
+_PLAIN = (
+    StringType, BinaryType, BooleanType, ByteType, ShortType, IntegerType, LongType, FloatType, DoubleType, DecimalType,
+    DateType, TimestampType, TimestampNTZType, NullType,
+)  # fmt: skip
+_TEXTS = (StringType, BinaryType)
+_CAST = (pa.types.is_integer, pa.types.is_boolean, pa.types.is_date)
+_UTC = pa.timestamp("us", tz="UTC")
+
+
+def check_columns(layout: Layout, schema: StructType) -> None:
+    """Raise ConfigError, naming the column, if a frame of `schema` cannot be written so."""
+    if layout.stream_column is not None and layout.stream_column not in schema.names:
+        raise ConfigError(
+            f"there is no column {layout.stream_column!r} to name each row's stream: name one stream for all by "
+            'option("stream", "a"), or another column by option("streamColumn", "c")'
+        )
+    for option, name in (("streamColumn", layout.stream_column), ("idColumn", layout.id_column)):
+        if name is not None:
+            column(schema, option, name, StringType)
+    if layout.fields_column is not None:
+        check_fields_column(column(schema, "fieldsColumn", layout.fields_column))
+        return
+    fields = field_columns(layout, schema)
+    if not fields:
+        raise ConfigError("no column is left for the fields of entries: select at least one more")
+    if len(fields) > MAX_FIELDS:
+        raise ConfigError(f"an entry takes at most {MAX_FIELDS:,} fields: write the rows with fieldsAs=json")
+    for field in fields:
+        check_type(field.name, field.dataType)
+
+
+def column(schema: StructType, option: str, name: str, kind: type[DataType] | None = None) -> StructField:
+    """The column that an option names. Raises ConfigError if there is none, or it is of another type."""
+    if name not in schema.names:
+        raise ConfigError(f"option {option}: there is no column {name!r} among {', '.join(schema.names)}")
+    if kind is not None and not isinstance(schema[name].dataType, kind):
+        found = schema[name].dataType.simpleString()
+        raise ConfigError(f"option {option}: the column {name!r} is of type {found}; cast it to {kind.typeName()}")
+    return schema[name]
+
+
+def field_columns(layout: Layout, schema: StructType) -> list[StructField]:
+    """The columns that are fields: all that are nothing else."""
+    return [field for field in schema.fields if field.name not in (layout.stream_column, layout.id_column)]
+
+
+def check_type(name: str, kind: DataType) -> None:
+    """Raise ConfigError if values of this type have no text."""
+    if isinstance(kind, StructType):
+        for field in kind.fields:
+            check_type(f"{name}.{field.name}", field.dataType)
+    elif isinstance(kind, ArrayType):
+        check_type(f"{name}[]", kind.elementType)
+    elif isinstance(kind, MapType):
+        if not isinstance(kind.keyType, StringType):
+            raise ConfigError(f"the column {name} is a map whose keys are no text, which JSON does not know: cast them")
+        check_type(f"{name}[]", kind.valueType)
+    elif not isinstance(kind, _PLAIN):
+        raise ConfigError(
+            f"the column {name} is of type {kind.simpleString()}, which cannot be written: cast it to string"
+        )
+
+
+def check_fields_column(field: StructField) -> None:
+    """Raise ConfigError if a column cannot hold the names and values of entries."""
+    kind = field.dataType
+    pair = kind.elementType.fields if isinstance(kind, ArrayType) and isinstance(kind.elementType, StructType) else []
+    types = [kind.keyType, kind.valueType] if isinstance(kind, MapType) else [part.dataType for part in pair]
+    if len(types) != 2 or not isinstance(types[0], _TEXTS):
+        raise ConfigError(
+            f"the column {field.name} is of type {kind.simpleString()}: fieldsAs=fields needs a map from text, or an array "
+            "of (name, value), as the source gives it"
+        )
+    check_type(f"{field.name}[]", types[1])
+
+
+class RowMaker:
+    """Makes rows from the record batches of a frame of `schema`. Raises OutputError, naming the column, for bad values."""
+
+    def __init__(self, layout: Layout, schema: StructType) -> None:
+        self._layout = layout
+        self._names = [field.name for field in field_columns(layout, schema)]
+
+    def __call__(self, batch: pa.RecordBatch) -> Iterator[tuple[str, list[Row]]]:
+        """Yield rows by stream, those of one stream in their order."""
+        layout = self._layout
+        ids = repeat("*") if layout.id_column is None else _wanted(batch, layout.id_column)
+        if layout.fields_column is not None:
+            rows = _rows_of_fields(batch.column(layout.fields_column), layout.fields_column, ids)
+        elif layout.fields_as == "json":
+            objects = batch.select(self._names).to_pylist(maps_as_pydicts="strict")
+            rows = [(i, layout.json_field, json_text(one)) for i, one in zip(ids, objects, strict=False)]
+        else:
+            rows = self._rows_of_columns(batch, ids)
+        if layout.stream is not None:
+            yield layout.stream, rows
+            return
+        by_stream: dict[str, list[Row]] = {}
+        for stream, row in zip(_wanted(batch, layout.stream_column or ""), rows, strict=True):
+            by_stream.setdefault(stream, []).append(row)
+        for stream in by_stream:
+            if not stream:
+                raise OutputError(f"the column {layout.stream_column} is empty in a row: every row needs a stream")
+            check_stream(stream)
+        yield from by_stream.items()
+
+    def _rows_of_columns(self, batch: pa.RecordBatch, ids: Any) -> list[Row]:
+        found = [batch.column(name) for name in self._names]
+        pairs = chain.from_iterable(
+            (repeat(name), texts(one, name)) for name, one in zip(self._names, found, strict=True)
+        )
+        rows: list[Row] = list(zip(ids, *pairs, strict=False))
+        if any(one.null_count for one in found):
+            rows = [_without_nulls(row) if None in row else row for row in rows]
+        return rows
+
+
+def _without_nulls(row: Sequence[Part | None]) -> Row:
+    parts: list[Part] = [row[0] or "*"]
+    for at in range(1, len(row), 2):
+        name, value = row[at], row[at + 1]
+        if name is not None and value is not None:
+            parts += (name, value)
+    if len(parts) == 1:
+        raise OutputError("every column of a row is null: an entry needs a field; fill one, or filter such rows out")
+    return parts
+
+
+def _rows_of_fields(found: pa.Array, name: str, ids: Any) -> list[Row]:
+    if found.null_count:
+        raise OutputError(f"the column {name} is null in a row: an entry needs fields; filter such rows out")
+    is_map = pa.types.is_map(found.type)
+    names = texts(found.keys if is_map else found.values.field(0), name)
+    values = texts(found.items if is_map else found.values.field(1), name)
+    flat: list[Any] = [None] * (2 * len(names))
+    flat[0::2], flat[1::2] = names, values
+    ends = found.offsets.to_numpy()
+    rows: list[Row] = []
+    for entry_id, start, end in zip(ids, ends, ends[1:], strict=False):
+        row = (entry_id, *flat[2 * start : 2 * end])
+        if not 0 < end - start <= MAX_FIELDS:
+            raise OutputError(
+                f"the column {name} has {end - start:,} fields in a row: an entry takes 1 to {MAX_FIELDS:,}"
+            )
+        rows.append(_without_nulls(row) if None in row else row)
+    return rows
+
+
+def _wanted(batch: pa.RecordBatch, name: str) -> list[str]:
+    found = batch.column(name)
+    if found.null_count:
+        raise OutputError(f"the column {name} is null in a row: fill it, or filter such rows out")
+    values: list[str] = found.to_pylist()
+    return values
+
+
+def texts(found: pa.Array, name: str, *, binary: Callable[[bytes], Any] = raw) -> list[Any]:
+    """The texts of a column's values, None where it is null; bytes as `binary` makes them.
+
+    Raises OutputError for a value without a text.
+    """
+    kind = found.type
+    if pa.types.is_string(kind):
+        return list(found.to_pylist())
+    if pa.types.is_binary(kind):
+        return [None if value is None else binary(value) for value in found.to_pylist()]
+    if any(fits(kind) for fits in _CAST):
+        return list(found.cast(pa.string()).to_pylist())
+    if pa.types.is_timestamp(kind) and kind.tz is not None:
+        found = found.cast(_UTC)
+    elif pa.types.is_floating(kind) and not np.isfinite(found.drop_null().to_numpy()).all():
+        raise OutputError(
+            f"the column {name} holds NaN or an infinity, which is no number: write null, or filter it out"
+        )
+    return [None if value is None else _text(value, name) for value in found.to_pylist(maps_as_pydicts="strict")]
+
+
+def _text(value: object, name: str) -> str:
+    return encode_output({name: value})[1].decode()
+
+
+def json_text(value: object) -> str:
+    """A row, or a value, as JSON. Raises OutputError for NaN and infinities."""
+    return encode_output({"json": value})[1].decode()

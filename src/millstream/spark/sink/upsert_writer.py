@@ -1,0 +1,119 @@
+"""The sinks of `target=hash` and `target=json`: each row is written by its task, and guarded against older ones."""
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from pyspark.sql.datasource import DataSourceArrowWriter, DataSourceStreamArrowWriter, WriterCommitMessage
+from pyspark.sql.types import IntegralType, StringType, StructField, StructType
+
+from millstream.errors import ConfigError, OutputError
+from millstream.spark.sink.options import SinkOptions, Upsert
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+    from millstream.spark.sink.upserts import Upsert as Row
+
+_GUARD = re.compile(r"[0-9]{1,20}(-[0-9]{1,20})?")
+_BATCH_PATIENCE_MS = 60_000.0
+
+
+@dataclass(frozen=True)
+class Upserted(WriterCommitMessage):
+    """How many rows of a task were older than what was stored."""
+
+    older: int
+
+
+class _Side:
+    """What both writers do."""
+
+    patience_ms: float | None
+
+    def __init__(self, options: SinkOptions, schema: StructType) -> None:
+        from millstream.spark.sink.row_encoder import check_type, column
+
+        assert options.upsert is not None
+        assert options.target != "stream"
+        self._url = options.url
+        self._kind: Literal["hash", "json"] = options.target
+        self._upsert: Upsert = options.upsert
+        for option, name in (("keyColumn", self._upsert.key_column), ("guardColumn", self._upsert.guard_column)):
+            _check_identity(option, column(schema, option, name))
+        self._names = [name for name in schema.names if name != self._upsert.key_column]
+        for name in self._names:
+            check_type(name, schema[name].dataType)
+
+    def write(self, iterator: "Iterator[pa.RecordBatch]") -> Upserted:
+        """Write the rows of one task."""
+        from millstream.redis_client.client import shared_client
+        from millstream.spark.sink.upserts import upsert
+
+        client, older = shared_client(self._url), 0
+        for batch in iterator:
+            rows = self._rows(batch)
+            older += upsert(client, self._kind, self._upsert.guard_field, rows, patience_ms=self.patience_ms)
+        return Upserted(older)
+
+    def commit(self, messages: Sequence[WriterCommitMessage | None], *_: int) -> None:
+        """Nothing is left to do."""
+
+    def abort(self, messages: Sequence[WriterCommitMessage | None], *_: int) -> None:
+        """Nothing can be taken back, nor need it be: the same rows, or newer ones, are written again."""
+
+    def _rows(self, batch: "pa.RecordBatch") -> "Iterator[Row]":
+        from millstream.spark.sink.row_encoder import json_text, texts
+
+        names, prefix = self._names, self._upsert.key_prefix
+        keys = self._wanted(batch, self._upsert.key_column)
+        guards = self._wanted(batch, self._upsert.guard_column)
+        if self._kind == "json":
+            objects = batch.select(names).to_pylist(maps_as_pydicts="strict")
+            for key, guard, one in zip(keys, guards, objects, strict=True):
+                yield prefix + key, guard, (json_text({self._upsert.guard_field: guard, **one}),)
+            return
+        columns: list[list[Any]] = [texts(batch.column(name), name, binary=bytes) for name in names]
+        for key, guard, *values in zip(keys, guards, *columns, strict=True):
+            gone = [name for name, value in zip(names, values, strict=True) if value is None]
+            kept = [item for pair in zip(names, values, strict=True) if pair[1] is not None for item in pair]
+            yield prefix + key, guard, (len(gone), *gone, *kept)
+
+    def _wanted(self, batch: "pa.RecordBatch", name: str) -> list[str]:
+        from millstream.spark.sink.row_encoder import texts
+
+        found: list[str | None] = texts(batch.column(name), name)
+        for value in found:
+            if value is None or not value:
+                raise OutputError(f"the column {name} is null or empty in a row: fill it, or filter such rows out")
+            if name == self._upsert.guard_column and not _GUARD.fullmatch(value):
+                raise OutputError(
+                    f"the column {name} holds {value[:40]!r}: a guard is a whole number of 0 or more, or an entry id"
+                )
+        return [value for value in found if value is not None]
+
+
+class UpsertBatchWriter(_Side, DataSourceArrowWriter):
+    """`df.write`: waits a minute for Redis."""
+
+    patience_ms = _BATCH_PATIENCE_MS
+
+    def __init__(self, options: SinkOptions, schema: StructType, overwrite: bool) -> None:
+        if overwrite:
+            raise ConfigError(f"target={options.target} replaces key by key: use mode append")
+        super().__init__(options, schema)
+
+
+class UpsertStreamWriter(_Side, DataSourceStreamArrowWriter):
+    """`df.writeStream`: waits for Redis as long as it takes."""
+
+    patience_ms = None
+
+
+def _check_identity(option: str, found: StructField) -> None:
+    if not isinstance(found.dataType, (StringType, IntegralType)):
+        raise ConfigError(
+            f"option {option}: the column {found.name!r} is of type {found.dataType.simpleString()}; it must be text or a "
+            "whole number, such as unix_micros(t) of a timestamp"
+        )

@@ -1,0 +1,44 @@
+"""Rows as queryable state: one hash or JSON text per key, which an older row never overwrites."""
+
+from collections.abc import Iterable, Sequence
+from functools import partial
+from typing import Literal
+
+from millstream.errors import CommandFailed, ConfigError
+from millstream.redis_client.client import Arg, Client, Script
+
+UPSERT = Script("sink/upsert")
+_ROWS_PER_TRIP = 1_000
+
+Upsert = tuple[str, str, Sequence[Arg]]
+"""Key, guard (a whole number or an entry id) and what is stored: the JSON, or the fields as the script has them."""
+
+
+def upsert(
+    client: Client,
+    kind: Literal["hash", "json"],
+    guard_field: str,
+    rows: Iterable[Upsert],
+    *,
+    patience_ms: float | None,
+) -> int:
+    """Write `rows`, each unless its key holds a newer one; return how many were not. May safely be repeated.
+
+    Raises ConfigError if a key holds something without a guard, RedisError.
+    """
+    calls = [(UPSERT, (key,), (kind, guard, guard_field, *stored)) for key, guard, stored in rows]
+    older = 0
+    for at in range(0, len(calls), _ROWS_PER_TRIP):
+        some = calls[at : at + _ROWS_PER_TRIP]
+        try:
+            replies = client.patiently(partial(client.scripts, some), what="the sink", limit_ms=patience_ms)
+        except CommandFailed as error:
+            _, unguarded, key = str(error).partition("UNGUARDED ")
+            if unguarded:
+                raise ConfigError(
+                    f"the key {key!r} holds something that was written without the guard {guard_field!r}, so it is not "
+                    "overwritten: use another keyPrefix, or delete it"
+                ) from error
+            raise
+        older += replies.count(0)
+    return older

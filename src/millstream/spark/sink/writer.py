@@ -1,0 +1,169 @@
+"""The sink of `redis-streams`: what Spark calls in tasks and on the driver. `docs/spark-sink.md` has the protocol.
+
+Spark makes a writer anew for every batch, once to plan it and once to commit it: nothing passes from tasks to commits but
+their messages. Which query, batch and run a task belongs to is in its local properties, as MicroBatchExecution sets them.
+"""
+
+import secrets
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+from pyspark import TaskContext
+from pyspark.sql.datasource import DataSourceArrowWriter, DataSourceStreamArrowWriter, WriterCommitMessage
+from pyspark.sql.types import StructType
+
+from millstream.errors import ConfigError
+from millstream.spark.error_boundary import door
+from millstream.spark.sink.manifest import Portion, Share
+from millstream.spark.sink.options import SinkOptions
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+    from millstream.spark.sink import Publication
+
+_BATCH_PATIENCE_MS = 60_000.0
+_QUERY, _BATCH, _RUN = "sql.streaming.queryId", "streaming.sql.batchId", "spark.jobGroup.id"
+
+
+@dataclass(frozen=True)
+class Staged(WriterCommitMessage):
+    """What one task has staged, and for which sink."""
+
+    sink: str
+    share: Share
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """The batch that a task belongs to. `run` is None for a write that is nobody's numbered batch."""
+
+    sink: str
+    batch: int
+    run: str | None
+    patience_ms: float | None
+
+
+class _Side:
+    """What both writers do."""
+
+    def __init__(self, options: SinkOptions, schema: StructType, overwrite: bool) -> None:
+        from millstream.spark.sink.row_encoder import check_columns
+
+        check_columns(options.layout, schema)
+        self._options = replace(options, terms=replace(options.terms, overwrite=overwrite))
+        self._schema = schema
+
+    def _stage(self, batches: "Iterator[pa.RecordBatch]", job: Job) -> Staged:
+        from millstream.redis_client.client import shared_client
+        from millstream.spark.sink import Stage, begin, token_of
+        from millstream.spark.sink.row_encoder import RowMaker
+
+        context = TaskContext.get()
+        assert context is not None
+        place = context.partitionId()
+        client = shared_client(self._options.url)
+        epoch = 0
+        if job.run is not None:
+            epoch = client.patiently(
+                partial(begin, client, job.sink, job.run), what=f"the sink {job.sink}", limit_ms=job.patience_ms
+            )
+        token = token_of(epoch, job.batch, place, context.taskAttemptId())
+        stage = Stage(client, job.sink, token, indexed=job.run is not None, patience_ms=job.patience_ms)
+        rows_of = RowMaker(self._options.layout, self._schema)
+        if self._options.layout.stream is not None and self._options.terms.overwrite:
+            stage.expect(self._options.layout.stream)
+        try:
+            for batch in batches:
+                stage.add(rows_of(batch), batch.nbytes)
+            return Staged(job.sink, stage.finish(place, epoch))
+        except BaseException:
+            stage.drop()
+            raise
+
+    def _publication(self, sink: str, patience_ms: float | None) -> "Publication":
+        from millstream.redis_client.client import shared_client
+        from millstream.spark.sink import Publication
+
+        return Publication(shared_client(self._options.url), sink, self._options.terms, patience_ms=patience_ms)
+
+
+class RedisBatchWriter(_Side, DataSourceArrowWriter):
+    """`df.write`: staged by the tasks, published when all have ended; once, if the write has a number (`txnVersion`)."""
+
+    def __init__(self, options: SinkOptions, schema: StructType, overwrite: bool) -> None:
+        super().__init__(options, schema, overwrite)
+        self._name = f"write-{secrets.token_hex(8)}"
+
+    @property
+    def _job(self) -> Job:
+        numbered = self._options.transaction
+        sink, batch = numbered or (self._name, 0)
+        return Job(sink=sink, batch=batch, run=self._name if numbered else None, patience_ms=_BATCH_PATIENCE_MS)
+
+    @door
+    def write(self, iterator: "Iterator[pa.RecordBatch]") -> Staged:
+        """Stage the rows of one task."""
+        return self._stage(iterator, self._job)
+
+    @door
+    def commit(self, messages: Sequence[WriterCommitMessage | None]) -> None:
+        """Publish what the tasks have staged."""
+        job, shares = self._job, _shares(messages)
+        stream = self._options.layout.stream
+        if not shares and stream is not None and self._options.terms.overwrite:
+            shares = [Share("0.0.0.0", 0, 0, {stream: Portion(0)})]
+        publication = self._publication(job.sink, job.patience_ms)
+        if job.run is None:
+            publication.publish_once(shares)
+        elif shares:
+            publication.publish(shares, batch=job.batch, epoch=shares[0].epoch, before="skip")
+
+    @door
+    def abort(self, messages: Sequence[WriterCommitMessage | None]) -> None:
+        """Free what was staged, unless it is to be published."""
+        job, shares = self._job, _shares(messages)
+        publication = self._publication(job.sink, job.patience_ms)
+        if job.run is None:
+            publication.free(shares)
+        elif shares:
+            publication.withdraw(shares)
+
+
+class RedisStreamWriter(_Side, DataSourceStreamArrowWriter):
+    """`df.writeStream`: each batch is published once, however often it is run, by whichever run of the query."""
+
+    @door
+    def write(self, iterator: "Iterator[pa.RecordBatch]") -> Staged:
+        """Stage the rows of one task."""
+        context = TaskContext.get()
+        assert context is not None
+        query, batch, run = (context.getLocalProperty(name) for name in (_QUERY, _BATCH, _RUN))
+        if query is None or batch is None or run is None:
+            raise ConfigError(
+                f"Spark does not say which query, batch and run this task belongs to ({_QUERY}, {_BATCH}, {_RUN}), so a "
+                "repeated batch could not be told from a new one: write in foreachBatch, with txnAppId and txnVersion"
+            )
+        return self._stage(iterator, Job(sink=query, batch=int(batch), run=run, patience_ms=None))
+
+    @door
+    def commit(self, messages: Sequence[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803 - Spark's name
+        """Publish the batch, unless it is published. Spark calls it again after a crash before its own commit log."""
+        if shares := _shares(messages):
+            self._publication(_sink(messages), None).publish(shares, batch=batchId, epoch=shares[0].epoch)
+
+    @door
+    def abort(self, messages: Sequence[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803
+        """Free what was staged, unless the batch is decided: then the next run publishes the rest."""
+        if shares := _shares(messages):
+            self._publication(_sink(messages), _BATCH_PATIENCE_MS).withdraw(shares)
+
+
+def _shares(messages: Sequence[WriterCommitMessage | None]) -> list[Share]:
+    return [message.share for message in messages if isinstance(message, Staged)]
+
+
+def _sink(messages: Sequence[WriterCommitMessage | None]) -> str:
+    return next(message.sink for message in messages if isinstance(message, Staged))

@@ -1,0 +1,1 @@
+"""The `redis-streams` source: planning on the driver, reading in tasks."""

@@ -1,0 +1,352 @@
+"""Decides, on the driver, where each batch ends and which task reads what.
+
+All that it decides is in Spark's offsets and in Redis; what it remembers itself only saves time. A restarted query,
+or a second planner, plans the same batch again.
+"""
+
+import logging
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from millstream.clock import SYSTEM_CLOCK, Clock
+from millstream.model import ZERO_ID, EntryId
+from millstream.redis_client.client import Client
+from millstream.spark.source.committed_offsets import Frontier
+from millstream.spark.source.data_loss import LossPolicy, made_anew
+from millstream.spark.source.fair_shares import Filling, divide, in_turn
+from millstream.spark.source.filters import Selection
+from millstream.spark.source.offset_bounds import Edge, id_of
+from millstream.spark.source.offset_ranges import Piece, Spread, cut, deal, guess_cuts
+from millstream.spark.source.offset_seek import Walk, walk
+from millstream.spark.source.offsets import BEGINNING, Offsets, Position
+from millstream.spark.source.options import SourceOptions
+from millstream.spark.source.starting_offsets import Starts, some_of
+from millstream.spark.source.stream_info import Loss, StreamFacts, after_loss, judge
+from millstream.spark.source.stream_info_cache import KnownFacts
+from millstream.spark.source.subscription import subscription
+from millstream.spark.source.trigger_delay import Holding
+from millstream.spark.source.unchanged_streams import Restless
+
+logger = logging.getLogger(__name__)
+
+_SPLIT_SLACK = 1.2
+_GUESSES_PER_TASK = 4
+_STREAMS_AT_A_TIME = 5_000
+
+
+class Planner:
+    """Plans batches of the streams that `options` subscribe to, spread over `cores` or more tasks.
+
+    Every method may be repeated: call them through `Client.patiently`.
+    """
+
+    def __init__(self, client: Client, options: SourceOptions, *, cores: int, clock: Clock = SYSTEM_CLOCK) -> None:
+        self._client = client
+        self._options = options
+        limits = options.limits
+        self._spread = Spread(min_partitions=limits.min_partitions, max_records=limits.per_partition, cores=cores)
+        self._losses = LossPolicy(fail=options.fail_on_data_loss)
+        self._subscription = subscription(client, options, clock=clock)
+        self._frontier = Frontier(client, options.frontier, clock=clock)
+        self._starts = Starts(client, options, self._frontier, self._losses)
+        self._holding = Holding(limits.least_per_trigger, limits.most_delay_ms, clock=clock)
+        self._known = KnownFacts(client, clock=clock)
+        self._restless = Restless()
+        self._last_served = ""
+        self._told: set[str] = set()
+
+    # --- where things stand ---
+
+    def starts(self, usual: Edge) -> Offsets:
+        """Where a query begins; `usual` is the edge of streams that the options say nothing about."""
+        return self._starts.of(self._survey(self._subscription.names()), usual)
+
+    def tails(self) -> Offsets:
+        """The newest entry of every subscribed stream."""
+        return _tails(self._survey(self._subscription.names()))
+
+    def newest(self) -> tuple[int, Callable[[], Offsets]]:
+        """The newest entry of every stream as of the last look, and a number that is another one when they are others."""
+        return self._known.version, lambda: _tails(self._known.latest)
+
+    def _look(self) -> None:
+        """Learn what has changed: nothing that is known is older than this."""
+        self._restless.note(self._known.look())
+
+    def _survey(self, names: Collection[str]) -> dict[str, StreamFacts | None]:
+        self._look()
+        facts = self._known.of(names)
+        return {name: facts[name] for name in names}
+
+    # --- the end of a batch ---
+
+    def advance(self, start: Offsets, *, limit: int | None, target: Offsets | None, hold: bool = False) -> "Advance":
+        """Decide where the batch that begins at `start` ends: at `start` itself, the same object, if nothing is new.
+
+        A batch takes at most `limit` entries and, if `target` is given, nothing beyond it. With `hold` it takes none
+        while fewer wait than `minOffsetsPerTrigger`, for as long as it may be delayed. Streams that are not in
+        `start` get a place before the earliest entry that they have, and are read from the next batch on: what is
+        gone by then is lost. Raises DataLoss, if told to, for what is gone.
+
+        Costs what has changed, if `start` is the object that the last call was given, or returned, and `target` is the same.
+        """
+        self._look()
+        found = self._find(start, limit, target)
+        waiting = found.waiting
+        held_ms = self._holding.left_ms(sum(stream.backlog for stream in waiting.values())) if hold else 0.0
+        taken = {} if held_ms else self._take(found, limit)
+        self._refuse_made_anew({name: waiting[name] for name in taken})
+        if taken:
+            self._holding.began()
+        reopened = self._frontier.reopened(start)
+        changes = reopened | found.changes | taken
+        ends = start | changes if changes else start
+        self._restless.settle((name for name in found.at_rest if name not in reopened), start, ends)
+        return Advance(ends, held_ms)
+
+    def _find(self, start: Offsets, limit: int | None, target: Offsets | None) -> "Found":
+        """Judge streams that are not at rest: in turn, and no more of them than fill a batch of `limit`."""
+        subscribed = self._subscription.names()
+        found = Found({}, {}, [])
+        filling = Filling(limit, self._options.limits.least_per_trigger or 0)
+        names = in_turn(self._restless.among(start, subscribed), self._last_served)
+        for begin in range(0, len(names), _STREAMS_AT_A_TIME):
+            some = names[begin : begin + _STREAMS_AT_A_TIME]
+            facts = self._known.of(some)
+            if self._options.streams:
+                self._tell_absent(name for name in some if name in subscribed and facts[name] is None)
+            # A batch of nothing records where the new ones begin.
+            found.changes.update(self._discovered([n for n in some if n not in start and n in subscribed], facts))
+            paused = self._frontier.paused(
+                [name for name in some if name in start and _has_more(facts[name], start[name])]
+            )
+            for name in some:
+                if name not in start or name in paused:
+                    continue  # what is paused is looked at again each time
+                result = self._judge(name, start[name], facts[name], subscribed=name in subscribed, target=target)
+                if result is None:
+                    found.at_rest.append(name)
+                elif isinstance(result, Waiting):
+                    found.waiting[name] = result
+                    filling.add(result.backlog)
+                    if filling.is_full:
+                        return found._replace(is_all=False)
+                else:
+                    found.changes[name] = result  # recorded in the same way; the next batch reads from there
+        return found
+
+    def _tell_absent(self, names: Iterable[str]) -> None:
+        """Say once of listed streams that they are not there: their names may be misspelt."""
+        if new := [name for name in names if name not in self._told]:
+            self._told |= set(new)
+            logger.warning("streams that do not exist are read as soon as they do: %s", some_of(new))
+
+    def _judge(
+        self, name: str, at: Position, fact: StreamFacts | None, *, subscribed: bool, target: Offsets | None
+    ) -> "Position | Waiting | None":
+        """What is to be done about a stream: go on elsewhere, read what waits there, or nothing."""
+        if fact is not None and at == fact.tail:
+            return None  # the usual case among many streams: all is read, and nothing lost
+        if not subscribed and (fact is not None or self._subscription.pattern is None):
+            return None  # it was subscribed to once: its place is kept
+        loss = judge(name, at, fact)
+        if loss is not None and loss.resets:
+            # An id that was asked for may be yet to come.
+            return None if self._starts.asked_for(name, at) else self._reset(loss, fact)
+        if fact is None:
+            return None
+        if loss is not None:
+            self._losses.report(loss)
+        tail = fact.tail
+        if target is not None and (end := target.get(name, at)).id < tail.id:
+            tail = end
+        if tail.id <= at.id:
+            return None
+        if at.added is None and at.id != ZERO_ID and not fact.keeps(at.id):
+            self._losses.doubt(name, at.id)
+        return Waiting(after_loss(at, fact), tail, fact)
+
+    def _discovered(self, names: Sequence[str], facts: Mapping[str, StreamFacts | None]) -> Offsets:
+        found = {name: fact.earliest() for name in names if (fact := facts[name]) is not None}
+        return found | self._starts.resumed(list(found), facts)
+
+    def _refuse_made_anew(self, taken: Mapping[str, "Waiting"]) -> None:
+        """Raise DataLoss for a stream that begins below what its handler has committed of one that had its name."""
+        fresh = [name for name, stream in taken.items() if stream.at.id == ZERO_ID]
+        for name, frontier in self._frontier.of(fresh).items():
+            if taken[name].facts.first <= frontier:
+                raise made_anew(name, frontier)
+
+    def _reset(self, loss: Loss, facts: StreamFacts | None) -> Position:
+        """Where to go on with a stream that is not the one that was read before."""
+        frontier = self._frontier.of([loss.stream]).get(loss.stream)
+        if frontier is not None and frontier < loss.start.id and facts is not None and facts.last >= frontier:
+            logger.warning(
+                "Redis has lost its last writes: %s. Going on after %s, the last commit left", loss, frontier
+            )
+            return Position(frontier, None)
+        self._losses.report(loss)
+        if frontier is not None and facts is not None and facts.first <= frontier:
+            raise made_anew(loss.stream, frontier)
+        return BEGINNING
+
+    def _take(self, found: "Found", limit: int | None) -> Offsets:
+        """Move as far towards the tails as `limit` allows."""
+        waiting = found.waiting
+        if limit is None:
+            return {name: stream.tail for name, stream in waiting.items()}
+        backlogs = {name: stream.backlog for name, stream in waiting.items()}
+        shares = divide(backlogs, limit, self._last_served)
+        self._last_served = "" if found.is_all and len(shares) == len(backlogs) else list(shares)[-1]
+        taken = {name: waiting[name].tail for name, share in shares.items() if share >= backlogs[name]}
+        partly = {name: share for name, share in shares.items() if name not in taken}
+        walked = walk(self._client, {name: Walk(waiting[name].at.id, share, 1) for name, share in partly.items()})
+        for name, (marks, facts) in walked.items():
+            stream = waiting[name]
+            if marks and marks[0] < stream.tail.id:
+                taken[name] = Position(marks[0], stream.count_after(partly[name], facts))
+            else:
+                taken[name] = stream.tail  # nothing is left before it: the rest was deleted
+        return taken
+
+    # --- the tasks of a batch ---
+
+    def everything(self, selection: Selection) -> list[list[Piece]]:
+        """Return what each task of a batch read reads, from `startingOffsets` to `endingOffsets`, of `selection`."""
+        names = self._subscription.names()
+        facts = self._survey([name for name in names if selection.takes(name)])
+        ends = {name: self._end(name, fact) for name, fact in facts.items() if fact is not None}
+        _tell_missing(names, [name for name in facts if name not in ends])
+        return self.pieces(*selection.narrow(self._starts.of(facts, "earliest"), ends))
+
+    def _end(self, name: str, facts: StreamFacts) -> Position:
+        last = id_of(self._options.ending.of(name, "latest"))
+        return Position(last, None) if last is not None and last < facts.tail.id else facts.tail
+
+    def pieces(self, start: Offsets, end: Offsets) -> list[list[Piece]]:
+        """Return what each task of the batch between `start` and `end` reads. Raises DataLoss, if told to."""
+        moved = {name: at for name, at in start.items() if name in end and at != end[name]}
+        floors = self._frontier.lower(moved)
+        ranges = {name: (at, end[name]) for name, at in floors.items() if end[name].id > at.id}
+        facts = self._survey(ranges)
+        pieces: list[Piece] = []
+        for name, (at, until) in ranges.items():
+            fact = facts[name]
+            floor = self._floor(name, at, fact)
+            if fact is not None and floor is not None:
+                pieces += _pieces(name, floor, until, fact)
+        total = sum(piece.size for piece in pieces)
+        if not total:
+            return []
+        return deal(self._split(pieces, self._spread.target(total)), self._spread.tasks(total), self._most(total))
+
+    def _floor(self, name: str, at: Position, fact: StreamFacts | None) -> Position | None:
+        """Where a planned range begins after what was lost of it; None if its stream is no more."""
+        loss = judge(name, at, fact)
+        if loss is None:
+            return at
+        if loss.resets:
+            at = self._reset(loss, fact)
+            return at if at != BEGINNING else None
+        self._losses.report(loss)
+        return after_loss(at, fact) if fact is not None else None
+
+    def _most(self, total: int) -> int:
+        return self._options.limits.per_partition or total
+
+    def _split(self, pieces: Sequence[Piece], target: int) -> list[Piece]:
+        """Split what is greater than `target`: at exact places, or, where that is not needed, at guessed ones."""
+        exact = self._options.limits.per_partition is not None
+        most = target if exact else int(target * _SPLIT_SLACK)
+        split = [piece for piece in pieces if piece.size <= most]
+        steps: dict[Piece, int] = {}
+        for piece in pieces:
+            parts = -(-piece.size // target)
+            if piece.size <= most:
+                continue
+            if piece.untouched and not exact:
+                split += guess_cuts(piece, parts * _GUESSES_PER_TASK)
+            else:
+                steps[piece] = -(-piece.size // parts)
+        walked = walk(self._client, {p.stream: Walk(p.after, step, (p.size - 1) // step) for p, step in steps.items()})
+        for piece, step in steps.items():
+            split += cut(piece, step, walked[piece.stream].marks)
+        return split
+
+
+class Advance(NamedTuple):
+    """Where a batch ends, and how much longer it is held back at most, if it is."""
+
+    ends: Offsets
+    held_ms: float = 0.0
+
+
+class Found(NamedTuple):
+    """What a look has found: streams with something to read, those that are to go on elsewhere, and those at rest.
+
+    `is_all`: there are no others with something to read.
+    """
+
+    waiting: "dict[str, Waiting]"
+    changes: Offsets
+    at_rest: list[str]
+    is_all: bool = True
+
+
+class Waiting(NamedTuple):
+    """A stream with something to read: where it stands, how far it may go, and its facts when that was decided."""
+
+    at: Position
+    tail: Position
+    facts: StreamFacts
+
+    @property
+    def backlog(self) -> int:
+        """Entries to read: exact, or at least not too few."""
+        at, tail, facts = self
+        if at.added is not None and tail.added is not None:
+            return max(1, tail.added - at.added)
+        return max(1, facts.length)
+
+    def count_after(self, taken: int, now: StreamFacts | None) -> int | None:
+        """Entries ever added up to the `taken`-th after `at`; None if entries were removed in between."""
+        if self.at.added is None or now is None or now.has_gaps_after(self.at.id):
+            return None
+        whole = now.keeps(self.at.id) or now.removed == self.facts.removed
+        return self.at.added + taken if whole else None
+
+
+def _has_more(facts: StreamFacts | None, at: Position) -> bool:
+    return facts is not None and facts.tail.id > at.id
+
+
+def _tails(facts: Mapping[str, StreamFacts | None]) -> Offsets:
+    return {name: fact.tail for name, fact in facts.items() if fact is not None}
+
+
+def _pieces(name: str, at: Position, until: Position, facts: StreamFacts) -> list[Piece]:
+    """What is to be read of one stream, in one piece; none if it is known that nothing is there."""
+    if at.added is None or until.added is None or facts.has_gaps_after(at.id):
+        return [Piece(name, at.id, until.id, _estimate(at, until, facts), None)]
+    count = until.added - at.added
+    if facts.removed:
+        return [Piece(name, at.id, until.id, count, count)] if count > 0 else []
+    # Nothing ever stood before the first entry: guessing places between entries works better from there.
+    ms, seq = facts.first
+    after = max(at.id, EntryId(ms, seq - 1) if seq else EntryId(ms - 1, 0))
+    return [Piece(name, after, until.id, count, count, untouched=True)]
+
+
+def _estimate(at: Position, until: Position, facts: StreamFacts) -> int:
+    """About how many entries lie between, as if they had come at an even rate."""
+    span = facts.last.ms - facts.first.ms + 1
+    part = min(until.id, facts.last).ms - max(at.id, facts.first).ms + 1
+    return max(1, min(facts.length, facts.length * part // span))
+
+
+def _tell_missing(names: Collection[str], missing: Sequence[str]) -> None:
+    """Streams that are not there are read as empty ones, which may be what a misspelt name comes to."""
+    if missing:
+        logger.warning("there is nothing to read of streams that do not exist: %s", some_of(missing))
+    elif not names:
+        logger.warning("there is nothing to read: no stream is there of those that are subscribed to")

@@ -1,0 +1,96 @@
+"""What the handler engine has committed in Redis, beside what Spark's checkpoint says.
+
+The two part when Redis loses its last writes: then Spark believes in commits that Redis has forgotten. Whatever lies
+between is processed again.
+"""
+
+import logging
+from collections.abc import Sequence
+
+from millstream.clock import Clock
+from millstream.delivery.commit_store import Ledger
+from millstream.model import ZERO_ID, EntryId
+from millstream.redis_client.client import Client
+from millstream.spark.source.offsets import Offsets, Position
+from millstream.spark.source.stream_info import ask
+
+logger = logging.getLogger(__name__)
+
+_LOOK_INTERVAL_MS = 1000.0
+_LOOK_SHARE = 2_000
+_PAUSED_SHARE = 20
+
+
+class Frontier:
+    """The committed frontiers of the handler that `names` (app, handler) tells; None: of nobody."""
+
+    def __init__(self, client: Client, names: tuple[str, str] | None, *, clock: Clock) -> None:
+        self._client = client
+        self._ledger = Ledger(client, app=names[0], handler=names[1]) if names is not None else None
+        self._clock = clock
+        self._look_due_ms = float("-inf")
+        self._looked = 0
+        self._paused: dict[str, bool] = {}
+        self._paused_due_ms = float("-inf")
+
+    def of(self, streams: Sequence[str]) -> dict[str, EntryId]:
+        """The frontier of each stream that has one."""
+        return self._ledger.frontiers(streams) if self._ledger is not None and streams else {}
+
+    def paused(self, streams: Sequence[str]) -> set[str]:
+        """Those of `streams` on which the handler is paused, as of a second ago at most, or longer if asking takes long."""
+        if self._ledger is None:
+            return set()
+        began_ms = self._clock.monotonic_ms()
+        if began_ms >= self._paused_due_ms:
+            self._paused, self._paused_due_ms = {}, began_ms + _LOOK_INTERVAL_MS
+        if new := [stream for stream in streams if stream not in self._paused]:
+            found = self._ledger.paused(new)
+            self._paused |= {stream: stream in found for stream in new}
+            self._paused_due_ms += (self._clock.monotonic_ms() - began_ms) * _PAUSED_SHARE
+        return {stream for stream in streams if self._paused[stream]}
+
+    def behind(self, places: Offsets) -> dict[str, EntryId]:
+        """The frontiers that lie before `places` with entries in between. A frontier that is not there is zero:
+        whoever begins later than that writes it down first.
+        """
+        if self._ledger is None:
+            return {}
+        found = self.of(list(places))
+        frontiers = {stream: found.get(stream, ZERO_ID) for stream in places}
+        lower = {stream: frontier for stream, frontier in frontiers.items() if frontier < places[stream].id}
+        between = [("XRANGE", name, f"({at}", str(places[name].id), "COUNT", 1) for name, at in lower.items()]
+        replies = ask(self._client, between)
+        return {
+            name: lower[name] for name, reply in zip(lower, replies, strict=True) if isinstance(reply, list) and reply
+        }
+
+    def lower(self, places: Offsets) -> Offsets:
+        """Return `places`, moved back to the frontier where Redis has forgotten commits, and say so."""
+        lowered = dict(places)
+        for stream, frontier in self.behind(places).items():
+            logger.warning(
+                "Redis has forgotten commits on stream %r: they end at %s, but at %s in Spark's checkpoint; the "
+                "entries between are processed again",
+                stream,
+                frontier,
+                places[stream].id,
+            )
+            lowered[stream] = Position(frontier, None)
+        return lowered
+
+    def reopened(self, places: Offsets) -> Offsets:
+        """Return other names for those of `places` that commits were forgotten before; looks at up to 2,000 a second.
+
+        Spark makes a batch only if an offset has changed, so the same place without its count asks for one. That
+        is done once: the place stays without a count until the stream goes on.
+        """
+        if self._ledger is None or self._clock.monotonic_ms() < self._look_due_ms:
+            return {}
+        self._look_due_ms = self._clock.monotonic_ms() + _LOOK_INTERVAL_MS
+        counted = [stream for stream, place in places.items() if place.added is not None]
+        some = counted[self._looked :][:_LOOK_SHARE]
+        self._looked = self._looked + len(some) if self._looked + len(some) < len(counted) else 0
+        return {
+            stream: Position(places[stream].id, None) for stream in self.behind({name: places[name] for name in some})
+        }

@@ -1,0 +1,150 @@
+"""What a batch read is asked for: a range of ids, and streams by name, as Spark's filters tell. No I/O."""
+
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+from pyspark.sql.datasource import (
+    EqualNullSafe,
+    EqualTo,
+    Filter,
+    GreaterThan,
+    GreaterThanOrEqual,
+    In,
+    LessThan,
+    LessThanOrEqual,
+    Not,
+    StringContains,
+    StringEndsWith,
+    StringStartsWith,
+)
+
+from millstream.errors import ConfigError
+from millstream.model import ZERO_ID, EntryId
+from millstream.spark.limits import GREATEST_TIMESTAMP_MS
+from millstream.spark.source.offsets import Offsets, Position
+
+_GREATEST = 2**64 - 1
+_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+_EQUAL = (EqualTo, EqualNullSafe)
+_COMPARISONS = (*_EQUAL, GreaterThan, GreaterThanOrEqual, LessThan, LessThanOrEqual)
+
+Test = Callable[[str], bool]
+
+
+class Selection:
+    """Entries with ids from `least` to `most`, of streams that pass every test; all, until filters are added.
+
+    `columns`: of each column that filters may name, which of `stream`, `id`, `id_ms` and `timestamp` it shows.
+    """
+
+    def __init__(self, columns: Mapping[str, str]) -> None:
+        self.least = ZERO_ID
+        self.most = EntryId(_GREATEST, _GREATEST)
+        self._columns = columns
+        self._tests: list[Test] = []
+
+    def add(self, condition: Filter) -> bool:
+        """Leave out what `condition` leaves out; False if Spark still has to look at the rows itself."""
+        named = condition.child if isinstance(condition, Not) else condition
+        path: tuple[str, ...] = getattr(named, "attribute", ())
+        shown = self._columns.get(path[0]) if len(path) == 1 else None
+        if shown == "stream":
+            return self._add_test(condition)
+        if isinstance(condition, _COMPARISONS) and condition.value is not None:
+            return self._compare(shown, condition, condition.value)
+        if isinstance(condition, In) and condition.value and shown is not None:
+            return self._one_of(path[0], list(condition.value))
+        return False
+
+    def takes(self, stream: str) -> bool:
+        """True if entries of `stream` are wanted."""
+        return all(test(stream) for test in self._tests)
+
+    def narrow(self, start: Offsets, end: Offsets) -> tuple[Offsets, Offsets]:
+        """Return the part of the ranges from `start` to `end` that is wanted."""
+        after = _before(self.least)
+        starts = {name: at if at.id >= after else Position(after, None) for name, at in start.items()}
+        ends = {name: at if at.id <= self.most else Position(self.most, None) for name, at in end.items()}
+        return starts, {name: at for name, at in ends.items() if name in starts}
+
+    # --- streams ---
+
+    def _add_test(self, condition: Filter) -> bool:
+        test = _name_test(condition)
+        if test is not None:
+            self._tests.append(test)
+        return test is not None
+
+    # --- ids ---
+
+    def _compare(self, shown: str | None, condition: Filter, value: Any) -> bool:
+        if shown == "id" and isinstance(condition, _EQUAL) and isinstance(value, str):
+            self._between(*_only(value))
+            return True
+        if shown == "id_ms" and isinstance(value, int):
+            self._milliseconds(condition, value, value)
+            return True
+        if shown == "timestamp" and isinstance(value, datetime) and value.tzinfo is not None:
+            # Filters speak of microseconds, which may lie between two ids' milliseconds.
+            whole, rest = divmod((value - _EPOCH) // timedelta(microseconds=1), 1000)
+            self._between(ZERO_ID, EntryId(GREATEST_TIMESTAMP_MS, _GREATEST))
+            self._milliseconds(condition, whole, whole + bool(rest))
+            return True
+        return False
+
+    def _one_of(self, column: str, values: list[Any]) -> bool:
+        """Narrow the range to the values' own; which of the entries in between are meant Spark finds out."""
+        each = [Selection(self._columns) for _ in values]
+        if all(one.add(EqualTo((column,), value)) for one, value in zip(each, values, strict=True)):
+            self._between(min(one.least for one in each), max(one.most for one in each))
+        return False
+
+    def _milliseconds(self, condition: Filter, floor: int, ceiling: int) -> None:
+        """Compare with a number whose neighbours in whole milliseconds are `floor` and `ceiling`."""
+        first = {EqualTo: ceiling, EqualNullSafe: ceiling, GreaterThan: floor + 1, GreaterThanOrEqual: ceiling}
+        last = {EqualTo: floor, EqualNullSafe: floor, LessThan: ceiling - 1, LessThanOrEqual: floor}
+        kind = type(condition)
+        self._between(
+            EntryId(max(first.get(kind, 0), 0), 0), EntryId(min(last.get(kind, _GREATEST), _GREATEST), _GREATEST)
+        )
+
+    def _between(self, least: EntryId, most: EntryId) -> None:
+        self.least = max(self.least, least)
+        self.most = min(self.most, most)
+
+
+def _before(entry_id: EntryId) -> EntryId:
+    ms, seq = entry_id
+    if seq:
+        return EntryId(ms, seq - 1)
+    return EntryId(ms - 1, _GREATEST) if ms else ZERO_ID
+
+
+def _only(text: str) -> tuple[EntryId, EntryId]:
+    """The range of the one id that is shown as `text`; an empty range if none is."""
+    with suppress(ConfigError):
+        entry_id = EntryId.parse(text)
+        if str(entry_id) == text:
+            return entry_id, entry_id
+    return EntryId(1, 0), ZERO_ID
+
+
+def _name_test(condition: Filter) -> Test | None:
+    """The condition as a test of names, which are never null."""
+    match condition:
+        case Not(child):
+            test = _name_test(child)
+            return None if test is None else lambda name: not test(name)
+        case EqualTo(_, str(value)) | EqualNullSafe(_, str(value)):
+            return lambda name: name == value
+        case In(_, values) if all(isinstance(value, str) for value in values):
+            return set(values).__contains__
+        case StringStartsWith(_, value):
+            return lambda name: name.startswith(value)
+        case StringEndsWith(_, value):
+            return lambda name: name.endswith(value)
+        case StringContains(_, value):
+            return lambda name: value in name
+    return None

@@ -1,0 +1,95 @@
+"""Reading through a consumer group that the query shares with others (`readAs=group`): what Spark calls.
+
+The driver is the master: it takes entries, notes what is in a batch, and acknowledges it. Tasks only read.
+"""
+
+import os
+import time
+from collections.abc import Iterator, Mapping
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from pyspark.sql.datasource import DataSourceStreamReader, InputPartition
+from pyspark.sql.streaming.datasource import ReadLimit, ReadMaxRows, SupportsTriggerAvailableNow
+from pyspark.sql.types import StructType
+
+from millstream.model import EntryId
+from millstream.spark.error_boundary import door, through_door
+from millstream.spark.source.group_offsets import START, dump, load
+from millstream.spark.source.options import SourceOptions
+from millstream.spark.source.reader_base import HELD_S, Side, rest
+from millstream.spark.source.schema import check_schema
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+    from millstream.spark.source.group_batch_planner import Taker
+    from millstream.spark.source.group_partition_reader import Portion
+
+
+class RedisGroupReader(Side, DataSourceStreamReader, SupportsTriggerAvailableNow):
+    """Takes entries from a consumer group; its state is in Spark's checkpoint, and in Redis beside the streams."""
+
+    def __init__(self, options: SourceOptions, schema: StructType) -> None:
+        super().__init__(options, schema)
+        self._target: Mapping[str, EntryId] | None = None
+
+    @cached_property
+    def _taker(self) -> "Taker":
+        from millstream.spark.source.group_batch_planner import Taker
+
+        sharing = self._options.sharing
+        assert sharing is not None
+        return Taker(self._client, self._options, sharing, cores=os.cpu_count() or 1)
+
+    @door
+    def getDefaultReadLimit(self) -> ReadLimit:  # noqa: N802 - Spark's name
+        """What limits a batch. Spark's first call: what is wrong with this use of the options is said here."""
+        self._options.check_streaming()
+        check_schema(self._options.columns, self._schema)
+        return ReadMaxRows(self._options.limits.per_trigger or 1)
+
+    def prepareForTriggerAvailableNow(self) -> None:  # noqa: N802
+        """Take new entries up to those that are there now."""
+        self._target = self._patiently(self._taker.tails)
+
+    def initialOffset(self) -> dict[str, Any]:  # noqa: N802
+        """Before the first batch: where that begins is where the group stands."""
+        return dump(START)
+
+    def latestOffset(self, start: dict[str, Any], limit: ReadLimit) -> dict[str, Any]:  # noqa: N802
+        """Take the batch that follows on `start`; `start` itself, after a short wait, if nothing is there.
+
+        The batch that ends at `start` is committed by the sink, so this is when it is acknowledged. Spark's own commit
+        call comes later, and never for the last batch. `limit` is that of the options, also for `Trigger.Once`: what one
+        query takes, others must wait for.
+        """
+        began = time.monotonic()
+        at, target = load(start), self._target
+        taken = self._patiently(lambda: self._taker.advance(at, target=target, hold=target is None))
+        if taken.place != at:
+            return dump(taken.place)
+        if taken.held_ms:
+            time.sleep(min(taken.held_ms / 1000, HELD_S))
+        elif target is None:
+            rest(began)
+        return start
+
+    def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> list[InputPartition]:
+        """What the tasks of one batch read; after a restart Spark asks for the last batch again, before anything else."""
+        tasks = self._patiently(lambda: self._taker.tasks(load(start), load(end)))
+        return [InputPartition(portions) for portions in tasks]
+
+    def stop(self) -> None:
+        """The query has ended."""
+        self._taker.close()
+
+    def read(self, partition: InputPartition) -> "Iterator[pa.RecordBatch]":
+        """Yield the rows of one partition, waiting for Redis as long as it takes."""
+        from millstream.spark.source.group_partition_reader import TakenReading
+        from millstream.spark.source.row_layout import batch_maker
+
+        portions: list[Portion] = partition.value or []  # Spark makes a partition of its own where there is none
+        fail = self._options.fail_on_data_loss
+        reading = TakenReading(self._client, portions, limit_ms=None, fail_on_data_loss=fail, replicas=self._replicas)
+        return through_door(reading.batches(batch_maker(self._options.columns, self._schema)))

@@ -1,0 +1,173 @@
+"""Where reading starts and ends, stream by stream: words, entry ids and times, and which option goes before which."""
+
+import json
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Any, Literal, TypeVar, cast
+
+from millstream.errors import ConfigError
+from millstream.model import ZERO_ID, EntryId
+from millstream.spark.option_parser import Given, near
+
+Word = Literal["earliest", "latest", "group", "frontier"]
+
+_GREATEST_SEQ = 2**64 - 1
+_LIKE_SECONDS = range(10**9, 10**10)
+"""As milliseconds they were early in 1970; as seconds they are times since 2001."""
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Moment:
+    """A time, in milliseconds since 1970."""
+
+    ms: int
+
+    @property
+    def before(self) -> EntryId:
+        """The greatest id that an entry can have which is older."""
+        return EntryId(self.ms - 1, _GREATEST_SEQ) if self.ms > 0 else ZERO_ID
+
+
+Edge = Word | EntryId | Moment
+"""Where reading starts or ends: a word; or the last entry before the start, or at the end; or the time of the first
+entry at the start, or after the end."""
+
+
+def id_of(edge: Edge) -> EntryId | None:
+    """The id that `edge` lies directly behind; None for a word, which means another one in each stream."""
+    if isinstance(edge, Moment):
+        return edge.before
+    return edge if isinstance(edge, EntryId) else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Edges:
+    """A start or an end: `default` for every stream that `streams` does not name; None = what is usual there."""
+
+    default: Edge | None = None
+    streams: Mapping[str, Edge] = field(default_factory=dict)
+
+    def of(self, stream: str, usual: Edge) -> Edge:
+        """The edge of one stream."""
+        return self.streams.get(stream, self.default or usual)
+
+    def names(self, word: Word) -> bool:
+        """True if any stream may begin or end at `word`."""
+        return word in (self.default, *self.streams.values())
+
+    def are_all(self, word: Word, streams: Collection[str]) -> bool:
+        """True if every one of `streams` begins or ends at `word`; without any: if those of a pattern do."""
+        if not streams:
+            return self.default == word and not self.streams
+        return all(self.streams.get(stream, self.default) == word for stream in streams)
+
+
+USUAL = Edges()
+"""What is usual, in all streams."""
+
+
+def read_edges(given: Given, side: str, streams: Sequence[str], words: Sequence[str]) -> Edges:
+    """Read the options about one `side`, "starting" or "ending": `<side>Timestamp` goes before
+    `<side>OffsetsByTimestamp`, and that before `<side>Offsets`, as with Spark's Kafka source.
+
+    `streams`: those that are listed, none if there is a pattern. `words`: what else than ids and times is understood.
+    Raises ConfigError for a value that makes no sense.
+    """
+    offsets = _offsets(given, f"{side}Offsets", streams, words)
+    moments = _moments(given, f"{side}OffsetsByTimestamp", streams)
+    stamp = given.text(f"{side}Timestamp")
+    if stamp is not None:
+        return Edges(default=_moment(f"{side}Timestamp", stamp))
+    return Edges(default=offsets.default, streams={**offsets.streams, **moments})
+
+
+def check_order(starting: Edges, ending: Edges, streams: Collection[str]) -> None:
+    """Raise ConfigError if a stream is to end before it begins. Without `streams`, which a pattern will find, those
+    with edges of their own are looked at, and all others as one."""
+    for stream in streams or ("", *starting.streams, *ending.streams):  # no stream has the name ""
+        start, end = id_of(starting.of(stream, "earliest")), id_of(ending.of(stream, "latest"))
+        if start is not None and end is not None and start > end:
+            where = f" in the stream {stream!r}" if stream else ""
+            raise ConfigError(
+                f"reading is to begin{where} {_said(starting.of(stream, 'earliest'), 'after', 'from')} and to end "
+                f"{_said(ending.of(stream, 'latest'), 'at', 'at')}, which is before that"
+            )
+
+
+def _said(edge: Edge, id_lies: str, time_lies: str) -> str:
+    if not isinstance(edge, Moment):
+        return f"{id_lies} {edge}"
+    try:
+        return f"{time_lies} {datetime.fromtimestamp(edge.ms / 1000, UTC).isoformat(timespec='milliseconds')}"
+    except (ValueError, OverflowError, OSError):  # beyond the year 9999
+        return f"{time_lies} {edge.ms} ms since 1970"
+
+
+def _offsets(given: Given, name: str, streams: Sequence[str], words: Sequence[str]) -> Edges:
+    text = given.text(name)
+    if text is None:
+        return Edges()
+    if not text.startswith("{"):
+        return Edges(default=_edge(name, text, words))
+
+    def edge(value: object) -> Edge:
+        # A position as it stands in a checkpoint, ["ms-seq", n], may be pasted here.
+        return _edge(name, value[0] if isinstance(value, list) and value else value, words)
+
+    return Edges(streams=_per_stream(name, text, streams, edge, example="1700000000000-0"))
+
+
+def _moments(given: Given, name: str, streams: Sequence[str]) -> dict[str, Moment]:
+    text = given.text(name)
+    if text is None:
+        return {}
+    return _per_stream(name, text, streams, lambda value: _moment(name, value), example="2025-01-31T12:00:00+01:00")
+
+
+def _per_stream(
+    name: str, text: str, streams: Sequence[str], read: Callable[[object], T], *, example: str
+) -> dict[str, T]:
+    """Read JSON with something for each stream."""
+    raw: Any = None
+    try:
+        raw = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f'option {name} is not JSON like {{"orders": "{example}"}}: {error}') from error
+    if not isinstance(raw, dict):
+        raise ConfigError(f'option {name} must be JSON like {{"orders": "{example}"}}')
+    strangers = sorted(set(raw) - set(streams)) if streams else []
+    if strangers:
+        raise ConfigError(
+            f"option {name} names {strangers[0]!r}, which is not subscribed to{near(strangers[0], streams)}"
+        )
+    return {stream: read(value) for stream, value in raw.items()}
+
+
+def _edge(name: str, value: object, words: Sequence[str]) -> Edge:
+    if isinstance(value, str):
+        if value.lower() in words:
+            return cast(Word, value.lower())
+        if value[:1].isdigit():
+            return EntryId.parse(value)
+    raise ConfigError(f"option {name}: {value!r} must be {', '.join(words)} or an entry id like 1700000000000-0")
+
+
+def _moment(name: str, value: object) -> Moment:
+    if isinstance(value, str) and value.isascii() and value.isdigit():
+        value = int(value)
+    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+        if value in _LIKE_SECONDS:
+            raise ConfigError(f"option {name}={value} are milliseconds since 1970; for seconds write {value}000")
+        return Moment(value)
+    if isinstance(value, str):
+        try:
+            moment = datetime.fromisoformat(value)
+        except ValueError:
+            pass
+        else:
+            return Moment(round((moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp() * 1000))
+    raise ConfigError(
+        f"option {name}={value!r} must be milliseconds since 1970 or a time like 2025-01-31T12:00:00+01:00"
+    )

@@ -1,0 +1,130 @@
+"""Finds the id of the n-th entry after a given one, without fetching what lies between.
+
+Redis has no command for it. A temporary consumer group is read past n entries with the reply switched off, and then
+asked where it stands: a third of what fetching the entries would cost the server, and nothing on the wire (Redis
+documentation, XREADGROUP and CLIENT REPLY). The group has a name of its own, so that two planners of one stream do
+not move each other's; one that a killed planner left behind is removed by the next planner of that stream, an hour
+later.
+"""
+
+import secrets
+import time
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+from millstream.errors import AccessDenied, CommandFailed, GroupMissing, Unavailable
+from millstream.model import EntryId
+from millstream.redis_client.client import Client, Command, Reply, raise_if_error
+from millstream.spark.source.stream_info import StreamFacts, ask, facts_and_groups
+
+CHUNK = 10_000
+"""Entries that one command may skip: Redis serves nobody else for about 3 ms."""
+
+_PREFIX = "millstream:plan:"
+_LEFTOVER_AGE_MS = 3_600_000  # far more than the clocks of two drivers may differ
+_PAIRS_PER_TRIP = 1000
+
+
+class Walk(NamedTuple):
+    """A wish: from `after`, note the id of every `step`-th entry, `marks` times."""
+
+    after: EntryId
+    step: int
+    marks: int
+
+
+class Walked(NamedTuple):
+    """The ids that were asked for, fewer where the stream has fewer entries; and its facts after the last of them."""
+
+    marks: list[EntryId]
+    facts: StreamFacts | None
+
+
+def walk(client: Client, wishes: Mapping[str, Walk]) -> dict[str, Walked]:
+    """Fulfil the wish for each stream.
+
+    Raises AccessDenied if the Redis user may not use consumer groups, Unavailable if it has to be done again.
+    """
+    if not wishes:
+        return {}
+    group = f"{_PREFIX}{time.time_ns() // 1_000_000}:{secrets.token_hex(4)}"
+    walkers = [_Walker(stream, wish) for stream, wish in wishes.items()]
+    made = [("XGROUP", "CREATE", walker.stream, group, str(walker.wish.after)) for walker in walkers]
+    # Refused for want of a group or of the right: reading is done without an answer, which would not tell.
+    probe = ("XREADGROUP", "GROUP", f"{group}:none", "planner", "STREAMS", walkers[0].stream, ">")
+    try:
+        *replies, _ = [_allowed(reply) for reply in ask(client, [*made, probe])]
+        # CommandFailed: the stream is gone.
+        _skip_all(client, group, [w for w, r in zip(walkers, replies, strict=True) if not isinstance(r, CommandFailed)])
+    finally:
+        removed = ask(client, [("XGROUP", "DESTROY", stream, group) for stream in wishes])
+    for reply in removed:
+        _allowed(reply)
+    return {walker.stream: Walked(walker.found, walker.facts) for walker in walkers}
+
+
+def _allowed(reply: Reply) -> Reply:
+    if isinstance(reply, AccessDenied):
+        raise AccessDenied(f"{reply}; limiting or splitting a batch needs XGROUP, XREADGROUP and XINFO on the stream")
+    return reply if isinstance(reply, CommandFailed | GroupMissing) else raise_if_error(reply)
+
+
+class _Walker:
+    """One stream's way: how far it has come towards its next mark."""
+
+    def __init__(self, stream: str, wish: Walk) -> None:
+        self.stream = stream
+        self.found: list[EntryId] = []
+        self.facts: StreamFacts | None = None
+        self.wish = wish
+        self._at = wish.after
+        self._skipped = 0
+
+    @property
+    def wanted(self) -> int:
+        """Entries to skip next; 0 when the wish is fulfilled or the stream has ended."""
+        wish = self.wish
+        return min(CHUNK, wish.step - self._skipped) if len(self.found) < wish.marks else 0
+
+    def hear(self, own: str, reply: Reply) -> list[Command]:
+        """Note where skipping `wanted` entries has led; return what removes groups that others left behind."""
+        self.facts, groups = facts_and_groups(self.stream, _allowed(reply))
+        if own not in groups:
+            raise Unavailable(f"the planning group on stream {self.stream!r} has vanished: it is planned again")
+        self._arrive(groups[own])
+        return [("XGROUP", "DESTROY", self.stream, name) for name in groups if _is_leftover(name)]
+
+    def _arrive(self, at: EntryId) -> None:
+        if at == self._at:
+            self.wish = self.wish._replace(marks=0)  # the stream has ended
+            return
+        self._skipped += self.wanted
+        self._at = at
+        if self._skipped == self.wish.step:
+            self.found.append(at)
+            self._skipped = 0
+
+
+def _skip_all(client: Client, group: str, walkers: Iterable[_Walker]) -> None:
+    leftovers: list[Command] = []
+    active = [walker for walker in walkers if walker.wanted]
+    while active:
+        for at in range(0, len(active), _PAIRS_PER_TRIP):
+            some = active[at : at + _PAIRS_PER_TRIP]
+            for walker, reply in zip(some, client.unanswered([_pair(group, w) for w in some]), strict=True):
+                leftovers += walker.hear(group, reply)
+        active = [walker for walker in active if walker.wanted]
+    ask(client, leftovers)
+
+
+def _pair(group: str, walker: _Walker) -> tuple[Command, Command]:
+    stream = walker.stream
+    skip = ("XREADGROUP", "GROUP", group, "planner", "COUNT", walker.wanted, "NOACK", "STREAMS", stream, ">")
+    return skip, ("XINFO", "STREAM", stream, "FULL", "COUNT", 1)
+
+
+def _is_leftover(name: str) -> bool:
+    if not name.startswith(_PREFIX):
+        return False
+    born_ms = name[len(_PREFIX) :].partition(":")[0]
+    return born_ms.isdigit() and time.time() * 1000 - int(born_ms) > _LEFTOVER_AGE_MS

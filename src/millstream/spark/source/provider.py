@@ -1,0 +1,268 @@
+"""The `redis-streams` data source: what Spark calls, and in which of its processes. Writers are in `sink.py`.
+
+`RedisStreamsSource` is made in a planning process. The stream reader plans in a process of its own that lives as
+long as the query; `read` runs in the executors, in workers that are used again from batch to batch. What needs
+Redis or Arrow is imported there only, so that looking the source up stays cheap.
+"""
+
+import time
+from collections.abc import Iterator
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from pyspark.sql.datasource import (
+    DataSource,
+    DataSourceReader,
+    DataSourceStreamReader,
+    DataSourceStreamWriter,
+    DataSourceWriter,
+    Filter,
+    InputPartition,
+)
+from pyspark.sql.streaming.datasource import (
+    ReadAllAvailable,
+    ReadLimit,
+    ReadMaxRows,
+    ReadMinRows,
+    SupportsTriggerAvailableNow,
+)
+from pyspark.sql.types import StructType
+
+from millstream.errors import ConfigError
+from millstream.spark.error_boundary import door
+from millstream.spark.option_parser import Given
+from millstream.spark.sink.options import NAMES as SINK_NAMES
+from millstream.spark.sink.options import is_for_writing, parse_sink
+from millstream.spark.source.offset_ranges import flat
+from millstream.spark.source.offsets import Offsets, dump, load
+from millstream.spark.source.options import NAMES, SourceOptions, parse
+from millstream.spark.source.reader_base import HELD_S, Side, rest
+from millstream.spark.source.schema import check_schema, default_schema, shown_columns
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+    from millstream.spark.source.batch_planner import Advance
+    from millstream.spark.source.filters import Selection
+    from millstream.spark.source.progress_group import LagGroup
+
+_BATCH_PATIENCE_MS = 60_000.0
+
+
+class RedisStreamsSource(DataSource):
+    """Redis Streams as a Spark data source, `format("redis-streams")`, to read from and to write to.
+
+    Options are in `docs/spark-source.md` and `docs/spark-sink.md`. Raises ConfigError at `load()`, or when writing
+    begins, for options that are wrong.
+    """
+
+    @door
+    def __init__(self, options: Any) -> None:
+        super().__init__(options)
+        self._parsed = self._parse() if self._is_for_reading() else None
+
+    def _is_for_reading(self) -> bool:
+        """Spark does not say yet which it will be. What can only be meant for writing is checked then.
+
+        Raises ConfigError for an option that is unknown to both.
+        """
+        names = {name.lower() for name in self.options}
+        if any(name.startswith("subscribe") for name in names):
+            return True
+        if is_for_writing(self.options, NAMES):
+            return False
+        known = tuple(dict.fromkeys((*NAMES, *SINK_NAMES)))
+        Given.read(self.options, known, "reading and writing", len(known))
+        return bool(names - {name.lower() for name in SINK_NAMES})
+
+    def _parse(self) -> SourceOptions:
+        from millstream.redis_client.client import route_to
+
+        names = {name.lower() for name in self.options}
+        if is_for_writing(self.options, NAMES) and not names & {"subscribe", "subscribepattern"}:
+            raise ConfigError('these options are for writing: to read, name streams by option("subscribe", "a,b")')
+        options = parse(self.options)
+        route_to(options.url, timeout_ms=0)  # looked at, not gone
+        return options
+
+    @property
+    def _options(self) -> SourceOptions:
+        return self._parsed or self._parse()
+
+    @classmethod
+    def name(cls) -> str:
+        """What Spark users call it."""
+        return "redis-streams"
+
+    @door
+    def schema(self) -> StructType:
+        """The columns; Spark asks only if the user gives no schema."""
+        columns = self._options.columns
+        schema = default_schema(columns)
+        check_schema(columns, schema)
+        return schema
+
+    @door
+    def reader(self, schema: StructType) -> DataSourceReader:
+        """What `spark.read` uses."""
+        # Spark refuses a reader that could take filters unless it is set to give them.
+        return (FilteringReader if self._options.push_down else RedisBatchReader)(self._options, schema)
+
+    @door
+    def streamReader(self, schema: StructType) -> DataSourceStreamReader:  # noqa: N802 - Spark's name
+        """What `spark.readStream` uses."""
+        if self._options.sharing is not None:
+            from millstream.spark.source.group_reader import RedisGroupReader
+
+            return RedisGroupReader(self._options, schema)
+        return RedisStreamReader(self._options, schema)
+
+    @door
+    def writer(self, schema: StructType, overwrite: bool) -> DataSourceWriter:
+        """What `df.write` uses."""
+        from millstream.spark.sink.upsert_writer import UpsertBatchWriter
+        from millstream.spark.sink.writer import RedisBatchWriter
+
+        options = parse_sink(self.options)
+        kind = RedisBatchWriter if options.target == "stream" else UpsertBatchWriter
+        return kind(options, schema, overwrite)
+
+    @door
+    def streamWriter(self, schema: StructType, overwrite: bool) -> DataSourceStreamWriter:  # noqa: N802
+        """What `df.writeStream` uses."""
+        from millstream.spark.sink.upsert_writer import UpsertStreamWriter
+        from millstream.spark.sink.writer import RedisStreamWriter
+
+        options = parse_sink(self.options)
+        options.check_streaming()
+        if options.target != "stream":
+            return UpsertStreamWriter(options, schema)
+        return RedisStreamWriter(options, schema, overwrite)
+
+
+class RedisBatchReader(Side, DataSourceReader):
+    """Reads the subscribed streams once, between two ends that are fixed when the query is planned."""
+
+    @cached_property
+    def _selection(self) -> "Selection":
+        from millstream.spark.source.filters import Selection
+
+        shown = shown_columns(self._options.columns, self._schema)
+        return Selection({column: what for what, column in shown.items()})
+
+    @door
+    def partitions(self) -> list[InputPartition]:
+        """One partition per task. Raises ConfigError, DataLoss, or RedisError after a minute without Redis."""
+        self._options.check_batch()
+        check_schema(self._options.columns, self._schema)
+        tasks = self._patiently(lambda: self._planner.everything(self._selection), limit_ms=_BATCH_PATIENCE_MS)
+        return [InputPartition(flat(pieces)) for pieces in tasks]
+
+    def read(self, partition: InputPartition) -> "Iterator[pa.RecordBatch]":
+        """Yield the rows of one partition."""
+        return self._read(partition, limit_ms=_BATCH_PATIENCE_MS)
+
+
+class FilteringReader(RedisBatchReader):
+    """Reads once, and only what Spark's filters on stream, id and time leave."""
+
+    def pushFilters(self, filters: list[Filter]) -> Iterator[Filter]:  # noqa: N802
+        """Take what can be taken; yield the filters that Spark has to apply to the rows."""
+        for condition in filters:
+            if not self._selection.add(condition):
+                yield condition
+
+
+class RedisStreamReader(Side, DataSourceStreamReader, SupportsTriggerAvailableNow):
+    """Reads the subscribed streams on and on; its whole state is in the offsets that Spark keeps."""
+
+    def __init__(self, options: SourceOptions, schema: StructType) -> None:
+        super().__init__(options, schema)
+        self._target: Offsets | None = None
+        # To read the offsets of 100,000 streams takes a good part of a second; to compare them with the last two does not.
+        self._known: list[tuple[dict[str, Any], Offsets]] = []
+        self._newest: tuple[int, dict[str, Any] | None] = (0, None)
+
+    @cached_property
+    def _lag(self) -> "LagGroup":
+        from millstream.spark.source.progress_group import LagGroup
+
+        return LagGroup(self._client, self._options.group, ours=self._options.frontier is not None)
+
+    @door
+    def getDefaultReadLimit(self) -> ReadLimit:  # noqa: N802
+        """What limits a batch. Spark's first call: what is wrong with this use of the options is said here."""
+        self._options.check_streaming()
+        check_schema(self._options.columns, self._schema)
+        limits = self._options.limits
+        if limits.per_trigger is not None:
+            return ReadMaxRows(limits.per_trigger)
+        return ReadAllAvailable() if limits.least_per_trigger is None else ReadMinRows(limits.least_per_trigger)
+
+    def prepareForTriggerAvailableNow(self) -> None:  # noqa: N802
+        """Fix the end of the query at the entries that are there now."""
+        self._target = self._patiently(self._planner.tails)
+
+    def initialOffset(self) -> dict[str, Any]:  # noqa: N802
+        """Where a query without a checkpoint begins."""
+        return self._initial
+
+    @cached_property
+    def _initial(self) -> dict[str, Any]:
+        # Spark asks twice and uses the second answer: "latest" must not move in between.
+        return dump(self._patiently(lambda: self._planner.starts("latest")))
+
+    def latestOffset(self, start: dict[str, Any], limit: ReadLimit) -> dict[str, Any]:  # noqa: N802
+        """Where the batch that begins at `start` ends; `start` itself, after a short wait, if nothing is new.
+
+        Everything up to `start` is committed by the sink, so this is when the lag group moves there.
+        """
+        began = time.monotonic()
+        at = self._load(start)
+        planned = self._patiently(lambda: self._advance(at, limit))
+        if planned.ends is not at:
+            end = dump(planned.ends)
+            self._know(end, planned.ends)
+            return end
+        if self._target is not None:
+            self._patiently(self._lag.catch_up)  # there may be no other look
+        if planned.held_ms:
+            time.sleep(min(planned.held_ms / 1000, HELD_S))
+        elif self._target is None:
+            rest(began)
+        return start
+
+    def _advance(self, start: Offsets, limit: ReadLimit) -> "Advance":
+        self._lag.show(start)
+        most = limit.max_rows if isinstance(limit, ReadMaxRows) else None
+        # Whoever wants all that is available, once or now, has no later batch to wait for.
+        hold = self._target is None and not isinstance(limit, ReadAllAvailable)
+        return self._planner.advance(start, limit=most, target=self._target, hold=hold)
+
+    def _load(self, raw: dict[str, Any]) -> Offsets:
+        for known, offsets in self._known:
+            if known == raw:
+                return offsets
+        return self._know(raw, load(raw))
+
+    def _know(self, raw: dict[str, Any], offsets: Offsets) -> Offsets:
+        self._known = [*self._known[-1:], (raw, offsets)]
+        return offsets
+
+    def reportLatestOffset(self) -> dict[str, Any] | None:  # noqa: N802
+        """The newest entries as of the last `latestOffset`, for Spark's progress reports."""
+        version, newest = self._planner.newest()
+        if version != self._newest[0]:
+            offsets = newest()
+            known = next((raw for raw, same in self._known if same == offsets), None)
+            self._newest = (version, known or dump(offsets))
+        return self._newest[1]
+
+    def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> list[InputPartition]:
+        """What the tasks of one batch read; Spark may ask for any batch again, before anything else."""
+        tasks = self._patiently(lambda: self._planner.pieces(self._load(start), self._load(end)))
+        return [InputPartition(flat(pieces)) for pieces in tasks]
+
+    def read(self, partition: InputPartition) -> "Iterator[pa.RecordBatch]":
+        """Yield the rows of one partition, waiting for Redis as long as it takes."""
+        return self._read(partition, limit_ms=None)

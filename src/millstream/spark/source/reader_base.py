@@ -1,0 +1,90 @@
+"""What the readers of the source have in common."""
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from functools import cached_property
+from typing import TYPE_CHECKING, TypeVar
+
+from pyspark.sql.datasource import InputPartition
+from pyspark.sql.types import StructType
+
+from millstream.spark.error_boundary import door, through_door
+from millstream.spark.source.gc_pause import seldom_collected
+from millstream.spark.source.offset_ranges import unflattened
+from millstream.spark.source.options import SourceOptions
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+    from millstream.redis_client.client import Client
+    from millstream.spark.source.batch_planner import Planner
+    from millstream.spark.source.replica_reads import Replicas
+
+T = TypeVar("T")
+
+HELD_S = 0.5
+"""How often Redis is asked, in seconds, while a small batch is held back."""
+
+_PARENT = os.getppid()
+_IDLE_MS = (50.0, 500.0)
+_IDLE_SHARE = 2.0
+
+
+def _is_orphan() -> bool:
+    """True if the query's Java process is gone: nobody waits for an answer any more."""
+    return os.getppid() != _PARENT
+
+
+class Side:
+    """What every reader needs; pickled into every task without what is open."""
+
+    def __init__(self, options: SourceOptions, schema: StructType) -> None:
+        self._options = options
+        self._schema = schema
+
+    def __reduce__(self) -> tuple[type, tuple[SourceOptions, StructType]]:
+        return type(self), (self._options, self._schema)
+
+    @cached_property
+    def _client(self) -> "Client":
+        from millstream.redis_client.client import shared_client
+
+        return shared_client(self._options.url)
+
+    @cached_property
+    def _planner(self) -> "Planner":
+        from millstream.spark.source.batch_planner import Planner
+
+        return Planner(self._client, self._options, cores=os.cpu_count() or 1)
+
+    @cached_property
+    def _replicas(self) -> "Replicas | None":
+        """Whom tasks ask for entries, if not the primaries."""
+        from millstream.spark.source.replica_reads import replicas_of
+
+        return replicas_of(self._client) if self._options.from_replicas else None
+
+    @door
+    def _patiently(self, plan: Callable[[], T], *, limit_ms: float | None = None) -> T:
+        with seldom_collected():
+            what = "the redis-streams source"
+            return self._client.patiently(plan, what=what, limit_ms=limit_ms, give_up=_is_orphan)
+
+    def _read(self, partition: InputPartition, *, limit_ms: float | None) -> "Iterator[pa.RecordBatch]":
+        from millstream.spark.source.partition_reader import Reading
+        from millstream.spark.source.row_layout import batch_maker
+
+        pieces = unflattened(partition.value or [])  # Spark makes a partition of its own where there is none
+        fail = self._options.fail_on_data_loss
+        reading = Reading(self._client, pieces, limit_ms=limit_ms, fail_on_data_loss=fail, replicas=self._replicas)
+        return through_door(reading.batches(batch_maker(self._options.columns, self._schema)))
+
+
+def rest(began_s: float) -> None:
+    """Wait a little after an idle look at Redis that began at `began_s`, by `time.monotonic`.
+
+    Spark asks again at once, 90 times a second; leave Redis alone for longer than asking takes.
+    """
+    least, most_ms = _IDLE_MS
+    time.sleep(min(max((time.monotonic() - began_s) * _IDLE_SHARE, least / 1000), most_ms / 1000))

@@ -1,0 +1,48 @@
+"""Chooses how entries become rows: by the options, and by the schema that Spark asks for."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import pyarrow as pa
+from pyspark.sql.pandas.types import to_arrow_schema
+from pyspark.sql.types import StructType
+
+from millstream.redis_client.key_names import REDRIVE_FIELD
+from millstream.spark.source.options import Columns
+from millstream.spark.source.row_decoder import (
+    BatchMaker,
+    Run,
+    json_columns,
+    map_columns,
+    packed_columns,
+    pair_columns,
+    typed_columns,
+)
+from millstream.spark.source.schema import is_default, shown_columns
+
+MakeBatch = Callable[[Sequence[Run]], pa.RecordBatch]
+
+
+def batch_maker(columns: Columns, schema: StructType) -> MakeBatch:
+    """Return what makes record batches of exactly `schema`."""
+    make = _maker(columns, schema)
+    return (lambda runs: make(_for_all(runs))) if columns.skip_redriven else make
+
+
+def _for_all(runs: Sequence[Run]) -> list[Run]:
+    """What was redriven to a handler has been there before, for all others."""
+    return [(stream, [entry for entry in entries if entry[1][0] != REDRIVE_FIELD]) for stream, entries in runs]
+
+
+def _maker(columns: Columns, schema: StructType) -> BatchMaker:
+    arrow = to_arrow_schema(schema, timezone="UTC")
+    meta = shown_columns(columns, schema)
+    if not is_default(columns, schema):
+        names = [name for name in schema.names if name not in meta.values()]
+        return BatchMaker(arrow, meta, partial(typed_columns, schema=arrow, names=names, failfast=columns.failfast))
+    if columns.packed:
+        key = columns.key_field.encode() if columns.key_field is not None else None
+        return BatchMaker(arrow, meta, partial(packed_columns, key_field=key))
+    if columns.fields_as == "json":
+        return BatchMaker(arrow, meta, json_columns)
+    return BatchMaker(arrow, meta, partial(map_columns if columns.fields_as == "map" else pair_columns, schema=arrow))

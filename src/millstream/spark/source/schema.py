@@ -1,0 +1,135 @@
+"""The columns of the source, as Spark types."""
+
+import difflib
+from datetime import date, datetime
+from typing import Any
+
+from pyspark.sql.types import (
+    ArrayType,
+    BinaryType,
+    BooleanType,
+    ByteType,
+    DataType,
+    DateType,
+    DoubleType,
+    FloatType,
+    IntegerType,
+    LongType,
+    MapType,
+    ShortType,
+    StringType,
+    StructField,
+    StructType,
+    TimestampType,
+)
+
+from millstream.errors import ConfigError
+from millstream.handlers.decoding import wire_types
+from millstream.spark.source.options import Columns, FieldsAs
+
+META: dict[str, DataType] = {
+    "stream": StringType(),
+    "id": StringType(),
+    "id_ms": LongType(),
+    "id_seq": LongType(),
+    "timestamp": TimestampType(),
+}
+"""What is known about every entry. A user's schema names these with an underscore in front."""
+
+_PAIR = StructType([StructField("name", BinaryType(), False), StructField("value", BinaryType(), False)])
+_FIELDS: dict[FieldsAs, DataType] = {
+    "array": ArrayType(_PAIR, containsNull=False),
+    "map": MapType(StringType(), BinaryType(), False),
+    "json": StringType(),
+}
+_FIELD_TYPES = (
+    StringType, BinaryType, BooleanType, ByteType, ShortType, IntegerType, LongType, FloatType, DoubleType, DateType,
+    TimestampType,
+)  # fmt: skip
+_OF_MODELS: dict[object, DataType] = {
+    bytes: BinaryType(), bool: BooleanType(), int: LongType(), float: DoubleType(), date: DateType(),
+    datetime: TimestampType(),
+}  # fmt: skip
+_LOOKALIKE = 0.88  # `_timestmp` and `_idms` are, `_state`, `_index`, `_time`, `_ids` and `_uid` are none
+_WITH_MODELS = ("stream", "id", "timestamp")
+
+
+def schema_of(given: Any) -> StructType | str:
+    """The schema that `given` means: text and a StructType themselves; of a model its fields, and `_stream`, `_id`,
+    `_timestamp` of the entry.
+
+    What has no type of its own in Spark, as a decimal, a UUID, a choice or a nested model, is the text that was published.
+    Raises ConfigError if it is none of these.
+    """
+    if isinstance(given, str | StructType):
+        return given
+    fields = [StructField(name, _OF_MODELS.get(kind, StringType())) for name, kind in wire_types(given).items()]
+    return StructType([*fields, *(StructField(f"_{name}", META[name]) for name in _WITH_MODELS)])
+
+
+def default_schema(columns: Columns) -> StructType:
+    """The schema of a source whose user gave none."""
+    if columns.packed:
+        names: tuple[str, ...] = ("stream", "id_ms", "id_seq")
+        rest = [StructField("key", BinaryType()), StructField("fields", BinaryType(), False)]
+    else:
+        names = tuple(META)
+        rest = [StructField("fields", _FIELDS[columns.fields_as], False)]
+    return StructType([*(StructField(name, META[name], name == "timestamp") for name in names), *rest])
+
+
+def is_default(columns: Columns, schema: StructType) -> bool:
+    """True if `schema` is not a schema of typed columns from a user. Spark may have changed what is nullable."""
+    return schema.simpleString() == default_schema(columns).simpleString()
+
+
+def meta_columns(schema: StructType) -> dict[str, str]:
+    """Of a user's schema: which column shows which entry of META."""
+    return {name: f"_{name}" for name in META if f"_{name}" in schema.names}
+
+
+def _refuse_lookalikes(schema: StructType) -> None:
+    """Raise ConfigError for a column that would be a field of the entry and is probably meant to be about the entry.
+
+    Such a field is hardly ever there: the column would be null without a word.
+    """
+    ours = [f"_{name}" for name in META]
+    for name in schema.names:
+        found = difflib.get_close_matches(name.lower(), ours, n=1, cutoff=_LOOKALIKE)
+        if name.startswith("_") and name not in ours and found:
+            raise ConfigError(
+                f"the column {name} looks like one about the entry: did you mean {found[0]}? A field that is really called "
+                f"{name} can be had without .schema(...), from the column fields"
+            )
+
+
+def shown_columns(columns: Columns, schema: StructType) -> dict[str, str]:
+    """Which column shows which entry of META: {entry: column}."""
+    return (
+        {name: name for name in META if name in schema.names} if is_default(columns, schema) else meta_columns(schema)
+    )
+
+
+def check_schema(columns: Columns, schema: StructType) -> None:
+    """Raise ConfigError if `schema` cannot be served with `columns`, or is not what its user can have meant."""
+    if is_default(columns, schema):
+        if columns.failfast:
+            raise ConfigError("mode=failfast is for typed columns: say which by .schema(...), or leave mode out")
+        return
+    if columns.packed:
+        raise ConfigError("layout=packed has columns of its own: leave .schema(...) out")
+    if columns.fields_as != "array":
+        raise ConfigError(f"fieldsAs={columns.fields_as} and .schema(...) are two ways to have fields: leave one out")
+    _refuse_lookalikes(schema)
+    for name in meta_columns(schema).values():
+        wanted = META[name[1:]]
+        if schema[name].dataType != wanted:
+            raise ConfigError(f"the column {name} must be of type {wanted.simpleString()} in the schema")
+    for field in schema.fields:
+        if not isinstance(field.dataType, _FIELD_TYPES):
+            raise ConfigError(
+                f"the column {field.name} cannot be of type {field.dataType.simpleString()}: fields are decoded to "
+                f"{', '.join(kind.typeName() for kind in _FIELD_TYPES)}"
+            )
+        if not field.nullable and field.name not in meta_columns(schema).values():
+            raise ConfigError(f"the column {field.name} must be nullable: an entry need not have that field")

@@ -1,0 +1,148 @@
+"""Where a query begins in each stream: at an edge that was asked for, where a group stands, or after a handler's commits."""
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from millstream.errors import ConfigError
+from millstream.model import EntryId
+from millstream.redis_client.client import Client
+from millstream.spark.source.committed_offsets import Frontier
+from millstream.spark.source.data_loss import LossPolicy, made_anew
+from millstream.spark.source.offset_bounds import Edge, Moment, id_of
+from millstream.spark.source.offsets import BEGINNING, Offsets, Position
+from millstream.spark.source.options import SourceOptions
+from millstream.spark.source.progress_group import shown, standings
+from millstream.spark.source.stream_info import StreamFacts, judge
+
+logger = logging.getLogger(__name__)
+
+_NAMED = 3
+
+Facts = Mapping[str, StreamFacts | None]
+
+
+class Starts:
+    """Finds starts by what `options` say. Raises ConfigError, or DataLoss, for what cannot be begun so."""
+
+    def __init__(self, client: Client, options: SourceOptions, frontier: Frontier, losses: LossPolicy) -> None:
+        self._client = client
+        self._options = options
+        self._frontier = frontier
+        self._losses = losses
+
+    def of(self, facts: Facts, usual: Edge) -> Offsets:
+        """The start in each of the streams of `facts`; `usual` is the edge of those that nothing is said about.
+
+        Raises ConfigError for a stream with no entry at or after the time to begin at, unless the options say, or
+        `usual` does, that it begins at its end.
+        """
+        edges = {name: self._options.starting.of(name, usual) for name in facts}
+        self._refuse_late(edges, facts, usual)
+        known = self.resumed([name for name, edge in edges.items() if edge == "frontier"], facts)
+        known |= self._of_group([name for name, edge in edges.items() if edge == "group"], facts)
+        return {name: known.get(name) or _start(facts[name], edge) for name, edge in edges.items()}
+
+    def asked_for(self, name: str, at: Position) -> bool:
+        """True if `at` is an id or time that was asked for, which need not have come yet."""
+        edge = self._options.starting.of(name, "latest")
+        return at.added is None and at.id == id_of(edge)
+
+    def _refuse_late(self, edges: Mapping[str, Edge], facts: Facts, usual: Edge) -> None:
+        if (self._options.late_start or ("error" if usual == "latest" else "latest")) == "latest":
+            return
+        late = [name for name, edge in edges.items() if _is_late(facts[name], edge)]
+        if late:
+            raise ConfigError(
+                f"no entry has come at or after the time to begin at in {some_of(late)}; to begin there with what comes next, "
+                'set option("startingOffsetsByTimestampStrategy", "latest")'
+            )
+
+    # --- after the commits of a handler ---
+
+    def resumed(self, names: Sequence[str], facts: Facts) -> Offsets:
+        """Where to go on with those streams that the handler has commits on. Raises DataLoss, if told to."""
+        frontiers = self._frontier.of(names)
+        committed = shown(self._client, self._options.group, frontiers)
+        return {
+            name: self._after_commits(name, frontier, committed.get(name), facts[name])
+            for name, frontier in frontiers.items()
+        }
+
+    def _after_commits(
+        self, name: str, frontier: EntryId, committed: Position | None, facts: StreamFacts | None
+    ) -> Position:
+        """The position at `frontier`. What was removed after it follows from where the lag group stands."""
+        if facts is not None and facts.last < frontier:
+            raise made_anew(name, frontier)
+        if facts is None or facts.last == frontier:
+            return _located(frontier, facts)
+        if facts.keeps(frontier):
+            return committed if committed is not None and committed.id == frontier else Position(frontier, None)
+        if committed is None or committed.added is None:
+            self._losses.doubt(name, frontier)
+        elif (loss := judge(name, committed, facts)) is not None:
+            # The group is moved after the frontier, so of a run that was killed it may be one batch behind.
+            at_most = committed.id < frontier
+            self._losses.report(replace(loss, start=Position(frontier, committed.added), at_most=at_most))
+        return _located(frontier, facts)
+
+    # --- where a group stands ---
+
+    def _of_group(self, names: Sequence[str], facts: Facts) -> Offsets:
+        """Where the group of `startingOffsets=group` stands; at the earliest entry where a stream does not have it."""
+        group = self._options.starting_group
+        standing = [name for name in names if facts[name] is not None]
+        if group is None or not standing:
+            return {}
+        found = standings(self._client, group, standing)
+        if not found and group != self._options.group:
+            raise ConfigError(
+                f"no stream has the consumer group {group!r} that reading is to begin at: see `millstream groups`, or "
+                "begin elsewhere by startingOffsets"
+            )
+        pending = {name: about.pending for name, about in found.items() if about.pending}
+        if pending:
+            logger.warning(
+                "reading begins after what the group %r was given: its %d pending entries, in %d streams, stay with "
+                "its consumers",
+                group,
+                sum(pending.values()),
+                len(pending),
+            )
+        starts: Offsets = {}
+        for name in standing:
+            fact = facts[name]
+            assert fact is not None
+            at = found[name].at if name in found else fact.earliest()
+            # A group may have been set to an id that is yet to come.
+            starts[name] = fact.tail if at.id >= fact.last else at if at.added is not None else _located(at.id, fact)
+        return starts
+
+
+def some_of(names: Sequence[str]) -> str:
+    """The first of `names` and the number of others, for a message."""
+    return ", ".join(map(repr, names[:_NAMED])) + f" and {len(names) - _NAMED:,} more" * (len(names) > _NAMED)
+
+
+def _is_late(facts: StreamFacts | None, edge: Edge) -> bool:
+    return isinstance(edge, Moment) and facts is not None and facts.last.ms < edge.ms
+
+
+def _start(facts: StreamFacts | None, edge: Edge) -> Position:
+    if isinstance(edge, Moment):
+        return facts.tail if facts is not None and _is_late(facts, edge) else _located(edge.before, facts)
+    if isinstance(edge, EntryId):
+        return _located(edge, facts)
+    if facts is None:
+        return BEGINNING
+    return facts.tail if edge == "latest" else facts.earliest()
+
+
+def _located(entry_id: EntryId, facts: StreamFacts | None) -> Position:
+    """The position at an id that somebody named; its count is known at the ends of the stream only."""
+    if facts is not None and facts.last == entry_id:
+        return facts.tail
+    if facts is not None and entry_id < facts.last and not (facts.keeps(entry_id) or facts.has_gaps_after(entry_id)):
+        return Position(entry_id, facts.removed)
+    return Position(entry_id, None)

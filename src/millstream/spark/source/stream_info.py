@@ -1,0 +1,184 @@
+"""What Redis says about streams, and what that proves about entries that a query has not read yet."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from millstream.errors import AccessDenied, CommandFailed, ConfigError, Unavailable, WrongType
+from millstream.model import ZERO_ID, EntryId
+from millstream.redis_client import pipelining as asking
+from millstream.redis_client.client import Client, Command, Reply, raise_if_error
+from millstream.redis_client.resp import Meter
+from millstream.spark.source.offsets import Position
+
+_NO_SUCH_KEY = "no such key"
+
+
+class StreamFacts(NamedTuple):
+    """The ids and counters of one stream (Redis XINFO STREAM).
+
+    * `tail`: where one stands who has read everything: the newest entry that was ever added, and how many ever were
+    * `first`: id of the oldest entry that is left; 0-0 if there is none
+    * `deleted`: greatest id that was deleted by itself (XDEL), not by trimming
+    * `length`: entries that are left
+    """
+
+    tail: Position
+    first: EntryId
+    deleted: EntryId
+    length: int
+
+    @property
+    def last(self) -> EntryId:
+        """Id of the newest entry that was ever added."""
+        return self.tail.id
+
+    @property
+    def added(self) -> int:
+        """Entries that were ever added."""
+        count = self.tail.added
+        assert count is not None
+        return count
+
+    @property
+    def removed(self) -> int:
+        """Entries that were added and are gone."""
+        return self.added - self.length
+
+    def has_gaps_after(self, entry_id: EntryId) -> bool:
+        """True if single entries may be missing between the entries after `entry_id`: counting is no use there."""
+        return self.deleted > entry_id and self.deleted >= self.first and self.length > 0
+
+    def keeps(self, entry_id: EntryId) -> bool:
+        """True if what followed `entry_id` is still whole: an entry up to it is left, so trimming stopped before."""
+        return self.length > 0 and self.first <= entry_id
+
+    def earliest(self) -> Position:
+        """Before the first entry that is left. What was removed before is nobody's loss."""
+        return Position(ZERO_ID, None if self.has_gaps_after(ZERO_ID) else self.removed)
+
+
+def ask(client: Client, commands: Sequence[Command], meter: Meter | None = None) -> list[Reply]:
+    """Run `commands` in pipelines of bounded size; errors come back among the replies, except Unavailable."""
+    replies = asking.ask(client, commands, meter)
+    for reply in replies:
+        if isinstance(reply, Unavailable):
+            raise reply
+    return replies
+
+
+def survey(client: Client, streams: Iterable[str]) -> dict[str, StreamFacts | None]:
+    """Return the facts of each stream, None for one that does not exist.
+
+    Raises WrongType if a key holds something else, RedisError for other refusals.
+    """
+    names = list(streams)
+    replies = ask(client, [("XINFO", "STREAM", name) for name in names])
+    return {name: understood(name, reply) for name, reply in zip(names, replies, strict=True)}
+
+
+def understood(stream: str, reply: Reply) -> StreamFacts | None:
+    """Read a reply to XINFO STREAM, of either protocol. Raises as `survey`, whatever the reply is."""
+    return _facts(_fields(stream, reply))
+
+
+def facts_and_groups(stream: str, reply: Reply) -> tuple[StreamFacts | None, dict[str, EntryId]]:
+    """Read a reply to XINFO STREAM FULL: the facts of a stream, and where each of its consumer groups stands."""
+    found = _fields(stream, reply)
+    groups = {}
+    for group in found[b"groups"] if found is not None else ():
+        about = dict(zip(group[::2], group[1::2], strict=True))
+        groups[about[b"name"].decode("utf-8", "replace")] = _id(about[b"last-delivered-id"])
+    return _facts(found), groups
+
+
+def _fields(stream: str, reply: Any) -> dict[bytes, Any] | None:
+    if isinstance(reply, dict):
+        return reply
+    if isinstance(reply, list):
+        return dict(zip(reply[::2], reply[1::2], strict=True))
+    if isinstance(reply, CommandFailed) and _NO_SUCH_KEY in str(reply):
+        return None
+    if isinstance(reply, WrongType):
+        raise WrongType(f"the key {stream!r} holds another type of value than a stream: subscribe to streams only")
+    if isinstance(reply, AccessDenied):
+        raise AccessDenied(
+            f"XINFO STREAM {stream}: {reply}; the lines of `millstream acl` have the rights that are needed"
+        )
+    raise_if_error(reply)
+    raise CommandFailed(f"XINFO STREAM {stream}: {reply!r} is no answer to that")
+
+
+def _facts(found: dict[bytes, Any] | None) -> StreamFacts | None:
+    if found is None:
+        return None
+    if b"entries-added" not in found:
+        raise ConfigError("this server is too old: the redis-streams source needs Redis 7.0 or Valkey 7.2")
+    return StreamFacts(
+        tail=Position(_id(found[b"last-generated-id"]), found[b"entries-added"]),
+        first=_id(found[b"recorded-first-entry-id"]),
+        deleted=_id(found[b"max-deleted-entry-id"]),
+        length=found[b"length"],
+    )
+
+
+def _id(answered: bytes) -> EntryId:
+    # Redis writes ids in one form only; checking 30,000 of them as if they were input takes a tenth of a second.
+    if answered == b"0-0":
+        return ZERO_ID
+    ms, _, seq = answered.partition(b"-")
+    return EntryId(int(ms), int(seq))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loss:
+    """Entries of `stream` after `start` that can no longer be read.
+
+    `count` is exact, or the most that it can be (`at_most`), or None for a stream that was deleted or re-created: then
+    what it held is not known, and reading goes on at the beginning of whatever stands, or will stand, there (`resets`).
+    """
+
+    stream: str
+    start: Position
+    count: int | None
+    at_most: bool = False
+
+    @property
+    def resets(self) -> bool:
+        """True if the stream is not the one that `start` was taken from."""
+        return self.count is None
+
+    def __str__(self) -> str:
+        if self.count is None:
+            return (
+                f"stream {self.stream!r} was deleted or re-created, or Redis lost its last writes: the entry "
+                f"{self.start.id} that the query had reached is not part of its history any more"
+            )
+        return (
+            f"stream {self.stream!r} lost {'up to ' if self.at_most else ''}{self.count:,} entries after {self.start.id} before they were read: "
+            "they were trimmed or deleted"
+        )
+
+
+def judge(stream: str, start: Position, facts: StreamFacts | None) -> Loss | None:
+    """Say what is lost for a query that stands at `start`; None if nothing is, or nothing can be proven.
+
+    Rests on entries-added: of a stream whose entries up to `start` are all gone, as many must have been removed as
+    had been added by then. Fewer: it is another stream. More: the difference was removed before it was read. Without a
+    count no more is known than that a stream's last id never goes back.
+    """
+    if facts is None:
+        return None if start.added == 0 else Loss(stream=stream, start=start, count=None)
+    if facts.last < start.id or facts.added < (start.added or 0):
+        return Loss(stream=stream, start=start, count=None)
+    if start.added is None or facts.keeps(start.id) or facts.removed == start.added:
+        return None
+    lost = facts.removed - start.added
+    return Loss(stream=stream, start=start, count=lost if lost > 0 else None)
+
+
+def after_loss(start: Position, facts: StreamFacts) -> Position:
+    """Return `start` with its count moved past what was removed behind it, so that no loss is counted twice."""
+    if start.added is None or facts.keeps(start.id) or facts.removed <= start.added:
+        return start
+    return Position(start.id, None if facts.has_gaps_after(start.id) else facts.removed)

@@ -1,0 +1,64 @@
+"""What a query knows of its streams: asked for again only where Redis says that it may have changed."""
+
+from collections.abc import Iterable, Mapping
+from itertools import islice
+
+from millstream.clock import Clock
+from millstream.redis_client.client import Client
+from millstream.redis_client.key_tracking import Watch
+from millstream.spark.source.stream_info import StreamFacts, understood
+
+_SWEEP_MS = 300_000.0
+"""Within this time a query that looks once a second asks about all streams: not everything is told (SWAPDB, XSETID)."""
+_MOST_SWEPT_MS = 1_000.0
+
+
+class KnownFacts:
+    """The facts of streams as of the last `look`. They only save time: whenever that is in doubt, all is forgotten."""
+
+    def __init__(self, client: Client, *, clock: Clock) -> None:
+        self._watch = Watch(client)
+        self._clock = clock
+        self._facts: dict[str, StreamFacts | None] = {}  # those that were asked for longest ago come first
+        self._stale: set[str] = set()
+        self._swept_ms = clock.monotonic_ms()
+        self._to_sweep = 0.0
+        self.version = 0
+
+    @property
+    def latest(self) -> Mapping[str, StreamFacts | None]:
+        """What was known last of all streams, whether or not it is true any more; `version` grows with every change."""
+        return self._facts
+
+    def look(self) -> set[str] | None:
+        """Learn of which streams nothing is known any more, and return them; None: all of them. Raises RedisError."""
+        changed = self._watch.changed()
+        if changed is None:
+            self._stale.update(self._facts)
+            return None
+        changed |= self._due()
+        self._stale |= changed
+        return changed
+
+    def of(self, names: Iterable[str]) -> Mapping[str, StreamFacts | None]:
+        """The facts of `names`, as of the last look or later, and of others, which may be older; None: there is no stream.
+
+        Raises WrongType if a key holds something else, RedisError for other refusals.
+        """
+        facts, stale = self._facts, self._stale
+        unknown = [name for name in names if name in stale or name not in facts]
+        for name, reply in self._watch.ask(("XINFO", "STREAM"), unknown):
+            found = understood(name, reply)
+            if facts.pop(name, None) != found:
+                self.version += 1
+            facts[name] = found
+        stale.difference_update(unknown)
+        return facts
+
+    def _due(self) -> set[str]:
+        now_ms = self._clock.monotonic_ms()
+        self._to_sweep += len(self._facts) * min(now_ms - self._swept_ms, _MOST_SWEPT_MS) / _SWEEP_MS
+        self._swept_ms = now_ms
+        share = int(self._to_sweep)
+        self._to_sweep -= share
+        return set(islice(self._facts, share))

@@ -1,0 +1,65 @@
+"""Moving the delayed messages of thousands of streams: only those are asked on which something waits."""
+
+from collections.abc import Sequence
+from math import inf
+
+from millstream.clock import Clock
+from millstream.delivery.delayed_messages import DelayedMessages, Movement
+from millstream.errors import RedisError
+from millstream.redis_client.client import Client
+from millstream.redis_client.key_names import StreamKeys
+from millstream.redis_client.key_tracking import Watch
+from millstream.worker.fetching.timers import Agenda, Sweep
+
+_SWEEP_MS = 1_000.0
+
+
+class WatchedDelays(DelayedMessages):
+    """As DelayedMessages, for who moves those of the same streams again and again. Used by one thread.
+
+    Redis tells where something was published for later, and a few are asked in any case, in turn; where it does not
+    tell (`Watch.refused`), all are asked each time.
+    """
+
+    def __init__(self, client: Client, clock: Clock) -> None:
+        super().__init__(client)
+        self._clock = clock
+        self._watch = Watch(client)
+        self._keys: dict[str, str] = {}
+        self._agenda = Agenda()
+        self._sweep = Sweep()
+        self._sweep_due_ms = 0.0
+
+    def move_due(self, streams: Sequence[str]) -> Movement:
+        """See DelayedMessages."""
+        told = self._watch.changed()
+        if self._watch.refused:
+            return super().move_due(streams)
+        keys = {name: self._keys.get(name) or StreamKeys(name).due for name in streams}
+        now_ms = self._clock.monotonic_ms()
+        swept: set[str] = set()
+        if now_ms >= self._sweep_due_ms:
+            # What is told is no more than a hint, and SWAPDB, for one, is not told at all.
+            self._sweep_due_ms = now_ms + _SWEEP_MS
+            swept.update(self._sweep.next(streams))
+        asked = [
+            name for name, key in keys.items()
+            if told is None or key in told or name not in self._keys or name in swept
+        ]  # fmt: skip
+        self._keys = keys
+        names = {keys[name]: name for name in asked}
+        for key, waits in self._watch.ask(("EXISTS",), names):
+            if waits:
+                self._agenda.put(names[key], now_ms)
+        due = [name for name in self._agenda.take(now_ms, len(keys)) if name in keys]
+        try:
+            moved = self.move_each(due)
+        except RedisError:
+            for name in due:
+                self._agenda.put(name, now_ms)
+            raise
+        for name, movement in zip(due, moved, strict=True):
+            if movement.next_ms is not None:
+                self._agenda.put(name, now_ms + movement.next_ms)
+        wait_ms = self._agenda.wait_ms(now_ms)
+        return Movement(moved=sum(one.moved for one in moved), next_ms=None if wait_ms == inf else round(wait_ms))

@@ -1,0 +1,1 @@
+"""How a worker gets its messages: entries of a group, or leases on keyed queues."""

@@ -1,0 +1,1 @@
+"""What is different between workers without order, by key, by stream and by partition."""

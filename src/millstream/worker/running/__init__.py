@@ -1,0 +1,1 @@
+"""How handlers are run: in threads, in an event loop, in lists, in isolation."""

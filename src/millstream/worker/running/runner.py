@@ -1,0 +1,342 @@
+"""Runs what waits in the buffer: plain handlers in threads, async ones in an event loop.
+
+Both stop before their next message while the gate is closed: then a message that may have killed a worker before is run,
+alone, so that the blame falls on no other.
+"""
+
+import asyncio
+import contextlib
+import select
+import selectors
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import CancelledError
+from queue import Empty
+from typing import NamedTuple, Protocol
+
+from millstream.clock import Clock
+from millstream.delivery.reliable_stream import Delivery
+from millstream.errors import Unfinished
+from millstream.handlers.attempt import NOTHING, Outcome
+from millstream.worker.handler_steps import Pipeline
+from millstream.worker.in_flight import Hand
+from millstream.worker.loop_metrics import Report
+
+_LOOK_MS = 5.0
+_LONG_MS = 50.0
+_BUSY_SHARE = 0.7
+_SHORT_MS = 0.2
+GATE_S = 0.01
+_FD_SETSIZE = 1024
+
+
+class Runner(Protocol):
+    """What a reading loop needs of either kind."""
+
+    def run(self) -> None:
+        """Run messages until the buffer's end; called in a thread of its own."""
+
+    def nudge(self) -> None:
+        """Look at the buffer: something was put into it, or waits there. Called often."""
+
+    def alone(self, delivery: Delivery) -> Outcome | None:
+        """Run one message while nothing else runs; None if it cannot be run any more. Called from another thread."""
+
+    def break_off(self, delivery: Delivery) -> None:
+        """End the run of one message, if that is possible; what comes of it must be ignored."""
+
+    def cancel(self) -> None:
+        """Break off what still runs, if that is possible."""
+
+
+class _Beginning:
+    """What both runners do when a message's turn has come, and when its run has ended."""
+
+    def __init__(self, pipeline: Pipeline, hand: Hand, report: Report, clock: Clock) -> None:
+        self._pipeline = pipeline
+        self._hand = hand
+        self._report = report
+        self._clock = clock
+
+    def _begin(self, delivery: Delivery, *, anyway: bool = False) -> bool | None:
+        begins = self._hand.begin(delivery, self._clock.monotonic_ms(), anyway=anyway)
+        if begins:
+            self._report.began()
+        return begins
+
+    def _begin_all(self, deliveries: Sequence[Delivery]) -> list[Delivery] | None:
+        begun = self._hand.begin_all(deliveries, self._clock.monotonic_ms())
+        for _ in begun or ():
+            self._report.began()
+        return begun
+
+    def _end(self, delivery: Delivery) -> None:
+        delivery.took_ms = self._clock.monotonic_ms() - delivery.since_ms
+        delivery.ran = True
+
+
+class Look(NamedTuple):
+    """What a runner of threads saw when it looked.
+
+    How often one had nothing to run; how many runs had ended, and took how long together; when it was, and what the
+    process had computed; since when no run has ended.
+    """
+
+    starved: int
+    finished: int
+    took_ms: float
+    at_ms: float
+    cpu_ms: float
+    since_ms: float
+
+    def asks_for_more(self, before: "Look") -> bool:
+        """True if another thread would have been of use since."""
+        ended = self.finished - before.finished
+        are_short = ended and self.took_ms - before.took_ms < _SHORT_MS * ended
+        is_busy = self.cpu_ms - before.cpu_ms >= _BUSY_SHARE * (self.at_ms - before.at_ms)
+        return self.at_ms - self.since_ms > _LONG_MS or not (are_short or is_busy)
+
+
+class PlainRunner(_Beginning):
+    """Threads, each of which takes a message and runs it: one at first, more where messages wait for runs that wait.
+
+    More would only be in each other's way where the process is busy: one thread at a time can have the interpreter. What
+    computes outside of it shows by none ending for long.
+    """
+
+    def __init__(self, pipeline: Pipeline, hand: Hand, report: Report, clock: Clock, most: int) -> None:
+        super().__init__(pipeline, hand, report, clock)
+        self._most = most
+        self._threads: list[threading.Thread] = []
+        self._finished = self._starved = 0
+        self._took_ms = 0.0
+        self._idle: set[int] = set()
+        now_ms = clock.monotonic_ms()
+        self._looked = self._look(now_ms, now_ms)
+        self._failure: BaseException | None = None
+
+    def run(self) -> None:
+        """See Runner."""
+        self._serve()
+        for thread in self._threads:
+            thread.join()
+        if self._failure is not None:
+            raise self._failure
+
+    def nudge(self) -> None:
+        """See Runner: another thread, if messages have waited for a while though the process had time to run them."""
+        now_ms, before = self._clock.monotonic_ms(), self._looked
+        if self._idle or self._hand.buffer.empty() or before.starved != self._starved:
+            self._looked = self._look(now_ms, now_ms)
+        elif now_ms - before.at_ms >= _LOOK_MS:
+            self._looked = now = self._look(now_ms, before.since_ms if self._finished == before.finished else now_ms)
+            if now.asks_for_more(before) and len(self._threads) < self._most - 1:
+                thread = threading.Thread(target=self._serve, name="millstream-handler", daemon=True)
+                thread.start()
+                self._threads.append(thread)
+
+    def _look(self, now_ms: float, since_ms: float) -> "Look":
+        return Look(self._starved, self._finished, self._took_ms, now_ms, time.process_time() * 1000, since_ms)
+
+    def alone(self, delivery: Delivery) -> Outcome | None:
+        """See Runner."""
+        return self._outcome(delivery) if self._begin(delivery, anyway=True) else None
+
+    def break_off(self, delivery: Delivery) -> None:
+        """See Runner. A thread cannot be stopped."""
+
+    def cancel(self) -> None:
+        """See Runner. A thread cannot be stopped: what still runs is left to it, and it dies with the process."""
+
+    def _serve(self) -> None:
+        try:
+            self._work()
+        except BaseException as error:  # noqa: BLE001 - handed to the thread that waits for this one
+            self._failure = error
+        self._hand.buffer.put(None)  # the end is for all of them
+
+    def _work(self) -> None:
+        while self._run_next():
+            pass
+
+    def _run_next(self) -> bool:
+        """Wait for a message; run it, and what follows in its line. False at the end. While it waits, it holds on to none."""
+        following = self._next()
+        if following is None:
+            return False
+        while following is not None:
+            following = self._run_one(following)
+        self._finished += 1
+        return True
+
+    def _run_one(self, delivery: Delivery) -> Delivery | None:
+        """Run a message; return the next of its line."""
+        while (begins := self._begin(delivery)) is None:
+            self._hand.gate.wait()
+        if not begins:
+            return None
+        outcome = self._outcome(delivery)
+        self._took_ms += delivery.took_ms
+        return self._hand.conclude(delivery, outcome)
+
+    def _next(self) -> Delivery | None:
+        try:
+            return self._hand.buffer.get_nowait()
+        except Empty:
+            self._starved += 1
+            self._idle.add(threading.get_ident())
+            delivery = self._hand.buffer.get()
+            self._idle.discard(threading.get_ident())
+            return delivery
+
+    def _outcome(self, delivery: Delivery) -> Outcome:
+        message = self._pipeline.decode(delivery)
+        if message is None:
+            outcome: Outcome = NOTHING
+        elif delivery.lease is None:
+            outcome = self._pipeline.run(message)
+        else:
+            outcome = self._pipeline.run(message, delivery.lease.state)
+        self._end(delivery)
+        return outcome
+
+
+class _FineSelector(selectors.EpollSelector):
+    """Waits to the microsecond. epoll rounds up to milliseconds, which is felt by handlers that wait for a few."""
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        """See selectors.BaseSelector."""
+        if timeout is not None and timeout > 0 and self.fileno() < _FD_SETSIZE:
+            select.select((self.fileno(),), (), (), timeout)
+            timeout = 0
+        return super().select(timeout)
+
+
+class AsyncRunner(_Beginning):
+    """An event loop, in which as many messages as the handler's `concurrency` are run at once, each in its own task."""
+
+    def __init__(self, pipeline: Pipeline, hand: Hand, report: Report, clock: Clock) -> None:
+        super().__init__(pipeline, hand, report, clock)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._begun = threading.Event()
+        self._nudged = asyncio.Event()
+        self._free = pipeline.handler.concurrency
+        self._ended = self._cancelled = False
+        self._main: asyncio.Task[None] | None = None
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+
+    def run(self) -> None:
+        """See Runner."""
+        self._loop = loop = asyncio.SelectorEventLoop(_FineSelector())
+        asyncio.set_event_loop(loop)
+        self._main = loop.create_task(self._serve())
+        self._begun.set()
+        try:
+            loop.run_until_complete(self._main)
+        except asyncio.CancelledError as error:
+            if not self._cancelled:
+                raise Unfinished(
+                    f"{self._pipeline.handler.label} has cancelled all tasks of its event loop, the worker's own among "
+                    "them; let it cancel only those that it has made"
+                ) from error
+        finally:
+            # What another thread has begun, and waits for, ends with the loop.
+            for task in asyncio.all_tasks(loop):
+                task.cancel()
+                loop.run_until_complete(asyncio.wait((task,)))
+            loop.run_until_complete(loop.shutdown_asyncgens())
+            loop.close()
+
+    def nudge(self) -> None:
+        """See Runner. Where as many run as may, the one that ends first looks itself."""
+        if self._free and not self._hand.buffer.empty():
+            self._tell(self._nudged.set)
+
+    def alone(self, delivery: Delivery) -> Outcome | None:
+        """See Runner."""
+        self._begun.wait()
+        assert self._loop is not None
+        run = self._outcome_if_it_begins(delivery, anyway=True)
+        try:
+            return asyncio.run_coroutine_threadsafe(run, self._loop).result()
+        except CancelledError:
+            return None
+        except RuntimeError:
+            run.close()
+            if not self._loop.is_closed():
+                raise
+            return None
+
+    def break_off(self, delivery: Delivery) -> None:
+        """See Runner."""
+        task = self._tasks.get(id(delivery))
+        if task is not None:
+            self._tell(task.cancel)
+
+    def cancel(self) -> None:
+        """See Runner."""
+        self._cancelled = True
+        if self._main is not None:
+            self._tell(self._main.cancel)
+
+    def _tell(self, what: Callable[[], object]) -> None:
+        # Before the loop begins it has nothing to be woken from: it looks at the buffer first.
+        with contextlib.suppress(RuntimeError):  # it has just been closed
+            if self._loop is not None:
+                self._loop.call_soon_threadsafe(what)
+
+    async def _serve(self) -> None:
+        async with asyncio.TaskGroup() as group:
+            while not self._ended:
+                self._fill(group)
+                await self._nudged.wait()
+                self._nudged.clear()
+
+    def _fill(self, group: asyncio.TaskGroup) -> None:
+        """Begin as many messages as may run; each that ends begins the next."""
+        while self._free and not self._ended:
+            if not self._hand.gate.is_set():
+                asyncio.get_running_loop().call_later(GATE_S, self._nudged.set)
+                return
+            try:
+                delivery = self._hand.buffer.get_nowait()
+            except Empty:
+                return
+            if delivery is None:
+                self._ended = True
+                self._nudged.set()
+            else:
+                self._free -= 1
+                group.create_task(self._run_one(delivery, group))
+
+    async def _run_one(self, delivery: Delivery, group: asyncio.TaskGroup) -> None:
+        following: Delivery | None = delivery
+        while following is not None and not self._cancelled:
+            task = asyncio.current_task()
+            assert task is not None
+            self._tasks[id(following)] = task
+            outcome = await self._outcome_if_it_begins(following)
+            del self._tasks[id(following)]
+            if outcome is None or self._cancelled:
+                break
+            following = self._hand.conclude(following, outcome)
+        if not self._cancelled:
+            self._free += 1
+            self._fill(group)
+
+    async def _outcome_if_it_begins(self, delivery: Delivery, *, anyway: bool = False) -> Outcome | None:
+        while (begins := self._begin(delivery, anyway=anyway)) is None:  # noqa: ASYNC110 - another thread's doing, and rare
+            await asyncio.sleep(GATE_S)
+        return await self._outcome(delivery) if begins else None
+
+    async def _outcome(self, delivery: Delivery) -> Outcome:
+        message = self._pipeline.decode(delivery)
+        if message is None:
+            outcome: Outcome = NOTHING
+        elif delivery.lease is None:
+            outcome = await self._pipeline.run_async(message)
+        else:
+            outcome = await self._pipeline.run_async(message, delivery.lease.state)
+        self._end(delivery)
+        return outcome

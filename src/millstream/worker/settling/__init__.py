@@ -1,0 +1,1 @@
+"""What happens to what was run: commits, retries, dead letters; and how claims are renewed meanwhile."""
