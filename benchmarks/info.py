@@ -13,7 +13,7 @@ from benchmarks.workers import server
 from millstream.admin.inspection import inspect
 from millstream.redis_client.client import Client
 from millstream.redis_client.key_names import HandlerKeys
-from millstream.redis_client.pipelining import ask
+from millstream.redis_client.pipelining import send_all
 
 
 def run(*, streams: int = 10_000, rounds: int = 5) -> dict[str, Any]:
@@ -23,7 +23,7 @@ def run(*, streams: int = 10_000, rounds: int = 5) -> dict[str, Any]:
         _fill(client, names)
         ours = base = float("inf")
         for _ in range(rounds):
-            base = min(base, _seconds(lambda: ask(client, [("XINFO", "STREAM", name) for name in names])))
+            base = min(base, _seconds(lambda: send_all(client, [("XINFO", "STREAM", name) for name in names])))
             ours = min(ours, _seconds(lambda: inspect(client)))
     return {
         "name": "info",
@@ -37,9 +37,9 @@ def run(*, streams: int = 10_000, rounds: int = 5) -> dict[str, Any]:
 def _fill(client: Client, names: list[str]) -> None:
     client.execute("FLUSHALL")
     for entry in ("1-0", "2-0"):
-        ask(client, [("XADD", name, entry, "a", "b") for name in names])
-    ask(client, [("HSET", HandlerKeys("a", "h", name).meta, "frontier", "1-0") for name in names])
-    ask(client, [("XGROUP", "CREATE", name, "billing", "1-0") for name in names])
+        send_all(client, [("XADD", name, entry, "a", "b") for name in names])
+    send_all(client, [("HSET", HandlerKeys("a", "h", name).meta, "frontier", "1-0") for name in names])
+    send_all(client, [("XGROUP", "CREATE", name, "billing", "1-0") for name in names])
 
 
 def _seconds(work: Callable[[], object]) -> float:

@@ -26,7 +26,7 @@ from millstream.demo.audit import KEYS, OUTPUT
 from millstream.demo.flights import Flights, load_flights
 from millstream.producer.bulk import Publisher
 from millstream.redis_client.client import Client
-from millstream.spark.run.supervisor import Runner, RunSettings
+from millstream.spark.run.supervisor import RunSettings, Supervisor
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "airline.py"
 PER_BATCH = 50_000
@@ -108,7 +108,7 @@ class _Bench:
             max_per_batch=max_per_batch,
             once=True,
         )
-        Runner(self._app, self._spark, settings, on_event=on_event).run()
+        Supervisor(self._app, self._spark, settings, on_event=on_event).run()
         done = self._client.execute("XLEN", OUTPUT) + self._client.execute("XLEN", KEYS.dead)
         if done != count:
             raise AssertionError(f"{done} of {count} messages are committed; the figure would be worth nothing")

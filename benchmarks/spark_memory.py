@@ -16,7 +16,7 @@ import psutil
 
 from benchmarks.common import cores, fill, laboratory
 from millstream.app import load_app
-from millstream.spark.run.supervisor import Runner, RunSettings
+from millstream.spark.run.supervisor import RunSettings, Supervisor
 
 APP = """
 from dataclasses import dataclass
@@ -68,7 +68,7 @@ def run(*, entries: int = 1_000_000) -> dict[str, Any]:
             done, watcher = threading.Event(), threading.Thread(target=watch)
             watcher.start()
             try:
-                Runner(app, spark, settings, on_event=on_event).run()
+                Supervisor(app, spark, settings, on_event=on_event).run()
             finally:
                 done.set()
                 watcher.join()

@@ -20,7 +20,7 @@ from pyspark.sql import SparkSession
 
 from benchmarks.common import FIELDS, cores, fill, laboratory, raw_streams
 from millstream.redis_client.client import Client
-from millstream.spark.source.batch_planner import Planner
+from millstream.spark.source.batch_planner import BatchPlanner
 from millstream.spark.source.offsets import Offsets, dump
 from millstream.spark.source.options import parse
 
@@ -93,7 +93,7 @@ def _drain(spark: SparkSession, url: str, total: int, per_batch: int) -> tuple[f
 
 def _looks(client: Client, names: list[str]) -> tuple[float, float]:
     """Milliseconds of a look at streams that rest, and of planning a batch of those that have changed; the best of some."""
-    planner = Planner(client, parse({"url": client.url, "subscribePattern": "stream:*"}, {}), cores=cores())
+    planner = BatchPlanner(client, parse({"url": client.url, "subscribePattern": "stream:*"}, {}), cores=cores())
     at = planner.starts("latest")
     idle_ms, changed_ms = [], []
     for _ in range(_LOOKS):
@@ -105,7 +105,7 @@ def _looks(client: Client, names: list[str]) -> tuple[float, float]:
     return min(idle_ms), min(changed_ms)
 
 
-def _plan(planner: Planner, at: Offsets) -> Offsets:
+def _plan(planner: BatchPlanner, at: Offsets) -> Offsets:
     end = planner.advance(at, limit=None, target=None).ends
     planner.pieces(at, end)
     dump(end)

@@ -11,13 +11,13 @@ import pytest
 from pyspark.sql import SparkSession
 
 from millstream import App, Message, Reject, Retry, State
-from millstream.delivery.commit_store import ENTRY_MARK, Ledger, Unit
+from millstream.delivery.commit_store import ENTRY_MARK, CommitStore, Effects
 from millstream.delivery.reliable_stream import ReliableStream
 from millstream.errors import ConfigError, PipelineFailed, StaleOwner
 from millstream.model import EntryId
 from millstream.redis_client.client import Client
 from millstream.redis_client.key_names import HandlerKeys
-from millstream.spark.run.supervisor import Runner, RunSettings
+from millstream.spark.run.supervisor import RunSettings, Supervisor
 from millstream.testing.history import check_outputs
 from millstream.worker import ReadingLoop, WorkerPolicy
 from tests.support.waiting import FAIL_SAFE_S, eventually
@@ -99,7 +99,7 @@ class Bench:
         settings = RunSettings(
             url=self.client.url, checkpoint=str(self.folder / checkpoint), max_per_batch=120, start="from-frontier"
         )
-        runner = Runner(app_of_one(keyed=self.keyed), self.spark, settings, on_event=lambda event: None)
+        runner = Supervisor(app_of_one(keyed=self.keyed), self.spark, settings, on_event=lambda event: None)
         with running(runner.run, runner.stop) as thread:
             yield thread
 
@@ -194,7 +194,7 @@ def test_both_engines_run_an_app_at_once_on_different_streams_with_one_output(
     apps = {name: app_of_one(keyed=True, stream=name) for name in streams}
     loop = ReadingLoop(apps["for-workers"].handlers["handle"], client.url, consumer="w1", policy=POLICY)
     settings = RunSettings(url=client.url, checkpoint=str(tmp_path / "one"), max_per_batch=50)
-    runner = Runner(apps["for-spark"], spark, settings, on_event=lambda event: None)
+    runner = Supervisor(apps["for-spark"], spark, settings, on_event=lambda event: None)
     with running(loop.run, loop.stop) as worker, running(runner.run, runner.stop) as pipeline:
         eventually(
             lambda: client.execute("XLEN", "out") >= 2 * 196, "all outputs", log=lambda: (worker.error, pipeline.error)
@@ -252,7 +252,7 @@ def test_whoever_is_taken_over_without_being_stopped_ends_with_a_clear_word_and_
                 assert isinstance(pipeline.error, PipelineFailed)
                 assert "a newer run of app.handle has taken over" in str(pipeline.error)
                 with pytest.raises(StaleOwner, match="taken over"):
-                    Ledger(bench.client, app="app", handler="handle", token=held.token).begin(["in"])
+                    CommitStore(bench.client, app="app", handler="handle", token=held.token).begin(["in"])
                 bench.ends()
     bench.check()
 
@@ -263,7 +263,7 @@ def test_a_pipeline_asks_before_it_goes_on_where_only_workers_have_been(bench: B
         bench.goes_on(20)
     settings = RunSettings(url=bench.client.url, checkpoint=str(bench.folder / "new"), once=True)
     with pytest.raises(ConfigError, match=f"has processed 'in' up to {bench.ids[-1]}.*--from-frontier to go on there"):
-        Runner(app_of_one(), bench.spark, settings, on_event=lambda event: None).run()
+        Supervisor(app_of_one(), bench.spark, settings, on_event=lambda event: None).run()
 
 
 # What happens at the seams, step by step, with the ledger in place of a run on Spark
@@ -282,14 +282,14 @@ def worker_on(client: Client, consumer: str) -> ReliableStream:
     return stream
 
 
-def spark_on(client: Client) -> tuple[Ledger, EntryId | None]:
-    ledger = Ledger(client, app="app", handler="handle", into="out")
+def spark_on(client: Client) -> tuple[CommitStore, EntryId | None]:
+    ledger = CommitStore(client, app="app", handler="handle", into="out")
     ledger = ledger.renewed(ledger.new_token(["in"]))
     return ledger, ledger.begin(["in"])["in"].frontier
 
 
-def unit_of(entry_id: str) -> Unit:
-    unit = Unit(ENTRY_MARK + entry_id.encode(), b"", first_id=entry_id, last_id=entry_id, messages=1)
+def unit_of(entry_id: str) -> Effects:
+    unit = Effects(ENTRY_MARK + entry_id.encode(), b"", first_id=entry_id, last_id=entry_id, messages=1)
     unit.outputs = [["id", entry_id]]
     return unit
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from millstream import App, Message
-from millstream.delivery.commit_store import ENTRY_MARK, Ledger, Unit
+from millstream.delivery.commit_store import ENTRY_MARK, CommitStore, Effects
 from millstream.handlers.dead_letter import DeadLetter
 from millstream.redis_client.client import Arg, Client
 from millstream.testing.contract import APP, Case, ContractBroken, Letter, entry, entry_id, judge, publish, put_through
@@ -36,9 +36,9 @@ def client(millstream_url: str) -> Iterator[Client]:
         yield connected
 
 
-def unit(number: int, **effects: list[Sequence[Arg]]) -> Unit:
+def unit(number: int, **effects: list[Sequence[Arg]]) -> Effects:
     one_id = entry_id(number)
-    found = Unit(ENTRY_MARK + one_id.encode(), b"", first_id=one_id, last_id=one_id, messages=1)
+    found = Effects(ENTRY_MARK + one_id.encode(), b"", first_id=one_id, last_id=one_id, messages=1)
     found.outputs, found.dead = effects.get("outputs", []), effects.get("dead", [])
     return found
 
@@ -53,8 +53,8 @@ FIRST: Sequence[Arg] = ["k", "a", "n", 0]
 SECOND: Sequence[Arg] = ["k", "a", "n", 1]
 
 
-def commit(client: Client, *units: Unit) -> None:
-    Ledger(client, app=APP, handler=CASE.name, into=CASE.into).commit({CASE.stream: units})
+def commit(client: Client, *units: Effects) -> None:
+    CommitStore(client, app=APP, handler=CASE.name, into=CASE.into).commit({CASE.stream: units})
 
 
 def test_what_is_right_passes(client: Client) -> None:
@@ -81,7 +81,7 @@ def test_what_is_right_passes(client: Client) -> None:
         ),
     ],
 )
-def test_what_is_wrong_is_named(client: Client, units: list[Unit], complaint: str) -> None:
+def test_what_is_wrong_is_named(client: Client, units: list[Effects], complaint: str) -> None:
     commit(client, *units)
     with pytest.raises(ContractBroken, match=f"case: a promise. But .*{complaint}"):
         judge(client, CASE)

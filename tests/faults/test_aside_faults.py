@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from millstream.delivery.key_queues import check_lines, survey
+from millstream.delivery.key_queues import check_invariants, list_queues
 from millstream.redis_client.client import Client
 from millstream.redis_client.embedded_server import EmbeddedServer
 from millstream.redis_client.key_names import HandlerKeys
@@ -60,7 +60,7 @@ class Bookings:
         """The entries of each line that has any."""
         ids = {
             line.name: self._client.execute("LRANGE", keys.line(line.name), 0, -1)
-            for line in survey(self._client, keys)
+            for line in list_queues(self._client, keys)
         }
         return {name.decode()[1:]: [one.decode() for one in found] for name, found in ids.items()}
 
@@ -81,7 +81,7 @@ class Bookings:
         assert {account: (state["count"], state["sum"]) for account, state in states.items()} == sums
         assert all(state.keys() == {"count", "sum"} for state in states.values())
         assert self._client.execute("EXISTS", keys.parked, keys.ready, keys.backoff, keys.strikes, keys.dead) == 0
-        assert check_lines(self._client, keys, "bookings") == []
+        assert check_invariants(self._client, keys, "bookings") == []
 
 
 def kill_at(driver: Driver, point: str) -> None:
@@ -121,10 +121,10 @@ def test_a_driver_killed_while_keys_wait_loses_none_doubles_none_and_wakes_none(
             eventually(lambda: frontiers(client) == [last, last], f"the end; seed {seed}", log=driver.errors)
             check_what_waits(client, bookings, driver)
             (tmp_path / "mended").touch()
-            eventually(lambda: not survey(client, BLOCKING), "blocked keys go on by themselves", log=driver.errors)
+            eventually(lambda: not list_queues(client, BLOCKING), "blocked keys go on by themselves", log=driver.errors)
             assert bookings.waiting(PARKING) == bookings.stuck(), "nobody has unparked them"
             unpark_and_kill(client, bookings, driver)
-            eventually(lambda: not survey(client, PARKING), "unparked keys go on", log=driver.errors)
+            eventually(lambda: not list_queues(client, PARKING), "unparked keys go on", log=driver.errors)
             assert driver.stop() == 0
         finally:
             if driver.alive:
@@ -143,11 +143,11 @@ def check_what_waits(client: Client, bookings: Bookings, driver: Driver) -> None
             f"{keys.handler}: the stuck keys alone wait", log=driver.errors,
         )  # fmt: skip
         eventually(
-            lambda: {line.state for line in survey(client, keys)} <= states,  # noqa: B023
+            lambda: {line.state for line in list_queues(client, keys)} <= states,  # noqa: B023
             f"{keys.handler}: they wait as {states}", log=driver.errors,
         )  # fmt: skip
         assert bookings.waiting(keys) == bookings.stuck()
-    assert check_lines(client, PARKING, "bookings") == []
+    assert check_invariants(client, PARKING, "bookings") == []
 
 
 def unpark_and_kill(client: Client, bookings: Bookings, driver: Driver) -> None:

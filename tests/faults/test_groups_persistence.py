@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from millstream.groups import ClaimOptions, Consumer, DoneFile, Group, GroupInfo, PendingEntry, Reader, ReadPolicy
+from millstream.groups import ClaimOptions, Consumer, Group, GroupInfo, PendingEntry, ProcessedIds, Reader, ReadPolicy
 from millstream.redis_client.client import Client
 from millstream.redis_client.embedded_server import EmbeddedServer
 from millstream.testing.topologies import sentinel_trio
@@ -146,7 +146,7 @@ def test_a_redis_that_lost_its_last_second_makes_only_a_forgetful_consumer_proce
     processed: list[bytes] = []
 
     def start(client: Client) -> Reader:
-        done = DoneFile(tmp_path / "done") if remembers else None
+        done = ProcessedIds(tmp_path / "done") if remembers else None
         return Reader(
             client, group="g", consumer="c", streams=["s"], policy=ReadPolicy(count=5, block_ms=50), done=done
         )

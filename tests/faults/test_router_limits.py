@@ -9,8 +9,8 @@ from millstream.errors import CommandFailed
 from millstream.redis_client.client import Client
 from millstream.redis_client.embedded_server import EmbeddedServer
 from millstream.router import ReadPolicy
-from millstream.router.connection import Link, LinkEvents, LinkPolicy
-from millstream.router.reactor import ThreadPump
+from millstream.router.connection import ConnectionEvents, ConnectionPolicy, ReconnectingConnection
+from millstream.router.reactor import ThreadReactor
 from millstream.testing.proxy import Proxy, Side
 from tests.support.clocks import HandClock
 from tests.support.routers import READERS, Crowd, make_router, publish
@@ -94,7 +94,7 @@ def test_connections_that_end_after_a_few_reads_still_reach_every_stream(
             crowd.check(client)
 
 
-class Noting(ThreadPump):
+class Noting(ThreadReactor):
     """A pump that waits for nothing, and notes how long a link would have waited before it dials again."""
 
     def __init__(self, clock: HandClock) -> None:
@@ -113,7 +113,7 @@ def test_a_server_that_ends_each_connection_is_dialled_ever_less_often(
     server = millstream_fresh_server
     clock = HandClock()
     pump = Noting(clock)
-    links: list[Link] = []
+    links: list[ReconnectingConnection] = []
     ups: list[float] = []
 
     def up() -> None:
@@ -124,9 +124,11 @@ def test_a_server_that_ends_each_connection_is_dialled_ever_less_often(
 
     with Proxy(server.port) as proxy, Client(proxy.url) as client:
         proxy.cut_before("XREAD", times=1_000_000)
-        events, policy = LinkEvents(up=up, down=lambda _: None), LinkPolicy(greeting=[("PING",)])
+        events, policy = ConnectionEvents(up=up, down=lambda _: None), ConnectionPolicy(greeting=[("PING",)])
         pump.start()
-        pump.call(lambda: links.append(Link(pump, client.dial, "Redis", policy=policy, events=events)))
+        pump.call(
+            lambda: links.append(ReconnectingConnection(pump, client.dial, "Redis", policy=policy, events=events))
+        )
         try:
             eventually(lambda: len(pump.waits) >= 10, "ten breaks")
         finally:

@@ -11,9 +11,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from millstream.balancer.protocol import BALANCE
-from millstream.delivery.commit_store import JOIN
-from millstream.delivery.keyed_stream import ROUTE, TAKE
+from millstream.balancer.protocol import HEARTBEAT
+from millstream.delivery.commit_store import JOIN_WORKERS
+from millstream.delivery.keyed_stream import LEASE_KEYS, ROUTE
 from millstream.redis_client.client import Client
 from millstream.redis_client.embedded_server import EmbeddedServer
 from millstream.testing.history import Event, Report, check, read_events
@@ -146,7 +146,7 @@ def test_connections_that_are_cut_while_workers_join_cost_no_message_and_no_orde
     books = StreamBooks(fresh_client, tmp_path)
     books.publish(STREAMS * 3, 0)
     with Proxy(millstream_fresh_server.port) as proxy:
-        for script in (BALANCE, JOIN, ROUTE, TAKE):
+        for script in (HEARTBEAT, JOIN_WORKERS, ROUTE, LEASE_KEYS):
             fresh_client.execute("SCRIPT", "LOAD", script.text)  # so that it is called by its hash
             cut = proxy.cut_before if side == "before" else proxy.cut_after
             cut("EVALSHA", containing=script.sha, times=3)

@@ -8,7 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from millstream.delivery.reliable_stream import READ
+from millstream.delivery.reliable_stream import READ_ENTRIES
 from millstream.redis_client.client import Client, Script
 from millstream.redis_client.embedded_server import EmbeddedServer
 from millstream.redis_client.key_names import HandlerKeys
@@ -87,7 +87,7 @@ def test_connections_cut_on_either_side_of_every_kind_of_command_lose_and_double
             cut(name, times=CUTS)
         for name, times in SCRIPTS.items():
             cut("EVALSHA", containing=Script(name).sha, times=times)
-        cut("EVALSHA", containing=READ.sha, times=CUTS)
+        cut("EVALSHA", containing=READ_ENTRIES.sha, times=CUTS)
         goals = {**dict.fromkeys(COMMANDS, CUTS), "EVALSHA": sum(SCRIPTS.values()) + CUTS}
         rounds = itertools.count(1)
 
@@ -121,7 +121,7 @@ def test_entries_of_a_read_whose_reply_was_lost_are_processed_long_before_a_clai
         # Enough waits at every read that its reply has entries: a read that was cut while it waited takes none.
         books.publish(600 * CUTS, ms=1)
         eventually(lambda: books.done() > 100, "work", log=fleet.log)
-        proxy.cut_after("EVALSHA", containing=READ.sha, times=CUTS)
+        proxy.cut_after("EVALSHA", containing=READ_ENTRIES.sha, times=CUTS)
         report = books.check(log=fleet.log)
         assert proxy.cuts["after", "EVALSHA"] == CUTS
         eventually(lambda: fleet.figures()["adopted"] > 0, "a word about adopted entries", log=fleet.log)

@@ -18,10 +18,10 @@ from millstream.redis_client.client import Client
 from millstream.redis_client.embedded_server import EmbeddedServer
 from millstream.redis_client.key_names import PREFIX, HandlerKeys, ServiceKeys
 from millstream.router import Router
-from millstream.services.master.consumer import ACK
-from millstream.services.master.delegation import Desk
+from millstream.services.master.consumer import ACK_OWNED
+from millstream.services.master.delegation import Delegator
 from millstream.services.master.registry import Registry
-from millstream.spark.sink import Publication, Terms
+from millstream.spark.sink import Publication, WriteOptions
 from millstream.testing.topologies import cluster
 from tests.support import masters
 from tests.support.acl_scenarios.commands import operate, publish
@@ -180,7 +180,7 @@ def test_a_master_and_its_consumers_run_under_their_rights(admin: Client) -> Non
             for _ in range(3):
                 consumer.finish(master, consumer.next()[0])
         eventually(lambda: masters.is_clean(admin), "the end of all")
-        assert client.script(ACK, (masters.STREAM,), (masters.GROUP, "c1", "1-1")) == 0
+        assert client.script(ACK_OWNED, (masters.STREAM,), (masters.GROUP, "c1", "1-1")) == 0
     assert admin.execute("ACL", "LOG") == []
 
 
@@ -317,16 +317,16 @@ def test_on_a_cluster_the_roles_need_a_few_rights_more() -> None:
                         producer.publish("orders", {"n": 1})
                 elif role is RoleName.SINK:
                     share = share_of(limited, "run", 0)
-                    assert Publication(limited, "query", Terms()).publish([share], batch=0, epoch=share.epoch)
+                    assert Publication(limited, "query", WriteOptions()).publish([share], batch=0, epoch=share.epoch)
                 elif role is RoleName.LEASES:
                     consumer = Service(limited, "calls", consumer="w", incarnation="1")
                     announce(limited, "calls", "orders")
                     assert consumer.hand_in("done", consumer.round(bid()).given) == set()
                 elif role is RoleName.MASTER:
-                    Desk(limited, Registry(limited, SETTINGS.keys), SETTINGS).join()
+                    Delegator(limited, Registry(limited, SETTINGS.keys), SETTINGS).join()
                 elif role is RoleName.CONSUMER:
                     client.execute("XGROUP", "CREATE", "orders", "bill", "$", "MKSTREAM")
-                    assert limited.script(ACK, ("orders",), ("bill", "c1", "1-1")) == 0
+                    assert limited.script(ACK_OWNED, ("orders",), ("bill", "c1", "1-1")) == 0
                 elif role is RoleName.ROUTER:
                     client.execute("XADD", "orders", "*", "n", 1)
                     with Router(url, reader="tracking") as router:

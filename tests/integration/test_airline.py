@@ -21,7 +21,7 @@ from millstream.demo.reference import expected_results
 from millstream.demo.show import DemoSettings
 from millstream.demo.surroundings import clean, fresh_folder, require_unused
 from millstream.errors import ConfigError, PipelineFailed, WrongType
-from millstream.handlers.attempt import Dead, letter, refuse_unkeyed
+from millstream.handlers.attempt import DeadLettered, letter, refuse_unkeyed
 from millstream.handlers.decoding import encode_output
 from millstream.handlers.handler import Handler
 from millstream.model import Message, State
@@ -140,7 +140,7 @@ def test_the_audit_sees_a_dead_letter_too_many_and_a_state_that_is_off(
 ) -> None:
     entry_id, pairs = processed.execute("XRANGE", KEYS.stream, "-", "+", "COUNT", 1)[0]
     message = Message(KEYS.stream, entry_id.decode(), pairs, b"N14228")
-    dead = letter(handler, message, Dead("failed", "ValueError: planted"))
+    dead = letter(handler, message, DeadLettered("failed", "ValueError: planted"))
     processed.execute("XADD", KEYS.dead, "*", *dead.items())
     processed.execute("HSET", KEYS.state, "N14228", packed(State(number=1)))
     verdict = audit(expected_results(flights), read_results(processed))

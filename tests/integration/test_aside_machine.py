@@ -6,9 +6,9 @@ from collections import defaultdict
 import pytest
 
 from millstream import App, Message, Retry
-from millstream.delivery.commit_store import Ledger
-from millstream.delivery.key_queues import check_lines, park, skip, survey, unpark
-from millstream.delivery.keyed_stream import Ending, KeyedStream, Lease
+from millstream.delivery.commit_store import CommitStore
+from millstream.delivery.key_queues import check_invariants, list_queues, park, skip, unpark
+from millstream.delivery.keyed_stream import KeyedStream, KeyLease, LeaseRelease
 from millstream.handlers.handler import Handler
 from millstream.model import EntryId
 from millstream.redis_client.client import Client
@@ -52,12 +52,12 @@ class Machine(Bench):
 
     def begin(self) -> None:
         self.on_spark = True
-        self.token = Ledger(self.client, app="app", handler="handle").new_token(["in"])
+        self.token = CommitStore(self.client, app="app", handler="handle").new_token(["in"])
         self.ledger.begin(["in"])
 
     @property
-    def ledger(self) -> Ledger:
-        return Ledger(self.client, app="app", handler="handle", token=self.token, keyed=True)
+    def ledger(self) -> CommitStore:
+        return CommitStore(self.client, app="app", handler="handle", token=self.token, keyed=True)
 
     def batch(self, most: int, *, dies: bool = False, again: bool = False) -> None:
         """A batch; it may die before its end, or be run by a twin as well."""
@@ -96,18 +96,18 @@ class Machine(Bench):
             if self.chance.random() < 0.7:
                 self._run(worker, lease)
 
-    def _run(self, worker: KeyedStream, lease: Lease) -> None:
+    def _run(self, worker: KeyedStream, lease: KeyLease) -> None:
         for one in list(lease.waiting):
             fields = dict(zip(one.pairs[::2], one.pairs[1::2], strict=True))
             if fields[b"fail"] == b"1":
-                worker.release([Ending(lease, "park", "bad", 2)])
+                worker.release([LeaseRelease(lease, "park", "bad", 2)])
                 return
             unit = worker.unit_of(lease, [one])
             unit.add_outputs([[b"k", fields[b"k"], b"n", fields[b"n"]]])
             assert worker.commit([unit]) == []
             lease.waiting.popleft()
             lease.given -= 1
-        worker.release([Ending(lease, "next")])
+        worker.release([LeaseRelease(lease, "next")])
 
     # People
 
@@ -115,7 +115,7 @@ class Machine(Bench):
         """Park a key, have one go on, or skip what fails."""
         if not self.on_spark and not self.client.execute("HGET", KEYS.meta, "engine"):
             return
-        for line in survey(self.client, KEYS):
+        for line in list_queues(self.client, KEYS):
             number = int((line.first or "0").partition("-")[0])
             if line.state == "parked" and (settle or self.chance.random() < 0.5):
                 if dict(self.sent[(line.key or b"").decode()]).get(number):
@@ -133,7 +133,7 @@ class Machine(Bench):
             self.batch(1_000)
             self.decide(settle=True)
             self.run_lines()
-            if not survey(self.client, KEYS):
+            if not list_queues(self.client, KEYS):
                 break
 
     def check(self) -> None:
@@ -144,7 +144,7 @@ class Machine(Bench):
         assert found == {key: ns for key, ns in wanted.items() if ns}
         dead = sorted(int(letter.id.partition("-")[0]) for letter in self.dead())
         assert dead == sorted(n for sent in self.sent.values() for n, fails in sent if fails)
-        assert check_lines(self.client, KEYS, "in") == []
+        assert check_invariants(self.client, KEYS, "in") == []
         assert self.client.execute("XPENDING", "in", KEYS.group)[0] == 0
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
 from millstream.balancer import Lease
-from millstream.balancer.protocol import Round, Service, announce
+from millstream.balancer.protocol import HeartbeatReply, Service, announce
 from millstream.errors import AlreadyOwned, LeaseLost, NameHeld, StreamNotFound
 from millstream.redis_client.client import Client
 from tests.support.balancers import (
@@ -117,7 +117,7 @@ class BalancerMachine(RuleBasedStateMachine):
         self.returned |= {lease.stream: lease.token for lease in leases}
         assert service.hand_in("released", leases) == set(), "it may be repeated when its reply was lost"
 
-    def checked_share(self, found: Round, limit: int | None) -> None:
+    def checked_share(self, found: HeartbeatReply, limit: int | None) -> None:
         assert 0 <= found.share <= found.total
         assert limit is None or found.share <= limit
         assert found.excess <= max(0, found.has - found.share)

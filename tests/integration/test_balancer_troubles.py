@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from millstream.balancer import Balancer, StreamAdded, StreamDisowned, StreamExpired, Terminated
-from millstream.balancer.protocol import BALANCE, CLAIM, HAND_IN, RETIRE
+from millstream.balancer.protocol import CLAIM_STREAM, END_LEASES, HEARTBEAT, LEAVE_SERVICE
 from millstream.errors import LeaseLost, MillstreamError, Unavailable
 from millstream.redis_client.client import Client
 from millstream.testing.proxy import Proxy
@@ -49,7 +49,7 @@ def test_streams_that_were_given_in_a_lost_reply_are_added_all_the_same(
     client: Client, proxy: Proxy, side: str
 ) -> None:
     with joined(proxy.url, "a") as balancer:
-        (proxy.cut_before if side == "before" else proxy.cut_after)("EVALSHA", containing=BALANCE.sha, times=2)
+        (proxy.cut_before if side == "before" else proxy.cut_after)("EVALSHA", containing=HEARTBEAT.sha, times=2)
         announced(client, "s1", "s2")
         added = hear_added(balancer, 2)
         assert {one.lease.info["of"] for one in added.values()} == {"s1", "s2"}
@@ -60,7 +60,7 @@ def test_streams_that_were_given_in_a_lost_reply_are_added_all_the_same(
 
 def test_a_start_whose_reply_was_lost_may_be_repeated_and_misses_nothing(client: Client, proxy: Proxy) -> None:
     announced(client, "s")
-    proxy.cut_after("EVALSHA", containing=BALANCE.sha)
+    proxy.cut_after("EVALSHA", containing=HEARTBEAT.sha)
     balancer = Balancer(proxy.url, SERVICE, consumer="a", policy=policy_of())
     with pytest.raises(Unavailable):
         balancer.start()
@@ -76,7 +76,7 @@ def test_a_claim_whose_reply_was_lost_is_repeated_or_told(client: Client, proxy:
     with joined(proxy.url, "a", recover="claim") as balancer:
         peer(client, "b").hand_in("released", given)
         assert {hear(balancer, StreamExpired).stream for _ in range(2)} == {"s1", "s2"}
-        (proxy.cut_before if side == "before" else proxy.cut_after)("EVALSHA", containing=CLAIM.sha, times=2)
+        (proxy.cut_before if side == "before" else proxy.cut_after)("EVALSHA", containing=CLAIM_STREAM.sha, times=2)
         for stream in ("s1", "s2"):
             with pytest.raises(Unavailable):
                 balancer.claim(stream)
@@ -95,7 +95,7 @@ def test_a_done_whose_reply_was_lost_may_be_repeated(client: Client, proxy: Prox
     announced(client, "s")
     with joined(proxy.url, "a") as balancer:
         hear(balancer, StreamAdded)
-        (proxy.cut_before if side == "before" else proxy.cut_after)("EVALSHA", containing=HAND_IN.sha)
+        (proxy.cut_before if side == "before" else proxy.cut_after)("EVALSHA", containing=END_LEASES.sha)
         with pytest.raises(Unavailable):
             balancer.done("s")
         balancer.done("s")
@@ -109,7 +109,7 @@ def test_a_release_whose_reply_was_lost_is_found_out(client: Client, proxy: Prox
     with joined(proxy.url, "a", most_streams=1) as balancer:
         old = hear(balancer, StreamAdded).lease
         round_of(client, "0", weight=1_000.0)  # so that what is free is its, whoever asks first
-        proxy.cut_after("EVALSHA", containing=HAND_IN.sha)
+        proxy.cut_after("EVALSHA", containing=END_LEASES.sha)
         with pytest.raises(Unavailable):
             balancer.release("s")
         round_of(client, "0", weight=1_000.0)
@@ -124,7 +124,7 @@ def test_a_release_whose_reply_was_lost_may_be_repeated(client: Client, proxy: P
     announced(client, "s1", "s2")
     leases = round_of(client, "a").given
     with Client(proxy.url) as cut:
-        (proxy.cut_before if side == "before" else proxy.cut_after)("EVALSHA", containing=HAND_IN.sha)
+        (proxy.cut_before if side == "before" else proxy.cut_after)("EVALSHA", containing=END_LEASES.sha)
         with pytest.raises(Unavailable):
             peer(cut, "a").hand_in("released", leases)
         round_of(client, "b", take=0)
@@ -141,7 +141,7 @@ def test_streams_that_could_not_be_given_back_for_balance_are_not_forgotten(clie
     announced(client, *names(6))
     with joined(proxy.url, "a", moves=1.0, drain_ms=LONG_MS) as balancer:
         eventually(lambda: len(balancer.leases) == 6, "its streams")
-        proxy.cut_before("EVALSHA", containing=HAND_IN.sha)
+        proxy.cut_before("EVALSHA", containing=END_LEASES.sha)
         with joined(client.url, "b") as other:
             eventually(lambda: wake(client) and counts(client) == {"a": 3, "b": 3}, "balance")
             assert sum(proxy.cuts.values()) == 1
@@ -154,7 +154,7 @@ def test_a_close_whose_reply_was_lost_has_left(client: Client, proxy: Proxy) -> 
     announced(client, "s")
     with joined(proxy.url, "a") as balancer:
         hear(balancer, StreamAdded)
-        proxy.cut_after("EVALSHA", containing=RETIRE.sha)
+        proxy.cut_after("EVALSHA", containing=LEAVE_SERVICE.sha)
         assert balancer.close() == 0
         assert free(client) == ["s"]
 
@@ -199,7 +199,7 @@ def test_a_late_stream_whose_end_was_lost_in_a_reply_is_known_under_its_new_toke
     announced(client, "s")
     with joined(proxy.url, "a") as balancer:
         old = hear(balancer, StreamAdded).lease
-        proxy.cut_after("EVALSHA", containing=BALANCE.sha, times=2)
+        proxy.cut_after("EVALSHA", containing=HEARTBEAT.sha, times=2)
         expect_no_more(client, balancer, "s")
         gone = hear(balancer, StreamDisowned)
         assert (gone.lease, gone.why) == (old, "stuck")

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from millstream.balancer import StreamAdded
-from millstream.balancer.protocol import BALANCE, FIELD, HAND_IN
+from millstream.balancer.protocol import END_LEASES, FIELD, HEARTBEAT
 from millstream.errors import NameHeld, Unavailable
 from millstream.observability.metrics import CATALOGUE, LEASES_ENDED, LEASES_LASTED, Recorder
 from millstream.redis_client.client import Client
@@ -204,7 +204,7 @@ def test_13_a_failed_renewal_costs_nothing_and_a_thousand_streams_no_more_than_o
     client.pipeline([("XADD", KEYS.input, "*", FIELD, json.dumps({"DataStreamName": name})) for name in names(1_000)])
     with Proxy(millstream_server.port) as proxy, joined(proxy.url, "a", most_waiting=2_000) as balancer:
         leases = {one.lease.token for one in hear_added(balancer, 1_000).values()}
-        proxy.cut_before("EVALSHA", containing=BALANCE.sha)
+        proxy.cut_before("EVALSHA", containing=HEARTBEAT.sha)
         wake(client)
         eventually(lambda: sum(proxy.cuts.values()) == 1, "a failed renewal")
         before = scripts_run(client)
@@ -219,8 +219,8 @@ def test_14_to_be_done_is_one_step_that_may_be_repeated_when_it_failed(
     announced(client, "s1", "s2")
     with Proxy(millstream_server.port) as proxy, joined(proxy.url, "a") as balancer:
         hear_added(balancer, 2)
-        client.execute("SCRIPT", "LOAD", HAND_IN.text)
-        proxy.cut_before("EVALSHA", containing=HAND_IN.sha)
+        client.execute("SCRIPT", "LOAD", END_LEASES.text)
+        proxy.cut_before("EVALSHA", containing=END_LEASES.sha)
         with pytest.raises(Unavailable):
             balancer.done("s1")
         assert balancer.lease("s1") is not None

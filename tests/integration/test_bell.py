@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 from millstream.errors import ConfigError
-from millstream.observability.dead_letter_alerts import Bell
+from millstream.observability.dead_letter_alerts import DeadLetterAlerts
 from tests.support.clocks import HandClock
 from tests.support.waiting import FAIL_SAFE_S, eventually
 
@@ -79,7 +79,7 @@ def quick_tries(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("millstream.observability.dead_letter_alerts._WAITS_S", (0.0, 0.05, 0.1))
 
 
-def close(bell: Bell) -> None:
+def close(bell: DeadLetterAlerts) -> None:
     """Have all of it told, however long that takes here."""
     bell.close(timeout_ms=FAIL_SAFE_S * 1_000)
 
@@ -93,7 +93,7 @@ def python(script: str, *args: object) -> str:
 
 
 def test_a_webhook_is_told_as_json() -> None:
-    with webhook() as hook, Bell(hook.url) as bell:
+    with webhook() as hook, DeadLetterAlerts(hook.url) as bell:
         bell.ring(LETTER)
         eventually(lambda: hook.heard, "ring")
     assert hook.heard == [{"rings": 1, "summaries": [LETTER]}]
@@ -101,7 +101,7 @@ def test_a_webhook_is_told_as_json() -> None:
 
 def test_a_command_is_told_on_its_standard_input_and_no_shell_sees_it(tmp_path: Path) -> None:
     told = tmp_path / "told $(touch shell).json"
-    with Bell(command=python("import sys; open(sys.argv[1], 'w').write(sys.stdin.read())", told)) as bell:
+    with DeadLetterAlerts(command=python("import sys; open(sys.argv[1], 'w').write(sys.stdin.read())", told)) as bell:
         bell.ring(LETTER)
         close(bell)
     assert json.loads(told.read_text()) == {"rings": 1, "summaries": [LETTER]}
@@ -109,7 +109,7 @@ def test_a_command_is_told_on_its_standard_input_and_no_shell_sees_it(tmp_path: 
 
 
 def test_rings_in_between_are_summed_up_by_what_they_are_about() -> None:
-    with webhook() as hook, Bell(hook.url, min_interval_s=3_600) as bell:
+    with webhook() as hook, DeadLetterAlerts(hook.url, min_interval_s=3_600) as bell:
         bell.ring(LETTER)
         eventually(lambda: hook.heard, "first ring")
         for _ in range(100):
@@ -122,7 +122,7 @@ def test_rings_in_between_are_summed_up_by_what_they_are_about() -> None:
 
 
 def test_it_rings_no_more_often_than_it_is_told() -> None:
-    with webhook() as hook, Bell(hook.url, min_interval_s=0.3) as bell:
+    with webhook() as hook, DeadLetterAlerts(hook.url, min_interval_s=0.3) as bell:
         for rings in (1, 2, 3):
             bell.ring(LETTER)
             eventually(lambda: len(hook.heard) == rings, "ring")  # noqa: B023 - it is over by then
@@ -131,7 +131,7 @@ def test_it_rings_no_more_often_than_it_is_told() -> None:
 
 def test_what_is_not_told_yet_is_bounded() -> None:
     with webhook() as hook:
-        with Bell(hook.url, min_interval_s=3_600) as bell:
+        with DeadLetterAlerts(hook.url, min_interval_s=3_600) as bell:
             bell.ring(LETTER)
             eventually(lambda: hook.heard, "first ring")
             for number in range(1_000):
@@ -143,7 +143,7 @@ def test_what_is_not_told_yet_is_bounded() -> None:
 
 def test_summaries_of_any_kind_are_told() -> None:
     odd = {"flag": True, "path": Path("x"), "nested": {"a": [1]}, "none": None}
-    with webhook() as hook, Bell(hook.url) as bell:
+    with webhook() as hook, DeadLetterAlerts(hook.url) as bell:
         bell.ring(odd)
         eventually(lambda: hook.heard, "ring")
     assert hook.heard[0]["summaries"] == [{**odd, "path": "x"}]
@@ -151,7 +151,7 @@ def test_summaries_of_any_kind_are_told() -> None:
 
 def test_closing_tells_the_rest_at_once() -> None:
     with webhook() as hook:
-        bell = Bell(hook.url, min_interval_s=3_600)
+        bell = DeadLetterAlerts(hook.url, min_interval_s=3_600)
         bell.ring(LETTER)
         eventually(lambda: hook.heard, "first ring")
         bell.ring(LETTER)
@@ -163,9 +163,9 @@ def test_closing_tells_the_rest_at_once() -> None:
 
 
 def test_a_bell_without_means_is_silent() -> None:
-    with Bell() as bell:
+    with DeadLetterAlerts() as bell:
         bell.ring(LETTER)
-    with Bell("", "") as bell:
+    with DeadLetterAlerts("", "") as bell:
         bell.ring(LETTER)
 
 
@@ -175,7 +175,7 @@ def test_a_bell_without_means_is_silent() -> None:
 @pytest.mark.usefixtures("quick_tries")
 def test_a_webhook_that_fails_is_told_again_up_to_three_times(caplog: pytest.LogCaptureFixture) -> None:
     with webhook(500, 429) as hook:
-        with Bell(hook.url) as bell:
+        with DeadLetterAlerts(hook.url) as bell:
             bell.ring(LETTER)
             eventually(lambda: hook.heard, "third try")
         assert len(hook.at) == 3
@@ -191,7 +191,7 @@ def test_a_webhook_that_keeps_failing_is_complained_about_without_its_path(
 ) -> None:
     caplog.set_level(logging.WARNING)
     with webhook(*statuses) as hook:
-        with Bell(hook.url) as bell:
+        with DeadLetterAlerts(hook.url) as bell:
             bell.ring(LETTER)
             eventually(lambda: caplog.records, "complaint")
         assert len(hook.at) == tries
@@ -201,7 +201,7 @@ def test_a_webhook_that_keeps_failing_is_complained_about_without_its_path(
 
 def test_complaints_come_once_a_minute(caplog: pytest.LogCaptureFixture) -> None:
     clock = HandClock(1e6)
-    with webhook(*(404,) * 9) as hook, Bell(hook.url, min_interval_s=0, clock=clock) as bell:
+    with webhook(*(404,) * 9) as hook, DeadLetterAlerts(hook.url, min_interval_s=0, clock=clock) as bell:
         for tries, complaints in ((1, 1), (2, 1), (3, 1)):
             bell.ring(LETTER)
             eventually(lambda: len(hook.at) == tries, "try")  # noqa: B023 - it is over by then
@@ -213,7 +213,7 @@ def test_complaints_come_once_a_minute(caplog: pytest.LogCaptureFixture) -> None
 
 def test_ringing_never_waits_even_if_nobody_answers(caplog: pytest.LogCaptureFixture) -> None:
     with socket.create_server(("127.0.0.1", 0)) as deaf:
-        bell = Bell(f"http://127.0.0.1:{deaf.getsockname()[1]}/", timeout_s=10 * FAIL_SAFE_S)
+        bell = DeadLetterAlerts(f"http://127.0.0.1:{deaf.getsockname()[1]}/", timeout_s=10 * FAIL_SAFE_S)
         for _ in range(10_000):
             bell.ring(LETTER)
         bell.close(timeout_ms=300)
@@ -226,7 +226,7 @@ def test_ringing_never_waits_even_if_nobody_answers(caplog: pytest.LogCaptureFix
 def test_nobody_at_the_webhook_is_a_complaint_and_the_next_ring_goes_out(caplog: pytest.LogCaptureFixture) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-    with Bell(f"http://127.0.0.1:{port}/", min_interval_s=0) as bell:
+    with DeadLetterAlerts(f"http://127.0.0.1:{port}/", min_interval_s=0) as bell:
         bell.ring(LETTER)
         eventually(lambda: caplog.records, "complaint")
     assert "ConnectError" in caplog.text
@@ -247,14 +247,14 @@ def test_nobody_at_the_webhook_is_a_complaint_and_the_next_ring_goes_out(caplog:
 def test_a_command_that_fails_is_complained_about(
     command: str, timeout_s: float, complaint: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with Bell(command=command, timeout_s=timeout_s) as bell:
+    with DeadLetterAlerts(command=command, timeout_s=timeout_s) as bell:
         bell.ring(LETTER)
         eventually(lambda: caplog.records, "complaint")
     assert complaint in caplog.text
 
 
 def test_a_command_that_ends_unheard_is_no_trouble(caplog: pytest.LogCaptureFixture) -> None:
-    with Bell(command="true") as bell:
+    with DeadLetterAlerts(command="true") as bell:
         bell.ring({"text": "x" * 1_000_000})
     assert not caplog.records
 
@@ -267,7 +267,7 @@ def test_closing_ends_a_command_that_hangs_and_all_that_it_started(tmp_path: Pat
         "open(sys.argv[1], 'w').write(f'{os.getpid()} {child.pid} .')\n"
         "time.sleep(600)"
     )
-    bell = Bell(command=python(script, pids), timeout_s=600)
+    bell = DeadLetterAlerts(command=python(script, pids), timeout_s=600)
     bell.ring(LETTER)
     eventually(lambda: pids.exists() and pids.read_text().endswith("."), "process")
     bell.close(timeout_ms=100)
@@ -287,7 +287,7 @@ def test_closing_ends_a_command_that_hangs_and_all_that_it_started(tmp_path: Pat
 )
 def test_what_cannot_be_a_bell_is_refused_at_once(url: str | None, command: str | None, complaint: str) -> None:
     with pytest.raises(ConfigError, match=complaint):
-        Bell(url, command)
+        DeadLetterAlerts(url, command)
 
 
 def _lives(pid: int) -> bool:
@@ -302,7 +302,7 @@ def test_an_interrupt_of_the_terminal_does_not_reach_the_command(tmp_path: Path)
     told = tmp_path / "told"
     before = signal.getsignal(signal.SIGINT)
     script = "import os, sys; open(sys.argv[1], 'w').write(str(os.getpgid(0)))"
-    with Bell(command=python(script, told)) as bell:
+    with DeadLetterAlerts(command=python(script, told)) as bell:
         bell.ring(LETTER)
         eventually(lambda: told.exists() and told.read_text(), "process")
     assert int(told.read_text()) != os.getpgid(0)

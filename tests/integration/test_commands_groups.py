@@ -9,7 +9,7 @@ import pytest
 
 from millstream import App, Message, Reject
 from millstream.admin.inspection import inspect
-from millstream.delivery.commit_store import Ledger
+from millstream.delivery.commit_store import CommitStore
 from millstream.delivery.reliable_stream import ReliableStream
 from millstream.groups import Consumer, Group
 from millstream.redis_client.client import Client
@@ -365,7 +365,7 @@ def test_info_tells_when_a_handler_has_moved_to_spark(client: Client) -> None:
     stream = ReliableStream(client, "s", app="shop", handler="bill", consumer="w")
     stream.join()
     stream.acknowledge(*stream.read(count=2))
-    ledger = Ledger(client, app="shop", handler="bill")
+    ledger = CommitStore(client, app="shop", handler="bill")
     ledger.renewed(ledger.new_token(["s"])).begin(["s"])
     (handler,) = inspect(client).handlers
     assert (handler.engine, handler.consumers, handler.pending, handler.lag) == ("spark", 0, 0, 3)

@@ -10,12 +10,12 @@ import pytest
 from millstream.admin.consumption_summary import ReaderReport, readers
 from millstream.admin.inspection import inspect
 from millstream.admin.reports import HandlerReport, Inspection
-from millstream.delivery.commit_store import Ledger, Unit
+from millstream.delivery.commit_store import CommitStore, Effects
 from millstream.redis_client.client import Client
 from millstream.redis_client.key_names import HandlerKeys, held_name, stage_group
 from millstream.redis_client.pipelining import server_time_ms
-from millstream.spark.run.liveness import keep_present, say_present
-from millstream.spark.source.group_batch_planner import Taker
+from millstream.spark.run.liveness import announce_run, keep_announced
+from millstream.spark.source.group_batch_planner import GroupBatchPlanner
 from millstream.spark.source.group_offsets import START
 from millstream.spark.source.options import parse
 from tests.support.clocks import HandClock
@@ -132,8 +132,8 @@ def test_huge_entries_are_counted_a_few_at_a_time(client: Client) -> None:
 
 def test_handlers_are_shown_with_their_counters_and_letters(client: Client) -> None:
     fill(client, "flights", 5)
-    ledger = Ledger(client, app="airline", handler="departure", into="departures")
-    unit = Unit(b"k", b"", first_id="2-0", last_id="3-0", messages=2, outputs=[["a", "b"]], dead=[["c", "d"]])
+    ledger = CommitStore(client, app="airline", handler="departure", into="departures")
+    unit = Effects(b"k", b"", first_id="2-0", last_id="3-0", messages=2, outputs=[["a", "b"]], dead=[["c", "d"]])
     ledger.commit({"flights": [unit]})
     frontier(client, "3-0")
     client.execute("HSET", HandlerKeys("other", "h", "elsewhere").meta, "frontier", "9-9")
@@ -192,7 +192,7 @@ def test_stages_and_groups_are_shown_with_what_they_have_not_done(client: Client
     client.execute("XREADGROUP", "GROUP", "billing", "w1", "COUNT", 3, "STREAMS", "a", ">")
     client.execute("XREADGROUP", "GROUP", "billing", "w2", "COUNT", 3, "STREAMS", "b", ">")
     client.execute("XACK", "b", "billing", "1-0", "2-0")
-    say_present(client, "shop", ["minutes"])
+    announce_run(client, "shop", ["minutes"])
     found = inspect(client)
     stage, group = reader(found, "shop.minutes"), reader(found, "billing")
     assert (stage.kind, stage.how, stage.at_work, stage.behind, stage.done) == ("stage", ("spark, stage",), 1, 12, 8)
@@ -207,7 +207,7 @@ def test_a_query_that_shares_a_group_is_one_consumer_of_it(client: Client) -> No
     client.execute("XGROUP", "CREATE", "a", "billing", "0")
     options = parse({"url": client.url, "subscribe": "a", "readAs": "group", "group": "billing"}, {})
     assert options.sharing is not None
-    taker = Taker(client, options, options.sharing, cores=2)
+    taker = GroupBatchPlanner(client, options, options.sharing, cores=2)
     place = taker.advance(START, target=None, hold=False).place
     taker.close()
     assert place.filled == {"a": 10}
@@ -223,7 +223,7 @@ def test_who_is_at_work_on_spark_is_told_by_the_run(client: Client) -> None:
     frontier(client, "1-0")
     assert (reader(inspect(client), "airline.departure").at_work, handler(inspect(client)).consumers) == (0, 0)
     over = threading.Event()
-    run = threading.Thread(target=keep_present, args=(client.url, "airline", lambda: ["departure"], over))
+    run = threading.Thread(target=keep_announced, args=(client.url, "airline", lambda: ["departure"], over))
     run.start()
     try:
         eventually(lambda: handler(inspect(client)).workers == ("spark:departure",), "the run is seen")

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from millstream.delivery.key_queues import count_parked
-from millstream.delivery.keyed_stream import Ending, KeyedStream, line_of_key
+from millstream.delivery.keyed_stream import KeyedStream, LeaseRelease, queue_of_key
 from millstream.redis_client.client import Client
 from millstream.redis_client.embedded_server import EmbeddedServer
 from millstream.redis_client.key_names import HandlerKeys
@@ -25,7 +25,7 @@ def client(millstream_fresh_server: EmbeddedServer) -> Iterator[Client]:
 def stream(client: Client) -> KeyedStream:
     """Five messages of `a`, leased; three of `b`, backing off; two of `c`, parked; one of `d`, ready."""
     opened = KeyedStream(
-        client, "orders", line_of=lambda entry_id, pairs: line_of_key(pairs[1], entry_id), app="shop", handler="pay",
+        client, "orders", line_of=lambda entry_id, pairs: queue_of_key(pairs[1], entry_id), app="shop", handler="pay",
         consumer="w-0",
     )  # fmt: skip
     opened.join()
@@ -35,7 +35,7 @@ def stream(client: Client) -> KeyedStream:
     opened.route(count=100, most_pending=1_000)
     taken = opened.take(lines=3, entries=100, run=2, lease_ms=60_000, now_ms=0)
     _, b, c = taken.leases
-    opened.release([Ending(b, "later", 60_000, 1), Ending(c, "park", "failed: no such account", 4)])
+    opened.release([LeaseRelease(b, "later", 60_000, 1), LeaseRelease(c, "park", "failed: no such account", 4)])
     return opened
 
 
@@ -123,7 +123,7 @@ def test_info_shows_such_a_handler_as_run_by_workers(client: Client, stream: Key
 def test_keys_leaves_out_streams_that_are_gone_or_refused(client: Client, stream: KeyedStream) -> None:
     for name in ("gone", "secret"):
         other = KeyedStream(
-            client, name, line_of=lambda entry_id, pairs: line_of_key(pairs[1], entry_id), app="shop", handler="pay",
+            client, name, line_of=lambda entry_id, pairs: queue_of_key(pairs[1], entry_id), app="shop", handler="pay",
             consumer="w-0",
         )  # fmt: skip
         other.join()

@@ -15,7 +15,7 @@ from millstream.redis_client.client import Client
 from millstream.redis_client.embedded_server import EmbeddedServer
 from millstream.redis_client.key_names import HandlerKeys, held_name
 from millstream.worker.incarnations import HELD_MS
-from millstream.worker.static_membership import Names
+from millstream.worker.static_membership import StaticMembership
 from tests.support.clocks import HandClock
 from tests.support.commandline import PROGRAM, Outcome, call, ended, environment, lives, reserved_port, running
 from tests.support.waiting import FAIL_SAFE_S, eventually
@@ -198,7 +198,7 @@ def test_two_supervisors_of_one_host_take_different_names(client: Client, app: s
 
 
 def test_a_given_name_that_another_supervisor_keeps_is_refused(client: Client) -> None:
-    kept, other = Names(client, "shop", "till"), Names(client, "shop", "till", clock=HandClock())
+    kept, other = StaticMembership(client, "shop", "till"), StaticMembership(client, "shop", "till", clock=HandClock())
     kept.take(1)
     with pytest.raises(ConfigError, match="a worker called 'till-0' is running; give this one another --name"):
         other.take(1)
@@ -208,7 +208,7 @@ def test_a_given_name_that_another_supervisor_keeps_is_refused(client: Client) -
 
 
 def test_a_name_is_kept_for_no_longer_than_usual_where_the_clock_of_redis_went_back(client: Client) -> None:
-    gone, other = Names(client, "shop", "till"), Names(client, "shop", "till", clock=HandClock())
+    gone, other = StaticMembership(client, "shop", "till"), StaticMembership(client, "shop", "till", clock=HandClock())
     (name,) = gone.take(1)
     client.execute("PEXPIRE", held_name("shop", name), 3_600_000)
     with pytest.raises(ConfigError, match="is running"):

@@ -12,14 +12,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from millstream.clock import SYSTEM_CLOCK, SystemClock
-from millstream.delivery.delayed_messages import DelayedMessages, Movement
+from millstream.delivery.delayed_messages import DelayedMessages, MovedMessages
 from millstream.errors import OutOfMemory, StreamFull, WrongType
 from millstream.producer.producer import Producer
 from millstream.producer.session import MAX_FIELDS
 from millstream.redis_client.client import Client
 from millstream.redis_client.embedded_server import EmbeddedServer
 from millstream.redis_client.key_names import StreamKeys
-from millstream.redis_client.key_tracking import Watch
+from millstream.redis_client.key_tracking import KeyTracker
 from millstream.testing.proxy import Proxy
 from millstream.testing.topologies import cluster
 from millstream.worker.delayed_mover import WatchedDelays
@@ -75,7 +75,7 @@ def test_a_message_comes_when_it_is_due_and_not_before(
     assert move_all(delayed, "s") == 1
     assert numbers(client) == [1]
     assert int(client.execute("XRANGE", "s", "-", "+")[0][0].partition(b"-")[0]) >= waiting.due_ms
-    assert delayed.move_due(["s"]) == Movement(moved=0, next_ms=None)
+    assert delayed.move_due(["s"]) == MovedMessages(moved=0, next_ms=None)
     names = StreamKeys("s")
     assert client.execute("EXISTS", names.due, names.delayed) == 0
 
@@ -144,10 +144,10 @@ def test_a_call_moves_so_much_and_says_that_there_is_more(
     producer.publish_many("s", [{"n": n} for n in range(700)], delay_ms=1)
     producer.publish_many("big", [{"n": n, "text": "x" * 400_000} for n in range(5)], delay_ms=1)
     time.sleep(0.05)
-    assert delayed.move_due(["s"]) == Movement(moved=500, next_ms=0)
-    assert delayed.move_due(["s", "big", "none"]) == Movement(moved=203, next_ms=0)
-    assert delayed.move_due(["s", "big", "none"]) == Movement(moved=2, next_ms=None)
-    assert delayed.move_due([]) == Movement(moved=0, next_ms=None)
+    assert delayed.move_due(["s"]) == MovedMessages(moved=500, next_ms=0)
+    assert delayed.move_due(["s", "big", "none"]) == MovedMessages(moved=203, next_ms=0)
+    assert delayed.move_due(["s", "big", "none"]) == MovedMessages(moved=2, next_ms=None)
+    assert delayed.move_due([]) == MovedMessages(moved=0, next_ms=None)
     assert numbers(client) == list(range(700))
 
 
@@ -279,7 +279,7 @@ def test_who_is_told_what_waits_asks_nothing_else_and_hears_of_all_through_lost_
         stats = client.execute("INFO", "commandstats").decode()
         return sum(int(found) for found in re.findall(r"cmdstat_(?:evalsha|exists):calls=(\d+)", stats))
 
-    assert delayed.move_due(streams) == Movement(moved=0, next_ms=None)
+    assert delayed.move_due(streams) == MovedMessages(moved=0, next_ms=None)
     before = calls()
     for _ in range(20):
         delayed.move_due(streams)
@@ -305,7 +305,7 @@ def test_what_waits_is_found_even_if_nobody_is_told(
     delayed = WatchedDelays(client, clock)
     streams = [f"s:{number}" for number in range(120)]
     delayed.move_due(streams)
-    monkeypatch.setattr(Watch, "changed", lambda watch: set())
+    monkeypatch.setattr(KeyTracker, "changed", lambda watch: set())
     producer.publish("s:7", {"n": 1}, delay_ms=1)
     time.sleep(0.01)
     assert delayed.move_due(streams).moved == 0

@@ -15,8 +15,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from millstream.delivery.commit_store import Ledger, Unit
-from millstream.delivery.dead_letter_queue import DeadLetterBox, LetterFilter
+from millstream.delivery.commit_store import CommitStore, Effects
+from millstream.delivery.dead_letter_queue import DeadLetterFilter, DeadLetterQueue
 from millstream.errors import AccessDenied, ConfigError, OutOfMemory
 from millstream.handlers.dead_letter import DeadLetter, Reason
 from millstream.redis_client.client import Client, raise_if_error
@@ -200,20 +200,20 @@ def test_any_fields_come_back_from_the_dead_byte_for_byte(
 ) -> None:
     client.execute("FLUSHALL")
     pairs = [part for field in fields for part in field]
-    ledger = Ledger(client, app=KEYS.app, handler=KEYS.handler)
+    ledger = CommitStore(client, app=KEYS.app, handler=KEYS.handler)
     dead = letter("7-0", pairs=pairs, key=key)
-    unit = Unit(b"k", b"", first_id="7-0", last_id="7-0", messages=1, dead=[dead.items()])
+    unit = Effects(b"k", b"", first_id="7-0", last_id="7-0", messages=1, dead=[dead.items()])
     ledger.commit({"flights": [unit]})
 
-    box = DeadLetterBox(client)
-    (filed,) = box.find(LetterFilter(key=key))
+    box = DeadLetterQueue(client)
+    (filed,) = box.find(DeadLetterFilter(key=key))
     assert filed.letter is not None
     assert (filed.letter.pairs, filed.letter.key, filed.letter.id) == (pairs, key, "7-0")
     shown = call("dlq", "show", filed.letter_id, "--json", url=client.url).json()
     assert _from_json(shown) == pairs
     assert call("dlq", "show", filed.letter_id, url=client.url).code == 0
 
-    (moved,) = box.redrive(box.select(LetterFilter()))
+    (moved,) = box.redrive(box.select(DeadLetterFilter()))
     assert client.execute("XRANGE", "flights", "-", "+") == [[str(moved.new_id).encode(), [*MARK, *pairs]]]
     assert client.execute("XLEN", KEYS.dead) == 0
 
@@ -354,9 +354,9 @@ def test_letters_of_many_handlers_and_streams_each_go_home(client: Client) -> No
 
 def test_what_dies_during_a_redrive_is_not_sent_back_by_it(client: Client) -> None:
     bury(client, *(letter(f"{number}-0") for number in range(1, 101)))
-    box = DeadLetterBox(client)
+    box = DeadLetterQueue(client)
     outcomes = 0
-    for outcome in box.redrive(box.select(LetterFilter())):
+    for outcome in box.redrive(box.select(DeadLetterFilter())):
         bury(client, letter(str(outcome.new_id)))
         outcomes += 1
     assert outcomes == 100
@@ -368,15 +368,15 @@ def test_a_redrive_that_lacks_a_right_neither_doubles_nor_loses_the_letter(clien
     bury(client, letter("1-0"))
     client.execute("ACL", "SETUSER", "clerk", "reset", "on", ">pw", "~*", "+@all", f"-{right}")
     with Client(client.url.replace("redis://", "redis://clerk:pw@")) as limited:
-        box = DeadLetterBox(limited)
+        box = DeadLetterQueue(limited)
         with pytest.raises(AccessDenied):
-            list(box.redrive(box.select(LetterFilter())))
+            list(box.redrive(box.select(DeadLetterFilter())))
     assert (client.execute("XLEN", KEYS.dead), entries(client)) == (1, [])
 
 
 def test_an_error_that_quotes_what_is_no_text_is_kept_readable(client: Client) -> None:
     bury(client, replace(letter("1-0"), error="cannot read '\udc80'", traceback="\ud800"))
-    (filed,) = DeadLetterBox(client).find(LetterFilter())
+    (filed,) = DeadLetterQueue(client).find(DeadLetterFilter())
     assert filed.letter is not None
     assert (filed.letter.error, filed.letter.traceback) == (r"cannot read '\udc80'", r"\ud800")
 
@@ -394,9 +394,9 @@ def test_an_entry_with_too_many_fields_stays_and_is_said_how_to_help(client: Cli
 def test_a_stream_that_became_something_else_loses_no_letter(client: Client) -> None:
     bury(client, letter(), letter())
     client.execute("SET", "flights", "text")
-    box = DeadLetterBox(client)
+    box = DeadLetterQueue(client)
     why = "nothing can be added to flights: the key holds no stream"
-    assert [(one.new_id, one.problem) for one in box.redrive(box.select(LetterFilter()))] == [(None, why)] * 2
+    assert [(one.new_id, one.problem) for one in box.redrive(box.select(DeadLetterFilter()))] == [(None, why)] * 2
     done = call("dlq", "redrive", "--all", "--yes", url=client.url)
     assert (done.code, done.err.count(f"stays: {why}\n")) == (1, 2)
     assert client.execute("XLEN", KEYS.dead) == 2
@@ -406,9 +406,9 @@ def test_a_full_redis_loses_no_letter_and_is_said_so(millstream_fresh_server: Em
     with Client(millstream_fresh_server.url) as client:
         bury(client, letter(), letter())
         client.execute("CONFIG", "SET", "maxmemory", "1")
-        box = DeadLetterBox(client)
+        box = DeadLetterQueue(client)
         with pytest.raises(OutOfMemory):
-            list(box.redrive(box.select(LetterFilter())))
+            list(box.redrive(box.select(DeadLetterFilter())))
         done = call("dlq", "redrive", "--all", "--yes", url=client.url)
         assert done.code == 3
         assert "maxmemory" in done.err
@@ -422,10 +422,10 @@ def test_two_redrives_at_once_send_each_letter_back_once(client: Client) -> None
 
     def redrive() -> None:
         with Client(client.url) as own:
-            box = DeadLetterBox(own)
+            box = DeadLetterQueue(own)
             outcomes.extend(outcome.new_id for outcome in box.redrive(slips))
 
-    slips = DeadLetterBox(client).select(LetterFilter())
+    slips = DeadLetterQueue(client).select(DeadLetterFilter())
     threads = [threading.Thread(target=redrive) for _ in range(3)]
     for thread in threads:
         thread.start()
@@ -486,10 +486,10 @@ def test_many_letters_are_purged_in_pieces(client: Client) -> None:
 
 
 def test_ids_are_checked_before_anything_is_done(client: Client) -> None:
-    box = DeadLetterBox(client)
+    box = DeadLetterQueue(client)
     bury(client, letter())
     with pytest.raises(ConfigError, match="is not an entry id"):
-        box.select(LetterFilter(ids=("first",)))
+        box.select(DeadLetterFilter(ids=("first",)))
 
 
 def test_output_in_a_pipe_is_plain_and_json_parses_line_by_line(client: Client) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from millstream.balancer import announce
 from millstream.cli.terminal import details, say, say_lines, table, talk
-from millstream.delivery.keyed_stream import Ending, KeyedStream, line_of_key
+from millstream.delivery.keyed_stream import KeyedStream, LeaseRelease, queue_of_key
 from millstream.delivery.reliable_stream import ReliableStream
 from millstream.handlers.dead_letter import DeadLetter
 from millstream.producer.producer import Producer
@@ -172,7 +172,7 @@ def test_a_key_of_a_handler_that_holds_something_else_stops_no_other_handler(cli
 def stream(client: Client) -> KeyedStream:
     """A message of `a`, leased; of `b`, backing off; of `c`, parked for what somebody has written; of `d`, ready."""
     opened = KeyedStream(
-        client, "orders", line_of=lambda entry_id, pairs: line_of_key(pairs[1], entry_id), app="shop", handler="bill",
+        client, "orders", line_of=lambda entry_id, pairs: queue_of_key(pairs[1], entry_id), app="shop", handler="bill",
         consumer="w-0",
     )  # fmt: skip
     opened.join()
@@ -180,7 +180,7 @@ def stream(client: Client) -> KeyedStream:
         client.execute("XADD", "orders", "*", "key", key)
     opened.route(count=100, most_pending=1_000)
     _, b, c = opened.take(lines=3, entries=100, run=2, lease_ms=60_000, now_ms=0).leases
-    opened.release([Ending(b, "later", 60_000, 1), Ending(c, "park", f"failed: {EVIL}", 4)])
+    opened.release([LeaseRelease(b, "later", 60_000, 1), LeaseRelease(c, "park", f"failed: {EVIL}", 4)])
     return opened
 
 

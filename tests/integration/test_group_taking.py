@@ -12,10 +12,10 @@ from millstream.groups.entries import BEGINNING
 from millstream.redis_client.client import Client
 from millstream.redis_client.embedded_server import EmbeddedServer
 from millstream.spark.source import claim_renewal as keeper
-from millstream.spark.source.group_batch_planner import Taker
+from millstream.spark.source.group_batch_planner import GroupBatchPlanner
 from millstream.spark.source.group_batches import Batches
-from millstream.spark.source.group_offsets import START, Place, dump, load
-from millstream.spark.source.group_partition_reader import TakenReading
+from millstream.spark.source.group_offsets import START, GroupOffset, dump, load
+from millstream.spark.source.group_partition_reader import GroupPartitionReader
 from millstream.spark.source.options import parse
 from tests.support.deployments import lent_cluster
 from tests.support.waiting import eventually
@@ -29,22 +29,22 @@ HOUR_MS = 3_600_000
 class Query:
     """A query's driver, run by run, and its tasks; `place` is what Spark would have in its checkpoint."""
 
-    def __init__(self, url: str, place: Place = START, **options: str) -> None:
+    def __init__(self, url: str, place: GroupOffset = START, **options: str) -> None:
         given = {"subscribe": "s", "startingOffsets": "earliest", "maxOffsetsPerTrigger": "1000", **options}
         self.options = parse({"url": url, "readAs": "group", "group": GROUP, **given}, {})
         self.client = Client(url)
         self.place = place
-        self.takers: list[Taker] = []
+        self.takers: list[GroupBatchPlanner] = []
         self.start()
 
-    def start(self) -> Taker:
+    def start(self) -> GroupBatchPlanner:
         """Start the driver again; return the one before, which may still run."""
         assert self.options.sharing is not None
-        self.takers.append(Taker(self.client, self.options, self.options.sharing, cores=2))
+        self.takers.append(GroupBatchPlanner(self.client, self.options, self.options.sharing, cores=2))
         return self.takers[-2:][0]
 
     @property
-    def taker(self) -> Taker:
+    def taker(self) -> GroupBatchPlanner:
         """The driver."""
         return self.takers[-1]
 
@@ -54,18 +54,18 @@ class Query:
             taker.close()
         self.client.close()
 
-    def plan(self) -> Place:
+    def plan(self) -> GroupOffset:
         """What Spark would log next."""
         found = self.taker.advance(self.place, target=None, hold=False).place
         assert load(dump(found)) == found
         return found
 
-    def rows(self, end: Place, start: Place | None = None) -> list[int]:
+    def rows(self, end: GroupOffset, start: GroupOffset | None = None) -> list[int]:
         """What the tasks of a batch read, one after the other."""
         read: list[int] = []
         for portions in self.taker.tasks(start or self.place, end):
             fail = self.options.fail_on_data_loss
-            reading = TakenReading(self.client, portions, limit_ms=1_000, fail_on_data_loss=fail)
+            reading = GroupPartitionReader(self.client, portions, limit_ms=1_000, fail_on_data_loss=fail)
             for runs in reading.batches(list):
                 read += [int(pairs[1]) for _, entries in runs for _, pairs in entries]
         return read

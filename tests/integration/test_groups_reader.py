@@ -14,11 +14,11 @@ from millstream.groups import (
     ClaimOptions,
     Consumer,
     Delivered,
-    DoneFile,
     EntriesGone,
     Event,
     Group,
     GroupRecreated,
+    ProcessedIds,
     Reader,
     ReadPolicy,
     Repeated,
@@ -419,7 +419,7 @@ def test_what_is_done_is_acknowledged_again_and_not_given_out(client: Client, tm
     events: list[Event] = []
 
     def reader() -> Reader:
-        done = DoneFile(tmp_path / "done")
+        done = ProcessedIds(tmp_path / "done")
         return Reader(client, group="g", consumer="c", streams=["s"], policy=QUICK, on_event=events.append, done=done)
 
     with reader() as first:

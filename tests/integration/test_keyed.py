@@ -6,9 +6,9 @@ from contextlib import suppress
 
 import pytest
 
-from millstream.delivery.commit_store import Ledger, Unit
+from millstream.delivery.commit_store import CommitStore, Effects
 from millstream.delivery.key_queues import park, unpark
-from millstream.delivery.keyed_stream import READ_BYTES, ROUTE, Ending, KeyedStream, Lease
+from millstream.delivery.keyed_stream import READ_BYTES, ROUTE, KeyedStream, KeyLease, LeaseRelease
 from millstream.errors import CommandFailed, Unavailable
 from millstream.redis_client.client import Client
 from millstream.redis_client.embedded_server import EmbeddedServer
@@ -124,7 +124,7 @@ def test_no_more_bytes_are_leased_than_there_is_room_for_and_the_rest_waits_with
     assert (sorted(n for one in taken.leases for n in ids(one)), taken.unfit) == ([1, 3, 5], 100_009)
     assert (held(client), worker.check()) == ({"w1": [1, 3, 5], "waiting": [2, 4, 6, 7, 8]}, [])
     assert [ids(one) for one in take(worker, most_bytes=2_100).leases] == [[2]]
-    worker.release([Ending(one, "next") for one in taken.leases])
+    worker.release([LeaseRelease(one, "next") for one in taken.leases])
     small = take(worker, most_bytes=10, one_at_least=False)
     assert (small.leases, small.unfit) == ([], 1_009)
     assert [ids(one) for one in take(worker, most_bytes=10).leases] == [[1]]
@@ -200,7 +200,7 @@ def test_lines_take_turns_however_long_they_are(client: Client) -> None:
         lease = take_one(worker, run=2)
         order.append((lease.line.decode(), ids(lease)))
         assert commit(lease, len(lease.waiting))
-        worker.release([Ending(lease, "next")])
+        worker.release([LeaseRelease(lease, "next")])
     assert order == [
         ("kA", [1, 2]), ("kB", [21, 22]), ("kC", [23, 24]), ("kA", [3, 4]), ("kA", [5, 6]), ("kA", [7, 8]), ("kA", [9, 10]),
     ]  # fmt: skip
@@ -213,7 +213,7 @@ def test_several_entries_of_a_key_run_under_one_lease_and_may_be_committed_bit_b
     assert commit(lease, 2)
     assert (held(client), worker.check()) == ({"w1": [3, 4], "waiting": [5, 6]}, [])
     assert commit(lease)
-    worker.release([Ending(lease, "next")])
+    worker.release([LeaseRelease(lease, "next")])
     assert (held(client), worker.check()) == ({"waiting": [4, 5, 6]}, [])
     drain(worker)
     assert outputs(client) == expected("AAAAAB")
@@ -224,7 +224,7 @@ def test_a_line_is_leased_to_one_worker_at_a_time(client: Client) -> None:
     mine, theirs = take(first, lines=2).leases, take(second).leases
     assert [one.line for one in mine + theirs] == [b"kA", b"kB", b"kC"]
     assert take(first).leases == []
-    first.release([Ending(mine[0], "next")])
+    first.release([LeaseRelease(mine[0], "next")])
     assert [one.line for one in take(second).leases] == [b"kA"]
 
 
@@ -245,7 +245,7 @@ def test_workers_that_race_have_each_line_one_at_a_time_and_commit_in_order(clie
                     inside.add(lease.line)
                     assert commit(lease, len(lease.waiting))
                     inside.remove(lease.line)
-                    worker.release([Ending(lease, "next")])
+                    worker.release([LeaseRelease(lease, "next")])
 
     threads = [threading.Thread(target=go_on, args=(f"w{n}",)) for n in range(3)]
     for thread in threads:
@@ -268,7 +268,7 @@ def test_a_lease_brings_the_state_that_was_committed_last(client: Client) -> Non
     unit = unit_of(lease)
     unit.state = b"\x01"
     assert (lease.state, worker.commit([unit])) == (b"", [])
-    worker.release([Ending(lease, "next")])
+    worker.release([LeaseRelease(lease, "next")])
     assert take_one(worker).state == b"\x01"
 
 
@@ -279,7 +279,7 @@ def test_who_waits_is_woken_when_there_is_something_to_take_and_never_in_vain_fo
     (lease,) = take(worker, lines=1).leases
     assert client.execute("LLEN", KEYS.wake) == 1  # it left a line to the next
     client.execute("DEL", KEYS.wake)
-    worker.release([Ending(lease, "next")])
+    worker.release([LeaseRelease(lease, "next")])
     assert client.execute("LLEN", KEYS.wake) == 1
     for n in range(30):
         park(client, KEYS, b"kB", "x")
@@ -292,7 +292,7 @@ def test_who_waits_is_woken_when_there_is_something_to_take_and_never_in_vain_fo
 # --- Committing ---
 
 
-def second_life_of_a_lease(client: Client) -> tuple[Lease, Lease]:
+def second_life_of_a_lease(client: Client) -> tuple[KeyLease, KeyLease]:
     """A lease that ran out, and the one that took its place."""
     late = take_one(routed(client, "AAAB"), run=2)
     expire(client)
@@ -304,14 +304,14 @@ def second_life_of_a_lease(client: Client) -> tuple[Lease, Lease]:
     [
         lambda late: late.stream.commit([unit_of(late)]),
         lambda late: late.stream.extend_leases([late], 1, 0),
-        lambda late: late.stream.release([Ending(late, "next")]),
-        lambda late: late.stream.release([Ending(late, "later", 1, 9)]),
-        lambda late: late.stream.release([Ending(late, "park", "late")]),
+        lambda late: late.stream.release([LeaseRelease(late, "next")]),
+        lambda late: late.stream.release([LeaseRelease(late, "later", 1, 9)]),
+        lambda late: late.stream.release([LeaseRelease(late, "park", "late")]),
     ],
     ids=["commit", "extend", "release", "back-off", "park"],
 )
 def test_a_token_that_is_not_the_newest_is_refused_and_changes_nothing(
-    client: Client, late_call: Callable[[Lease], list[object]]
+    client: Client, late_call: Callable[[KeyLease], list[object]]
 ) -> None:
     late, newest = second_life_of_a_lease(client)
     client.execute("DEL", KEYS.wake)
@@ -358,7 +358,7 @@ def test_no_entry_of_another_line_is_committed_under_a_lease(client: Client) -> 
     worker = routed(client, "AB")
     a, b = take(worker).leases
     assert worker.commit([worker.unit_of(a, list(b.waiting))]) != []
-    assert worker.commit([Unit(b.line, a.token, first_id="2-0", last_id="2-0", messages=1)]) != []
+    assert worker.commit([Effects(b.line, a.token, first_id="2-0", last_id="2-0", messages=1)]) != []
     assert worker.check() == []
 
 
@@ -373,8 +373,8 @@ def test_without_a_lease_nothing_of_a_line_is_committed(client: Client) -> None:
     assert (outputs(client), worker.check()) == ({}, [])
 
 
-def ledger_of(worker: KeyedStream) -> Ledger:
-    ledger = Ledger(worker._client, app="app", handler="handle", into="out", consumer=worker.consumer)
+def ledger_of(worker: KeyedStream) -> CommitStore:
+    ledger = CommitStore(worker._client, app="app", handler="handle", into="out", consumer=worker.consumer)
     return ledger.renewed(worker.token)
 
 
@@ -448,7 +448,7 @@ def test_keys_that_fail_take_turns_with_the_others(client: Client) -> None:
     worker = routed(client, "ABCDEF")
     failing = take(worker, lines=3).leases
     assert [one.line for one in failing] == [b"kA", b"kB", b"kC"]
-    worker.release([Ending(one, "later", 0, 1) for one in failing])
+    worker.release([LeaseRelease(one, "later", 0, 1) for one in failing])
     expire(client)
     assert [one.line for one in take(worker, lines=3).leases] == [b"kD", b"kE", b"kF"]
     assert [one.line for one in take(worker, lines=3).leases] == [b"kA", b"kB", b"kC"]
@@ -457,7 +457,7 @@ def test_keys_that_fail_take_turns_with_the_others(client: Client) -> None:
 def test_a_failed_attempt_keeps_its_place_and_is_counted_while_other_keys_run(client: Client) -> None:
     worker = routed(client, "AABB")
     a = take_one(worker)
-    worker.release([Ending(a, "later", HOUR_MS, 1)])
+    worker.release([LeaseRelease(a, "later", HOUR_MS, 1)])
     taken = take(worker)
     assert [one.line for one in taken.leases] == [b"kB"]
     assert HOUR_MS / 2 < (taken.wait_ms or 0) <= HOUR_MS + 1
@@ -471,7 +471,7 @@ def test_a_failed_attempt_keeps_its_place_and_is_counted_while_other_keys_run(cl
 
 def test_where_the_clock_of_redis_went_back_leases_and_back_offs_end_as_if_it_had_not(client: Client) -> None:
     worker = routed(client, "AB")
-    worker.release([Ending(take_one(worker), "later", HOUR_MS, 1)])
+    worker.release([LeaseRelease(take_one(worker), "later", HOUR_MS, 1)])
     take(worker)
     client.execute("HINCRBY", KEYS.meta, "clock", 5 * HOUR_MS)  # so it is as if all this had been five hours later
     for times in (KEYS.leases, KEYS.backoff):
@@ -489,7 +489,7 @@ def test_where_the_clock_of_redis_went_back_leases_and_back_offs_end_as_if_it_ha
 def test_a_line_that_was_not_begun_comes_before_the_others(client: Client) -> None:
     worker = routed(client, "ABC")
     a = take_one(worker)
-    worker.release([Ending(a, "first")])
+    worker.release([LeaseRelease(a, "first")])
     assert [(one.line, one.waiting[0].attempt) for one in take(worker).leases] == [(b"kA", 1), (b"kB", 1), (b"kC", 1)]
 
 
@@ -506,7 +506,7 @@ def test_an_entry_that_a_worker_died_of_is_counted_and_given_out_by_itself(clien
     assert (ids(again), again.waiting[0].deliveries) == ([2], 3)
     assert (held(client), worker.check()) == ({"w1": [2], "waiting": [3, 4]}, [])
     assert commit(again)
-    worker.release([Ending(again, "next")])
+    worker.release([LeaseRelease(again, "next")])
     assert (ids(take_one(worker)), client.execute("EXISTS", KEYS.strikes)) == ([3, 4], 0)
 
 
@@ -517,7 +517,7 @@ def test_an_entry_that_a_worker_died_of_comes_alone_also_where_others_are_before
         lease = take_one(worker)
         assert ids(lease) == expected_ids
         assert commit(lease, len(expected_ids))
-        worker.release([Ending(lease, "next")])
+        worker.release([LeaseRelease(lease, "next")])
 
 
 def test_of_lines_whose_entries_were_trimmed_one_call_clears_about_a_thousand(client: Client) -> None:
@@ -540,7 +540,7 @@ def test_the_mark_of_an_isolated_run_has_its_entry_given_out_by_itself_until_an_
     expire(client)
     again = take_one(keyed(client, "w2"))
     assert ids(again) == [1]
-    again.stream.release([Ending(again, "next", "", 1)])
+    again.stream.release([LeaseRelease(again, "next", "", 1)])
     assert client.execute("HGETALL", KEYS.strikes) == [b"1-0l", b"1", b"1-0f", b"1"]
 
 
@@ -550,7 +550,7 @@ def test_the_mark_of_a_process_that_died_stays_when_its_line_is_given_back_unbeg
     expire(client)
     other = keyed(client, "w2")
     lease = take_one(other)
-    other.release([Ending(lease, "first")])
+    other.release([LeaseRelease(lease, "first")])
     assert other.isolation(take_one(other).waiting[0]) == (0, "dead-0 w1")
 
 
@@ -591,7 +591,7 @@ def test_tokens_grow_even_if_a_failover_has_set_the_fence_back(client: Client) -
     for fence in (None, 5, None, 10**15, 2**52):
         lease = take_one(worker, run=1)
         fences.append(lease.fence)
-        worker.release([Ending(lease, "next")])
+        worker.release([LeaseRelease(lease, "next")])
         if fence is None:
             client.execute("HDEL", KEYS.meta, "fence")
         else:

@@ -4,9 +4,9 @@ from collections.abc import Callable
 
 import pytest
 
-from millstream.delivery.commit_store import Unit
+from millstream.delivery.commit_store import Effects
 from millstream.delivery.key_queues import park, skip, unpark
-from millstream.delivery.keyed_stream import Ending, KeyedStream, Lease
+from millstream.delivery.keyed_stream import KeyedStream, KeyLease, LeaseRelease
 from millstream.delivery.reliable_stream import Delivery, ReliableStream
 from millstream.errors import ConfigError, StaleOwner
 from millstream.model import EntryId
@@ -49,7 +49,7 @@ def numbers(client: Client) -> list[int]:
     return sorted(n for some in outputs(client).values() for n in some)
 
 
-def some_of_two_lines(client: Client) -> tuple[KeyedStream, Lease]:
+def some_of_two_lines(client: Client) -> tuple[KeyedStream, KeyLease]:
     """A: 1 committed, 3 leased, 5 not; B: 2 and 4 wait; 6 and on are not routed."""
     publish(client, "ABABABAB")
     worker = keyed(client)
@@ -80,13 +80,13 @@ def test_spark_goes_on_where_workers_of_keys_stopped_and_they_where_spark_stoppe
         lambda worker, lease: take(worker),
         lambda worker, lease: worker.extend_leases([lease], 1, 0),
         lambda worker, lease: worker.commit([unit_of(lease)]),
-        lambda worker, lease: worker.release([Ending(lease, "next")]),
+        lambda worker, lease: worker.release([LeaseRelease(lease, "next")]),
         lambda worker, lease: worker.recover([], 1),
     ],
     ids=["route", "take", "extend", "commit", "release", "recover"],
 )
 def test_once_spark_has_taken_over_every_step_of_a_worker_is_refused(
-    client: Client, late: Callable[[KeyedStream, Lease], object]
+    client: Client, late: Callable[[KeyedStream, KeyLease], object]
 ) -> None:
     worker, lease = some_of_two_lines(client)
     ledger = spark(client)
@@ -163,7 +163,7 @@ def test_a_handler_that_gets_a_key_passes_what_it_has_committed_without(client: 
     publish(client, "AAAA")
     ledger = spark(client)
     ledger.begin(["in"])
-    ledger.commit({"in": [Unit(b"i2-0", b"", first_id="2-0", last_id="2-0", messages=1)]})
+    ledger.commit({"in": [Effects(b"i2-0", b"", first_id="2-0", last_id="2-0", messages=1)]})
     keyed(client).route(count=3, most_pending=MANY)
     assert lines(client, "kA") == [[1, 3]]
 
@@ -284,7 +284,7 @@ def test_parked_lines_must_be_settled_before_others_take_over(
     client: Client, successor: Callable[[Client], object]
 ) -> None:
     worker, lease = some_of_two_lines(client)
-    worker.release([Ending(lease, "park", "why")])
+    worker.release([LeaseRelease(lease, "park", "why")])
     before = client.execute("HGETALL", KEYS.meta)
     with pytest.raises(ConfigError, match="parked"):
         successor(client)

@@ -16,9 +16,9 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from millstream.delivery.commit_store import Unit
+from millstream.delivery.commit_store import Effects
 from millstream.delivery.key_queues import park, skip, unpark
-from millstream.delivery.keyed_stream import Ending, Lease
+from millstream.delivery.keyed_stream import KeyLease, LeaseRelease
 from millstream.errors import ConfigError, GroupMissing
 from millstream.redis_client.client import Client
 from millstream.redis_client.embedded_server import EmbeddedServer
@@ -57,13 +57,13 @@ class KeyedMachine(RuleBasedStateMachine):
         self.client.execute("FLUSHALL")
         self.workers = [keyed(self.client, f"w{n}") for n in range(3)]
         self.published: dict[int, bytes] = {}
-        self.leases: list[Lease] = []  # all there ever were: their holders may be asleep, and wake
+        self.leases: list[KeyLease] = []  # all there ever were: their holders may be asleep, and wake
         self.newest: dict[bytes, int] = {}
-        self.known: dict[str, list[Lease]] = {}
+        self.known: dict[str, list[KeyLease]] = {}
         self.skipped: set[int] = set()
         self.deleted: set[int] = set()
         self.on_spark = self.was_on_spark = self.disturbed = False
-        self.last_commit: dict[str, tuple[str, list[Unit], list[bytes]]] = {}
+        self.last_commit: dict[str, tuple[str, list[Effects], list[bytes]]] = {}
 
     # What producers and workers do
 
@@ -97,7 +97,7 @@ class KeyedMachine(RuleBasedStateMachine):
                 self.leases.append(lease)
                 self.known.setdefault(worker.consumer, []).append(lease)
 
-    def a_lease(self, which: int) -> Lease | None:
+    def a_lease(self, which: int) -> KeyLease | None:
         found = [one for one in self.leases if one.waiting]
         return found[which % len(found)] if found else None
 
@@ -151,7 +151,7 @@ class KeyedMachine(RuleBasedStateMachine):
     def release(self, which: int, how: Any, failed: int | None) -> None:
         lease = self.a_lease(which)
         if lease is not None:
-            lease.stream.release([Ending(lease, how, HOUR_MS if how == "later" else "why", failed)])
+            lease.stream.release([LeaseRelease(lease, how, HOUR_MS if how == "later" else "why", failed)])
 
     # What befalls them
 

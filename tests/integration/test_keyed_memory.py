@@ -4,8 +4,8 @@ import sys
 
 import pytest
 
-from millstream.delivery.key_queues import check_lines
-from millstream.delivery.keyed_stream import Ending
+from millstream.delivery.key_queues import check_invariants
+from millstream.delivery.keyed_stream import LeaseRelease
 from millstream.errors import OutOfMemory
 from millstream.model import EntryId
 from millstream.redis_client.client import Client
@@ -36,7 +36,7 @@ def test_an_idle_handler_keeps_nothing_however_many_keys_it_has_seen(client: Cli
     failing = keyed(client, "w2")
     failing.route(count=10_000, most_pending=MANY)
     for n, lease in enumerate(take(failing, lines=1_500).leases):
-        failing.release([Ending(lease, ("later", "next", "first")[n % 3], 1, 1)])
+        failing.release([LeaseRelease(lease, ("later", "next", "first")[n % 3], 1, 1)])
     take(failing, lines=700)
     expire(client)
     drain(worker)
@@ -81,7 +81,7 @@ def test_at_maxmemory_leases_are_kept_and_given_back_and_effects_wait(client: Cl
         with pytest.raises(OutOfMemory):
             commit(a)
         assert worker.extend_leases([a, b], HOUR_MS, 0) == []
-        assert worker.release([Ending(b, "later", 1, 1)]) == []
+        assert worker.release([LeaseRelease(b, "later", 1, 1)]) == []
         assert worker.recover([a], run=10) == (0, 0)
         assert worker.commit([worker.unit_of(a, list(a.waiting)[:1])], allow_oom=True) == []
     finally:
@@ -102,7 +102,7 @@ def test_the_check_of_the_lines_finds_what_is_wrong_with_them(client: Client) ->
     dumps = {key: client.execute("DUMP", key) for key in client.execute("KEYS", "*")}
     for command in breaks:
         client.execute(*command)  # type: ignore[arg-type]
-        assert check_lines(client, KEYS, "in") != [], command
+        assert check_invariants(client, KEYS, "in") != [], command
         client.execute("FLUSHDB")
         client.pipeline([("RESTORE", key, 0, dump) for key, dump in dumps.items()])
         assert worker.check() == [], command

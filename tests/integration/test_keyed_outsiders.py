@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 
 from millstream.delivery.key_queues import skip, unpark
-from millstream.delivery.keyed_stream import LOWEST, Ending, KeyedStream, Lease
+from millstream.delivery.keyed_stream import LOWEST_QUEUED_ID, KeyedStream, KeyLease, LeaseRelease
 from millstream.delivery.reliable_stream import ReliableStream
 from millstream.errors import GroupMissing
 from millstream.redis_client.client import Client, Script
@@ -82,10 +82,10 @@ def test_whatever_outsiders_do_workers_commit_all_that_is_left_in_order_and_once
     interfere(client, deed)
     others = take(second).leases
     assert b"kA" not in [one.line for one in others]
-    second.release([Ending(one, "next") for one in others])
+    second.release([LeaseRelease(one, "next") for one in others])
     assert first.extend_leases([lease], HOUR_MS, 0) == []
     assert commit(lease, 2)
-    first.release([Ending(lease, "next")])
+    first.release([LeaseRelease(lease, "next")])
     drain(second, most_pending=LOOK_AHEAD)
     assert outputs(client) == left_after(client)
     assert client.execute("EXISTS", KEYS.owners, KEYS.leases, KEYS.ready, KEYS.strikes) == 0
@@ -128,7 +128,7 @@ def test_whatever_outsiders_do_workers_without_keys_take_over_all_that_is_not_co
 @pytest.mark.parametrize(
     "step",
     [
-        lambda worker, lease: worker.release([Ending(lease, "next")]),
+        lambda worker, lease: worker.release([LeaseRelease(lease, "next")]),
         lambda worker, lease: worker.recover([], run=10),
         lambda worker, lease: skip(worker._client, KEYS, lease.line, error="x"),
         lambda worker, lease: take(worker),
@@ -136,7 +136,7 @@ def test_whatever_outsiders_do_workers_without_keys_take_over_all_that_is_not_co
     ids=["release", "recover", "skip", "take"],
 )
 def test_a_step_that_needs_the_group_is_done_whole_or_not_at_all(
-    client: Client, step: Callable[[KeyedStream, Lease], object]
+    client: Client, step: Callable[[KeyedStream, KeyLease], object]
 ) -> None:
     publish(client, "AAA")
     worker = keyed(client)
@@ -164,7 +164,9 @@ def test_what_waits_in_lines_is_not_trimmed_by_workers_whatever_outsiders_do(cli
     while worker.route(count=1_000, most_pending=1_000):
         pass
     leases = take(worker, run=1).leases
-    worker.release([Ending(one, "park", "x") if one.line == b"kA" else Ending(one, "next") for one in leases])
+    worker.release(
+        [LeaseRelease(one, "park", "x") if one.line == b"kA" else LeaseRelease(one, "next") for one in leases]
+    )
     drain(worker)
     interfere(client, deed)
     client.execute("XACK", "in", GROUP, *(f"{n}-0" for n in range(1, 1_001)))
@@ -184,15 +186,15 @@ def test_lines_are_not_looked_at_so_often_that_redis_would_do_little_else(client
     while worker.route(count=1_000, most_pending=1_000):
         pass
     began_ms = server_time_ms(client)
-    assert worker._script(LOWEST, (1_000,)) == b"1-0"
+    assert worker._script(LOWEST_QUEUED_ID, (1_000,)) == b"1-0"
     assert began_ms + 50 <= int(client.execute("HGET", KEYS.meta, "trim_at")) <= server_time_ms(client) + 50
     most = 20 * HOUR_MS  # with which an hour is not too far ahead
     client.execute("HSET", KEYS.meta, "trim_at", began_ms + HOUR_MS)
-    assert worker._script(LOWEST, (most,)) is None, "not before that time has passed"
+    assert worker._script(LOWEST_QUEUED_ID, (most,)) is None, "not before that time has passed"
     client.execute("HDEL", KEYS.meta, "trim_at")
-    assert worker._script(LOWEST, (499,)) is None, "they are too many"
+    assert worker._script(LOWEST_QUEUED_ID, (499,)) is None, "they are too many"
     client.execute("HSET", KEYS.meta, "trim_at", 10**14)
-    assert worker._script(LOWEST, (1_000,)) == b"1-0", "the clock went back"
+    assert worker._script(LOWEST_QUEUED_ID, (1_000,)) == b"1-0", "the clock went back"
 
 
 def test_a_parked_line_and_foreign_entries_do_not_fill_the_look_ahead_together(client: Client) -> None:
@@ -200,7 +202,7 @@ def test_a_parked_line_and_foreign_entries_do_not_fill_the_look_ahead_together(c
     worker = keyed(client)
     worker.route(count=4, most_pending=5)
     (a,) = take(worker, lines=1).leases
-    worker.release([Ending(a, "park", "x")])
+    worker.release([LeaseRelease(a, "park", "x")])
     client.execute("XREADGROUP", "GROUP", GROUP, "outsider", "STREAMS", "in", ">")
     drain(worker, most_pending=5)
     assert outputs(client) == {"kB": [4], "kC": list(range(5, 25))}
@@ -223,7 +225,7 @@ def test_what_is_known_of_a_deleted_entry_goes_with_it(client: Client) -> None:
     publish(client, "AAB")
     worker = keyed(client)
     worker.route(count=10, most_pending=100)
-    worker.release([Ending(take_one(worker), "next", "", 3)])
+    worker.release([LeaseRelease(take_one(worker), "next", "", 3)])
     client.execute("XDEL", "in", "1-0")
     lease = next(one for one in take(worker).leases if one.line == b"kA")
     assert (lease.waiting[0].id, lease.waiting[0].attempt) == (b"2-0", 1)

@@ -2,8 +2,8 @@
 
 import pytest
 
-from millstream.delivery.key_queues import STEER, park, skip, survey, unpark
-from millstream.delivery.keyed_stream import Ending
+from millstream.delivery.key_queues import PARK_UNPARK_SKIP, list_queues, park, skip, unpark
+from millstream.delivery.keyed_stream import LeaseRelease
 from millstream.errors import ConfigError, WrongType
 from millstream.redis_client.client import Client
 from tests.support.keyed_fixtures import (
@@ -27,7 +27,7 @@ pytestmark = [pytest.mark.keys]
 def test_a_parked_line_waits_for_a_person_and_keeps_its_order(client: Client) -> None:
     worker = routed(client, "AAB")
     a = take_one(worker)
-    worker.release([Ending(a, "park", "bad address", 4)])
+    worker.release([LeaseRelease(a, "park", "bad address", 4)])
     assert [one.line for one in take(worker).leases] == [b"kB"]
     publish(client, "AA", first=4)
     worker.route(count=10, most_pending=MANY)
@@ -42,12 +42,12 @@ def test_a_line_can_be_parked_whatever_it_is_at(client: Client, how: str) -> Non
     worker = routed(client, "AA")
     leases = [] if how == "ready" else take(worker).leases
     if how == "backing off":
-        worker.release([Ending(leases[0], "later", 1)])
+        worker.release([LeaseRelease(leases[0], "later", 1)])
     assert (park(client, KEYS, b"kA", "wait"), park(client, KEYS, b"kA", "more")) == (True, False)
     assert worker.check() == []
     if how == "leased":
         assert commit(leases[0])
-        worker.release([Ending(leases[0], "later", 1)])
+        worker.release([LeaseRelease(leases[0], "later", 1)])
         assert worker.check() == []
     expire(client)
     assert (take(worker).leases, worker.check()) == ([], [])
@@ -84,7 +84,7 @@ def test_an_entry_that_is_skipped_becomes_a_dead_letter_and_late_commits_of_it_a
 def test_skipping_leaves_a_line_parked_and_ends_its_back_off_and_its_counts(client: Client) -> None:
     worker = routed(client, "AAABB")
     a, b = take(worker).leases
-    worker.release([Ending(a, "park", "why", 3), Ending(b, "later", HOUR_MS, 2)])
+    worker.release([LeaseRelease(a, "park", "why", 3), LeaseRelease(b, "later", HOUR_MS, 2)])
     for line in (b"kA", b"kB"):
         assert skip(client, KEYS, line, error="x") is not None
     assert (worker.check(), client.execute("EXISTS", KEYS.strikes)) == ([], 0)
@@ -103,7 +103,7 @@ def test_a_line_that_is_ready_stays_ready_once_when_its_first_entry_is_skipped(c
 def test_only_the_entry_that_was_meant_is_skipped(client: Client) -> None:
     worker = routed(client, "AA")
     names = (KEYS.meta, KEYS.marks, KEYS.state, KEYS.strikes, KEYS.dead, KEYS.open, "in")
-    assert client.script(STEER, names, (KEYS.group, b"kA", "skip", "2-0", "f", "v")) == 0
+    assert client.script(PARK_UNPARK_SKIP, names, (KEYS.group, b"kA", "skip", "2-0", "f", "v")) == 0
     assert (worker.check(), client.execute("EXISTS", KEYS.dead)) == ([], 0)
 
 
@@ -126,10 +126,10 @@ def test_lines_cannot_be_steered_where_no_workers_of_keys_are_in_charge(client: 
 def test_a_survey_says_of_each_line_what_it_waits_for(client: Client) -> None:
     worker = routed(client, "AAABBCCDDE")
     leases = {one.line: one for one in take(worker, lines=4).leases}
-    worker.release([Ending(leases[b"kB"], "later", HOUR_MS, 1), Ending(leases[b"kC"], "park", "bad é", 2)])
+    worker.release([LeaseRelease(leases[b"kB"], "later", HOUR_MS, 1), LeaseRelease(leases[b"kC"], "park", "bad é", 2)])
     expire(client, b"kD")
     park(client, KEYS, b"kA", "soon")
-    found = {one.name: one for one in survey(client, KEYS)}
+    found = {one.name: one for one in list_queues(client, KEYS)}
     assert next(iter(found)) == b"kA"
     seen = [(one.key, one.state, one.length, one.first, one.worker, one.failed, one.parked) for one in found.values()]
     assert sorted(seen, key=repr) == [
@@ -145,6 +145,6 @@ def test_a_survey_says_of_each_line_what_it_waits_for(client: Client) -> None:
     assert "its lease ran out" in why[b"kD"]
     assert why[b"kE"] == "it waits for a worker to be free, as number 1 of the lines that do"
     assert (found[b"kA"].until_ms or 0) - (found[b"kA"].since_ms or 0) in range(HOUR_MS - 1, HOUR_MS + 2)
-    assert len(survey(client, KEYS, most=2)) == 2
+    assert len(list_queues(client, KEYS, most=2)) == 2
     take(keyed(client, "w2"))
-    assert "once a worker lost it" in next(one.why for one in survey(client, KEYS) if one.name == b"kD")
+    assert "once a worker lost it" in next(one.why for one in list_queues(client, KEYS) if one.name == b"kD")

@@ -8,13 +8,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from millstream.delivery.commit_store import ENTRY_MARK, KEY_MARK, Ledger, Unit
+from millstream.delivery.commit_store import ENTRY_MARK, KEY_MARK, CommitStore, Effects
 from millstream.errors import AccessDenied, CommandFailed, OutOfMemory, StaleOwner, WrongType
 from millstream.model import EntryId
 from millstream.redis_client.client import Client, Command, Reply
 from millstream.redis_client.embedded_server import EmbeddedServer
 from millstream.redis_client.key_names import HandlerKeys
-from millstream.redis_client.resp import Meter
+from millstream.redis_client.resp import ReplySize
 from tests.support.waiting import FAIL_SAFE_S
 
 pytestmark = [pytest.mark.keys, pytest.mark.spark]
@@ -23,13 +23,13 @@ STREAM = "orders"
 KEYS = HandlerKeys("app", "handler", STREAM)
 
 
-def make_ledger(client: Client, token: int = 1, **options: object) -> Ledger:
-    return Ledger(client, app="app", handler="handler", token=token, into="out", **options)  # type: ignore[arg-type]
+def make_ledger(client: Client, token: int = 1, **options: object) -> CommitStore:
+    return CommitStore(client, app="app", handler="handler", token=token, into="out", **options)  # type: ignore[arg-type]
 
 
-def unit(first: str, last: str = "", *, expected: str = "", key: bytes = b"k", **rest: object) -> Unit:
+def unit(first: str, last: str = "", *, expected: str = "", key: bytes = b"k", **rest: object) -> Effects:
     last = last or first
-    return Unit(
+    return Effects(
         KEY_MARK + key,
         expected.encode(),
         state_field=key,
@@ -237,12 +237,12 @@ class LedgerMachine(RuleBasedStateMachine):
     @initialize()
     def empty(self) -> None:
         self.client.execute("FLUSHALL")
-        self.loaded: list[tuple[Ledger, bytes, int]] = []
+        self.loaded: list[tuple[CommitStore, bytes, int]] = []
         self.committed = 0
         self.frontier = 0
         self.token = 1
 
-    def ledger(self) -> Ledger:
+    def ledger(self) -> CommitStore:
         return make_ledger(self.client, token=self.token)
 
     @rule()
@@ -305,7 +305,7 @@ def test_keys_states_and_outputs_are_byte_exact(client: Client, key: bytes, stat
 
 def test_an_unkeyed_entry_is_remembered_by_its_id_within_the_batch(client: Client) -> None:
     ledger = make_ledger(client)
-    single = Unit(ENTRY_MARK + b"5-0", b"", first_id="5-0", last_id="5-0", messages=1, outputs=[("a", "1")])
+    single = Effects(ENTRY_MARK + b"5-0", b"", first_id="5-0", last_id="5-0", messages=1, outputs=[("a", "1")])
     assert ledger.commit({STREAM: [single]}) == []
     assert ledger.commit({STREAM: [single]}) == [single]
     assert ledger.strike(STREAM, "6-0") == 0
@@ -320,7 +320,7 @@ def test_a_commit_between_the_reads_of_a_load_is_seen_so_that_no_stale_state_is_
     class Interleaved(Client):
         """Lets the twin commit after the first command of each pipeline, as another connection may."""
 
-        def pipeline(self, commands: Sequence[Command], meter: Meter | None = None) -> list[Reply]:
+        def pipeline(self, commands: Sequence[Command], meter: ReplySize | None = None) -> list[Reply]:
             replies: list[Reply] = []
             for command in commands:
                 replies += super().pipeline([command])

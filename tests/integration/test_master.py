@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
-from millstream.delivery.key_queues import check_lines, park
+from millstream.delivery.key_queues import check_invariants, park
 from millstream.redis_client.client import Client
 from millstream.redis_client.embedded_server import EmbeddedServer
 from tests.support.commandline import call
@@ -239,7 +239,7 @@ def test_figures_tell_what_was_done(master: Master, client: Client) -> None:
         consumer.finish(master, only)
     page = master.http.get("/metrics").text
     assert re.search(rf'^millstream_messages_committed_total{{handler="master.{GROUP}"}} [1-9]', page, re.MULTILINE)
-    assert not check_lines(client, KEYS, STREAM)
+    assert not check_invariants(client, KEYS, STREAM)
 
 
 # --- The API ---

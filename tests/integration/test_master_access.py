@@ -10,7 +10,7 @@ import pytest
 
 from millstream.errors import MillstreamError
 from millstream.redis_client.client import Client
-from millstream.services.master.health_checks import Pinger, open_transport
+from millstream.services.master.health_checks import HealthChecker, open_transport
 from millstream.services.master.health_url_allowlist import LOOPBACK, AllowList
 from millstream.services.master.registry import Registry
 from millstream.services.master.settings import MasterSettings
@@ -115,7 +115,7 @@ def test_health_urls_outside_of_the_allow_list_are_refused(millstream_url: str) 
 def problem(client: Client, allowed: AllowList, url: str, within_s: float = FAIL_SAFE_S) -> str | None:
     """What a master says of a health URL."""
     settings = MasterSettings(ticket_stream=STREAM, group=GROUP)
-    pinger = Pinger(Registry(client, settings.keys), settings, allowed, on_death=lambda: None)
+    pinger = HealthChecker(Registry(client, settings.keys), settings, allowed, on_death=lambda: None)
 
     async def ask() -> str | None:
         async with open_transport() as transport:

@@ -7,8 +7,8 @@ import pytest
 from millstream.redis_client.client import Client
 from millstream.redis_client.pipelining import server_time_ms
 from millstream.services.master.acknowledgements import Acknowledger, Done
-from millstream.services.master.delegation import Desk
-from millstream.services.master.queries import Views
+from millstream.services.master.delegation import Delegator
+from millstream.services.master.queries import Queries
 from millstream.services.master.registry import Registry
 from millstream.services.master.settings import MasterSettings
 from millstream.services.web.errors import Refused
@@ -27,26 +27,26 @@ def registry(client: Client) -> Registry:
 
 
 @pytest.fixture
-def desk(client: Client, registry: Registry) -> Desk:
-    found = Desk(client, registry, SETTINGS)
+def desk(client: Client, registry: Registry) -> Delegator:
+    found = Delegator(client, registry, SETTINGS)
     found.join()
     return found
 
 
-def join(desk: Desk, registry: Registry, name: str, count: int = 1) -> list[str]:
+def join(desk: Delegator, registry: Registry, name: str, count: int = 1) -> list[str]:
     """Register a consumer; return the ids that it is given."""
     found = registry.register(name, health_url=None, max_tickets=10, instance="", silent_ms=1_000)
     desk.stream.route(count=100, most_pending=1_000)
     return [one.decode() for one in desk.deal(name, found, count=count)]
 
 
-def lose(desk: Desk, registry: Registry, name: str) -> None:
+def lose(desk: Delegator, registry: Registry, name: str) -> None:
     """Have a consumer begin another life, so that what it had is lost to it."""
     registry.register(name, health_url=None, max_tickets=10, instance="", silent_ms=1_000)
     desk.stream.tend()
 
 
-def acknowledge(client: Client, desk: Desk, name: str, message_id: str) -> tuple[bool, list[str]]:
+def acknowledge(client: Client, desk: Delegator, name: str, message_id: str) -> tuple[bool, list[str]]:
     """Whether a message is done only now, and what its consumer is given next. Raises Refused."""
     (found,) = Acknowledger(client, Registry(client, KEYS), desk).acknowledge([Done(name, [message_id.encode()])])
     for _, refusal in found.refused:
@@ -55,7 +55,7 @@ def acknowledge(client: Client, desk: Desk, name: str, message_id: str) -> tuple
 
 
 def test_a_consumer_does_not_see_the_next_message_while_the_one_before_is_being_committed(
-    client: Client, registry: Registry, desk: Desk
+    client: Client, registry: Registry, desk: Delegator
 ) -> None:
     first, second = publish(client, "A", "A")
     assert join(desk, registry, "c1") == [first]
@@ -78,7 +78,7 @@ def leases_have_ended(client: Client) -> None:
 
 
 def test_what_was_acknowledged_is_not_given_out_again_however_long_no_master_looked(
-    client: Client, registry: Registry, desk: Desk
+    client: Client, registry: Registry, desk: Delegator
 ) -> None:
     first, second = publish(client, "A", "A")
     assert join(desk, registry, "c1") == [first]
@@ -90,7 +90,7 @@ def test_what_was_acknowledged_is_not_given_out_again_however_long_no_master_loo
 
 
 def test_a_consumer_that_is_still_at_work_keeps_its_message_however_long_no_master_looked(
-    client: Client, registry: Registry, desk: Desk
+    client: Client, registry: Registry, desk: Delegator
 ) -> None:
     (only,) = publish(client, "A")
     assert join(desk, registry, "c1") == [only]
@@ -102,16 +102,18 @@ def test_a_consumer_that_is_still_at_work_keeps_its_message_however_long_no_mast
     assert acknowledge(client, desk, "c1", only) == (True, [])
 
 
-def test_two_masters_give_no_consumer_more_than_it_asked_for(client: Client, registry: Registry, desk: Desk) -> None:
+def test_two_masters_give_no_consumer_more_than_it_asked_for(
+    client: Client, registry: Registry, desk: Delegator
+) -> None:
     publish(client, *(f"T{n}" for n in range(30)))
     assert len(join(desk, registry, "c1", count=8)) == 8
-    other = Desk(client, registry, SETTINGS)
+    other = Delegator(client, registry, SETTINGS)
     assert len(other.deal("c1", registry.get("c1"), count=8)) == 2
     assert not desk.deal("c1", registry.get("c1"), count=8)
 
 
 def test_a_lease_of_an_earlier_life_ends_and_cannot_be_acknowledged(
-    client: Client, registry: Registry, desk: Desk
+    client: Client, registry: Registry, desk: Delegator
 ) -> None:
     (only,) = publish(client, "A")
     join(desk, registry, "c1")
@@ -125,7 +127,7 @@ def test_a_lease_of_an_earlier_life_ends_and_cannot_be_acknowledged(
 
 
 def test_what_was_trimmed_while_it_was_in_hand_can_still_be_acknowledged(
-    client: Client, registry: Registry, desk: Desk
+    client: Client, registry: Registry, desk: Delegator
 ) -> None:
     first, second = publish(client, "A", "A")
     join(desk, registry, "c1")
@@ -133,7 +135,7 @@ def test_what_was_trimmed_while_it_was_in_hand_can_still_be_acknowledged(
     assert acknowledge(client, desk, "c1", first) == (True, [second])
 
 
-def test_no_change_of_a_registration_undoes_another(client: Client, registry: Registry, desk: Desk) -> None:
+def test_no_change_of_a_registration_undoes_another(client: Client, registry: Registry, desk: Delegator) -> None:
     join(desk, registry, "c1")
     found = registry.get("c1")
     assert found is not None
@@ -153,7 +155,7 @@ def test_no_change_of_a_registration_undoes_another(client: Client, registry: Re
 
 
 def test_who_lost_a_message_is_told_who_has_done_it_and_who_did_may_say_so_again(
-    client: Client, registry: Registry, desk: Desk
+    client: Client, registry: Registry, desk: Delegator
 ) -> None:
     (only,) = publish(client, "A")
     assert join(desk, registry, "late") == [only]
@@ -170,7 +172,9 @@ def test_who_lost_a_message_is_told_who_has_done_it_and_who_did_may_say_so_again
         assert refused.value.status == 409
 
 
-def test_what_a_consumer_has_ended_by_xack_counts_as_done_by_it(client: Client, registry: Registry, desk: Desk) -> None:
+def test_what_a_consumer_has_ended_by_xack_counts_as_done_by_it(
+    client: Client, registry: Registry, desk: Delegator
+) -> None:
     (only,) = publish(client, "A")
     join(desk, registry, "c1")
     client.execute("XACK", STREAM, GROUP, only)
@@ -180,7 +184,7 @@ def test_what_a_consumer_has_ended_by_xack_counts_as_done_by_it(client: Client, 
         acknowledge(client, desk, "c2", only)
 
 
-def test_a_message_that_never_was_cannot_be_acknowledged(client: Client, registry: Registry, desk: Desk) -> None:
+def test_a_message_that_never_was_cannot_be_acknowledged(client: Client, registry: Registry, desk: Delegator) -> None:
     join(desk, registry, "c1")
     with pytest.raises(Refused, match="there is no message 1-1") as refused:
         acknowledge(client, desk, "c1", "1-1")
@@ -191,7 +195,7 @@ def test_a_message_that_never_was_cannot_be_acknowledged(client: Client, registr
     assert refused.value.status == 409
 
 
-def test_a_dead_letter_cannot_be_acknowledged(client: Client, registry: Registry, desk: Desk) -> None:
+def test_a_dead_letter_cannot_be_acknowledged(client: Client, registry: Registry, desk: Delegator) -> None:
     (only,) = publish(client, "A")
     join(desk, registry, "c1")
     assert desk.fail("c1", only, "nonsense", retry=False)[0] == "dead-letter"
@@ -200,7 +204,7 @@ def test_a_dead_letter_cannot_be_acknowledged(client: Client, registry: Registry
 
 
 def test_who_has_done_a_message_is_known_of_the_last_twenty_thousand_at_least(
-    client: Client, registry: Registry, desk: Desk
+    client: Client, registry: Registry, desk: Delegator
 ) -> None:
     ids = publish(client, "A", "A", "A", "A")
     join(desk, registry, "c1")
@@ -218,7 +222,7 @@ def test_who_has_done_a_message_is_known_of_the_last_twenty_thousand_at_least(
 
 
 def test_calls_that_are_taken_in_together_are_answered_each_for_itself(
-    client: Client, registry: Registry, desk: Desk
+    client: Client, registry: Registry, desk: Delegator
 ) -> None:
     a1, b1, a2, b2 = publish(client, "A", "B", "A", "B")
     assert join(desk, registry, "c1") == [a1]
@@ -237,10 +241,12 @@ def test_calls_that_are_taken_in_together_are_answered_each_for_itself(
     assert holders(client).keys() == {a2, b2}
 
 
-def test_what_another_master_has_given_out_is_acknowledged_too(client: Client, registry: Registry, desk: Desk) -> None:
+def test_what_another_master_has_given_out_is_acknowledged_too(
+    client: Client, registry: Registry, desk: Delegator
+) -> None:
     first, second = publish(client, "A", "A")
     join(desk, registry, "c1")
-    other = Desk(client, registry, SETTINGS)
+    other = Delegator(client, registry, SETTINGS)
     other.join()
     assert acknowledge(client, other, "c1", first) == (True, [second])
 
@@ -249,13 +255,13 @@ def test_what_another_master_has_given_out_is_acknowledged_too(client: Client, r
 
 
 def test_every_ticket_is_on_a_page_however_many_there_are_and_they_are_looked_for_once(
-    client: Client, registry: Registry, desk: Desk
+    client: Client, registry: Registry, desk: Delegator
 ) -> None:
     tickets = 12_000
     client.pipeline([("XADD", STREAM, "*", "ticket_id", f"T{number:05}") for number in range(tickets)])
     while desk.stream.route(count=1_000, most_pending=100_000):
         pass
-    views = Views(client, registry, SETTINGS)
+    views = Queries(client, registry, SETTINGS)
     scripts_before = scripts_run(client)
     shown, cursor, pages = [], None, 0
     while cursor or not pages:
@@ -273,11 +279,11 @@ def scripts_run(client: Client) -> int:
 
 
 def test_a_listing_goes_on_after_what_is_done_meanwhile_and_shows_the_rest(
-    client: Client, registry: Registry, desk: Desk
+    client: Client, registry: Registry, desk: Delegator
 ) -> None:
     ids = publish(client, *"ABCDE")
     desk.stream.route(count=100, most_pending=1_000)
-    views = Views(client, registry, SETTINGS)
+    views = Queries(client, registry, SETTINGS)
     first = views.tickets(None, 2)
     assert [one.ticket_id for one in first.tickets] == ["A", "B"]
     assert join(desk, registry, "c1", count=4) == ids[:4]
@@ -285,17 +291,17 @@ def test_a_listing_goes_on_after_what_is_done_meanwhile_and_shows_the_rest(
     second = views.tickets(first.cursor, 2)
     assert [(one.ticket_id, one.consumer_name) for one in second.tickets] == [("D", "c1"), ("E", "c1")]
     assert second.cursor is None
-    late = Views(client, registry, SETTINGS)  # another master, which has not begun this listing
+    late = Queries(client, registry, SETTINGS)  # another master, which has not begun this listing
     assert [one.ticket_id for one in late.tickets(first.cursor, 2).tickets] == ["D", "E"]
 
 
 def test_a_page_that_finds_all_done_that_it_looks_at_says_where_to_go_on(
-    client: Client, registry: Registry, desk: Desk
+    client: Client, registry: Registry, desk: Delegator
 ) -> None:
     publish(client, *(f"T{number:04}" for number in range(1_200)))
     while desk.stream.route(count=1_000, most_pending=100_000):
         pass
-    views = Views(client, registry, SETTINGS, clock=HandClock())
+    views = Queries(client, registry, SETTINGS, clock=HandClock())
     cursor = views.tickets(None, 1).cursor
     client.execute("FLUSHALL")
     second = views.tickets(cursor, 10)

@@ -9,7 +9,7 @@ import pytest
 
 from millstream.redis_client.client import Client
 from millstream.redis_client.embedded_server import EmbeddedServer
-from millstream.services.master.health_checks import Pinger
+from millstream.services.master.health_checks import HealthChecker
 from millstream.services.master.health_url_allowlist import LOOPBACK, AllowList
 from millstream.services.master.registry import Registry
 from millstream.services.master.settings import MasterSettings
@@ -33,12 +33,12 @@ async def pinging(registry: Registry, *, ping_ms: int = 200, failures: int = 100
     """A pinger at work; the deaths that it found."""
     deaths: list[str] = []
     settings = MasterSettings(ticket_stream=STREAM, group=GROUP, ping_ms=ping_ms, ping_failures=failures)
-    async with running(Pinger(registry, settings, AllowList(LOOPBACK), on_death=lambda: deaths.append("one"))):
+    async with running(HealthChecker(registry, settings, AllowList(LOOPBACK), on_death=lambda: deaths.append("one"))):
         yield deaths
 
 
 @asynccontextmanager
-async def running(pinger: Pinger) -> AsyncIterator[None]:
+async def running(pinger: HealthChecker) -> AsyncIterator[None]:
     """The pinger at work."""
     task = asyncio.create_task(pinger.run())
     try:
@@ -102,7 +102,7 @@ def test_a_master_that_had_no_processor_finds_nobody_dead(registry: Registry) ->
 def test_no_silence_counts_while_redis_is_away(millstream_fresh_server: EmbeddedServer) -> None:
     async def wait(registry: Registry) -> None:
         settings = MasterSettings(ticket_stream=STREAM, group=GROUP, ping_ms=200, ping_failures=100_000)
-        pinger = Pinger(registry, settings, AllowList(LOOPBACK), on_death=lambda: None)
+        pinger = HealthChecker(registry, settings, AllowList(LOOPBACK), on_death=lambda: None)
         async with running(pinger):
             await eventually_async(lambda: sum(pinger.failures.values()) > 2, "some silence")
             millstream_fresh_server.stop()

@@ -16,7 +16,7 @@ from millstream.redis_client.client import Client
 from millstream.redis_client.embedded_server import EmbeddedServer
 from millstream.redis_client.key_names import HandlerKeys
 from millstream.worker import WorkerPolicy
-from millstream.worker.fetching.owned_key_router import OwnRouter
+from millstream.worker.fetching.owned_key_router import OwnedKeyRouter
 from tests.support.waiting import eventually
 from tests.support.workers import scripts_called
 
@@ -35,7 +35,7 @@ class Routing:
         self.client = Client(client.url)
         self.woken: SimpleQueue[str] = SimpleQueue()
         self.names = [f"s:{number}" for number in range(streams)]
-        self.router = OwnRouter(
+        self.router = OwnedKeyRouter(
             self.client, SYSTEM_CLOCK, WorkerPolicy(), token="t", keys_of=lambda name: HandlerKeys("app", "handle", name),
             readable=lambda name: True, woken=self.woken,
         )  # fmt: skip

@@ -7,16 +7,16 @@ from typing import Any
 
 import pytest
 
-from millstream.delivery.key_queues import park, survey, unpark
-from millstream.delivery.keyed_stream import RANGE, Ending
+from millstream.delivery.key_queues import list_queues, park, unpark
+from millstream.delivery.keyed_stream import READ_RANGE, LeaseRelease
 from millstream.delivery.reliable_stream import ReliableStream
 from millstream.errors import CommandFailed, ConfigError, NotReplicated
-from millstream.partitions.key_migration import SEND_ON
-from millstream.partitions.partition_map import Layout
+from millstream.partitions.key_migration import FORWARD_ENTRY
+from millstream.partitions.partition_map import PartitionMap
 from millstream.partitions.partitioned_producer import PartitionedProducer
 from millstream.partitions.partitions import Partitions
 from millstream.producer.producer import Producer
-from millstream.producer.session import Terms
+from millstream.producer.session import PublishOptions
 from millstream.redis_client.client import Client
 from millstream.redis_client.key_names import hash_tag
 from tests.support.partition_fixtures import (
@@ -43,7 +43,7 @@ def sent() -> dict[str, list[int]]:
     return defaultdict(list)
 
 
-def lengths(client: Client, layout: Layout) -> list[int]:
+def lengths(client: Client, layout: PartitionMap) -> list[int]:
     return [client.execute("XLEN", stream) for stream in layout.streams]
 
 
@@ -117,7 +117,7 @@ def test_a_batch_whose_reply_was_lost_is_not_doubled_by_a_growth(client: Client)
         channel = producer._to(first.stream)
         channel._sequence = 0  # it is sent again, under the number that it had
         assert producer._publish(
-            Layout(base=BASE, counts=(2,)), list(producer._items([({"k": "A"}, None)], ())), Terms(), {}
+            PartitionMap(base=BASE, counts=(2,)), list(producer._items([({"k": "A"}, None)], ())), PublishOptions(), {}
         )
     layout = Partitions(client, BASE).found()
     assert sum(lengths(client, layout)) == 1
@@ -151,9 +151,9 @@ def test_what_was_redriven_is_not_sent_on_to_a_partition_that_a_newer_generation
     client.execute("HSET", "partition", "generation", 3)
     names, entry = ("stream", "partition", "sent"), (60_000, "k", "a")
     with pytest.raises(CommandFailed, match="SEALED 3"):
-        client.script(SEND_ON, names, (2, *entry))
+        client.script(FORWARD_ENTRY, names, (2, *entry))
     assert client.execute("EXISTS", "stream", "sent") == 0
-    added = [client.script(SEND_ON, names, (3, *entry)) for _ in range(2)]
+    added = [client.script(FORWARD_ENTRY, names, (3, *entry)) for _ in range(2)]
     assert [entry_id for entry_id, _ in client.execute("XRANGE", "stream", "-", "+")] == [added[0]]
     assert added[0] == added[1], "once, however often it is sent on"
 
@@ -196,7 +196,7 @@ def test_two_growths_at_once_come_one_after_the_other(client: Client, sent: dict
 def test_a_seal_that_comes_late_changes_nothing(client: Client, sent: dict[str, list[int]]) -> None:
     publisher, sleeper = Publisher(client), Publisher(client)
     publisher.publish(sent, LETTERS)
-    stale = Layout(base=BASE, counts=(2,), growing=5)
+    stale = PartitionMap(base=BASE, counts=(2,), growing=5)
     Partitions(client, BASE).grow(5)
     sleeper.publish(sent, LETTERS)
     Partitions(client, BASE).grow(8)
@@ -259,7 +259,7 @@ def test_a_key_waits_in_its_new_partition_also_where_many_streams_are_routed_tog
     stream.enlisted(client.pipeline([stream.to_enlist((), most_pending=MANY)])[0])  # it knows where the routing stands
     read = stream.to_read(count=10, most_pending=MANY)
     assert read is not None
-    client.script(RANGE, (read[3],), read[4:])  # so that the server has it
+    client.script(READ_RANGE, (read[3],), read[4:])  # so that the server has it
     entries, _ = stream.found(client.execute(*read))
     assert len(entries) == 2
     stream.enlisted(client.execute(*stream.to_enlist(entries, most_pending=MANY)))
@@ -275,7 +275,7 @@ def test_what_is_new_waits_for_nothing_and_a_stuck_key_keeps_only_itself_waiting
     layout = worker.moves.layout
     worker.route(old)
     (lease,) = worker.take(old)
-    worker.streams[old].release([Ending(lease, "park", "bad address", 4)])
+    worker.streams[old].release([LeaseRelease(lease, "park", "bad address", 4)])
     others = "".join(one for one in LETTERS if one != key)
     publisher.publish(sent, others)
     worker.work()
@@ -283,7 +283,7 @@ def test_what_is_new_waits_for_nothing_and_a_stuck_key_keeps_only_itself_waiting
     assert {one: done[one] for one in others} == {one: sent[one] for one in others}
     assert done[key] == [1]
     keys = keys_of(layout, new)
-    (line,) = survey(client, keys)
+    (line,) = list_queues(client, keys)
     assert line.parked == f"moving from {layout.stream(old)}"
     with pytest.raises(ConfigError, match="goes on"):
         unpark(client, keys, line.name)
@@ -424,7 +424,7 @@ def test_a_key_has_not_left_where_workers_without_keys_are_in_charge(
 def moved_twice(client: Client, sent: dict[str, list[int]]) -> tuple[Publisher, Worker, str, list[int]]:
     """A key with a state in its first partition that has moved on twice since; a worker who has joined them all."""
     publisher, worker = Publisher(client), Worker(client)
-    grown = Layout(base=BASE, counts=(2, 4, 8))
+    grown = PartitionMap(base=BASE, counts=(2, 4, 8))
     key = next(one for one in string.ascii_letters if len(grown.homes(one.encode())) == 3)
     publisher.publish(sent, key)
     worker.work()

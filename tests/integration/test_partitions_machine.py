@@ -16,7 +16,7 @@ from hypothesis.stateful import (
 )
 
 from millstream.delivery.key_queues import park, unpark
-from millstream.delivery.keyed_stream import Ending, Lease
+from millstream.delivery.keyed_stream import KeyLease, LeaseRelease
 from millstream.partitions.partitions import Partitions
 from millstream.redis_client.client import Client
 from tests.support.partition_fixtures import (
@@ -50,7 +50,7 @@ class Machine(RuleBasedStateMachine):
         self.sent: dict[str, list[int]] = defaultdict(list)
         self.producers = [Publisher(self.client), Publisher(self.client)]
         self.workers = [Worker(self.client, "w0"), Worker(self.client, "w1")]
-        self.leases: list[Lease] = []
+        self.leases: list[KeyLease] = []
         self.parked: list[tuple[int, bytes]] = []
         self.late: list[list[object]] = []
 
@@ -84,7 +84,7 @@ class Machine(RuleBasedStateMachine):
         if how == "finish":
             self.workers[0].finish(lease)
         else:
-            lease.stream.release([Ending(lease, how, 1 if how == "later" else "")])  # type: ignore[arg-type]
+            lease.stream.release([LeaseRelease(lease, how, 1 if how == "later" else "")])  # type: ignore[arg-type]
 
     @rule(who=TWO, clears=st.booleans())
     def move(self, who: int, clears: bool) -> None:

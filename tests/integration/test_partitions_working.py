@@ -13,7 +13,7 @@ import pytest
 from millstream import App, Message, Reject, State
 from millstream.errors import ConfigError
 from millstream.handlers.handler import Handler
-from millstream.partitions.key_migration import Moves
+from millstream.partitions.key_migration import KeyMigration
 from millstream.partitions.partitioned_producer import PartitionedProducer
 from millstream.partitions.partitions import Partitions
 from millstream.redis_client.client import Client
@@ -21,7 +21,7 @@ from millstream.redis_client.key_names import HandlerKeys, hash_tag
 from millstream.testing.history import Event, check
 from millstream.testing.topologies import cluster
 from millstream.worker import ReadingLoop, WorkerPolicy
-from millstream.worker.ordering.by_partition import PartitionSide
+from millstream.worker.ordering.by_partition import ByPartition
 from tests.support.commandline import call
 from tests.support.partition_fixtures import BASE, check_all, growth_killed_after, moved_key, places_are_right
 from tests.support.waiting import FAIL_SAFE_S, eventually
@@ -109,7 +109,7 @@ def produce(url: str, which: int, events: list[Event], stopping: threading.Event
 
 def settled(client: Client) -> bool:
     layout = Partitions(client, BASE).found()
-    return not Moves(client, layout, app="app", handler="handle").unsettled()
+    return not KeyMigration(client, layout, app="app", handler="handle").unsettled()
 
 
 def wait_for_messages(books: Books, count: int) -> None:
@@ -201,7 +201,7 @@ def test_what_was_redriven_goes_once_to_the_partition_in_which_its_key_is_now(mi
         assert old != new
         ((entry_id, pairs),) = client.execute("XREVRANGE", old, "+", "-", "COUNT", 1)
         side = ReadingLoop(handler_of(handle), millstream_url, consumer="w3")._side
-        assert isinstance(side, PartitionSide)
+        assert isinstance(side, ByPartition)
         side.find(client)
         assert side._send_on(old, key.encode(), entry_id, pairs)  # as one does who has read it, too
         side.close()

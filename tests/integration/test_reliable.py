@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from millstream.delivery.commit_store import ENTRY_MARK, Ledger, Standing, Unit
-from millstream.delivery.dead_letter_queue import DeadLetterBox, LetterFilter
+from millstream.delivery.commit_store import ENTRY_MARK, CommitStore, CommittedPosition, Effects
+from millstream.delivery.dead_letter_queue import DeadLetterFilter, DeadLetterQueue
 from millstream.delivery.key_queues import WAITING
 from millstream.delivery.reliable_stream import Delivery, ReliableStream, leave_all
 from millstream.errors import AccessDenied, ConfigError, GroupMissing, OutOfMemory, StaleOwner
@@ -18,7 +18,7 @@ from millstream.handlers.dead_letter import DeadLetter
 from millstream.model import EntryId
 from millstream.redis_client.client import Client
 from millstream.redis_client.key_names import REDRIVE_FIELD, HandlerKeys
-from millstream.worker.static_membership import Names
+from millstream.worker.static_membership import StaticMembership
 from tests.support.deployments import lent_cluster
 from tests.support.waiting import FAIL_SAFE_S, eventually
 
@@ -39,7 +39,7 @@ def fill(client: Client, count: int, first: int = 1) -> None:
     client.pipeline([("XADD", "in", f"{n}-0", "n", n) for n in range(first, first + count)])
 
 
-def effect(stream: ReliableStream, delivery: Delivery) -> Unit:
+def effect(stream: ReliableStream, delivery: Delivery) -> Effects:
     unit = stream.unit(delivery)
     unit.add_outputs([(b"n", delivery.pairs[1])])
     return unit
@@ -58,8 +58,8 @@ def pending(client: Client) -> list[tuple[str, str]]:
     return [(entry_id.decode(), owner.decode()) for entry_id, owner, _, _ in found]
 
 
-def spark(client: Client, token: int = 0) -> Ledger:
-    ledger = Ledger(client, app="app", handler="handle", into="out")
+def spark(client: Client, token: int = 0) -> CommitStore:
+    ledger = CommitStore(client, app="app", handler="handle", into="out")
     return ledger.renewed(token or ledger.new_token(["in"]))
 
 
@@ -170,8 +170,8 @@ def test_a_dead_letter_for_an_entry_has_what_is_known_of_it_and_can_be_sent_back
     found.attempt = 2
     letter = mine.letter(found, reason="rejected", error="not ours", traceback="at home")
     assert mine.dead_letter((found, letter)) == []
-    box = DeadLetterBox(client)
-    (filed,) = box.find(LetterFilter(app="app"))
+    box = DeadLetterQueue(client)
+    (filed,) = box.find(DeadLetterFilter(app="app"))
     assert filed.letter == replace(letter, letter_id=filed.letter_id)
     assert (letter.id, letter.pairs, letter.attempts, letter.key) == ("1-0", found.pairs, 2, None)
     (sent,) = box.redrive([filed.slip])
@@ -222,7 +222,7 @@ def test_a_consumer_that_holds_an_entry_or_whose_name_is_held_stays_however_sile
     mine = silent_worker(monkeypatch, client)
     fill(client, 1)
     worker(client, "holds").read(count=1)
-    names = Names(client, "app", "pod")
+    names = StaticMembership(client, "app", "pod")
     for name in [*names.take(2), "gone"]:
         Group(client, "in", KEYS.group).create_consumer(name)
     assert mine.dismiss_silent() == ["gone"]
@@ -291,7 +291,7 @@ def test_on_a_cluster_names_and_groups_are_asked_for_wherever_they_are(
 ) -> None:
     monkeypatch.setattr(ReliableStream, "silent_ms", 0)
     with Client(lent_cluster(request).url) as client:
-        held = Names(client, "app", "pod").take(1)
+        held = StaticMembership(client, "app", "pod").take(1)
         streams = [
             ReliableStream(client, name, app="app", handler="handle", consumer="w1") for name in ("a", "b", "c", "d")
         ]
@@ -422,12 +422,12 @@ def test_workers_take_over_from_spark_behind_its_marks(client: Client) -> None:
     assert worker(client, "w2").token == mine.token
 
 
-def unit_of_spark(n: int) -> Unit:
+def unit_of_spark(n: int) -> Effects:
     mark = ENTRY_MARK + b"%d-0" % n
-    return Unit(mark, b"", first_id=f"{n}-0", last_id=f"{n}-0", messages=1, outputs=[("n", str(n))])
+    return Effects(mark, b"", first_id=f"{n}-0", last_id=f"{n}-0", messages=1, outputs=[("n", str(n))])
 
 
-def open_to_spark(ledger: Ledger, standing: Standing, end: int) -> list[int]:
+def open_to_spark(ledger: CommitStore, standing: CommittedPosition, end: int) -> list[int]:
     """What Spark is to process up to `end`: beyond the frontier, without a mark, and up to the floor only if it is open."""
     assert standing.frontier is not None
     numbers = range(standing.frontier.ms + 1, end + 1)

@@ -15,14 +15,14 @@ from millstream.model import ZERO_ID, EntryId
 from millstream.redis_client.client import Client, Command
 from millstream.redis_client.embedded_server import EmbeddedServer
 from millstream.spark.source import replica_reads as replicas_module
-from millstream.spark.source.batch_planner import Planner
-from millstream.spark.source.group_partition_reader import Portion, TakenReading
-from millstream.spark.source.offset_ranges import Piece
+from millstream.spark.source.batch_planner import BatchPlanner
+from millstream.spark.source.group_partition_reader import GroupPartition, GroupPartitionReader
+from millstream.spark.source.offset_ranges import OffsetRange
 from millstream.spark.source.options import parse
-from millstream.spark.source.partition_reader import Reading
+from millstream.spark.source.partition_reader import PartitionReader
 from millstream.spark.source.replica_reads import ReplicaReads, Replicas
 from millstream.spark.source.row_decoder import Run
-from millstream.spark.source.stream_info import ask
+from millstream.spark.source.stream_info import fetch_calls
 from millstream.testing.proxy import Proxy
 from millstream.testing.topologies import cluster, sentinel_trio
 from tests.support.replicas import FOLLOWS, asked, asked_for, is_primary, none_asked
@@ -79,14 +79,14 @@ class Deployment:
     def add(self, stream: str, numbers: Sequence[int]) -> None:
         self.client.pipeline([("XADD", stream, f"{n + 1}-0", "n", n) for n in numbers])
 
-    def read(self, pieces: Sequence[Piece]) -> list[tuple[str, int]]:
-        reading = Reading(self.client, pieces, limit_ms=0, fail_on_data_loss=True, replicas=self.replicas)
+    def read(self, pieces: Sequence[OffsetRange]) -> list[tuple[str, int]]:
+        reading = PartitionReader(self.client, pieces, limit_ms=0, fail_on_data_loss=True, replicas=self.replicas)
         return rows(reading.batches(list))
 
-    def planned(self, **given: str) -> list[Piece]:
+    def planned(self, **given: str) -> list[OffsetRange]:
         """What the tasks of a batch read from both ends of all streams."""
         options = parse({"url": self.client.url, "subscribePattern": "*", **given}, {})
-        planner = Planner(self.client, options, cores=2)
+        planner = BatchPlanner(self.client, options, cores=2)
         return list(chain.from_iterable(planner.pieces(planner.starts("earliest"), planner.tails())))
 
 
@@ -150,11 +150,11 @@ def test_the_rows_are_those_of_the_primary_and_only_replicas_are_asked_for_them(
     pieces = deployment.planned()
     with none_asked(deployment.primary), asked_for(deployment.late, deployment.prompt):
         found = [deployment.read(pieces) for _ in range(12)]
-    there = rows(Reading(deployment.client, pieces, limit_ms=0, fail_on_data_loss=True).batches(list))
+    there = rows(PartitionReader(deployment.client, pieces, limit_ms=0, fail_on_data_loss=True).batches(list))
     assert sorted(there) == [("a", n) for n in range(1_000, 5_000)] + [("b", n) for n in range(30) if n != 4]
     assert all(some == there for some in found)
     with asked_for(deployment.primary):
-        assert deployment.read([Piece("a", ZERO_ID, EntryId(2_500, 7), 500, None)]) == there[:1_500], (
+        assert deployment.read([OffsetRange("a", ZERO_ID, EntryId(2_500, 7), 500, None)]) == there[:1_500], (
             "with no entry there"
         )
 
@@ -363,7 +363,7 @@ def test_whatever_becomes_of_a_replica_in_the_midst_of_a_task_the_rows_stay_the_
     assert len(found) == 10
     change(deployment)
     rest = [("XRANGE", "s", "(10-0", "101-0", "COUNT", 90), ("XRANGE", "s", "50-0", "50-0")]
-    assert reads.ask(rest) == reads.ask(rest) == ask(deployment.client, rest)
+    assert reads.ask(rest) == reads.ask(rest) == fetch_calls(deployment.client, rest)
     assert re.search(why, "".join(record.getMessage() for record in caplog.records[:1]))
     assert bool(caplog.records) == bool(why)
 
@@ -405,11 +405,11 @@ def test_entries_taken_through_a_group_are_read_from_replicas_and_asked_of_the_p
     deployment.client.execute("RPUSH", "near", *(f"{n + 1}-0" for n in range(300)))
     deployment.client.execute("RPUSH", "far", *(f"{n + 1}-0" for n in range(0, 1_000, 10)))
     deployment.settle(1)
-    portions = [Portion("s", 0, 300, "near"), Portion("s", 0, 100, "far")]
+    portions = [GroupPartition("s", 0, 300, "near"), GroupPartition("s", 0, 100, "far")]
     expected = [("s", n) for n in (*range(300), *range(0, 1_000, 10))]
 
     def read() -> list[tuple[str, int]]:
-        reading = TakenReading(
+        reading = GroupPartitionReader(
             deployment.client, portions, limit_ms=0, fail_on_data_loss=True, replicas=deployment.replicas
         )
         return rows(reading.batches(list))
@@ -447,7 +447,7 @@ def test_reading_from_replicas_needs_the_rights_that_are_printed_for_it(
         caplog.clear()
         with Client(deployment.primary.url.replace("//", "//reader:secret@")) as client:
             limited = Replicas(client)
-            reading = Reading(client, pieces, limit_ms=0, fail_on_data_loss=True, replicas=limited)
+            reading = PartitionReader(client, pieces, limit_ms=0, fail_on_data_loss=True, replicas=limited)
             with none_asked(*([deployment.prompt] if why else [deployment.primary])):
                 assert len(rows(reading.batches(list))) == 100
             limited.close()
@@ -466,8 +466,8 @@ def test_a_server_that_is_no_primary_any_more_sends_nobody_to_its_replicas(deplo
     deployment.settle(1)
     with Client(deployment.prompt.url) as client:
         replicas = Replicas(client)
-        pieces = [Piece("s", ZERO_ID, EntryId(10, 0), 10, 10)]
-        reading = Reading(client, pieces, limit_ms=0, fail_on_data_loss=True, replicas=replicas)
+        pieces = [OffsetRange("s", ZERO_ID, EntryId(10, 0), 10, 10)]
+        reading = PartitionReader(client, pieces, limit_ms=0, fail_on_data_loss=True, replicas=replicas)
         with none_asked(deployment.late), asked_for(deployment.prompt):
             assert len(rows(reading.batches(list))) == 10
         replicas.close()
@@ -491,10 +491,10 @@ def test_in_a_cluster_each_shard_has_its_own_replicas() -> None:
             server.call(*line.split(), ">secret")
         eventually(lambda: all(knows(node, replica) for node in deployed.nodes), "the cluster to know of it")
         eventually(lambda: b"cluster_state:ok" in replica.call("CLUSTER", "INFO"), "it to know the cluster")
-        pieces = [Piece(name, ZERO_ID, EntryId(50, 0), 50, 50) for name in streams]
+        pieces = [OffsetRange(name, ZERO_ID, EntryId(50, 0), 50, 50) for name in streams]
         with Client(deployed.url.replace("//", "//reader:secret@")) as client:
             replicas = Replicas(client)
-            reading = Reading(client, pieces, limit_ms=0, fail_on_data_loss=True, replicas=replicas)
+            reading = PartitionReader(client, pieces, limit_ms=0, fail_on_data_loss=True, replicas=replicas)
             with none_asked(first), asked_for(replica, *deployed.nodes[1:]):
                 found = rows(reading.batches(list))
             assert sorted(found) == sorted((name, n) for name in streams for n in range(50))

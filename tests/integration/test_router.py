@@ -17,7 +17,7 @@ from millstream.observability.metrics import ROUTER_SUBSCRIPTIONS, Recorder
 from millstream.redis_client.client import Client
 from millstream.router import END, Dropped, Gap, PoolPolicy, ReadPolicy, Router, Start, TooSlow
 from millstream.router.cursors import NEWEST
-from millstream.router.subscriber_buffer import Cursor, Inbox
+from millstream.router.subscriber_buffer import Cursor, SubscriberBuffer
 from tests.support.routers import OFTEN, READERS, Crowd, ids, ids_in, make_router, publish, taken
 from tests.support.waiting import FAIL_SAFE_S, eventually
 
@@ -41,7 +41,7 @@ def router(millstream_url: str, reader: Any) -> Iterator[Router]:
 def kept() -> int:
     """Cursors and inboxes in memory."""
     gc.collect()
-    return sum(type(thing) in (Cursor, Inbox) for thing in gc.get_objects())
+    return sum(type(thing) in (Cursor, SubscriberBuffer) for thing in gc.get_objects())
 
 
 def served_from(router: Router, stream: str) -> int:

@@ -6,7 +6,7 @@ import pytest
 
 from millstream.errors import Unavailable
 from millstream.redis_client.client import Client
-from millstream.redis_client.key_tracking import Watch, _Line
+from millstream.redis_client.key_tracking import KeyTracker, _TrackedConnection
 from millstream.redis_client.resp import Push
 
 pytestmark = [pytest.mark.router]
@@ -17,10 +17,10 @@ KEYS = [f"k{n}" for n in range(5)]
 def test_flushall_right_behind_the_last_answer_is_not_forgotten(
     millstream_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = _Line._received
+    real = _TrackedConnection._received
 
-    def received(line: _Line) -> list[Any]:
-        monkeypatch.setattr(_Line, "_received", real)
+    def received(line: _TrackedConnection) -> list[Any]:
+        monkeypatch.setattr(_TrackedConnection, "_received", real)
         found = real(line)
         while len(found) < len(KEYS):
             found += real(line)
@@ -30,9 +30,9 @@ def test_flushall_right_behind_the_last_answer_is_not_forgotten(
         return found
 
     with Client(millstream_url) as admin, Client(millstream_url) as client:
-        watch = Watch(client)
+        watch = KeyTracker(client)
         assert watch.changed() is None
-        monkeypatch.setattr(_Line, "_received", received)
+        monkeypatch.setattr(_TrackedConnection, "_received", received)
         with pytest.raises(Unavailable):
             dict(watch.ask(("EXISTS",), KEYS))
         assert watch.wait(0), "there is something to be told"

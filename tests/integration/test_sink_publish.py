@@ -9,7 +9,7 @@ import pytest
 from millstream.errors import DataLoss, OutOfMemory, OutputError, StaleOwner, WrongType
 from millstream.redis_client.client import Client, Script
 from millstream.redis_client.embedded_server import EmbeddedServer
-from millstream.spark.sink import Share, Stage, Terms, begin, raw, token_of
+from millstream.spark.sink import Stage, StagedTask, WriteOptions, begin, raw, token_of
 from millstream.spark.sink import publication as publication_module
 from millstream.testing.topologies import cluster
 from tests.support.sink_fixtures import SINK, STREAMS, Killed, Run, check, killed_at, published, rows_of, staged
@@ -138,7 +138,7 @@ def test_a_zombie_that_wakes_up_before_any_step_to_its_decision_decides_nothing_
 ) -> None:
     zombie, newer = Run(client, "zombie"), Run(client, "newer")
     step = getattr(zombie.publication, before)
-    staged_since: list[list[Share]] = []
+    staged_since: list[list[StagedTask]] = []
 
     def sleep_first(*args: Any, **options: Any) -> Any:
         if not staged_since and (before != "_about_record" or args[0] is publication_module.DECIDE):
@@ -391,13 +391,13 @@ def test_any_bytes_are_published_as_they_are(client: Client) -> None:
 
 
 def test_streams_are_trimmed_as_they_grow(client: Client) -> None:
-    exact = Terms(maxlen=10, exactly=True)
+    exact = WriteOptions(maxlen=10, exactly=True)
     Run(client, "one", exact).batch(0, range(9_000))
     assert published(client, "a") == [n for n in range(9_000) if n % 3 == 0][-10:]
     newest = client.execute("XREVRANGE", "a", "+", "-", "COUNT", 1)[0][0]
-    Run(client, "two", Terms(minid=newest.decode(), exactly=True)).batch(1, range(9_000, 9_003))
+    Run(client, "two", WriteOptions(minid=newest.decode(), exactly=True)).batch(1, range(9_000, 9_003))
     assert published(client, "a") == [8_997, 9_000]
-    Run(client, "three", Terms(maxlen=100)).batch(2, range(9_000))
+    Run(client, "three", WriteOptions(maxlen=100)).batch(2, range(9_000))
     assert 100 <= client.execute("XLEN", "a") < 300
 
 
@@ -406,13 +406,13 @@ def test_a_batch_that_replaces_keeps_groups_and_ids_and_empties_once(
 ) -> None:
     client.execute("XADD", "a", "*", "n", -1)
     client.execute("XGROUP", "CREATE", "a", "g", "$")
-    run = Run(client, "one", Terms(overwrite=True))
+    run = Run(client, "one", WriteOptions(overwrite=True))
     monkeypatch.setattr(publication_module, "_CALLS_PER_TRIP", 1)
     run.decide_and_die(0, range(9_000), trips=3)
-    Run(client, "two", Terms(overwrite=True)).batch(0, range(9_000))
+    Run(client, "two", WriteOptions(overwrite=True)).batch(0, range(9_000))
     check(client, range(9_000))
     assert client.execute("XINFO", "GROUPS", "a")
-    Run(client, "two", Terms(overwrite=True)).batch(1, range(3))
+    Run(client, "two", WriteOptions(overwrite=True)).batch(1, range(3))
     check(client, range(3))
 
 
@@ -434,7 +434,7 @@ def test_rows_with_ids_are_published_by_id_whatever_the_order_of_tasks(client: C
     with pytest.raises(OutputError):
         run.commit(0, [late])
     assert publication.withdraw([late]), "it was not decided"
-    skipping = Run(client, "one", Terms(skip_old_ids=True)).publication
+    skipping = Run(client, "one", WriteOptions(skip_old_ids=True)).publication
     skipping.publish_once([ids(client, "1.0.0.4", "5-10", "6-0").finish(0)])
     assert client.execute("XREVRANGE", "a", "+", "-", "COUNT", 1)[0][0] == b"6-0"
     assert client.execute("XLEN", "a") == 5
@@ -456,7 +456,7 @@ def test_an_id_that_another_writer_overtakes_stops_the_batch_until_that_is_mende
     assert not run.publication.withdraw([share])
     with pytest.raises(OutputError):
         Run(client, "two").batch(1, range(3))
-    Run(client, "three", Terms(skip_old_ids=True)).batch(1, [])
+    Run(client, "three", WriteOptions(skip_old_ids=True)).batch(1, [])
     assert [entry_id for entry_id, _ in client.execute("XRANGE", "a", "-", "+")] == [b"5-1", b"5-2"]
 
 

@@ -12,7 +12,7 @@ from millstream.clock import SYSTEM_CLOCK
 from millstream.errors import ConfigError, WrongType
 from millstream.redis_client.client import Client
 from millstream.redis_client.key_names import ServiceKeys
-from millstream.spark.run.service_membership import Membership, announced_streams
+from millstream.spark.run.service_membership import ServiceMembership, announced_streams
 from millstream.spark.source.options import parse
 from millstream.spark.source.subscription import subscription
 from tests.support.balancers import Watch
@@ -23,10 +23,10 @@ pytestmark = [pytest.mark.spark]
 
 def membership(
     client: Client, app: str = "app", on_ended: Callable[[Exception], None] = lambda error: None
-) -> Membership:
+) -> ServiceMembership:
     made = App(app)
     made.handler(announced="calls", order="stream", name="handle")(lambda message: None)
-    return Membership(client, made.handlers["handle"], on_ended=on_ended)
+    return ServiceMembership(client, made.handlers["handle"], on_ended=on_ended)
 
 
 def test_a_run_reads_what_is_announced_until_it_is_done_and_leaves_out_what_is_no_stream(

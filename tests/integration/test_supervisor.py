@@ -12,7 +12,7 @@ from millstream.clock import SYSTEM_CLOCK
 from millstream.redis_client.client import Client
 from millstream.worker.incarnations import Incarnation
 from millstream.worker.process.supervisor import Launch, Supervisor
-from millstream.worker.static_membership import Names
+from millstream.worker.static_membership import StaticMembership
 from tests.support.waiting import FAIL_SAFE_S, eventually
 
 pytestmark = pytest.mark.worker
@@ -29,7 +29,7 @@ def waits_s(client: Client, caplog: pytest.LogCaptureFixture, told: str) -> list
     def on_line(name: str, line: Any) -> bool:
         return bool(line["committed"])
 
-    names = Names(client, "shop", "till")
+    names = StaticMembership(client, "shop", "till")
     names.take(1)
     stopping = threading.Event()
     supervisor = Supervisor(names, command, stop_ms=1_000, frozen_after_ms=1_000, on_line=on_line)
@@ -64,7 +64,7 @@ def test_a_process_that_a_person_had_killed_has_not_died_of_anything(client: Cli
         launched.append(launch)
         return [sys.executable, "-I", "-S", "-c", "import time; time.sleep(3600)"]
 
-    names = Names(client, "shop", "till")
+    names = StaticMembership(client, "shop", "till")
     names.take(1)
     stopping = threading.Event()
     supervisor = Supervisor(names, command, stop_ms=3_600_000, frozen_after_ms=1_000, on_line=lambda name, line: True)

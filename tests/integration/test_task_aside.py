@@ -9,9 +9,9 @@ import pytest
 
 from millstream import App, Message, Retry, State
 from millstream.admin.inspection import inspect
-from millstream.delivery.commit_store import Ledger
-from millstream.delivery.key_queues import check_lines, park, skip, survey, unpark
-from millstream.delivery.keyed_stream import KeyedStream, line_of_key
+from millstream.delivery.commit_store import CommitStore
+from millstream.delivery.key_queues import check_invariants, list_queues, park, skip, unpark
+from millstream.delivery.keyed_stream import KeyedStream, queue_of_key
 from millstream.delivery.reliable_stream import TRIM, ReliableStream
 from millstream.errors import ConfigError
 from millstream.handlers.handler import Handler
@@ -52,15 +52,15 @@ class Aside(Bench):
         self._ledger(handler).advance({"in": EntryId(max(n for n, _, _ in rows), 0)})
         return report
 
-    def _ledger(self, handler: Handler) -> Ledger:
+    def _ledger(self, handler: Handler) -> CommitStore:
         keyed = handler.key is not None
-        return Ledger(self.client, app=handler.app, handler=handler.name, token=self.token, keyed=keyed)
+        return CommitStore(self.client, app=handler.app, handler=handler.name, token=self.token, keyed=keyed)
 
     def lines(self) -> dict[bytes | None, tuple[str, int]]:
-        return {line.key: (line.state, line.length) for line in survey(self.client, KEYS)}
+        return {line.key: (line.state, line.length) for line in list_queues(self.client, KEYS)}
 
     def check(self) -> None:
-        assert check_lines(self.client, KEYS, "in") == []
+        assert check_invariants(self.client, KEYS, "in") == []
 
 
 @pytest.fixture
@@ -76,7 +76,7 @@ def parking(bench: Aside, **options: Any) -> Handler:
 
 def worker(client: Client) -> KeyedStream:
     def line(entry_id: bytes, pairs: Any) -> bytes:
-        return line_of_key(dict(zip(pairs[::2], pairs[1::2], strict=True)).get(b"k"), entry_id)
+        return queue_of_key(dict(zip(pairs[::2], pairs[1::2], strict=True)).get(b"k"), entry_id)
 
     stream = KeyedStream(client, "in", line_of=line, app="app", handler="handle", consumer="w1", into="out")
     stream.join()
@@ -90,7 +90,7 @@ def test_a_key_is_parked_after_its_last_attempt_and_what_comes_of_it_waits_while
     report = bench.run(handler, bench.add(6, 7, keys="AB"))
     assert (report["committed"], report["aside"]) == (1, 1)
     assert (bench.outputs(), bench.lines()) == ([2, 4, 7], {b"A": ("parked", 4)})
-    (line,) = survey(bench.client, KEYS)
+    (line,) = list_queues(bench.client, KEYS)
     assert (line.first, line.failed, line.parked) == ("1-0", 2, "failed: RuntimeError: attempt 2 fails")
     assert bench.catch_up(handler) == {}
     bench.check()
@@ -103,7 +103,7 @@ def test_a_key_that_is_unparked_goes_on_in_order_with_its_state_and_attempts_ane
     assert unpark(bench.client, KEYS, A)
     bench.run(works, bench.add(5, keys="A"))
     assert bench.lines() == {b"A": ("ready", 3)}
-    (line,) = survey(bench.client, KEYS)
+    (line,) = list_queues(bench.client, KEYS)
     assert line.why == "it waits for the run on Spark, as number 1 of the lines that do"
     bench.seen.clear()
     bench.catch_up(works)
@@ -375,16 +375,16 @@ def test_a_line_that_is_worked_off_while_a_batch_begins_leaves_it_no_old_state(
     handler = parking(bench, retry=Retry(attempts=3, delay_ms=HOUR_MS, max_delay_ms=HOUR_MS, jitter=0))
     works = works_of(handler)
     bench.run(handler, bench.add(1, keys="A", fail=9))
-    load, done = Ledger.load, threading.Event()
+    load, done = CommitStore.load, threading.Event()
 
-    def meanwhile(ledger: Ledger, wanted: Any) -> Any:
+    def meanwhile(ledger: CommitStore, wanted: Any) -> Any:
         found = load(ledger, wanted) if moment == "after" else None
         if not done.is_set():
             done.set()
             make_due_and_work_off(bench, works)
         return load(ledger, wanted) if found is None else found
 
-    monkeypatch.setattr(Ledger, "load", meanwhile)
+    monkeypatch.setattr(CommitStore, "load", meanwhile)
     bench.run(works, bench.add(2, keys="A"))
     bench.catch_up(works)
     assert (bench.outputs(), sums(bench), bench.lines()) == ([1, 2], b"\x81\xa3sum\x03", {})

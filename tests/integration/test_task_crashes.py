@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from millstream import App, Message, Retry
-from millstream.delivery.commit_store import Ledger
+from millstream.delivery.commit_store import CommitStore
 from millstream.redis_client.client import Client
 from millstream.redis_client.key_names import HandlerKeys
 from millstream.spark.engine.watchdog import hard_limit_ms
@@ -115,13 +115,13 @@ def test_a_task_that_waits_for_redis_longer_than_an_attempt_may_take_is_not_ende
     handler = only(app, handle_soon if is_async else handle, name="handle", key="k", into="out", time_limit_ms=1)
 
     def outlast(own: Bench) -> None:
-        commit = Ledger.commit
+        commit = CommitStore.commit
 
         def late(*args: Any) -> Any:
             time.sleep(2 * hard_limit_ms(1) / 1000)
             return commit(*args)
 
-        monkeypatch.setattr(Ledger, "commit", late)
+        monkeypatch.setattr(CommitStore, "commit", late)
         own.process(handler, batch)
 
     assert run_in_a_process(bench, outlast) == 0

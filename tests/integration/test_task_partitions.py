@@ -10,17 +10,17 @@ import pyarrow as pa
 import pytest
 
 from millstream import App, Message, State
-from millstream.delivery.commit_store import Ledger
-from millstream.delivery.deferral import ready_lines
+from millstream.delivery.commit_store import CommitStore
+from millstream.delivery.deferral import runnable_keys
 from millstream.delivery.key_queues import park, unpark
 from millstream.handlers.handler import Handler
 from millstream.model import EntryId
-from millstream.partitions.key_migration import Moves
+from millstream.partitions.key_migration import KeyMigration
 from millstream.partitions.partitioned_producer import PartitionedProducer
 from millstream.partitions.partitions import Partitions
 from millstream.redis_client.client import Client
 from millstream.redis_client.key_names import HandlerKeys
-from millstream.spark.engine.deferred_jobs import CatchUp
+from millstream.spark.engine.deferred_jobs import DeferredJobs
 from millstream.spark.engine.entry_points import task_of
 from millstream.spark.engine.task import Job, PartitionTask
 from tests.support.clocks import HandClock
@@ -59,11 +59,11 @@ class Pipeline:
         return self.partitions.found().streams
 
     @property
-    def ledger(self) -> Ledger:
-        return Ledger(self.client, app="app", handler="handle", token=self.token, keyed=True)
+    def ledger(self) -> CommitStore:
+        return CommitStore(self.client, app="app", handler="handle", token=self.token, keyed=True)
 
     def begin(self) -> None:
-        self.token = Ledger(self.client, app="app", handler="handle").new_token(self.streams)
+        self.token = CommitStore(self.client, app="app", handler="handle").new_token(self.streams)
         self.ledger.begin(self.streams)
 
     def publish(self, keys: str) -> None:
@@ -95,14 +95,14 @@ class Pipeline:
             self.ledger.advance(ends)
 
     def catch_up(self) -> bool:
-        found = ready_lines(self.ledger, self.streams, 100)
+        found = runnable_keys(self.ledger, self.streams, 100)
         rows = [{"stream": stream, "line": line} for stream, ready in found.items() for line in ready.lines]
         asyncio.run(self._task().catch_up([pa.RecordBatch.from_pylist(rows, schema=LINES)] if rows else []))
         return bool(rows)
 
     def move(self) -> bool:
         layout = self.partitions.found()
-        moves = Moves(self.client, layout, app="app", handler="handle")
+        moves = KeyMigration(self.client, layout, app="app", handler="handle")
         return bool(moves.bring_in(range(layout.count)) + moves.settle(range(layout.count)))
 
     def drain(self) -> None:
@@ -182,7 +182,7 @@ def test_a_run_is_not_settled_while_keys_that_move_wait_and_no_batch_waits_for_t
         pipeline.begin()
         pipeline.batch(1_000)
         job = Job(handler=pipeline.handler, url=millstream_url, token=pipeline.token)
-        catch_up = CatchUp(job, None, streams=pipeline.streams, give_up=lambda: False)  # type: ignore[arg-type]
+        catch_up = DeferredJobs(job, None, streams=pipeline.streams, give_up=lambda: False)  # type: ignore[arg-type]
         assert client.execute("XLEN", "out") < 2 * len(string.ascii_letters)
         assert not catch_up.is_settled()
         monkeypatch.setattr("millstream.spark.engine.deferred_jobs.LOOK_AHEAD", 1)
@@ -193,13 +193,13 @@ def test_streams_on_which_nothing_can_be_run_are_asked_together_and_seldom(mills
     with Client(millstream_url) as client:
         pipeline, clock = Pipeline(client), HandClock()
         streams = [f"s{n}" for n in range(250)]
-        pipeline.token = Ledger(client, app="app", handler="handle").new_token(streams)
+        pipeline.token = CommitStore(client, app="app", handler="handle").new_token(streams)
         pipeline.ledger.begin(streams)
         for stream in streams:
             client.execute("XADD", stream, "1-0", "k", "A")
             park(client, HandlerKeys("app", "handle", stream), b"kA", "by hand")
         job = Job(handler=pipeline.handler, url=millstream_url, token=pipeline.token)
-        catch_up = CatchUp(job, None, streams=streams, give_up=lambda: False, clock=clock)  # type: ignore[arg-type]
+        catch_up = DeferredJobs(job, None, streams=streams, give_up=lambda: False, clock=clock)  # type: ignore[arg-type]
 
         def asked() -> int:
             """How many streams were asked for since the last time."""

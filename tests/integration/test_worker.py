@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 
 from millstream import Message, Reject, Retry
-from millstream.delivery.commit_store import Ledger
+from millstream.delivery.commit_store import CommitStore
 from millstream.errors import HandlerStuck, StaleOwner
 from millstream.observability import metrics as m
 from millstream.observability.metrics import Recorder
 from millstream.producer.producer import Producer
 from millstream.redis_client.client import Client
 from millstream.redis_client.key_names import REDRIVE_FIELD
-from millstream.worker import Pipeline
+from millstream.worker import HandlerSteps
 from tests.support.clocks import LeapClock
 from tests.support.waiting import FAIL_SAFE_S, eventually
 from tests.support.workers import (
@@ -308,7 +308,7 @@ def test_a_redriven_entry_is_run_by_the_handler_it_is_meant_for_only(client: Cli
 
 def test_workers_stop_when_spark_takes_over(client: Client) -> None:
     fill(client, 10)
-    ledger = Ledger(client, app="app", handler="handle")
+    ledger = CommitStore(client, app="app", handler="handle")
     with ending(StaleOwner, client, make(double), match="taken over") as loop:
         eventually(lambda: loop.report.committed == 10)
         ledger.renewed(ledger.new_token(["in"])).begin(["in"])
@@ -319,7 +319,7 @@ def test_workers_stop_when_spark_takes_over(client: Client) -> None:
 def test_the_steps_of_a_message_can_be_extended(client: Client) -> None:
     steps: list[str] = []
 
-    class Traced(Pipeline):
+    class Traced(HandlerSteps):
         def decode(self, delivery: Any) -> Message | None:
             steps.append("decode")
             return super().decode(delivery)

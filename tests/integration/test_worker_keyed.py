@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from millstream import Message, Reject, Retry, State
-from millstream.delivery.key_queues import check_lines, survey, unpark
+from millstream.delivery.key_queues import check_invariants, list_queues, unpark
 from millstream.errors import HandlerStuck
 from millstream.observability import metrics as m
 from millstream.observability.metrics import Recorder
@@ -56,7 +56,7 @@ def check_order(client: Client, total: int) -> None:
         assert [int(row["n"]) for row in some] == sorted({int(row["n"]) for row in some})
         assert [int(row["count"]) for row in some] == list(range(1, len(some) + 1))
     assert pending(client) == 0
-    assert check_lines(client, KEYS, "in") == []
+    assert check_invariants(client, KEYS, "in") == []
 
 
 def test_a_worker_that_joins_is_left_what_another_has_taken_while_messages_took_less_time(client: Client) -> None:
@@ -159,7 +159,7 @@ def test_a_key_is_parked_when_its_attempts_are_over_and_goes_on_where_it_stood(c
         eventually(lambda: loop.report.parked == 1 and len(rows(client)) >= 8)
         fill(client, 3, 3, first=12)
         eventually(lambda: len(rows(client)) >= 10)
-        (line,) = survey(client, KEYS)
+        (line,) = list_queues(client, KEYS)
         assert (line.state, line.key, line.length, line.failed) == ("parked", b"k0", 5, 3)
         assert line.parked == "failed: RuntimeError: not yet"
         assert unpark(client, KEYS, line.name)
@@ -220,8 +220,8 @@ def test_a_stop_gives_back_what_has_not_begun_and_counts_no_attempt(client: Clie
         eventually(lambda: loop.report.handed_back > 0)
         release.set()
     assert len(rows(client)) < 60
-    assert check_lines(client, KEYS, "in") == []
-    assert {line.state for line in survey(client, KEYS)} == {"ready"}
+    assert check_invariants(client, KEYS, "in") == []
+    assert {line.state for line in list_queues(client, KEYS)} == {"ready"}
     with working(client, make(count, key="key"), "w2"):
         eventually(lambda: len(rows(client)) >= 60)
     check_order(client, 60)
@@ -288,7 +288,7 @@ def test_an_async_handler_is_broken_off_before_its_lease_ends(client: Client, pr
         clock.leap(NEARLY_MS - QUICK.claim_ms / 2)
         eventually(ended.is_set)
         proxy.resume()
-    assert [line.length for line in survey(client, KEYS)] == [1]
+    assert [line.length for line in list_queues(client, KEYS)] == [1]
 
 
 def test_a_plain_handler_that_outlasts_its_lease_ends_the_process(
@@ -310,7 +310,7 @@ def test_a_plain_handler_that_outlasts_its_lease_ends_the_process(
         eventually(lambda: "the leases of this worker on 1 messages of in end" in caplog.text)
         proxy.resume()
     over.set()
-    assert [line.length for line in survey(client, KEYS)] == [1]
+    assert [line.length for line in list_queues(client, KEYS)] == [1]
 
 
 def test_a_key_that_fails_does_not_eat_the_rate_of_the_others(client: Client) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from millstream import Message
-from millstream.delivery.commit_store import Ledger, burst
+from millstream.delivery.commit_store import CommitStore, reservation_size
 from millstream.delivery.reliable_stream import ReliableStream
 from millstream.observability.health import Health
 from millstream.redis_client.client import Client
@@ -54,7 +54,7 @@ def came_no_faster(entries: list[Any], rate: float, began_ms: float) -> None:
     """Outputs came no faster than at this rate, but for what may be reserved at a time."""
     for number, (entry_id, _) in enumerate(entries, 1):
         came_ms = int(entry_id.partition(b"-")[0]) + 1 - began_ms
-        assert number <= rate * came_ms / 1000 + burst(rate), f"message {number} came after {came_ms} ms"
+        assert number <= rate * came_ms / 1000 + reservation_size(rate), f"message {number} came after {came_ms} ms"
 
 
 @pytest.mark.parametrize(("rate", "workers", "count"), [(200, 3, 200), (200, 1, 200), (12.5, 3, 12)])
@@ -69,7 +69,7 @@ def test_all_workers_together_keep_the_rate_and_reserve_nothing_in_vain(
             stack.enter_context(working(client, make(double, rate=rate), f"w{number}"))
         eventually(lambda: client.execute("XLEN", "out") >= count)
     came_no_faster(client.execute("XRANGE", "out", "-", "+"), rate, began_ms)
-    assert reserved["in"] <= client.execute("XLEN", "out") + workers * burst(rate)
+    assert reserved["in"] <= client.execute("XLEN", "out") + workers * reservation_size(rate)
 
 
 def test_without_a_rate_nothing_is_reserved(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,7 +90,7 @@ def test_each_stream_has_the_rate_for_itself(client: Client) -> None:
     entries = client.execute("XRANGE", "out", "-", "+")
     for some in (range(1_000), range(1_000, 2_000)):
         came_no_faster([entry for entry in entries if int(entry[1][1]) in some], 100, began_ms)
-    ledger = Ledger(client, app="app", handler="other")
+    ledger = CommitStore(client, app="app", handler="other")
     assert [ledger.reserve(name, 0.001, 1) for name in ("in.a", "in.b")] == [0, 0]
 
 
@@ -104,7 +104,7 @@ def test_a_handler_that_was_idle_reads_a_message_at_once(client: Client) -> None
 
 
 def reserve(client: Client, rate: float, count: int) -> float:
-    return Ledger(client, app="app", handler="handle").reserve("in", rate, count)
+    return CommitStore(client, app="app", handler="handle").reserve("in", rate, count)
 
 
 def test_reservations_follow_each_other_whoever_makes_them(client: Client) -> None:
@@ -207,7 +207,7 @@ def ran(client: Client, app: str, handler: str, *streams: str) -> None:
 
 
 def paused(client: Client, app: str, handler: str, *streams: str) -> list[bool]:
-    return [Ledger(client, app=app, handler=handler, token=1).look(stream) for stream in streams]
+    return [CommitStore(client, app=app, handler=handler, token=1).look(stream) for stream in streams]
 
 
 def test_the_commands_pause_and_resume_a_handler_on_its_streams_and_info_shows_it(client: Client) -> None:

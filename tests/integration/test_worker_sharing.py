@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from millstream import Message, State
-from millstream.delivery.key_queues import check_lines, park, unpark
+from millstream.delivery.key_queues import check_invariants, park, unpark
 from millstream.redis_client.client import Client
 from millstream.redis_client.key_names import HandlerKeys
 from tests.support.waiting import FAIL_SAFE_S, eventually
@@ -48,7 +48,7 @@ def check_all(client: Client, streams: int, rounds: int) -> None:
     assert len(found) == 2 * streams
     assert all(some == [(n, n + 1) for n in range(rounds)] for some in found.values())
     for number in range(streams):
-        assert check_lines(client, HandlerKeys("app", "handle", f"in{number}"), f"in{number}") == []
+        assert check_invariants(client, HandlerKeys("app", "handle", f"in{number}"), f"in{number}") == []
 
 
 def commands(client: Client) -> int:

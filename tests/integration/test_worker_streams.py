@@ -14,7 +14,7 @@ import pytest
 from millstream import App, Message, Retry, State
 from millstream.admin.liveness import find_workers
 from millstream.balancer import announce
-from millstream.delivery.commit_store import Ledger
+from millstream.delivery.commit_store import CommitStore
 from millstream.errors import AccessDenied, ConfigError, StaleOwner
 from millstream.redis_client.client import Client
 from millstream.redis_client.key_names import HandlerKeys, ServiceKeys
@@ -428,7 +428,7 @@ def test_a_lease_that_moves_takes_nothing_over_from_a_newer_run_on_spark(client:
     fill(client, 4, 1)
     handler = make(count, pattern="s:*", order="stream")
     names = [f"s:{s}" for s in range(4)]
-    spark = Ledger(client, app="app", handler="handle", into="out")
+    spark = CommitStore(client, app="app", handler="handle", into="out")
     with ending(StaleOwner, client, handler, "w1"), ending(StaleOwner, client, handler, "w2"):
         eventually(lambda: len(set(owners(client).values())) == 2)
         eventually(lambda: sum(map(len, rows(client).values())) == 4)  # so that they are at work on every stream

@@ -13,7 +13,7 @@ import pytest
 
 from millstream import Message, Reject, Retry
 from millstream.clock import SYSTEM_CLOCK
-from millstream.delivery.commit_store import Ledger, Unit
+from millstream.delivery.commit_store import CommitStore, Effects
 from millstream.delivery.reliable_stream import Delivery, ReliableStream
 from millstream.errors import HandlerStuck, Unfinished
 from millstream.handlers.attempt import NOTHING
@@ -22,11 +22,11 @@ from millstream.observability.health import Health
 from millstream.observability.metrics import Recorder
 from millstream.redis_client.client import Client
 from millstream.redis_client.key_names import held_name
-from millstream.worker import Pipeline, WorkerPolicy
-from millstream.worker.in_flight import Hand
-from millstream.worker.incarnations import End, note_end
-from millstream.worker.loop_metrics import Report
-from millstream.worker.settling.committer import Settler
+from millstream.worker import HandlerSteps, WorkerPolicy
+from millstream.worker.in_flight import InFlight
+from millstream.worker.incarnations import ProcessEnd, note_end
+from millstream.worker.loop_metrics import LoopMetrics
+from millstream.worker.settling.committer import Committer
 from tests.support.clocks import LeapClock
 from tests.support.waiting import FAIL_SAFE_S, eventually
 from tests.support.workers import (
@@ -160,7 +160,7 @@ def test_at_maxmemory_a_suspect_holds_up_nobody(client: Client, caplog: pytest.L
 def test_what_takes_too_long_to_send_in_one_call_is_committed_in_several(
     client: Client, monkeypatch: pytest.MonkeyPatch, key: str | None
 ) -> None:
-    commit, block = Ledger.commit, b"x" * 20_000
+    commit, block = CommitStore.commit, b"x" * 20_000
     sent: list[int] = []
     ran: list[str | None] = []
 
@@ -168,12 +168,12 @@ def test_what_takes_too_long_to_send_in_one_call_is_committed_in_several(
         ran.append(message.text("n"))
         return {"n": message.text("n"), "block": block}
 
-    def late(ledger: Ledger, units: dict[str, list[Unit]], **options: Any) -> Any:
+    def late(ledger: CommitStore, units: dict[str, list[Effects]], **options: Any) -> Any:
         eventually(lambda: len(ran) >= 600, "the handler, which gets ahead")
         sent.append(sum(unit.size for some in units.values() for unit in some))
         return commit(ledger, units, **options)
 
-    monkeypatch.setattr(Ledger, "commit", late)
+    monkeypatch.setattr(CommitStore, "commit", late)
     fill(client, 1_000)
     with working(client, make(run, key=key)) as loop:
         eventually(lambda: loop.report.committed == 1_000)
@@ -269,10 +269,10 @@ def test_while_one_stream_cannot_be_committed_what_the_others_have_is_still_kept
         stream.join()
         found += stream.read(count=1)
     handler = make(nothing)
-    hand = Hand(WorkerPolicy(), 1)
+    hand = InFlight(WorkerPolicy(), 1)
     hand.take(found, 0)
-    report = Report(handler.label, time_limit_ms=1_000)
-    settler = Settler(Pipeline(handler), hand, client, report, SYSTEM_CLOCK, give_up=lambda: False)
+    report = LoopMetrics(handler.label, time_limit_ms=1_000)
+    settler = Committer(HandlerSteps(handler), hand, client, report, SYSTEM_CLOCK, give_up=lambda: False)
     waiting, going_on = threading.Event(), threading.Event()
     commit = streams[0].commit
 
@@ -406,7 +406,7 @@ def suspect_run_before(client: Client, what_became: str, *, deaths: int) -> byte
     if what_became == ALIVE:
         client.execute("SET", held_name("app", "w9"), "token")
     elif what_became != VANISHED:
-        note_end(client, "app", "token-7", End(died=what_became == DIED, cause="was ended by SIGSEGV"))
+        note_end(client, "app", "token-7", ProcessEnd(died=what_became == DIED, cause="was ended by SIGSEGV"))
     return bytes(entry[0])
 
 

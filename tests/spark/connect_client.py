@@ -97,10 +97,10 @@ def with_millstream(client: Client) -> dict[str, Any]:
     from millstream.errors import ConfigError
     from millstream.observability import metrics
     from millstream.spark.run.query_metrics import QueryMetrics
-    from millstream.spark.run.supervisor import Runner, RunSettings
+    from millstream.spark.run.supervisor import RunSettings, Supervisor
 
     try:
-        Runner(App("app"), client.spark, RunSettings(url=client.url, checkpoint="none"), on_event=print)
+        Supervisor(App("app"), client.spark, RunSettings(url=client.url, checkpoint="none"), on_event=print)
         refusal = ""
     except ConfigError as error:
         refusal = str(error)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import pytest
 
 from millstream import App, Message, Reject, Retry, State
-from millstream.delivery.commit_store import Ledger
+from millstream.delivery.commit_store import CommitStore
 from millstream.errors import ConfigError, PipelineFailed
 from millstream.redis_client.key_names import REDRIVE_FIELD, HandlerKeys
 from tests.support.pipelines import Pipelines
@@ -168,7 +168,7 @@ def test_a_run_that_a_newer_one_has_overtaken_stops_with_a_clear_word(pipelines:
     pipelines.add("in", *steps(10))
     with pipelines.running(app) as background:
         eventually(lambda: len(pipelines.entries("out")) == 10, "the first ten")
-        newer = Ledger(pipelines.client, app="app", handler="count", token=9_000_000_000_000_000)
+        newer = CommitStore(pipelines.client, app="app", handler="count", token=9_000_000_000_000_000)
         newer.begin(["in"])
         pipelines.add("in", *steps(10, start=10))
         eventually(lambda: not background.is_alive(), "the end of the older run")

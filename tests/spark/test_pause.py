@@ -3,11 +3,11 @@
 import pytest
 
 from millstream import App, Message, Retry, State
-from millstream.delivery.commit_store import Ledger
-from millstream.delivery.deferral import ready_lines
+from millstream.delivery.commit_store import CommitStore
+from millstream.delivery.deferral import runnable_keys
 from millstream.model import EntryId
 from millstream.redis_client.client import Client
-from millstream.spark.source.batch_planner import Planner
+from millstream.spark.source.batch_planner import BatchPlanner
 from millstream.spark.source.options import parse
 from tests.support.clocks import HandClock
 from tests.support.commandline import call
@@ -90,8 +90,8 @@ def test_what_waits_for_its_next_attempt_waits_until_the_handler_goes_on(pipelin
     with pipelines.running(app):
         eventually((folder / "failed").exists, "the first attempt")
         call("pause", "try_twice", "--url", pipelines.url)
-    ledger = Ledger(pipelines.client, app="app", handler="try_twice", token=1 << 60)
-    for is_due in (lambda: True, lambda: ready_lines(ledger, ["in"], 1)["in"].lines):
+    ledger = CommitStore(pipelines.client, app="app", handler="try_twice", token=1 << 60)
+    for is_due in (lambda: True, lambda: runnable_keys(ledger, ["in"], 1)["in"].lines):
         eventually(is_due, "the time of its next attempt")
         pipelines.once(app)  # ends, though something is left that only waits
         assert pipelines.entries("out") == []
@@ -102,13 +102,15 @@ def test_what_waits_for_its_next_attempt_waits_until_the_handler_goes_on(pipelin
 
 def test_a_paused_stream_is_held_back_and_keeps_no_other_from_its_turn(client: Client) -> None:
     clock = HandClock()
-    ledger = Ledger(client, app="app", handler="handle")
+    ledger = CommitStore(client, app="app", handler="handle")
     ledger = ledger.renewed(ledger.new_token(["a", "b"]))
     ledger.begin(["a", "b"])
     for stream, count in (("a", 100), ("b", 5)):
         client.pipeline([("XADD", stream, f"{n}-0", "n", n) for n in range(1, count + 1)])
     names = {"frontierApp": "app", "frontierHandler": "handle", "startingOffsets": "frontier"}
-    paused = Planner(client, parse({"url": client.url, "subscribePattern": "*", **names}, {}), cores=1, clock=clock)
+    paused = BatchPlanner(
+        client, parse({"url": client.url, "subscribePattern": "*", **names}, {}), cores=1, clock=clock
+    )
     start = paused.starts("earliest")
     ledger.pause(["a"], paused=True)
     ends = paused.advance(start, limit=10, target=None).ends

@@ -9,7 +9,7 @@ from pyspark.sql import SparkSession
 from pyspark.sql.streaming.query import StreamingQuery
 
 from millstream import App, Message, Retry, Rows
-from millstream.delivery.commit_store import Ledger
+from millstream.delivery.commit_store import CommitStore
 from millstream.errors import AccessDenied, ConfigError, DataLoss, PipelineFailed, StaleOwner, Unavailable, WrongType
 from millstream.model import EntryId
 from millstream.producer.producer import Producer
@@ -55,7 +55,9 @@ def test_a_session_has_the_name_that_it_was_opened_with(spark: SparkSession) -> 
 def test_a_batch_that_takes_long_is_told_of_at_ever_longer_intervals(pipelines: Pipelines) -> None:
     clock = HandClock()
     settings = runner.RunSettings(url=pipelines.url, checkpoint=str(pipelines.folder / "checkpoint"))
-    watched = runner.Runner(app_of(nothing), pipelines.spark, settings, on_event=pipelines.events.append, clock=clock)
+    watched = runner.Supervisor(
+        app_of(nothing), pipelines.spark, settings, on_event=pipelines.events.append, clock=clock
+    )
     (watching,) = watched._pipelines
     watching.batch = pipeline.Batch(7, clock.monotonic_ms())
     for _ in range(1_000):
@@ -103,7 +105,7 @@ def test_a_damaged_checkpoint_is_named_with_its_remedy(pipelines: Pipelines) -> 
 
 def test_a_machine_that_is_too_busy_to_start_python_is_not_taken_for_a_damaged_checkpoint(pipelines: Pipelines) -> None:
     settings = runner.RunSettings(url=pipelines.url, checkpoint=str(pipelines.folder / "checkpoint"))
-    supervisor = runner.Runner(app_of(nothing), pipelines.spark, settings, on_event=pipelines.events.append)
+    supervisor = runner.Supervisor(app_of(nothing), pipelines.spark, settings, on_event=pipelines.events.append)
     (resuming,) = supervisor._pipelines
     resuming.resumed, resuming.failures = True, 3
     late = failure_of(
@@ -120,7 +122,7 @@ def test_a_machine_that_is_too_busy_to_start_python_is_not_taken_for_a_damaged_c
 
 def test_a_busy_machine_costs_a_query_that_runs_once_none_of_its_tries(pipelines: Pipelines) -> None:
     settings = runner.RunSettings(url=pipelines.url, checkpoint=str(pipelines.folder / "checkpoint"), once=True)
-    supervisor = runner.Runner(app_of(nothing), pipelines.spark, settings, on_event=pipelines.events.append)
+    supervisor = runner.Supervisor(app_of(nothing), pipelines.spark, settings, on_event=pipelines.events.append)
     (running,) = supervisor._pipelines
     running.failures = 6
     supervisor._give_up(running, failure_of(RuntimeError("Python worker failed to connect back.")))
@@ -151,7 +153,7 @@ def test_a_checkpoint_that_cannot_be_one_is_refused(pipelines: Pipelines, place:
     checkpoint = place if "://" in place else str(pipelines.folder / place)
     settings = runner.RunSettings(url=pipelines.url, checkpoint=checkpoint, once=True)
     with pytest.raises(ConfigError, match=r"the checkpoint folder .* give another --checkpoint") as refused:
-        runner.Runner(app_of(nothing), pipelines.spark, settings, on_event=pipelines.events.append).run()
+        runner.Supervisor(app_of(nothing), pipelines.spark, settings, on_event=pipelines.events.append).run()
     assert "\n" not in str(refused.value)
     assert not pipelines.events
 
@@ -179,7 +181,9 @@ def test_what_cannot_be_run_of_what_was_set_aside_ends_the_run(pipelines: Pipeli
     pipelines.add("in", {"k": "a"})
     with pipelines.running(app) as background:
         eventually(lambda: pipelines.told("batch"), "the batch that sets it aside")
-        Ledger(pipelines.client, app="app", handler="handle", token=9_000_000_000_000_000, keyed=True).begin(["in"])
+        CommitStore(pipelines.client, app="app", handler="handle", token=9_000_000_000_000_000, keyed=True).begin(
+            ["in"]
+        )
         eventually(lambda: not background.is_alive(), "the end of the older run, though nothing new comes")
     assert isinstance(background.error, PipelineFailed)
     assert "a newer run of app.handle has taken over" in str(background.error)

@@ -25,7 +25,7 @@ from pyspark.sql.datasource import (
 )
 
 from millstream.model import ZERO_ID, EntryId
-from millstream.spark.source.filters import Selection
+from millstream.spark.source.filters import ReadFilter
 from millstream.spark.source.offsets import Position
 from tests.support.sources import Bench
 
@@ -85,7 +85,7 @@ def holds(condition: Filter, stream: str, entry_id: EntryId) -> bool:
 def test_no_row_is_left_out_that_passes_all_filters_and_none_is_kept_that_fails_a_taken_one(
     conditions: list[Filter], stream: str, entry_id: EntryId
 ) -> None:
-    selection = Selection(COLUMNS)
+    selection = ReadFilter(COLUMNS)
     taken = [condition for condition in conditions if selection.add(condition)]
     found = selection.takes(stream) and selection.least <= entry_id <= selection.most
     if all(holds(condition, stream, entry_id) for condition in conditions):
@@ -98,14 +98,14 @@ def test_no_row_is_left_out_that_passes_all_filters_and_none_is_kept_that_fails_
 @pytest.mark.parametrize("us", [4_000, 4_001, 4_999, -1, 0])
 def test_a_time_between_two_milliseconds_bounds_the_ids_exactly(kind: Callable[..., Filter], us: int) -> None:
     condition = kind(("timestamp",), EPOCH + timedelta(microseconds=us))
-    selection = Selection(COLUMNS)
+    selection = ReadFilter(COLUMNS)
     assert selection.add(condition)
     for entry_id in (EntryId(ms, seq) for ms in range(9) for seq in (0, 2**64 - 1)):
         assert (selection.least <= entry_id <= selection.most) == holds(condition, "s", entry_id)
 
 
 def test_what_is_no_range_of_ids_or_choice_of_streams_is_left_to_spark() -> None:
-    selection = Selection(COLUMNS)
+    selection = ReadFilter(COLUMNS)
     left = [
         IsNotNull(("id_ms",)),
         GreaterThan(("id",), "5-0"),
@@ -122,7 +122,7 @@ def test_what_is_no_range_of_ids_or_choice_of_streams_is_left_to_spark() -> None
 
 
 def test_a_range_keeps_the_counts_of_the_ends_that_it_does_not_move() -> None:
-    selection = Selection(COLUMNS)
+    selection = ReadFilter(COLUMNS)
     start, end = {"s": Position(EntryId(4, 0), 4)}, {"s": Position(EntryId(9, 0), 9), "later": Position(ZERO_ID, 0)}
     assert selection.narrow(start, end) == (start, {"s": end["s"]})
     selection.add(GreaterThanOrEqual(("id_ms",), 6))

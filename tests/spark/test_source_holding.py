@@ -8,7 +8,7 @@ from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadMaxRows, Read
 
 from millstream.redis_client.client import Client
 from millstream.spark.source import provider as source
-from millstream.spark.source.batch_planner import Planner
+from millstream.spark.source.batch_planner import BatchPlanner
 from millstream.spark.source.offsets import Offsets
 from millstream.spark.source.options import parse
 from millstream.spark.source.provider import RedisStreamReader
@@ -30,7 +30,7 @@ class Query:
 
     def __init__(self, client: Client, clock: HandClock, **options: str) -> None:
         given = {"url": client.url, "subscribe": "s,t", "startingOffsets": "earliest", **options}
-        self.planner = Planner(client, parse(given, {}), cores=1, clock=clock)
+        self.planner = BatchPlanner(client, parse(given, {}), cores=1, clock=clock)
         self.at = self.planner.starts("latest")
 
     def trigger(self, *, limit: int | None = None, target: Offsets | None = None, hold: bool = True) -> int:

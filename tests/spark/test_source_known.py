@@ -10,11 +10,11 @@ import pytest
 from millstream.errors import Unavailable
 from millstream.redis_client.client import Client
 from millstream.redis_client.embedded_server import EmbeddedServer
-from millstream.redis_client.key_tracking import Watch
-from millstream.spark.source.batch_planner import Planner
+from millstream.redis_client.key_tracking import KeyTracker
+from millstream.spark.source.batch_planner import BatchPlanner
 from millstream.spark.source.options import parse
-from millstream.spark.source.stream_info import survey
-from millstream.spark.source.stream_info_cache import KnownFacts
+from millstream.spark.source.stream_info import fetch
+from millstream.spark.source.stream_info_cache import StreamInfoCache
 from millstream.testing.topologies import acl_server, cluster
 from tests.support.clocks import HandClock
 from tests.support.slots import finish_move, move_slot
@@ -31,13 +31,13 @@ class Knowing:
     def __init__(self, client: Client) -> None:
         self.client = client
         self.clock = HandClock()
-        self.known = KnownFacts(client, clock=self.clock)
+        self.known = StreamInfoCache(client, clock=self.clock)
         self.look()
 
     def look(self) -> set[str] | None:
         changed = self.known.look()
         facts = self.known.of(NAMES)
-        assert {name: facts[name] for name in NAMES} == survey(self.client, NAMES)
+        assert {name: facts[name] for name in NAMES} == fetch(self.client, NAMES)
         return changed
 
 
@@ -155,7 +155,7 @@ def test_slots_that_move_take_what_is_known_with_them() -> None:
 
 
 def test_a_connection_that_breaks_in_the_middle_is_not_believed(client: Client) -> None:
-    watch = Watch(client)
+    watch = KeyTracker(client)
     assert watch.changed() is None
     replies = watch.ask(("XLEN",), NAMES)
     assert next(replies) == (NAMES[0], 0)
@@ -175,7 +175,7 @@ def test_a_stream_whose_name_is_not_text_is_left_out_of_a_pattern_with_a_word_in
     client.execute("XADD", "p:1", "*", "a", "1")
     client.execute("XADD", b"p:\xff\xfe", "*", "a", "1")
     options = parse({"url": client.url, "subscribePattern": "p:*", "startingOffsets": "earliest"}, {})
-    pattern = Planner(client, options, cores=1, clock=clock)
+    pattern = BatchPlanner(client, options, cores=1, clock=clock)
     start = pattern.starts("latest")
     assert list(start) == ["p:1"]
     for _ in range(3):

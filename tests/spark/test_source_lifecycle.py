@@ -9,10 +9,10 @@ from pyspark.errors import StreamingQueryException
 from millstream.errors import DataLoss, WrongType
 from millstream.model import ZERO_ID, EntryId
 from millstream.redis_client.client import Client
-from millstream.spark.source.batch_planner import Planner
+from millstream.spark.source.batch_planner import BatchPlanner
 from millstream.spark.source.offsets import Offsets, Position
 from millstream.spark.source.options import parse
-from millstream.spark.source.partition_reader import Reading
+from millstream.spark.source.partition_reader import PartitionReader
 from tests.support.sources import Bench, Taken
 from tests.support.waiting import FAIL_SAFE_S, eventually
 
@@ -27,7 +27,7 @@ class Query:
         chosen = {} if "subscribePattern" in options else {"subscribe": "s,t"}
         loss = {"failOnDataLoss": str(not lenient)}
         given = {"url": client.url, "startingOffsets": "earliest", **chosen, **loss, **options}
-        self.planner = Planner(client, parse(given, {}), cores=1)
+        self.planner = BatchPlanner(client, parse(given, {}), cores=1)
         self.lenient = lenient
         self.at = self.planner.starts("latest")
 
@@ -40,7 +40,7 @@ class Query:
         planned()
         pieces = [piece for task in self.planner.pieces(start, end) for piece in task]
         dealt()
-        reading = Reading(self.client, pieces, limit_ms=1000, fail_on_data_loss=not self.lenient)
+        reading = PartitionReader(self.client, pieces, limit_ms=1000, fail_on_data_loss=not self.lenient)
         found = [
             (name, entry[0].decode()) for runs in reading.batches(list) for name, entries in runs for entry in entries
         ]

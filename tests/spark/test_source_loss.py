@@ -7,10 +7,10 @@ from millstream.errors import DataLoss
 from millstream.model import EntryId
 from millstream.redis_client.client import Client
 from millstream.spark.source.data_loss import LossPolicy
-from millstream.spark.source.offset_ranges import Piece
+from millstream.spark.source.offset_ranges import OffsetRange
 from millstream.spark.source.offsets import Position
-from millstream.spark.source.partition_reader import Reading
-from millstream.spark.source.stream_info import StreamFacts, judge, survey
+from millstream.spark.source.partition_reader import PartitionReader
+from millstream.spark.source.stream_info import StreamInfo, detect_loss, fetch
 from tests.support.sources import Bench, Streams
 
 pytestmark = [pytest.mark.spark]
@@ -100,11 +100,11 @@ def test_entries_that_vanish_between_planning_and_reading_are_noticed(
     streams: Streams, caplog: pytest.LogCaptureFixture
 ) -> None:
     ids = [EntryId.parse(entry_id) for entry_id in streams.add("s", 10)]
-    piece = Piece("s", ids[1], ids[7], 6, 6)
+    piece = OffsetRange("s", ids[1], ids[7], 6, 6)
     whole, half = [list(range(2, 8)), list(range(5, 8))]
 
-    def read(piece: Piece, *, fail_on_data_loss: bool = True) -> list[int]:
-        reading = Reading(streams.client, [piece], limit_ms=1000, fail_on_data_loss=fail_on_data_loss)
+    def read(piece: OffsetRange, *, fail_on_data_loss: bool = True) -> list[int]:
+        reading = PartitionReader(streams.client, [piece], limit_ms=1000, fail_on_data_loss=fail_on_data_loss)
         return [int(entry[1][1]) for batch in reading.batches(lambda runs: runs) for _, run in batch for entry in run]
 
     assert read(piece) == whole
@@ -123,8 +123,8 @@ def test_entries_that_vanish_between_planning_and_reading_are_noticed(
 def test_losses_are_told_once_and_added_up_also_if_one_grows(caplog: pytest.LogCaptureFixture) -> None:
     policy = LossPolicy(fail=False)
     for start, first in ((3, 8), (3, 8), (3, 11), (3, 11), (5, 12), (3, 8)):
-        facts = StreamFacts(Position(EntryId(19, 0), 19), EntryId(first, 0), EntryId(0, 0), 20 - first)
-        loss = judge("s", Position(EntryId(start, 0), start), facts)
+        facts = StreamInfo(Position(EntryId(19, 0), 19), EntryId(first, 0), EntryId(0, 0), 20 - first)
+        loss = detect_loss("s", Position(EntryId(start, 0), start), facts)
         assert loss is not None
         policy.report(loss)
     totals = [int(record.getMessage().partition("(")[2].partition(" ")[0]) for record in caplog.records]
@@ -156,7 +156,7 @@ def test_counters_of_redis_prove_what_is_lost(
 ) -> None:
     client.pipeline([("XADD", "s", f"{n}-0", "a", 1) for n in range(1, 11)])
     client.pipeline(commands)
-    loss = judge("s", Position(EntryId(5, 0), 5), survey(client, ["s"])["s"])
+    loss = detect_loss("s", Position(EntryId(5, 0), 5), fetch(client, ["s"])["s"])
     assert ("fine" if loss is None else "reset" if loss.resets else f"lost {loss.count}") == verdict.partition(",")[0]
-    uncounted = judge("s", Position(EntryId(5, 0), None), survey(client, ["s"])["s"])
-    assert (uncounted is not None) == (survey(client, ["s"])["s"] is None or "lower ids" in verdict)
+    uncounted = detect_loss("s", Position(EntryId(5, 0), None), fetch(client, ["s"])["s"])
+    assert (uncounted is not None) == (fetch(client, ["s"])["s"] is None or "lower ids" in verdict)

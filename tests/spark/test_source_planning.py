@@ -8,19 +8,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millstream.delivery.commit_store import Ledger
+from millstream.delivery.commit_store import CommitStore
 from millstream.errors import AccessDenied, ConfigError, DataLoss
 from millstream.model import ZERO_ID, EntryId
 from millstream.redis_client.client import Client
 from millstream.redis_client.key_names import HandlerKeys
-from millstream.spark.source.batch_planner import Planner, Waiting
-from millstream.spark.source.fair_shares import MOST_CUT, Filling, divide, in_turn
-from millstream.spark.source.offset_ranges import Piece, Spread, cut, deal, flat, guess_cuts, unflattened
-from millstream.spark.source.offset_seek import Walk, walk
+from millstream.spark.source.batch_planner import Backlog, BatchPlanner
+from millstream.spark.source.fair_shares import MOST_CUT, FairFill, divide, in_turn
+from millstream.spark.source.offset_ranges import OffsetRange, Spread, assign, cut, from_tuple, guess_cuts, to_tuple
+from millstream.spark.source.offset_seek import Seek, seek
 from millstream.spark.source.offsets import Offsets, Position, dump, load, readable
 from millstream.spark.source.options import parse
-from millstream.spark.source.progress_group import LagGroup, standings
-from millstream.spark.source.stream_info import survey
+from millstream.spark.source.progress_group import ProgressGroup, group_positions
+from millstream.spark.source.stream_info import fetch
 from millstream.spark.source.subscription import Subscription
 from millstream.testing import topologies
 from tests.support.clocks import HandClock
@@ -37,8 +37,8 @@ def fill(client: Client, stream: str, count: int, *, ms: int | None = None) -> N
         client.pipeline(commands[at : at + 5000])
 
 
-def planner(client: Client, **options: str) -> Planner:
-    return Planner(client, parse({"url": client.url, "subscribe": "s", **options}, {}), cores=2)
+def planner(client: Client, **options: str) -> BatchPlanner:
+    return BatchPlanner(client, parse({"url": client.url, "subscribe": "s", **options}, {}), cores=2)
 
 
 # --- shares of a limited batch ---
@@ -98,7 +98,7 @@ def test_looking_at_streams_in_turn_may_end_when_the_batch_is_full(
     waiting: dict[str, int], limit: int, at: int
 ) -> None:
     last_served = f"s{at:03}"
-    filling, seen = Filling(limit), {}
+    filling, seen = FairFill(limit), {}
     for name in in_turn(waiting, last_served):
         seen[name] = waiting[name]
         filling.add(waiting[name])
@@ -112,8 +112,8 @@ def test_looking_at_streams_in_turn_may_end_when_the_batch_is_full(
 
 @given(st.lists(st.integers(1, 1000), min_size=1, max_size=60), st.integers(1, 8))
 def test_pieces_are_dealt_out_whole_and_evenly(sizes: list[int], tasks: int) -> None:
-    pieces = [Piece(f"s{n:02}", ZERO_ID, EntryId(9, 9), size, size) for n, size in enumerate(sizes)]
-    dealt = deal(pieces, tasks, sum(sizes))
+    pieces = [OffsetRange(f"s{n:02}", ZERO_ID, EntryId(9, 9), size, size) for n, size in enumerate(sizes)]
+    dealt = assign(pieces, tasks, sum(sizes))
     assert sorted(piece for some in dealt for piece in some) == pieces
     loads = [sum(piece.size for piece in some) for some in dealt]
     assert len(loads) == min(tasks, len(pieces))
@@ -128,18 +128,18 @@ def test_tasks_in_turn_have_each_stream_in_order_and_none_has_too_much(
     streams: list[tuple[int, int]], tasks: int, most: int
 ) -> None:
     pieces = [
-        Piece(f"s{number}", EntryId(n, 0), EntryId(n + 1, 0), size, size)
+        OffsetRange(f"s{number}", EntryId(n, 0), EntryId(n + 1, 0), size, size)
         for number, (parts, size) in enumerate(streams)
         for n in range(parts)
     ]
-    dealt = deal(pieces, tasks, most)
+    dealt = assign(pieces, tasks, most)
     in_turn = [piece for task in dealt for piece in task]
     assert sorted(in_turn) == sorted(pieces)
     assert sorted(in_turn, key=lambda piece: piece.stream) == sorted(
         pieces, key=lambda piece: (piece.stream, piece.after)
     )
     assert all(len(task) == 1 or sum(piece.size for piece in task) <= most for task in dealt)
-    assert unflattened(flat(in_turn)) == in_turn
+    assert from_tuple(to_tuple(in_turn)) == in_turn
 
 
 @given(
@@ -151,14 +151,14 @@ def test_guessed_cuts_cover_the_range_without_gap_or_overlap(
     a: tuple[int, int], b: tuple[int, int], parts: int
 ) -> None:
     after, until = sorted((EntryId(*a), EntryId(*b)))
-    pieces = guess_cuts(Piece("s", after, until, 100, 100, untouched=True), parts)
+    pieces = guess_cuts(OffsetRange("s", after, until, 100, 100, untouched=True), parts)
     assert (pieces[0].after, pieces[-1].until) == (after, until)
     assert all(one.until == two.after for one, two in pairwise(pieces))
     assert len(pieces) <= parts
 
 
 def test_a_piece_is_cut_at_marks_with_exact_counts() -> None:
-    piece = Piece("s", EntryId(0, 0), EntryId(100, 0), 25, 25)
+    piece = OffsetRange("s", EntryId(0, 0), EntryId(100, 0), 25, 25)
     marks = [EntryId(40, 0), EntryId(80, 0), EntryId(100, 0), EntryId(200, 0)]
     counts = [(part.after.ms, part.until.ms, part.rows) for part in cut(piece, 10, marks)]
     assert counts == [(0, 40, 10), (40, 80, 10), (80, 100, 5)]
@@ -177,7 +177,7 @@ def test_small_batches_are_one_task_and_large_ones_as_many_as_cores() -> None:
 def test_a_cursor_finds_the_nth_entry_over_chunks_and_leaves_nothing_behind(client: Client) -> None:
     fill(client, "s", 25_000)
     fill(client, "t", 10)
-    found = walk(client, {"s": Walk(EntryId(5, 0), 12_000, 3), "t": Walk(ZERO_ID, 4, 2), "gone": Walk(ZERO_ID, 1, 1)})
+    found = seek(client, {"s": Seek(EntryId(5, 0), 12_000, 3), "t": Seek(ZERO_ID, 4, 2), "gone": Seek(ZERO_ID, 1, 1)})
     marks = {stream: walked.marks for stream, walked in found.items()}
     assert marks == {"s": [EntryId(12_005, 0), EntryId(24_005, 0)], "t": [EntryId(4, 0), EntryId(8, 0)], "gone": []}
     assert client.execute("XINFO", "GROUPS", "s") == []
@@ -190,7 +190,7 @@ def test_a_cursor_removes_what_a_killed_planner_left_but_no_live_one(client: Cli
     dead, live = f"millstream:plan:{now_ms - 2 * 3_600_000}:x", f"millstream:plan:{now_ms - 600_000}:x"
     for group in (dead, live, "workers"):
         client.execute("XGROUP", "CREATE", "s", group, "0")
-    assert walk(client, {"s": Walk(ZERO_ID, 3, 1)})["s"].marks == [EntryId(3, 0)]
+    assert seek(client, {"s": Seek(ZERO_ID, 3, 1)})["s"].marks == [EntryId(3, 0)]
     assert {group[1].decode() for group in client.execute("XINFO", "GROUPS", "s")} == {live, "workers"}
 
 
@@ -198,7 +198,7 @@ def test_a_user_without_rights_to_groups_is_told_which_ones_are_needed() -> None
     with topologies.acl_server(["reader >secret ~* +@all -xgroup"]) as server, Client(server.urls["reader"]) as client:
         fill(client, "s", 10)
         with pytest.raises(AccessDenied, match="needs XGROUP, XREADGROUP and XINFO"):
-            walk(client, {"s": Walk(ZERO_ID, 3, 1)})
+            seek(client, {"s": Seek(ZERO_ID, 3, 1)})
         plan = planner(client, startingOffsets="earliest")
         assert advance(plan, plan.starts("latest"), None)["s"].added == 10
 
@@ -206,7 +206,7 @@ def test_a_user_without_rights_to_groups_is_told_which_ones_are_needed() -> None
 # --- the planner ---
 
 
-def advance(plan: Planner, start: Offsets, limit: int | None) -> Offsets:
+def advance(plan: BatchPlanner, start: Offsets, limit: int | None) -> Offsets:
     return plan.advance(start, limit=limit, target=None)[0]
 
 
@@ -234,11 +234,11 @@ def test_counts_are_given_up_when_the_stream_is_trimmed_past_the_query_in_mid_pl
     client: Client, trimmed: int, known: int | None
 ) -> None:
     fill(client, "s", 20)
-    before = survey(client, ["s"])["s"]
+    before = fetch(client, ["s"])["s"]
     assert before is not None
     client.execute("XTRIM", "s", "MAXLEN", 20 - trimmed)
-    stream = Waiting(Position(EntryId(4, 0), 4), before.tail, before)
-    assert stream.count_after(8, survey(client, ["s"])["s"]) == known
+    stream = Backlog(Position(EntryId(4, 0), 4), before.tail, before)
+    assert stream.count_after(8, fetch(client, ["s"])["s"]) == known
 
 
 def test_counts_are_unknown_among_deleted_entries_and_known_again_at_the_end(client: Client) -> None:
@@ -320,7 +320,7 @@ def test_ten_thousand_streams_are_planned_and_a_look_asks_about_what_has_changed
     for at in range(0, len(commands), 5000):
         client.pipeline(commands[at : at + 5000])
     options = parse({"url": client.url, "subscribePattern": "s*", "startingOffsets": "earliest"}, {})
-    plan = Planner(client, options, cores=2, clock=HandClock())  # without time there is nothing else to ask
+    plan = BatchPlanner(client, options, cores=2, clock=HandClock())  # without time there is nothing else to ask
     start = plan.starts("latest")
     before = asked(client)
     for limit, expected in ((None, 30_000), (21_000, 21_000)):
@@ -375,11 +375,11 @@ def test_groups_of_many_streams_follow_in_portions(client: Client) -> None:
     client.pipeline([("XADD", name, "1-0", "a", "1") for name in names])
     client.execute("XGROUP", "CREATE", names[7], "g", "0")
     clock = HandClock()
-    lag = LagGroup(client, "g", clock=clock)
+    lag = ProgressGroup(client, "g", clock=clock)
     at = {name: Position(EntryId(1, 0), 1) for name in names}
 
     def shown() -> int:
-        found = standings(client, "g", names)
+        found = group_positions(client, "g", names)
         return sum(found[name].at == at[name] for name in found)
 
     lag.show(at)
@@ -392,16 +392,16 @@ def test_groups_of_many_streams_follow_in_portions(client: Client) -> None:
     at = at | {names[0]: Position(EntryId(3, 0), 3), names[2400]: Position(EntryId(3, 0), 3)}
     client.pipeline([("XGROUP", "DESTROY", names[0], "g"), ("DEL", names[2400])])
     lag.show(at)
-    assert (shown(), len(standings(client, "g", names))) == (2499, 2499)
+    assert (shown(), len(group_positions(client, "g", names))) == (2499, 2499)
 
 
 # --- the handler engine's frontier ---
 
 
-def frontier_planner(client: Client, frontier: str | None) -> Planner:
+def frontier_planner(client: Client, frontier: str | None) -> BatchPlanner:
     if frontier is not None:
         client.execute("HSET", HandlerKeys("app", "h", "s").meta, "frontier", frontier)
-        assert Ledger(client, app="app", handler="h").frontiers(["s"]) == {"s": EntryId.parse(frontier)}
+        assert CommitStore(client, app="app", handler="h").frontiers(["s"]) == {"s": EntryId.parse(frontier)}
     names = {"frontierApp": "app", "frontierHandler": "h"}
     return planner(client, layout="packed", startingOffsets="frontier", **names)
 
@@ -546,7 +546,7 @@ def test_a_position_without_count_beyond_the_end_of_its_stream_is_a_loss_unless_
 
 
 def test_what_is_trimmed_after_a_stream_was_discovered_is_lost(client: Client) -> None:
-    pattern = Planner(client, parse({"url": client.url, "subscribePattern": "s*"}, {}), cores=1)
+    pattern = BatchPlanner(client, parse({"url": client.url, "subscribePattern": "s*"}, {}), cores=1)
     fill(client, "s1", 10)
     found = advance(pattern, {}, None)
     assert found == {"s1": Position(ZERO_ID, 0)}

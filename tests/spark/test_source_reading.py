@@ -9,10 +9,10 @@ import pytest
 from millstream.errors import ConfigError, Unavailable
 from millstream.model import ZERO_ID, EntryId
 from millstream.redis_client.client import Client, Command, Reply
-from millstream.redis_client.resp import Meter
-from millstream.spark.source.offset_ranges import Piece
+from millstream.redis_client.resp import ReplySize
+from millstream.spark.source.offset_ranges import OffsetRange
 from millstream.spark.source.options import parse
-from millstream.spark.source.partition_reader import Reading
+from millstream.spark.source.partition_reader import PartitionReader
 from millstream.spark.source.row_decoder import Run, split_ids
 from millstream.spark.source.row_layout import batch_maker
 from millstream.spark.source.schema import default_schema
@@ -30,7 +30,7 @@ class Watched(Client):
         self.trips: list[int] = []
         self._lose = lose
 
-    def pipeline(self, commands: Sequence[Command], meter: Meter | None = None) -> list[Reply]:
+    def pipeline(self, commands: Sequence[Command], meter: ReplySize | None = None) -> list[Reply]:
         replies = super().pipeline(commands, meter)
         self.trips.append(sum(len(item) for entries in replies for _, fields in entries for item in fields))
         if self._lose and len(self.trips) % self._lose == 0:
@@ -42,8 +42,8 @@ def fill(client: Client, stream: str, count: int, value: bytes = b"x") -> None:
     client.pipeline([("XADD", stream, f"{n + 1}-0", "a", value) for n in range(count)])
 
 
-def read(client: Client, pieces: Sequence[Piece]) -> list[list[Run]]:
-    reading = Reading(client, pieces, limit_ms=5000, fail_on_data_loss=True)
+def read(client: Client, pieces: Sequence[OffsetRange]) -> list[list[Run]]:
+    reading = PartitionReader(client, pieces, limit_ms=5000, fail_on_data_loss=True)
     return list(reading.batches(list))
 
 
@@ -55,12 +55,12 @@ def test_large_entries_are_fetched_a_few_at_a_time_and_small_ones_many(client: C
     fill(client, "large", 64, b"x" * (1 << 20))
     fill(client, "small", 9000)
     with closing(Watched(client.url)) as watched:
-        batches = read(watched, [Piece("large", ZERO_ID, END, 64, 64)])
+        batches = read(watched, [OffsetRange("large", ZERO_ID, END, 64, 64)])
         assert len(ids(batches, "large")) == 64
         assert max(watched.trips) <= 4 << 20, "the first trip too, when no size is known yet"
         assert max(sum(len(run[1]) for run in batch) for batch in batches) <= 32, "and no batch holds them all"
     with closing(Watched(client.url)) as watched:
-        assert len(ids(read(watched, [Piece("small", ZERO_ID, END, 9000, 9000)]), "small")) == 9000
+        assert len(ids(read(watched, [OffsetRange("small", ZERO_ID, END, 9000, 9000)]), "small")) == 9000
         assert len(watched.trips) <= 12
 
 
@@ -70,7 +70,9 @@ def test_large_entries_behind_small_ones_come_a_few_at_a_time(client: Client, fi
     client.pipeline([("XADD", "s", f"{n + 5_000}-0", "a", b"x" * (1 << 20)) for n in range(64)])
     options = parse({"url": client.url, "subscribe": "s", "fieldsAs": fields_as}, {})
     make = batch_maker(options.columns, default_schema(options.columns))
-    reading = Reading(client, [Piece("s", ZERO_ID, END, 4_064, 4_064)], limit_ms=5000, fail_on_data_loss=True)
+    reading = PartitionReader(
+        client, [OffsetRange("s", ZERO_ID, END, 4_064, 4_064)], limit_ms=5000, fail_on_data_loss=True
+    )
     batches = list(reading.batches(make))
     assert [one for batch in batches for one in batch.column("id_ms").to_pylist()] == [
         *range(1, 4_001),
@@ -81,7 +83,7 @@ def test_large_entries_behind_small_ones_come_a_few_at_a_time(client: Client, fi
 
 def test_entries_whose_sizes_take_turns_come_a_few_at_a_time(client: Client) -> None:
     client.pipeline([("XADD", "s", f"{n + 1}-0", "a", b"x" * (1 << 20 if n % 2 else 1)) for n in range(128)])
-    batches = read(client, [Piece("s", ZERO_ID, END, 128, 128)])
+    batches = read(client, [OffsetRange("s", ZERO_ID, END, 128, 128)])
     assert ids(batches, "s") == [b"%d-0" % (n + 1) for n in range(128)]
     sizes = [sum(len(fields[1]) for _, run in batch for _, fields in run) for batch in batches]
     assert max(sizes) <= 32 << 20
@@ -92,7 +94,7 @@ def test_a_redis_that_limits_what_it_keeps_for_a_client_is_asked_for_less(client
     client.pipeline([("XADD", "s", f"{n + 5_000}-0", "a", b"x" * (1 << 18)) for n in range(64)])
     client.execute("CONFIG", "SET", "client-output-buffer-limit", "normal 4mb 0 0")
     try:
-        assert len(ids(read(client, [Piece("s", ZERO_ID, END, 4_064, 4_064)]), "s")) == 4_064
+        assert len(ids(read(client, [OffsetRange("s", ZERO_ID, END, 4_064, 4_064)]), "s")) == 4_064
     finally:
         client.execute("CONFIG", "SET", "client-output-buffer-limit", "normal 0 0 0")
 
@@ -101,7 +103,7 @@ def test_small_streams_share_round_trips(client: Client) -> None:
     pieces = []
     for n in range(500):
         fill(client, f"s{n:03}", 5)
-        pieces.append(Piece(f"s{n:03}", ZERO_ID, EntryId(5, 0), 5, 5))
+        pieces.append(OffsetRange(f"s{n:03}", ZERO_ID, EntryId(5, 0), 5, 5))
     with closing(Watched(client.url)) as watched:
         batches = read(watched, pieces)
         assert len(watched.trips) <= 12
@@ -113,8 +115,8 @@ def test_cuts_that_hold_more_than_was_guessed_keep_the_order_of_their_stream(cli
     fill(client, "s", 5_000)
     fill(client, "t", 10)
     marks = (EntryId(0, 0), EntryId(4_000, 0), EntryId(4_500, 0), EntryId(5_000, 0))
-    pieces = [Piece("s", after, until, size, None) for after, until in pairwise(marks)]
-    batches = read(client, [*pieces, Piece("t", ZERO_ID, END, 10, 10)])
+    pieces = [OffsetRange("s", after, until, size, None) for after, until in pairwise(marks)]
+    batches = read(client, [*pieces, OffsetRange("t", ZERO_ID, END, 10, 10)])
     assert ids(batches, "s") == [b"%d-0" % n for n in range(1, 5_001)]
     assert len(ids(batches, "t")) == 10
 
@@ -122,7 +124,7 @@ def test_cuts_that_hold_more_than_was_guessed_keep_the_order_of_their_stream(cli
 @pytest.mark.parametrize("size", [1, 10, 5000, 100_000])
 def test_a_wrong_guess_of_the_size_loses_nothing(client: Client, size: int) -> None:
     fill(client, "s", 5000)
-    batches = read(client, [Piece("s", EntryId(10, 0), EntryId(4990, 0), size, None)])
+    batches = read(client, [OffsetRange("s", EntryId(10, 0), EntryId(4990, 0), size, None)])
     assert ids(batches, "s") == [b"%d-0" % n for n in range(11, 4991)]
 
 
@@ -131,7 +133,7 @@ def test_lost_replies_are_asked_for_again_and_no_row_comes_twice(
 ) -> None:
     fill(client, "s", 8000)
     with closing(Watched(client.url, lose=3)) as flaky:
-        batches = read(flaky, [Piece("s", ZERO_ID, EntryId(8000, 0), 8000, 8000)])
+        batches = read(flaky, [OffsetRange("s", ZERO_ID, EntryId(8000, 0), 8000, 8000)])
     assert ids(batches, "s") == [b"%d-0" % n for n in range(1, 8001)]
     assert "waiting for Redis" in caplog.text
 
@@ -141,7 +143,7 @@ class LosesSurvey(Client):
 
     lost = False
 
-    def pipeline(self, commands: Sequence[Command], meter: Meter | None = None) -> list[Reply]:
+    def pipeline(self, commands: Sequence[Command], meter: ReplySize | None = None) -> list[Reply]:
         replies = super().pipeline(commands, meter)
         if commands[0][0] == "XINFO" and not self.lost:
             self.lost = True
@@ -153,7 +155,7 @@ def test_whether_missing_entries_are_lost_is_asked_again_too(client: Client) -> 
     fill(client, "s", 10)
     client.execute("XDEL", "s", "5-0")
     with closing(LosesSurvey(client.url)) as flaky:
-        batches = read(flaky, [Piece("s", EntryId(2, 0), EntryId(8, 0), 6, 6)])
+        batches = read(flaky, [OffsetRange("s", EntryId(2, 0), EntryId(8, 0), 6, 6)])
         assert flaky.lost
     assert len(ids(batches, "s")) == 5
 

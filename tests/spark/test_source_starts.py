@@ -5,8 +5,8 @@ import pytest
 from millstream.errors import ConfigError, DataLoss
 from millstream.model import ZERO_ID, EntryId
 from millstream.redis_client.client import Client
-from millstream.spark.source.batch_planner import Planner
-from millstream.spark.source.filters import Selection
+from millstream.spark.source.batch_planner import BatchPlanner
+from millstream.spark.source.filters import ReadFilter
 from millstream.spark.source.offsets import Position
 from millstream.spark.source.options import parse
 
@@ -17,8 +17,8 @@ def fill(client: Client, stream: str, *ids: str) -> None:
     client.pipeline([("XADD", stream, entry_id, "a", "1") for entry_id in ids])
 
 
-def planner(client: Client, subscribe: str = "s", **options: str) -> Planner:
-    return Planner(client, parse({"url": client.url, "subscribe": subscribe, **options}, {}), cores=1)
+def planner(client: Client, subscribe: str = "s", **options: str) -> BatchPlanner:
+    return BatchPlanner(client, parse({"url": client.url, "subscribe": subscribe, **options}, {}), cores=1)
 
 
 def starts(client: Client, subscribe: str = "s", **options: str) -> list[str]:
@@ -27,7 +27,7 @@ def starts(client: Client, subscribe: str = "s", **options: str) -> list[str]:
     return [str(found[name].id) for name in subscribe.split(",")]
 
 
-def sizes(plan: Planner) -> dict[str, int]:
+def sizes(plan: BatchPlanner) -> dict[str, int]:
     """How many entries a first batch of all that is there would read of each stream."""
     start = plan.starts("latest")
     ends = plan.advance(start, limit=None, target=None).ends
@@ -85,7 +85,7 @@ def test_a_batch_read_ends_before_a_time_of_its_own_in_each_stream(client: Clien
     for stream in "abc":
         fill(client, stream, "10-0", "20-0", "30-0")
     plan = planner(client, "a,b,c", endingOffsetsByTimestamp='{"a": 20, "b": 99}', endingOffsets='{"c": "20-0"}')
-    pieces = [piece for task in plan.everything(Selection({})) for piece in task]
+    pieces = [piece for task in plan.everything(ReadFilter({})) for piece in task]
     assert [(piece.stream, str(piece.until)) for piece in pieces] == [
         ("a", f"19-{2**64 - 1}"),
         ("b", "30-0"),
@@ -99,19 +99,19 @@ def test_a_batch_read_may_leave_out_one_stream_of_several_and_begins_early_where
     for stream in "abc":
         fill(client, stream, "10-0", "20-0")
     plan = planner(client, "a,b,c", startingOffsets='{"a": "10-0", "b": "latest"}')
-    pieces = [piece for task in plan.everything(Selection({})) for piece in task]
+    pieces = [piece for task in plan.everything(ReadFilter({})) for piece in task]
     assert {piece.stream: piece.after < EntryId(10, 0) for piece in pieces} == {"a": False, "c": True}
 
 
 def test_a_batch_read_names_the_streams_that_are_not_there(client: Client, caplog: pytest.LogCaptureFixture) -> None:
     fill(client, "orders", "10-0")
-    planner(client, "orders").everything(Selection({}))
+    planner(client, "orders").everything(ReadFilter({}))
     assert not caplog.records
-    assert planner(client, "order,orders,refund").everything(Selection({}))
+    assert planner(client, "order,orders,refund").everything(ReadFilter({}))
     assert "streams that do not exist: 'order', 'refund'" in caplog.text
     caplog.clear()
     pattern = parse({"url": client.url, "subscribePattern": "oder*"}, {})
-    assert Planner(client, pattern, cores=1).everything(Selection({})) == []
+    assert BatchPlanner(client, pattern, cores=1).everything(ReadFilter({})) == []
     assert "no stream is there of those that are subscribed to" in caplog.text
 
 

@@ -13,9 +13,9 @@ from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadMaxRows
 from millstream.redis_client.client import Client
 from millstream.redis_client.embedded_server import EmbeddedServer
 from millstream.spark.source import reader_base as side
-from millstream.spark.source.offset_ranges import unflattened
+from millstream.spark.source.offset_ranges import from_tuple
 from millstream.spark.source.options import parse
-from millstream.spark.source.partition_reader import Reading
+from millstream.spark.source.partition_reader import PartitionReader
 from millstream.spark.source.provider import RedisStreamReader, RedisStreamsSource
 from millstream.spark.source.row_layout import batch_maker
 from tests.support.sources import Bench, Streams
@@ -105,7 +105,7 @@ def test_an_idle_query_makes_no_batches_and_asks_about_no_stream(bench: Bench) -
 def test_looks_in_vain_leave_redis_in_peace(monkeypatch: pytest.MonkeyPatch, took_s: float, rests_s: float) -> None:
     waits: list[float] = []
     monkeypatch.setattr(side, "time", SimpleNamespace(monotonic=lambda: 100.0 + took_s, sleep=waits.append))
-    side.rest(100.0)
+    side.idle_wait(100.0)
     assert waits == [rests_s]
 
 
@@ -207,7 +207,9 @@ def test_fresh_readers_plan_and_read_the_same_rows_from_offsets_alone(streams: S
             batches = [
                 batch
                 for sent in parts
-                for batch in Reading(client, unflattened(sent), limit_ms=1000, fail_on_data_loss=True).batches(maker)
+                for batch in PartitionReader(client, from_tuple(sent), limit_ms=1000, fail_on_data_loss=True).batches(
+                    maker
+                )
             ]
         return sorted((row["stream"], row["id_ms"], row["id_seq"]) for batch in batches for row in batch.to_pylist())
 

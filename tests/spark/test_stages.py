@@ -16,7 +16,7 @@ from examples import sales
 from millstream import App, Rows, State, load_app
 from millstream.errors import ConfigError, PipelineFailed
 from millstream.redis_client.key_names import stage_group
-from millstream.spark.run.stage_query import StagePipeline
+from millstream.spark.run.stage_query import StageQuery
 from tests.support.pipelines import Pipelines
 from tests.support.waiting import eventually
 
@@ -155,7 +155,7 @@ def test_a_stage_keeps_the_place_where_it_began_even_if_it_has_had_no_batch_yet(
         eventually(lambda: pipelines.client.execute("XINFO", "GROUPS", "in"), "its place")
         failed = copy.copy(background.runner._pipelines[0])
         failed.query = None
-        assert isinstance(failed, StagePipeline)
+        assert isinstance(failed, StageQuery)
         assert failed._begins_at() == "group", "where it began, also if it is started again"
     pipelines.add("in", {"n": 2})
     pipelines.once(app, start_at="latest")

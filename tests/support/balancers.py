@@ -9,7 +9,16 @@ from typing import Any, TypeVar
 import pytest
 
 from millstream.balancer import Balancer, BalancerPolicy, Notice, StreamAdded, announce
-from millstream.balancer.protocol import BALANCE, CLAIM, FIELD, HAND_IN, RETIRE, Bid, Round, Service
+from millstream.balancer.protocol import (
+    CLAIM_STREAM,
+    END_LEASES,
+    FIELD,
+    HEARTBEAT,
+    LEAVE_SERVICE,
+    HeartbeatReply,
+    HeartbeatRequest,
+    Service,
+)
 from millstream.redis_client.client import Client
 from millstream.redis_client.embedded_server import EmbeddedServer
 from millstream.redis_client.key_names import ServiceKeys
@@ -36,19 +45,19 @@ def peer(client: Client, name: str, incarnation: str = "i1") -> Service:
     return Service(client, SERVICE, consumer=name, incarnation=incarnation)
 
 
-def bid(**changes: Any) -> Bid:
+def bid(**changes: Any) -> HeartbeatRequest:
     usual: dict[str, Any] = {
         "lease_ms": LONG_MS, "weight": 1.0, "limit": None, "take": 1_000, "recovers": True, "leaving": 0,
         "wants_all": False, "moves": 1.0, "most_losses": None,
     }  # fmt: skip
-    return Bid(**usual | changes)
+    return HeartbeatRequest(**usual | changes)
 
 
-def round_of(client: Client, name: str, **changes: Any) -> Round:
+def round_of(client: Client, name: str, **changes: Any) -> HeartbeatReply:
     return peer(client, name).round(bid(**changes))
 
 
-def settle(client: Client, *names: str, rounds: int = 3, **changes: Any) -> dict[str, Round]:
+def settle(client: Client, *names: str, rounds: int = 3, **changes: Any) -> dict[str, HeartbeatReply]:
     """Rounds of living consumers, each of which gives back at once what it has too much."""
     last = {}
     for _ in range(rounds):
@@ -67,7 +76,7 @@ def expire(client: Client, *names: str, ago_ms: int = 0) -> None:
 
 def load_scripts(client: Client) -> None:
     """Have Redis know them all, so that they are called by their hash."""
-    for script in (BALANCE, CLAIM, HAND_IN, RETIRE):
+    for script in (HEARTBEAT, CLAIM_STREAM, END_LEASES, LEAVE_SERVICE):
         client.execute("SCRIPT", "LOAD", script.text)
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from pyspark.sql import SparkSession
 
 from millstream import App
-from millstream.spark.run.supervisor import Runner, RunSettings
+from millstream.spark.run.supervisor import RunSettings, Supervisor
 from tests.support.waiting import FAIL_SAFE_S
 
 ROOT = Path(__file__).parents[2]
@@ -42,7 +42,7 @@ class WorkerCommand:
 
 @dataclass(eq=False)
 class Pipelines:
-    """`Runner` on the session `spark`, with its checkpoints in the folder."""
+    """`Supervisor` on the session `spark`, with its checkpoints in the folder."""
 
     spark: SparkSession
     folder: Path
@@ -50,7 +50,7 @@ class Pipelines:
 
     def __call__(self, app: App, url: str, until: Callable[[], bool]) -> None:
         settings = RunSettings(url=url, checkpoint=str(self.folder))
-        runner = Runner(app, self.spark, settings, on_event=self.events.append)
+        runner = Supervisor(app, self.spark, settings, on_event=self.events.append)
         failures: list[BaseException] = []
 
         def run() -> None:

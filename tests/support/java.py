@@ -49,7 +49,7 @@ def _train(archive: str) -> None:
     from millstream.redis_client.client import Client
     from millstream.redis_client.embedded_server import EmbeddedServer
     from millstream.spark.run.session import close_session, open_session
-    from millstream.spark.run.supervisor import Runner, RunSettings
+    from millstream.spark.run.supervisor import RunSettings, Supervisor
 
     app = App("training")
 
@@ -62,7 +62,7 @@ def _train(archive: str) -> None:
     with EmbeddedServer() as server, Client(server.url) as client:
         client.pipeline([("XADD", "in", "*", "k", n % 3, "n", n) for n in range(10)])
         settings = RunSettings(url=server.url, checkpoint=str(server.data_dir / "checkpoint"), once=True)
-        Runner(app, session, settings, on_event=lambda _: None).run()
+        Supervisor(app, session, settings, on_event=lambda _: None).run()
         assert client.execute("XLEN", "out") == 10
         rows = session.read.format("redis-streams").option("url", server.url).option("subscribe", "out").load()
         assert rows.groupBy("stream").count().collect()[0][1] == 10

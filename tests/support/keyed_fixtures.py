@@ -4,8 +4,8 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
-from millstream.delivery.commit_store import Ledger, Unit
-from millstream.delivery.keyed_stream import Ending, KeyedStream, Lease, Taken, line_of_key
+from millstream.delivery.commit_store import CommitStore, Effects
+from millstream.delivery.keyed_stream import KeyedStream, KeyLease, LeaseRelease, LeaseResult, queue_of_key
 from millstream.model import EntryId
 from millstream.redis_client.client import Client
 from millstream.redis_client.key_names import HandlerKeys
@@ -17,7 +17,7 @@ HOUR_MS = 3_600_000
 
 
 def line_of(entry_id: bytes, pairs: Sequence[bytes]) -> bytes:
-    return line_of_key(dict(zip(pairs[::2], pairs[1::2], strict=True)).get(b"k"), entry_id)
+    return queue_of_key(dict(zip(pairs[::2], pairs[1::2], strict=True)).get(b"k"), entry_id)
 
 
 def keyed(client: Client, name: str = "w1", stream: str = "in", *, join: bool = True) -> KeyedStream:
@@ -56,20 +56,20 @@ def held(client: Client) -> dict[str, list[int]]:
     return found
 
 
-def take(worker: KeyedStream, *, lines: int = 1_000, entries: int = MANY, run: int = 100, **limits: Any) -> Taken:
+def take(worker: KeyedStream, *, lines: int = 1_000, entries: int = MANY, run: int = 100, **limits: Any) -> LeaseResult:
     return worker.take(lines=lines, entries=entries, run=run, lease_ms=HOUR_MS, now_ms=0, **limits)
 
 
-def take_one(worker: KeyedStream, *, run: int = 100) -> Lease:
+def take_one(worker: KeyedStream, *, run: int = 100) -> KeyLease:
     (lease,) = take(worker, lines=1, run=run).leases
     return lease
 
 
-def ids(lease: Lease) -> list[int]:
+def ids(lease: KeyLease) -> list[int]:
     return [int(one.id.partition(b"-")[0]) for one in lease.waiting]
 
 
-def unit_of(lease: Lease, count: int = 1) -> Unit:
+def unit_of(lease: KeyLease, count: int = 1) -> Effects:
     """The first entries of a lease, each with one output."""
     chosen = list(lease.waiting)[:count]
     unit = lease.stream.unit_of(lease, chosen)
@@ -77,7 +77,7 @@ def unit_of(lease: Lease, count: int = 1) -> Unit:
     return unit
 
 
-def commit(lease: Lease, count: int = 1) -> bool:
+def commit(lease: KeyLease, count: int = 1) -> bool:
     """Commit the first entries of a lease; False if it was refused."""
     if lease.stream.commit([unit_of(lease, count)]):
         return False
@@ -119,16 +119,16 @@ def drain(worker: KeyedStream, *, most_pending: int = MANY) -> None:
         leases = take(worker).leases
         for lease in leases:
             assert commit(lease, len(lease.waiting))
-        worker.release([Ending(one, "next") for one in leases])
+        worker.release([LeaseRelease(one, "next") for one in leases])
         idle = 0 if routed or leases else idle + 1
 
 
-def spark(client: Client) -> Ledger:
-    ledger = Ledger(client, app="app", handler="handle", into="out")
+def spark(client: Client) -> CommitStore:
+    ledger = CommitStore(client, app="app", handler="handle", into="out")
     return ledger.renewed(ledger.new_token(["in"]))
 
 
-def run_on_spark(client: Client, most: int = MANY, *, advance: bool = True) -> Ledger:
+def run_on_spark(client: Client, most: int = MANY, *, advance: bool = True) -> CommitStore:
     """Take over from the workers and commit up to `most` entries, as a pipeline does.
 
     `advance`: end the batch; without it, it dies before that.
@@ -152,11 +152,11 @@ def run_on_spark(client: Client, most: int = MANY, *, advance: bool = True) -> L
     return ledger
 
 
-def _commit_on_spark(ledger: Ledger, entry_id: bytes, mark: bytes) -> int:
+def _commit_on_spark(ledger: CommitStore, entry_id: bytes, mark: bytes) -> int:
     before = ledger.load({"in": ([mark], [])})["in"].get(mark, b"")
     if before and EntryId.parse(before) >= EntryId.parse(entry_id):
         return 0
-    unit = Unit(mark, before)
+    unit = Effects(mark, before)
     unit.cover(entry_id.decode())
     unit.add_outputs([[b"line", mark, b"id", entry_id, b"fence", str(ledger.token)]])
     assert ledger.commit({"in": [unit]}) == []

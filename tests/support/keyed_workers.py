@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from millstream.delivery.key_queues import check_lines
+from millstream.delivery.key_queues import check_invariants
 from millstream.redis_client.client import Client
 from millstream.testing.history import Event, Report, check
 from tests.support.waiting import eventually
@@ -57,7 +57,7 @@ class KeyedBooks(Books):
         for row in outputs:
             counts[row["key"]] += 1
             assert int(row["count"]) == counts[row["key"]], f"the state of {row['key']} skipped or repeated: {row}"
-        assert check_lines(self.client, self.keys, "in") == []
+        assert check_invariants(self.client, self.keys, "in") == []
         left = set(self._ask("KEYS", f"{self.keys.base}:*"))
         assert left <= {
             name.encode() for name in (self.keys.meta, self.keys.state, self.keys.dead, self.keys.router)

@@ -15,7 +15,7 @@ from typing import Any, Self
 import httpx
 import msgspec
 
-from millstream.delivery.key_queues import check_lines
+from millstream.delivery.key_queues import check_invariants
 from millstream.redis_client.client import Client
 from millstream.redis_client.key_names import HandlerKeys
 from tests.support.commandline import PROGRAM, environment
@@ -225,7 +225,7 @@ def is_clean(client: Client) -> bool:
     return (
         is_read(client)
         and not holders(client)
-        and not check_lines(client, KEYS, STREAM)
+        and not check_invariants(client, KEYS, STREAM)
         and not client.execute("HLEN", KEYS.owners)
     )
 

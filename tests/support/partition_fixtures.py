@@ -3,11 +3,11 @@
 import string
 from collections import defaultdict
 
-from millstream.delivery.key_queues import check_lines
-from millstream.delivery.keyed_stream import Ending, Lease, line_of_key
+from millstream.delivery.key_queues import check_invariants
+from millstream.delivery.keyed_stream import KeyLease, LeaseRelease, queue_of_key
 from millstream.model import EntryId
-from millstream.partitions.key_migration import Moves, PartitionStream
-from millstream.partitions.partition_map import Layout
+from millstream.partitions.key_migration import KeyMigration, PartitionStream
+from millstream.partitions.partition_map import PartitionMap
 from millstream.partitions.partitioned_producer import PartitionedProducer
 from millstream.partitions.partitions import Partitions
 from millstream.redis_client.client import Client
@@ -22,7 +22,7 @@ class BrokenOff(Exception):
     """A growth was killed."""
 
 
-def keys_of(layout: Layout, place: int) -> HandlerKeys:
+def keys_of(layout: PartitionMap, place: int) -> HandlerKeys:
     return HandlerKeys("app", "handle", layout.stream(place))
 
 
@@ -68,8 +68,8 @@ class Worker:
         self.moves = self.rounds = self._new_moves(Partitions(client, BASE).made(2))
         self.look()
 
-    def _new_moves(self, layout: Layout) -> Moves:
-        moves = Moves(self.client, layout, app=self.app, handler=self.handler)
+    def _new_moves(self, layout: PartitionMap) -> KeyMigration:
+        moves = KeyMigration(self.client, layout, app=self.app, handler=self.handler)
         moves._asked_ms = float("-inf")
         return moves
 
@@ -80,7 +80,7 @@ class Worker:
         for place, name in reversed(list(enumerate(layout.streams))):
             if place not in self.streams:
                 stream = PartitionStream(
-                    self.client, name, line_of=lambda entry_id, pairs: line_of_key(pairs[1], entry_id),
+                    self.client, name, line_of=lambda entry_id, pairs: queue_of_key(pairs[1], entry_id),
                     consumer=self.name, into="out", app=self.app, handler=self.handler,
                 )  # fmt: skip
                 stream.join()
@@ -96,12 +96,12 @@ class Worker:
         self.moves._asked_ms = float("-inf")  # as if some time had gone by
         return self.moves.bring_in(list(self.streams)) + self.moves.settle(list(self.streams))
 
-    def take(self, place: int, lines: int = 1, run: int = 100) -> list[Lease]:
+    def take(self, place: int, lines: int = 1, run: int = 100) -> list[KeyLease]:
         if place not in self.streams:
             return []
         return self.streams[place].take(lines=lines, entries=MANY, run=run, lease_ms=3_600_000, now_ms=0).leases
 
-    def finish(self, lease: Lease) -> None:
+    def finish(self, lease: KeyLease) -> None:
         """Commit all of a lease, and check that each message is run on the state that the one before has left."""
         unit = lease.stream.unit_of(lease, list(lease.waiting))
         before = int(lease.state or 0)
@@ -115,7 +115,7 @@ class Worker:
         unit.state = b"" if before % 3 == 0 else str(before).encode()
         assert lease.stream.commit([unit]) == []
         lease.given = 0
-        lease.stream.release([Ending(lease, "next")])
+        lease.stream.release([LeaseRelease(lease, "next")])
 
     def work(self, *, until_idle: int = 6) -> None:
         """Do all that there is to do."""
@@ -153,7 +153,7 @@ def check_all(client: Client) -> list[str]:
     wrong = []
     for place in range(layout.count):
         k = keys_of(layout, place)
-        wrong += check_lines(client, k, layout.stream(place))
+        wrong += check_invariants(client, k, layout.stream(place))
         if client.execute("EXISTS", k.moving, k.moved, k.parked):
             wrong.append(f"{k.stream} has moves that do not end")
         for key in client.execute("HKEYS", k.state):
@@ -162,7 +162,7 @@ def check_all(client: Client) -> list[str]:
     return wrong
 
 
-def places_are_right(client: Client, layout: Layout) -> bool:
+def places_are_right(client: Client, layout: PartitionMap) -> bool:
     """Whether each entry stands where its key was when it was published."""
     for place in range(layout.count):
         for entry_id, pairs in client.execute("XRANGE", layout.stream(place), "-", "+"):
@@ -177,13 +177,13 @@ def places_are_right(client: Client, layout: Layout) -> bool:
     return True
 
 
-def waiting_in(client: Client, layout: Layout, place: int) -> dict[bytes, bytes]:
+def waiting_in(client: Client, layout: PartitionMap, place: int) -> dict[bytes, bytes]:
     """The lines of a partition that wait, and why."""
     items = client.execute("HGETALL", keys_of(layout, place).parked)
     return {line: reason.split(b" ", 1)[1] for line, reason in zip(items[::2], items[1::2], strict=True)}
 
 
-def moved_key(layout: Layout, count: int) -> str:
+def moved_key(layout: PartitionMap, count: int) -> str:
     """A key of one letter that a growth to `count` moves."""
-    grown = Layout(base=BASE, counts=(*layout.counts, count), seals=layout.seals)
+    grown = PartitionMap(base=BASE, counts=(*layout.counts, count), seals=layout.seals)
     return next(one for one in string.ascii_letters if grown.place(one.encode()) != layout.place(one.encode()))

@@ -14,7 +14,7 @@ from millstream.app import App
 from millstream.handlers.dead_letter import DeadLetter
 from millstream.redis_client.client import Client
 from millstream.redis_client.key_names import HandlerKeys
-from millstream.spark.run.supervisor import Runner, RunSettings
+from millstream.spark.run.supervisor import RunSettings, Supervisor
 from tests.support.waiting import FAIL_SAFE_S
 
 
@@ -28,10 +28,10 @@ class Pipelines:
     client: Client
     events: list[Mapping[str, Any]] = field(default_factory=list)
 
-    def runner(self, app: App, *, checkpoint: str = "checkpoint", **settings: Any) -> Runner:
+    def runner(self, app: App, *, checkpoint: str = "checkpoint", **settings: Any) -> Supervisor:
         """A runner of `app`; its events are collected."""
         run = RunSettings(url=self.url, checkpoint=str(self.folder / checkpoint), **settings)
-        return Runner(app, self.spark, run, on_event=self.events.append)
+        return Supervisor(app, self.spark, run, on_event=self.events.append)
 
     def once(self, app: App, **settings: Any) -> None:
         """Process all that is there now."""
@@ -87,7 +87,7 @@ class Pipelines:
 class Background(threading.Thread):
     """A runner in a thread; `error` is what ended it."""
 
-    def __init__(self, runner: Runner) -> None:
+    def __init__(self, runner: Supervisor) -> None:
         super().__init__(daemon=True)
         self.runner = runner
         self.error: BaseException | None = None

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from millstream.redis_client.client import Client
-from millstream.spark.sink import Publication, Row, Share, Stage, Terms, begin, token_of
+from millstream.spark.sink import Publication, Row, Stage, StagedTask, WriteOptions, begin, token_of
 
 SINK = "query"
 STREAMS = ("a", "b", "c")
@@ -22,12 +22,12 @@ class Killed(BaseException):
 class Run:
     """One run of a query, from its start to its end: a driver and its tasks."""
 
-    def __init__(self, client: Client, name: str, terms: Terms | None = None) -> None:
+    def __init__(self, client: Client, name: str, terms: WriteOptions | None = None) -> None:
         self._client = client
         self._name = name
-        self.publication = Publication(client, SINK, terms or Terms(), patience_ms=0)
+        self.publication = Publication(client, SINK, terms or WriteOptions(), patience_ms=0)
 
-    def task(self, batch: int, place: int, numbers: Sequence[int], streams: Sequence[str] = STREAMS) -> Share:
+    def task(self, batch: int, place: int, numbers: Sequence[int], streams: Sequence[str] = STREAMS) -> StagedTask:
         """One attempt at a task: its rows are `numbers`, spread over the streams."""
         epoch = begin(self._client, SINK, self._name)
         stage = Stage(self._client, SINK, token_of(epoch, batch, place, next(_attempts)), patience_ms=0)
@@ -35,12 +35,12 @@ class Run:
             stage.add([(stream, rows)], 100 * len(rows))
         return stage.finish(place, epoch)
 
-    def stage(self, batch: int, numbers: Sequence[int], tasks: int = 2) -> list[Share]:
+    def stage(self, batch: int, numbers: Sequence[int], tasks: int = 2) -> list[StagedTask]:
         """All tasks of a batch."""
         size = -(-len(numbers) // tasks)
         return [self.task(batch, place, numbers[place * size : (place + 1) * size]) for place in range(tasks)]
 
-    def commit(self, batch: int, shares: Sequence[Share]) -> bool:
+    def commit(self, batch: int, shares: Sequence[StagedTask]) -> bool:
         """What the driver does when all tasks have ended."""
         return self.publication.publish(shares, batch=batch, epoch=shares[0].epoch)
 

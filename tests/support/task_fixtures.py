@@ -9,8 +9,8 @@ import msgspec
 import pyarrow as pa
 
 from millstream import App, Message, Retry, State
-from millstream.delivery.commit_store import Ledger
-from millstream.delivery.deferral import Ready, ready_lines
+from millstream.delivery.commit_store import CommitStore
+from millstream.delivery.deferral import RunnableKeys, runnable_keys
 from millstream.handlers.dead_letter import DeadLetter
 from millstream.handlers.handler import Handler
 from millstream.redis_client.client import Client
@@ -72,10 +72,10 @@ class Bench:
         rows = task.report().to_pylist()
         return rows[0] if rows else {}
 
-    def ready(self, handler: Handler) -> Ready:
+    def ready(self, handler: Handler) -> RunnableKeys:
         """Which of the lines that were set aside may be run."""
-        ledger = Ledger(self.client, app=handler.app, handler=handler.name, token=self.token)
-        return ready_lines(ledger, ["in"], 100)["in"]
+        ledger = CommitStore(self.client, app=handler.app, handler=handler.name, token=self.token)
+        return runnable_keys(ledger, ["in"], 100)["in"]
 
     def catch_up(self, handler: Handler) -> dict[str, Any]:
         """Run what was set aside and may be run."""

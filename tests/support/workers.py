@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from millstream import App, Message, Retry
-from millstream.delivery.commit_store import Ledger
+from millstream.delivery.commit_store import CommitStore
 from millstream.delivery.reliable_stream import Delivery
 from millstream.errors import GroupMissing
 from millstream.handlers.dead_letter import DeadLetter
@@ -120,7 +120,7 @@ def deliver_to(client: Client, consumer: str, *, times: int) -> None:
 
 def pause(client: Client, *loops: RememberingLoop) -> None:
     """Pause the handler on the stream `in`, and wait until the loops have noticed, and the reads under way have ended."""
-    Ledger(client, app="app", handler="handle").pause(["in"], paused=True)
+    CommitStore(client, app="app", handler="handle").pause(["in"], paused=True)
     for loop in loops:
         eventually(lambda: all(one.paused for one in loop._side.streams.values()), "the pause")  # noqa: B023 - at once
         eventually(lambda: not loop.report._reading, "the end of its reads")  # noqa: B023 - at once
@@ -128,7 +128,7 @@ def pause(client: Client, *loops: RememberingLoop) -> None:
 
 def goes_on(client: Client) -> None:
     """Resume it."""
-    Ledger(client, app="app", handler="handle").pause(["in"], paused=False)
+    CommitStore(client, app="app", handler="handle").pause(["in"], paused=False)
 
 
 def look_again(health: Health, clock: LeapClock, times: int = 3) -> None:

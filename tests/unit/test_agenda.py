@@ -4,13 +4,13 @@ from math import inf
 
 import pytest
 
-from millstream.worker.fetching.timers import Agenda
+from millstream.worker.fetching.timers import DelayQueue
 
 pytestmark = [pytest.mark.worker]
 
 
 def test_what_is_due_comes_out_once_in_order_and_no_more_than_asked_for() -> None:
-    agenda = Agenda()
+    agenda = DelayQueue()
     for name, due_ms in (("late", 30.0), ("first", 10.0), ("second", 20.0)):
         agenda.put(name, due_ms)
     assert agenda.take(25, 1) == ["first"]
@@ -22,7 +22,7 @@ def test_what_is_due_comes_out_once_in_order_and_no_more_than_asked_for() -> Non
 
 
 def test_the_last_word_counts_whether_it_is_earlier_or_later() -> None:
-    agenda = Agenda()
+    agenda = DelayQueue()
     agenda.put("a", 10)
     agenda.put("a", 50)
     assert agenda.take(20, 9) == []
@@ -32,7 +32,7 @@ def test_the_last_word_counts_whether_it_is_earlier_or_later() -> None:
 
 
 def test_what_is_put_again_and_again_takes_no_more_and_more_room() -> None:
-    agenda = Agenda()
+    agenda = DelayQueue()
     for turn in range(5_000):
         agenda.put("same", 1e9)
         agenda.put("earlier each time", 1e9 - turn)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from millstream.balancer import Balancer, BalancerPolicy, Lease, StreamAdded, StreamDisowned
-from millstream.balancer.notification_queue import Postbox
+from millstream.balancer.notification_queue import NotificationQueue
 from millstream.errors import ConfigError
 from tests.support.waiting import FAIL_SAFE_S, eventually, eventually_async
 
@@ -89,18 +89,18 @@ def test_notifications_say_the_name_of_their_stream() -> None:
 # --- The postbox ---
 
 
-def fill(box: Postbox[int], count: int) -> None:
+def fill(box: NotificationQueue[int], count: int) -> None:
     for n in range(count):
         box.put(n)
 
 
-def fill_once_a_thread_waits(box: Postbox[int], count: int) -> None:
+def fill_once_a_thread_waits(box: NotificationQueue[int], count: int) -> None:
     eventually(lambda: box._changed._waiters, "somebody to wait")  # type: ignore[attr-defined]
     fill(box, count)
 
 
 def test_items_are_taken_in_order_and_waited_for() -> None:
-    box: Postbox[int] = Postbox()
+    box: NotificationQueue[int] = NotificationQueue()
     assert box.take(0) is None
     threading.Thread(target=fill_once_a_thread_waits, args=(box, 3)).start()
     assert [box.take(FAIL_SAFE_S) for _ in range(3)] == [0, 1, 2]
@@ -110,7 +110,7 @@ def test_items_are_taken_in_order_and_waited_for() -> None:
 
 
 def test_many_threads_take_each_item_once() -> None:
-    box: Postbox[int] = Postbox()
+    box: NotificationQueue[int] = NotificationQueue()
     taken: list[int] = []
 
     def take() -> None:
@@ -130,7 +130,7 @@ def test_many_threads_take_each_item_once() -> None:
 
 
 def test_what_is_unwanted_is_withdrawn_and_the_rest_stays_in_order() -> None:
-    box: Postbox[int] = Postbox()
+    box: NotificationQueue[int] = NotificationQueue()
     for n in range(6):
         box.put(n)
     assert box.take() == 0
@@ -139,7 +139,7 @@ def test_what_is_unwanted_is_withdrawn_and_the_rest_stays_in_order() -> None:
 
 
 def test_after_the_end_what_is_left_is_taken_and_nobody_waits() -> None:
-    box: Postbox[int] = Postbox()
+    box: NotificationQueue[int] = NotificationQueue()
     box.put(1)
     box.end()
     assert [box.take(), box.take()] == [1, None]
@@ -147,7 +147,7 @@ def test_after_the_end_what_is_left_is_taken_and_nobody_waits() -> None:
 
 
 def test_the_end_comes_once_and_nothing_after_it() -> None:
-    box: Postbox[int] = Postbox()
+    box: NotificationQueue[int] = NotificationQueue()
     assert box.end(1, 2)
     assert not box.end(3)
     box.put(4)
@@ -155,7 +155,7 @@ def test_the_end_comes_once_and_nothing_after_it() -> None:
 
 
 def test_those_who_wait_in_an_event_loop_hear_of_the_end() -> None:
-    box: Postbox[int] = Postbox()
+    box: NotificationQueue[int] = NotificationQueue()
 
     async def program() -> list[int | None]:
         waiting = [asyncio.create_task(box.take_soon()) for _ in range(3)]
@@ -166,13 +166,13 @@ def test_those_who_wait_in_an_event_loop_hear_of_the_end() -> None:
     assert asyncio.run(program()) == [None] * 3
 
 
-def fill_once_somebody_waits(box: Postbox[int], count: int) -> None:
+def fill_once_somebody_waits(box: NotificationQueue[int], count: int) -> None:
     eventually(lambda: box._sleepers, "somebody to wait")
     fill(box, count)
 
 
 def test_items_put_by_a_thread_wake_the_event_loop() -> None:
-    box: Postbox[int] = Postbox()
+    box: NotificationQueue[int] = NotificationQueue()
 
     async def program() -> list[int | None]:
         threading.Thread(target=fill_once_somebody_waits, args=(box, 3)).start()
@@ -182,7 +182,7 @@ def test_items_put_by_a_thread_wake_the_event_loop() -> None:
 
 
 def test_many_tasks_take_each_item_once() -> None:
-    box: Postbox[int] = Postbox()
+    box: NotificationQueue[int] = NotificationQueue()
 
     async def program() -> list[int | None]:
         tasks = [asyncio.create_task(box.take_soon()) for _ in range(50)]
@@ -195,7 +195,7 @@ def test_many_tasks_take_each_item_once() -> None:
 
 
 def test_a_wait_that_is_cancelled_costs_no_item() -> None:
-    box: Postbox[int] = Postbox()
+    box: NotificationQueue[int] = NotificationQueue()
 
     async def program() -> list[int]:
         taken = []
@@ -220,7 +220,7 @@ def test_a_wait_that_is_cancelled_costs_no_item() -> None:
 
 
 def test_a_loop_that_ended_while_it_waited_does_not_stop_the_filler() -> None:
-    box: Postbox[int] = Postbox()
+    box: NotificationQueue[int] = NotificationQueue()
     loop = asyncio.new_event_loop()
     waiting = loop.create_task(box.take_soon())
     loop.run_until_complete(asyncio.sleep(0))

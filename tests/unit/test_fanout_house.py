@@ -8,9 +8,9 @@ import pytest
 
 from millstream.observability.metrics import NOBODY
 from millstream.router import Item, Router
-from millstream.services.gateway.close_reasons import Ending
+from millstream.services.gateway.close_reasons import CloseReason
 from millstream.services.gateway.connection import Pace
-from millstream.services.gateway.connections import House, Room
+from millstream.services.gateway.connections import ConnectionLimits, ConnectionManager
 from tests.support.waiting import eventually_async
 
 pytestmark = [pytest.mark.router]
@@ -41,7 +41,7 @@ class Deaf:
     async def beat(self) -> None:
         await self.cut.wait()
 
-    async def close(self, ending: Ending) -> None:
+    async def close(self, ending: CloseReason) -> None:
         await self.cut.wait()
         raise OSError("it was cut")
 
@@ -58,7 +58,7 @@ def test_a_stop_cuts_off_who_does_not_take_the_farewell(monkeypatch: pytest.Monk
 
     async def main() -> Any:
         pace = Pace(heartbeat_s=HOUR_S, stall_s=HOUR_S)
-        house = House(Router("redis://127.0.0.1:1"), room=Room(), pace=pace, metrics=NOBODY)
+        house = ConnectionManager(Router("redis://127.0.0.1:1"), room=ConnectionLimits(), pace=pace, metrics=NOBODY)
         wire = Deaf()
         serving = asyncio.create_task(house.serve(wire, b"", []))
         await eventually_async(lambda: house.traffic.open == 1, "the connection")

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from millstream.services.gateway.gc_freeze import Pauses, Traffic
+from millstream.services.gateway.gc_freeze import GcFreeze, Traffic
 
 pytestmark = [pytest.mark.router]
 
@@ -36,7 +36,7 @@ def collections_by_hand() -> Iterator[None]:
 
 def test_what_came_is_passed_by_until_as_many_have_left_as_are_there() -> None:
     traffic = Traffic(0, 0)
-    pauses = Pauses(lambda: traffic)
+    pauses = GcFreeze(lambda: traffic)
     Knot()
     traffic = Traffic(5_000, 0)
     pauses.look()

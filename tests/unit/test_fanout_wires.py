@@ -9,7 +9,7 @@ import pytest
 from millstream.model import Message
 from millstream.observability.metrics import NOBODY
 from millstream.redis_client.escaping import PART_BYTES
-from millstream.services.gateway.transports import EventWire
+from millstream.services.gateway.transports import EventTransport
 from millstream.services.web.connections import Connections, Limits
 
 pytestmark = [pytest.mark.router]
@@ -25,7 +25,7 @@ class Heard:
         self.bodies: list[bytes] = []
         self.turns = 0
         connection = Connections(Limits(connections=1), metrics=NOBODY).open(cast("Any", self))
-        self.wire = EventWire({"state": {"connection": connection}}, self._never, self._send)
+        self.wire = EventTransport({"state": {"connection": connection}}, self._never, self._send)
 
     async def _never(self) -> Any: ...
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from millstream.errors import ConfigError
-from millstream.groups import Batch, ClaimOptions, Consumer, Delivered, DoneFile, Reader, ReadPolicy, stream_details
+from millstream.groups import Batch, ClaimOptions, Consumer, Delivered, ProcessedIds, Reader, ReadPolicy, stream_details
 from millstream.model import EntryId
 from millstream.redis_client.client import Client
 
@@ -100,11 +100,11 @@ def test_what_was_read_again_says_how_often_it_was_delivered_where_that_was_aske
 
 
 def test_what_was_done_is_known_again_after_a_restart(tmp_path: Path) -> None:
-    done = DoneFile(tmp_path / "done")
+    done = ProcessedIds(tmp_path / "done")
     assert done.last("s") is None
     done.add("s", [b"1-0", b"3-0"])
     done.add("\udcff", [b"9-9"])
-    again = DoneFile(tmp_path / "done")
+    again = ProcessedIds(tmp_path / "done")
     assert ("s", b"3-0") in again
     assert ("s", b"2-0") not in again
     assert ("other", b"3-0") not in again
@@ -113,36 +113,36 @@ def test_what_was_done_is_known_again_after_a_restart(tmp_path: Path) -> None:
 
 
 def test_only_the_latest_ids_are_kept(tmp_path: Path) -> None:
-    done = DoneFile(tmp_path / "done", keep=2)
+    done = ProcessedIds(tmp_path / "done", keep=2)
     done.add("s", [b"1-0", b"2-0", b"2-0", b"3-0"])
-    for file in (done, DoneFile(tmp_path / "done", keep=2)):
+    for file in (done, ProcessedIds(tmp_path / "done", keep=2)):
         assert [("s", b"%d-0" % n) in file for n in (1, 2, 3)] == [False, True, True]
 
 
 @pytest.mark.parametrize("at", [0, 20, 90, -1])
 def test_a_file_of_processed_ids_with_a_flipped_bit_is_refused_by_name(tmp_path: Path, at: int) -> None:
     path = tmp_path / "done"
-    DoneFile(path).add("s", [b"1-0"])
+    ProcessedIds(path).add("s", [b"1-0"])
     damaged = bytearray(path.read_bytes())
     damaged[at] ^= 1
     path.write_bytes(damaged)
     with pytest.raises(ConfigError, match=r"done is damaged.*delete it"):
-        DoneFile(path)
+        ProcessedIds(path)
 
 
 def test_a_truncated_file_of_processed_ids_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "done"
-    DoneFile(path).add("s", [b"1-0"])
+    ProcessedIds(path).add("s", [b"1-0"])
     for size in range(path.stat().st_size):
         path.write_bytes(path.read_bytes()[:size] if size else b"")
         with pytest.raises(ConfigError, match="damaged"):
-            DoneFile(path)
+            ProcessedIds(path)
         path.unlink()
-        DoneFile(path).add("s", [b"1-0"])
+        ProcessedIds(path).add("s", [b"1-0"])
 
 
 def test_a_crash_before_the_file_is_renamed_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    done = DoneFile(tmp_path / "done")
+    done = ProcessedIds(tmp_path / "done")
     done.add("s", [b"1-0"])
 
     def crash(descriptor: int) -> None:
@@ -151,6 +151,6 @@ def test_a_crash_before_the_file_is_renamed_leaves_the_old_one(tmp_path: Path, m
     monkeypatch.setattr(os, "fsync", crash)
     with pytest.raises(OSError, match="no power"):
         done.add("s", [b"2-0"])
-    again = DoneFile(tmp_path / "done")
+    again = ProcessedIds(tmp_path / "done")
     assert ("s", b"1-0") in again
     assert ("s", b"2-0") not in again

@@ -11,17 +11,17 @@ import pytest
 
 from millstream import App, Message, Retry
 from millstream.clock import SYSTEM_CLOCK
-from millstream.delivery.keyed_stream import Lease
+from millstream.delivery.keyed_stream import KeyLease
 from millstream.delivery.reliable_stream import Delivery, ReliableStream
 from millstream.handlers.attempt import NOTHING, Outcome
 from millstream.redis_client.client import Client
-from millstream.worker import Pipeline, WorkerPolicy
-from millstream.worker.in_flight import Hand
+from millstream.worker import HandlerSteps, WorkerPolicy
+from millstream.worker.in_flight import InFlight
 from millstream.worker.incarnations import Incarnation
-from millstream.worker.loop_metrics import Report
-from millstream.worker.running.batch_runners import AsyncBatchRunner, PlainBatchRunner
-from millstream.worker.running.poison_isolation import Guard, Quiet, deaths_allowed, isolated_after
-from millstream.worker.running.runner import AsyncRunner, Look, PlainRunner, Runner
+from millstream.worker.loop_metrics import LoopMetrics
+from millstream.worker.running.batch_runners import AsyncBatchRunner, ThreadBatchRunner
+from millstream.worker.running.poison_isolation import PoisonIsolation, ProcessIsolation, deaths_allowed, isolated_after
+from millstream.worker.running.runner import AsyncRunner, LoadSample, Runner, ThreadRunner
 from tests.support.waiting import FAIL_SAFE_S, eventually
 
 pytestmark = [pytest.mark.worker]
@@ -34,15 +34,17 @@ def stream() -> Iterator[ReliableStream]:
 
 
 @pytest.fixture
-def hand() -> Hand:
-    return Hand(WorkerPolicy(), 1)
+def hand() -> InFlight:
+    return InFlight(WorkerPolicy(), 1)
 
 
 def delivery(stream: ReliableStream, number: int = 1) -> Delivery:
     return Delivery(stream, b"%d-0" % number, [b"n", b"1"])
 
 
-def test_an_entry_that_came_once_more_is_not_dropped_with_its_former_self(stream: ReliableStream, hand: Hand) -> None:
+def test_an_entry_that_came_once_more_is_not_dropped_with_its_former_self(
+    stream: ReliableStream, hand: InFlight
+) -> None:
     first, again = delivery(stream), delivery(stream)
     hand.take([first], 0)
     hand.take([again], 0)
@@ -50,8 +52,8 @@ def test_an_entry_that_came_once_more_is_not_dropped_with_its_former_self(stream
     assert (again in hand, first in hand, len(hand)) == (True, False, 1)
 
 
-def test_an_entry_of_a_line_is_not_begun_when_its_lease_is_over(stream: ReliableStream, hand: Hand) -> None:
-    lease = Lease(stream=stream, line=b"kA", token=b"1 a w", state=b"", until_ms=100.0)  # type: ignore[arg-type]
+def test_an_entry_of_a_line_is_not_begun_when_its_lease_is_over(stream: ReliableStream, hand: InFlight) -> None:
+    lease = KeyLease(stream=stream, line=b"kA", token=b"1 a w", state=b"", until_ms=100.0)  # type: ignore[arg-type]
     lease.entries = [delivery(stream), delivery(stream, 2)]
     for one in lease.entries:
         one.lease = lease
@@ -62,7 +64,9 @@ def test_an_entry_of_a_line_is_not_begun_when_its_lease_is_over(stream: Reliable
     assert (first.running, second.running, lease.lost) == (True, False, True)
 
 
-def test_what_is_given_up_is_not_begun_and_what_has_begun_is_not_given_up(stream: ReliableStream, hand: Hand) -> None:
+def test_what_is_given_up_is_not_begun_and_what_has_begun_is_not_given_up(
+    stream: ReliableStream, hand: InFlight
+) -> None:
     entries = [delivery(stream, number) for number in range(20_000)]
     hand.take(entries, 0)
     begun: list[Delivery] = []
@@ -86,7 +90,7 @@ def test_what_is_given_up_is_not_begun_and_what_has_begun_is_not_given_up(stream
 
 
 def test_whoever_reads_is_woken_once_there_is_room_worth_a_read(stream: ReliableStream) -> None:
-    hand = Hand(WorkerPolicy(prefetch=4), 2)
+    hand = InFlight(WorkerPolicy(prefetch=4), 2)
     entries = [delivery(stream, number) for number in range(4)]
     hand.take(entries, 0)
     hand.drop(entries[:1])
@@ -111,22 +115,24 @@ def plain_batch(messages: list[Message]) -> None: ...
 
 
 RUNNERS: dict[Callable[..., Any], type[Any]] = {
-    plain: PlainRunner, plain_batch: PlainBatchRunner, coroutine: AsyncRunner, coroutine_batch: AsyncBatchRunner,
+    plain: ThreadRunner, plain_batch: ThreadBatchRunner, coroutine: AsyncRunner, coroutine_batch: AsyncBatchRunner,
 }  # fmt: skip
 ALL = pytest.mark.parametrize("function", RUNNERS, ids=lambda function: function.__name__)
 
 
-def runner_of(function: Callable[..., Any], kind: type[Any], hand: Hand, threads: int = 1, **options: Any) -> Runner:
+def runner_of(
+    function: Callable[..., Any], kind: type[Any], hand: InFlight, threads: int = 1, **options: Any
+) -> Runner:
     app = App("app")
     app.handler("in", name="handle", **options)(function)
     handler = app.handlers["handle"]
-    means = Pipeline(handler), hand, Report(handler.label, time_limit_ms=1_000), SYSTEM_CLOCK
+    means = HandlerSteps(handler), hand, LoopMetrics(handler.label, time_limit_ms=1_000), SYSTEM_CLOCK
     runner: Runner = kind(*means) if handler.is_async else kind(*means, threads)
     return runner
 
 
 @contextmanager
-def running(runner: Runner, hand: Hand) -> Iterator[None]:
+def running(runner: Runner, hand: InFlight) -> Iterator[None]:
     thread = threading.Thread(target=runner.run)
     thread.start()
     try:
@@ -140,7 +146,7 @@ def running(runner: Runner, hand: Hand) -> Iterator[None]:
 
 @ALL
 def test_an_attempt_that_has_ended_is_told_from_one_that_hangs(
-    stream: ReliableStream, hand: Hand, function: Callable[..., Any]
+    stream: ReliableStream, hand: InFlight, function: Callable[..., Any]
 ) -> None:
     one = delivery(stream)
     hand.take([one], 0)
@@ -153,9 +159,9 @@ def test_an_attempt_that_has_ended_is_told_from_one_that_hangs(
 # Threads
 
 
-def nudged_while_it_runs(runner: Runner, hand: Hand, entries: int) -> int:
+def nudged_while_it_runs(runner: Runner, hand: InFlight, entries: int) -> int:
     """Nudge it as a reading loop does until that many have run; return how many threads there were besides the first."""
-    assert isinstance(runner, PlainRunner)
+    assert isinstance(runner, ThreadRunner)
 
     def have_run() -> bool:
         runner.nudge()
@@ -166,23 +172,23 @@ def nudged_while_it_runs(runner: Runner, hand: Hand, entries: int) -> int:
         return len(runner._threads)
 
 
-def test_messages_that_wait_for_runs_that_wait_get_more_threads(stream: ReliableStream, hand: Hand) -> None:
+def test_messages_that_wait_for_runs_that_wait_get_more_threads(stream: ReliableStream, hand: InFlight) -> None:
     def waits(message: Message) -> None:
         time.sleep(0.02)
 
     hand.take([delivery(stream, number) for number in range(100)], 0)
-    assert nudged_while_it_runs(runner_of(waits, PlainRunner, hand, 4), hand, 100) == 3
+    assert nudged_while_it_runs(runner_of(waits, ThreadRunner, hand, 4), hand, 100) == 3
 
 
-def test_so_do_short_lists_that_wait(stream: ReliableStream, hand: Hand) -> None:
+def test_so_do_short_lists_that_wait(stream: ReliableStream, hand: InFlight) -> None:
     def waits(messages: list[Message]) -> None:
         time.sleep(0.003)  # one ends between any two looks
 
     hand.take([delivery(stream, number) for number in range(400)], 0)
-    assert nudged_while_it_runs(runner_of(waits, PlainBatchRunner, hand, 4, batch_size=1), hand, 400) == 3
+    assert nudged_while_it_runs(runner_of(waits, ThreadBatchRunner, hand, 4, batch_size=1), hand, 400) == 3
 
 
-BEFORE = Look(starved=0, finished=0, took_ms=0.0, at_ms=0.0, cpu_ms=0.0, since_ms=0.0)
+BEFORE = LoadSample(starved=0, finished=0, took_ms=0.0, at_ms=0.0, cpu_ms=0.0, since_ms=0.0)
 
 
 @pytest.mark.parametrize(
@@ -198,15 +204,15 @@ BEFORE = Look(starved=0, finished=0, took_ms=0.0, at_ms=0.0, cpu_ms=0.0, since_m
 def test_another_thread_is_made_where_it_is_of_use(
     ended: int, took_ms: float, cpu_ms: float, since_ms: float, asks: bool
 ) -> None:
-    now = Look(starved=0, finished=ended, took_ms=took_ms, at_ms=10.0, cpu_ms=cpu_ms, since_ms=since_ms)
+    now = LoadSample(starved=0, finished=ended, took_ms=took_ms, at_ms=10.0, cpu_ms=cpu_ms, since_ms=since_ms)
     assert now.asks_for_more(BEFORE) == asks
 
 
 def test_a_runner_that_had_nothing_to_do_gets_no_more_threads_for_the_next_message(
-    stream: ReliableStream, hand: Hand
+    stream: ReliableStream, hand: InFlight
 ) -> None:
-    runner = runner_of(plain, PlainRunner, hand, 4)
-    assert isinstance(runner, PlainRunner)
+    runner = runner_of(plain, ThreadRunner, hand, 4)
+    assert isinstance(runner, ThreadRunner)
     hand.nudge = runner.nudge
     with running(runner, hand):
         for number in range(20):
@@ -220,7 +226,7 @@ def test_a_runner_that_had_nothing_to_do_gets_no_more_threads_for_the_next_messa
 
 @ALL
 def test_an_entry_that_was_lost_meanwhile_is_not_run_alone(
-    stream: ReliableStream, hand: Hand, function: Callable[..., Any]
+    stream: ReliableStream, hand: InFlight, function: Callable[..., Any]
 ) -> None:
     runner = runner_of(function, RUNNERS[function], hand)
     with running(runner, hand):
@@ -228,7 +234,7 @@ def test_an_entry_that_was_lost_meanwhile_is_not_run_alone(
 
 
 def test_an_entry_that_is_run_alone_waits_for_the_event_loop_and_ends_with_it(
-    stream: ReliableStream, hand: Hand
+    stream: ReliableStream, hand: InFlight
 ) -> None:
     started = threading.Event()
 
@@ -255,7 +261,7 @@ def nothing(_: Message) -> None:
 class Alone:
     """A runner that says whether anything else ran when it was asked to run one message alone."""
 
-    def __init__(self, others: Sequence[Hand]) -> None:
+    def __init__(self, others: Sequence[InFlight]) -> None:
         self._others = others
         self.saw: list[bool] = []
 
@@ -285,18 +291,18 @@ def test_a_message_is_never_given_up_for_the_death_of_one_process_alone(
     assert (isolated_after(retry), deaths_allowed(retry)) == (losses, deaths)
 
 
-def test_a_suspect_waits_for_the_other_handlers_of_its_process_and_they_for_it(hand: Hand) -> None:
+def test_a_suspect_waits_for_the_other_handlers_of_its_process_and_they_for_it(hand: InFlight) -> None:
     with Client("redis://127.0.0.1:1") as nowhere:
         here = Unmarked(nowhere, "in", app="app", handler="handle", consumer="w")
         there = Unmarked(nowhere, "in", app="app", handler="other", consumer="w")
-        quiet, other, stopping = Quiet(), Hand(WorkerPolicy(), 1), threading.Event()
+        quiet, other, stopping = ProcessIsolation(), InFlight(WorkerPolicy(), 1), threading.Event()
         runner = Alone([other])
         app = App("app")
         app.handler("in", name="handle")(nothing)
         handler = app.handlers["handle"]
 
-        def guard_of(hand: Hand) -> Guard:
-            return Guard(
+        def guard_of(hand: InFlight) -> PoisonIsolation:
+            return PoisonIsolation(
                 handler, hand, runner, stopping, quiet,  # type: ignore[arg-type]
                 incarnation=Incarnation(nowhere, SYSTEM_CLOCK, app="app", consumer="w"), clock=SYSTEM_CLOCK,
             )  # fmt: skip

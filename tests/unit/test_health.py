@@ -11,7 +11,7 @@ from millstream.errors import ConfigError, ServerError
 from millstream.observability import metrics
 from millstream.observability.health import Health, HealthServer
 from millstream.observability.metrics import Recorder
-from millstream.worker.loop_metrics import Report
+from millstream.worker.loop_metrics import LoopMetrics
 from tests.support.clocks import HandClock
 from tests.support.waiting import FAIL_SAFE_S, eventually
 
@@ -204,7 +204,7 @@ def test_a_limit_that_makes_no_sense_is_refused() -> None:
 def test_a_read_that_failed_is_not_held_against_a_worker_that_has_nothing_to_read_any_more(
     health: Health, clock: HandClock
 ) -> None:
-    report = Report("a.b", time_limit_ms=1_000, health=health)
+    report = LoopMetrics("a.b", time_limit_ms=1_000, health=health)
     report.polling()
     report.redis_failed(OSError())
     clock.now_ms += 31_000

@@ -17,7 +17,7 @@ from millstream.handlers.dead_letter import Reason
 from millstream.observability import metrics
 from millstream.observability.metrics import CATALOGUE, NOBODY, Metric, Metrics, Recorder
 from millstream.worker import loop_metrics as report_module
-from millstream.worker.loop_metrics import Report
+from millstream.worker.loop_metrics import LoopMetrics
 from tests.support.calls import calls_of
 
 pytestmark = [pytest.mark.worker]
@@ -91,7 +91,7 @@ def test_every_metric_is_reported_by_somebody() -> None:
 
 def test_the_lag_is_unknown_where_that_of_any_stream_is() -> None:
     recorder = Recorder()
-    report = Report("a.b", time_limit_ms=1_000, metrics=recorder)
+    report = LoopMetrics("a.b", time_limit_ms=1_000, metrics=recorder)
     report.waiting([StreamBacklog(2, None, 1), StreamBacklog(3, None, 4)])
     assert recorder.value(metrics.LAG, handler="a.b") == 5
     assert recorder.value(metrics.DEAD_LETTERS, handler="a.b") == 5
@@ -103,7 +103,7 @@ def test_the_lag_is_unknown_where_that_of_any_stream_is() -> None:
 def test_a_loop_that_has_done_nothing_yet_shows_each_of_its_counters_at_nought() -> None:
     """A counter that appears with its first event was never lower, so `increase` never sees that event."""
     recorder = Recorder()
-    Report("a.b", time_limit_ms=1_000, metrics=recorder)
+    LoopMetrics("a.b", time_limit_ms=1_000, metrics=recorder)
     figures = exported(recorder)
     handler = ("handler", "a.b")
     for reason in get_args(Reason):

@@ -7,8 +7,8 @@ from contextlib import contextmanager
 
 import pytest
 
-from millstream.handlers.attempt import Again, Outcome
-from millstream.worker.completion_queue import Outbox, Ran
+from millstream.handlers.attempt import Outcome, RetryLater
+from millstream.worker.completion_queue import CompletionQueue, Ran
 from tests.support.waiting import FAIL_SAFE_S
 
 pytestmark = [pytest.mark.worker]
@@ -17,16 +17,16 @@ FOR_EVER_S = 3_600.0
 
 
 def ran(number: int, producer: int = 0) -> Ran:
-    outcome: Outcome = Again(number, str(producer))
+    outcome: Outcome = RetryLater(number, str(producer))
     return (), outcome
 
 
 def numbers(found: list[Ran]) -> list[float]:
-    return [outcome.delay_ms for _, outcome in found if isinstance(outcome, Again)]
+    return [outcome.delay_ms for _, outcome in found if isinstance(outcome, RetryLater)]
 
 
 @contextmanager
-def collecting(outbox: Outbox) -> Iterator[list[list[float]]]:
+def collecting(outbox: CompletionQueue) -> Iterator[list[list[float]]]:
     """Collect once meanwhile; at the end it must have come to that."""
     found: list[list[float]] = []
     thread = threading.Thread(target=lambda: found.append(numbers(outbox.collect(None)[0])), daemon=True)
@@ -37,7 +37,7 @@ def collecting(outbox: Outbox) -> Iterator[list[list[float]]]:
 
 
 def test_what_is_not_urgent_waits_for_what_is() -> None:
-    outbox = Outbox(10, linger_s=FOR_EVER_S)
+    outbox = CompletionQueue(10, linger_s=FOR_EVER_S)
     outbox.put(ran(1))
     assert numbers(outbox.collect(None)[0]) == [1]
     with collecting(outbox) as found:
@@ -50,7 +50,7 @@ def test_what_is_not_urgent_waits_for_what_is() -> None:
 
 
 def test_what_is_not_urgent_waits_no_longer_than_the_linger() -> None:
-    outbox = Outbox(10, linger_s=0.01)
+    outbox = CompletionQueue(10, linger_s=0.01)
     outbox.put(ran(1))
     outbox.collect(None)
     outbox.put(ran(2), urgent=False)
@@ -60,7 +60,7 @@ def test_what_is_not_urgent_waits_no_longer_than_the_linger() -> None:
 
 
 def test_what_comes_after_a_while_of_nothing_is_collected_at_once() -> None:
-    outbox = Outbox(10, linger_s=0.001)
+    outbox = CompletionQueue(10, linger_s=0.001)
     with collecting(outbox) as found:
         time.sleep(0.1)
         outbox.put(ran(1), urgent=False)
@@ -68,7 +68,7 @@ def test_what_comes_after_a_while_of_nothing_is_collected_at_once() -> None:
 
 
 def test_as_many_as_may_be_settled_together_are_collected_at_once() -> None:
-    outbox = Outbox(3, linger_s=FOR_EVER_S)
+    outbox = CompletionQueue(3, linger_s=FOR_EVER_S)
     with collecting(outbox) as found:
         time.sleep(0.05)
         for number in range(3):
@@ -82,11 +82,11 @@ def test_as_many_as_may_be_settled_together_are_collected_at_once() -> None:
 
 
 def test_a_time_limit_ends_the_waiting_with_nothing() -> None:
-    assert Outbox(3, linger_s=FOR_EVER_S).collect(0.01) == ([], False)
+    assert CompletionQueue(3, linger_s=FOR_EVER_S).collect(0.01) == ([], False)
 
 
 def test_the_end_is_told_with_the_last_that_was_put_in() -> None:
-    outbox = Outbox(2, linger_s=FOR_EVER_S)
+    outbox = CompletionQueue(2, linger_s=FOR_EVER_S)
     for number in range(3):
         outbox.put(ran(number), urgent=False)
     outbox.end()
@@ -96,7 +96,7 @@ def test_the_end_is_told_with_the_last_that_was_put_in() -> None:
 
 def test_nothing_is_lost_nor_out_of_order_between_threads() -> None:
     each, producers = 20_000, 3
-    outbox = Outbox(100, linger_s=0.0005)
+    outbox = CompletionQueue(100, linger_s=0.0005)
 
     def produce(producer: int) -> None:
         for number in range(each):
@@ -117,7 +117,7 @@ def test_nothing_is_lost_nor_out_of_order_between_threads() -> None:
         assert not ended
         assert len(found) <= 100
         for _, outcome in found:
-            assert isinstance(outcome, Again)
+            assert isinstance(outcome, RetryLater)
             seen[outcome.error].append(outcome.delay_ms)
     for thread in threads:
         thread.join()

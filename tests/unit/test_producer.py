@@ -7,7 +7,7 @@ import pytest
 from millstream.cli.options import parse_duration_ms
 from millstream.errors import ConfigError, NotReplicated, OutputError, RedisError, StreamFull, Unavailable
 from millstream.producer.producer import Producer
-from millstream.producer.session import MAX_FIELDS, Batch, Terms
+from millstream.producer.session import MAX_FIELDS, Batch, PublishOptions
 from millstream.redis_client.key_names import StreamKeys, hash_tag
 
 pytestmark = [pytest.mark.cli]
@@ -33,7 +33,7 @@ def test_different_ids_have_different_keys_and_do_not_show_in_them() -> None:
 @pytest.mark.parametrize("values", [{"delay_ms": -1}, {"delay_ms": 1e15}, {"delay_ms": float("nan")}, {"replicas": -1}])
 def test_terms_that_make_no_sense_are_refused(values: dict[str, float]) -> None:
     with pytest.raises(ConfigError):
-        Terms(**values)  # type: ignore[arg-type]
+        PublishOptions(**values)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("values", [{"max_length": 0}, {"dedupe_window_ms": 0}])

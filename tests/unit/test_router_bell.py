@@ -11,10 +11,10 @@ from millstream.clock import SYSTEM_CLOCK
 from millstream.errors import MillstreamError
 from millstream.model import Message
 from millstream.router.budget import Budget, batch_of
-from millstream.router.reactor import ThreadPump
-from millstream.router.subscriber_buffer import Inbox, Waker
+from millstream.router.reactor import ThreadReactor
+from millstream.router.subscriber_buffer import SubscriberBuffer, WakeTarget
 from millstream.router.subscription import Subscription
-from millstream.router.waker import Bell
+from millstream.router.waker import Waker
 from tests.support.waiting import FAIL_SAFE_S
 
 pytestmark = [pytest.mark.router]
@@ -23,10 +23,10 @@ BUDGET = Budget(1 << 30)
 
 
 class Desk:
-    def drained(self, inbox: Inbox) -> None:
+    def drained(self, inbox: SubscriberBuffer) -> None:
         pass
 
-    def left(self, inbox: Inbox) -> None:
+    def left(self, inbox: SubscriberBuffer) -> None:
         pass
 
 
@@ -34,7 +34,7 @@ class Bench:
     """A subscription, and what its task has taken out."""
 
     def __init__(self) -> None:
-        self.inbox = Inbox("s", BUDGET, limit=1000, limit_bytes=1 << 20, when_full="wait")
+        self.inbox = SubscriberBuffer("s", BUDGET, limit=1000, limit_bytes=1 << 20, when_full="wait")
         self.subscription = Subscription(self.inbox, Desk())
         self.taken: list[str] = []
 
@@ -43,11 +43,11 @@ class Bench:
             assert isinstance(item, Message)
             self.taken.append(item.id)
 
-    def waker(self) -> Bell:
-        assert isinstance(self.inbox.waker, Bell)
+    def waker(self) -> Waker:
+        assert isinstance(self.inbox.waker, Waker)
         return self.inbox.waker
 
-    def put(self, *numbers: int) -> Bell:
+    def put(self, *numbers: int) -> Waker:
         """As the router does it; the bell is for the caller to ring."""
         waker = self.waker()
         self.inbox.put(batch_of([[b"%d-0" % number, []] for number in numbers], BUDGET))
@@ -138,12 +138,12 @@ def test_one_iterator_is_for_one_task() -> None:
     in_loop(body)
 
 
-class Overtaken(Inbox):
+class Overtaken(SubscriberBuffer):
     """The router's thread delivers as soon as it can know of a waker, before the task goes on."""
 
-    pump: ThreadPump
+    pump: ThreadReactor
 
-    def may_sleep(self, waker: Waker) -> bool:
+    def may_sleep(self, waker: WakeTarget) -> bool:
         free = super().may_sleep(waker)
         if free and not self.given:
             delivered = threading.Event()
@@ -156,7 +156,7 @@ class Overtaken(Inbox):
 
 def test_a_message_between_the_announcement_of_the_first_wait_and_the_wait_is_heard_of() -> None:
     inbox = Overtaken("s", BUDGET, limit=1000, limit_bytes=1 << 20, when_full="wait")
-    inbox.pump = pump = ThreadPump(SYSTEM_CLOCK, print)
+    inbox.pump = pump = ThreadReactor(SYSTEM_CLOCK, print)
     pump.start()
 
     async def body() -> Any:
@@ -169,9 +169,9 @@ def test_a_message_between_the_announcement_of_the_first_wait_and_the_wait_is_he
 
 
 def test_bells_in_no_loop_are_not_passed_over_in_silence(caplog: pytest.LogCaptureFixture) -> None:
-    inbox = Inbox("s", BUDGET, limit=1000, limit_bytes=1 << 20, when_full="wait")
-    inbox.waker = Bell()
-    pump = ThreadPump(SYSTEM_CLOCK, print)
+    inbox = SubscriberBuffer("s", BUDGET, limit=1000, limit_bytes=1 << 20, when_full="wait")
+    inbox.waker = Waker()
+    pump = ThreadReactor(SYSTEM_CLOCK, print)
     pump.wake(inbox)
     pump._end_round()
     assert "in no event loop" in caplog.text

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from millstream.model import Message
 from millstream.router.budget import LEAST_BYTES, Batch, Budget, batch_of
 from millstream.router.stream_events import Dropped, WhenFull
-from millstream.router.subscriber_buffer import Inbox
+from millstream.router.subscriber_buffer import SubscriberBuffer
 
 pytestmark = [pytest.mark.router]
 
@@ -21,11 +21,11 @@ def batch(budget: Budget, *sizes: int, first: int = 1) -> Batch:
     return batch_of([[b"%d-0" % number, [b"n", b"x" * size]] for number, size in enumerate(sizes, first)], budget)
 
 
-def inbox(budget: Budget, limit_bytes: int, *, when_full: WhenFull = "wait", limit: int = 1_000) -> Inbox:
-    return Inbox("s", budget, limit=limit, limit_bytes=limit_bytes, when_full=when_full)
+def inbox(budget: Budget, limit_bytes: int, *, when_full: WhenFull = "wait", limit: int = 1_000) -> SubscriberBuffer:
+    return SubscriberBuffer("s", budget, limit=limit, limit_bytes=limit_bytes, when_full=when_full)
 
 
-def some(found: Inbox, most: int) -> list[str | int]:
+def some(found: SubscriberBuffer, most: int) -> list[str | int]:
     """The ids of the next messages, and how many were dropped before each."""
     items = (item for _ in range(most) if (item := found.take()) is not None)
     return [
@@ -33,7 +33,7 @@ def some(found: Inbox, most: int) -> list[str | int]:
     ]
 
 
-def everything(found: Inbox) -> list[str | int]:
+def everything(found: SubscriberBuffer) -> list[str | int]:
     return some(found, 1_000)
 
 

@@ -6,7 +6,16 @@ from hypothesis import strategies as st
 
 from millstream.errors import AccessDenied, CommandFailed
 from millstream.redis_client.resp import slot_of
-from millstream.router.gap_detection import MISSING, ZERO, Facts, Reading, before, facts_of, judge, number
+from millstream.router.gap_detection import (
+    MISSING,
+    ZERO,
+    ReadResult,
+    StreamCounters,
+    before,
+    counters_of,
+    detect_gap,
+    number,
+)
 from millstream.router.policy import PoolPolicy
 
 pytestmark = [pytest.mark.router]
@@ -16,21 +25,23 @@ def entry(n: int) -> list[object]:
     return [b"%d-0" % n, [b"n", b"1"]]
 
 
-def facts(first: int, last: int, *, added: int) -> Facts:
+def facts(first: int, last: int, *, added: int) -> StreamCounters:
     """A stream whose ids are 1, 2, 3 ..., of which `first` to `last` are there."""
     there = range(first, last + 1)
     ends = (b"%d-0" % first, b"%d-0" % last) if there else (None, None)
-    return Facts(top=b"%d-0" % added, first=ends[0], last=ends[1], length=len(there), added=added, deleted=ZERO)
+    return StreamCounters(
+        top=b"%d-0" % added, first=ends[0], last=ends[1], length=len(there), added=added, deleted=ZERO
+    )
 
 
-def holed(first: int, last: int, *, added: int, deleted: int) -> Facts:
+def holed(first: int, last: int, *, added: int, deleted: int) -> StreamCounters:
     """The same, with a single entry deleted."""
     whole = facts(first, last, added=added)
     return whole._replace(top=b"%d-0" % last, length=whole.length - 1, deleted=b"%d-0" % deleted)
 
 
-def reading(position: int, ordinal: int | None, got: range, *, present: bool = False) -> Reading:
-    return Reading(b"%d-0" % position, ordinal, ordinal is not None, present, [entry(n) for n in got], False)
+def reading(position: int, ordinal: int | None, got: range, *, present: bool = False) -> ReadResult:
+    return ReadResult(b"%d-0" % position, ordinal, ordinal is not None, present, [entry(n) for n in got], False)
 
 
 @given(st.integers(1, 50), st.integers(0, 50), st.integers(0, 60))
@@ -39,7 +50,7 @@ def test_the_number_of_entries_trimmed_unread_is_exact(position: int, more: int,
     trimmed = min(trimmed, added)
     got = range(max(position, trimmed) + 1, added + 1)
     there = facts(trimmed + 1, added, added=added)
-    verdict = judge(reading(position, position, got, present=trimmed < position), there)
+    verdict = detect_gap(reading(position, position, got, present=trimmed < position), there)
     missed = max(0, trimmed - position)
     assert (verdict.what, verdict.missed) == (("trimmed", missed) if missed else ("sound", None))
     assert verdict.ordinal == added
@@ -53,23 +64,27 @@ def test_the_number_of_entries_trimmed_unread_is_exact(position: int, more: int,
         (reading(5, 5, range(6, 8)), MISSING, "again"),
         (reading(9, 9, range(0)), facts(1, 3, added=3), "another"),
         (reading(5, 5, range(6, 8)), facts(7, 8, added=8), "again"),  # trimmed between the two answers
-        (reading(5, 5, range(6, 8)), Facts(b"7-0", b"6-0", b"7-0", 2, 2, ZERO), "recreated"),
+        (reading(5, 5, range(6, 8)), StreamCounters(b"7-0", b"6-0", b"7-0", 2, 2, ZERO), "recreated"),
         (reading(5, None, range(6, 8)), facts(6, 7, added=7), "trimmed"),
-        (reading(5, None, range(6, 8)), Facts(b"7-0", b"6-0", b"7-0", 2, 2, ZERO), "sound"),
+        (reading(5, None, range(6, 8)), StreamCounters(b"7-0", b"6-0", b"7-0", 2, 2, ZERO), "sound"),
         (reading(5, 5, range(6, 8)), holed(3, 7, added=7, deleted=5), "sound"),
         (reading(5, 5, range(6, 8)), holed(3, 9, added=9, deleted=8), "sound"),  # and an unread one too
         (reading(5, 5, range(6, 8)), holed(3, 7, added=6, deleted=5), "another"),
         (reading(5, 5, range(6, 8)), holed(3, 7, added=9, deleted=5), "another"),
-        (reading(5, None, range(6, 8)), Facts(b"7-0", b"3-0", b"7-0", 5, 5, ZERO), "sound"),  # an id that was no entry
-        (reading(5, 5, range(6, 8)), Facts(b"7-0", b"3-0", b"7-0", 7, 7, ZERO), "another"),
+        (
+            reading(5, None, range(6, 8)),
+            StreamCounters(b"7-0", b"3-0", b"7-0", 5, 5, ZERO),
+            "sound",
+        ),  # an id that was no entry
+        (reading(5, 5, range(6, 8)), StreamCounters(b"7-0", b"3-0", b"7-0", 7, 7, ZERO), "another"),
         (reading(5, 5, range(6, 8)), facts(3, 7, added=7), "sound"),  # as Redis 8.2 trims: out of turn
         (reading(5, 5, range(0)), facts(3, 7, added=7), "again"),
     ],
 )
-def test_the_cases_are_told_apart(read: Reading, there: Facts, what: str) -> None:
+def test_the_cases_are_told_apart(read: ReadResult, there: StreamCounters, what: str) -> None:
     if read.position == b"0-0":
-        read = Reading(ZERO, None, False, True, [], False)
-    assert judge(read, there).what == what
+        read = ReadResult(ZERO, None, False, True, [], False)
+    assert detect_gap(read, there).what == what
 
 
 @given(st.integers(0, 3), st.integers(0, 3))
@@ -84,10 +99,10 @@ def test_counters_are_understood_in_both_protocols() -> None:
         b"length": 1, b"last-generated-id": b"2-0", b"max-deleted-entry-id": b"1-0", b"entries-added": 2,
         b"first-entry": entry(2), b"last-entry": entry(2),
     }  # fmt: skip
-    expected = Facts(top=b"2-0", first=b"2-0", last=b"2-0", length=1, added=2, deleted=b"1-0")
-    assert facts_of(named) == facts_of([part for pair in named.items() for part in pair]) == expected
-    assert facts_of(CommandFailed("a read: ERR no such key")) is MISSING
-    assert facts_of(AccessDenied("no")) is None
+    expected = StreamCounters(top=b"2-0", first=b"2-0", last=b"2-0", length=1, added=2, deleted=b"1-0")
+    assert counters_of(named) == counters_of([part for pair in named.items() for part in pair]) == expected
+    assert counters_of(CommandFailed("a read: ERR no such key")) is MISSING
+    assert counters_of(AccessDenied("no")) is None
 
 
 def test_slots_are_those_of_the_cluster() -> None:

@@ -8,11 +8,11 @@ import pytest
 from millstream.errors import CommandFailed
 from millstream.observability.metrics import NOBODY
 from millstream.router.budget import Budget
-from millstream.router.cursors import Calls, Shelf
+from millstream.router.cursors import CursorCallbacks, CursorTable
 from millstream.router.oversized_streams import LAST
-from millstream.router.read_request import LaneCalls
-from millstream.router.stream_reader import Lane
-from millstream.router.subscriber_buffer import Cursor, Inbox
+from millstream.router.read_request import ReaderCallbacks
+from millstream.router.stream_reader import StreamReader
+from millstream.router.subscriber_buffer import Cursor, SubscriberBuffer
 
 pytestmark = [pytest.mark.router]
 
@@ -47,15 +47,16 @@ class Bench:
         self.link = Told()
         self.timers: list[tuple[float, Callable[[], None]]] = []
         budget = Budget(1 << 30)
-        shelf = Shelf(Calls(want=self._want, wake=lambda inbox: None), NOBODY, budget)
-        calls = LaneCalls(
+        shelf = CursorTable(CursorCallbacks(want=self._want, wake=lambda inbox: None), NOBODY, budget)
+        calls = ReaderCallbacks(
             done=lambda cursor: None, want=self._want, moved=lambda: None,
             ask_at=lambda node, cursors: None, later=lambda delay_ms, action: self.timers.append((delay_ms, action)),
         )  # fmt: skip
         link: Any = self.link
-        self.lane = Lane(link, shelf, calls, streams=10, count=100, reply_bytes=reply_bytes, by_slot=False)
+        self.lane = StreamReader(link, shelf, calls, streams=10, count=100, reply_bytes=reply_bytes, by_slot=False)
         self.inboxes = [
-            Inbox(name.decode(), budget, limit=1000, limit_bytes=1 << 30, when_full="wait") for name in streams
+            SubscriberBuffer(name.decode(), budget, limit=1000, limit_bytes=1 << 30, when_full="wait")
+            for name in streams
         ]
         for name, inbox in zip(streams, self.inboxes, strict=True):
             shelf.add(inbox, name, b"0-0")

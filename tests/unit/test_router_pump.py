@@ -6,14 +6,14 @@ import threading
 import pytest
 
 from millstream.clock import SYSTEM_CLOCK
-from millstream.router.reactor import ThreadPump
+from millstream.router.reactor import ThreadReactor
 from tests.support.waiting import FAIL_SAFE_S, eventually
 
 pytestmark = [pytest.mark.router]
 
 
 def test_a_ring_that_comes_after_its_call_was_run_does_not_keep_the_thread_awake() -> None:
-    pump = ThreadPump(SYSTEM_CLOCK, print)
+    pump = ThreadReactor(SYSTEM_CLOCK, print)
     pump.start()
     try:
         pump._ring()

@@ -7,7 +7,7 @@ import pytest
 
 from millstream.errors import ConfigError, DataLoss
 from millstream.model import EntryId
-from millstream.spark.error_boundary import door, through_door
+from millstream.spark.error_boundary import clean_traceback, clean_tracebacks
 from millstream.spark.source.data_loss import LossPolicy
 from millstream.spark.source.offsets import Position
 from millstream.spark.source.provider import RedisStreamsSource
@@ -62,14 +62,14 @@ def test_errors_leave_through_a_door_without_their_way_and_their_cause_and_other
             raise error from cause
 
     with pytest.raises(DataLoss) as caught:
-        door(fails)(DataLoss("gone"))
+        clean_tracebacks(fails)(DataLoss("gone"))
     assert "inner" not in shown(caught.value)
     assert "in fails" not in shown(caught.value)
     with pytest.raises(DataLoss) as caught:
-        list(through_door(fails(DataLoss("gone")) for _ in range(3)))
+        list(clean_traceback(fails(DataLoss("gone")) for _ in range(3)))
     assert "in fails" not in shown(caught.value)
     with pytest.raises(ValueError, match="a bug") as bug:
-        door(fails)(ValueError("a bug"))
+        clean_tracebacks(fails)(ValueError("a bug"))
     assert "inner" in shown(bug.value)
     assert "in fails" in shown(bug.value)
 

@@ -4,7 +4,7 @@ import pytest
 
 from millstream.errors import ConfigError
 from millstream.model import ZERO_ID, EntryId
-from millstream.spark.source.offset_bounds import Edges, Moment
+from millstream.spark.source.offset_bounds import OffsetBounds, Timestamp
 from millstream.spark.source.options import Columns, Limits, Sharing, SourceOptions, parse
 
 pytestmark = [pytest.mark.spark]
@@ -112,13 +112,13 @@ def test_without_url_or_streams_it_says_how_to_name_them() -> None:
 
 
 def test_starts_are_words_ids_or_json_per_stream() -> None:
-    assert options(startingOffsets="Earliest").starting == Edges(default="earliest")
-    assert options(startingOffsets="5-7").starting == Edges(default=EntryId(5, 7))
+    assert options(startingOffsets="Earliest").starting == OffsetBounds(default="earliest")
+    assert options(startingOffsets="5-7").starting == OffsetBounds(default=EntryId(5, 7))
     json = '{"a": "5-7", "b": "latest", "c": ["9-1", 12]}'
     edges = options(subscribe="a,b,c,d", startingOffsets=json).starting
     assert [edges.of(name, "earliest") for name in "abcd"] == [EntryId(5, 7), "latest", EntryId(9, 1), "earliest"]
     packed = options(layout="packed", frontierApp="a", frontierHandler="h", startingOffsets="frontier")
-    assert packed.starting == Edges(default="frontier")
+    assert packed.starting == OffsetBounds(default="frontier")
     assert packed.columns == Columns(packed=True)
 
 
@@ -126,14 +126,14 @@ def test_starts_are_words_ids_or_json_per_stream() -> None:
     "text", ["1357000000000", "2013-01-01T00:26:40Z", "2013-01-01T00:26:40", "2013-01-01T01:26:40+01:00"]
 )
 def test_a_time_includes_the_entries_of_its_millisecond_at_the_start_and_not_at_the_end(text: str) -> None:
-    moment = Moment(1357000000000)
+    moment = Timestamp(1357000000000)
     found = options(startingTimestamp=text, startingOffsets="latest", endingTimestamp=text)
-    assert (found.starting, found.ending) == (Edges(default=moment), Edges(default=moment))
+    assert (found.starting, found.ending) == (OffsetBounds(default=moment), OffsetBounds(default=moment))
     assert moment.before == EntryId(1356999999999, 2**64 - 1)
 
 
 def test_time_zero_is_the_beginning() -> None:
-    assert Moment(0).before == ZERO_ID
+    assert Timestamp(0).before == ZERO_ID
 
 
 @pytest.mark.parametrize("side", ["starting", "ending"])
@@ -145,10 +145,10 @@ def test_a_time_for_all_goes_before_a_time_for_one_and_that_before_an_offset(sid
     found = options(subscribe="a,b,c,d", **given)
     edges = found.starting if side == "starting" else found.ending
     usual = [edges.of(name, "latest") for name in "abcd"]
-    assert usual == [EntryId(1, 0), Moment(7), Moment(9), "latest"]
+    assert usual == [EntryId(1, 0), Timestamp(7), Timestamp(9), "latest"]
     found = options(subscribe="a,b,c,d", **given, **{f"{side}Timestamp": "5"})
     edges = found.starting if side == "starting" else found.ending
-    assert {edges.of(name, "latest") for name in "abcd"} == {Moment(5)}
+    assert {edges.of(name, "latest") for name in "abcd"} == {Timestamp(5)}
 
 
 def test_a_read_may_end_where_it_begins_and_each_stream_has_ends_of_its_own() -> None:

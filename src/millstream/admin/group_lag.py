@@ -10,7 +10,7 @@ from millstream.clock import Clock
 from millstream.errors import ConfigError, RedisError
 from millstream.redis_client.client import Client, Command
 from millstream.redis_client.key_names import HandlerKeys, TakenKeys, run_name, stage_of, to_wire
-from millstream.redis_client.pipelining import ask, server_time_ms
+from millstream.redis_client.pipelining import send_all, server_time_ms
 
 
 def stages_read(app: str, stream: StreamReport) -> bool:
@@ -66,7 +66,7 @@ def _with(stream: StreamReport, groups: Mapping[Place, GroupReport]) -> StreamRe
 
 
 def _first_pending(client: Client, places: Sequence[Place]) -> dict[Place, str]:
-    replies = ask(client, [("XPENDING", to_wire(stream), to_wire(group)) for stream, group in places])
+    replies = send_all(client, [("XPENDING", to_wire(stream), to_wire(group)) for stream, group in places])
     found = {place: reply for place, reply in zip(places, replies, strict=True) if not isinstance(reply, RedisError)}
     return {place: reply[1].decode() for place, reply in found.items() if reply[1]}
 
@@ -81,7 +81,7 @@ def _queries(client: Client, consumers: Mapping[Place, Iterable[str]]) -> set[Pl
                     records[group, name] = ("HGET", to_wire(TakenKeys(stream, group, name).record), "epoch")
                 except ConfigError:
                     continue  # no query has such a name, nor reads such a stream
-    replies = ask(client, list(records.values()))
+    replies = send_all(client, list(records.values()))
     return {one for one, reply in zip(records, replies, strict=True) if isinstance(reply, bytes)}
 
 

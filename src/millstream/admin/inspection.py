@@ -14,7 +14,7 @@ from millstream.handlers.attempt import load_state
 from millstream.model import EntryId
 from millstream.redis_client.client import Arg, Client, Reply, raise_if_error
 from millstream.redis_client.key_names import PREFIX, HandlerKeys, from_wire, run_name, to_wire
-from millstream.redis_client.pipelining import ask, server_time_ms
+from millstream.redis_client.pipelining import send_all, server_time_ms
 
 _SCAN_PAGE = 1_000
 _COUNTERS = ("committed", "written", "dead", "refused")
@@ -127,10 +127,10 @@ def reset_states(client: Client, keys: HandlerKeys, wanted: Sequence[bytes]) -> 
 
 def _streams(client: Client, names: Sequence[str], hidden: list[AccessDenied]) -> Iterator[StreamReport]:
     now_ms = server_time_ms(client)
-    reports = _known(names, ask(client, [("XINFO", "STREAM", to_wire(name)) for name in names]), hidden)
+    reports = _known(names, send_all(client, [("XINFO", "STREAM", to_wire(name)) for name in names]), hidden)
     known = {name: _mapping(reply) for name, reply in reports.items()}
     grouped = [name for name, values in known.items() if values[b"groups"]]
-    replies = _known(grouped, ask(client, [("XINFO", "GROUPS", to_wire(name)) for name in grouped]), hidden)
+    replies = _known(grouped, send_all(client, [("XINFO", "GROUPS", to_wire(name)) for name in grouped]), hidden)
     groups = {name: tuple(_group(_mapping(group)) for group in reply) for name, reply in replies.items()}
     for name, values in known.items():
         first, last = values[b"first-entry"], values[b"last-entry"]
@@ -238,10 +238,10 @@ class _Meta:
 
 def _metas(client: Client, found: Sequence[HandlerKeys], hidden: list[AccessDenied]) -> dict[HandlerKeys, _Meta]:
     fields = ("engine", "keyed", "frontier", "paused", *_COUNTERS)
-    values = ask(client, [("HMGET", to_wire(keys.meta), *fields) for keys in found])
+    values = send_all(client, [("HMGET", to_wire(keys.meta), *fields) for keys in found])
     seen = [keys for keys, reply in zip(found, values, strict=True) if not _is_hidden(reply, hidden)]
-    letters = ask(client, [("XLEN", to_wire(keys.dead)) for keys in seen])
-    parked = ask(client, [("HLEN", to_wire(keys.parked)) for keys in seen])
+    letters = send_all(client, [("XLEN", to_wire(keys.dead)) for keys in seen])
+    parked = send_all(client, [("HLEN", to_wire(keys.parked)) for keys in seen])
     by_keys = dict(zip(found, values, strict=True))
     return {
         keys: _Meta.read(by_keys[keys], waiting, kept)
@@ -259,7 +259,7 @@ def _workers(
         for group in streams[keys.stream].groups
         if group.name == keys.group and (group.pending or _engine(meta.engine) == "workers")
     }
-    replies = ask(client, [("XPENDING", to_wire(keys.stream), keys.group) for keys in groups])
+    replies = send_all(client, [("XPENDING", to_wire(keys.stream), keys.group) for keys in groups])
     # The group, or the right to look, may be gone since.
     gone = [isinstance(one, GroupMissing) or (isinstance(one, AccessDenied) and one.concerns_key) for one in replies]
     lowest = [None if is_gone else raise_if_error(one)[1] for one, is_gone in zip(replies, gone, strict=True)]

@@ -12,7 +12,7 @@ from millstream.model import EntryId
 from millstream.redis_client.client import Client, Script
 from millstream.redis_client.key_names import to_wire
 
-_COUNT = Script("groups/count_entries")
+_COUNT_ENTRIES = Script("groups/count_entries")
 _COUNT_CHUNK = 1_000
 _PIPELINE = 1_000
 
@@ -54,7 +54,9 @@ def count_lags(client: Client, lags: Sequence[Lag], budget_ms: float, clock: Clo
     while unfinished:
         for start in range(0, len(unfinished), _PIPELINE):
             some = unfinished[start : start + _PIPELINE]
-            replies = client.scripts([(_COUNT, (to_wire(lag.stream),), (at[id(lag)], _COUNT_CHUNK)) for lag in some])
+            replies = client.scripts(
+                [(_COUNT_ENTRIES, (to_wire(lag.stream),), (at[id(lag)], _COUNT_CHUNK)) for lag in some]
+            )
             for lag, (counted, first, last, more) in zip(some, replies, strict=True):
                 lag.count = (lag.count or 0) + counted
                 lag.first_id = lag.first_id or first.decode() or None

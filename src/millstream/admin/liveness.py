@@ -10,7 +10,7 @@ from millstream.delivery.key_queues import WAITING
 from millstream.errors import AccessDenied, ConfigError, RedisError, WrongType
 from millstream.redis_client.client import Client, Command, Reply, raise_if_error
 from millstream.redis_client.key_names import HandlerKeys, ServiceKeys, from_wire, held_name, run_name, to_wire
-from millstream.redis_client.pipelining import ask
+from millstream.redis_client.pipelining import send_all
 
 _HEARD_MS = 60_000.0
 
@@ -30,7 +30,7 @@ def find_workers(
     consumers = _consumers(client, [(keys.stream, keys.group) for keys in found])
     idle = {keys: consumers[keys.stream, keys.group] for keys in found}
     silent = {(keys.app, name) for keys, some in idle.items() for name, ms in some.items() if ms >= heard_ms}
-    gone = silent - _held(client, silent)
+    gone = silent - _holders(client, silent)
     alive: dict[HandlerKeys, frozenset[str]] = {}
     for keys, some in idle.items():
         leased = owners[_label(keys)]
@@ -50,13 +50,13 @@ def find_consumers(client: Client, places: Sequence[Place]) -> Mapping[Place, Ma
 def find_runs(client: Client, pipelines: Iterable[tuple[str, str]]) -> set[tuple[str, str]]:
     """Those of `pipelines`, handlers or stages by app and name, that a run on Spark has said to be alive."""
     asked = {(app, run_name(name)): (app, name) for app, name in pipelines}
-    return {asked[one] for one in _held(client, asked)}
+    return {asked[one] for one in _holders(client, asked)}
 
 
-def _held(client: Client, names: Iterable[tuple[str, str]]) -> set[tuple[str, str]]:
+def _holders(client: Client, names: Iterable[tuple[str, str]]) -> set[tuple[str, str]]:
     """Those whose name, in their app, is held."""
     asked = sorted(names)
-    replies = ask(client, [("EXISTS", held_name(*one)) for one in asked])
+    replies = send_all(client, [("EXISTS", held_name(*one)) for one in asked])
     return {one for one, is_held in zip(asked, replies, strict=True) if is_held == 1}
 
 
@@ -85,7 +85,7 @@ def _owners(client: Client, label: str) -> dict[str, list[str]] | None:
 
 def _consumers(client: Client, places: Sequence[Place]) -> dict[Place, dict[str, int]]:
     """Name and idle milliseconds of each consumer but the one that stands for nobody."""
-    replies = ask(client, [("XINFO", "CONSUMERS", to_wire(stream), to_wire(group)) for stream, group in places])
+    replies = send_all(client, [("XINFO", "CONSUMERS", to_wire(stream), to_wire(group)) for stream, group in places])
     return {place: _idle(reply) for place, reply in zip(places, replies, strict=True)}
 
 

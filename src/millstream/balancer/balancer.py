@@ -13,11 +13,11 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from millstream.balancer.lease_metrics import Measures
-from millstream.balancer.notification_queue import Postbox
+from millstream.balancer.lease_metrics import LeaseMetrics
+from millstream.balancer.notification_queue import NotificationQueue
 from millstream.balancer.notifications import Lease, Notice, StreamAdded, StreamDisowned, StreamExpired, Terminated, Why
 from millstream.balancer.policy import BalancerPolicy
-from millstream.balancer.protocol import WAITING, Bid, Round, Service, announce
+from millstream.balancer.protocol import WAITING, HeartbeatReply, HeartbeatRequest, Service, announce
 from millstream.clock import SYSTEM_CLOCK, Clock
 from millstream.errors import ConfigError, LeaseLost, MillstreamError, NameHeld, Unavailable, text_of
 from millstream.observability.metrics import NOBODY, Metrics
@@ -73,7 +73,7 @@ class Balancer:
         self._client = Client(url, timeout_ms=timeout_ms, clock=clock)
         self._waiting = Client(url, timeout_ms=timeout_ms + self.policy.lease_ms // _HEARTBEATS, clock=clock)
         self._service = Service(self._client, service, consumer=self.consumer, incarnation=secrets.token_hex(8))
-        self._measures = Measures(metrics, service)
+        self._measures = LeaseMetrics(metrics, service)
         self._clock = clock
         self._turn = threading.RLock()  # one conversation with Redis at a time, so that what is known does not go back
         self._held: dict[str, _Held] = {}
@@ -84,7 +84,7 @@ class Balancer:
         self._unheard = False  # because a call failed, and may have been executed
         self._is_full = False  # there was more to take, but the program has too many notifications waiting
         self._told_free: dict[str, float] = {}
-        self._notices: Postbox[Notice] = Postbox()
+        self._notices: NotificationQueue[Notice] = NotificationQueue()
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -243,7 +243,7 @@ class Balancer:
 
     # The thread
 
-    def _join(self) -> Round:
+    def _join(self) -> HeartbeatReply:
         """The first round. The name may still be that of a process that died a moment ago."""
         end_ms = self._clock.monotonic_ms() + 2 * self.policy.lease_ms
         while True:
@@ -257,7 +257,7 @@ class Balancer:
                     raise
                 self._clock.sleep_ms(_FIRST_WAIT_MS)
 
-    def _live(self, found: Round) -> None:
+    def _live(self, found: HeartbeatReply) -> None:
         """Round after round until it is closed."""
         error: Exception | None = None
         try:
@@ -282,7 +282,7 @@ class Balancer:
         if self._notices.end(Terminated(error=error)):
             self._measures.told(Terminated.__name__)
 
-    def _outlasting(self) -> Round:
+    def _outlasting(self) -> HeartbeatReply:
         """A round, however long Redis is away meanwhile."""
         wait_ms, since_ms = _FIRST_WAIT_MS, self._clock.monotonic_ms()
         while not self._stopping.is_set():
@@ -304,7 +304,7 @@ class Balancer:
                 return found
         raise _Closed
 
-    def _round(self) -> Round:
+    def _round(self) -> HeartbeatReply:
         """Ask Redis, and draw the conclusions. Raises RedisError, NameHeld."""
         with self._turn:
             if self._stopping.is_set():
@@ -322,9 +322,9 @@ class Balancer:
             self._conclude(found, [*stuck, *overran], now_ms)
             return found
 
-    def _bid(self, stuck: Sequence[_Held], overran: Sequence[_Held]) -> Bid:
+    def _bid(self, stuck: Sequence[_Held], overran: Sequence[_Held]) -> HeartbeatRequest:
         policy = self.policy
-        return Bid(
+        return HeartbeatRequest(
             lease_ms=policy.lease_ms,
             weight=policy.weight_now(),
             limit=policy.most_streams,
@@ -339,7 +339,7 @@ class Balancer:
             overran=[one.lease for one in overran],
         )
 
-    def _conclude(self, found: Round, expired: Sequence[_Held], asked_ms: float) -> None:
+    def _conclude(self, found: HeartbeatReply, expired: Sequence[_Held], asked_ms: float) -> None:
         self._find_unknown(found)
         for held in [one for one in expired if self._held.get(one.lease.stream) is one]:
             self._disown(held, "stuck")
@@ -365,7 +365,7 @@ class Balancer:
             self._give_back(found.excess)
         self._tell_free(found.free, asked_ms)
 
-    def _find_unknown(self, found: Round) -> None:
+    def _find_unknown(self, found: HeartbeatReply) -> None:
         """See whether Redis knew this consumer: it may have been thought dead, or Redis has lost its memory."""
         if self._born not in (None, found.born) and (found.is_new or self._wants_all):
             logger.warning("%s has lost its memory: its streams are announced again", self._service.keys.label)
@@ -452,7 +452,7 @@ class Balancer:
         self._measures.told(type(notice).__name__)
         self._notices.put(notice)
 
-    def _wait(self, found: Round) -> None:
+    def _wait(self, found: HeartbeatReply) -> None:
         """Until something may be different, but not beyond the next sign of life."""
         now_ms = self._clock.monotonic_ms()
         wait_ms = self._until_ms - self.policy.lease_ms * (_HEARTBEATS - 1) / _HEARTBEATS - now_ms

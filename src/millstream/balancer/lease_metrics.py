@@ -6,17 +6,17 @@ from millstream.observability import metrics as m
 from millstream.observability.metrics import Metrics
 
 if TYPE_CHECKING:
-    from millstream.balancer.protocol import Round
+    from millstream.balancer.protocol import HeartbeatReply
 
 
-class Measures:
+class LeaseMetrics:
     """Reports what happens to one consumer of `service`."""
 
     def __init__(self, metrics: Metrics, service: str) -> None:
         self._metrics = metrics
         self._service = service
 
-    def round(self, found: "Round", took_ms: float) -> None:
+    def round(self, found: "HeartbeatReply", took_ms: float) -> None:
         """One round, and what it has found."""
         metrics, service = self._metrics, self._service
         metrics.observe(m.LEASE_ROUND_SECONDS, took_ms / 1000, service=service)

@@ -9,7 +9,7 @@ from typing import Generic, TypeVar
 T = TypeVar("T")
 
 
-class Postbox(Generic[T]):
+class NotificationQueue(Generic[T]):
     """Holds what was put until it is taken, in order. Its filler looks at `len` and slows down: nothing is dropped.
 
     After `end`, what is left may be taken, and then nobody waits any more.

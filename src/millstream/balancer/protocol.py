@@ -14,10 +14,10 @@ from millstream.errors import AccessDenied, AlreadyOwned, ConfigError, LeaseLost
 from millstream.redis_client.client import Arg, Client, Command, Reply, Script, raise_if_error
 from millstream.redis_client.key_names import ServiceKeys, check_stream, from_wire, to_wire
 
-BALANCE = Script("leases/heartbeat")
-CLAIM = Script("leases/claim_stream")
-HAND_IN = Script("leases/end_leases")
-RETIRE = Script("leases/leave_service")
+HEARTBEAT = Script("leases/heartbeat")
+CLAIM_STREAM = Script("leases/claim_stream")
+END_LEASES = Script("leases/end_leases")
+LEAVE_SERVICE = Script("leases/leave_service")
 
 WAITING = "waiting"
 """The consumer of the group that stands for nobody."""
@@ -31,7 +31,7 @@ _AT_ONCE = 1_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Bid:
+class HeartbeatRequest:
     """What a consumer says of itself in a round. As of BalancerPolicy.
 
     * `take`: most streams that it takes now; `leaving`: how many it is giving back already
@@ -56,7 +56,7 @@ class Bid:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Round:
+class HeartbeatReply:
     """What a round has found.
 
     * `born`: tells the service's memory from one that was lost and begun anew; `is_new`: the consumer was not known
@@ -97,14 +97,14 @@ class Service:
         self.incarnation = incarnation
         self._client = client
 
-    def round(self, bid: Bid) -> Round:
+    def round(self, bid: HeartbeatRequest) -> HeartbeatReply:
         """Stay alive and take part. Raises NameHeld while another process has the consumer's name."""
         fixed: list[Arg] = [self.keys.group, self.consumer, self.incarnation, bid.lease_ms, bid.weight, bid.limit or 0]
         fixed += (bid.take, int(bid.recovers), bid.leaving, int(bid.wants_all), _ROUND_MS, bid.moves)
         fixed += (bid.most_losses or 0, int(bid.replaces))
         for why, leases in (("stuck", bid.stuck), ("overran", bid.overran)):
             fixed += [part for lease in leases for part in (to_wire(lease.stream), lease.token, why)]
-        reply = self._run(BALANCE, fixed)
+        reply = self._run(HEARTBEAT, fixed)
         if reply[0] == b"HELD":
             raise NameHeld(
                 f"a consumer of {self.keys.label} called {self.consumer!r} is running; give this one another name",
@@ -112,7 +112,7 @@ class Service:
             )
         _, born, is_new, next_ms, total, has, share, excess, more, *rest = reply
         announced, event, found_lost, late_ms, given, free, everything = rest
-        return Round(
+        return HeartbeatReply(
             born=born.decode(), is_new=bool(is_new), next_ms=None if next_ms < 0 else float(next_ms), total=total, has=has,
             share=share, excess=excess, more=bool(more), newest=(announced, event), found_lost=found_lost,
             late_ms=None if late_ms < 0 else late_ms, given=[*map(_lease, given)], free=[*map(from_wire, free)], all=[*map(_lease, everything)],
@@ -120,7 +120,7 @@ class Service:
 
     def claim(self, stream: str) -> Lease:
         """Take a stream that nobody has. Raises StreamNotFound, AlreadyOwned, LeaseLost if the consumer itself is lost."""
-        reply = self._run(CLAIM, (self.keys.group, self.consumer, self.incarnation, to_wire(stream)))
+        reply = self._run(CLAIM_STREAM, (self.keys.group, self.consumer, self.incarnation, to_wire(stream)))
         match reply[0]:
             case b"OK":
                 return _lease(reply[1])
@@ -141,14 +141,14 @@ class Service:
         """End leases; return the streams that were not this consumer's any more, of which nothing was changed."""
         if not leases:
             return set()
-        return {*map(from_wire, self._run(HAND_IN, (self.keys.group, self.consumer, how, *_pairs(leases))))}
+        return {*map(from_wire, self._run(END_LEASES, (self.keys.group, self.consumer, how, *_pairs(leases))))}
 
     def retire(self, how: Literal["released", "expired", "lapsed"] = "released") -> int:
         """Leave; return how many streams others may have now.
 
         If the leases have ended before: "expired" counts as a loss of their owner, "lapsed" does not, as Redis was away.
         """
-        return int(self._run(RETIRE, (self.keys.group, self.consumer, self.incarnation, how)))
+        return int(self._run(LEAVE_SERVICE, (self.keys.group, self.consumer, self.incarnation, how)))
 
     def _run(self, script: Script, args: Sequence[Arg]) -> Reply:
         return self._client.script(script, (self.keys.input, self.keys.meta), args)
@@ -161,7 +161,7 @@ def end_leases(client: Client, service: str, how: Literal["done", "released"], s
     """
     keys = ServiceKeys(service)
     args: list[Arg] = [part for stream in streams for part in (to_wire(stream), "")]
-    return {*map(from_wire, client.script(HAND_IN, (keys.input, keys.meta), (keys.group, "", how, *args)))}
+    return {*map(from_wire, client.script(END_LEASES, (keys.input, keys.meta), (keys.group, "", how, *args)))}
 
 
 def note_trouble(client: Client, service: str, lease: Lease, why: str | None) -> None:

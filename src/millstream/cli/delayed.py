@@ -7,7 +7,7 @@ import typer
 
 from millstream.cli.options import DEFAULT_URL, Json, Url, Yes, family
 from millstream.cli.terminal import age, clip, confirm, counted, say, say_json, table, talk
-from millstream.delivery.delayed_messages import Delayed, DelayedMessages
+from millstream.delivery.delayed_messages import DelayedMessage, DelayedMessages
 from millstream.errors import MillstreamError
 from millstream.redis_client.client import Client
 from millstream.redis_client.escaping import json_fields, visible
@@ -67,7 +67,7 @@ def cancel(
         )
 
 
-def _row(one: Delayed, now_ms: int) -> tuple[str, str, str, str]:
+def _row(one: DelayedMessage, now_ms: int) -> tuple[str, str, str, str]:
     wait_ms = one.due_ms - now_ms
     due_at = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(one.due_ms / 1000))
     fields = " ".join(

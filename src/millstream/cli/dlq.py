@@ -12,7 +12,13 @@ import typer
 
 from millstream.cli.options import DEFAULT_URL, DryRun, Json, Url, Yes, family, parse_time_ms
 from millstream.cli.terminal import age, clip, confirm, counted, details, say, say_json, say_lines, table, talk
-from millstream.delivery.dead_letter_queue import REASONS, DeadLetterBox, Filed, LetterFilter, Slip
+from millstream.delivery.dead_letter_queue import (
+    REASONS,
+    DeadLetterEntry,
+    DeadLetterFilter,
+    DeadLetterQueue,
+    DeadLetterRef,
+)
 from millstream.errors import ConfigError, MillstreamError
 from millstream.handlers.dead_letter import DeadLetter
 from millstream.redis_client.client import Client
@@ -87,7 +93,7 @@ def show(
     What is not printable is escaped. --json loses nothing: what is not UTF-8 becomes {"hex": "..."}.
     """
     with _box(url) as box:
-        found = list(box.find(LetterFilter(app=app, handler=handler, stream=stream, ids=(letter_id,))))
+        found = list(box.find(DeadLetterFilter(app=app, handler=handler, stream=stream, ids=(letter_id,))))
     if not found:
         raise MillstreamError(f"there is no dead letter {letter_id} (any more); see: millstream dlq list")
     # Boxes are apart, so two handlers may have given the same id.
@@ -101,7 +107,7 @@ def show(
 # --- What changes something ---
 
 
-def _redrive(box: DeadLetterBox, slips: Sequence[Slip]) -> tuple[int, int]:
+def _redrive(box: DeadLetterQueue, slips: Sequence[DeadLetterRef]) -> tuple[int, int]:
     """Send dead letters back to the tail of their streams, in the order in which they were published.
 
     Only the handler that gave up on a letter processes it again. Killed at any point, this neither loses nor
@@ -117,13 +123,13 @@ def _redrive(box: DeadLetterBox, slips: Sequence[Slip]) -> tuple[int, int]:
     return moved, failed
 
 
-def _purge(box: DeadLetterBox, slips: Sequence[Slip]) -> tuple[int, int]:
+def _purge(box: DeadLetterQueue, slips: Sequence[DeadLetterRef]) -> tuple[int, int]:
     """Delete dead letters for good."""
     return box.purge(slips), 0
 
 
 def _on_selected(
-    act: Callable[[DeadLetterBox, Sequence[Slip]], tuple[int, int]], *, question: str, done: str
+    act: Callable[[DeadLetterQueue, Sequence[DeadLetterRef]], tuple[int, int]], *, question: str, done: str
 ) -> Callable[..., None]:
     """The command that asks `question` and then does `act`, which counts what succeeds and fails, to selected letters."""
 
@@ -165,9 +171,9 @@ dlq.command("purge")(_on_selected(_purge, question="Delete {} for good?", done="
 
 
 @contextmanager
-def _box(url: str) -> Iterator[DeadLetterBox]:
+def _box(url: str) -> Iterator[DeadLetterQueue]:
     with Client(url) as client:
-        yield DeadLetterBox(client)
+        yield DeadLetterQueue(client)
 
 
 def _filter(
@@ -178,8 +184,8 @@ def _filter(
     key: str | None,
     since: str | None,
     ids: Sequence[str] | None = None,
-) -> LetterFilter:
-    return LetterFilter(
+) -> DeadLetterFilter:
+    return DeadLetterFilter(
         app=app,
         handler=handler,
         stream=stream,
@@ -190,8 +196,8 @@ def _filter(
     )
 
 
-def _selected(box: DeadLetterBox, wanted: LetterFilter, limit: int | None, *, every: bool) -> list[Slip]:
-    if wanted == LetterFilter() and not every:
+def _selected(box: DeadLetterQueue, wanted: DeadLetterFilter, limit: int | None, *, every: bool) -> list[DeadLetterRef]:
+    if wanted == DeadLetterFilter() and not every:
         raise ConfigError("say which dead letters: their ids, a filter such as --reason, or --all")
     return box.select(wanted, limit)
 
@@ -199,7 +205,7 @@ def _selected(box: DeadLetterBox, wanted: LetterFilter, limit: int | None, *, ev
 # --- What is shown ---
 
 
-def _list_counts(found: Iterator[Filed], *, as_json: bool) -> None:
+def _list_counts(found: Iterator[DeadLetterEntry], *, as_json: bool) -> None:
     counts = Counter((f"{filed.keys.app}.{filed.keys.handler}", filed.keys.stream, filed.reason) for filed in found)
     ordered = sorted(counts.items())
     if as_json:
@@ -210,7 +216,7 @@ def _list_counts(found: Iterator[Filed], *, as_json: bool) -> None:
     table(("handler", "stream", "reason", ">letters"), rows)
 
 
-def _list_table(found: Sequence[Filed]) -> None:
+def _list_table(found: Sequence[DeadLetterEntry]) -> None:
     if not found:
         talk("there are no such dead letters")
         return
@@ -221,7 +227,7 @@ def _list_table(found: Sequence[Filed]) -> None:
     )
 
 
-def _row(filed: Filed, now_ms: float) -> tuple[str, ...]:
+def _row(filed: DeadLetterEntry, now_ms: float) -> tuple[str, ...]:
     letter = filed.letter
     error = letter.error if letter else filed.problem
     return (
@@ -237,7 +243,7 @@ def _row(filed: Filed, now_ms: float) -> tuple[str, ...]:
     )
 
 
-def _as_json(filed: Filed, *, full: bool = False) -> dict[str, Any]:
+def _as_json(filed: DeadLetterEntry, *, full: bool = False) -> dict[str, Any]:
     keys, letter = filed.keys, filed.letter
     place = {"letter_id": filed.letter_id, "app": keys.app, "handler": keys.handler, "stream": keys.stream}
     if letter is None:
@@ -254,7 +260,7 @@ def _as_json(filed: Filed, *, full: bool = False) -> dict[str, Any]:
     }
 
 
-def _show(filed: Filed) -> None:
+def _show(filed: DeadLetterEntry) -> None:
     letter = filed.letter
     head = [("letter_id", filed.letter_id), ("handler", f"{filed.keys.app}.{filed.keys.handler}")]
     head.append(("stream", visible(filed.keys.stream)))
@@ -279,7 +285,7 @@ def _story(letter: DeadLetter) -> list[tuple[str, str]]:
     ]
 
 
-def _summary(done: str, number: int, slips: Sequence[Slip], *, dry_run: bool, as_json: bool) -> None:
+def _summary(done: str, number: int, slips: Sequence[DeadLetterRef], *, dry_run: bool, as_json: bool) -> None:
     if as_json:
         say_json({"selected": len(slips), done: number, "dry_run": dry_run})
     elif dry_run:

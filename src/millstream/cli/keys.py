@@ -10,11 +10,11 @@ from millstream.admin.inspection import find_handlers, there
 from millstream.cli.options import DEFAULT_URL, Json, Url, Yes
 from millstream.cli.pause import Name, meant
 from millstream.cli.terminal import clip, confirm, counted, say, say_json, table, talk
-from millstream.delivery.key_queues import Line, look_ahead_used, survey
+from millstream.delivery.key_queues import KeyQueue, list_queues, look_ahead_used
 from millstream.delivery.key_queues import park as park_line
 from millstream.delivery.key_queues import skip as skip_first
 from millstream.delivery.key_queues import unpark as unpark_line
-from millstream.delivery.keyed_stream import line_of_key
+from millstream.delivery.keyed_stream import queue_of_key
 from millstream.errors import AccessDenied, ConfigError, WrongType
 from millstream.redis_client.client import Client
 from millstream.redis_client.escaping import json_value, unescape, visible
@@ -41,14 +41,14 @@ def keys(
 ) -> None:  # fmt: skip
     """Show the keys of a handler that are worked on, wait or are parked, why they wait, and how many messages each has."""
     wanted = None if key is None else unescape(key)
-    found: list[tuple[HandlerKeys, Line]] = []
+    found: list[tuple[HandlerKeys, KeyQueue]] = []
     refusals: list[AccessDenied] = []
     used: dict[str, tuple[int, int]] = {}
     seen = False
     with Client(url) as client:
         for place in there(client, meant(find_handlers(client), handler, stream)):
             try:
-                lines = survey(client, place, most=_MOST)
+                lines = list_queues(client, place, most=_MOST)
             except AccessDenied as error:
                 refusals.append(error)
             except WrongType as error:
@@ -80,7 +80,7 @@ def keys(
         talk(f"{len(shown) - count:,} more; --count shows them")
 
 
-def _row(place: HandlerKeys, line: Line) -> dict[str, Any]:
+def _row(place: HandlerKeys, line: KeyQueue) -> dict[str, Any]:
     return {
         "stream": place.stream, "key": json_value(line.key), "state": line.state, "messages": line.length,
         "first": line.first, "worker": line.worker, "since_ms": line.since_ms, "until_ms": line.until_ms,
@@ -89,7 +89,7 @@ def _row(place: HandlerKeys, line: Line) -> dict[str, Any]:
 
 
 def _show(
-    found: Sequence[tuple[HandlerKeys, Line]], counts: Counter[str], shown: Sequence[tuple[HandlerKeys, Line]]
+    found: Sequence[tuple[HandlerKeys, KeyQueue]], counts: Counter[str], shown: Sequence[tuple[HandlerKeys, KeyQueue]]
 ) -> None:
     if not found:
         talk("no key is worked on, waits or is parked")
@@ -104,7 +104,7 @@ def _show(
     table(("key", "stream", "state", ">messages", "first", "why"), rows)
 
 
-def _name(line: Line) -> str:
+def _name(line: KeyQueue) -> str:
     return "(no key)" if line.key is None else clip(visible(line.key), _KEY_CHARS)
 
 
@@ -155,7 +155,7 @@ def _act(
     action: Callable[[Client, HandlerKeys, bytes], object], *, as_json: bool,
 ) -> None:  # fmt: skip
     """Act on the line of `key` on each of the handler's streams on which that has an effect."""
-    line = line_of_key(unescape(key), b"")
+    line = queue_of_key(unescape(key), b"")
     with Client(url) as client:
         places = meant(find_handlers(client), handler, stream)
         results = {place.stream: action(client, place, line) for place in places}

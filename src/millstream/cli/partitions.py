@@ -10,8 +10,8 @@ from millstream.cli.options import DEFAULT_URL, Json, Url, family
 from millstream.cli.terminal import counted, say, say_json, table, talk
 from millstream.errors import GroupMissing
 from millstream.groups import groups_of
-from millstream.partitions.key_migration import Moves, Unsettled
-from millstream.partitions.partition_map import Layout
+from millstream.partitions.key_migration import KeyMigration, UndrainedPartition
+from millstream.partitions.partition_map import PartitionMap
 from millstream.partitions.partitions import Partitions
 from millstream.redis_client.client import Client
 from millstream.redis_client.escaping import visible
@@ -30,7 +30,7 @@ def show(base: Base, url: Url = DEFAULT_URL, as_json: Json = False) -> None:
         layout = Partitions(client, base).found()
         lengths = client.pipeline([("XLEN", stream) for stream in layout.streams])
         moves = {
-            f"{one.app}.{one.handler}": Moves(client, layout, app=one.app, handler=one.handler).unsettled()
+            f"{one.app}.{one.handler}": KeyMigration(client, layout, app=one.app, handler=one.handler).unsettled()
             for one in _handlers(client, layout)
         }
     if as_json:
@@ -79,7 +79,7 @@ def create(base: Base, count: Count, url: Url = DEFAULT_URL, as_json: Json = Fal
         say(f"{base} has {counted(layout.count, 'partition')}")
 
 
-def _handlers(client: Client, layout: Layout) -> list[HandlerKeys]:
+def _handlers(client: Client, layout: PartitionMap) -> list[HandlerKeys]:
     """The handlers that read the first partition, which all do that read any."""
     try:
         found = groups_of(client, layout.stream(0))
@@ -88,11 +88,11 @@ def _handlers(client: Client, layout: Layout) -> list[HandlerKeys]:
     return [keys for one in found if (keys := handler_of(layout.stream(0), one.name)) is not None]
 
 
-def _last_seal(layout: Layout, place: int) -> str | None:
+def _last_seal(layout: PartitionMap, place: int) -> str | None:
     return next((seals[place] for seals in reversed(layout.seals) if place < len(seals)), None)
 
 
-def _words(one: Unsettled) -> str:
+def _words(one: UndrainedPartition) -> str:
     parts = []
     if one.since is not None:
         parts.append(
@@ -103,7 +103,9 @@ def _words(one: Unsettled) -> str:
     return "; ".join(parts)
 
 
-def _as_json(layout: Layout, lengths: list[int] | None, moves: dict[str, list[Unsettled]]) -> dict[str, Any]:
+def _as_json(
+    layout: PartitionMap, lengths: list[int] | None, moves: dict[str, list[UndrainedPartition]]
+) -> dict[str, Any]:
     found: dict[str, Any] = {
         "base": layout.base,
         "generation": layout.generation,

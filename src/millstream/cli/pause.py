@@ -8,7 +8,7 @@ import typer
 from millstream.admin.inspection import find_handlers
 from millstream.cli.options import DEFAULT_URL, Json, Url
 from millstream.cli.terminal import say, say_json
-from millstream.delivery.commit_store import Ledger
+from millstream.delivery.commit_store import CommitStore
 from millstream.errors import ConfigError
 from millstream.redis_client.client import Client
 from millstream.redis_client.escaping import visible
@@ -31,7 +31,9 @@ def resume(handler: Name, stream: Stream = None, url: Url = DEFAULT_URL, as_json
 def _set(name: str, stream: str | None, url: str, *, paused: bool, as_json: bool) -> None:
     with Client(url) as client:
         found = meant(find_handlers(client), name, stream)
-        Ledger(client, app=found[0].app, handler=found[0].handler).pause([one.stream for one in found], paused=paused)
+        CommitStore(client, app=found[0].app, handler=found[0].handler).pause(
+            [one.stream for one in found], paused=paused
+        )
     if as_json:
         streams = [one.stream for one in found]
         say_json({"app": found[0].app, "handler": found[0].handler, "streams": streams, "paused": paused})

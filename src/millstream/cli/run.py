@@ -23,7 +23,7 @@ from millstream.cli.signals import orderly_stop
 from millstream.cli.terminal import counted
 from millstream.clock import SYSTEM_CLOCK, Clock
 from millstream.errors import ConfigError, SessionEnded
-from millstream.observability.dead_letter_alerts import Bell
+from millstream.observability.dead_letter_alerts import DeadLetterAlerts
 from millstream.observability.health import HealthServer
 from millstream.observability.metrics import NOBODY, Metrics, Recorder
 from millstream.redis_client.escaping import one_line
@@ -187,7 +187,7 @@ def run(
     _check_installed()
     from millstream.spark.run.early_checks import check_early
     from millstream.spark.run.query_metrics import QueryMetrics
-    from millstream.spark.run.supervisor import Runner, RunSettings
+    from millstream.spark.run.supervisor import RunSettings, Supervisor
 
     run_settings = RunSettings(
         url=url, checkpoint=checkpoint if "://" in checkpoint else str(Path(checkpoint).resolve()),
@@ -202,7 +202,7 @@ def run(
         _figures(metrics_port) as metrics,
         orderly_stop() as stopping,
         Progress(app.name, as_json=as_json) as progress,
-        Bell(bell_url or None, bell_command or None) as bell,
+        DeadLetterAlerts(bell_url or None, bell_command or None) as bell,
     ):
         on_event = _telling(app, progress, bell, metrics or NOBODY)
         session = partial(_session, stopping, app, code, master=master, conf=settings, verbose=spark_log)
@@ -210,7 +210,7 @@ def run(
         def run_on(spark: Any, how: RunSettings) -> None:
             if metrics:
                 spark.streams.addListener(QueryMetrics(metrics))
-            Runner(app, spark, how, on_event=on_event, on_watch=progress.show, stopping=stopping).run()
+            Supervisor(app, spark, how, on_event=on_event, on_watch=progress.show, stopping=stopping).run()
 
         _in_sessions(session, run_on, run_settings, stopping)
 
@@ -264,7 +264,9 @@ def _figures(port: int) -> Iterator[Recorder | None]:
         yield recorder
 
 
-def _telling(app: App, progress: Progress, bell: Bell, metrics: Metrics) -> Callable[[Mapping[str, Any]], None]:
+def _telling(
+    app: App, progress: Progress, bell: DeadLetterAlerts, metrics: Metrics
+) -> Callable[[Mapping[str, Any]], None]:
     """What takes the events of the runner, and tells all who want to know."""
     from millstream.spark.run.query_metrics import report_batch
 

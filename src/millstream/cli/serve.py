@@ -84,7 +84,7 @@ def serve(
     needs("serve", "starlette", "uvicorn", "websockets")
     from millstream.services.gateway.auth import Access, stream_tokens
     from millstream.services.gateway.connection import Pace
-    from millstream.services.gateway.connections import Room
+    from millstream.services.gateway.connections import ConnectionLimits
     from millstream.services.gateway.server import Serving, run_serving
     from millstream.services.web.origin_check import LOOPBACK
 
@@ -100,7 +100,7 @@ def serve(
             heartbeat_s=heartbeat_s, stall_s=stall_s, buffer=buffer, buffer_bytes=buffer_bytes, budget_bytes=budget_bytes,
             when_full=when_full,
         ),
-        room=Room(connections=connections, per_token=per_token or connections),
+        room=ConnectionLimits(connections=connections, per_token=per_token or connections),
     )  # fmt: skip
 
     def ready(where: str) -> None:

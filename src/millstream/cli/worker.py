@@ -37,7 +37,7 @@ from millstream.worker.process.supervisor import (
     exit_with_parent,
 )
 from millstream.worker.process.worker_process import WorkerProcess, WorkerSettings
-from millstream.worker.static_membership import Names
+from millstream.worker.static_membership import StaticMembership
 
 Target = Annotated[str, typer.Argument(help="The app: module:app or path/to/file.py:app", metavar="APP")]
 Processes = Annotated[int, typer.Option(help="How many processes work, each with all handlers.", min=1)]
@@ -101,7 +101,7 @@ def worker(
     checked = WorkerProcess(app, settings)  # what is wrong with the app is said here, once
     lines = _Lines(as_json=as_json)
     with Client(url, timeout_ms=_PATIENCE_MS) as client:
-        names = Names(client, app.name, name or None)
+        names = StaticMembership(client, app.name, name or None)
         supervisor = Supervisor(
             names,
             partial(_command, health_port),

@@ -15,17 +15,17 @@ from millstream.errors import CommandFailed, ConfigError, StaleOwner
 from millstream.model import EntryId
 from millstream.redis_client.client import Arg, Client, Command, Reply, Script, raise_if_error
 from millstream.redis_client.key_names import HandlerKeys
-from millstream.redis_client.pipelining import answers
+from millstream.redis_client.pipelining import call_all
 
-BEGIN = Script("commit/begin_run")
+BEGIN_RUN = Script("commit/begin_run")
 COMMIT = Script("commit/commit")
 COMMIT_AT_MAXMEMORY = Script("commit/commit", allow_oom=True)
-JOIN = Script("commit/join_workers")
-HOLD = Script("commit/set_idle_time")
+JOIN_WORKERS = Script("commit/join_workers")
+SET_IDLE_TIME = Script("commit/set_idle_time")
 CHECKPOINT = Script("commit/checkpoint")
-ADVANCE = Script("commit/advance_committed")
-FORGET = Script("commit/forget_progress")
-RATE = Script("commit/reserve_rate")
+ADVANCE_COMMITTED = Script("commit/advance_committed")
+FORGET_PROGRESS = Script("commit/forget_progress")
+RESERVE_RATE = Script("commit/reserve_rate")
 
 T = TypeVar("T")
 
@@ -57,7 +57,7 @@ _BURST_S = 0.2
 
 
 @dataclass(slots=True)
-class Unit:
+class Effects:
     """The effects of a run of messages of one key, of an unkeyed message or a batch: committed whole or not at all.
 
     * `mark`, `expected`: the mark's field and the value it was loaded with (b"" = none); of a worker's key, the name of
@@ -151,12 +151,12 @@ def _extended(some: Sequence[T], more: Sequence[T]) -> Sequence[T]:
     return some
 
 
-def burst(rate: float) -> int:
+def reservation_size(rate: float) -> int:
     """How many messages of a handler's `rate` a second are reserved at a time: a fifth of a second's worth, or one."""
     return max(1, int(rate * _BURST_S))
 
 
-def portions(some: Sequence[T], unit_of: Callable[[T], Unit]) -> Iterator[Sequence[T]]:
+def chunk_by_size(some: Sequence[T], unit_of: Callable[[T], Effects]) -> Iterator[Sequence[T]]:
     """Split what is to be committed, in order, so that each call is sent and answered well within a client's timeout.
 
     One that is not looks as if Redis were away, and would be repeated for ever.
@@ -173,16 +173,16 @@ def portions(some: Sequence[T], unit_of: Callable[[T], Unit]) -> Iterator[Sequen
         yield some[begin:]
 
 
-def _parted(units: Iterable[Unit]) -> tuple[list[Unit], list[Unit]]:
+def _parted(units: Iterable[Effects]) -> tuple[list[Effects], list[Effects]]:
     """Those without effects, and the others."""
-    bare: list[Unit] = []
-    full: list[Unit] = []
+    bare: list[Effects] = []
+    full: list[Effects] = []
     for unit in units:
         (bare if unit.is_bare else full).append(unit)
     return bare, full
 
 
-def _order(unit: Unit) -> tuple[int, int]:
+def _order(unit: Effects) -> tuple[int, int]:
     ms, _, seq = unit.last_id.partition("-")
     return int(ms), int(seq)
 
@@ -192,10 +192,10 @@ def _id_or_none(text: bytes) -> EntryId | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class CommittedPosition:
     """How far a stream is committed when work on it begins, and how many of its entries are struck.
 
-    Up to `floor`, if there is one, workers have committed what `Ledger.still_open` does not name. `lines`: some wait there.
+    Up to `floor`, if there is one, workers have committed what `CommitStore.still_open` does not name. `lines`: some wait there.
     """
 
     frontier: EntryId | None
@@ -204,7 +204,7 @@ class Standing:
     lines: bool = False
 
 
-class Ledger:
+class CommitStore:
     """The ledger of one handler, over all its streams, as written by the run that holds `token`.
 
     `into` is the handler's output stream, or None; `into_maxlen` trims it to about so many entries. `consumer` is the
@@ -234,7 +234,7 @@ class Ledger:
         self._worker = (self._group, consumer)
         self._keyed = keyed
 
-    def renewed(self, token: int) -> "Ledger":
+    def renewed(self, token: int) -> "CommitStore":
         """The same ledger in the hands of the run that holds `token`."""
         fresh = copy.copy(self)
         fresh.token = token
@@ -255,16 +255,16 @@ class Ledger:
         known = max((int(raise_if_error(epoch) or 0) for epoch in epochs), default=0)
         return max(int(seconds) * 1_000_000 + int(microseconds), known + 1)
 
-    def begin(self, streams: Sequence[str]) -> dict[str, Standing]:
+    def begin(self, streams: Sequence[str]) -> dict[str, CommittedPosition]:
         """Raise the streams' epochs to this run's token and return where each stream stands.
 
         Also raises AccessDenied if the Redis user lacks a right that `commit` will need, ConfigError if keys are parked
         and the handler has none.
         """
         args = (self.token, self._group, "1" if self._keyed else "")
-        replies = self._run(BEGIN, [(self._written(stream), args) for stream in streams])
+        replies = self._run(BEGIN_RUN, [(self._written(stream), args) for stream in streams])
         return {
-            stream: Standing(_id_or_none(frontier), int(struck), _id_or_none(floor), bool(lines))
+            stream: CommittedPosition(_id_or_none(frontier), int(struck), _id_or_none(floor), bool(lines))
             for stream, (frontier, struck, floor, lines) in zip(streams, replies, strict=True)
         }
 
@@ -311,7 +311,9 @@ class Ledger:
             found.update(one for one, value in zip(chunk, values, strict=True) if value is not None)
         return found
 
-    def commit(self, units: Mapping[str, Sequence[Unit]], *, allow_oom: bool = False, call: str = "") -> list[Unit]:
+    def commit(
+        self, units: Mapping[str, Sequence[Effects]], *, allow_oom: bool = False, call: str = ""
+    ) -> list[Effects]:
         """Commit each stream's units in one atomic step per stream; return the units that were refused.
 
         A refused unit wrote nothing: part of it is committed already, or the entry is not the worker's any more. Also
@@ -325,11 +327,11 @@ class Ledger:
             one for group, reply in zip(units.values(), replies, strict=True) for one in self.committed(group, reply)
         ]
 
-    def to_commit(self, stream: str, units: Sequence[Unit], call: str) -> Command:
+    def to_commit(self, stream: str, units: Sequence[Effects], call: str) -> Command:
         """The command that `commit` sends, for who sends those of many streams together. An error in reply: `commit`."""
         return self.command(COMMIT, stream, self._committing(units, call))
 
-    def committed(self, units: Sequence[Unit], reply: Reply) -> list[Unit]:
+    def committed(self, units: Sequence[Effects], reply: Reply) -> list[Effects]:
         """Understand its answer: the units that were refused."""
         if not reply:  # as good as always: a thousand need not be sorted again
             return []
@@ -337,14 +339,14 @@ class Ledger:
         sent = [*bare, *full]
         return [sent[int(number) - 1] for number in reply]
 
-    def _committing(self, units: Sequence[Unit], call: str) -> list[Arg]:
+    def _committing(self, units: Sequence[Effects], call: str) -> list[Arg]:
         bare, full = self._in_order(units)
         args: list[Arg] = [self.token, *self._worker, call, len(bare), *[unit.last_id for unit in bare]]
         for unit in full:
             args += unit.args(self._maxlen)
         return args
 
-    def _in_order(self, units: Sequence[Unit]) -> tuple[Sequence[Unit], Sequence[Unit]]:
+    def _in_order(self, units: Sequence[Effects]) -> tuple[Sequence[Effects], Sequence[Effects]]:
         """Those without effects, whose ids are enough, and the others."""
         bare, full = _parted(units) if self._worker[1] else ([], units)
         return sorted(bare, key=_order), full
@@ -355,7 +357,7 @@ class Ledger:
         for stream, end in ends.items():
             k = self.keys(stream)
             calls.append(((k.meta, k.marks, k.strikes, k.open), (self.token, str(end))))
-        self._run(ADVANCE, calls)
+        self._run(ADVANCE_COMMITTED, calls)
 
     def strike(self, stream: str, entry_id: str, by: int = 1) -> int:
         """Note that an entry is about to be tried by a task that may not survive it; return how often before.
@@ -370,13 +372,13 @@ class Ledger:
         This run must have begun on them, so that an older one that is still alive commits nothing afterwards. Dead
         letters and outputs stay.
         """
-        self._run(FORGET, [(self._written(stream), (self.token, self._group)) for stream in streams])
+        self._run(FORGET_PROGRESS, [(self._written(stream), (self.token, self._group)) for stream in streams])
 
     # Workers
 
     def joined(
         self, stream: str, start: Literal["0", "$"], kind: Kind = "workers", newest: int | None = None
-    ) -> tuple["Ledger", bool]:
+    ) -> tuple["CommitStore", bool]:
         """Join the workers of `stream` and return the ledger in their hands, and whether their group was lost.
 
         The first worker takes the stream over from Spark, or from workers of another `kind`, and begins at `start` if
@@ -384,7 +386,7 @@ class Ledger:
         of the server in microseconds.
         """
         args = (self._group, start, kind, "" if newest is None else newest)
-        ((token, lost),) = self._run(JOIN, [(self._written(stream), args)])
+        ((token, lost),) = self._run(JOIN_WORKERS, [(self._written(stream), args)])
         return self.renewed(int(token)), bool(lost)
 
     def look(self, stream: str) -> bool:
@@ -414,12 +416,12 @@ class Ledger:
 
     def paused(self, streams: Sequence[str]) -> set[str]:
         """Those of `streams` on which the handler is paused. Raises RedisError."""
-        replies = answers(self._client, [("HEXISTS", self.keys(stream).meta, "paused") for stream in streams])
+        replies = call_all(self._client, [("HEXISTS", self.keys(stream).meta, "paused") for stream in streams])
         return {stream for stream, found in zip(streams, replies, strict=True) if found}
 
     def reserve(self, stream: str, rate: float, count: int) -> float:
         """Reserve `count` messages of the handler's `rate` a second on `stream`; return the wait until then, in ms."""
-        return float(self._client.script(RATE, (self.keys(stream).meta,), (rate, count))) / 1000
+        return float(self._client.script(RESERVE_RATE, (self.keys(stream).meta,), (rate, count))) / 1000
 
     def marked(self, stream: str) -> Iterator[bytes]:
         """Ids of single entries with a mark: committed, and above the frontier if Spark was here before."""
@@ -435,7 +437,7 @@ class Ledger:
         lost: list[bytes] = []
         for at in range(0, len(ids), _LOAD_CHUNK):
             args: list[Arg] = [self.token, *self._worker, idle_ms, *ids[at : at + _LOAD_CHUNK]]
-            lost += self._run(HOLD, [((self.keys(stream).meta, stream), args)])[0]
+            lost += self._run(SET_IDLE_TIME, [((self.keys(stream).meta, stream), args)])[0]
         return lost
 
     def checkpoint(self, stream: str) -> Checkpoint:

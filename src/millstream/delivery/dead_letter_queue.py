@@ -1,7 +1,7 @@
 """Dead letters: what is kept of a message that could not be processed, and what can be done about it.
 
 A dead letter is an entry of the handler's dead-letter stream (`HandlerKeys.dead`), written in the same atomic
-step that moves the handler past the message, so it is neither lost nor doubled. `DeadLetterBox` is all of them.
+step that moves the handler past the message, so it is neither lost nor doubled. `DeadLetterQueue` is all of them.
 """
 
 from collections.abc import Iterator, Sequence
@@ -29,7 +29,7 @@ _DELETE_PAGE = 500
 
 
 @dataclass(frozen=True, kw_only=True)
-class LetterFilter:
+class DeadLetterFilter:
     """Which dead letters are meant: those that fit all that is given.
 
     * `app`, `handler`, `stream`, `key`: whose they are
@@ -53,7 +53,7 @@ class LetterFilter:
             raise ConfigError(f"no message dies of {self.reason!r}: the reasons are {', '.join(REASONS)}")
 
 
-class Slip(NamedTuple):
+class DeadLetterRef(NamedTuple):
     """Where a dead letter lies, and its place among the others: by stream, then by the original entry's id."""
 
     stream: str
@@ -63,7 +63,7 @@ class Slip(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Filed:
+class DeadLetterEntry:
     """An entry of a dead-letter stream: a `letter`, or, with None and a `problem`, something foreign in `pairs`."""
 
     keys: HandlerKeys
@@ -78,12 +78,12 @@ class Filed:
         return self.letter.reason if self.letter else UNREADABLE
 
     @property
-    def slip(self) -> Slip:
+    def slip(self) -> DeadLetterRef:
         """Its slip; a foreign entry comes first in its stream."""
         original = EntryId.parse(self.letter.id) if self.letter else ZERO_ID
-        return Slip(self.keys.stream, original, self.letter_id, self.keys)
+        return DeadLetterRef(self.keys.stream, original, self.letter_id, self.keys)
 
-    def fits(self, wanted: LetterFilter) -> bool:
+    def fits(self, wanted: DeadLetterFilter) -> bool:
         """Whether it is one of the letters that are meant. A foreign entry has no key."""
         key = self.letter.key if self.letter else None
         return wanted.reason in (None, self.reason) and (wanted.key is None or wanted.key == key)
@@ -92,18 +92,18 @@ class Filed:
 class Redriven(NamedTuple):
     """What became of one dead letter: moved to `new_id`, or not (None), and then why in `problem`."""
 
-    slip: Slip
+    slip: DeadLetterRef
     new_id: str | None
     problem: str = ""
 
 
-class DeadLetterBox:
+class DeadLetterQueue:
     """The dead letters of all handlers of one Redis. Every method raises RedisError."""
 
     def __init__(self, client: Client) -> None:
         self._client = client
 
-    def handlers(self, wanted: LetterFilter) -> list[HandlerKeys]:
+    def handlers(self, wanted: DeadLetterFilter) -> list[HandlerKeys]:
         """The handlers and streams that have dead letters, of those that are meant, sorted by name."""
         if wanted.app and wanted.handler and wanted.stream:
             return [HandlerKeys(wanted.app, wanted.handler, wanted.stream)]
@@ -118,7 +118,7 @@ class DeadLetterBox:
                 found.append(keys)
         return sorted(found, key=lambda keys: (keys.app, keys.handler, keys.stream))
 
-    def find(self, wanted: LetterFilter) -> Iterator[Filed]:
+    def find(self, wanted: DeadLetterFilter) -> Iterator[DeadLetterEntry]:
         """The entries that are meant, handler by handler, in the order in which they died."""
         for keys in self.handlers(wanted):
             entries = self._by_id(keys, wanted.ids) if wanted.ids else self._since(keys, wanted.since_ms)
@@ -127,7 +127,7 @@ class DeadLetterBox:
                 if filed.fits(wanted):
                     yield filed
 
-    def select(self, wanted: LetterFilter, limit: int | None = None) -> list[Slip]:
+    def select(self, wanted: DeadLetterFilter, limit: int | None = None) -> list[DeadLetterRef]:
         """Slips of the first `limit` letters that are meant, in the order of the original entries.
 
         What dies later is not among them. Raises ConfigError for an id in `wanted.ids` that is not found, or
@@ -143,7 +143,7 @@ class DeadLetterBox:
                 raise ConfigError(f"letter {letter_id} is in the box of {names}: add --handler or --stream")
         return sorted(slips, key=lambda slip: slip[:3])
 
-    def redrive(self, slips: Sequence[Slip]) -> Iterator[Redriven]:
+    def redrive(self, slips: Sequence[DeadLetterRef]) -> Iterator[Redriven]:
         """Send letters back to the tail of their streams, in the order of `slips`.
 
         Each is moved in one atomic step. The entry begins with a field that names its handler, so that no other
@@ -153,7 +153,7 @@ class DeadLetterBox:
         for at in range(0, len(slips), _PAGE):
             yield from self._redrive_page(slips[at : at + _PAGE])
 
-    def purge(self, slips: Sequence[Slip]) -> int:
+    def purge(self, slips: Sequence[DeadLetterRef]) -> int:
         """Delete letters for good and return how many were still there."""
         removed = 0
         for at in range(0, len(slips), _DELETE_PAGE):
@@ -164,7 +164,7 @@ class DeadLetterBox:
             removed += sum(raise_if_error(reply) for reply in self._client.pipeline(commands))
         return removed
 
-    def _redrive_page(self, slips: Sequence[Slip]) -> Iterator[Redriven]:
+    def _redrive_page(self, slips: Sequence[DeadLetterRef]) -> Iterator[Redriven]:
         found = self._client.pipeline([("XRANGE", to_wire(s.keys.dead), *([s.letter_id] * 2)) for s in slips])
         entries = [_new_entry(slip, raise_if_error(reply)) for slip, reply in zip(slips, found, strict=True)]
         calls: list[tuple[Script, Sequence[Arg], Sequence[Arg]]] = [
@@ -195,19 +195,19 @@ class DeadLetterBox:
             yield from raise_if_error(reply)
 
 
-def _filed(keys: HandlerKeys, letter_id: bytes, pairs: list[bytes]) -> Filed:
+def _filed(keys: HandlerKeys, letter_id: bytes, pairs: list[bytes]) -> DeadLetterEntry:
     try:
         letter = DeadLetter.parse(letter_id, pairs)
         if (letter.app, letter.handler, letter.stream) != (keys.app, keys.handler, keys.stream):
             raise ValueError(f"it belongs to {letter.app}.{letter.handler} on {letter.stream}")
     except KeyError as error:
-        return Filed(keys, letter_id.decode(), pairs, None, f"it lacks the field {error}")
+        return DeadLetterEntry(keys, letter_id.decode(), pairs, None, f"it lacks the field {error}")
     except (ValueError, ConfigError) as error:
-        return Filed(keys, letter_id.decode(), pairs, None, str(error))
-    return Filed(keys, letter_id.decode(), pairs, letter)
+        return DeadLetterEntry(keys, letter_id.decode(), pairs, None, str(error))
+    return DeadLetterEntry(keys, letter_id.decode(), pairs, letter)
 
 
-def _problem(slip: Slip, reply: str | RedisError | None) -> str:
+def _problem(slip: DeadLetterRef, reply: str | RedisError | None) -> str:
     """Why a letter stays. Raises the error if it is none of this letter alone."""
     match reply:
         case None:
@@ -224,7 +224,7 @@ def _problem(slip: Slip, reply: str | RedisError | None) -> str:
             raise reply
 
 
-def _new_entry(slip: Slip, found: list[tuple[bytes, list[bytes]]]) -> list[bytes] | str:
+def _new_entry(slip: DeadLetterRef, found: list[tuple[bytes, list[bytes]]]) -> list[bytes] | str:
     """Names and values of the entry that a letter becomes, or why it cannot become one."""
     if not found:
         return _GONE

@@ -8,14 +8,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
-from millstream.delivery.commit_store import FAILED, Ledger
+from millstream.delivery.commit_store import FAILED, CommitStore
 from millstream.redis_client.client import Arg, Client, Script
 from millstream.redis_client.key_names import HandlerKeys
-from millstream.redis_client.pipelining import answers
+from millstream.redis_client.pipelining import call_all
 
-ASIDE = Script("keys/defer")
-ASIDE_KEYS = Script("keys/deferred_keys")
-ASIDE_READY = Script("keys/runnable_keys")
+DEFER = Script("keys/defer")
+DEFERRED_KEYS = Script("keys/deferred_keys")
+RUNNABLE_KEYS = Script("keys/runnable_keys")
 
 How = Literal["join", "later", "park"]
 """Why messages are set aside: behind others of their key; for the next attempt on the first; for a person."""
@@ -25,7 +25,7 @@ _STREAMS_AT_ONCE = 100
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Aside:
+class Deferral:
     """Messages of one key to set aside.
 
     * `line`, `expected`: the field of their mark, and its value as it was loaded, or IN_LINE of what was run from its line
@@ -42,7 +42,7 @@ class Aside:
     ids: Sequence[str]
 
 
-class Ready(NamedTuple):
+class RunnableKeys(NamedTuple):
     """The lines of a stream.
 
     * `any`: whether there are any; `entries`: how many wait in them
@@ -58,7 +58,7 @@ class Ready(NamedTuple):
     lines: list[bytes]
 
 
-class Waiting(NamedTuple):
+class DeferredKey(NamedTuple):
     """What waits in a line: ids with names and values, which are None where the entry is gone, failed attempts, state."""
 
     entries: list[tuple[str, list[bytes] | None]]
@@ -66,23 +66,23 @@ class Waiting(NamedTuple):
     state: bytes
 
 
-def set_aside(ledger: Ledger, stream: str, asides: Sequence[Aside]) -> list[Aside]:
+def defer(ledger: CommitStore, stream: str, asides: Sequence[Deferral]) -> list[Deferral]:
     """Set `asides` aside, each in one step; return those that were refused, of which the first thousand are not in a line.
 
     Raises StaleOwner if a newer run has begun, RedisError. May be repeated.
     """
-    refused: list[Aside] = []
+    refused: list[Deferral] = []
     group = ledger.keys(stream).group
     for calls in _calls(asides):
         args = [part for _, aside in calls for part in _args(aside)]
-        numbers = ledger.run(ASIDE, stream, (ledger.token, group, *args))
+        numbers = ledger.run(DEFER, stream, (ledger.token, group, *args))
         refused += [calls[int(number) - 1][0] for number in numbers]
     return refused
 
 
-def _calls(asides: Sequence[Aside]) -> Iterator[list[tuple[Aside, Aside]]]:
+def _calls(asides: Sequence[Deferral]) -> Iterator[list[tuple[Deferral, Deferral]]]:
     """What goes with each call: so much that Redis serves others meanwhile. Of each part, what it is a part of."""
-    call: list[tuple[Aside, Aside]] = []
+    call: list[tuple[Deferral, Deferral]] = []
     size = 0
     for aside in asides:
         for at in range(0, len(aside.ids), _AT_ONCE):
@@ -98,44 +98,44 @@ def _calls(asides: Sequence[Aside]) -> Iterator[list[tuple[Aside, Aside]]]:
         yield call
 
 
-def _args(aside: Aside) -> list[Arg]:
+def _args(aside: Deferral) -> list[Arg]:
     failed = "" if aside.failed is None else aside.failed
     return [aside.line, aside.expected, aside.how, aside.detail, failed, len(aside.ids), *aside.ids]
 
 
-def waiting_keys(ledger: Ledger, stream: str, names: Sequence[bytes]) -> set[bytes]:
+def deferred_keys(ledger: CommitStore, stream: str, names: Sequence[bytes]) -> set[bytes]:
     """Those of the lines `names` that must be joined by whatever comes of their keys. Raises RedisError."""
     found: set[bytes] = set()
     for at in range(0, len(names), _AT_ONCE):
         some = names[at : at + _AT_ONCE]
-        found.update(name for name, waits in zip(some, ledger.run(ASIDE_KEYS, stream, some), strict=True) if waits)
+        found.update(name for name, waits in zip(some, ledger.run(DEFERRED_KEYS, stream, some), strict=True) if waits)
     return found
 
 
-def ready_lines(ledger: Ledger, streams: Sequence[str], most: int) -> dict[str, Ready]:
+def runnable_keys(ledger: CommitStore, streams: Sequence[str], most: int) -> dict[str, RunnableKeys]:
     """Which lines of each of `streams` may be run, up to `most` of them. Raises StaleOwner, RedisError."""
-    found: dict[str, Ready] = {}
+    found: dict[str, RunnableKeys] = {}
     for at in range(0, len(streams), _STREAMS_AT_ONCE):
         some = streams[at : at + _STREAMS_AT_ONCE]
         calls = [(stream, (ledger.token, ledger.keys(stream).group, most)) for stream in some]
-        replies = ledger.run_each(ASIDE_READY, calls)
+        replies = ledger.run_each(RUNNABLE_KEYS, calls)
         for stream, (has_any, entries, moving, wait_ms, *lines) in zip(some, replies, strict=True):
             wait = None if wait_ms < 0 else float(wait_ms)
-            found[stream] = Ready(bool(has_any), int(entries), int(moving), wait, lines)
+            found[stream] = RunnableKeys(bool(has_any), int(entries), int(moving), wait, lines)
     return found
 
 
-def read_line(client: Client, keys: HandlerKeys, name: bytes, most: int) -> Waiting:
+def read_queue(client: Client, keys: HandlerKeys, name: bytes, most: int) -> DeferredKey:
     """The first `most` entries of a line that is not parked; none if it is. Raises RedisError."""
-    head, state, parked = answers(
+    head, state, parked = call_all(
         client,
         [("LRANGE", keys.line(name), 0, most - 1), ("HGET", keys.state, name[1:]), ("HEXISTS", keys.parked, name)],
     )
     if parked or not head:
-        return Waiting([], 0, b"")
-    failed, *found = answers(
+        return DeferredKey([], 0, b"")
+    failed, *found = call_all(
         client,
         [("HGET", keys.strikes, head[0] + FAILED.encode()), *(("XRANGE", keys.stream, one, one) for one in head)],
     )
     entries = [(one.decode(), entry[0][1] if entry else None) for one, entry in zip(head, found, strict=True)]
-    return Waiting(entries, int(failed or 0), state or b"")
+    return DeferredKey(entries, int(failed or 0), state or b"")

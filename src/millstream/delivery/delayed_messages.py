@@ -17,8 +17,8 @@ from millstream.redis_client.key_names import StreamKeys, from_wire, to_wire
 
 logger = logging.getLogger(__name__)
 
-DUE = Script("producer/move_due")
-CANCEL = Script("producer/cancel_delayed")
+MOVE_DUE = Script("producer/move_due")
+CANCEL_DELAYED = Script("producer/cancel_delayed")
 
 _MOST_MESSAGES = 500
 _MOST_BYTES = 1_000_000
@@ -29,7 +29,7 @@ _read_items = msgspec.msgpack.Decoder(list[msgspec.Raw]).decode
 
 
 @dataclass(frozen=True, kw_only=True)
-class Delayed:
+class DelayedMessage:
     """A message that waits to be due: the id that its publisher was given, when, and its names and values.
 
     `problem`: why it is no message; it has no names and values then. None if it is one.
@@ -43,7 +43,7 @@ class Delayed:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Movement:
+class MovedMessages:
     """What a call of `move_due` has done, or what it has done on one stream.
 
     * `moved`: messages added to their streams
@@ -60,7 +60,7 @@ class DelayedMessages:
     def __init__(self, client: Client) -> None:
         self._client = client
 
-    def move_due(self, streams: Sequence[str]) -> Movement:
+    def move_due(self, streams: Sequence[str]) -> MovedMessages:
         """Add to each of `streams` what is due on it, in due order; at most 500 messages, or about a million bytes, each.
 
         One round trip per Redis node. Safe to repeat when its reply is lost, and to run anywhere at once. Raises
@@ -68,15 +68,18 @@ class DelayedMessages:
         """
         movements = self.move_each(streams)
         waits = [one.next_ms for one in movements if one.next_ms is not None]
-        return Movement(moved=sum(one.moved for one in movements), next_ms=min(waits, default=None))
+        return MovedMessages(moved=sum(one.moved for one in movements), next_ms=min(waits, default=None))
 
-    def move_each(self, streams: Sequence[str]) -> list[Movement]:
+    def move_each(self, streams: Sequence[str]) -> list[MovedMessages]:
         """As `move_due`; return what was done on each stream."""
         names = list(map(StreamKeys, streams))
         replies = self._client.scripts(
-            [(DUE, tuple(map(to_wire, (k.stream, k.due, k.delayed))), (_MOST_MESSAGES, _MOST_BYTES)) for k in names]
+            [
+                (MOVE_DUE, tuple(map(to_wire, (k.stream, k.due, k.delayed))), (_MOST_MESSAGES, _MOST_BYTES))
+                for k in names
+            ]
         )
-        return [Movement(moved=moved, next_ms=None if next_ms < 0 else next_ms) for moved, next_ms in replies]
+        return [MovedMessages(moved=moved, next_ms=None if next_ms < 0 else next_ms) for moved, next_ms in replies]
 
     def keep_moving(
         self,
@@ -104,7 +107,7 @@ class DelayedMessages:
         waiting: int = self._client.execute("ZCARD", to_wire(StreamKeys(stream).due))
         return waiting
 
-    def find(self, stream: str, *, limit: int = 100) -> list[Delayed]:
+    def find(self, stream: str, *, limit: int = 100) -> list[DelayedMessage]:
         """The first `limit` messages that wait for `stream`, in due order. Those that go meanwhile are left out."""
         k = StreamKeys(stream)
         found = self._client.execute("ZRANGE", to_wire(k.due), 0, limit - 1, "WITHSCORES")
@@ -122,17 +125,17 @@ class DelayedMessages:
         A `dedupe_id` that such a message had stays taken until its time is over.
         """
         k = StreamKeys(stream)
-        cancelled: int = self._client.script(CANCEL, (to_wire(k.due), to_wire(k.delayed)), ids) if ids else 0
+        cancelled: int = self._client.script(CANCEL_DELAYED, (to_wire(k.due), to_wire(k.delayed)), ids) if ids else 0
         return cancelled
 
 
-def _read(stream: str, delayed_id: bytes, score: bytes, packed: bytes) -> Delayed:
+def _read(stream: str, delayed_id: bytes, score: bytes, packed: bytes) -> DelayedMessage:
     name, due_ms = from_wire(delayed_id), min(max(float(score), 0), _LAST_MS)
     try:
         pairs = _items(packed)
     except ValueError as error:
-        return Delayed(stream=stream, id=name, due_ms=int(due_ms), pairs=(), problem=str(error))
-    return Delayed(stream=stream, id=name, due_ms=int(due_ms), pairs=pairs)
+        return DelayedMessage(stream=stream, id=name, due_ms=int(due_ms), pairs=(), problem=str(error))
+    return DelayedMessage(stream=stream, id=name, due_ms=int(due_ms), pairs=pairs)
 
 
 def _items(packed: bytes) -> list[bytes]:

@@ -10,10 +10,10 @@ from millstream.handlers.dead_letter import DeadLetter, Reason
 from millstream.model import EntryId
 from millstream.redis_client.client import Arg, Client, Reply, Script, raise_if_error
 from millstream.redis_client.key_names import HandlerKeys, from_wire
-from millstream.redis_client.pipelining import answers, ask
+from millstream.redis_client.pipelining import call_all, send_all
 
-STEER = Script("keys/park_unpark_skip")
-LINE_NAMES = Script("keys/queued_keys")
+PARK_UNPARK_SKIP = Script("keys/park_unpark_skip")
+QUEUED_KEYS = Script("keys/queued_keys")
 
 WAITING = "waiting"
 """The consumer that has the pending entries nobody works on."""
@@ -22,7 +22,7 @@ LineState = Literal["leased", "ready", "backing off", "parked", "unreadable"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Line:
+class KeyQueue:
     """What a line waits for.
 
     * `name`: b"k" and the key, or b"i" and the id of an entry that has no key
@@ -57,36 +57,36 @@ class Line:
 
 def names_of(client: Client, keys: HandlerKeys) -> list[bytes]:
     """The names of all lines that have entries or are parked, sorted. Raises RedisError."""
-    return sorted(set(client.script(LINE_NAMES, _keys_of(keys), ())))
+    return sorted(set(client.script(QUEUED_KEYS, _keys_of(keys), ())))
 
 
-def look_at(client: Client, keys: HandlerKeys, names: Sequence[bytes]) -> list[Line]:
+def look_at(client: Client, keys: HandlerKeys, names: Sequence[bytes]) -> list[KeyQueue]:
     """Those of these lines that are still kept, in the same order. Raises RedisError.
 
     Of a line that is ready it is not said which number it is of those that are: that would take a look at all of them.
     """
-    return _lines(client, keys, _Seen.of(client, keys, names), names) if names else []
+    return _lines(client, keys, _Snapshot.of(client, keys, names), names) if names else []
 
 
-def survey(client: Client, keys: HandlerKeys, *, most: int = 10_000) -> list[Line]:
+def list_queues(client: Client, keys: HandlerKeys, *, most: int = 10_000) -> list[KeyQueue]:
     """Up to `most` lines that have entries or a worker or are parked, the longest first.
 
     Those that wait for a worker are looked at last, in the order of their turns. Each is as it was at some moment of
     the call, as workers go on meanwhile. Raises RedisError.
     """
-    seen = _Seen.read(client, keys, most)
+    seen = _Snapshot.read(client, keys, most)
     names = list(dict.fromkeys((*seen.owners, *seen.parked, *seen.backoff, *seen.ready)))[:most]
     return sorted(_lines(client, keys, seen, names), key=lambda one: -one.length)
 
 
-def _lines(client: Client, keys: HandlerKeys, seen: "_Seen", names: Sequence[bytes]) -> list[Line]:
-    counted = ask(
+def _lines(client: Client, keys: HandlerKeys, seen: "_Snapshot", names: Sequence[bytes]) -> list[KeyQueue]:
+    counted = send_all(
         client, [(verb, keys.line(one), *rest) for one in names for verb, *rest in (("LLEN",), ("LINDEX", 0))]
     )
     # What is no list is no line: it has no length, and is shown for where it is.
     counted = [None if isinstance(reply, WrongType) else raise_if_error(reply) for reply in counted]
     lengths = dict(zip(names, zip(counted[::2], counted[1::2], strict=True), strict=True))
-    struck = answers(
+    struck = call_all(
         client,
         [("HMGET", keys.strikes, (first or b"") + b"f", (first or b"") + b"l") for _, first in lengths.values()],
     )
@@ -99,15 +99,15 @@ def _lines(client: Client, keys: HandlerKeys, seen: "_Seen", names: Sequence[byt
 
 def count_parked(client: Client, places: Sequence[HandlerKeys]) -> tuple[int, int]:
     """How many lines are parked for a person on all of these, and how many entries wait in them. Raises RedisError."""
-    replies = answers(client, [("HKEYS", key) for keys in places for key in (keys.parked, keys.moving)])
+    replies = call_all(client, [("HKEYS", key) for keys in places for key in (keys.parked, keys.moving)])
     lines: list[bytes] = []
     for keys, parked, moving in zip(places, replies[::2], replies[1::2], strict=True):
         lines += [keys.line(name) for name in set(parked) - set(moving)]
-    return len(lines), sum(answers(client, [("LLEN", line) for line in lines]))
+    return len(lines), sum(call_all(client, [("LLEN", line) for line in lines]))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Seen:
+class _Snapshot:
     """Where the lines are, as read in one go."""
 
     now_ms: int
@@ -119,8 +119,8 @@ class _Seen:
     waits_for: str
 
     @classmethod
-    def read(cls, client: Client, keys: HandlerKeys, most: int) -> "_Seen":
-        (seconds, micros), owners, leases, backoff, parked, ready, engine = answers(
+    def read(cls, client: Client, keys: HandlerKeys, most: int) -> "_Snapshot":
+        (seconds, micros), owners, leases, backoff, parked, ready, engine = call_all(
             client,
             [
                 ("TIME",), ("HGETALL", keys.owners), ("ZRANGE", keys.leases, 0, -1, "WITHSCORES"),
@@ -136,9 +136,9 @@ class _Seen:
         )  # fmt: skip
 
     @classmethod
-    def of(cls, client: Client, keys: HandlerKeys, names: Sequence[bytes]) -> "_Seen":
+    def of(cls, client: Client, keys: HandlerKeys, names: Sequence[bytes]) -> "_Snapshot":
         """Where these lines are."""
-        (seconds, micros), engine, owners, parked, leases, backoff = answers(
+        (seconds, micros), engine, owners, parked, leases, backoff = call_all(
             client,
             [
                 ("TIME",), ("HGET", keys.meta, "engine"), ("HMGET", keys.owners, *names), ("HMGET", keys.parked, *names),
@@ -151,7 +151,7 @@ class _Seen:
             parked=_known(names, parked), ready={}, waits_for=_waits_for(engine),
         )  # fmt: skip
 
-    def line_or_damage(self, name: bytes, length: int | None, first: str, counts: Sequence[bytes | None]) -> Line:
+    def line_or_damage(self, name: bytes, length: int | None, first: str, counts: Sequence[bytes | None]) -> KeyQueue:
         """A line; "unreadable" where Redis holds of it what no worker has written."""
         try:
             if length is None:
@@ -160,9 +160,9 @@ class _Seen:
             return self.line(name, length, first, failed, lost)
         except (ValueError, OverflowError) as error:
             why = f"Redis holds of it what no worker has written: {error}"
-            return Line(name=name, state="unreadable", length=length or 0, first=first, why=why)
+            return KeyQueue(name=name, state="unreadable", length=length or 0, first=first, why=why)
 
-    def line(self, name: bytes, length: int, first: str, failed: int, lost: int) -> Line:
+    def line(self, name: bytes, length: int, first: str, failed: int, lost: int) -> KeyQueue:
         parked_ms, _, reason = self.parked.get(name, b"").partition(b" ")
         parked = from_wire(reason) if parked_ms else None
         state: LineState
@@ -186,7 +186,7 @@ class _Seen:
         if lost:
             times = "once" if lost == 1 else f"{lost} times"
             why += f"; {times} a worker lost it with this first entry, which is given out by itself now"
-        return Line(
+        return KeyQueue(
             name=name, state=state, length=length, first=first, worker=worker, since_ms=since_ms, until_ms=until_ms,
             failed=failed, lost=lost, parked=parked, why=why,
         )  # fmt: skip
@@ -200,7 +200,9 @@ class _Seen:
 
 def look_ahead_used(client: Client, keys: HandlerKeys) -> tuple[int, int] | None:
     """How many entries wait in the lines of a handler's keys on workers, and how many may; None if that is not known."""
-    known, pending = ask(client, [("HMGET", keys.meta, "engine", "look_ahead"), ("XPENDING", keys.stream, keys.group)])
+    known, pending = send_all(
+        client, [("HMGET", keys.meta, "engine", "look_ahead"), ("XPENDING", keys.stream, keys.group)]
+    )
     if isinstance(pending, GroupMissing):
         return None
     engine, most = raise_if_error(known)
@@ -226,10 +228,10 @@ def skip(client: Client, keys: HandlerKeys, line: bytes, *, error: str, reason: 
     None if it has none, or if that was committed at this very moment. Whoever works on it commits nothing of it any more.
     A line that is parked stays so.
     """
-    (first,) = answers(client, [("LINDEX", keys.line(line), 0)])
+    (first,) = call_all(client, [("LINDEX", keys.line(line), 0)])
     if first is None:
         return None
-    found, struck, (seconds, micros) = answers(
+    found, struck, (seconds, micros) = call_all(
         client,
         [("XRANGE", keys.stream, first, first), ("HMGET", keys.strikes, first + b"f", first + b"l"), ("TIME",)],
     )
@@ -244,7 +246,7 @@ def skip(client: Client, keys: HandlerKeys, line: bytes, *, error: str, reason: 
 
 def _steer(client: Client, keys: HandlerKeys, args: Sequence[Arg]) -> Reply:
     try:
-        return client.script(STEER, _keys_of(keys), (keys.group, *args))
+        return client.script(PARK_UNPARK_SKIP, _keys_of(keys), (keys.group, *args))
     except CommandFailed as error:
         if "NOTKEYED" in str(error):
             raise ConfigError(
@@ -274,7 +276,7 @@ def _seconds(ms: int) -> str:
     return f"{max(0, ms) / 1000:,.1f} s"
 
 
-def check_lines(client: Client, keys: HandlerKeys, stream: str) -> list[str]:
+def check_invariants(client: Client, keys: HandlerKeys, stream: str) -> list[str]:
     """Say what is wrong with the lines of a stream on which nothing else works meanwhile. Invariants:
 
     1. a line with entries is in exactly one of ready, leased, backing off and parked (or leased and parked)

@@ -10,19 +10,26 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple
 
-from millstream.delivery.commit_store import ENTRY_MARK, KEY_MARK, Kind, Unit
-from millstream.delivery.key_queues import WAITING, check_lines
-from millstream.delivery.reliable_stream import NO_LIMIT, Delivery, LineTurn, ReliableStream, StreamBacklog, strikes_of
+from millstream.delivery.commit_store import ENTRY_MARK, KEY_MARK, Effects, Kind
+from millstream.delivery.key_queues import WAITING, check_invariants
+from millstream.delivery.reliable_stream import (
+    NO_LIMIT,
+    Delivery,
+    LeasedKey,
+    ReliableStream,
+    StreamBacklog,
+    crash_counts_of,
+)
 from millstream.errors import Unavailable
 from millstream.redis_client.client import Arg, Client, Command, Reply, Script
 
-RANGE = Script("commit/read_range")
+READ_RANGE = Script("commit/read_range")
 ROUTE = Script("keys/route")
-TAKE = Script("keys/lease_keys")
-EXTEND = Script("keys/extend_leases")
-RELEASE = Script("keys/release_leases")
-RECOVER = Script("keys/recover_leases")
-LOWEST = Script("keys/lowest_queued_id")
+LEASE_KEYS = Script("keys/lease_keys")
+EXTEND_LEASES = Script("keys/extend_leases")
+RELEASE_LEASES = Script("keys/release_leases")
+RECOVER_LEASES = Script("keys/recover_leases")
+LOWEST_QUEUED_ID = Script("keys/lowest_queued_id")
 
 _ENLISTED_AT_ONCE = 1_000
 _FIRST_READ = 100
@@ -38,35 +45,35 @@ How = Literal["next", "first", "later", "park"]
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class Lease(LineTurn):
+class KeyLease(LeasedKey):
     """A worker's turn with one line of `stream`, as `take` gives it."""
 
     stream: "KeyedStream"
 
 
-def lease_of(delivery: Delivery) -> Lease:
+def lease_of(delivery: Delivery) -> KeyLease:
     """The lease that an entry of a keyed stream was given out with."""
     lease = delivery.lease
-    assert isinstance(lease, Lease)
+    assert isinstance(lease, KeyLease)
     return lease
 
 
-class Ending(NamedTuple):
+class LeaseRelease(NamedTuple):
     """How a lease ends. `detail`: milliseconds for "later", the reason for "park". `failed`: attempts on its first entry."""
 
-    lease: Lease
+    lease: KeyLease
     how: How
     detail: Arg = ""
     failed: int | None = None
 
 
-class Taken(NamedTuple):
+class LeaseResult(NamedTuple):
     """What `take` gave: leases, when a line may next become ready by itself (None: none waits), leases found run out.
 
     `unfit`: the size of the entry that had no room any more; 0 if all had.
     """
 
-    leases: list[Lease]
+    leases: list[KeyLease]
     wait_ms: float | None
     reaped: int
     unfit: int
@@ -152,7 +159,7 @@ class KeyedStream(ReliableStream):
         if after == _LAST_ID:  # Redis knows of none behind it
             return ()
         try:
-            return self.found(self._client.script(RANGE, (self.stream,), (after, count, READ_BYTES, 1)))[0]
+            return self.found(self._client.script(READ_RANGE, (self.stream,), (after, count, READ_BYTES, 1)))[0]
         except Unavailable:
             self.note_failed_read()
             raise
@@ -194,7 +201,7 @@ class KeyedStream(ReliableStream):
         if self._routed in (None, _LAST_ID) or self.pending >= most_pending:
             return None
         count = min(count, most_pending - self.pending, self.affordable)
-        return ("EVALSHA", RANGE.sha, 1, self.stream, self.routed, count, most_bytes, int(one_at_least))
+        return ("EVALSHA", READ_RANGE.sha, 1, self.stream, self.routed, count, most_bytes, int(one_at_least))
 
     def found(self, reply: Reply) -> tuple[Sequence[Any], int]:
         """Understand its answer: the entries, and the size of the one that had no room any more, 0 if all had."""
@@ -218,7 +225,7 @@ class KeyedStream(ReliableStream):
 
     def trim(self) -> int:
         """See ReliableStream. What is in lines stays, too, whoever has acknowledged it; where they are too many, all stays."""
-        lowest = self._as_member(lambda: self._script(LOWEST, (_MOST_LINES,)))
+        lowest = self._as_member(lambda: self._script(LOWEST_QUEUED_ID, (_MOST_LINES,)))
         return 0 if lowest is None else self._trim_below(lowest)
 
     # Leasing
@@ -226,7 +233,7 @@ class KeyedStream(ReliableStream):
     def take(
         self, *, lines: int, entries: int, run: int, lease_ms: int, now_ms: float, with_state: bool = True,
         most_bytes: int = NO_LIMIT, one_at_least: bool = True,
-    ) -> Taken:  # fmt: skip
+    ) -> LeaseResult:  # fmt: skip
         """Lease up to `lines` lines with up to `entries` of their entries, `run` of one line, for `lease_ms` milliseconds.
 
         `most_bytes`: how many their names and values have together at most; but where there are any, one is taken, however
@@ -239,9 +246,9 @@ class KeyedStream(ReliableStream):
     def _take(
         self, lines: int, entries: int, run: int, lease_ms: int, now_ms: float, with_state: bool, *more: Arg,
         room: tuple[int, bool] = (NO_LIMIT, True),
-    ) -> Taken:  # fmt: skip
+    ) -> LeaseResult:  # fmt: skip
         args = self._taking(lines, entries, run, lease_ms, with_state, room)
-        return self.taken(self._script(TAKE, (*args, *more)), now_ms + lease_ms)
+        return self.taken(self._script(LEASE_KEYS, (*args, *more)), now_ms + lease_ms)
 
     def _taking(
         self, lines: int, entries: int, run: int, lease_ms: int, with_state: bool, room: tuple[int, bool]
@@ -257,9 +264,9 @@ class KeyedStream(ReliableStream):
     ) -> Command:  # fmt: skip
         """The command that `take` sends, for who sends those of many streams together."""
         args = self._taking(lines, entries, run, lease_ms, with_state, (most_bytes, one_at_least))
-        return self._ledger.command(TAKE, self.stream, args)
+        return self._ledger.command(LEASE_KEYS, self.stream, args)
 
-    def taken(self, reply: Reply, until_ms: float) -> Taken:
+    def taken(self, reply: Reply, until_ms: float) -> LeaseResult:
         """Understand its answer. `until_ms`: until when the leases last, by the worker's monotonic clock."""
         wait_ms, gone, reaped, unfit, *found = reply
         if gone:
@@ -268,12 +275,12 @@ class KeyedStream(ReliableStream):
         self.sizes.note(sum(one.given for one in leases), sum(entry.size for one in leases for entry in one.entries))
         if unfit and not leases:
             self.sizes.note(1, int(unfit))
-        return Taken(leases, None if wait_ms < 0 else float(wait_ms), int(reaped), int(unfit))
+        return LeaseResult(leases, None if wait_ms < 0 else float(wait_ms), int(reaped), int(unfit))
 
     def _leased(
         self, until_ms: float, line: bytes, token: bytes, state: bytes, lost: int, failed: int, entries: list[Any]
-    ) -> Lease:
-        lease = Lease(
+    ) -> KeyLease:
+        lease = KeyLease(
             stream=self,
             line=line,
             token=token,
@@ -288,10 +295,10 @@ class KeyedStream(ReliableStream):
         first.attempt, first.deliveries = failed + 1, lost + 1
         return lease
 
-    def extend_leases(self, leases: Sequence[Lease], lease_ms: int, now_ms: float) -> list[Lease]:
+    def extend_leases(self, leases: Sequence[KeyLease], lease_ms: int, now_ms: float) -> list[KeyLease]:
         """Have leases last for `lease_ms` milliseconds from now; return those that are lost, and note it in them."""
         args: list[Arg] = [part for one in leases for part in (one.line, one.token)]
-        lost = set(self._as_member(lambda: self._script(EXTEND, (self.token, lease_ms, *args))))
+        lost = set(self._as_member(lambda: self._script(EXTEND_LEASES, (self.token, lease_ms, *args))))
         for one in leases:
             if one.line in lost:
                 one.lost = True
@@ -299,34 +306,34 @@ class KeyedStream(ReliableStream):
                 one.until_ms = now_ms + lease_ms
         return [one for one in leases if one.lost]
 
-    def recover(self, known: Sequence[Lease], run: int) -> tuple[int, int]:
+    def recover(self, known: Sequence[KeyLease], run: int) -> tuple[int, int]:
         """End the leases under this worker's name but for `known`, so that others may have the lines.
 
         Return how many were of an earlier life of the worker, and how many it was given in replies that were lost.
         """
         tokens: list[Arg] = [one.token for one in known]
         args: list[Arg] = [self.group, self.consumer, self._incarnation, run, *tokens]
-        earlier, unheard = self._as_member(lambda: self._script(RECOVER, (self.token, *args)))
+        earlier, unheard = self._as_member(lambda: self._script(RECOVER_LEASES, (self.token, *args)))
         return int(earlier), int(unheard)
 
-    def release(self, endings: Sequence[Ending]) -> list[Lease]:
+    def release(self, endings: Sequence[LeaseRelease]) -> list[KeyLease]:
         """End leases; return those that were lost already, of which nothing was changed. May safely be repeated."""
         args: list[Arg] = []
         for lease, how, detail, failed in endings:
             args += (lease.line, lease.token, lease.given, how, detail, "" if failed is None else failed)
-        refused = set(self._as_member(lambda: self._script(RELEASE, (self.token, self.group, *args))))
+        refused = set(self._as_member(lambda: self._script(RELEASE_LEASES, (self.token, self.group, *args))))
         return [ending.lease for ending in endings if ending.lease.line in refused]
 
     # Committing
 
-    def unit_of(self, lease: Lease, deliveries: Sequence[Delivery]) -> Unit:
+    def unit_of(self, lease: KeyLease, deliveries: Sequence[Delivery]) -> Effects:
         """An empty unit of effects for the first entries of a line, to fill and to commit under its lease."""
         ids = [one.id.decode() for one in deliveries]
-        unit = Unit(lease.line, lease.token, lease.key or b"", first_id=ids[0], last_id=ids[-1], messages=len(ids))
+        unit = Effects(lease.line, lease.token, lease.key or b"", first_id=ids[0], last_id=ids[-1], messages=len(ids))
         unit.others = ids[:-1]
         for one, entry_id in zip(deliveries, ids, strict=True):
             if one.deliveries > 1 or one.attempt > 1:
-                unit.end_strikes(*strikes_of(entry_id))
+                unit.end_strikes(*crash_counts_of(entry_id))
         return unit
 
     def _waiting(self) -> StreamBacklog:
@@ -337,7 +344,7 @@ class KeyedStream(ReliableStream):
 
     def check(self) -> list[str]:
         """What is wrong with the lines of the stream, for tests; nothing else may change it meanwhile."""
-        return check_lines(self._client, self._ledger.keys(self.stream), self.stream)
+        return check_invariants(self._client, self._ledger.keys(self.stream), self.stream)
 
     def _script(self, script: Script, args: Sequence[Arg]) -> Any:
         return self._ledger.run(script, self.stream, args)
@@ -350,6 +357,6 @@ def _size_of(entries: Sequence[Any]) -> int:
     return size * len(entries) // max(1, len(sample))
 
 
-def line_of_key(key: bytes | None, entry_id: bytes) -> bytes:
+def queue_of_key(key: bytes | None, entry_id: bytes) -> bytes:
     """The line of an entry with this key, or of one that has no key, which is its own."""
     return ENTRY_MARK + entry_id if key is None else KEY_MARK + key

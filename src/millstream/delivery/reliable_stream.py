@@ -22,9 +22,9 @@ from millstream.delivery.commit_store import (
     KEY_MARK,
     LEASES_LOST,
     Checkpoint,
+    CommitStore,
+    Effects,
     Kind,
-    Ledger,
-    Unit,
 )
 from millstream.delivery.key_queues import WAITING
 from millstream.errors import GroupMissing, MillstreamError, RedisError, StaleOwner
@@ -35,7 +35,7 @@ from millstream.redis_client.key_names import REDRIVE_FIELD, held_name
 
 logger = logging.getLogger(__name__)
 
-READ = Script("commit/read_entries", allow_oom=True)
+READ_ENTRIES = Script("commit/read_entries", allow_oom=True)
 TRIM = Script("commit/trim")
 
 HANDED_BACK_MS = 86_400_000
@@ -73,7 +73,7 @@ class Delivery:
     pairs: Sequence[bytes]
     attempt: int = 1
     deliveries: int = 1
-    lease: "LineTurn | None" = None
+    lease: "LeasedKey | None" = None
     # These stay with the class until they change: most deliveries of a fast handler never need most of them.
     since_ms: float = field(init=False, default=0.0)
     running: bool = field(init=False, default=False)
@@ -108,7 +108,7 @@ class StreamBacklog(NamedTuple):
 
 
 @dataclass(slots=True, eq=False)
-class LineTurn:
+class LeasedKey:
     """A worker's turn with one line.
 
     * `line`: the line's name: that of the key's mark, or of the entry's that has no key
@@ -183,7 +183,9 @@ class ReliableStream:
         self.stream = stream
         self.consumer = consumer
         self._client = client
-        self._ledger = Ledger(client, app=app, handler=handler, into=into, into_maxlen=into_maxlen, consumer=consumer)
+        self._ledger = CommitStore(
+            client, app=app, handler=handler, into=into, into_maxlen=into_maxlen, consumer=consumer
+        )
         self._owner = (app, handler)
         self._start: Literal["0", "$"] = "0" if start == "earliest" else "$"
         self._group = Group(client, stream, self._ledger.keys(stream).group)
@@ -292,7 +294,7 @@ class ReliableStream:
 
     def to_receive(self, *, count: int, most_bytes: int) -> Command:
         """The command that takes up to `count` new entries, of no more than `most_bytes` together if they are several."""
-        return ("EVALSHA", READ.sha, 1, self.stream, *self._receiving(count, most_bytes))
+        return ("EVALSHA", READ_ENTRIES.sha, 1, self.stream, *self._receiving(count, most_bytes))
 
     def received(self, reply: Reply) -> list[Delivery]:
         """Understand its answer."""
@@ -300,7 +302,7 @@ class ReliableStream:
 
     def receive(self, *, count: int, most_bytes: int) -> list[Delivery]:
         """Send it, and understand its answer. Raises GroupMissing as `read` does."""
-        return self.received(self._client.script(READ, (self.stream,), self._receiving(count, most_bytes)))
+        return self.received(self._client.script(READ_ENTRIES, (self.stream,), self._receiving(count, most_bytes)))
 
     def _receiving(self, count: int, most_bytes: int) -> Sequence[Arg]:
         return (self.group, self.consumer, count, most_bytes)
@@ -414,45 +416,45 @@ class ReliableStream:
 
     # Committing
 
-    def unit(self, delivery: Delivery, *rest: Delivery) -> Unit:
+    def unit(self, delivery: Delivery, *rest: Delivery) -> Effects:
         """An empty unit of effects for `delivery`, or for all of a batch together, to fill and to commit."""
         entry_id = delivery.id.decode()
         # Names of parameters would double what this costs, and there is one for every message.
-        unit = Unit(ENTRY_MARK + delivery.id, b"", b"", None, entry_id, entry_id, 1)
+        unit = Effects(ENTRY_MARK + delivery.id, b"", b"", None, entry_id, entry_id, 1)
         if delivery.deliveries > 1 or delivery.attempt > 1:
-            unit.end_strikes(*strikes_of(entry_id))
+            unit.end_strikes(*crash_counts_of(entry_id))
         if rest:
             unit.others = [one.id.decode() for one in rest]
             unit.messages += len(rest)
             for one, other_id in zip(rest, unit.others, strict=True):
                 if one.deliveries > 1 or one.attempt > 1:
-                    unit.end_strikes(*strikes_of(other_id))
+                    unit.end_strikes(*crash_counts_of(other_id))
         return unit
 
     def new_call(self) -> str:
         """A number for a commit that may have to be repeated; greater than those before."""
         return f"{self._incarnation}:{next(self._calls)}"
 
-    def commit(self, units: Sequence[Unit], *, allow_oom: bool = False, call: str = "") -> list[Unit]:
-        """Commit and acknowledge in one atomic step; return the units that were refused, as `Ledger.commit` does.
+    def commit(self, units: Sequence[Effects], *, allow_oom: bool = False, call: str = "") -> list[Effects]:
+        """Commit and acknowledge in one atomic step; return the units that were refused, as `CommitStore.commit` does.
 
         `allow_oom`: even at maxmemory; only for units without effects. May safely be repeated; with the same `call`, of
         `new_call`, a repetition is answered as the first was, if no other came in between.
         """
         return self._as_member(lambda: self._ledger.commit({self.stream: units}, allow_oom=allow_oom, call=call))
 
-    def to_commit(self, units: Sequence[Unit], call: str) -> Command:
+    def to_commit(self, units: Sequence[Effects], call: str) -> Command:
         """The command that `commit` sends, for who sends those of many streams together.
 
         If an error or nothing comes back, `commit` with the same `call` does the rest.
         """
         return self._ledger.to_commit(self.stream, units, call)
 
-    def committed(self, units: Sequence[Unit], reply: Reply) -> list[Unit]:
+    def committed(self, units: Sequence[Effects], reply: Reply) -> list[Effects]:
         """Understand its answer: the units that were refused."""
         return self._ledger.committed(units, reply)
 
-    def acknowledge(self, *deliveries: Delivery) -> list[Unit]:
+    def acknowledge(self, *deliveries: Delivery) -> list[Effects]:
         """Commit entries that have no effects in Redis; return what was refused."""
         return self.commit([self.unit(delivery) for delivery in deliveries], allow_oom=True)
 
@@ -474,7 +476,7 @@ class ReliableStream:
             time_ms=time.time_ns() // 1_000_000,
         )
 
-    def dead_letter(self, *letters: tuple[Delivery, DeadLetter]) -> list[Unit]:
+    def dead_letter(self, *letters: tuple[Delivery, DeadLetter]) -> list[Effects]:
         """Move entries to the dead letters; return what was refused."""
         units = []
         for delivery, letter in letters:
@@ -540,7 +542,7 @@ class ReliableStream:
     def checkpoint(self) -> Checkpoint:
         """Note in Redis how far all workers are, so that marks can be dropped and a lost group be made again.
 
-        The more is pending, the less often it is done; see `Ledger.checkpoint`.
+        The more is pending, the less often it is done; see `CommitStore.checkpoint`.
         """
         return self._as_member(lambda: self._ledger.checkpoint(self.stream))
 
@@ -558,7 +560,7 @@ class ReliableStream:
         return step()
 
 
-def strikes_of(entry_id: str) -> tuple[str, ...]:
+def crash_counts_of(entry_id: str) -> tuple[str, ...]:
     """The fields of the strikes about an entry, whoever has written them."""
     return entry_id, entry_id + FAILED, entry_id + LEASES_LOST, entry_id + ISOLATED
 

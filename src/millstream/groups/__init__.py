@@ -4,7 +4,7 @@
 * `Consumer`: reads new entries, and its own pending ones again, from one or several streams
 * `Reader`: the loop around a consumer that outlives lost connections, lost groups and lost streams
 * `stream_info`, `stream_details`: what Redis knows of a stream, and of all its groups, consumers and pending entries
-* `DoneFile`: what a consumer has processed, kept on its own disk
+* `ProcessedIds`: what a consumer has processed, kept on its own disk
 
 After "Redis Streams: consumer groups v2" (S. Sanfilippo, 2018); `docs/consumer-groups.md` goes through it.
 """
@@ -12,9 +12,9 @@ After "Redis Streams: consumer groups v2" (S. Sanfilippo, 2018); `docs/consumer-
 from millstream.groups.consumer import Consumer
 from millstream.groups.entries import BEGINNING, END, Batch, Delivered
 from millstream.groups.events import EntriesGone, Event, GroupRecreated, Repeated, Resumed
-from millstream.groups.group import ConsumerInfo, Dismissed, Group, GroupInfo, delete_if_empty, groups_of
+from millstream.groups.group import ConsumerInfo, DeletedConsumer, Group, GroupInfo, delete_if_empty, groups_of
 from millstream.groups.pending import ClaimedIds, ClaimOptions, PendingEntry, PendingList, PendingSummary
-from millstream.groups.processed_ids import DoneFile
+from millstream.groups.processed_ids import ProcessedIds
 from millstream.groups.reader import Reader, ReadPolicy
 from millstream.groups.stream import (
     ConsumerDetails,
@@ -36,9 +36,8 @@ __all__ = [
     "Consumer",
     "ConsumerDetails",
     "ConsumerInfo",
+    "DeletedConsumer",
     "Delivered",
-    "Dismissed",
-    "DoneFile",
     "EntriesGone",
     "Event",
     "Group",
@@ -49,6 +48,7 @@ __all__ = [
     "PendingEntry",
     "PendingList",
     "PendingSummary",
+    "ProcessedIds",
     "ReadPolicy",
     "Reader",
     "Repeated",

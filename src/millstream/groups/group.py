@@ -10,7 +10,7 @@ from millstream.groups.pending import PendingList
 from millstream.redis_client.client import Arg, Client, Reply, Script
 from millstream.redis_client.key_names import from_wire, to_wire
 
-_DISMISS = Script("groups/delete_consumer")
+_DELETE_CONSUMER = Script("groups/delete_consumer")
 _HAND_ON = 500
 _AT_ONCE = 500
 
@@ -48,7 +48,7 @@ class ConsumerInfo:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Dismissed:
+class DeletedConsumer:
     """What became of a consumer's entries: `handed_on` is how many, `gone` are ids that left the stream before."""
 
     existed: bool
@@ -149,7 +149,7 @@ class Group:
         """Create a consumer before its first read; False if it exists."""
         return bool(self._ask("XGROUP", "CREATECONSUMER", *self._at, to_wire(consumer)))
 
-    def delete_consumer(self, consumer: str, *, heir: str | None = None) -> Dismissed:
+    def delete_consumer(self, consumer: str, *, heir: str | None = None) -> DeletedConsumer:
         """Delete a consumer, after all it holds has passed to the consumer `heir`, idle times and counts unchanged.
 
         It is deleted in one atomic step with the last of its entries, so that nothing it is given meanwhile is
@@ -171,7 +171,7 @@ class Group:
                 raise ConfigError(f"there is no consumer {heir!r} in group {self.name!r} of {self.stream} to inherit")
             handed_on += count
             gone += lost
-        return Dismissed(existed=outcome == "deleted", handed_on=handed_on, gone=gone)
+        return DeletedConsumer(existed=outcome == "deleted", handed_on=handed_on, gone=gone)
 
     def delete_idle_consumers(self, min_idle_ms: int, *, only: Container[str] | None = None) -> list[str]:
         """Delete the consumers that hold nothing and have asked for nothing for `min_idle_ms`; return their names.
@@ -193,7 +193,7 @@ class Group:
 
     def _dismissal(self, consumer: str, heir: str, min_idle_ms: int) -> tuple[Script, Sequence[Arg], Sequence[Arg]]:
         stream, group = self._at
-        return _DISMISS, (stream,), (group, to_wire(consumer), to_wire(heir), _HAND_ON, min_idle_ms)
+        return _DELETE_CONSUMER, (stream,), (group, to_wire(consumer), to_wire(heir), _HAND_ON, min_idle_ms)
 
     def _ask(self, *command: Arg) -> Reply:
         return ask(self._client, self.stream, *command)

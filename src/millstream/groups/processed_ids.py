@@ -20,7 +20,7 @@ from millstream.redis_client.key_names import from_wire, to_wire
 _MAGIC = b"millstream-done-1"
 
 
-class DoneFile:
+class ProcessedIds:
     """The last `keep` ids that one consumer has processed of each stream, in the file at `path`.
 
     `add` returns when the ids would survive a power cut. A crash at any point leaves the file as it was before or

@@ -18,7 +18,7 @@ from millstream.groups.consumer import Consumer
 from millstream.groups.entries import BEGINNING, END, Batch, Id, check_place, wire_id
 from millstream.groups.events import EntriesGone, Event, GroupRecreated, Repeated, Resumed
 from millstream.groups.group import Group
-from millstream.groups.processed_ids import DoneFile
+from millstream.groups.processed_ids import ProcessedIds
 from millstream.groups.stream import stream_info
 from millstream.model import EntryId
 from millstream.redis_client.client import Client
@@ -94,7 +94,7 @@ class Reader:
         policy: ReadPolicy = ReadPolicy(),
         on_event: Callable[[Event], None] = lambda event: None,
         excluding: Callable[[str, bytes], bool] | None = None,
-        done: DoneFile | None = None,
+        done: ProcessedIds | None = None,
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         self._client = client

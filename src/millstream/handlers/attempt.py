@@ -35,7 +35,7 @@ class Done:
 
 
 @dataclass(slots=True)
-class Dead:
+class DeadLettered:
     """The message cannot be processed: commit its dead letter."""
 
     reason: Reason
@@ -44,7 +44,7 @@ class Dead:
 
 
 @dataclass(slots=True)
-class Again:
+class RetryLater:
     """The handler failed and has attempts left: run it again after `delay_ms` milliseconds."""
 
     delay_ms: float
@@ -59,13 +59,13 @@ class Parked:
     error: str
 
 
-Outcome = Done | Dead | Again | Parked
+Outcome = Done | DeadLettered | RetryLater | Parked
 Outputs = Sequence[Sequence[bytes]]
 
 NOTHING = Done((), b"")
 """What becomes of a message that the handler need not see."""
 
-BatchOutcome = tuple[list[Dead | None], Outcome]
+BatchOutcome = tuple[list[DeadLettered | None], Outcome]
 """What became of each message by itself, None where it was run; and of all that were run, together."""
 
 Ended = tuple[Outputs, BaseException | None]
@@ -95,7 +95,7 @@ async def attempt(handler: Handler, message: Message, blob: bytes) -> Outcome:
     who cancels the task, the outcome must be ignored.
     """
     prepared = _prepare(handler, message, blob)
-    if isinstance(prepared, Dead):
+    if isinstance(prepared, DeadLettered):
         return prepared
     state, arguments = prepared
     return _judge(handler, message, state, await _run(handler, arguments))
@@ -104,7 +104,7 @@ async def attempt(handler: Handler, message: Message, blob: bytes) -> Outcome:
 def attempt_plain(handler: Handler, message: Message, blob: bytes, guard: Guard | None = None) -> Outcome:
     """Run a plain `handler` once, under `guard` if given, and say what became of it. Never raises."""
     prepared = _prepare(handler, message, blob)
-    if isinstance(prepared, Dead):
+    if isinstance(prepared, DeadLettered):
         return prepared
     state, arguments = prepared
     return _judge(handler, message, state, _run_plain(handler, arguments, guard))
@@ -129,11 +129,11 @@ def attempt_batch_plain(handler: Handler, messages: Sequence[Message], guard: Gu
 
 def _prepare_batch(
     handler: Handler, messages: Sequence[Message]
-) -> tuple[list[Message], list[Dead | None], dict[str, list[Any]]]:
+) -> tuple[list[Message], list[DeadLettered | None], dict[str, list[Any]]]:
     prepared = [_prepare(handler, message, b"") for message in messages]
-    dead = [one if isinstance(one, Dead) else None for one in prepared]
+    dead = [one if isinstance(one, DeadLettered) else None for one in prepared]
     run = [message for message, one in zip(messages, dead, strict=True) if one is None]
-    bound = [one[1] for one in prepared if not isinstance(one, Dead)]
+    bound = [one[1] for one in prepared if not isinstance(one, DeadLettered)]
     return run, dead, {name: [arguments[name] for arguments in bound] for name, _ in handler.arguments}
 
 
@@ -144,19 +144,19 @@ def _judge_batch(handler: Handler, messages: Sequence[Message], ended: Ended) ->
     return _judge(handler, messages[0], _NO_STATE, ended)
 
 
-def _split(handler: Handler, error: BaseException) -> Again:
+def _split(handler: Handler, error: BaseException) -> RetryLater:
     # Nobody knows which of the batch is to blame, so none dies of it: each gets at least one attempt of its own.
-    return Again(handler.retry.delay_after(1), _words(handler, error))
+    return RetryLater(handler.retry.delay_after(1), _words(handler, error))
 
 
-def _prepare(handler: Handler, message: Message, blob: bytes) -> tuple[State, dict[str, Any]] | Dead:
+def _prepare(handler: Handler, message: Message, blob: bytes) -> tuple[State, dict[str, Any]] | DeadLettered:
     try:
         state = load_state(blob) if handler.wants_state else _NO_STATE
         return state, handler.bind(message, state)
     except DecodeError as error:
-        return Dead("undecodable", str(error))
+        return DeadLettered("undecodable", str(error))
     except ValueError as error:  # msgspec's own errors and invalid UTF-8
-        return Dead("undecodable", f"the key's state in Redis is damaged ({error}); see: millstream state show")
+        return DeadLettered("undecodable", f"the key's state in Redis is damaged ({error}); see: millstream state show")
 
 
 def _judge(handler: Handler, message: Message, state: State, ended: Ended) -> Outcome:
@@ -170,14 +170,16 @@ def _judge(handler: Handler, message: Message, state: State, ended: Ended) -> Ou
             raise TypeError("a name in it is not text")
         return Done(outputs, _encode_state(state) if state else b"")
     except (TypeError, OverflowError, RecursionError, ValueError) as error:
-        return Dead("bad-output", f"the state cannot be kept: {error}; use text, bytes, numbers, lists and mappings")
+        return DeadLettered(
+            "bad-output", f"the state cannot be kept: {error}; use text, bytes, numbers, lists and mappings"
+        )
 
 
 def _judge_error(handler: Handler, message: Message, raised: BaseException) -> Outcome:
     if isinstance(raised, Reject):
-        return Dead("rejected", text_of(raised))
+        return DeadLettered("rejected", text_of(raised))
     if isinstance(raised, OutputError):
-        return Dead("bad-output", str(raised))
+        return DeadLettered("bad-output", str(raised))
     return _failed(handler, message, raised)
 
 
@@ -240,7 +242,7 @@ def encode_results(handler: Handler, result: object) -> Outputs:
     return entries
 
 
-def letter(handler: Handler, message: Message, dead: Dead) -> DeadLetter:
+def letter(handler: Handler, message: Message, dead: DeadLettered) -> DeadLetter:
     """The dead letter of `message`."""
     return DeadLetter(
         stream=message.stream,
@@ -257,34 +259,36 @@ def letter(handler: Handler, message: Message, dead: Dead) -> DeadLetter:
     )
 
 
-def refuse_unkeyed(handler: Handler, message: Message) -> Dead | None:
+def refuse_unkeyed(handler: Handler, message: Message) -> DeadLettered | None:
     """What becomes of a message of a keyed handler that has no key, before the handler sees it."""
     if handler.key is None or message.key is not None:
         return None
     try:
         handler.key_of(message)
     except DecodeError as error:
-        return Dead("undecodable", str(error))
+        return DeadLettered("undecodable", str(error))
     if handler.missing_key == "unordered":
         return None
     missing: MissingKey = handler.missing()
-    return Dead("missing-key", str(missing))
+    return DeadLettered("missing-key", str(missing))
 
 
 def _failed(handler: Handler, message: Message, error: BaseException) -> Outcome:
     text = _words(handler, error)
     if message.attempt < handler.retry.attempts or handler.retry.then == "block":
-        return Again(handler.retry.delay_after(message.attempt), text)
+        return RetryLater(handler.retry.delay_after(message.attempt), text)
     # What lies above the user's own frames is ours and helps nobody.
     frames = frame = error.__traceback__
     while frame is not None:
         if frame.tb_frame.f_globals is globals():
             frames = frame.tb_next
         frame = frame.tb_next
-    return given_up(handler, Dead("failed", text, "".join(traceback.format_exception(type(error), error, frames))))
+    return given_up(
+        handler, DeadLettered("failed", text, "".join(traceback.format_exception(type(error), error, frames)))
+    )
 
 
-def given_up(handler: Handler, dead: Dead) -> Dead | Parked:
+def given_up(handler: Handler, dead: DeadLettered) -> DeadLettered | Parked:
     """What becomes of a message that has failed for the last time, or has ended its process again and again.
 
     The latter parks the key even if it is to be tried for ever: it would take worker after worker with it.

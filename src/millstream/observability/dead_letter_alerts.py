@@ -24,7 +24,7 @@ _MAX_KINDS = 100
 _WORD_EVERY_MS = 60_000.0
 
 
-class Bell:
+class DeadLetterAlerts:
     """Tells a webhook, a command or both what happened, from a thread of its own.
 
     * `url`: a JSON object is POSTed there, in at most three tries

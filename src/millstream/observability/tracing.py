@@ -19,7 +19,7 @@ _FIELDS = {f"{PREFIX}.{name}".encode(): name for name in ("traceparent", "traces
 """Reserved fields, and what W3C calls them."""
 
 
-class Run:
+class TracedRun:
     """One run of a handler, under way."""
 
     def failed(self, kind: str, text: str) -> None:
@@ -33,7 +33,7 @@ class Tracing:
         """The span of one publish of `count` entries to `stream`; put `fields()` into each of them."""
         return _NOTHING
 
-    def processing(self, handler: str, *messages: Message) -> AbstractContextManager[Run]:
+    def processing(self, handler: str, *messages: Message) -> AbstractContextManager[TracedRun]:
         """The span of one run of `handler` (`app.name`), to be entered where the handler is called.
 
         It continues the trace of its message. A run of several has a trace of its own with links to theirs.
@@ -46,7 +46,7 @@ class Tracing:
 
 
 _NOTHING = nullcontext()
-_UNSEEN_RUN = nullcontext(Run())
+_UNSEEN_RUN = nullcontext(TracedRun())
 UNTRACED = Tracing()
 """Traces go nowhere."""
 
@@ -66,7 +66,7 @@ def tracing() -> Tracing:
     return _OpenTelemetry(trace.get_tracer("millstream"))
 
 
-class _SpanRun(Run):
+class _SpanRun(TracedRun):
     def __init__(self, span: "Span") -> None:
         self._span = span
 
@@ -94,7 +94,7 @@ class _OpenTelemetry(Tracing):
             yield
 
     @contextmanager
-    def processing(self, handler: str, *messages: Message) -> Iterator[Run]:
+    def processing(self, handler: str, *messages: Message) -> Iterator[TracedRun]:
         """A CONSUMER span, named after the handler: there may be too many streams for names of spans."""
         from opentelemetry.context import Context
         from opentelemetry.trace import Link, get_current_span

@@ -16,18 +16,18 @@ from millstream.clock import SYSTEM_CLOCK, Clock
 from millstream.delivery.commit_store import KEY_MARK
 from millstream.delivery.keyed_stream import KeyedStream
 from millstream.errors import CommandFailed, Unavailable
-from millstream.partitions.partition_map import Home, Layout, moved_away
+from millstream.partitions.partition_map import PartitionMap, PastOwner, moved_away
 from millstream.partitions.partitions import Partitions
 from millstream.redis_client.client import Arg, Client, Command, Reply, Script, raise_if_error
 from millstream.redis_client.key_names import REDRIVE_FIELD, HandlerKeys, StreamKeys, to_wire
 
 logger = logging.getLogger(__name__)
 
-EXPECT = Script("partitions/await_keys")
-LEAVE = Script("partitions/export_keys")
-ARRIVE = Script("partitions/import_keys")
-SETTLED = Script("partitions/is_drained")
-SEND_ON = Script("partitions/forward_entry")
+AWAIT_KEYS = Script("partitions/await_keys")
+EXPORT_KEYS = Script("partitions/export_keys")
+IMPORT_KEYS = Script("partitions/import_keys")
+IS_DRAINED = Script("partitions/is_drained")
+FORWARD_ENTRY = Script("partitions/forward_entry")
 
 _AT_ONCE = 500
 _PAGES_AT_ONCE = 20
@@ -47,7 +47,7 @@ class _Found:
 
 
 @dataclass(slots=True)
-class _Pass:
+class _StateScan:
     """A walk through the states of an old partition: where it stands, and whether it has found some that must go."""
 
     cursor: bytes = _START
@@ -55,7 +55,7 @@ class _Pass:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Unsettled:
+class UndrainedPartition:
     """A partition that may still have keys that have left it since a generation, and how many lines wait to come in."""
 
     stream: str
@@ -63,13 +63,15 @@ class Unsettled:
     coming: int
 
 
-class Moves:
+class KeyMigration:
     """The keys of one handler that move between the partitions of `layout`, which may be set anew. For one thread.
 
     Every method raises RedisError.
     """
 
-    def __init__(self, client: Client, layout: Layout, *, app: str, handler: str, clock: Clock = SYSTEM_CLOCK) -> None:
+    def __init__(
+        self, client: Client, layout: PartitionMap, *, app: str, handler: str, clock: Clock = SYSTEM_CLOCK
+    ) -> None:
         self.layout = layout
         self._client = client
         self._clock = clock
@@ -77,7 +79,7 @@ class Moves:
         self._settled: dict[int, int] = {}
         self._asked_ms = -_ASK_EVERY_MS
         self._cursors: dict[int, bytes] = {}
-        self._passes: dict[Home, _Pass] = {}
+        self._passes: dict[PastOwner, _StateScan] = {}
 
     def keys(self, place: int) -> HandlerKeys:
         """The handler's keys on a partition."""
@@ -100,7 +102,7 @@ class Moves:
         for key in keys:
             if homes := self.layout.earlier(key, place):
                 args += (KEY_MARK + key, self.layout.stream(homes[-1].place))
-        return int(self._run([(EXPECT, place, args)])[0]) if args else 0
+        return int(self._run([(AWAIT_KEYS, place, args)])[0]) if args else 0
 
     # Rounds
 
@@ -123,7 +125,7 @@ class Moves:
         ended = 0
         if found.left:
             arrivals = [(KEY_MARK + key, waiting[key], state) for key, state in found.left.items()]
-            (ended,) = self._run([(ARRIVE, place, [found.fence, *chain.from_iterable(arrivals)])])
+            (ended,) = self._run([(IMPORT_KEYS, place, [found.fence, *chain.from_iterable(arrivals)])])
         self._clear(place)
         return ended
 
@@ -158,10 +160,10 @@ class Moves:
         # What is still to come from older ones would have to go on from here.
         if left is None or not self._is_settled_before(place):
             return False
-        home = Home(place, left)
-        if not self._run([(SETTLED, place, (self.layout.seal(home), self.keys(place).group))])[0]:
+        home = PastOwner(place, left)
+        if not self._run([(IS_DRAINED, place, (self.layout.seal(home), self.keys(place).group))])[0]:
             return False
-        walk = self._passes.setdefault(home, _Pass())
+        walk = self._passes.setdefault(home, _StateScan())
         for _ in range(_PAGES_AT_ONCE):
             walk.cursor, items = self._client.execute("HSCAN", self.keys(place).state, walk.cursor, "COUNT", _AT_ONCE)
             going: dict[int, list[bytes]] = defaultdict(list)
@@ -179,13 +181,13 @@ class Moves:
                 self._settled[place] = left
         return True
 
-    def unsettled(self) -> list[Unsettled]:
+    def unsettled(self) -> list[UndrainedPartition]:
         """The partitions that keys may still leave, or wait to come to."""
         self._refresh()
         layout = self.layout
         counts = self._pipeline([("HLEN", self.keys(place).moving) for place in range(layout.count)])
         found = [
-            Unsettled(stream=layout.stream(place), since=self._next_left(place), coming=count)
+            UndrainedPartition(stream=layout.stream(place), since=self._next_left(place), coming=count)
             for place, count in enumerate(counts)
         ]
         return [one for one in found if one.since is not None or one.coming]
@@ -201,7 +203,7 @@ class Moves:
         asked = {key: self.layout.earlier(key, place) for key in keys}
         found.left = dict.fromkeys(asked, b"")
         for level in range(max(map(len, asked.values()), default=0)):
-            at_home: dict[Home, list[bytes]] = defaultdict(list)
+            at_home: dict[PastOwner, list[bytes]] = defaultdict(list)
             for key in list(found.left):
                 if level < len(asked[key]) and not self._is_settled(asked[key][level]):
                     at_home[asked[key][level]].append(key)
@@ -218,20 +220,20 @@ class Moves:
                             found.detours[asked[key][level + 1].place].append(key)
         return found
 
-    def _leave(self, at_home: dict[Home, list[bytes]]) -> Iterator[tuple[Home, list[bytes], list[Reply]]]:
+    def _leave(self, at_home: dict[PastOwner, list[bytes]]) -> Iterator[tuple[PastOwner, list[bytes], list[Reply]]]:
         calls: list[tuple[Script, int, Sequence[Arg]]] = []
-        asked: list[tuple[Home, list[bytes]]] = []
+        asked: list[tuple[PastOwner, list[bytes]]] = []
         for home, keys in at_home.items():
             for at in range(0, len(keys), _AT_ONCE):
                 some = keys[at : at + _AT_ONCE]
                 asked.append((home, some))
-                calls.append((LEAVE, home.place, [self.layout.seal(home), *(KEY_MARK + key for key in some)]))
+                calls.append((EXPORT_KEYS, home.place, [self.layout.seal(home), *(KEY_MARK + key for key in some)]))
         for (home, some), reply in zip(asked, self._run(calls), strict=True):
             yield home, some, reply
 
     # What is known to be settled
 
-    def _is_settled(self, home: Home) -> bool:
+    def _is_settled(self, home: PastOwner) -> bool:
         return self._settled.get(home.place, 0) >= home.left
 
     def _is_settled_before(self, place: int) -> bool:
@@ -278,7 +280,7 @@ def send_on(client: Client, base: str, keys: HandlerKeys, key: bytes, entry_id: 
     there = HandlerKeys(keys.app, keys.handler, home)
     names = map(to_wire, (home, StreamKeys(home).partition, there.sent_on(keys.stream, entry_id)))
     try:
-        client.script(SEND_ON, tuple(names), (layout.generation, _SENT_ON_MS, *pairs))
+        client.script(FORWARD_ENTRY, tuple(names), (layout.generation, _SENT_ON_MS, *pairs))
     except CommandFailed as error:
         if "SEALED" not in str(error):
             raise
@@ -294,7 +296,7 @@ class PartitionStream(KeyedStream):
     """
 
     place: int
-    moves: Moves
+    moves: KeyMigration
     send_on: Callable[[str, bytes, bytes, Sequence[bytes]], bool]
     _warned = False
 

@@ -19,7 +19,7 @@ from millstream.redis_client.key_names import partition_name
 _MASK = (1 << 64) - 1
 
 
-class Home(NamedTuple):
+class PastOwner(NamedTuple):
     """A partition that a key has been in, by its number, and the generation in which the key left it."""
 
     place: int
@@ -27,7 +27,7 @@ class Home(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layout:
+class PartitionMap:
     """The partitions of `base`, generation by generation.
 
     * `counts`: how many there were in each generation; the last is in use
@@ -68,7 +68,7 @@ class Layout:
         """The generation that a partition came with."""
         return next(number for number, count in enumerate(self.counts, 1) if place < count)
 
-    def seal(self, home: Home) -> str:
+    def seal(self, home: PastOwner) -> str:
         """Where a partition ended when keys left it."""
         return self.seals[home.left - 2][home.place]
 
@@ -77,12 +77,12 @@ class Layout:
         number = _number(key)
         return list(dict.fromkeys(_jump(number, count) for count in self.counts))
 
-    def earlier(self, key: bytes, place: int) -> list[Home]:
+    def earlier(self, key: bytes, place: int) -> list[PastOwner]:
         """The partitions in which a key was before it came to this one, in order; none if it does not belong here."""
         homes = self.homes(key)
         if place not in homes:
             return []
-        return [Home(before, self.born(after)) for before, after in pairwise(homes[: homes.index(place) + 1])]
+        return [PastOwner(before, self.born(after)) for before, after in pairwise(homes[: homes.index(place) + 1])]
 
     # As it stands in Redis
 
@@ -91,7 +91,7 @@ class Layout:
         return msgspec.json.encode(_Packed(counts=self.counts, seals=self.seals, growing=self.growing))
 
     @classmethod
-    def unpack(cls, base: str, text: bytes) -> "Layout":
+    def unpack(cls, base: str, text: bytes) -> "PartitionMap":
         """The reverse. Raises ConfigError for what is no layout."""
         try:
             found = msgspec.json.decode(text, type=_Packed)
@@ -106,7 +106,7 @@ class _Packed(msgspec.Struct):
     growing: int | None
 
 
-def check_growth(layout: Layout, count: int) -> None:
+def check_growth(layout: PartitionMap, count: int) -> None:
     """Raise ConfigError if the partitions cannot become `count`."""
     check_count(count)
     if count < layout.count:
@@ -115,7 +115,7 @@ def check_growth(layout: Layout, count: int) -> None:
         )
 
 
-def moved_away(layout: Layout, place: int, keys: Sequence[bytes], generation: int) -> list[tuple[bytes, int]]:
+def moved_away(layout: PartitionMap, place: int, keys: Sequence[bytes], generation: int) -> list[tuple[bytes, int]]:
     """Those of `keys` that had left a partition by a generation, and to which one they went from there."""
     found = []
     for key in keys:

@@ -10,10 +10,10 @@ from millstream.errors import NotReplicated, OutputError, Sealed
 from millstream.handlers.decoding import encode_output
 from millstream.handlers.handler import check_count
 from millstream.observability.metrics import NOBODY, Metrics
-from millstream.partitions.partition_map import Layout
+from millstream.partitions.partition_map import PartitionMap
 from millstream.partitions.partitions import Partitions
 from millstream.producer.producer import DedupeId, Identified, Publishing, with_ids
-from millstream.producer.session import BATCH_ENTRIES, BATCH_SIZE, Batch, Terms
+from millstream.producer.session import BATCH_ENTRIES, BATCH_SIZE, Batch, PublishOptions
 from millstream.redis_client.client import Client, raise_if_error
 from millstream.redis_client.key_names import StreamKeys, to_wire
 
@@ -74,7 +74,7 @@ class PartitionedProducer(Publishing):
         self._base = base
         self._key = key
         self._count = partitions if partitions is None else check_count(partitions)
-        self._layout: Layout | None = None
+        self._layout: PartitionMap | None = None
         self._turns = count()
 
     def publish(
@@ -96,7 +96,7 @@ class PartitionedProducer(Publishing):
 
         When it raises, some messages may be published, of each key the first ones.
         """
-        terms = Terms(replicas=replicas, timeout_ms=timeout_ms)
+        terms = PublishOptions(replicas=replicas, timeout_ms=timeout_ms)
         identified = with_ids(messages, dedupe_ids)
         found: dict[int, Published] = {}
         with self._tracing.publishing(self._base, len(identified)):
@@ -130,7 +130,7 @@ class PartitionedProducer(Publishing):
 
     # Inside
 
-    def _known(self) -> Layout:
+    def _known(self) -> PartitionMap:
         with self._lock:
             if self._layout is None:
                 made = (
@@ -139,7 +139,7 @@ class PartitionedProducer(Publishing):
                 self._layout = self._patiently(made)
             return self._layout
 
-    def _newer(self, known: Layout) -> Layout:
+    def _newer(self, known: PartitionMap) -> PartitionMap:
         with self._lock:
             if self._layout is None or self._layout.generation <= known.generation:
                 self._layout = self._patiently(lambda: self._partitions.newer(known))
@@ -166,7 +166,9 @@ class PartitionedProducer(Publishing):
             raise OutputError(f"the key function returned a {type(found).__name__}; return text, bytes, int or None")
         return found if isinstance(found, bytes) else b"" if found is None else str(found).encode()
 
-    def _publish(self, layout: Layout, items: Sequence[_Item], terms: Terms, found: dict[int, Published]) -> Layout:
+    def _publish(
+        self, layout: PartitionMap, items: Sequence[_Item], terms: PublishOptions, found: dict[int, Published]
+    ) -> PartitionMap:
         """Publish `items` and note where they stand in `found`; return the layout by which the last of them went."""
         rest = items
         while rest:
@@ -181,7 +183,9 @@ class PartitionedProducer(Publishing):
             rest = [one for one in rest if one.number not in found]
         return layout
 
-    def _publish_by(self, layout: Layout, items: Sequence[_Item], terms: Terms, found: dict[int, Published]) -> None:
+    def _publish_by(
+        self, layout: PartitionMap, items: Sequence[_Item], terms: PublishOptions, found: dict[int, Published]
+    ) -> None:
         by_place: dict[int, list[_Item]] = defaultdict(list)
         found |= self._published_before(layout, items)
         for one in items:
@@ -207,7 +211,7 @@ class PartitionedProducer(Publishing):
         if numbers:
             yield batch, numbers
 
-    def _published_before(self, layout: Layout, items: Sequence[_Item]) -> Mapping[int, Published]:
+    def _published_before(self, layout: PartitionMap, items: Sequence[_Item]) -> Mapping[int, Published]:
         """Those that were published, under their own ids, to partitions that their keys have left."""
         places = [
             (one, layout.stream(place))

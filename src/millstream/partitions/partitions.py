@@ -11,14 +11,14 @@ from collections.abc import Callable
 
 from millstream.errors import ConfigError
 from millstream.handlers.handler import check_count
-from millstream.partitions.partition_map import Layout, check_growth
+from millstream.partitions.partition_map import PartitionMap, check_growth
 from millstream.redis_client.client import Client, Script
 from millstream.redis_client.key_names import StreamKeys, check_base, to_wire
 
 logger = logging.getLogger(__name__)
 
-SEAL = Script("partitions/close")
-SWAP = Script("shared/compare_and_set")
+CLOSE = Script("partitions/close")
+COMPARE_AND_SET = Script("shared/compare_and_set")
 
 _FIELD = "layout"
 
@@ -35,28 +35,28 @@ class Partitions:
         self._key = to_wire(StreamKeys(base).partitions)
         self._after_step = after_step
 
-    def find(self) -> Layout | None:
+    def find(self) -> PartitionMap | None:
         """The layout, or None if nobody has made partitions."""
         text = self._client.execute("HGET", self._key, _FIELD)
-        return None if text is None else Layout.unpack(self.base, text)
+        return None if text is None else PartitionMap.unpack(self.base, text)
 
-    def found(self) -> Layout:
+    def found(self) -> PartitionMap:
         """The layout. Raises ConfigError if nobody has made partitions."""
         layout = self.find()
         if layout is None:
             raise ConfigError(f"{self.base!r} has no partitions on this Redis; its first producer or worker makes them")
         return layout
 
-    def made(self, count: int) -> Layout:
+    def made(self, count: int) -> PartitionMap:
         """The layout; with `count` partitions if there are none yet."""
         known = self.find()
         if known is not None:
             return known
-        fresh = Layout(base=self.base, counts=(check_count(count),))
+        fresh = PartitionMap(base=self.base, counts=(check_count(count),))
         self._swap(None, fresh)
         return self.found()
 
-    def grow(self, count: int) -> Layout:
+    def grow(self, count: int) -> PartitionMap:
         """Have `count` partitions, and return the layout; what was begun by others is ended first.
 
         Raises ConfigError if there are more than that, or none.
@@ -64,18 +64,18 @@ class Partitions:
         layout = self.finish(self.found())
         while layout.count != count:
             check_growth(layout, count)
-            grown = Layout(base=self.base, counts=layout.counts, seals=layout.seals, growing=count)
+            grown = PartitionMap(base=self.base, counts=layout.counts, seals=layout.seals, growing=count)
             self._swap(layout, grown)
             self._after_step()
             layout = self.finish(self.found())
         return layout
 
-    def finish(self, layout: Layout) -> Layout:
+    def finish(self, layout: PartitionMap) -> PartitionMap:
         """End the growth that is under way, if there is one, and return the layout after it."""
         while layout.growing is not None:
             generation = layout.generation + 1
             seals = tuple(self._seal(stream, generation) for stream in layout.streams)
-            grown = Layout(
+            grown = PartitionMap(
                 base=self.base, counts=(*layout.counts, layout.growing), seals=(*layout.seals, seals), growing=None
             )
             if self._swap(layout, grown):
@@ -84,7 +84,7 @@ class Partitions:
             layout = self.found()
         return layout
 
-    def newer(self, known: Layout) -> Layout:
+    def newer(self, known: PartitionMap) -> PartitionMap:
         """The layout, after a partition was found sealed for a newer generation than that of `known`."""
         layout = self.finish(self.found())
         if layout.generation <= known.generation:
@@ -95,10 +95,12 @@ class Partitions:
         return layout
 
     def _seal(self, stream: str, generation: int) -> str:
-        seal: bytes = self._client.script(SEAL, (to_wire(stream), to_wire(StreamKeys(stream).partition)), (generation,))
+        seal: bytes = self._client.script(
+            CLOSE, (to_wire(stream), to_wire(StreamKeys(stream).partition)), (generation,)
+        )
         self._after_step()
         return seal.decode()
 
-    def _swap(self, seen: Layout | None, new: Layout) -> bool:
+    def _swap(self, seen: PartitionMap | None, new: PartitionMap) -> bool:
         before = b"" if seen is None else seen.pack()
-        return bool(self._client.script(SWAP, (self._key,), (_FIELD, before, new.pack())))
+        return bool(self._client.script(COMPARE_AND_SET, (self._key,), (_FIELD, before, new.pack())))

@@ -7,7 +7,7 @@ from queue import SimpleQueue
 from millstream.clock import SYSTEM_CLOCK, Clock
 from millstream.errors import ConfigError, OutputError
 from millstream.handlers.decoding import encode_output
-from millstream.producer.session import BATCH_ENTRIES, BATCH_SIZE, Batch, Channel, Terms, new_token
+from millstream.producer.session import BATCH_ENTRIES, BATCH_SIZE, Batch, ProducerSession, PublishOptions, new_token
 from millstream.redis_client.client import Client
 
 Value = str | bytes | int | float | None
@@ -42,8 +42,8 @@ class Publisher:
         if maxlen and delay_ms:
             raise ConfigError("delayed entries do not trim the stream: leave out maxlen, or the delay")
         self.entries = 0
-        self._channel = Channel(client, stream, token=new_token(), maxlen=maxlen, patience_ms=patience_ms)
-        self._terms = Terms(delay_ms=delay_ms)
+        self._channel = ProducerSession(client, stream, token=new_token(), maxlen=maxlen, patience_ms=patience_ms)
+        self._terms = PublishOptions(delay_ms=delay_ms)
         self._rate = rate
         self._clock = clock
         # At a low rate, entries go out evenly rather than in bursts.

@@ -17,7 +17,7 @@ from millstream.handlers.decoding import encode_output
 from millstream.observability import metrics as m
 from millstream.observability.metrics import NOBODY, Metrics
 from millstream.observability.tracing import tracing
-from millstream.producer.session import BATCH_ENTRIES, BATCH_SIZE, Batch, Channel, Terms, new_token
+from millstream.producer.session import BATCH_ENTRIES, BATCH_SIZE, Batch, ProducerSession, PublishOptions, new_token
 from millstream.redis_client.client import Client
 
 DedupeId = str | bytes
@@ -38,14 +38,14 @@ class Publishing:
         self._client = Client(redis) if isinstance(redis, str) else redis
         self._owns_client = isinstance(redis, str)
         self._channel = partial(
-            Channel,
+            ProducerSession,
             self._client,
             token=new_token(),
             max_length=max_length,
             window_ms=dedupe_window_ms,
             patience_ms=patience_ms,
         )
-        self._channels: dict[str, Channel] = {}
+        self._channels: dict[str, ProducerSession] = {}
         self._patience_ms = patience_ms
         self._metrics = metrics
         self._tracing = tracing()
@@ -72,7 +72,9 @@ class Publishing:
         run = copy_context().run
         return await asyncio.get_running_loop().run_in_executor(self._thread, lambda: run(call))
 
-    def _send(self, channel: Channel, batch: Batch, terms: Terms, generation: int | None = None) -> bytes:
+    def _send(
+        self, channel: ProducerSession, batch: Batch, terms: PublishOptions, generation: int | None = None
+    ) -> bytes:
         began = time.perf_counter()
         try:
             reply = channel.send(batch, terms, generation=generation)
@@ -85,7 +87,7 @@ class Publishing:
         self._metrics.observe(m.PUBLISH_SECONDS, time.perf_counter() - began)
         return reply
 
-    def _to(self, stream: str) -> Channel:
+    def _to(self, stream: str) -> ProducerSession:
         with self._lock:
             if stream not in self._channels:
                 self._channels[stream] = self._channel(stream)
@@ -140,7 +142,7 @@ class Producer(Publishing):
         for lack of room, NotReplicated when it was, but not confirmed, and other RedisErrors. After another
         Unavailable it is not known: only with a `dedupe_id` is it then safe to publish it again.
         """
-        terms = Terms(delay_ms=delay_ms, replicas=replicas, timeout_ms=timeout_ms)
+        terms = PublishOptions(delay_ms=delay_ms, replicas=replicas, timeout_ms=timeout_ms)
         batch = Batch()
         with self._tracing.publishing(stream, 1):
             _take(batch, message, dedupe_id, self._tracing.fields())
@@ -161,7 +163,7 @@ class Producer(Publishing):
         `dedupe_ids` are as many as the messages. A batch is published whole or not at all, after those before it.
         Raises as `publish`; when it raises, the batches before are published, and those after are not.
         """
-        terms = Terms(delay_ms=delay_ms, replicas=replicas, timeout_ms=timeout_ms)
+        terms = PublishOptions(delay_ms=delay_ms, replicas=replicas, timeout_ms=timeout_ms)
         channel = self._to(stream)
         identified = with_ids(messages, dedupe_ids)
         ids: list[str] = []

@@ -81,7 +81,7 @@ class Batch:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Terms:
+class PublishOptions:
     """How a batch is published.
 
     * `delay_ms`: after so many milliseconds of the server's clock; 0 = at once
@@ -101,10 +101,10 @@ class Terms:
             raise ConfigError(f"{self.replicas} replicas cannot confirm an entry: use 0 (do not ask) or more")
 
 
-AT_ONCE = Terms()
+AT_ONCE = PublishOptions()
 
 
-class Channel:
+class ProducerSession:
     """The way of the producer `token` into `stream`: batches are written in order, and none of them twice.
 
     * `maxlen`: trims the stream to about so many entries; None = never
@@ -138,7 +138,7 @@ class Channel:
         self._sequence = 0
         self._turn = threading.Lock()
 
-    def send(self, batch: Batch, terms: Terms = AT_ONCE, *, generation: int | None = None) -> bytes:
+    def send(self, batch: Batch, terms: PublishOptions = AT_ONCE, *, generation: int | None = None) -> bytes:
         """Publish `batch` and return the ids of its entries, or of its delayed messages, separated by spaces.
 
         `generation`: of partitions, the newest that the producer knows. Raises ConfigError for a partition without it,
@@ -168,7 +168,7 @@ class Channel:
             )
         return reply
 
-    def _attempt(self, keys: Sequence[Arg], args: Sequence[Arg], terms: Terms) -> tuple[bytes, int]:
+    def _attempt(self, keys: Sequence[Arg], args: Sequence[Arg], terms: PublishOptions) -> tuple[bytes, int]:
         try:
             if not terms.replicas:
                 return self._client.script(PUBLISH, keys, args), 0

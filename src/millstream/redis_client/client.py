@@ -39,7 +39,7 @@ from millstream.redis_client.error_translation import (
 from millstream.redis_client.key_names import PREFIX, from_wire
 from millstream.redis_client.lua import text_of
 from millstream.redis_client.redaction import keep_secret, redact
-from millstream.redis_client.resp import Meter, Node, Redirection, Wire, packed, routing_key
+from millstream.redis_client.resp import Node, Redirection, ReplySize, RespConnection, packed, routing_key
 from millstream.redis_client.urls import Shard, hosts, split_url, url_of_node
 
 logger = logging.getLogger(__name__)
@@ -285,7 +285,7 @@ class Client:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def dial(self, node: Node | None = None) -> Wire:
+    def dial(self, node: Node | None = None) -> RespConnection:
         """Open one more connection, for the caller to read as it likes; it is not followed through any redirection.
 
         `node`: of a cluster's, which; None: the server, or the primary that Sentinel names now. Raises RedisError.
@@ -294,11 +294,11 @@ class Client:
         with self._lock:
             pool = self._guarded(lambda: self._route.node_pool(*node) if node else self._route.pool(None), None)
 
-        def connect() -> Wire:
+        def connect() -> RespConnection:
             connection = pool.connection_class(**pool.connection_kwargs)
             connection.connect()
             opened, connection._sock = connection._sock, None
-            return Wire(opened, translate=self._refusal)
+            return RespConnection(opened, translate=self._refusal)
 
         return self._guarded(connect, None)
 
@@ -328,7 +328,7 @@ class Client:
         """Run a keyless command on the primary that has `key`."""
         return self._single(command, self._route_pool(key))
 
-    def pipeline(self, commands: Sequence[Command], meter: Meter | None = None) -> list[Reply]:
+    def pipeline(self, commands: Sequence[Command], meter: ReplySize | None = None) -> list[Reply]:
         """Run many commands in one round trip per node; replies in order, errors among them as RedisError.
 
         Not a transaction. If a connection breaks, or `meter` breaks off, Unavailable is raised and what was executed is not known.
@@ -458,7 +458,7 @@ class Client:
         return raise_if_error(reply)
 
     def _spread(
-        self, commands: Sequence[Command], silent: Sequence[Command], meter: Meter | None = None
+        self, commands: Sequence[Command], silent: Sequence[Command], meter: ReplySize | None = None
     ) -> list[Reply]:
         """Exchange with each node what concerns it; a command in `silent` precedes its namesake in `commands`."""
         with self._lock:
@@ -485,7 +485,7 @@ class Client:
             raise Unavailable(f"the cluster at {redact(self.url)} has moved slots; try again")
 
     def _exchange(
-        self, pool: ConnectionPool, commands: Sequence[Command], silent: Sequence[Command] = (), meter: Meter | None = None
+        self, pool: ConnectionPool, commands: Sequence[Command], silent: Sequence[Command] = (), meter: ReplySize | None = None
     ) -> list[Reply]:  # fmt: skip
         """One write, then one read per command. Server errors come back as values, broken connections raise."""
         connection = self._connection(pool)
@@ -502,7 +502,7 @@ class Client:
         return self._guarded(exchange, commands[0])
 
     @staticmethod
-    def _read(connection: Any, meter: Meter | None) -> Reply:
+    def _read(connection: Any, meter: ReplySize | None) -> Reply:
         try:
             if meter is not None:
                 return meter.read(connection._sock, connection._parser._reader, NOT_ENOUGH_DATA)

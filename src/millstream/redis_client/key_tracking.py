@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from millstream.errors import AccessDenied, CommandFailed, RedisError, Unavailable
 from millstream.redis_client.client import Client, Command, Reply, raise_if_error
 from millstream.redis_client.key_names import from_wire, to_wire
-from millstream.redis_client.resp import Node, Push, Wire, primaries, slot_of
+from millstream.redis_client.resp import Node, Push, RespConnection, primaries, slot_of
 
 logger = logging.getLogger(__name__)
 
@@ -22,7 +22,7 @@ _TRACK: Command = ("CLIENT", "TRACKING", "ON")
 """Where it is on this changes nothing, and its answer comes after all that is to be told."""
 
 
-class Watch:
+class KeyTracker:
     """Read commands about single keys, over one connection to each primary that remembers them. Not thread-safe.
 
     Where that may be broken, nothing is known of any key: at first, over a new connection, after FLUSHALL, when slots have
@@ -31,7 +31,7 @@ class Watch:
 
     def __init__(self, client: Client) -> None:
         self._client = client
-        self._lines: dict[Node | None, _Line] = {}
+        self._lines: dict[Node | None, _TrackedConnection] = {}
         self._owners: list[Node | None] = []
         self._unwatched: set[str] = set()
         self._refused = False
@@ -110,7 +110,7 @@ class Watch:
         self._owners = primaries(self._client.execute("CLUSTER", "SLOTS")) if self._client.is_cluster else []
         try:
             for node in set(self._owners) or {None}:
-                line = self._lines[node] = _Line(self._client.dial(node), self._client.timeout_ms)
+                line = self._lines[node] = _TrackedConnection(self._client.dial(node), self._client.timeout_ms)
                 for reply in list(line.ask([("HELLO", "3"), _TRACK])):
                     raise_if_error(reply)
         except (AccessDenied, CommandFailed) as error:
@@ -136,10 +136,10 @@ class Watch:
         return said == [b"OK"]
 
 
-class _Line:
+class _TrackedConnection:
     """A connection on which questions and answers take turns."""
 
-    def __init__(self, wire: Wire, timeout_ms: float) -> None:
+    def __init__(self, wire: RespConnection, timeout_ms: float) -> None:
         self._wire = wire
         self._timeout_ms = timeout_ms
         self._told: set[str] = set()

@@ -3,12 +3,12 @@
 from collections.abc import Sequence
 
 from millstream.redis_client.client import Client, Command, Reply, raise_if_error
-from millstream.redis_client.resp import Meter
+from millstream.redis_client.resp import ReplySize
 
 _PIPELINE = 1_000
 
 
-def ask(client: Client, commands: Sequence[Command], meter: Meter | None = None) -> list[Reply]:
+def send_all(client: Client, commands: Sequence[Command], meter: ReplySize | None = None) -> list[Reply]:
     """Replies of many commands, errors among them, in round trips that fit into memory. Raises RedisError."""
     return [
         reply
@@ -17,9 +17,9 @@ def ask(client: Client, commands: Sequence[Command], meter: Meter | None = None)
     ]
 
 
-def answers(client: Client, commands: Sequence[Command]) -> list[Reply]:
+def call_all(client: Client, commands: Sequence[Command]) -> list[Reply]:
     """The same, but raises the first error among them."""
-    return [raise_if_error(reply) for reply in ask(client, commands)]
+    return [raise_if_error(reply) for reply in send_all(client, commands)]
 
 
 def server_time_ms(client: Client) -> int:

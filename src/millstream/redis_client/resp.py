@@ -71,7 +71,7 @@ def primaries(reply: Any) -> list[Node | None]:
     return owners
 
 
-class Meter:
+class ReplySize:
     """Counts the bytes of replies. What would be more than `most` is not taken in: `exceeded` says that it broke off."""
 
     def __init__(self, most: float) -> None:
@@ -108,7 +108,7 @@ class Redirection(Unavailable):
         self.asking = kind == "ASK"
 
 
-class Wire:
+class RespConnection:
     """An open connection that never blocks: send, and take what has come in, replies in order and `Push` among them.
 
     Made by `Client.dial`. Not thread-safe. `translate` turns a failed connection, and the text of an error reply, into

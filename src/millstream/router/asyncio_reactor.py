@@ -6,11 +6,11 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from millstream.clock import Clock
-from millstream.router.reactor import Pump, Watched
-from millstream.router.waker import Bell, ring_all
+from millstream.router.reactor import Reactor, Watched
+from millstream.router.waker import Waker, wake_all
 
 
-class LoopPump(Pump):
+class AsyncioReactor(Reactor):
     """Guest of the running event loop: no thread to hand over to, which is what is fastest for subscribers in that loop.
 
     asyncio runs what is ready in turn, so whoever blocks the loop holds up the router too. Timers go by the loop's clock.
@@ -77,8 +77,8 @@ class LoopPump(Pump):
         with suppress(RuntimeError):  # the loop is closed: nobody listens any more
             self._loop.call_soon_threadsafe(self._round, self._run_calls)
 
-    def _ring_in(self, loop: asyncio.AbstractEventLoop | None, bells: list[Bell]) -> None:
+    def _ring_in(self, loop: asyncio.AbstractEventLoop | None, bells: list[Waker]) -> None:
         if loop is self._loop and asyncio.current_task(loop) is None:  # there is one if a task has closed the router
-            ring_all(bells)
+            wake_all(bells)
         else:
             super()._ring_in(loop, bells)

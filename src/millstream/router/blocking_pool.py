@@ -9,7 +9,7 @@ from typing import Any
 
 from millstream.errors import Unavailable
 from millstream.redis_client.resp import Arg, Command, slot_of
-from millstream.router.connection import Link, LinkEvents, LinkPolicy
+from millstream.router.connection import ConnectionEvents, ConnectionPolicy, ReconnectingConnection
 from millstream.router.policy import PoolPolicy
 from millstream.router.subscriber_buffer import Cursor
 
@@ -22,7 +22,7 @@ class Pool:
 
     def __init__(
         self,
-        connect: Callable[[LinkPolicy, LinkEvents, str], Link],
+        connect: Callable[[ConnectionPolicy, ConnectionEvents, str], ReconnectingConnection],
         changed: Callable[[Cursor], None],
         policy: PoolPolicy,
         *,
@@ -32,7 +32,7 @@ class Pool:
         self._connect = connect
         self._changed = changed
         self._policy = policy
-        self._link_policy = LinkPolicy(greeting=greeting, timeout_ms=15_000.0 + (policy.block_ms or 0))
+        self._link_policy = ConnectionPolicy(greeting=greeting, timeout_ms=15_000.0 + (policy.block_ms or 0))
         self._by_slot = by_slot
         self._waiting: deque[Cursor] = deque()
         self._workers: list[_Worker] = []
@@ -74,7 +74,7 @@ class Pool:
         self._waiting.clear()
         self._asked = 0
 
-    def connected(self, events: LinkEvents, name: str) -> Link:
+    def connected(self, events: ConnectionEvents, name: str) -> ReconnectingConnection:
         """A link for a worker."""
         return self._connect(self._link_policy, events, name)
 
@@ -124,5 +124,5 @@ class _Worker:
     def __init__(self, pool: Pool, number: int) -> None:
         self.batch: list[Cursor] = []
         broken = Unavailable("the connection broke")
-        events = LinkEvents(up=lambda: None, down=lambda _: pool.returned(self, broken))
+        events = ConnectionEvents(up=lambda: None, down=lambda _: pool.returned(self, broken))
         self.link = pool.connected(events, f"worker {number}")

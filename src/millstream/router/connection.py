@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from millstream.errors import AccessDenied, CommandFailed, ConfigError, MillstreamError, Unavailable
-from millstream.redis_client.resp import CHUNK_BYTES, Command, Push, Wire
-from millstream.router.reactor import Pump
+from millstream.redis_client.resp import CHUNK_BYTES, Command, Push, RespConnection
+from millstream.router.reactor import Reactor
 
 logger = logging.getLogger(__name__)
 
@@ -21,7 +21,7 @@ Then = Callable[[list[Any]], None]
 
 
 @dataclass(frozen=True, kw_only=True)
-class LinkEvents:
+class ConnectionEvents:
     """Whom a link tells. All are called in the pump's thread.
 
     * `up`: it can be asked now; nothing of before is in flight
@@ -38,7 +38,7 @@ class LinkEvents:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LinkPolicy:
+class ConnectionPolicy:
     """How a link is kept. `greeting`: sent first, and none of it may be refused. `idle_ms`: after so long a silence the
     server is asked `alive`. `timeout_ms`: after so long without an answer it is given up. `role`: what ROLE must say."""
 
@@ -48,11 +48,17 @@ class LinkPolicy:
     role: bytes | None = None
 
 
-class Link:
+class ReconnectingConnection:
     """A connection by `dial`, which may block and is called aside. Replies come in the order of the questions."""
 
     def __init__(
-        self, pump: Pump, dial: Callable[[], Wire], name: str, *, policy: LinkPolicy, events: LinkEvents
+        self,
+        pump: Reactor,
+        dial: Callable[[], RespConnection],
+        name: str,
+        *,
+        policy: ConnectionPolicy,
+        events: ConnectionEvents,
     ) -> None:
         self.up = False
         self.name = name
@@ -60,7 +66,7 @@ class Link:
         self._dial = dial
         self._policy = policy
         self._events = events
-        self._wire: Wire | None = None
+        self._wire: RespConnection | None = None
         self._closed = False
         self._asked: deque[tuple[int, Then]] = deque()
         self._replies: list[Any] = []
@@ -160,7 +166,7 @@ class Link:
         self.up = True
         self._events.up()
 
-    def _guarded(self, action: Callable[[Wire], None]) -> None:
+    def _guarded(self, action: Callable[[RespConnection], None]) -> None:
         wire = self._wire
         if wire is None:
             return

@@ -13,23 +13,23 @@ from millstream.redis_client.key_names import from_wire
 from millstream.router.budget import Batch, Budget, batch_of
 from millstream.router.gap_detection import ZERO, Entry, number
 from millstream.router.stream_events import Gap, Reason, Start, TooSlow
-from millstream.router.subscriber_buffer import Cursor, Inbox
+from millstream.router.subscriber_buffer import Cursor, SubscriberBuffer
 
 NEWEST = b"$"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Calls:
+class CursorCallbacks:
     """What a shelf asks for: read this cursor soon; wake the inbox's subscriber."""
 
     want: Callable[[Cursor], None]
-    wake: Callable[[Inbox], None]
+    wake: Callable[[SubscriberBuffer], None]
 
 
-class Shelf:
+class CursorTable:
     """All cursors, by stream."""
 
-    def __init__(self, calls: Calls, metrics: Metrics, budget: Budget) -> None:
+    def __init__(self, calls: CursorCallbacks, metrics: Metrics, budget: Budget) -> None:
         self.budget = budget
         self._calls = calls
         self._metrics = metrics
@@ -52,7 +52,7 @@ class Shelf:
 
     # Coming and going
 
-    def add(self, inbox: Inbox, key: bytes, after: bytes) -> None:
+    def add(self, inbox: SubscriberBuffer, key: bytes, after: bytes) -> None:
         """Serve `inbox` with what comes after the id `after`."""
         self.subscriptions += 1
         for cursor in self.at(key):
@@ -66,7 +66,7 @@ class Shelf:
         inbox.cursor = cursor
         self._calls.want(cursor)
 
-    def remove(self, inbox: Inbox) -> None:
+    def remove(self, inbox: SubscriberBuffer) -> None:
         """Serve it no more."""
         cursor, inbox.cursor = inbox.cursor, None
         if cursor is None:
@@ -76,7 +76,7 @@ class Shelf:
         if not cursor.inboxes:
             self._forget(cursor)
 
-    def end(self, inbox: Inbox, ending: bool | Exception = True) -> None:
+    def end(self, inbox: SubscriberBuffer, ending: bool | Exception = True) -> None:
         """Serve it no more, and say so to its subscriber."""
         inbox.ending = inbox.ending or ending
         self.remove(inbox)
@@ -93,7 +93,7 @@ class Shelf:
             for cursor in self.at(key):
                 self.end_at(cursor, ending)
 
-    def resume(self, inbox: Inbox) -> None:
+    def resume(self, inbox: SubscriberBuffer) -> None:
         """The subscriber has room again."""
         inbox.paused = False
         if (cursor := inbox.cursor) is not None and cursor.paused:
@@ -179,7 +179,7 @@ class Shelf:
                 self._calls.wake(inbox)
 
     def _overflow(
-        self, cursor: Cursor, inbox: Inbox, batch: Batch, at: int, start: tuple[bytes, int | None, bool]
+        self, cursor: Cursor, inbox: SubscriberBuffer, batch: Batch, at: int, start: tuple[bytes, int | None, bool]
     ) -> None:
         """A batch that comes after `start`, an id, its ordinal and whether it was there, does not fit from `at` on."""
         rest = batch.part(at, len(batch))
@@ -203,7 +203,7 @@ class Shelf:
         if inbox.drained:
             self.resume(inbox)
 
-    def _own_place(self, cursor: Cursor, inbox: Inbox) -> Cursor:
+    def _own_place(self, cursor: Cursor, inbox: SubscriberBuffer) -> Cursor:
         """A late cursor for this inbox alone."""
         if cursor.inboxes == [inbox]:
             self._forget(cursor)

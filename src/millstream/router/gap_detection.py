@@ -31,7 +31,7 @@ def before(entry_id: bytes) -> bytes:
     return b"%d-%d" % (int(ms) - 1, _LAST_SEQ) if ms != b"0" else ZERO
 
 
-class Facts(NamedTuple):
+class StreamCounters(NamedTuple):
     """What XINFO STREAM says of a stream that exists; an id of an entry is None where there is no entry."""
 
     top: bytes
@@ -47,18 +47,18 @@ class Facts(NamedTuple):
         return self.added - self.length
 
 
-MISSING = Facts(top=ZERO, first=None, last=None, length=0, added=0, deleted=ZERO)
+MISSING = StreamCounters(top=ZERO, first=None, last=None, length=0, added=0, deleted=ZERO)
 """The facts of a stream that does not exist."""
 
 
-def facts_of(reply: Any) -> Facts | None:
+def counters_of(reply: Any) -> StreamCounters | None:
     """Understand a reply of XINFO STREAM; None if it is an error that says nothing of the stream."""
     if isinstance(reply, Exception):
         return MISSING if isinstance(reply, CommandFailed) and "no such key" in str(reply) else None
     named = reply if isinstance(reply, dict) else dict(zip(reply[::2], reply[1::2], strict=True))
     first, last = named[b"first-entry"], named[b"last-entry"]
     length = int(named[b"length"])
-    return Facts(
+    return StreamCounters(
         top=named[b"last-generated-id"],
         first=first[0] if first else None,
         last=last[0] if last else None,
@@ -69,7 +69,7 @@ def facts_of(reply: Any) -> Facts | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class ReadResult:
     """One read: of the entries after `position`, which is the `ordinal`-th ever added (None: not known).
 
     * `proven`: at `position` there was an entry of this stream; otherwise it may be any id, as a subscriber gave it
@@ -100,7 +100,7 @@ class Verdict(NamedTuple):
     ordinal: int | None = None
 
 
-def judge(reading: Reading, facts: Facts) -> Verdict:
+def detect_gap(reading: ReadResult, facts: StreamCounters) -> Verdict:
     """Say whether anything is missing between a position and what was read after it."""
     entries, position = reading.entries, reading.position
     if facts is MISSING:
@@ -126,7 +126,7 @@ def judge(reading: Reading, facts: Facts) -> Verdict:
     return Verdict("trimmed" if missed else "sound", missed or None, ordinal)
 
 
-def _is_another(reading: Reading, facts: Facts) -> bool:
+def _is_another(reading: ReadResult, facts: StreamCounters) -> bool:
     """Whether the entry at the position, which is gone while older ones remain, never was an entry of this stream.
 
     A trim takes the oldest, so it must have been deleted by itself: then the stream knows of a removed entry, and of a
@@ -146,7 +146,7 @@ def _is_another(reading: Reading, facts: Facts) -> bool:
     return expected is not None and all_read and facts.added != expected
 
 
-def _ordinal(reading: Reading, facts: Facts) -> int | None:
+def _ordinal(reading: ReadResult, facts: StreamCounters) -> int | None:
     """Which entry of all ever added the last one read is."""
     entries = reading.entries
     end = entries[-1][0] if entries else reading.position

@@ -7,12 +7,12 @@ from millstream.observability.metrics import Metrics
 from millstream.redis_client.client import Client
 from millstream.redis_client.resp import Node, Push
 from millstream.router.blocking_pool import Pool
-from millstream.router.connection import Link, LinkEvents, LinkPolicy
-from millstream.router.cursors import Shelf
+from millstream.router.connection import ConnectionEvents, ConnectionPolicy, ReconnectingConnection
+from millstream.router.cursors import CursorTable
 from millstream.router.policy import ReaderName, Settings
-from millstream.router.reactor import Pump
-from millstream.router.read_request import LaneCalls
-from millstream.router.stream_reader import Lane
+from millstream.router.reactor import Reactor
+from millstream.router.read_request import ReaderCallbacks
+from millstream.router.stream_reader import StreamReader
 from millstream.router.subscriber_buffer import Cursor
 
 _NAME = ("CLIENT", "SETNAME", "millstream-router")
@@ -21,7 +21,7 @@ _READ = [_NAME]
 """The first words on a connection."""
 
 
-class Station:
+class NodeReader:
     """Reads the streams of `node` (None: of the only server), by tracking or through a pool.
 
     Tracking: on a RESP3 connection with CLIENT TRACKING on, each non-blocking XREAD makes the server remember the keys
@@ -30,15 +30,15 @@ class Station:
 
     def __init__(
         self,
-        pump: Pump,
+        pump: Reactor,
         client: Client,
         node: Node | None,
-        shelf: Shelf,
+        shelf: CursorTable,
         *,
         reader: ReaderName,
         settings: Settings,
-        calls: LaneCalls,
-        events: LinkEvents,
+        calls: ReaderCallbacks,
+        events: ConnectionEvents,
         metrics: Metrics,
     ) -> None:
         self.node = node
@@ -53,10 +53,14 @@ class Station:
         if reader == "pool":
             self._pool = Pool(self._connect, self._changed, settings.pool, greeting=_READ, by_slot=by_slot)
         role = b"master" if "+sentinel" in client.url.partition("://")[0] else None
-        policy = LinkPolicy(greeting=_TRACK if reader == "tracking" else _READ, timeout_ms=client.timeout_ms, role=role)
-        own = LinkEvents(up=events.up, down=self._down, push=self._pushed, denied=events.denied, refused=events.refused)
+        policy = ConnectionPolicy(
+            greeting=_TRACK if reader == "tracking" else _READ, timeout_ms=client.timeout_ms, role=role
+        )
+        own = ConnectionEvents(
+            up=events.up, down=self._down, push=self._pushed, denied=events.denied, refused=events.refused
+        )
         self.link = self._connect(policy, own, name)
-        self.lane = Lane(
+        self.lane = StreamReader(
             self.link, shelf, calls,
             streams=settings.read.streams, count=settings.read.count, reply_bytes=settings.read.reply_bytes, by_slot=by_slot,
         )  # fmt: skip
@@ -87,8 +91,10 @@ class Station:
         if self._pool is not None:
             self._pool.close()
 
-    def _connect(self, policy: LinkPolicy, events: LinkEvents, name: str) -> Link:
-        return Link(self._pump, lambda: self._client.dial(self.node), name, policy=policy, events=events)
+    def _connect(self, policy: ConnectionPolicy, events: ConnectionEvents, name: str) -> ReconnectingConnection:
+        return ReconnectingConnection(
+            self._pump, lambda: self._client.dial(self.node), name, policy=policy, events=events
+        )
 
     def _down(self, hung_up: bool) -> None:
         self.lane.reset(hung_up=hung_up)

@@ -10,12 +10,12 @@ from millstream.observability.metrics import Metrics
 from millstream.redis_client.client import Client
 from millstream.redis_client.resp import Node, primaries, slot_of
 from millstream.router.budget import LEAST_BYTES
-from millstream.router.connection import LinkEvents
-from millstream.router.cursors import Shelf
-from millstream.router.node_reader import Station
+from millstream.router.connection import ConnectionEvents
+from millstream.router.cursors import CursorTable
+from millstream.router.node_reader import NodeReader
 from millstream.router.policy import ReaderName, Settings
-from millstream.router.reactor import Pump
-from millstream.router.read_request import LaneCalls
+from millstream.router.reactor import Reactor
+from millstream.router.read_request import ReaderCallbacks
 from millstream.router.subscriber_buffer import Cursor
 
 logger = logging.getLogger(__name__)
@@ -26,7 +26,7 @@ _SOON_MS = 50.0
 _WORD_EVERY_MS = 60_000.0
 
 
-class Fleet:
+class ClusterNodes:
     """All stations.
 
     Whatever breaks, what keeps everything right is the same: a stream is read again from its cursor's place.
@@ -35,9 +35,9 @@ class Fleet:
 
     def __init__(
         self,
-        pump: Pump,
+        pump: Reactor,
         client: Client,
-        shelf: Shelf,
+        shelf: CursorTable,
         *,
         settings: Settings,
         metrics: Metrics,
@@ -49,13 +49,13 @@ class Fleet:
         self._client = client
         self._shelf = shelf
         self._metrics = metrics
-        self._stations: dict[Node | None, Station] = {}
+        self._stations: dict[Node | None, NodeReader] = {}
         self._owners = primaries(())
         self._looking = False
         self._to_sweep: list[bytes] = []
         self._sweep_credit = 0.0
         self._spent_was_said = False
-        self._calls = LaneCalls(
+        self._calls = ReaderCallbacks(
             done=self._done, want=self.want, moved=self._look, ask_at=self._ask_at, later=pump.later
         )
 
@@ -88,19 +88,19 @@ class Fleet:
 
     # Stations
 
-    def _of(self, key: bytes) -> Station | None:
+    def _of(self, key: bytes) -> NodeReader | None:
         if not self._client.is_cluster:
             return self._stations.get(None)
         owner = self._owners[slot_of(key)]
         return None if owner is None else self._stations.get(owner)
 
-    def _station(self, node: Node | None) -> Station:
+    def _station(self, node: Node | None) -> NodeReader:
         found = self._stations.get(node)
         if found is None:
-            events = LinkEvents(
+            events = ConnectionEvents(
                 up=lambda: self._up(node), down=self._down, denied=self._shelf.end_all, refused=self._refused
             )
-            found = self._stations[node] = Station(
+            found = self._stations[node] = NodeReader(
                 self._pump, self._client, node, self._shelf, reader=self.reader, settings=self._settings,
                 calls=self._calls, events=events, metrics=self._metrics,
             )  # fmt: skip

@@ -16,7 +16,7 @@ LAST = 16
 """After so many breaks in a row, the last twelve of which met nobody else, a stream is given up: no chance is like that."""
 
 
-class Suspects:
+class OversizedStreams:
     """How many breaks in a row each cursor has met. `active`: whether there are any, or streams that were given up."""
 
     def __init__(self) -> None:

@@ -16,8 +16,8 @@ from typing import Any, Protocol
 
 from millstream.clock import Clock
 from millstream.errors import MillstreamError
-from millstream.router.subscriber_buffer import Inbox
-from millstream.router.waker import Bell, ring_all
+from millstream.router.subscriber_buffer import SubscriberBuffer
+from millstream.router.waker import Waker, wake_all
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +34,7 @@ class Watched(Protocol):
         """It can be read or written: do it."""
 
 
-class Pump(ABC):
+class Reactor(ABC):
     """What runs the router: waits for its connections, runs what other threads ask for, wakes subscribers in bursts.
 
     What it calls must not block and must not raise: `crashed` is told of an error that should not have been. Everything
@@ -46,7 +46,7 @@ class Pump(ABC):
         self.each_round: list[Callable[[], None]] = []
         self._crashed = crashed
         self._calls: deque[Callable[[], None]] = deque()
-        self._wakes: defaultdict[asyncio.AbstractEventLoop | None, list[Bell]] = defaultdict(list)
+        self._wakes: defaultdict[asyncio.AbstractEventLoop | None, list[Waker]] = defaultdict(list)
         self._rung = False
         self._stopped = self._over = False
         self._helpers = ThreadPoolExecutor(_HELPERS, thread_name_prefix="millstream-router-helper")
@@ -96,12 +96,12 @@ class Pump(ABC):
         if not self._stopped:
             self._helpers.submit(work).add_done_callback(finished)
 
-    def wake(self, inbox: Inbox) -> None:
+    def wake(self, inbox: SubscriberBuffer) -> None:
         """Wake the inbox's subscriber, if it waits: at the end of this round, together with others of its loop."""
         waker, inbox.waker = inbox.waker, None
         if waker is None:
             return
-        if isinstance(waker, Bell):
+        if isinstance(waker, Waker):
             self._wakes[waker.loop].append(waker)
         else:
             with suppress(RuntimeError):  # it has stopped waiting by itself
@@ -127,12 +127,12 @@ class Pump(ABC):
             for loop, bells in wakes.items():
                 self._ring_in(loop, bells)
 
-    def _ring_in(self, loop: asyncio.AbstractEventLoop | None, bells: list[Bell]) -> None:
+    def _ring_in(self, loop: asyncio.AbstractEventLoop | None, bells: list[Waker]) -> None:
         if loop is None:
             logger.error("the router failed inside: %d subscribers wait in no event loop", len(bells))
             return
         with suppress(RuntimeError):  # the loop is closed, and with it whoever waited there
-            loop.call_soon_threadsafe(ring_all, bells)
+            loop.call_soon_threadsafe(wake_all, bells)
 
     def _crash(self, error: Exception) -> None:
         """Nobody else would hear of it, and subscribers would wait for ever."""
@@ -153,7 +153,7 @@ class Pump(ABC):
                 self._calls.popleft()()
 
 
-class ThreadPump(Pump):
+class ThreadReactor(Reactor):
     """A thread of its own, for routers used from plain threads or from several event loops."""
 
     def __init__(self, clock: Clock, crashed: Callable[[Exception], None]) -> None:

@@ -8,7 +8,7 @@ from millstream.router.subscriber_buffer import Cursor
 
 
 @dataclass(frozen=True, kw_only=True)
-class LaneCalls:
+class ReaderCallbacks:
     """Whom a lane tells. `done`: all of a stream is read; `want`: read this, wherever it lives now; `moved`: the map of the
     cluster is out of date; `ask_at`: read these once at that node; `later`: call that after so many milliseconds."""
 

@@ -10,7 +10,7 @@ _FEW = 4
 _ENDS = 2  # XINFO STREAM has the first and the last entry in it
 
 
-class Sizing:
+class ReadSize:
     """Keeps replies near `reply_bytes`, with `count` entries of a stream at most.
 
     Of a stream that was never read it asks one entry, and takes the sizes of the largest entries lately seen for those

@@ -14,14 +14,14 @@ from millstream.model import EntryId
 from millstream.observability.metrics import NOBODY, Metrics
 from millstream.redis_client.client import Client
 from millstream.redis_client.key_names import to_wire
-from millstream.router.asyncio_reactor import LoopPump
+from millstream.router.asyncio_reactor import AsyncioReactor
 from millstream.router.budget import Budget
-from millstream.router.cursors import NEWEST, Calls, Shelf
-from millstream.router.nodes import Fleet
+from millstream.router.cursors import NEWEST, CursorCallbacks, CursorTable
+from millstream.router.nodes import ClusterNodes
 from millstream.router.policy import PoolPolicy, ReaderName, ReadPolicy, Settings
-from millstream.router.reactor import Pump, ThreadPump
+from millstream.router.reactor import Reactor, ThreadReactor
 from millstream.router.stream_events import WhenFull
-from millstream.router.subscriber_buffer import Cursor, Inbox
+from millstream.router.subscriber_buffer import Cursor, SubscriberBuffer
 from millstream.router.subscription import Subscription
 
 logger = logging.getLogger(__name__)
@@ -45,16 +45,16 @@ class _Desk:
 
     __slots__ = ("_pump", "_shelf")
 
-    def __init__(self, pump: Pump, shelf: Shelf) -> None:
+    def __init__(self, pump: Reactor, shelf: CursorTable) -> None:
         self._pump = pump
         self._shelf = shelf
 
-    def drained(self, inbox: Inbox) -> None:
+    def drained(self, inbox: SubscriberBuffer) -> None:
         """There is room in the inbox again."""
         inbox.paused = False  # at once, so that it is said only once
         self._pump.call(partial(self._shelf.resume, inbox))
 
-    def left(self, inbox: Inbox) -> None:
+    def left(self, inbox: SubscriberBuffer) -> None:
         """Nobody takes anything out of the inbox any more."""
         self._pump.call(partial(self._shelf.end, inbox))
 
@@ -97,17 +97,17 @@ class Router:
         self._clock = clock
         self._metrics = metrics
         self._settings = Settings(choice=reader, read=read, pool=pool)
-        self._build(ThreadPump(clock, self._crashed))
+        self._build(ThreadReactor(clock, self._crashed))
         self._lock = threading.Lock()
         self._state: Literal["new", "running", "closed"] = "new"
         self._failure: Exception | None = None
         self._pid = os.getpid()
 
-    def _build(self, pump: Pump) -> None:
+    def _build(self, pump: Reactor) -> None:
         self._pump = pump
         budget = Budget(self._settings.read.budget_bytes)
-        self._shelf = Shelf(Calls(want=self._want, wake=pump.wake), self._metrics, budget)
-        self._fleet = Fleet(pump, self._client, self._shelf, settings=self._settings, metrics=self._metrics)
+        self._shelf = CursorTable(CursorCallbacks(want=self._want, wake=pump.wake), self._metrics, budget)
+        self._fleet = ClusterNodes(pump, self._client, self._shelf, settings=self._settings, metrics=self._metrics)
         self._desk = _Desk(pump, self._shelf)
 
     @property
@@ -156,7 +156,7 @@ class Router:
             raise ConfigError(f"the router has failed, make a new one: {self._failure!r}")
         if self._state != "running":
             self._start()
-        inbox = Inbox(
+        inbox = SubscriberBuffer(
             stream, self._shelf.budget, limit=buffer, limit_bytes=buffer_bytes, when_full=when_full, tells_start=tell_start
         )  # fmt: skip
         self._pump.call(partial(self._shelf.add, inbox, to_wire(stream), place))
@@ -187,7 +187,7 @@ class Router:
         """Let the router live in the running event loop, without a thread of its own."""
         if self._state != "new":
             raise ConfigError("the router runs already, in a thread of its own: enter it before the first subscription")
-        self._build(LoopPump(self._clock, self._crashed))
+        self._build(AsyncioReactor(self._clock, self._crashed))
         return self
 
     async def __aexit__(self, *_: object) -> None:

@@ -14,12 +14,22 @@ from typing import Any
 from millstream.errors import AccessDenied, CommandFailed, Unavailable, WrongType
 from millstream.redis_client.key_names import from_wire
 from millstream.redis_client.resp import Command, Redirection, slot_of
-from millstream.router.connection import Link
-from millstream.router.cursors import NEWEST, Shelf
-from millstream.router.gap_detection import MISSING, ZERO, Entry, Facts, Reading, before, facts_of, judge, number
-from millstream.router.oversized_streams import LAST, Suspects
-from millstream.router.read_request import LaneCalls, Request
-from millstream.router.read_size import Sizing
+from millstream.router.connection import ReconnectingConnection
+from millstream.router.cursors import NEWEST, CursorTable
+from millstream.router.gap_detection import (
+    MISSING,
+    ZERO,
+    Entry,
+    ReadResult,
+    StreamCounters,
+    before,
+    counters_of,
+    detect_gap,
+    number,
+)
+from millstream.router.oversized_streams import LAST, OversizedStreams
+from millstream.router.read_request import ReaderCallbacks, Request
+from millstream.router.read_size import ReadSize
 from millstream.router.subscriber_buffer import Cursor
 
 logger = logging.getLogger(__name__)
@@ -31,11 +41,19 @@ _BARRED_MS = 60_000.0
 _CHANGED, _OTHERS, _SUSPECTS = range(3)
 
 
-class Lane:
+class StreamReader:
     """Reads cursors over `link`; at most `streams` in a request, whose reply is meant to stay below `reply_bytes`."""
 
     def __init__(
-        self, link: Link, shelf: Shelf, calls: LaneCalls, *, streams: int, count: int, reply_bytes: int, by_slot: bool
+        self,
+        link: ReconnectingConnection,
+        shelf: CursorTable,
+        calls: ReaderCallbacks,
+        *,
+        streams: int,
+        count: int,
+        reply_bytes: int,
+        by_slot: bool,
     ) -> None:
         self._link = link
         self._shelf = shelf
@@ -47,8 +65,8 @@ class Lane:
         self._once: list[Request] = []
         self._first = _CHANGED
         self._interrupted: list[Cursor] = []
-        self._sizing = Sizing(count=count, reply_bytes=reply_bytes, budget=shelf.budget)
-        self._suspects = Suspects()
+        self._sizing = ReadSize(count=count, reply_bytes=reply_bytes, budget=shelf.budget)
+        self._suspects = OversizedStreams()
         self._breaks = 0
         self._unchanged = 0
         self._resting = False
@@ -193,7 +211,7 @@ class Lane:
         else:
             self._once.remove(request)
         counters = replies[len(request.groups) :]
-        facts = dict(zip(request.careful, map(facts_of, counters), strict=True))
+        facts = dict(zip(request.careful, map(counters_of, counters), strict=True))
         for cursor, reply in zip(request.careful, counters, strict=True):
             if isinstance(reply, AccessDenied):
                 self._shelf.end_at(cursor, reply)
@@ -262,7 +280,7 @@ class Lane:
     def _rested(self) -> None:
         self._resting = False
 
-    def _read(self, cursor: Cursor, got: list[Entry], count: int, facts: Facts | None) -> None:
+    def _read(self, cursor: Cursor, got: list[Entry], count: int, facts: StreamCounters | None) -> None:
         """Take what was read of one stream, `got`, which should begin with the last entry delivered."""
         if cursor.last == NEWEST:
             self._start_at_end(cursor, facts)
@@ -273,7 +291,7 @@ class Lane:
         present = again or cursor.last == ZERO
         if facts is not None and cursor.careful:
             if not self._judged(
-                cursor, Reading(cursor.last, cursor.ordinal, cursor.proven, present, entries, full), facts
+                cursor, ReadResult(cursor.last, cursor.ordinal, cursor.proven, present, entries, full), facts
             ):
                 return
         elif not present or (entries and cursor.last == ZERO and cursor.ordinal is not None):
@@ -290,9 +308,9 @@ class Lane:
         self._shelf.settle(cursor)
         self._calls.done(cursor)
 
-    def _judged(self, cursor: Cursor, reading: Reading, facts: Facts) -> bool:
+    def _judged(self, cursor: Cursor, reading: ReadResult, facts: StreamCounters) -> bool:
         """Deliver what was read with care; False if it has to be read again."""
-        verdict = judge(reading, facts)
+        verdict = detect_gap(reading, facts)
         if verdict.what == "again":
             self._calls.want(cursor)
             return False
@@ -319,7 +337,7 @@ class Lane:
             self._shelf.deliver(cursor, reading.entries)
         return True
 
-    def _recognise(self, cursor: Cursor, facts: Facts) -> None:
+    def _recognise(self, cursor: Cursor, facts: StreamCounters) -> None:
         """It is another stream, or Redis lost its end. Old entries tell which."""
         request = self._request([[cursor]], queue=None)
         self._once.append(request)
@@ -328,7 +346,7 @@ class Lane:
         found: Command = ("XRANGE", cursor.key, anchor, anchor)
         self._link.ask([found], lambda replies: self._recognised(request, cursor, facts, replies[0]))
 
-    def _recognised(self, request: Request, cursor: Cursor, facts: Facts, reply: Any) -> None:
+    def _recognised(self, request: Request, cursor: Cursor, facts: StreamCounters, reply: Any) -> None:
         self._once.remove(request)
         cursor.asked = cursor.stale = False
         if isinstance(reply, AccessDenied):
@@ -345,7 +363,7 @@ class Lane:
             cursor.lost_at, cursor.careful, cursor.proven = None, True, False
         self._calls.want(cursor)
 
-    def _start_at_end(self, cursor: Cursor, facts: Facts | None) -> None:
+    def _start_at_end(self, cursor: Cursor, facts: StreamCounters | None) -> None:
         if facts is None:
             self._calls.want(cursor)
             return

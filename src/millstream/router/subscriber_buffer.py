@@ -13,13 +13,13 @@ from millstream.errors import MillstreamError
 from millstream.model import Message
 from millstream.router.budget import LEAST_BYTES, Batch, Budget
 from millstream.router.stream_events import Dropped, Gap, Item, Start, WhenFull
-from millstream.router.waker import Bell
+from millstream.router.waker import Waker
 
-Waker: TypeAlias = "Bell | threading.Lock"
+WakeTarget: TypeAlias = "Waker | threading.Lock"
 _DROPPING = threading.Lock()
 
 
-class Inbox:
+class SubscriberBuffer:
     """Entries and notices for one subscriber, at most `limit` entries and, with the next one, `limit_bytes` bytes.
 
     While the router's whole `budget` is spent, only as many bytes as keep it going.
@@ -57,7 +57,7 @@ class Inbox:
         self.paused = False
         self.skip: bytes | None = None
         self.ending: bool | Exception | None = None
-        self.waker: Waker | None = None
+        self.waker: WakeTarget | None = None
 
     # For the router's thread
 
@@ -197,10 +197,10 @@ class Inbox:
             raise self.ending
         return True
 
-    def may_sleep(self, waker: Waker) -> bool:
+    def may_sleep(self, waker: WakeTarget) -> bool:
         """Have `waker` wake the subscriber when there is something; False if there is already."""
         sleeping = self.waker
-        if sleeping is not None and (not isinstance(sleeping, Bell) or sleeping.awaited):
+        if sleeping is not None and (not isinstance(sleeping, Waker) or sleeping.awaited):
             raise MillstreamError(
                 f"the subscription of {self.stream} is being read by somebody else: subscribe once more"
             )
@@ -237,7 +237,7 @@ class Cursor:
         self.anchor: bytes | None = None
         self.next_anchor: bytes | None = None
         self.lost_at: bytes | None = None
-        self.inboxes: list[Inbox] = []
+        self.inboxes: list[SubscriberBuffer] = []
         self.careful = True
         self.proven = False
         self.scale = 0

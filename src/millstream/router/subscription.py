@@ -6,17 +6,17 @@ from typing import Any, Never, Protocol, Self
 
 from millstream.clock import SYSTEM_CLOCK
 from millstream.router.stream_events import Item
-from millstream.router.subscriber_buffer import Inbox
-from millstream.router.waker import Bell
+from millstream.router.subscriber_buffer import SubscriberBuffer
+from millstream.router.waker import Waker
 
 
-class Desk(Protocol):
+class SubscriptionHost(Protocol):
     """Whom a subscription tells: there is room again; nobody takes anything out any more."""
 
-    def drained(self, inbox: Inbox) -> None:
+    def drained(self, inbox: SubscriberBuffer) -> None:
         """There is room in the inbox again."""
 
-    def left(self, inbox: Inbox) -> None:
+    def left(self, inbox: SubscriberBuffer) -> None:
         """Nobody takes anything out of the inbox any more."""
 
 
@@ -30,7 +30,7 @@ class Subscription:
 
     __slots__ = ("_desk", "_inbox")
 
-    def __init__(self, inbox: Inbox, desk: Desk) -> None:
+    def __init__(self, inbox: SubscriberBuffer, desk: SubscriptionHost) -> None:
         self._inbox = inbox
         self._desk = desk
 
@@ -139,17 +139,17 @@ class Subscription:
 
 
 class _Turns:
-    """A subscription in `async for`. Waits for items without making anything, for the reasons that `Bell` has.
+    """A subscription in `async for`. Waits for items without making anything, for the reasons that `Waker` has.
 
     It is its own awaitable, and its own way of awaiting: `anext(turns, default)` needs all that a coroutine has.
     """
 
     __slots__ = ("_bell", "_inbox", "_subscription")
 
-    def __init__(self, subscription: Subscription, inbox: Inbox) -> None:
+    def __init__(self, subscription: Subscription, inbox: SubscriberBuffer) -> None:
         self._subscription = subscription
         self._inbox = inbox
-        self._bell = Bell()
+        self._bell = Waker()
 
     def __aiter__(self) -> Self:
         return self
@@ -163,7 +163,7 @@ class _Turns:
     def __iter__(self) -> Self:
         return self
 
-    def __next__(self) -> Bell:
+    def __next__(self) -> Waker:
         inbox = self._inbox
         while True:
             if (inbox.batches or inbox.batch) and (item := inbox.take()) is not None:
@@ -176,7 +176,7 @@ class _Turns:
             if inbox.may_sleep(self._bell):
                 return self._bell.wait()
 
-    def send(self, _: object) -> Bell:
+    def send(self, _: object) -> Waker:
         return self.__next__()
 
     def throw(self, kind: Any, value: Any = None, _: object = None) -> Never:

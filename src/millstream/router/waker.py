@@ -18,7 +18,7 @@ class _Cancelled:
 _CANCELLED = _Cancelled()
 
 
-class Bell:
+class Waker:
     """A task waits for it as often as it likes, and goes on at once when it rings. One task at a time.
 
     A `Future` is for one use: each wait leaves four objects that live until the next message, and with 100,000 tasks
@@ -78,7 +78,7 @@ class Bell:
         """The wait has ended since it has rung; whose wait is cancelled asks `_Cancelled`."""
 
 
-def ring_all(bells: list[Bell]) -> None:
+def wake_all(bells: list[Waker]) -> None:
     """Run all who wait for these."""
     for bell in bells:
         bell.ring()

@@ -10,7 +10,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-def door(call: Callable[P, T]) -> Callable[P, T]:
+def clean_tracebacks(call: Callable[P, T]) -> Callable[P, T]:
     """Make `call` raise our errors without the way through our code, and without what they come from.
 
     Their text is made for users; twenty frames before it hide it.
@@ -26,7 +26,7 @@ def door(call: Callable[P, T]) -> Callable[P, T]:
     return guarded
 
 
-def through_door(items: Iterator[T]) -> Iterator[T]:
+def clean_traceback(items: Iterator[T]) -> Iterator[T]:
     """The same for what raises while it is gone through."""
     try:
         yield from items

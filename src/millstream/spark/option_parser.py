@@ -9,13 +9,13 @@ from millstream.spark.limits import GREATEST_LONG
 
 
 @dataclass(frozen=True)
-class Given:
+class OptionParser:
     """The options that were given, under the names as the documentation writes them."""
 
     values: Mapping[str, str]
 
     @classmethod
-    def read(cls, given: Mapping[str, str], names: Sequence[str], use: str, shown: int) -> "Given":
+    def read(cls, given: Mapping[str, str], names: Sequence[str], use: str, shown: int) -> "OptionParser":
         """Find the options in `names`, the first `shown` of which help where nothing is near an unknown one.
 
         `use`: "reading" or "writing". Raises ConfigError for an unknown or misspelt name.

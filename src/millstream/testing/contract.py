@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from millstream.app import App
 from millstream.balancer import announce
-from millstream.delivery.key_queues import skip, survey, unpark
+from millstream.delivery.key_queues import list_queues, skip, unpark
 from millstream.errors import MillstreamError
 from millstream.handlers.dead_letter import DeadLetter, Reason
 from millstream.redis_client.client import Client, Command, raise_if_error
@@ -186,7 +186,7 @@ class _Steering:
 
     def go_on(self) -> None:
         """Skip the first message of each key that is parked with all of its messages, and have the key go on."""
-        for line in survey(self.client, self.case.keys) if self.settled < self.case.parks.keys() else ():
+        for line in list_queues(self.client, self.case.keys) if self.settled < self.case.parks.keys() else ():
             key = line.key or b""
             is_due = key not in self.settled and self.case.parks.get(key) == line.length
             if is_due and line.state == "parked" and skip(self.client, self.case.keys, line.name, error="skipped"):

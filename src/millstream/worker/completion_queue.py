@@ -14,7 +14,7 @@ LINGER_S = 0.005
 """How long what is not urgent may wait for more to be settled with."""
 
 
-class Outbox:
+class CompletionQueue:
     """Any number of threads put into it, one collects; what one thread puts in stays in order.
 
     To wake a thread and to ask Redis for each message would cost more than most handlers do. So what is not urgent waits

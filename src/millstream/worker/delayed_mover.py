@@ -4,12 +4,12 @@ from collections.abc import Sequence
 from math import inf
 
 from millstream.clock import Clock
-from millstream.delivery.delayed_messages import DelayedMessages, Movement
+from millstream.delivery.delayed_messages import DelayedMessages, MovedMessages
 from millstream.errors import RedisError
 from millstream.redis_client.client import Client
 from millstream.redis_client.key_names import StreamKeys
-from millstream.redis_client.key_tracking import Watch
-from millstream.worker.fetching.timers import Agenda, Sweep
+from millstream.redis_client.key_tracking import KeyTracker
+from millstream.worker.fetching.timers import DelayQueue, RoundRobin
 
 _SWEEP_MS = 1_000.0
 
@@ -18,19 +18,19 @@ class WatchedDelays(DelayedMessages):
     """As DelayedMessages, for who moves those of the same streams again and again. Used by one thread.
 
     Redis tells where something was published for later, and a few are asked in any case, in turn; where it does not
-    tell (`Watch.refused`), all are asked each time.
+    tell (`KeyTracker.refused`), all are asked each time.
     """
 
     def __init__(self, client: Client, clock: Clock) -> None:
         super().__init__(client)
         self._clock = clock
-        self._watch = Watch(client)
+        self._watch = KeyTracker(client)
         self._keys: dict[str, str] = {}
-        self._agenda = Agenda()
-        self._sweep = Sweep()
+        self._agenda = DelayQueue()
+        self._sweep = RoundRobin()
         self._sweep_due_ms = 0.0
 
-    def move_due(self, streams: Sequence[str]) -> Movement:
+    def move_due(self, streams: Sequence[str]) -> MovedMessages:
         """See DelayedMessages."""
         told = self._watch.changed()
         if self._watch.refused:
@@ -62,4 +62,4 @@ class WatchedDelays(DelayedMessages):
             if movement.next_ms is not None:
                 self._agenda.put(name, now_ms + movement.next_ms)
         wait_ms = self._agenda.wait_ms(now_ms)
-        return Movement(moved=sum(one.moved for one in moved), next_ms=None if wait_ms == inf else round(wait_ms))
+        return MovedMessages(moved=sum(one.moved for one in moved), next_ms=None if wait_ms == inf else round(wait_ms))

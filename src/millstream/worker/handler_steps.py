@@ -2,17 +2,17 @@
 
 from collections.abc import Callable, Sequence
 
-from millstream.delivery.commit_store import Unit
-from millstream.delivery.keyed_stream import Lease, line_of_key
+from millstream.delivery.commit_store import Effects
+from millstream.delivery.keyed_stream import KeyLease, queue_of_key
 from millstream.delivery.reliable_stream import Delivery
 from millstream.errors import DecodeError
 from millstream.handlers.attempt import (
-    Again,
     BatchOutcome,
-    Dead,
+    DeadLettered,
     Done,
     Outcome,
     Parked,
+    RetryLater,
     attempt,
     attempt_batch,
     attempt_batch_plain,
@@ -23,11 +23,11 @@ from millstream.handlers.attempt import (
 from millstream.handlers.dead_letter import DeadLetter
 from millstream.handlers.handler import Handler
 from millstream.model import Message
-from millstream.observability.tracing import UNTRACED, Run, tracing
+from millstream.observability.tracing import UNTRACED, TracedRun, tracing
 from millstream.redis_client.key_names import REDRIVE_FIELD
 
 
-class Pipeline:
+class HandlerSteps:
     """The steps of a message of one handler: decode, run, then commit, dead-letter or retry.
 
     Subclass it to do something before or after a step; call the step itself, and return what it returns. All of
@@ -49,7 +49,7 @@ class Pipeline:
             key = self.handler.key_of(Message(stream, entry_id.decode(), opened))
         except DecodeError:
             key = None  # it is a dead letter as soon as it is run
-        return line_of_key(key, entry_id)
+        return queue_of_key(key, entry_id)
 
     def decode(self, delivery: Delivery) -> Message | None:
         """Make a message of an entry; None if it was redriven for another handler of the stream."""
@@ -96,25 +96,25 @@ class Pipeline:
             dead, outcome = await attempt_batch(self.handler, messages)
             return dead, _traced(span, outcome)
 
-    def commit(self, delivery: Delivery, done: Done) -> Unit:
+    def commit(self, delivery: Delivery, done: Done) -> Effects:
         """The effects of a message that the handler has done, to be committed with its acknowledgement."""
         unit = delivery.stream.unit(delivery)
         if done.outputs:
             unit.add_outputs(done.outputs)
         return unit
 
-    def commit_batch(self, deliveries: Sequence[Delivery], done: Done) -> Unit:
+    def commit_batch(self, deliveries: Sequence[Delivery], done: Done) -> Effects:
         """The outputs of a batch of several, to be committed with the acknowledgement of all of them, or not at all."""
         unit = deliveries[0].stream.unit(*deliveries)
         unit.add_outputs(done.outputs)
         return unit
 
-    def commit_turn(self, lease: Lease, ran: Sequence[tuple[Delivery, Done | Dead]]) -> Unit:
+    def commit_turn(self, lease: KeyLease, ran: Sequence[tuple[Delivery, Done | DeadLettered]]) -> Effects:
         """The effects of messages of one key that were run one after another, to be committed under its lease."""
         unit = lease.stream.unit_of(lease, [delivery for delivery, _ in ran])
         state = lease.committed_state
         for delivery, outcome in ran:
-            if isinstance(outcome, Dead):
+            if isinstance(outcome, DeadLettered):
                 unit.add_dead(self.letter(delivery, outcome).items())
             else:
                 state = outcome.state
@@ -124,18 +124,18 @@ class Pipeline:
             unit.state = state
         return unit
 
-    def dead_letter(self, delivery: Delivery, dead: Dead) -> Unit:
+    def dead_letter(self, delivery: Delivery, dead: DeadLettered) -> Effects:
         """The effects of a message that cannot be processed: its dead letter."""
         unit = delivery.stream.unit(delivery)
         unit.add_dead(self.letter(delivery, dead).items())
         return unit
 
-    def letter(self, delivery: Delivery, dead: Dead) -> DeadLetter:
+    def letter(self, delivery: Delivery, dead: DeadLettered) -> DeadLetter:
         """The dead letter of an entry."""
         pairs = delivery.pairs[2:] if delivery.pairs[0] == REDRIVE_FIELD else delivery.pairs
         return letter(self.handler, _message(delivery, pairs), dead)
 
-    def retry(self, delivery: Delivery, again: Again) -> float:
+    def retry(self, delivery: Delivery, again: RetryLater) -> float:
         """How long a message waits before its next attempt, in milliseconds."""
         return again.delay_ms
 
@@ -147,14 +147,14 @@ def _message(delivery: Delivery, pairs: Sequence[bytes]) -> Message:
     return Message(stream.stream, delivery.id.decode(), pairs[:], key, delivery.attempt, fence)
 
 
-def _traced(span: Run, outcome: Outcome) -> Outcome:
-    if isinstance(outcome, Dead):
+def _traced(span: TracedRun, outcome: Outcome) -> Outcome:
+    if isinstance(outcome, DeadLettered):
         span.failed(outcome.reason, outcome.error)
     elif isinstance(outcome, Parked):
         span.failed("parked", outcome.error)
-    elif isinstance(outcome, Again):
+    elif isinstance(outcome, RetryLater):
         span.failed("retry", outcome.error)
     return outcome
 
 
-MakePipeline = Callable[[Handler], Pipeline]
+MakePipeline = Callable[[Handler], HandlerSteps]

@@ -5,10 +5,10 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from queue import Empty, SimpleQueue
 
-from millstream.delivery.keyed_stream import Lease, lease_of
-from millstream.delivery.reliable_stream import Delivery, LineTurn
-from millstream.handlers.attempt import Dead, Done, Outcome
-from millstream.worker.completion_queue import Outbox
+from millstream.delivery.keyed_stream import KeyLease, lease_of
+from millstream.delivery.reliable_stream import Delivery, LeasedKey
+from millstream.handlers.attempt import DeadLettered, Done, Outcome
+from millstream.worker.completion_queue import CompletionQueue
 from millstream.worker.policy import WorkerPolicy
 
 _PATIENCE_MS = 1_000.0
@@ -17,7 +17,7 @@ _LONGEST_RUN = 16
 _WEIGHT = 0.2
 
 
-class Hand:
+class InFlight:
     """Entries between being read and being settled. Shared by the threads of one reading loop.
 
     `buffer` are those that wait to be run, in order; `outbox` those that were run; `nudge` is called when some are put
@@ -29,13 +29,13 @@ class Hand:
 
     def __init__(self, policy: WorkerPolicy, at_once: int) -> None:
         self.buffer: SimpleQueue[Delivery | None] = SimpleQueue()
-        self.outbox = Outbox(policy.batch)
+        self.outbox = CompletionQueue(policy.batch)
         self.freed = threading.Event()
         self.nudge: Callable[[], None] = lambda: None
         self.gate = threading.Event()
         self.gate.set()
         self._is_closed = False
-        self.leases: set[Lease] = set()
+        self.leases: set[KeyLease] = set()
         self._held: dict[tuple[str, bytes], Delivery] = {}
         self._run_ms = 0.0
         self._lock = threading.Lock()
@@ -152,7 +152,7 @@ class Hand:
         """Note how long a run of the handler has taken."""
         self._run_ms += _WEIGHT * (run_ms - self._run_ms)
 
-    def take_leases(self, leases: Iterable[Lease], now_ms: float) -> None:
+    def take_leases(self, leases: Iterable[KeyLease], now_ms: float) -> None:
         """Put the first entry of each line into the buffer, and hold the others for whoever runs it."""
         for lease in leases:
             for delivery in lease.waiting:
@@ -172,19 +172,19 @@ class Hand:
         self.outbox.put(((delivery,), outcome), urgent=following is None and self.buffer.empty())
         return following
 
-    def _following(self, turn: LineTurn, delivery: Delivery, outcome: Outcome) -> Delivery | None:
+    def _following(self, turn: LeasedKey, delivery: Delivery, outcome: Outcome) -> Delivery | None:
         if isinstance(outcome, Done):
             turn.state = outcome.state
-        while turn.waiting and isinstance(outcome, (Done, Dead)) and not turn.lost:
+        while turn.waiting and isinstance(outcome, (Done, DeadLettered)) and not turn.lost:
             following = turn.waiting.popleft()
             if following in self:
                 return following
         turn.last = delivery
         return None
 
-    def drop_surplus(self) -> list[Lease]:
+    def drop_surplus(self) -> list[KeyLease]:
         """Let go of lines that have not begun, of those that are more than would be taken now; return them."""
-        given_back: list[Lease] = []
+        given_back: list[KeyLease] = []
         if len(self.leases) <= self._limit:
             return given_back
         with self._lock:
@@ -204,7 +204,7 @@ class Hand:
             self.end_lease(lease)
         return given_back
 
-    def end_lease(self, lease: Lease) -> list[Delivery]:
+    def end_lease(self, lease: KeyLease) -> list[Delivery]:
         """Let go of a line; return what was left of it in hand."""
         rest = [one for one in lease.entries if one in self]
         self.leases.discard(lease)

@@ -21,20 +21,20 @@ HELD_MS = 15_000
 """For how long a supervisor has a name after it was last heard of."""
 
 
-class End(msgspec.Struct, frozen=True, kw_only=True):
+class ProcessEnd(msgspec.Struct, frozen=True, kw_only=True):
     """How a process ended. `died`: by itself or by force, with whatever it ran; else it ended for another reason."""
 
     died: bool
     cause: str
 
 
-NO_END = End(died=False, cause="lives")
+NO_END = ProcessEnd(died=False, cause="lives")
 """Of a process that has not ended."""
 
-_VANISHED = End(died=True, cause="vanished together with its supervisor")
+_VANISHED = ProcessEnd(died=True, cause="vanished together with its supervisor")
 
 
-def note_end(client: Client, app: str, incarnation: str, end: End) -> None:
+def note_end(client: Client, app: str, incarnation: str, end: ProcessEnd) -> None:
     """Note how a process has ended; that is kept for a month. Raises RedisError."""
     client.execute("SET", ended_name(app, incarnation), msgspec.json.encode(end), "EX", _KEPT_S)
 
@@ -54,7 +54,7 @@ class Incarnation:
         self.mark = f"{name or secrets.token_hex(8)} {consumer}"
         """What it writes beside a message that it runs in isolation."""
 
-    def end_of(self, mark: str) -> End | None:
+    def end_of(self, mark: str) -> ProcessEnd | None:
         """How the process that wrote `mark` ended. None: it is not known yet, ask again. It may live: then it has not died.
 
         Its supervisor notes the end, and keeps the name until then. Where neither is found for as long as a name lasts,
@@ -73,7 +73,7 @@ class Incarnation:
             raise
         now_ms = self._clock.monotonic_ms()
         if ended is not None:
-            return msgspec.json.decode(ended, type=End)
+            return msgspec.json.decode(ended, type=ProcessEnd)
         if holder is not None and holder.decode() == name.rpartition("-")[0]:
             return NO_END
         if now_ms - began_ms > _SLOW_MS:  # Redis stood still: what was kept there may have run out meanwhile

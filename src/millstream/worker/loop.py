@@ -1,6 +1,6 @@
 """The reading loop: from the stream through the handler to committed effects, until it is told to stop.
 
-The spine is `ReadingLoop.run`. Five threads share one `Hand`: the reader takes entries, the runner runs them, the
+The spine is `ReadingLoop.run`. Five threads share one `InFlight`: the reader takes entries, the runner runs them, the
 settler commits what came of them, the keeper makes its rounds, and the guard runs what others may have died of. The
 mover and the scout have nothing to do with it: they move delayed messages, and look for new streams.
 """
@@ -20,16 +20,16 @@ from millstream.handlers.handler import Handler
 from millstream.observability.health import Health
 from millstream.observability.metrics import NOBODY, Metrics
 from millstream.redis_client.client import Client
-from millstream.worker.handler_steps import MakePipeline, Pipeline
-from millstream.worker.in_flight import Hand
+from millstream.worker.handler_steps import HandlerSteps, MakePipeline
+from millstream.worker.in_flight import InFlight
 from millstream.worker.incarnations import Incarnation
-from millstream.worker.loop_metrics import Report
-from millstream.worker.ordering.ordering import EntrySide, LineSide, Means, Side
+from millstream.worker.loop_metrics import LoopMetrics
+from millstream.worker.ordering.ordering import ByKey, Ordering, Unordered, WorkerContext
 from millstream.worker.policy import WorkerPolicy
-from millstream.worker.running.batch_runners import AsyncBatchRunner, PlainBatchRunner
-from millstream.worker.running.poison_isolation import Guard, Quiet
-from millstream.worker.running.runner import AsyncRunner, PlainRunner, Runner
-from millstream.worker.stream_exclusion import concerns_one, leaving_out
+from millstream.worker.running.batch_runners import AsyncBatchRunner, ThreadBatchRunner
+from millstream.worker.running.poison_isolation import PoisonIsolation, ProcessIsolation
+from millstream.worker.running.runner import AsyncRunner, Runner, ThreadRunner
+from millstream.worker.stream_exclusion import concerns_one_stream, exclude_on_error
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ class ReadingLoop:
     * `consumer`: this worker's name, unique among those that live at the same time; after a restart with the same
       name it goes on with what it held
     * `start`: where a handler begins on a stream that it has done nothing on
-    * `pipeline`: makes the steps that a message goes through, `Pipeline` or a subclass
+    * `pipeline`: makes the steps that a message goes through, `HandlerSteps` or a subclass
     * `metrics`, `health`: who is told how it is doing
     * `quiet`: shared by the loops of one process, so that what may have killed one runs while no other's messages do
     """
@@ -59,14 +59,14 @@ class ReadingLoop:
         consumer: str,
         policy: WorkerPolicy | None = None,
         start: Literal["earliest", "latest"] = "earliest",
-        pipeline: MakePipeline = Pipeline,
+        pipeline: MakePipeline = HandlerSteps,
         metrics: Metrics = NOBODY,
         health: Health | None = None,
-        quiet: Quiet | None = None,
+        quiet: ProcessIsolation | None = None,
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         self.handler = handler
-        self.report = Report(handler.label, time_limit_ms=handler.time_limit_ms, metrics=metrics, health=health)
+        self.report = LoopMetrics(handler.label, time_limit_ms=handler.time_limit_ms, metrics=metrics, health=health)
         self._policy = policy = policy or WorkerPolicy()
         self._clock = clock
         self._consumer = consumer
@@ -77,21 +77,21 @@ class ReadingLoop:
         self._reading = Client(url, timeout_ms=policy.block_ms + _TIMEOUT_SLACK_MS, clock=clock)
         # So does one that walks all keys for those of a pattern.
         self._looking = Client(url, clock=clock)
-        self._hand = Hand(policy, _at_once(handler))
+        self._hand = InFlight(policy, _at_once(handler))
         self._stopping, self._over = threading.Event(), threading.Event()
         self._failures: list[BaseException] = []
         self._left_out: set[str] = set()
         self._deadline_ms = float("inf")
         self._runner = self._make_runner()
         self._hand.nudge = self._runner.nudge
-        self._quiet = quiet = quiet or Quiet()
-        self._guard = Guard(
+        self._quiet = quiet = quiet or ProcessIsolation()
+        self._guard = PoisonIsolation(
             handler, self._hand, self._runner, self._stopping, quiet, clock=clock,
             incarnation=Incarnation(
                 self._client, clock, app=handler.app, consumer=consumer, name=quiet.incarnation
             ),
         )  # fmt: skip
-        means = Means(
+        means = WorkerContext(
             handler=handler, pipeline=self._pipeline, hand=self._hand, report=self.report, clock=clock, policy=policy,
             consumer=consumer, start=start, url=url, client=self._client, reading=self._reading,
             suspect=self._guard.suspect, break_off=self._runner.break_off, give_up=self._is_over,
@@ -103,7 +103,7 @@ class ReadingLoop:
         if self.handler.is_async:
             return AsyncBatchRunner(*means) if self.handler.in_batches else AsyncRunner(*means)
         threads = self._policy.threads
-        return PlainBatchRunner(*means, threads) if self.handler.in_batches else PlainRunner(*means, threads)
+        return ThreadBatchRunner(*means, threads) if self.handler.in_batches else ThreadRunner(*means, threads)
 
     # The spine
 
@@ -230,7 +230,7 @@ class ReadingLoop:
     def _with_each(self, step: Callable[[ReliableStream], None]) -> None:
         for stream in self._side.keeper.streams:
             if not stream.leaving:
-                with leaving_out(stream):
+                with exclude_on_error(stream):
                     step(stream)
         self._side.taker.look_again()
 
@@ -264,7 +264,7 @@ class ReadingLoop:
                     on_moved=self.report.moved,
                 )
             except AccessDenied as error:  # those of the others were moved
-                if not has_many or not concerns_one(error):
+                if not has_many or not concerns_one_stream(error):
                     raise
                 if not said:
                     logger.warning("delayed messages of a stream of %s are not moved: %s", self.handler.label, error)
@@ -313,17 +313,17 @@ def _watched_delays(client: Client, clock: Clock) -> DelayedMessages:
     return WatchedDelays(client, clock)
 
 
-def _side_of(means: Means) -> Side:
+def _side_of(means: WorkerContext) -> Ordering:
     """What only some kinds of handlers need is imported for them."""
     if means.handler.partitions:
-        from millstream.worker.ordering.by_partition import PartitionSide
+        from millstream.worker.ordering.by_partition import ByPartition
 
-        return PartitionSide(means)
+        return ByPartition(means)
     if means.handler.order == "stream":
-        from millstream.worker.ordering.by_stream import StreamSide
+        from millstream.worker.ordering.by_stream import ByStream
 
-        return StreamSide(means)
-    return EntrySide(means) if means.handler.key is None else LineSide(means)
+        return ByStream(means)
+    return Unordered(means) if means.handler.key is None else ByKey(means)
 
 
 def _at_once(handler: Handler) -> int:

@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 _WORD_EVERY_S = 600.0
 
 
-class Report:
+class LoopMetrics:
     """Counts of messages since the loop began, also reported to `metrics` and, if given, to `health`.
 
     `refused` are commits that came too late: another worker, or a run on Spark, has those messages. `trimmed` are

@@ -6,14 +6,14 @@ from millstream.clock import SYSTEM_CLOCK, Clock
 from millstream.errors import ConfigError, StaleOwner
 from millstream.redis_client.client import Client, Script
 from millstream.redis_client.key_names import check_identifier, held_name, host_name
-from millstream.worker.incarnations import HELD_MS, End, note_end
+from millstream.worker.incarnations import HELD_MS, ProcessEnd, note_end
 
-NAME = Script("shared/hold_name")
+HOLD_NAME = Script("shared/hold_name")
 
 _MOST_NAMES = 10_000
 
 
-class Names:
+class StaticMembership:
     """The names `<base>-<n>` of an app's workers that one supervisor holds; keep them with `renew`.
 
     After a restart it gets the same ones, once they are free: `HELD_MS` after it was last heard of, or at once if it
@@ -56,7 +56,7 @@ class Names:
             self._set(name, 0)
         self.held = []
 
-    def note_end(self, incarnation: str, end: End) -> None:
+    def note_end(self, incarnation: str, end: ProcessEnd) -> None:
         """Note how a process has ended that had one of the names."""
         note_end(self._client, self._app, incarnation, end)
 
@@ -78,4 +78,4 @@ class Names:
 
     def _set(self, name: str, held_ms: int) -> bool:
         key = held_name(self._app, name)
-        return bool(self._client.script(NAME, (key,), (self.token, held_ms)))
+        return bool(self._client.script(HOLD_NAME, (key,), (self.token, held_ms)))

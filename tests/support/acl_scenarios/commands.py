@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from millstream.delivery.key_queues import park, skip, survey, unpark
+from millstream.delivery.key_queues import list_queues, park, skip, unpark
 from millstream.errors import AccessDenied
 from millstream.partitions.partitions import Partitions
 from millstream.redis_client.client import Client
@@ -80,7 +80,7 @@ def operate_lines(url: str, admin: Client) -> None:
         assert take_one(stream).line == line
         admin.execute("RPUSH", KEYS.line(line), "99999999999999-0")
         assert skip(client, KEYS, line, error="by hand") is not None
-        assert survey(client, KEYS)
+        assert list_queues(client, KEYS)
 
 
 def publish(url: str, folder: Path) -> None:

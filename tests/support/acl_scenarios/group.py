@@ -3,9 +3,9 @@
 from contextlib import ExitStack
 
 from millstream.redis_client.client import Client
-from millstream.spark.source.group_batch_planner import Taker
+from millstream.spark.source.group_batch_planner import GroupBatchPlanner
 from millstream.spark.source.group_offsets import START
-from millstream.spark.source.group_partition_reader import TakenReading
+from millstream.spark.source.group_partition_reader import GroupPartitionReader
 from millstream.spark.source.options import parse
 
 
@@ -21,13 +21,13 @@ def take_from_group(url: str, admin: Client) -> None:
     options = parse({**given, "maxOffsetsPerTrigger": "4", "failOnDataLoss": "false"}, {})
     assert options.sharing is not None
     with Client(url) as client, ExitStack() as stack:
-        first, taker, other = (Taker(client, options, options.sharing, cores=2) for _ in range(3))
+        first, taker, other = (GroupBatchPlanner(client, options, options.sharing, cores=2) for _ in range(3))
         for one in (first, taker, other):
             stack.callback(one.close)
         end = first.advance(START, target=None, hold=False).place
         assert sum(end.taken.values()) == 4
         (portions,) = taker.tasks(START, end)
-        reading = TakenReading(client, portions, limit_ms=0, fail_on_data_loss=True)
+        reading = GroupPartitionReader(client, portions, limit_ms=0, fail_on_data_loss=True)
         assert sum(len(entries) for runs in reading.batches(list) for _, entries in runs) == 4
         assert sum(taker.advance(end, target=None, hold=False).place.taken.values()) == 4
         assert sum(other.advance(START, target=None, hold=False).place.taken.values()) == 4

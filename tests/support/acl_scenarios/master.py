@@ -5,17 +5,17 @@ from dataclasses import replace
 from typing import Any
 
 from millstream.clock import SYSTEM_CLOCK
-from millstream.delivery.key_queues import survey
+from millstream.delivery.key_queues import list_queues
 from millstream.delivery.reliable_stream import ReliableStream
 from millstream.model import Retry
 from millstream.observability.health import Progress
 from millstream.redis_client.client import Client
 from millstream.redis_client.eviction import warn_if_evicting
 from millstream.services.master.acknowledgements import Acknowledger, Done
-from millstream.services.master.consumer import ACK
-from millstream.services.master.delegation import Desk
-from millstream.services.master.delegation_loop import Rounds
-from millstream.services.master.queries import Views
+from millstream.services.master.consumer import ACK_OWNED
+from millstream.services.master.delegation import Delegator
+from millstream.services.master.delegation_loop import DelegationLoop
+from millstream.services.master.queries import Queries
 from millstream.services.master.registry import Registry
 from millstream.services.master.settings import MasterSettings
 from tests.support.waiting import eventually
@@ -45,7 +45,7 @@ def publish(admin: Client, *tickets: str) -> list[str]:
     return [admin.execute("XADD", "orders", "*", "ticket_id", ticket).decode() for ticket in tickets]
 
 
-def give(desk: Desk, registry: Registry, name: str, count: int = 10) -> list[str]:
+def give(desk: Delegator, registry: Registry, name: str, count: int = 10) -> list[str]:
     """Register a consumer, in a new life; return the ids that it is given."""
     found = registry.register(name, health_url=None, max_tickets=10, instance="", silent_ms=1)
     desk.stream.route(count=100, most_pending=1_000)
@@ -57,7 +57,7 @@ def direct(url: str, admin: Client) -> None:
     with Client(url) as client:
         warn_if_evicting(client)
         registry = Registry(client, KEYS)
-        desk = Desk(client, registry, SETTINGS)
+        desk = Delegator(client, registry, SETTINGS)
         publish(admin, "A")
         before = ReliableStream(admin, "orders", app="master", handler="bill", consumer="w")
         before.join()
@@ -68,21 +68,21 @@ def direct(url: str, admin: Client) -> None:
         take_in(client, desk, registry, admin)
         look_after(client, desk, registry, admin)
         adopt(client, admin)
-        views = Views(client, registry, SETTINGS)
+        views = Queries(client, registry, SETTINGS)
         assert views.consumers(None, 10).consumers
         views.tickets(None, 10)
-        survey(client, KEYS)
+        list_queues(client, KEYS)
         rounds = FewRounds(read_within_ms=1_000, run_within_ms=1_000, clock=SYSTEM_CLOCK)
-        Rounds(url, desk, registry, SETTINGS, progress=rounds).run(rounds.over)
+        DelegationLoop(url, desk, registry, SETTINGS, progress=rounds).run(rounds.over)
 
 
-def acknowledge(client: Client, desk: Desk, name: str, message_id: str) -> int:
+def acknowledge(client: Client, desk: Delegator, name: str, message_id: str) -> int:
     """How many messages are done now."""
     (found,) = Acknowledger(client, Registry(client, KEYS), desk).acknowledge([Done(name, [message_id.encode()])])
     return found.fresh
 
 
-def take_in(client: Client, desk: Desk, registry: Registry, admin: Client) -> None:
+def take_in(client: Client, desk: Delegator, registry: Registry, admin: Client) -> None:
     """What consumers say of their messages, the first of which is as many as it is remembered of who has done them."""
     admin.execute("HSET", f"{KEYS.base}:done", *(part for number in range(19_999) for part in (number, "c9")))
     publish(admin, "A", "A", "B", "C", "D")
@@ -96,7 +96,7 @@ def take_in(client: Client, desk: Desk, registry: Registry, admin: Client) -> No
         pass
 
 
-def look_after(client: Client, desk: Desk, registry: Registry, admin: Client) -> None:
+def look_after(client: Client, desk: Delegator, registry: Registry, admin: Client) -> None:
     """What becomes of messages whose consumers die, each time, or are done without a word."""
     (lost,) = publish(admin, "E")
     for _ in range(2):
@@ -115,7 +115,7 @@ def adopt(client: Client, admin: Client) -> None:
     admin.execute("XGROUP", "CREATE", "orders", "ship", "$", "MKSTREAM")
     (older,) = publish(admin, "A")
     admin.execute("XREADGROUP", "GROUP", "ship", "outsider", "STREAMS", "orders", ">")
-    desk = Desk(client, Registry(client, settings.keys), settings)
+    desk = Delegator(client, Registry(client, settings.keys), settings)
     desk.join()
     publish(admin, "A")
     desk.stream.route(count=100, most_pending=1_000)
@@ -125,10 +125,10 @@ def adopt(client: Client, admin: Client) -> None:
 def consume(url: str, admin: Client) -> None:
     """What a consumer does that gets its messages from a master."""
     publish(admin, "A")
-    desk, registry = Desk(admin, Registry(admin, KEYS), SETTINGS), Registry(admin, KEYS)
+    desk, registry = Delegator(admin, Registry(admin, KEYS), SETTINGS), Registry(admin, KEYS)
     desk.join()
     (given,) = give(desk, registry, "c1")
     with Client(url) as client:
         found = client.execute("XREADGROUP", "GROUP", KEYS.group, "c1", "COUNT", 10, "STREAMS", "orders", "0")
         assert found[0][1][0][0].decode() == given
-        assert client.script(ACK, ("orders",), (KEYS.group, "c1", given)) == 1
+        assert client.script(ACK_OWNED, ("orders",), (KEYS.group, "c1", given)) == 1

@@ -4,14 +4,14 @@ from typing import Any
 
 from millstream.errors import DataLoss
 from millstream.redis_client.client import Client
-from millstream.spark.sink import Publication, Share, Stage, Terms, begin, token_of
+from millstream.spark.sink import Publication, Stage, StagedTask, WriteOptions, begin, token_of
 from millstream.spark.sink.upserts import upsert
 
 
 def write_batches(url: str, admin: Client) -> None:
     """Two runs: one that dies, and one that sweeps up after it and publishes."""
     with Client(url) as client:
-        terms = Terms(maxlen=100, overwrite=True)
+        terms = WriteOptions(maxlen=100, overwrite=True)
         publication = Publication(client, "query", terms, patience_ms=0)
         share_of(client, "dead", 0)
         shares = [share_of(client, "next", 0)]
@@ -32,7 +32,7 @@ def write_batches(url: str, admin: Client) -> None:
             assert upsert(client, "json", "g", [text], patience_ms=0) == older
 
 
-def share_of(client: Client, run: str, batch: int) -> Share:
+def share_of(client: Client, run: str, batch: int) -> StagedTask:
     epoch = begin(client, "query", run)
     stage = Stage(client, "query", token_of(epoch, batch, 0, 1), patience_ms=0)
     stage.add([("orders", [(f"5-{batch + 1}", "n", "1")])], 10)

@@ -3,10 +3,10 @@
 from contextlib import closing
 
 from millstream.redis_client.client import Client
-from millstream.spark.source.batch_planner import Planner
+from millstream.spark.source.batch_planner import BatchPlanner
 from millstream.spark.source.options import parse
-from millstream.spark.source.partition_reader import Reading
-from millstream.spark.source.progress_group import LagGroup
+from millstream.spark.source.partition_reader import PartitionReader
+from millstream.spark.source.progress_group import ProgressGroup
 
 
 def read_as_log(url: str, admin: Client) -> None:
@@ -16,13 +16,13 @@ def read_as_log(url: str, admin: Client) -> None:
     admin.execute("XGROUP", "CREATE", "orders", "spark-source", 0)
     options = parse({"url": url, "subscribePattern": "orders*", "startingOffsets": "earliest"}, {})
     with closing(Client(url)) as client:
-        planner, lag = Planner(client, options, cores=2), LagGroup(client, options.group)
+        planner, lag = BatchPlanner(client, options, cores=2), ProgressGroup(client, options.group)
         start = planner.starts("latest")
         lag.show(start)
         middle = planner.advance(start, limit=4, target=None).ends
         end = planner.advance(middle, limit=None, target=None).ends
         for at, until in ((start, middle), (middle, end)):
             for pieces in planner.pieces(at, until):
-                reading = Reading(client, pieces, limit_ms=0, fail_on_data_loss=True)
+                reading = PartitionReader(client, pieces, limit_ms=0, fail_on_data_loss=True)
                 assert sum(len(entries) for runs in reading.batches(list) for _, entries in runs)
             lag.show(until)

@@ -4,13 +4,13 @@ import threading
 from collections import defaultdict
 
 from millstream import App
-from millstream.delivery.commit_store import IN_LINE, Ledger, Unit
-from millstream.delivery.deferral import Aside, read_line, ready_lines, set_aside, waiting_keys
+from millstream.delivery.commit_store import IN_LINE, CommitStore, Effects
+from millstream.delivery.deferral import Deferral, defer, deferred_keys, read_queue, runnable_keys
 from millstream.model import EntryId
 from millstream.partitions.partitions import Partitions
 from millstream.redis_client.client import Client
 from millstream.redis_client.key_names import REDRIVE_FIELD, HandlerKeys
-from millstream.spark.engine.key_migration import PartitionMoves, keep_moving
+from millstream.spark.engine.key_migration import PartitionMigration, keep_moving
 from tests.support.acl_scenarios.worker import (
     KEYS,
     add,
@@ -27,35 +27,35 @@ from tests.support.waiting import eventually
 def run_on_spark(url: str, admin: Client) -> None:
     """Everything that a pipeline does in Redis, in the driver and in the tasks, without Spark itself."""
     from millstream.spark.run.first_start import prepare_new
-    from millstream.spark.run.liveness import say_present
-    from millstream.spark.source.batch_planner import Planner
+    from millstream.spark.run.liveness import announce_run
+    from millstream.spark.source.batch_planner import BatchPlanner
     from millstream.spark.source.options import parse
-    from millstream.spark.source.progress_group import LagGroup
+    from millstream.spark.source.progress_group import ProgressGroup
 
     ids = add(admin, 30)
     with Client(url) as client:
-        say_present(client, "shop", ["bill"])
+        announce_run(client, "shop", ["bill"])
         handler = handler_for()
         prepare_new(client, handler, ["orders"], "cp", start="resume", start_at="latest")
         prepare_new(client, handler, ["orders"], "cp", start="reprocess", start_at="earliest")
         options = parse({"url": url, "subscribePattern": "orders*", "frontierApp": "shop", "frontierHandler": "bill",
                          "group": KEYS.group, "startingOffsets": "frontier"}, {})  # fmt: skip
-        planner = Planner(client, options, cores=2)
+        planner = BatchPlanner(client, options, cores=2)
         start = planner.starts("earliest")
         ends = planner.advance(start, limit=10, target=None)[0]
         assert ids[9] == str(ends["orders"].id).encode()
-        LagGroup(client, KEYS.group).show(ends)
-        ledger = Ledger(client, app="shop", handler="bill", into="out")
+        ProgressGroup(client, KEYS.group).show(ends)
+        ledger = CommitStore(client, app="shop", handler="bill", into="out")
         ledger = ledger.renewed(ledger.new_token(["orders"]))
         ledger.begin(["orders"])
         assert ledger.load({"orders": ([b"kA"], [b"A"])}) == {"orders": {}}
         client.execute("XRANGE", "orders", "-", "+", "COUNT", 1)  # as tasks read
         ledger.strike("orders", ids[0].decode())
-        unit = Unit(b"kA", b"", b"A", b"\x80", struck=[ids[0].decode()], outputs=[("n", 1)], dead=[letter().items()])
+        unit = Effects(b"kA", b"", b"A", b"\x80", struck=[ids[0].decode()], outputs=[("n", 1)], dead=[letter().items()])
         unit.cover(ids[0].decode())
         assert ledger.commit({"orders": [unit]}) == []
         ledger.advance({"orders": EntryId.parse(ids[9])})
-        LagGroup(client, KEYS.group).show(ends)
+        ProgressGroup(client, KEYS.group).show(ends)
         stream = reliable(admin)
         stream.join()  # workers take over, commit one of three entries, and lose their group
         found = stream.read(count=3)
@@ -75,23 +75,23 @@ def run_on_spark(url: str, admin: Client) -> None:
 def keep_lines(client: Client, admin: Client, keys: HandlerKeys) -> None:
     """Set messages aside, look which may run, run one line to its end, and park another."""
     ids = [one.decode() for one in admin.pipeline([("XADD", keys.stream, "*", "n", n) for n in range(4)])]
-    ledger = Ledger(client, app=keys.app, handler=keys.handler, keyed=True)
+    ledger = CommitStore(client, app=keys.app, handler=keys.handler, keyed=True)
     ledger = ledger.renewed(ledger.new_token([keys.stream]))
     ledger.begin([keys.stream])
-    asides = [Aside(line=line, expected=b"", how="later", detail=0, failed=1, ids=some)
+    asides = [Deferral(line=line, expected=b"", how="later", detail=0, failed=1, ids=some)
               for line, some in ((b"kX", ids[:2]), (b"kY", ids[2:]))]  # fmt: skip
-    assert set_aside(ledger, keys.stream, asides) == []
-    assert waiting_keys(ledger, keys.stream, [b"kX", b"kZ"]) == {b"kX"}
+    assert defer(ledger, keys.stream, asides) == []
+    assert deferred_keys(ledger, keys.stream, [b"kX", b"kZ"]) == {b"kX"}
     ready = [b"kX", b"kY"]
-    eventually(lambda: sorted(ready_lines(ledger, [keys.stream], 10)[keys.stream].lines) == ready, "both to be ready")
-    assert [one for one, _ in read_line(client, keys, b"kX", 10).entries] == ids[:2]
-    unit = Unit(b"kX", IN_LINE)
+    eventually(lambda: sorted(runnable_keys(ledger, [keys.stream], 10)[keys.stream].lines) == ready, "both to be ready")
+    assert [one for one, _ in read_queue(client, keys, b"kX", 10).entries] == ids[:2]
+    unit = Effects(b"kX", IN_LINE)
     for one in ids[:2]:
         unit.cover(one)
     assert ledger.commit({keys.stream: [unit]}) == []
-    parked = Aside(line=b"kY", expected=IN_LINE, how="park", detail="why", failed=2, ids=ids[2:3])
-    assert set_aside(ledger, keys.stream, [parked]) == []
-    assert ready_lines(ledger, [keys.stream], 10)[keys.stream].lines == []
+    parked = Deferral(line=b"kY", expected=IN_LINE, how="park", detail="why", failed=2, ids=ids[2:3])
+    assert defer(ledger, keys.stream, [parked]) == []
+    assert runnable_keys(ledger, [keys.stream], 10)[keys.stream].lines == []
 
 
 def move_keys(client: Client, admin: Client, app: str, handler: str) -> None:
@@ -104,14 +104,14 @@ def move_keys(client: Client, admin: Client, app: str, handler: str) -> None:
     key = moved_key(old, 4)
     publisher.publish(defaultdict(list), key)
     layout = Partitions(admin, BASE).grow(4)
-    ledger = Ledger(client, app=app, handler=handler, keyed=True)
+    ledger = CommitStore(client, app=app, handler=handler, keyed=True)
     ledger = ledger.renewed(ledger.new_token(layout.streams))
     ledger.begin(layout.streams)
     home = layout.stream(layout.place(key.encode()))
-    moves = PartitionMoves(client, compiled)
+    moves = PartitionMigration(client, compiled)
     moves.expect(home, [b"k" + key.encode()])
     new = admin.execute("XADD", home, "*", "k", key).decode()
-    assert set_aside(ledger, home, [Aside(line=b"k" + key.encode(), expected=b"", ids=[new])]) == []
+    assert defer(ledger, home, [Deferral(line=b"k" + key.encode(), expected=b"", ids=[new])]) == []
     pairs = [REDRIVE_FIELD, f"{app}.{handler}".encode(), b"k", key.encode()]
     assert moves.send_on(old.stream(old.place(key.encode())), key.encode(), "1-0", pairs)
     for stream in old.streams:

@@ -8,12 +8,12 @@ from functools import partial
 from millstream import App, Message, Reject
 from millstream.clock import SYSTEM_CLOCK
 from millstream.delivery.delayed_messages import DelayedMessages
-from millstream.delivery.keyed_stream import Ending, KeyedStream, Lease, line_of_key
+from millstream.delivery.keyed_stream import KeyedStream, KeyLease, LeaseRelease, queue_of_key
 from millstream.delivery.reliable_stream import ReliableStream, leave_all
 from millstream.errors import ConfigError
 from millstream.handlers.dead_letter import DeadLetter
 from millstream.handlers.handler import Handler
-from millstream.partitions.key_migration import Moves
+from millstream.partitions.key_migration import KeyMigration
 from millstream.partitions.partitions import Partitions
 from millstream.producer.producer import Producer
 from millstream.redis_client.client import Client
@@ -21,10 +21,10 @@ from millstream.redis_client.eviction import warn_if_evicting
 from millstream.redis_client.key_names import HandlerKeys, held_name
 from millstream.worker import ReadingLoop
 from millstream.worker.delayed_mover import WatchedDelays
-from millstream.worker.fetching.shared_key_fetcher import Hints
-from millstream.worker.incarnations import End, Incarnation
-from millstream.worker.ordering.by_partition import PartitionSide
-from millstream.worker.static_membership import Names
+from millstream.worker.fetching.shared_key_fetcher import ReadyHints
+from millstream.worker.incarnations import Incarnation, ProcessEnd
+from millstream.worker.ordering.by_partition import ByPartition
+from millstream.worker.static_membership import StaticMembership
 from tests.support.clocks import HandClock
 from tests.support.partition_fixtures import BASE, Publisher, Worker, growth_killed_after, moved_key
 from tests.support.waiting import eventually
@@ -52,17 +52,17 @@ def work(url: str, admin: Client) -> None:
     add(admin, 8)
     with Client(url) as client:
         warn_if_evicting(client)
-        names = Names(client, "shop", "w")
+        names = StaticMembership(client, "shop", "w")
         names.take(1)
-        names.note_end("t-1", End(died=True, cause=""))
+        names.note_end("t-1", ProcessEnd(died=True, cause=""))
         names.release()
         admin.execute(
             "SET", held_name("shop", "gone-0"), "whoever", "PX", 3_600_000
         )  # the clock of Redis has gone back since
         with suppress(ConfigError):
-            Names(client, "shop", "gone", clock=HandClock()).take(1)
+            StaticMembership(client, "shop", "gone", clock=HandClock()).take(1)
         assert client.scan_streams("orders*") == ["orders"]
-        hints = Hints(client, "shop", "bill")
+        hints = ReadyHints(client, "shop", "bill")
         hints.put("orders")
         hints.tell()
         assert hints.hear(10) == ["orders"]
@@ -111,12 +111,12 @@ def keyed(client: Client, name: str = "w-0") -> KeyedStream:
 
     def line_of(entry_id: bytes, pairs: Sequence[bytes]) -> bytes:
         number = int(pairs[-1])
-        return line_of_key(None if number % 2 else str(number // 4).encode(), entry_id)
+        return queue_of_key(None if number % 2 else str(number // 4).encode(), entry_id)
 
     return KeyedStream(client, "orders", line_of=line_of, app="shop", handler="bill", consumer=name, into="out")
 
 
-def take_one(stream: KeyedStream) -> Lease:
+def take_one(stream: KeyedStream) -> KeyLease:
     return stream.take(lines=1, entries=10, run=10, lease_ms=60_000, now_ms=0).leases[0]
 
 
@@ -136,7 +136,7 @@ def work_by_keys(client: Client, admin: Client) -> None:
     unit.end_strikes("0-1")
     unit.left = len(leases[0].waiting) - 1
     assert stream.commit([unit], call=stream.new_call()) == []
-    assert stream.release([Ending(leases[1], "later", 60_000, 1), Ending(leases[2], "first")]) == []
+    assert stream.release([LeaseRelease(leases[1], "later", 60_000, 1), LeaseRelease(leases[2], "first")]) == []
     again = keyed(client)
     again.join()
     assert again.recover([], run=10)[0] == 1
@@ -163,12 +163,12 @@ def work_on_partitions(client: Client, admin: Client) -> None:
     worker.look()
     worker.route(layout.place(key.encode()))
     worker.work()
-    assert Moves(admin, worker.moves.layout, app="shop", handler="bill").unsettled() == []
+    assert KeyMigration(admin, worker.moves.layout, app="shop", handler="bill").unsettled() == []
     assert growth_killed_after(admin, 1, 6)
     app = App("shop")
     app.handler(BASE, name="bill", key="k", partitions=2)(lambda message: None)
     side = ReadingLoop(app.handlers["bill"], client.url, consumer="w-0")._side
-    assert isinstance(side, PartitionSide)
+    assert isinstance(side, ByPartition)
     side.find(client)
     old = layout.stream(layout.homes(key.encode())[0])
     assert side._send_on(old, key.encode(), b"1-0", [b"k", key.encode()])

@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 
 from millstream import App, Message, Retry, State
-from millstream.delivery.commit_store import Ledger
+from millstream.delivery.commit_store import CommitStore
 from millstream.spark.engine import task
 
 app = App("bank")
@@ -72,7 +72,7 @@ def _told(step: Callable[..., Any], *, lines: bool) -> Any:
 
 
 _task: Any = task
-_ledger: Any = Ledger
+_ledger: Any = CommitStore
 _task.PartitionTask.process = _told(_task.PartitionTask.process, lines=False)
 _task.PartitionTask.catch_up = _told(_task.PartitionTask.catch_up, lines=True)
 _task.set_aside = _around(_task.set_aside, "before-aside", "after-aside", lines=False)

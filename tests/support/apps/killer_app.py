@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from millstream import App, Message, Reject, Retry, State
-from millstream.delivery.commit_store import Ledger
+from millstream.delivery.commit_store import CommitStore
 
 app = App("bank")
 
@@ -42,8 +42,8 @@ def _after(step: Callable[..., Any], point: str) -> Callable[..., Any]:
     return stepped
 
 
-Ledger.commit = _after(Ledger.commit, "between-commit-and-end-of-task")  # type: ignore[method-assign]
-Ledger.advance = _after(Ledger.advance, "between-last-task-and-commit-log")  # type: ignore[method-assign]
+CommitStore.commit = _after(CommitStore.commit, "between-commit-and-end-of-task")  # type: ignore[method-assign]
+CommitStore.advance = _after(CommitStore.advance, "between-last-task-and-commit-log")  # type: ignore[method-assign]
 
 
 @dataclass

@@ -16,7 +16,7 @@ import psutil
 from millstream.spark.sink import publication, staging
 from millstream.spark.sink.publication import Publication
 from millstream.spark.sink.staging import Stage
-from millstream.spark.source.group_batches import Batches, Strangers
+from millstream.spark.source.group_batches import Batches, NotOurs
 from millstream.spark.source.provider import RedisStreamsSource
 
 ARM = Path(os.environ["MILLSTREAM_TEST_ARM"])
@@ -72,7 +72,7 @@ def _after_scripts() -> None:
 
     def stepped(self: Publication, script: Any, args: Any) -> Any:
         result = step(self, script, args)
-        reach({publication.ASK: "asked", publication.DECIDE: "decided"}.get(script, "nowhere"))
+        reach({publication.READ_DECISION: "asked", publication.DECIDE: "decided"}.get(script, "nowhere"))
         return result
 
     Publication._about_record = stepped  # type: ignore[method-assign]
@@ -81,7 +81,7 @@ def _after_scripts() -> None:
 def _around_acknowledging() -> None:
     step = Batches.acknowledge
 
-    def stepped(self: Batches, token: str, batch: int, streams: Iterable[str]) -> dict[str, Strangers]:
+    def stepped(self: Batches, token: str, batch: int, streams: Iterable[str]) -> dict[str, NotOurs]:
         if streams:
             reach("before-ack")
         result = step(self, token, batch, streams)

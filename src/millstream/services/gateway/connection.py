@@ -9,14 +9,14 @@ from millstream.model import Message
 from millstream.observability import metrics as m
 from millstream.observability.metrics import Metrics
 from millstream.router import Dropped, Item, Router, Start, Subscription, WhenFull
-from millstream.services.gateway.close_reasons import LEFT, STALLED, STOPPING, Ending, ending_of
-from millstream.services.gateway.transports import Rendered, Wire
+from millstream.services.gateway.close_reasons import LEFT, STALLED, STOPPING, CloseReason, close_reason_of
+from millstream.services.gateway.transports import Rendered, Transport
 
 logger = logging.getLogger(__name__)
 
 _MOST_AT_ONCE, _MOST_BYTES = 64, 65_536
 _FAREWELL_S = 2.0
-_FAILED = Ending(reason="failed", code=1011, text="a mistake of the server's: see its log", back_ms=10_000)
+_FAILED = CloseReason(reason="failed", code=1011, text="a mistake of the server's: see its log", back_ms=10_000)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +43,7 @@ class Connection:
     """Follows `places`, a stream and where to begin each, for the client at `wire`."""
 
     def __init__(
-        self, wire: Wire, router: Router, places: Sequence[tuple[str, str]], *, pace: Pace, metrics: Metrics
+        self, wire: Transport, router: Router, places: Sequence[tuple[str, str]], *, pace: Pace, metrics: Metrics
     ) -> None:
         self._wire = wire
         self._router = router
@@ -51,7 +51,7 @@ class Connection:
         self._pace = pace
         self._metrics = metrics
         self._positions = [after for _, after in places]
-        self._ended: asyncio.Future[Ending] = asyncio.get_running_loop().create_future()
+        self._ended: asyncio.Future[CloseReason] = asyncio.get_running_loop().create_future()
         self._writing = asyncio.Lock()
         self._wrote = False
 
@@ -80,7 +80,7 @@ class Connection:
         self._metrics.count(m.SERVE_ENDED, reason=ending.reason)
         await self._part(ending)
 
-    def end(self, ending: Ending) -> None:
+    def end(self, ending: CloseReason) -> None:
         """End it, if nothing has ended it already."""
         if not self._ended.done():
             self._ended.set_result(ending)
@@ -167,12 +167,12 @@ class Connection:
         error = None if task.cancelled() else task.exception()
         if error is None:
             return
-        ending = ending_of(error)
+        ending = close_reason_of(error)
         if ending is None:
             logger.error("a connection failed: this is a fault of millstream", exc_info=error)
         self.end(ending or _FAILED)
 
-    async def _part(self, ending: Ending) -> None:
+    async def _part(self, ending: CloseReason) -> None:
         if ending is LEFT:
             return
         if ending is not STALLED:

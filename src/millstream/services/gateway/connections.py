@@ -11,22 +11,22 @@ from millstream.router import Router
 from millstream.services.gateway.close_reasons import STOPPING
 from millstream.services.gateway.connection import Connection, Pace
 from millstream.services.gateway.gc_freeze import Traffic
-from millstream.services.gateway.transports import Wire
+from millstream.services.gateway.transports import Transport
 from millstream.services.web.errors import Refused
 
 
 @dataclass(frozen=True, kw_only=True)
-class Room:
+class ConnectionLimits:
     """How many connections there may be: in all, and with one token, its tickets included."""
 
     connections: int = 10_000
     per_token: int = 10_000
 
 
-class House:
+class ConnectionManager:
     """Lets connections in, and ends them."""
 
-    def __init__(self, router: Router, *, room: Room, pace: Pace, metrics: Metrics) -> None:
+    def __init__(self, router: Router, *, room: ConnectionLimits, pace: Pace, metrics: Metrics) -> None:
         self._router = router
         self._room = room
         self._pace = pace
@@ -54,7 +54,7 @@ class House:
                 429, f"there are {self._holders[holder]:,} connections with this token, as many as there may be"
             )
 
-    async def serve(self, wire: Wire, holder: bytes, places: Sequence[tuple[str, str]]) -> None:
+    async def serve(self, wire: Transport, holder: bytes, places: Sequence[tuple[str, str]]) -> None:
         """Have the client at `wire` follow `places`, until one of the two has enough. Raises Refused, before it begins."""
         self.check(holder)
         connection = Connection(wire, self._router, places, pace=self._pace, metrics=self._metrics)

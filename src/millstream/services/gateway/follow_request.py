@@ -19,7 +19,7 @@ _WORDS = {"latest": END, "$": END, "earliest": BEGINNING, "0": BEGINNING}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Asking:
+class FollowRequest:
     """A request to follow streams. `places`: each stream, and after which id; `token`, `ticket`: as they were sent."""
 
     places: tuple[tuple[str, str], ...]
@@ -32,7 +32,7 @@ class Asking:
         return [stream for stream, _ in self.places]
 
 
-def asking_of(scope: "Scope", prefix: bytes) -> Asking:
+def parse_follow_request(scope: "Scope", prefix: bytes) -> FollowRequest:
     """Read a request whose path is `prefix` and a stream, or `prefix` alone, with ?stream=, up to 100 times. Raises Refused."""
     query = _query(scope)
     path: bytes = scope["raw_path"]
@@ -49,7 +49,7 @@ def asking_of(scope: "Scope", prefix: bytes) -> Asking:
     # Where a browser cannot set the header, those who do its work say it as a parameter.
     came_back = header(scope, b"last-event-id") or query.get("lastEventId", [""])[-1]
     after = came_back or (query.get("after") or ["latest"])[-1]
-    return Asking(
+    return FollowRequest(
         places=tuple(zip(streams, _positions(after, len(streams)), strict=True)),
         token=bearer(scope),
         ticket=query["ticket"][-1] if "ticket" in query else None,

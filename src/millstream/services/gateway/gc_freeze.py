@@ -23,7 +23,7 @@ class Traffic:
     ended: int
 
 
-class Pauses:
+class GcFreeze:
     """Decides when to freeze and when to clean up."""
 
     def __init__(self, traffic: Callable[[], Traffic]) -> None:

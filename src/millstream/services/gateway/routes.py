@@ -21,11 +21,11 @@ from millstream.observability import metrics as m
 from millstream.observability.health import Health
 from millstream.observability.metrics import Metrics
 from millstream.services.gateway.auth import Access
-from millstream.services.gateway.connections import House
-from millstream.services.gateway.follow_request import asking_of, bearer
-from millstream.services.gateway.transports import EventWire, SocketWire, reason_of
+from millstream.services.gateway.connections import ConnectionManager
+from millstream.services.gateway.follow_request import bearer, parse_follow_request
+from millstream.services.gateway.transports import EventTransport, SocketTransport, reason_of
 from millstream.services.web.errors import Refused, explain
-from millstream.services.web.origin_check import OwnPages
+from millstream.services.web.origin_check import OriginCheck
 
 if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
@@ -39,7 +39,7 @@ class _Name(Convertor[str]):
     regex = r"[\s\S]+"
 
     def convert(self, value: str) -> str:
-        """As it is; `asking_of` reads it anew, byte by byte."""
+        """As it is; `parse_follow_request` reads it anew, byte by byte."""
         return value
 
     def to_string(self, value: str) -> str:
@@ -59,7 +59,7 @@ class Parts:
     * `pages`: a folder that is served too
     """
 
-    house: House
+    house: ConnectionManager
     access: Access
     health: Health
     metrics: Metrics
@@ -85,7 +85,7 @@ def make_service(parts: Parts) -> Starlette:
     ]
     if parts.pages is not None:
         routes.append(Mount("/", _Pages(directory=parts.pages, html=True)))
-    middleware = [Middleware(OwnPages, parts.origins, parts.names)]
+    middleware = [Middleware(OriginCheck, parts.origins, parts.names)]
     if parts.origins:
         middleware.append(
             Middleware(
@@ -111,9 +111,9 @@ class _Events:
         try:
             if scope["method"] != "GET":
                 raise Refused(405, "only GET")
-            asking = asking_of(scope, b"/streams")
+            asking = parse_follow_request(scope, b"/streams")
             holder = parts.access.admit(asking.streams, token=asking.token, ticket=asking.ticket)
-            await parts.house.serve(EventWire(scope, receive, send), holder, asking.places)
+            await parts.house.serve(EventTransport(scope, receive, send), holder, asking.places)
         except Refused as refused:
             parts.metrics.count(m.SERVE_REFUSED, status=str(refused.status))
             raise
@@ -127,9 +127,9 @@ class _Sockets:
 
     async def __call__(self, scope: "Scope", receive: "Receive", send: "Send") -> None:
         """Let the client follow what it asks for, or close with 4000 and the HTTP status."""
-        parts, wire = self._parts, SocketWire(scope, receive, send)
+        parts, wire = self._parts, SocketTransport(scope, receive, send)
         try:
-            asking = asking_of(scope, b"/ws")
+            asking = parse_follow_request(scope, b"/ws")
             holder = parts.access.admit(asking.streams, token=asking.token, ticket=asking.ticket)
             await parts.house.serve(wire, holder, asking.places)
         except Refused as refused:

@@ -16,8 +16,8 @@ from millstream.redis_client.client import Client
 from millstream.router import ReadPolicy, Router
 from millstream.services.gateway.auth import Access
 from millstream.services.gateway.connection import Pace
-from millstream.services.gateway.connections import House, Room
-from millstream.services.gateway.gc_freeze import Pauses
+from millstream.services.gateway.connections import ConnectionLimits, ConnectionManager
+from millstream.services.gateway.gc_freeze import GcFreeze
 from millstream.services.gateway.routes import Parts, make_service
 from millstream.services.web.connections import Limits
 from millstream.services.web.http_server import Server, WebSockets
@@ -57,7 +57,7 @@ class Serving:
     request_s: float = 10.0
     health_port: int | None = None
     pace: Pace = field(default_factory=Pace)
-    room: Room = field(default_factory=Room)
+    room: ConnectionLimits = field(default_factory=ConnectionLimits)
     stop_s: float = 5.0
 
 
@@ -94,7 +94,7 @@ async def _serve(
     progress = health.progress("serve", run_within_ms=0)
     read = ReadPolicy(budget_bytes=serving.pace.budget_bytes)
     async with Router(serving.url, read=read, metrics=recorder) as router:
-        house = House(router, room=serving.room, pace=serving.pace, metrics=recorder)
+        house = ConnectionManager(router, room=serving.room, pace=serving.pace, metrics=recorder)
         service = make_service(
             Parts(
                 house=house, access=serving.access, health=health, metrics=recorder, origins=serving.origins,
@@ -103,7 +103,7 @@ async def _serve(
         )  # fmt: skip
         beside = [
             asyncio.create_task(_pulse(client, progress)),
-            asyncio.create_task(Pauses(lambda: house.traffic).run()),
+            asyncio.create_task(GcFreeze(lambda: house.traffic).run()),
         ]
         if serving.token_file is not None:
             beside.append(asyncio.create_task(_follow_file(serving.access, serving.token_file)))

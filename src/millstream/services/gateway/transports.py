@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 from millstream.model import Message
 from millstream.redis_client.escaping import PART_BYTES, json_fields, json_fields_in_parts
 from millstream.router import Dropped, Gap, Item, Start
-from millstream.services.gateway.close_reasons import Ending
+from millstream.services.gateway.close_reasons import CloseReason
 from millstream.services.web.connections import Connection
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ Rendered = bytes | Iterator[bytes]
 """An item as it is sent: whole, or in parts, where making it at once would hold up other clients."""
 
 
-class Wire(Protocol):
+class Transport(Protocol):
     """One client's end of a connection."""
 
     kind: Kind
@@ -54,7 +54,7 @@ class Wire(Protocol):
     async def beat(self) -> None:
         """Show that the connection is alive, to whatever is in between."""
 
-    async def close(self, ending: Ending) -> None:
+    async def close(self, ending: CloseReason) -> None:
         """Say farewell."""
 
     async def heard(self) -> bool:
@@ -64,7 +64,7 @@ class Wire(Protocol):
         """Cut the connection, whatever the client has not taken yet."""
 
 
-class _Wire:
+class _BaseTransport:
     """What both have: the connection of the server below, which alone can cut one whose client takes nothing."""
 
     def __init__(self, scope: "Scope", receive: "Receive", send: "Send") -> None:
@@ -79,7 +79,7 @@ class _Wire:
         return self._connection.timed_out
 
 
-class EventWire(_Wire):
+class EventTransport(_BaseTransport):
     """Server-sent events."""
 
     kind: Kind = "sse"
@@ -117,7 +117,7 @@ class EventWire(_Wire):
         """Send a comment."""
         await self.send([b":\n\n"])
 
-    async def close(self, ending: Ending) -> None:
+    async def close(self, ending: CloseReason) -> None:
         """Send an event that says why, and when to come back."""
         data = _dump({"reason": ending.reason, "text": ending.text})
         last = b"event: end\nretry: %d\ndata: %s\n\n" % (_some_time_ms(ending.back_ms), data)
@@ -128,7 +128,7 @@ class EventWire(_Wire):
         return bool((await self._receive())["type"] != "http.disconnect")
 
 
-class SocketWire(_Wire):
+class SocketTransport(_BaseTransport):
     """A WebSocket. Its heartbeats are pings, which the server below sends."""
 
     kind: Kind = "websocket"
@@ -161,7 +161,7 @@ class SocketWire(_Wire):
     async def beat(self) -> None:
         """Nothing: see above."""
 
-    async def close(self, ending: Ending) -> None:
+    async def close(self, ending: CloseReason) -> None:
         """Close with a code and a reason."""
         await self._send({"type": "websocket.close", "code": ending.code, "reason": reason_of(ending.text)})
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from millstream.observability import metrics as m
 from millstream.observability.metrics import NOBODY, Metrics
 from millstream.redis_client.client import Client, raise_if_error
-from millstream.services.master.delegation import Desk
+from millstream.services.master.delegation import Delegator
 from millstream.services.master.registry import Registration, Registry
 from millstream.services.web.errors import Refused
 
@@ -47,7 +47,7 @@ class _Message(NamedTuple):
 class Acknowledger:
     """Ends messages in the name of consumers. Threads may share it. Its method raises RedisError."""
 
-    def __init__(self, client: Client, registry: Registry, desk: Desk, *, metrics: Metrics = NOBODY) -> None:
+    def __init__(self, client: Client, registry: Registry, desk: Delegator, *, metrics: Metrics = NOBODY) -> None:
         self._client = client
         self._registry = registry
         self._desk = desk

@@ -15,10 +15,10 @@ from millstream.observability.health import Health
 from millstream.observability.metrics import Recorder, exposition
 from millstream.services.master.acknowledgements import Acknowledgement, Done
 from millstream.services.master.call_batching import Batches
-from millstream.services.master.delegation import Desk, entry_id_of
-from millstream.services.master.health_checks import Pinger
+from millstream.services.master.delegation import Delegator, entry_id_of
+from millstream.services.master.health_checks import HealthChecker
 from millstream.services.master.health_url_allowlist import AllowList
-from millstream.services.master.queries import Views
+from millstream.services.master.queries import Queries
 from millstream.services.master.registry import Registry
 from millstream.services.master.routes import BodyRoute, Permission, first_mistake
 from millstream.services.master.schemas import (
@@ -41,7 +41,7 @@ from millstream.services.master.schemas import (
 from millstream.services.master.scopes import Scope, Tokens
 from millstream.services.master.settings import MasterSettings
 from millstream.services.web.errors import Refused, explain, in_json
-from millstream.services.web.origin_check import OwnPages
+from millstream.services.web.origin_check import OriginCheck
 
 _PAGE = 100
 _PROBLEMS: dict[int | str, dict[str, Any]] = {
@@ -55,12 +55,12 @@ class Parts:
 
     settings: MasterSettings
     registry: Registry
-    desk: Desk
-    views: Views
+    desk: Delegator
+    views: Queries
     tokens: Tokens
     allowed: AllowList
     acknowledgements: Batches[Done, Acknowledgement]
-    pinger: Pinger
+    pinger: HealthChecker
     health: Health
     recorder: Recorder
     hurry: Callable[[], None]
@@ -84,7 +84,7 @@ def make_api(parts: Parts) -> FastAPI:
         title="millstream master", version=version("millstream"), docs_url=None, redoc_url=None, lifespan=pinging,
         responses=_PROBLEMS,
     )  # fmt: skip
-    api.add_middleware(OwnPages, origins=(), names=parts.names)
+    api.add_middleware(OriginCheck, origins=(), names=parts.names)
     api.router.route_class = BodyRoute
     explain(api, "the master")
     api.add_exception_handler(RequestValidationError, in_json(lambda error: 422, first_mistake))

@@ -20,7 +20,7 @@ from millstream.services.master.master_client import Answer, MasterCalls, siblin
 
 logger = logging.getLogger(__name__)
 
-ACK = Script("groups/ack_owned")
+ACK_OWNED = Script("groups/ack_owned")
 
 Function = Callable[[Message], Any]
 
@@ -230,7 +230,7 @@ class DelegatedConsumer:
         return bool(
             self._client.patiently(
                 lambda: self._client.script(
-                    ACK, (settings.ticket_stream,), (settings.group, settings.consumer, entry_id)
+                    ACK_OWNED, (settings.ticket_stream,), (settings.group, settings.consumer, entry_id)
                 ),
                 what=settings.consumer,
                 give_up=self._stopping.is_set,

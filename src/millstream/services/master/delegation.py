@@ -4,7 +4,7 @@ import time
 from collections.abc import Mapping, Sequence
 
 from millstream.delivery.commit_store import FAILED
-from millstream.delivery.keyed_stream import Ending, Lease
+from millstream.delivery.keyed_stream import KeyLease, LeaseRelease
 from millstream.delivery.reliable_stream import Delivery
 from millstream.errors import ConfigError
 from millstream.handlers.dead_letter import DeadLetter, Reason
@@ -22,7 +22,7 @@ _MOST_LINES = 100_000
 """Of so many messages that were given out it is remembered in which lines they are; of others Redis is asked."""
 
 
-class Desk:
+class Delegator:
     """Consumers' messages, on the connection of `client`. Threads may share it. Every method raises RedisError.
 
     `join` comes first.
@@ -130,7 +130,7 @@ class Desk:
         policy = self._settings.retry
         attempts = held.waiting[0].attempt
         if retry and (attempts < policy.attempts or policy.then == "block"):
-            outcome, ending = "retry", Ending(held, "later", round(policy.delay_after(attempts)), attempts)
+            outcome, ending = "retry", LeaseRelease(held, "later", round(policy.delay_after(attempts)), attempts)
             self._metrics.count(m.RETRIED, handler=self._settings.label)
         elif policy.then == "dead-letter" or not retry:
             letter = self.letter(held.waiting[0], "failed" if retry else "rejected", error)
@@ -138,7 +138,7 @@ class Desk:
                 raise self._lost(name, message_id)
             return "dead-letter", self._next(name)
         else:
-            outcome, ending = "park", Ending(held, "park", error, attempts)
+            outcome, ending = "park", LeaseRelease(held, "park", error, attempts)
             self._metrics.count(m.PARKED, handler=self._settings.label)
         if self.stream.release([ending]):
             raise self._lost(name, message_id)
@@ -151,12 +151,12 @@ class Desk:
             leases = [held] if held else []
         else:
             leases = self.held_by(name)
-        refused = self.stream.release([Ending(lease, "first") for lease in leases])
+        refused = self.stream.release([LeaseRelease(lease, "first") for lease in leases])
         return len(leases) - len(refused)
 
     # Looking
 
-    def held_by(self, name: str) -> list[Lease]:
+    def held_by(self, name: str) -> list[KeyLease]:
         """What a consumer has now."""
         owners = self._client.execute("HGETALL", self._keys.owners)
         pairs = zip(owners[::2], owners[1::2], strict=True)
@@ -176,7 +176,7 @@ class Desk:
 
     # Inside
 
-    def _held(self, name: str, message_id: str) -> Lease | None:
+    def _held(self, name: str, message_id: str) -> KeyLease | None:
         """The lease under which a consumer has a message."""
         entry_id = entry_id_of(message_id)
         entries = self._client.execute("XRANGE", self.stream.stream, entry_id, entry_id)
@@ -197,20 +197,20 @@ class Desk:
             return None
         return self._lease(line, token, entry_id, entries[0][1], int(failed or 0) + 1)
 
-    def _lease(self, line: bytes, token: bytes, head: bytes, pairs: Sequence[bytes], attempt: int = 1) -> Lease:
-        lease = Lease(stream=self.stream, line=line, token=token, state=b"", until_ms=0.0, given=1)
+    def _lease(self, line: bytes, token: bytes, head: bytes, pairs: Sequence[bytes], attempt: int = 1) -> KeyLease:
+        lease = KeyLease(stream=self.stream, line=line, token=token, state=b"", until_ms=0.0, given=1)
         # With two deliveries or more, what is counted of it is forgotten at its end.
         lease.waiting.append(Delivery(self.stream, head, pairs, attempt, 2, lease=lease))
         return lease
 
-    def _bury(self, held: Lease, letter: DeadLetter) -> bool:
+    def _bury(self, held: KeyLease, letter: DeadLetter) -> bool:
         """Make a message a dead letter, and end its consumer's turn with the ticket. False if the lease was lost."""
         unit = self.stream.unit_of(held, list(held.waiting))
         unit.add_dead(letter.items())
         if self.stream.commit([unit]):
             return False
         self._metrics.count(m.DEAD, handler=self._settings.label, reason=letter.reason)
-        self.stream.release([Ending(held, "next")])
+        self.stream.release([LeaseRelease(held, "next")])
         return True
 
     def _next(self, name: str) -> list[bytes]:

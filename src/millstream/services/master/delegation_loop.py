@@ -12,7 +12,7 @@ from millstream.observability import metrics as m
 from millstream.observability.health import Progress
 from millstream.observability.metrics import NOBODY, Metrics
 from millstream.redis_client.client import Client, raise_if_error
-from millstream.services.master.delegation import Desk, holder_of
+from millstream.services.master.delegation import Delegator, holder_of
 from millstream.services.master.leases import LOST_TOO_OFTEN
 from millstream.services.master.registry import Registration, Registry
 from millstream.services.master.settings import MasterSettings
@@ -28,14 +28,14 @@ _TIMEOUT_SLACK_MS = 5_000
 _STATES = ("alive", "stuck", "dead")
 
 
-class Rounds:
+class DelegationLoop:
     """One master's rounds, until it is told to stop. Any number of masters may make them at once.
 
     It has connections of its own to `url`, as it waits for new messages on one.
     """
 
     def __init__(
-        self, url: str, desk: Desk, registry: Registry, settings: MasterSettings, *, progress: Progress,
+        self, url: str, desk: Delegator, registry: Registry, settings: MasterSettings, *, progress: Progress,
         metrics: Metrics = NOBODY, clock: Clock = SYSTEM_CLOCK,
     ) -> None:  # fmt: skip
         self._reading = Client(url, timeout_ms=_BLOCK_MS + _TIMEOUT_SLACK_MS, clock=clock)

@@ -16,7 +16,7 @@ import httpx
 
 from millstream.errors import RedisError
 from millstream.services.master.health_url_allowlist import Address, AllowList, Target, literal_address
-from millstream.services.master.loop_delay import Lateness
+from millstream.services.master.loop_delay import LoopDelay
 from millstream.services.master.registry import Registration, Registry
 from millstream.services.master.settings import MasterSettings
 from millstream.services.web.errors import Refused
@@ -50,7 +50,7 @@ class Ping(NamedTuple):
     by: Literal["answer", "silence", "own"] = "answer"
 
 
-class Pinger:
+class HealthChecker:
     """Finds out which consumers are healthy. `on_death` is called after one was found dead.
 
     A health URL is asked without redirects, proxies or cookies, at an address that was looked up once and judged; all that
@@ -68,7 +68,7 @@ class Pinger:
         self._on_death = on_death
         self._interval_s = settings.ping_ms / 1000
         self._timeout_s = min(_LONGEST_S, self._interval_s)
-        self._lateness = Lateness()
+        self._lateness = LoopDelay()
         self._failures: dict[Life, int] = {}
         self._due_s: dict[Life, float] = {}
         self._under_way: set[Life] = set()

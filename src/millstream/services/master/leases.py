@@ -6,17 +6,17 @@ from itertools import islice
 from typing import Literal, NamedTuple
 
 from millstream.delivery.key_queues import WAITING
-from millstream.delivery.keyed_stream import TAKE, KeyedStream, Lease, line_of_key
+from millstream.delivery.keyed_stream import LEASE_KEYS, KeyedStream, KeyLease, queue_of_key
 from millstream.delivery.reliable_stream import NO_LIMIT
 from millstream.errors import RedisError
 from millstream.redis_client.client import Arg, Client, Command, Reply, Script, raise_if_error
 from millstream.redis_client.key_names import MASTER, REDRIVE_FIELD, from_wire
 from millstream.services.master.settings import MasterSettings
 
-TEND = Script("master/renew_leases")
-ADOPT = Script("keys/requeue_pending")
+RENEW_LEASES = Script("master/renew_leases")
+REQUEUE_PENDING = Script("keys/requeue_pending")
 FINISH = Script("master/finish")
-SETTLE = Script("master/end_lease")
+END_LEASE = Script("master/end_lease")
 
 LOST_TOO_OFTEN = "its consumers died or hung, each time"
 """Why a line is parked until a master has moved its first entry to the dead letters."""
@@ -42,7 +42,7 @@ class Lost(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Tended:
+class RenewResult:
     """What `GroupStream.tend` did: leases extended, ids that count as acknowledged, leases taken back."""
 
     extended: int
@@ -65,13 +65,13 @@ class GroupStream(KeyedStream):
         """The name of an entry's line; b"" if it was redriven for another handler."""
         return self._line_of(entry_id, pairs)
 
-    def tend(self) -> Tended:
+    def tend(self) -> RenewResult:
         """Extend the leases of those who live and are in time, end all others, and see what was acknowledged."""
         retry = self._settings.retry
         most_lost = 0 if retry.then == "block" else retry.attempts
         args = (self._settings.lease_ms, self._settings.delegation_ms, most_lost, LOST_TOO_OFTEN)
-        extended, done, *lost = self._as_member(lambda: self._script(TEND, (self.token, self.group, *args)))
-        return Tended(
+        extended, done, *lost = self._as_member(lambda: self._script(RENEW_LEASES, (self.token, self.group, *args)))
+        return RenewResult(
             int(extended), done, [Lost(line, one, who.decode(), why.decode()) for line, one, who, why in lost]
         )
 
@@ -91,7 +91,7 @@ class GroupStream(KeyedStream):
 
     def settle(self, consumer: str, entry_id: bytes, line: bytes) -> tuple[Settled, str]:
         """Take in an entry that a consumer has done without a lease; say what became of it, and who has it or has done it."""
-        what, who = self._as_member(lambda: self._script(SETTLE, (self.token, self.group, consumer, entry_id, line)))
+        what, who = self._as_member(lambda: self._script(END_LEASE, (self.token, self.group, consumer, entry_id, line)))
         return what.decode(), from_wire(who)
 
     def adopt_idle(self, now_ms: float) -> list[bytes]:
@@ -125,7 +125,7 @@ class GroupStream(KeyedStream):
         if nobodys:
             self._group.ack(nobodys)
             self._report_trimmed(nobodys)
-        return list(self._script(ADOPT, (self.token, self.group, *args))) if args else []
+        return list(self._script(REQUEUE_PENDING, (self.token, self.group, *args))) if args else []
 
 
 class ConsumerStream(KeyedStream):
@@ -146,9 +146,9 @@ class ConsumerStream(KeyedStream):
     def to_deal(self, count: int, most: int) -> Command:
         """The command that gives the consumer the first messages of up to `count` lines, so that it has `most` at most."""
         args = self._taking(count, count, 1, self._lease_ms, False, (NO_LIMIT, True))
-        return self._ledger.command(TAKE, self.stream, (*args, most))
+        return self._ledger.command(LEASE_KEYS, self.stream, (*args, most))
 
-    def dealt(self, reply: Reply, count: int, most: int) -> list[Lease]:
+    def dealt(self, reply: Reply, count: int, most: int) -> list[KeyLease]:
         """Understand its answer: what it was given."""
         if isinstance(reply, RedisError):
             return self._as_member(lambda: self._take(count, count, 1, self._lease_ms, 0.0, False, most)).leases
@@ -167,7 +167,7 @@ class LineOf:
         if pairs and pairs[0] == REDRIVE_FIELD and pairs[1] != self._label:
             return b""
         value = next((pairs[at + 1] for at in range(len(pairs) - 2, -1, -2) if pairs[at] == self._key), b"")
-        return line_of_key(value or None, entry_id)
+        return queue_of_key(value or None, entry_id)
 
 
 def line_by(settings: MasterSettings) -> LineOf:

@@ -5,7 +5,7 @@ import asyncio
 _TICK_S = 0.05
 
 
-class Lateness:
+class LoopDelay:
     """How much later than it asked for the event loop has woken up, in all, since `run` began.
 
     The processor may have had no time for this process, or something in it held the loop up.

@@ -4,7 +4,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 
 from millstream.clock import SYSTEM_CLOCK, Clock
-from millstream.delivery.key_queues import Line, look_at, names_of
+from millstream.delivery.key_queues import KeyQueue, look_at, names_of
 from millstream.redis_client.client import Client, raise_if_error
 from millstream.services.master.delegation import holder_of
 from millstream.services.master.registry import Registry
@@ -19,7 +19,7 @@ _LOOKED_AT_ONCE, _MOST_LOOKED_AT = 100, 1_000
 """Tickets that are looked at together, and for one page, as many may be done since the listing began."""
 
 
-class Views:
+class Queries:
     """Pages of what there is, in the order of names. Every method raises RedisError, and Refused for a wrong cursor."""
 
     def __init__(
@@ -40,7 +40,7 @@ class Views:
         after = _after(cursor)
         names = self._names(anew=not after)
         at, last = bisect_right(names, after), min(bisect_right(names, after) + _MOST_LOOKED_AT, len(names))
-        page: list[Line] = []
+        page: list[KeyQueue] = []
         while at < last and len(page) < limit:
             some = names[at : min(at + max(limit - len(page), _LOOKED_AT_ONCE), last)]
             page += [line for line in look_at(self._client, self._keys, some) if line.length or line.worker]
@@ -89,7 +89,7 @@ class Views:
         return Consumers(consumers=shown, cursor=page[-1].encode().hex() if len(rest) > limit else None)
 
 
-def _ticket(line: Line, ids: list[bytes]) -> Ticket:
+def _ticket(line: KeyQueue, ids: list[bytes]) -> Ticket:
     return Ticket(
         ticket_id=None if line.key is None else _text(line.key), consumer_name=line.worker, state=line.state,
         why=line.why, messages=line.length, message_ids=[_text(one) for one in ids], since_ms=line.since_ms,

@@ -16,7 +16,7 @@ from millstream.redis_client.key_names import HandlerKeys
 from millstream.redis_client.pipelining import server_time_ms
 from millstream.services.web.errors import Refused
 
-SWAP = Script("shared/compare_and_set")
+COMPARE_AND_SET = Script("shared/compare_and_set")
 
 State = Literal["alive", "stuck", "dead"]
 """It gets messages; it gets none until it ends one, as it kept one for too long; it gets none until it is healthy."""
@@ -164,5 +164,5 @@ class Registry:
             if after == known:
                 return known
             new = b"" if after is None else _encode(after)
-            if self._client.script(SWAP, (self._key,), (name, before or b"", new)):
+            if self._client.script(COMPARE_AND_SET, (self._key,), (name, before or b"", new)):
                 return after

@@ -12,11 +12,11 @@ from millstream.redis_client.client import Client
 from millstream.services.master.acknowledgements import Acknowledger
 from millstream.services.master.api import Parts, make_api
 from millstream.services.master.call_batching import Batches
-from millstream.services.master.delegation import Desk
-from millstream.services.master.delegation_loop import Rounds
-from millstream.services.master.health_checks import Pinger
+from millstream.services.master.delegation import Delegator
+from millstream.services.master.delegation_loop import DelegationLoop
+from millstream.services.master.health_checks import HealthChecker
 from millstream.services.master.health_url_allowlist import AllowList
-from millstream.services.master.queries import Views
+from millstream.services.master.queries import Queries
 from millstream.services.master.registry import Registry
 from millstream.services.master.scopes import Tokens
 from millstream.services.master.settings import MasterSettings
@@ -57,14 +57,14 @@ def run_master(settings: MasterSettings, serving: Serving, *, on_ready: Callable
     recorder, health = Recorder(), Health()
     with Client(serving.url) as client:
         registry = Registry(client, settings.keys)
-        desk = Desk(client, registry, settings, metrics=recorder)
+        desk = Delegator(client, registry, settings, metrics=recorder)
         progress = health.progress(settings.label, run_within_ms=_ROUND_WITHIN_MS)
-        rounds = Rounds(serving.url, desk, registry, settings, progress=progress, metrics=recorder)
+        rounds = DelegationLoop(serving.url, desk, registry, settings, progress=progress, metrics=recorder)
         acknowledger = Acknowledger(client, registry, desk, metrics=recorder)
-        pinger = Pinger(registry, settings, serving.allowed, on_death=rounds.hurry)
+        pinger = HealthChecker(registry, settings, serving.allowed, on_death=rounds.hurry)
         api = make_api(
             Parts(
-                settings=settings, registry=registry, desk=desk, views=Views(client, registry, settings),
+                settings=settings, registry=registry, desk=desk, views=Queries(client, registry, settings),
                 acknowledgements=Batches(acknowledger.acknowledge, name="millstream-acknowledge"),
                 tokens=serving.tokens, allowed=serving.allowed, pinger=pinger, health=health, recorder=recorder,
                 hurry=rounds.hurry, names=serving.names, most_page=serving.most_page,

@@ -21,7 +21,7 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _ANYWHERE = ("0.0.0.0", "::")
 
 
-class OwnPages:
+class OriginCheck:
     """ASGI middleware that turns away pages of other origins than this one and those in `origins` ("*": any).
 
     `names`: under which hosts this service goes; None: any.

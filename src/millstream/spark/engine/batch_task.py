@@ -11,22 +11,22 @@ from operator import attrgetter
 
 from millstream.handlers.attempt import (
     NOTHING,
-    Again,
     BatchOutcome,
     Done,
     Outcome,
     Parked,
+    RetryLater,
     attempt_batch,
     attempt_batch_plain,
 )
 from millstream.model import Message
-from millstream.spark.engine.task import Leaving, PartitionTask, Run
+from millstream.spark.engine.task import DeferReason, KeyRun, PartitionTask
 
 
 class BatchTask(PartitionTask):
     """PartitionTask for a handler that takes lists. Its messages have no keys: each is a run by itself."""
 
-    async def _drive_all(self, runs: list[Run]) -> None:
+    async def _drive_all(self, runs: list[KeyRun]) -> None:
         if self._cautious_left or any(run.in_line for run in runs):
             await super()._drive_all(runs)
             return
@@ -36,11 +36,13 @@ class BatchTask(PartitionTask):
             for _ in range(min(workers, len(runs))):
                 group.create_task(self._work_through(waiting, group))
 
-    async def _work_through(self, waiting: Iterator[list[Run]], group: asyncio.TaskGroup) -> None:
+    async def _work_through(self, waiting: Iterator[list[KeyRun]], group: asyncio.TaskGroup) -> None:
         for batch in waiting:
             await self._drive_batch(batch, waiting, group)
 
-    async def _drive_batch(self, batch: list[Run], waiting: Iterator[list[Run]], group: asyncio.TaskGroup) -> None:
+    async def _drive_batch(
+        self, batch: list[KeyRun], waiting: Iterator[list[KeyRun]], group: asyncio.TaskGroup
+    ) -> None:
         """Take a list through the handler; what has failed, message by message."""
         stream, opened = batch[0].stream, [(run, *self._opened(run)) for run in batch]
         wanted = [(run, message) for run, message, is_meant in opened if is_meant]
@@ -57,15 +59,15 @@ class BatchTask(PartitionTask):
         for some in [together] * bool(together) if has_outputs else [[one] for one in together]:
             self._finish(some, outcome)
         for run, message, one in judged:
-            if not isinstance(one, (Done, Again)):
+            if not isinstance(one, (Done, RetryLater)):
                 self._finish([(run, message)], one)
         self._flush_if_full()
-        failed = [run for run, _, one in judged if isinstance(one, Again)]
-        if failed and isinstance(outcome, Again):
+        failed = [run for run, _, one in judged if isinstance(one, RetryLater)]
+        if failed and isinstance(outcome, RetryLater):
             self._tallies[stream].retries += len(failed)
             if self._has_to_leave(failed[0], outcome):
                 for run in failed:
-                    self._leave(run, Leaving("later", round(outcome.delay_ms), run.attempt))
+                    self._leave(run, DeferReason("later", round(outcome.delay_ms), run.attempt))
                 return
             self._flush()
             group.create_task(self._work_through(waiting, group))  # other lists go on while these wait
@@ -73,9 +75,9 @@ class BatchTask(PartitionTask):
             for run in failed:
                 await self._drive(run, iter(()), group)
 
-    def _finish(self, some: Sequence[tuple[Run, Message]], outcome: Outcome) -> None:
+    def _finish(self, some: Sequence[tuple[KeyRun, Message]], outcome: Outcome) -> None:
         """Post what is done as one unit: that of the first, which covers the others as well."""
-        assert not isinstance(outcome, (Again, Parked))
+        assert not isinstance(outcome, (RetryLater, Parked))
         ((lead, message), *rest) = some
         self._settle(lead, message, outcome)
         lead.unit.others = [other.id for _, other in rest]
@@ -85,7 +87,7 @@ class BatchTask(PartitionTask):
             run.covered.append(run.entries.popleft())
         self._post(lead)
 
-    async def _attempt(self, run: Run, message: Message) -> Outcome:
+    async def _attempt(self, run: KeyRun, message: Message) -> Outcome:
         (dead,), outcome = await self._attempt_all([message])
         return dead or outcome
 
@@ -95,7 +97,7 @@ class BatchTask(PartitionTask):
         return attempt_batch_plain(self._handler, messages, self._alarm.guard)
 
 
-def _gathered(runs: Sequence[Run], size: int) -> Iterator[list[Run]]:
+def _gathered(runs: Sequence[KeyRun], size: int) -> Iterator[list[KeyRun]]:
     """Lists of runs of one stream that have something to do."""
     for _, some in groupby((run for run in runs if run.entries), key=attrgetter("stream")):
         while batch := list(islice(some, size)):

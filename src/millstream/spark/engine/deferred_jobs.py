@@ -16,11 +16,11 @@ from pyspark.sql import Row, SparkSession
 from pyspark.sql.pandas.types import from_arrow_schema
 
 from millstream.clock import SYSTEM_CLOCK, Clock
-from millstream.delivery.commit_store import Ledger
-from millstream.delivery.deferral import Ready, ready_lines
+from millstream.delivery.commit_store import CommitStore
+from millstream.delivery.deferral import RunnableKeys, runnable_keys
 from millstream.errors import Unfinished
 from millstream.redis_client.client import shared_client
-from millstream.spark.engine.entry_points import run_lines
+from millstream.spark.engine.entry_points import run_deferred
 from millstream.spark.engine.task import Job
 from millstream.spark.engine.task_metrics import TALLY_SCHEMA, Totals, sums
 
@@ -40,11 +40,11 @@ class _Seen(NamedTuple):
     """What was found on a stream, and when; `times`: how often one had been told of it by then."""
 
     times: int
-    ready: Ready
+    ready: RunnableKeys
     at_ms: float
 
 
-class CatchUp:
+class DeferredJobs:
     """What of one handler was set aside on `streams`, and on those of which it is told.
 
     `give_up` says that waiting for Redis has no point any more. One thread calls
@@ -60,7 +60,7 @@ class CatchUp:
         self._give_up = give_up
         self._clock = clock
         self._client = shared_client(job.url)
-        self._ledger = Ledger(self._client, app=job.handler.app, handler=job.handler.name, token=job.token)
+        self._ledger = CommitStore(self._client, app=job.handler.app, handler=job.handler.name, token=job.token)
         self._told = Counter(streams)  # how often, as what is told while somebody looks must not be forgotten
         self._seen: dict[str, _Seen] = {}
         self._all_due_ms = 0.0
@@ -116,7 +116,7 @@ class CatchUp:
                 raise Unfinished(f"{self._job.handler.label} was stopped while its batch waited for room")
             self._clock.sleep_ms(_ROOM_MS)
 
-    def _look(self, *, at_all: bool = False) -> list[tuple[str, Ready]]:
+    def _look(self, *, at_all: bool = False) -> list[tuple[str, RunnableKeys]]:
         """What is known of each stream, which is asked for where it may be otherwise by now, or `at_all` of them."""
         now_ms = self._clock.monotonic_ms()
         at_all = at_all or now_ms >= self._all_due_ms
@@ -134,7 +134,7 @@ class CatchUp:
                     del self._told[stream], self._seen[stream]
             return [(stream, self._seen[stream].ready) for stream, _ in told if stream in self._seen]
 
-    def _unpaused(self, found: Sequence[tuple[str, Ready]]) -> list[tuple[str, Ready]]:
+    def _unpaused(self, found: Sequence[tuple[str, RunnableKeys]]) -> list[tuple[str, RunnableKeys]]:
         """Those on which the handler is not paused."""
         some = [stream for stream, ready in found if ready.any]
         ask = partial(self._ledger.paused, some)
@@ -147,23 +147,25 @@ class CatchUp:
             return True
         return seen.ready.wait_ms is not None and now_ms >= seen.at_ms + seen.ready.wait_ms
 
-    def _ready(self, streams: Sequence[str]) -> dict[str, Ready]:
+    def _ready(self, streams: Sequence[str]) -> dict[str, RunnableKeys]:
         return self._client.patiently(
-            lambda: ready_lines(self._ledger, streams, MOST_LINES), what=self._job.handler.label, give_up=self._give_up
+            lambda: runnable_keys(self._ledger, streams, MOST_LINES),
+            what=self._job.handler.label,
+            give_up=self._give_up,
         )
 
     def _work_off(self, lines: Sequence[tuple[str, bytes]]) -> list[Row]:
         job = self._job
 
         def run(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-            return run_lines(job, batches)
+            return run_deferred(job, batches)
 
         tasks = min(self._spark.sparkContext.defaultParallelism, len(lines))
         frame = self._spark.createDataFrame(lines, _SCHEMA).repartition(tasks)
         return frame.mapInArrow(run, from_arrow_schema(TALLY_SCHEMA)).collect()
 
 
-def _in_turns(found: Iterable[tuple[str, Ready]]) -> list[tuple[str, bytes]]:
+def _in_turns(found: Iterable[tuple[str, RunnableKeys]]) -> list[tuple[str, bytes]]:
     """The lines of all streams, one of each in turn, so that those of one cannot keep all others waiting."""
     rows = zip_longest(*([(stream, line) for line in ready.lines] for stream, ready in found))
     return [one for row in rows for one in row if one is not None]

@@ -18,7 +18,7 @@ def run_partition(job: Job, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.Re
     yield task.report()
 
 
-def run_lines(job: Job, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+def run_deferred(job: Job, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
     """Run lines that were set aside, one row of `batches` each, and yield what `run_partition` does (for `mapInArrow`)."""
     task = _task_here(job)
     asyncio.run(task.catch_up(batches))

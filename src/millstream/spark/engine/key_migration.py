@@ -4,8 +4,8 @@ import threading
 from collections.abc import Callable, Sequence
 
 from millstream.handlers.handler import Handler
-from millstream.partitions.key_migration import Moves, send_on
-from millstream.partitions.partition_map import Layout
+from millstream.partitions.key_migration import KeyMigration, send_on
+from millstream.partitions.partition_map import PartitionMap
 from millstream.partitions.partitions import Partitions
 from millstream.redis_client.client import Client
 from millstream.redis_client.key_names import HandlerKeys
@@ -13,12 +13,12 @@ from millstream.redis_client.key_names import HandlerKeys
 _SOON_S, _MOST_WAIT_S = 0.05, 0.5
 
 
-def partitions_of(client: Client, handler: Handler) -> list[Layout]:
+def partitions_of(client: Client, handler: Handler) -> list[PartitionMap]:
     """The layouts of the handler's bases; those that nobody has made are made. Raises RedisError."""
     return [Partitions(client, base).made(handler.partitions or 1) for base in handler.streams]
 
 
-class PartitionMoves:
+class PartitionMigration:
     """What a task has to know of the partitions that its handler reads. Methods raise RedisError, and may be repeated.
 
     Made for each task anew: an entry is in a partition only once the layout says so.
@@ -27,9 +27,9 @@ class PartitionMoves:
     def __init__(self, client: Client, handler: Handler) -> None:
         self._client = client
         self._handler = handler
-        self._moves: dict[str, tuple[Moves, int]] = {}
+        self._moves: dict[str, tuple[KeyMigration, int]] = {}
         for layout in partitions_of(client, handler):
-            moves = Moves(client, layout, app=handler.app, handler=handler.name)
+            moves = KeyMigration(client, layout, app=handler.app, handler=handler.name)
             self._moves |= {layout.stream(place): (moves, place) for place in range(layout.count)}
 
     def expect(self, stream: str, lines: Sequence[bytes]) -> None:
@@ -46,12 +46,12 @@ class PartitionMoves:
 
 def keep_moving(client: Client, handler: Handler, over: threading.Event, tell: Callable[[Sequence[str]], None]) -> None:
     """Bring in the keys that move, until `over`; `tell` is told of partitions with some that may go on. Raises RedisError."""
-    movers: dict[str, Moves] = {}
+    movers: dict[str, KeyMigration] = {}
     wait_s = _SOON_S
     while not over.wait(wait_s):
         wait_s = min(2 * wait_s, _MOST_WAIT_S)
         for layout in partitions_of(client, handler):
-            moves = movers.setdefault(layout.base, Moves(client, layout, app=handler.app, handler=handler.name))
+            moves = movers.setdefault(layout.base, KeyMigration(client, layout, app=handler.app, handler=handler.name))
             moves.layout = layout
             places = range(layout.count)
             if layout.generation > 1 and moves.bring_in(places) + moves.settle(places):

@@ -9,7 +9,7 @@ from millstream.spark.engine.watchdog import hard_limit_ms, watchdog
 _BEAT_S = 1.0
 
 
-class Pulse:
+class LoopHeartbeat:
     """Has the watchdog end a process whose loop no coroutine gets back, since one keeps it in compiled code.
 
     `limit_ms`: the time limit of an attempt; None: there is nothing to watch.

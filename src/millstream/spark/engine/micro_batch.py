@@ -13,12 +13,12 @@ from pyspark.sql import DataFrame, Row
 from pyspark.sql import functions as F
 from pyspark.sql.pandas.types import from_arrow_schema
 
-from millstream.delivery.commit_store import Ledger
+from millstream.delivery.commit_store import CommitStore
 from millstream.errors import DecodeError
 from millstream.handlers.handler import Handler
 from millstream.model import EntryId, Message
 from millstream.redis_client.client import shared_client
-from millstream.spark.engine.deferred_jobs import CatchUp
+from millstream.spark.engine.deferred_jobs import DeferredJobs
 from millstream.spark.engine.entry_points import run_partition
 from millstream.spark.engine.task import Job, open_fields
 from millstream.spark.engine.task_metrics import TALLY_SCHEMA, BatchTotals, sums
@@ -31,12 +31,12 @@ class Engine:
     what it has set aside.
     """
 
-    def __init__(self, job: Job, *, on_batch: Callable[[BatchTotals], None], catch_up: CatchUp) -> None:
+    def __init__(self, job: Job, *, on_batch: Callable[[BatchTotals], None], catch_up: DeferredJobs) -> None:
         self._job = job
         self._catch_up = catch_up
         self._on_batch = on_batch
         self._client = shared_client(job.url)
-        self._ledger = Ledger(self._client, app=job.handler.app, handler=job.handler.name, token=job.token)
+        self._ledger = CommitStore(self._client, app=job.handler.app, handler=job.handler.name, token=job.token)
 
     def __call__(self, frame: DataFrame, batch_id: int) -> None:
         """Process one micro-batch to its end. Raises whatever makes the batch fail, so that Spark repeats it."""

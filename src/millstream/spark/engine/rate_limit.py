@@ -5,10 +5,10 @@ from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 
-from millstream.delivery.commit_store import Ledger, burst
+from millstream.delivery.commit_store import CommitStore, reservation_size
 
 
-class Pace:
+class RateLimit:
     """When one task may run its next messages; `rate` is in messages a second of each stream, None for no limit. `ask` waits
     for Redis, `sleep` for so many milliseconds.
 
@@ -19,7 +19,7 @@ class Pace:
     def __init__(
         self,
         rate: float | None,
-        ledger: Ledger,
+        ledger: CommitStore,
         *,
         ask: Callable[[Callable[[], float]], float],
         sleep: Callable[[float], Awaitable[None]],
@@ -41,7 +41,7 @@ class Pace:
             return
         async with self._locks[stream]:
             if self._left[stream] < count:
-                most = max(count, min(burst(self._rate), self._expected[stream]))
+                most = max(count, min(reservation_size(self._rate), self._expected[stream]))
                 reserve = partial(self._ledger.reserve, stream, self._rate, most)
                 wait_ms = self._ask(reserve)
                 self._left[stream] += most

@@ -16,15 +16,23 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import msgspec
 import pyarrow as pa
 
-from millstream.delivery.commit_store import ENTRY_MARK, FAILED, IN_LINE, KEY_MARK, Ledger, Standing, Unit
-from millstream.delivery.deferral import Aside, How, Waiting, read_line, set_aside, waiting_keys
+from millstream.delivery.commit_store import (
+    ENTRY_MARK,
+    FAILED,
+    IN_LINE,
+    KEY_MARK,
+    CommitStore,
+    CommittedPosition,
+    Effects,
+)
+from millstream.delivery.deferral import Deferral, DeferredKey, How, defer, deferred_keys, read_queue
 from millstream.errors import Unfinished
 from millstream.handlers.attempt import (
-    Again,
-    Dead,
+    DeadLettered,
     Done,
     Outcome,
     Parked,
+    RetryLater,
     attempt,
     attempt_plain,
     given_up,
@@ -35,13 +43,13 @@ from millstream.handlers.handler import Handler
 from millstream.model import ZERO_ID, EntryId, Message
 from millstream.redis_client.client import Arg, Client
 from millstream.redis_client.key_names import REDRIVE_FIELD
-from millstream.spark.engine.loop_heartbeat import Pulse
-from millstream.spark.engine.rate_limit import Pace
-from millstream.spark.engine.task_metrics import COUNTED, TALLY_SCHEMA, Tally
-from millstream.spark.engine.time_limit import Alarm
+from millstream.spark.engine.loop_heartbeat import LoopHeartbeat
+from millstream.spark.engine.rate_limit import RateLimit
+from millstream.spark.engine.task_metrics import COUNTED, TALLY_SCHEMA, TaskMetrics
+from millstream.spark.engine.time_limit import AttemptTimeLimit
 
 if TYPE_CHECKING:
-    from millstream.spark.engine.key_migration import PartitionMoves
+    from millstream.spark.engine.key_migration import PartitionMigration
 
 logger = logging.getLogger(__name__)
 
@@ -79,7 +87,7 @@ class Entry:
     packed: bytes
 
 
-class Leaving(NamedTuple):
+class DeferReason(NamedTuple):
     """Why the rest of a run is set aside; by itself, since others of its key wait. See Aside."""
 
     how: How = "join"
@@ -88,7 +96,7 @@ class Leaving(NamedTuple):
 
 
 @dataclass(slots=True, eq=False)
-class Run:
+class KeyRun:
     """The messages of one key of one stream, in order; or a single message that has no key.
 
     * `entries`: those that are still to do; `covered`: those in `unit`, not committed yet; so are those of `others`
@@ -102,14 +110,14 @@ class Run:
     mark: bytes
     entries: deque[Entry]
     covered: list[Entry] = field(default_factory=list)
-    unit: Unit = field(default_factory=lambda: Unit(b"", b""))
+    unit: Effects = field(default_factory=lambda: Effects(b"", b""))
     state: bytes = b""
     committed_state: bytes = b""
     attempt: int = 1
-    others: list["Run"] = field(default_factory=list)
+    others: list["KeyRun"] = field(default_factory=list)
     in_line: bool = False
     waited_ms: float = 0.0
-    leaving: Leaving = field(default_factory=Leaving)
+    leaving: DeferReason = field(default_factory=DeferReason)
 
     def resume(self, mark: bytes, state: bytes, frontier: EntryId | None) -> None:
         """Begin, or begin again, after what is committed by now."""
@@ -121,7 +129,7 @@ class Run:
             self.attempt = 1
         self._begin(state, mark)
 
-    def take_line(self, waiting: Waiting) -> None:
+    def take_line(self, waiting: DeferredKey) -> None:
         """Begin, or begin again, with what its line has."""
         self.entries = deque(
             Entry(EntryId.parse(one), _FOR_NOBODY if pairs is None else _pack(pairs)) for one, pairs in waiting.entries
@@ -131,14 +139,14 @@ class Run:
 
     def _begin(self, state: bytes, mark: bytes) -> None:
         self.state = self.committed_state = state
-        self.leaving = Leaving()
+        self.leaving = DeferReason()
         self._begin_unit(mark)
 
-    def aside(self) -> Aside:
+    def aside(self) -> Deferral:
         """What is to be set aside of it, once its unit is committed."""
         ids = [str(entry.id) for entry in self.entries]
         how, detail, failed = self.leaving
-        return Aside(
+        return Deferral(
             line=self.mark, expected=self.unit.expected, how=how, detail=detail, failed=failed,
             ids=ids[:1] if self.in_line else ids,
         )  # fmt: skip
@@ -151,10 +159,10 @@ class Run:
     def _begin_unit(self, mark: bytes) -> None:
         self.covered = []
         self.others = []
-        self.unit = Unit(self.mark, IN_LINE if self.in_line else mark, self.key or b"")
+        self.unit = Effects(self.mark, IN_LINE if self.in_line else mark, self.key or b"")
 
 
-def _check_finished(runs: Iterable[Run]) -> None:
+def _check_finished(runs: Iterable[KeyRun]) -> None:
     """Fail the task, so that Spark repeats it, if work was left undone: the frontier must not pass it."""
     for run in runs:
         if run.entries or run.covered:
@@ -164,10 +172,10 @@ def _check_finished(runs: Iterable[Run]) -> None:
             )
 
 
-def _partition_moves(client: Client, handler: Handler) -> "PartitionMoves":
-    from millstream.spark.engine.key_migration import PartitionMoves
+def _partition_moves(client: Client, handler: Handler) -> "PartitionMigration":
+    from millstream.spark.engine.key_migration import PartitionMigration
 
-    return PartitionMoves(client, handler)
+    return PartitionMigration(client, handler)
 
 
 def open_fields(packed: bytes) -> tuple[list[bytes], bytes | None]:
@@ -185,7 +193,7 @@ class PartitionTask:
         handler = job.handler
         self._handler = handler
         self._client = client
-        self._ledger = Ledger(
+        self._ledger = CommitStore(
             client,
             app=handler.app,
             handler=handler.name,
@@ -198,19 +206,19 @@ class PartitionTask:
         self._label = handler.label.encode()
         # While this is above 0, a message may be the one that killed an earlier attempt: each is tried by itself.
         self._cautious_left = CAUTIOUS_MESSAGES if retried else 0
-        self._standings: dict[str, Standing] = {}
-        self._tallies: dict[str, Tally] = {}
-        self._outbox: list[Run] = []
-        self._leavers: list[Run] = []
+        self._standings: dict[str, CommittedPosition] = {}
+        self._tallies: dict[str, TaskMetrics] = {}
+        self._outbox: list[KeyRun] = []
+        self._leavers: list[KeyRun] = []
         self._outbox_messages = 0
         self._outbox_bytes = 0
-        self._refused: list[Run] = []
-        self._alarm = Alarm()
+        self._refused: list[KeyRun] = []
+        self._alarm = AttemptTimeLimit()
         self._slots = asyncio.Semaphore(handler.concurrency)
         self._alone = asyncio.Lock()
-        self._pulse = Pulse(handler.time_limit_ms if handler.is_async else None)
-        self._pace = Pace(handler.rate, self._ledger, ask=self._patiently, sleep=self._sleep)
-        self._moves: PartitionMoves | None = None
+        self._pulse = LoopHeartbeat(handler.time_limit_ms if handler.is_async else None)
+        self._pace = RateLimit(handler.rate, self._ledger, ask=self._patiently, sleep=self._sleep)
+        self._moves: PartitionMigration | None = None
         if handler.partitions is not None:
             self._moves = self._patiently(lambda: _partition_moves(client, handler))
 
@@ -227,7 +235,7 @@ class PartitionTask:
         for batch in batches:
             await self._work_off([self._run_of_line(**row) for row in batch.to_pylist()])
 
-    async def _work_off(self, runs: list[Run]) -> None:
+    async def _work_off(self, runs: list[KeyRun]) -> None:
         self._begin_streams({run.stream for run in runs})
         try:
             while runs:
@@ -240,7 +248,7 @@ class PartitionTask:
         finally:
             self._rest()
 
-    async def _drive_all(self, runs: list[Run]) -> None:
+    async def _drive_all(self, runs: list[KeyRun]) -> None:
         waiting = iter(runs)
         # In cautious mode one at a time, so that strikes fall on the message that runs and on no other.
         workers = self._handler.concurrency if self._handler.is_async and not self._cautious_left else 1
@@ -248,11 +256,11 @@ class PartitionTask:
             for _ in range(min(workers, len(runs))):
                 group.create_task(self._work(waiting, group))
 
-    async def _work(self, waiting: Iterator[Run], group: asyncio.TaskGroup) -> None:
+    async def _work(self, waiting: Iterator[KeyRun], group: asyncio.TaskGroup) -> None:
         for run in waiting:
             await self._drive(run, waiting, group)
 
-    async def _drive(self, run: Run, waiting: Iterator[Run], group: asyncio.TaskGroup) -> None:
+    async def _drive(self, run: KeyRun, waiting: Iterator[KeyRun], group: asyncio.TaskGroup) -> None:
         """Take one run through the handler, message by message."""
         while run.entries:
             message, is_meant = self._opened(run)
@@ -262,10 +270,10 @@ class PartitionTask:
                 outcome = await self._outcome(run, message)
             else:
                 outcome = Done((), run.state)
-            if isinstance(outcome, Again):
+            if isinstance(outcome, RetryLater):
                 self._tallies[run.stream].retries += 1
                 if self._has_to_leave(run, outcome):
-                    self._leave(run, Leaving("later", round(outcome.delay_ms), message.attempt))
+                    self._leave(run, DeferReason("later", round(outcome.delay_ms), message.attempt))
                     return
                 self._post(run)
                 self._flush()
@@ -276,7 +284,7 @@ class PartitionTask:
                 await self._wait([run], outcome)
                 continue
             if isinstance(outcome, Parked):
-                self._leave(run, Leaving("park", f"{outcome.reason}: {outcome.error}", message.attempt))
+                self._leave(run, DeferReason("park", f"{outcome.reason}: {outcome.error}", message.attempt))
                 return
             self._settle(run, message, outcome)
             if self._cautious_left > 0 or run.unit.messages >= COMMIT_MESSAGES or self._outbox_bytes >= COMMIT_BYTES:
@@ -288,10 +296,10 @@ class PartitionTask:
         self._post(run)
         self._flush_if_full()
 
-    def _has_to_leave(self, run: Run, outcome: Again) -> bool:
+    def _has_to_leave(self, run: KeyRun, outcome: RetryLater) -> bool:
         return run.waited_ms + outcome.delay_ms > MOST_WAIT_MS
 
-    def _leave(self, run: Run, leaving: Leaving) -> None:
+    def _leave(self, run: KeyRun, leaving: DeferReason) -> None:
         """Have the rest of a run set aside, after what is done of it is committed."""
         run.leaving = leaving
         self._post(run)
@@ -302,7 +310,7 @@ class PartitionTask:
         else:
             self._flush_if_full()
 
-    async def _wait(self, runs: Iterable[Run], outcome: Again) -> None:
+    async def _wait(self, runs: Iterable[KeyRun], outcome: RetryLater) -> None:
         """Wait for the next attempt on the first message of each."""
         await self._sleep(outcome.delay_ms)
         for run in runs:
@@ -328,7 +336,7 @@ class PartitionTask:
 
     # Reading
 
-    def _opened(self, run: Run) -> tuple[Message, bool]:
+    def _opened(self, run: KeyRun) -> tuple[Message, bool]:
         """The next message of a run; False if it was redriven for another handler of the stream."""
         entry = run.entries[0]
         pairs, meant_for = open_fields(entry.packed)
@@ -341,9 +349,9 @@ class PartitionTask:
             return message, not self._patiently(send)
         return message, meant_for == self._label
 
-    def _runs_of(self, batch: pa.RecordBatch) -> list[Run]:
+    def _runs_of(self, batch: pa.RecordBatch) -> list[KeyRun]:
         """Cut a sorted batch into runs of one stream and key; messages without a key stand alone."""
-        runs: list[Run] = []
+        runs: list[KeyRun] = []
         last: tuple[str, bytes | None] | None = None
         columns = (batch.column(name).to_pylist() for name in ("stream", "key", "id_ms", "id_seq", "fields"))
         for stream, found, ms, seq, packed in zip(*columns, strict=True):
@@ -353,7 +361,7 @@ class PartitionTask:
                 runs[-1].entries.append(entry)
             else:
                 mark = KEY_MARK + key if key is not None else ENTRY_MARK + str(entry.id).encode()
-                runs.append(Run(stream, key, mark, deque((entry,))))
+                runs.append(KeyRun(stream, key, mark, deque((entry,))))
                 last = (stream, key)
             tally = self._tally(stream, entry.id)
             tally.messages += 1
@@ -361,14 +369,14 @@ class PartitionTask:
                 tally.last_id = entry.id
         return runs
 
-    def _run_of_line(self, stream: str, line: bytes) -> Run:
+    def _run_of_line(self, stream: str, line: bytes) -> KeyRun:
         self._tally(stream, ZERO_ID)
-        return Run(stream, line[1:] if line.startswith(KEY_MARK) else None, line, deque(), in_line=True)
+        return KeyRun(stream, line[1:] if line.startswith(KEY_MARK) else None, line, deque(), in_line=True)
 
-    def _tally(self, stream: str, entry_id: EntryId) -> Tally:
+    def _tally(self, stream: str, entry_id: EntryId) -> TaskMetrics:
         tally = self._tallies.get(stream)
         if tally is None:
-            tally = self._tallies[stream] = Tally(entry_id)
+            tally = self._tallies[stream] = TaskMetrics(entry_id)
         return tally
 
     def _begin_streams(self, streams: set[str], *, again: bool = False) -> None:
@@ -380,16 +388,16 @@ class PartitionTask:
             if any(standing.struck for standing in standings.values()):
                 self._cautious_left = CAUTIOUS_MESSAGES
 
-    def _load(self, runs: list[Run]) -> None:
+    def _load(self, runs: list[KeyRun]) -> None:
         """Fetch what `runs` go on from, leave out what is committed, and set aside what waits behind others of its key."""
         in_line = [run for run in runs if run.in_line]
         for run in in_line:
             self._load_line(run, max(LEAST_OF_LINE, LINE_MESSAGES // len(in_line)))
         self._load_new([run for run in runs if not run.in_line])
 
-    def _load_line(self, run: Run, most: int) -> None:
+    def _load_line(self, run: KeyRun, most: int) -> None:
         keys = self._ledger.keys(run.stream)
-        ask = partial(read_line, self._client, keys, run.mark, most)
+        ask = partial(read_queue, self._client, keys, run.mark, most)
         waiting = self._patiently(ask)
         gone = [one for one, pairs in waiting.entries if pairs is None]
         if gone:
@@ -399,7 +407,7 @@ class PartitionTask:
             )  # fmt: skip
         run.take_line(waiting)
 
-    def _load_new(self, runs: list[Run]) -> None:
+    def _load_new(self, runs: list[KeyRun]) -> None:
         # Asked first: a key that waits no more by then may have left a newer state, but an older one could not be told.
         waiting = self._waiting(runs)
         wanted: dict[str, tuple[list[bytes], list[bytes]]] = defaultdict(lambda: ([], []))
@@ -416,7 +424,7 @@ class PartitionTask:
             run.resume(values.get(run.mark, b""), state, self._standings[run.stream].frontier)
         self._put_aside([run for run in runs if run.entries and (run.stream, run.mark) in waiting])
 
-    def _waiting(self, runs: Iterable[Run]) -> set[tuple[str, bytes]]:
+    def _waiting(self, runs: Iterable[KeyRun]) -> set[tuple[str, bytes]]:
         """Stream and line of those of which others of the same key wait."""
         marks: dict[str, list[bytes]] = defaultdict(list)
         for run in runs:
@@ -427,14 +435,14 @@ class PartitionTask:
             if self._moves is not None:
                 wait = partial(self._moves.expect, stream, some)
                 self._patiently(wait)
-            look = partial(waiting_keys, self._ledger, stream, some)
+            look = partial(deferred_keys, self._ledger, stream, some)
             waiting |= {(stream, mark) for mark in self._patiently(look)}
         return waiting
 
     def _may_wait(self, stream: str) -> bool:
         return self._standings[stream].lines or self._tallies[stream].aside > 0
 
-    def _leave_out_done(self, runs: list[Run]) -> None:
+    def _leave_out_done(self, runs: list[KeyRun]) -> None:
         """Leave out what workers had committed beyond the frontier before this run took over from them."""
         floors = {stream: standing.floor for stream, standing in self._standings.items() if standing.floor}
         below = [
@@ -450,7 +458,7 @@ class PartitionTask:
 
     # Running
 
-    async def _outcome(self, run: Run, message: Message) -> Outcome:
+    async def _outcome(self, run: KeyRun, message: Message) -> Outcome:
         refusal = refuse_unkeyed(self._handler, message)
         if refusal is not None:
             return refusal
@@ -459,20 +467,22 @@ class PartitionTask:
                 return await self._struck_attempt(run, message)
         return await self._attempt(run, message)
 
-    async def _struck_attempt(self, run: Run, message: Message) -> Outcome:
+    async def _struck_attempt(self, run: KeyRun, message: Message) -> Outcome:
         """Try it with a strike on it, which stays if the process dies of it."""
         strike = partial(self._ledger.strike, message.stream, message.id)
         before = self._patiently(strike)
         if before >= max(1, self._handler.retry.attempts - 1):
             message.attempt = before + 1
-            dead = Dead("crashed", f"the process ended each of the {before + 1} times that this message was tried")
+            dead = DeadLettered(
+                "crashed", f"the process ended each of the {before + 1} times that this message was tried"
+            )
             return dead if self._handler.key is None else given_up(self._handler, dead)
         outcome = await self._attempt(run, message)
-        if isinstance(outcome, Again):  # while it waits, the process may die of another
+        if isinstance(outcome, RetryLater):  # while it waits, the process may die of another
             self._patiently(partial(strike, by=-1))
         return outcome
 
-    async def _attempt(self, run: Run, message: Message) -> Outcome:
+    async def _attempt(self, run: KeyRun, message: Message) -> Outcome:
         if not self._handler.is_async:
             return attempt_plain(self._handler, message, run.state, self._alarm.guard)
         return await self._in_a_task(attempt(self._handler, message, run.state))
@@ -484,7 +494,7 @@ class PartitionTask:
             raise asyncio.CancelledError  # a sibling has failed: the whole task is given up, not this message
         return outcome
 
-    def _settle(self, run: Run, message: Message, outcome: Done | Dead) -> None:
+    def _settle(self, run: KeyRun, message: Message, outcome: Done | DeadLettered) -> None:
         """Add a finished message's effects to its run's unit."""
         unit = run.unit
         unit.cover(message.id)
@@ -492,7 +502,7 @@ class PartitionTask:
             unit.end_strikes(message.id)
         if run.in_line and message.attempt > 1:
             unit.end_strikes(message.id + FAILED)
-        if isinstance(outcome, Dead):
+        if isinstance(outcome, DeadLettered):
             unit.add_dead(letter(self._handler, message, outcome).items())
             self._outbox_bytes += sum(map(len, message.pairs))
         else:
@@ -504,7 +514,7 @@ class PartitionTask:
 
     # Committing
 
-    def _post(self, run: Run) -> None:
+    def _post(self, run: KeyRun) -> None:
         """Put a run's unit into the outbox."""
         if run.unit.messages:
             if run.key is not None and run.state != run.committed_state:
@@ -524,8 +534,8 @@ class PartitionTask:
         leavers, self._leavers = self._leavers, []
         self._put_aside([run for run in leavers if run not in self._refused])
 
-    def _commit(self, runs: Sequence[Run]) -> None:
-        units: dict[str, list[Unit]] = defaultdict(list)
+    def _commit(self, runs: Sequence[KeyRun]) -> None:
+        units: dict[str, list[Effects]] = defaultdict(list)
         for run in runs:
             units[run.stream].append(run.unit)
         refused = self._patiently(lambda: self._ledger.commit(units))
@@ -542,13 +552,13 @@ class PartitionTask:
                     other.covered = []
                 run.accepted()
 
-    def _put_aside(self, runs: Iterable[Run]) -> None:
+    def _put_aside(self, runs: Iterable[KeyRun]) -> None:
         """Set aside the rest of `runs`, of which nothing is uncommitted."""
-        by_stream: dict[str, list[tuple[Run, Aside]]] = defaultdict(list)
+        by_stream: dict[str, list[tuple[KeyRun, Deferral]]] = defaultdict(list)
         for run in runs:
             by_stream[run.stream].append((run, run.aside()))
         for stream, some in by_stream.items():
-            put = partial(set_aside, self._ledger, stream, [aside for _, aside in some])
+            put = partial(defer, self._ledger, stream, [aside for _, aside in some])
             refused = {id(aside) for aside in self._patiently(put)}
             tally = self._tallies[stream]
             for run, aside in some:

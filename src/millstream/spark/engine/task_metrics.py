@@ -25,7 +25,7 @@ TALLY_SCHEMA = pa.schema(
 
 
 @dataclass(slots=True)
-class Tally:
+class TaskMetrics:
     """What a task did on one stream."""
 
     last_id: EntryId

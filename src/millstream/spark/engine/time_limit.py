@@ -16,7 +16,7 @@ from millstream.spark.engine.watchdog import hard_limit_ms, watchdog
 _LEAST_REPEAT_S = 1.0
 
 
-class Alarm:
+class AttemptTimeLimit:
     """Interrupts what runs too long. Where it is not made in a process's main thread, there is no limit."""
 
     def __init__(self) -> None:

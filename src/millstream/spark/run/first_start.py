@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Literal
 
-from millstream.delivery.commit_store import Ledger
+from millstream.delivery.commit_store import CommitStore
 from millstream.errors import ConfigError
 from millstream.handlers.handler import Handler
 from millstream.model import EntryId
@@ -14,9 +14,9 @@ Start = Literal["resume", "from-frontier", "reprocess"]
 StartAt = Literal["earliest", "latest"]
 
 
-def ledger_of(client: Client, handler: Handler) -> Ledger:
+def commit_store_of(client: Client, handler: Handler) -> CommitStore:
     """The ledger of `handler`, for its driver."""
-    return Ledger(client, app=handler.app, handler=handler.name, keyed=handler.key is not None)
+    return CommitStore(client, app=handler.app, handler=handler.name, keyed=handler.key is not None)
 
 
 def check_slots(handler: Handler, streams: Sequence[str]) -> None:
@@ -36,7 +36,7 @@ def prepare_new(
 
     Raises ConfigError if the handler has committed something and `start` does not say what that means; RedisError.
     """
-    ledger = ledger_of(client, handler)
+    ledger = commit_store_of(client, handler)
     if start == "reprocess":
         newer = ledger.renewed(ledger.new_token(streams))
         newer.begin(streams)
@@ -54,7 +54,7 @@ def prepare_new(
         _begin_at_latest(client, ledger, [stream for stream in streams if stream not in known])
 
 
-def _begin_at_latest(client: Client, ledger: Ledger, streams: Sequence[str]) -> None:
+def _begin_at_latest(client: Client, ledger: CommitStore, streams: Sequence[str]) -> None:
     """Write down where each stream ends now: a start that is only looked up would move on if the first batch fails."""
     tails = client.pipeline([("XREVRANGE", stream, "+", "-", "COUNT", 1) for stream in streams])
     ends = {

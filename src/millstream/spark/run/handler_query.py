@@ -11,21 +11,21 @@ from pyspark.errors import PySparkException
 from pyspark.sql import DataFrame
 from pyspark.sql.streaming.query import StreamingQuery
 
-from millstream.delivery.commit_store import Standing
+from millstream.delivery.commit_store import CommittedPosition
 from millstream.delivery.key_queues import count_parked
 from millstream.errors import MillstreamError
 from millstream.handlers.handler import Handler
 from millstream.redis_client.client import Client, raise_if_error
 from millstream.redis_client.key_names import HandlerKeys
-from millstream.spark.engine.deferred_jobs import CatchUp
+from millstream.spark.engine.deferred_jobs import DeferredJobs
 from millstream.spark.engine.key_migration import keep_moving, partitions_of
 from millstream.spark.engine.micro_batch import Engine
 from millstream.spark.engine.task import Job
 from millstream.spark.engine.task_metrics import BatchTotals
 from millstream.spark.run.failures import failure_of
-from millstream.spark.run.first_start import check_slots, ledger_of, prepare_new
-from millstream.spark.run.query import MOST_FAILURES, Batch, Pipeline, Surroundings
-from millstream.spark.run.service_membership import Membership, announced_streams
+from millstream.spark.run.first_start import check_slots, commit_store_of, prepare_new
+from millstream.spark.run.query import MOST_FAILURES, Batch, RunContext, SupervisedQuery
+from millstream.spark.run.service_membership import ServiceMembership, announced_streams
 
 logger = logging.getLogger(__name__)
 
@@ -36,17 +36,17 @@ class _BatchFailed(Exception):
     """Ends a batch for Spark, which searches the texts of errors, and chokes on long ones."""
 
 
-class HandlerPipeline(Pipeline):
+class HandlerQuery(SupervisedQuery):
     """Runs one handler: see `engine.py`; and, beside it, what it has set aside and the keys that move to it."""
 
     kind: ClassVar[str] = "handler"
 
-    def __init__(self, around: Surroundings, handler: Handler) -> None:
+    def __init__(self, around: RunContext, handler: Handler) -> None:
         super().__init__(around, handler.app, handler.name)
         self._handler = handler
-        self._ledger = ledger_of(around.client, handler)
-        self._catch_up: CatchUp | None = None
-        self._membership: Membership | None = None
+        self._ledger = commit_store_of(around.client, handler)
+        self._catch_up: DeferredJobs | None = None
+        self._membership: ServiceMembership | None = None
         self._keeping_up: threading.Thread | None = None
 
     def streams(self) -> list[str]:
@@ -61,7 +61,9 @@ class HandlerPipeline(Pipeline):
     def join(self) -> None:
         """Become a consumer of the service that its streams are announced to."""
         if self._handler.announced is not None:
-            self._membership = self._membership or Membership(self._around.client, self._handler, on_ended=self._break)
+            self._membership = self._membership or ServiceMembership(
+                self._around.client, self._handler, on_ended=self._break
+            )
             self._membership.join()
 
     def leave(self) -> None:
@@ -122,12 +124,12 @@ class HandlerPipeline(Pipeline):
         }
         job = Job(handler=handler, url=around.settings.url, token=token)
         aside = [name for name, standing in standings.items() if standing.lines]
-        self._catch_up = CatchUp(job, around.spark, streams=aside, give_up=around.over.is_set, clock=around.clock)
+        self._catch_up = DeferredJobs(job, around.spark, streams=aside, give_up=around.over.is_set, clock=around.clock)
         engine = Engine(job, on_batch=self._batch_done, catch_up=self._catch_up)
         frame = around.spark.readStream.format("redis-streams").options(**options).load()
         return self._started(frame.writeStream.foreachBatch(self._processing(engine)))
 
-    def _take_over(self) -> tuple[int, dict[str, Standing]]:
+    def _take_over(self) -> tuple[int, dict[str, CommittedPosition]]:
         """Begin a run; return its token, and where its streams stand. Where workers were before, it goes on after them."""
         streams = self.streams()
         token = self._ledger.new_token(streams)

@@ -13,18 +13,18 @@ logger = logging.getLogger(__name__)
 _HELD_MS, _EVERY_S = 30_000, 10.0
 
 
-def say_present(client: Client, app: str, pipelines: Iterable[str]) -> None:
+def announce_run(client: Client, app: str, pipelines: Iterable[str]) -> None:
     """Hold the names of these handlers and stages for half a minute. Raises RedisError."""
     for reply in client.pipeline([("SET", held_name(app, run_name(one)), 1, "PX", _HELD_MS) for one in pipelines]):
         raise_if_error(reply)
 
 
-def keep_present(url: str, app: str, pipelines: Callable[[], Iterable[str]], over: Event) -> None:
+def keep_announced(url: str, app: str, pipelines: Callable[[], Iterable[str]], over: Event) -> None:
     """Hold them until `over`. Nothing depends on it: where it cannot be, the log says so at most."""
     with Client(url) as client:
         while not over.is_set():
             try:
-                say_present(client, app, pipelines())
+                announce_run(client, app, pipelines())
             except AccessDenied as error:
                 logger.warning("millstream info will not show that %s is run here: %s", app, error)
                 return

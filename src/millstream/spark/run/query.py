@@ -62,7 +62,7 @@ _NOBODY = "no executor has come to the master yet: are workers running, with eno
 
 
 @dataclass(frozen=True, kw_only=True)
-class Surroundings:
+class RunContext:
     """What every pipeline of a run works with. `stopping` ends all waiting, `over` what goes on beside the queries."""
 
     spark: SparkSession
@@ -87,7 +87,7 @@ class Batch:
     next_word_ms: float = field(default_factory=lambda: _FIRST_WORD_MS)
 
 
-class Pipeline(ABC):
+class SupervisedQuery(ABC):
     """A query that the supervisor starts, watches, and starts again. `name` is that of the handler or stage.
 
     * `error`: what ended a batch, if that is known better than Spark tells it
@@ -99,7 +99,7 @@ class Pipeline(ABC):
 
     kind: ClassVar[str]
 
-    def __init__(self, around: Surroundings, app: str, name: str) -> None:
+    def __init__(self, around: RunContext, app: str, name: str) -> None:
         self.name = name
         self.label = f"{app}.{name}"
         self.checkpoint = f"{around.settings.checkpoint.rstrip('/')}/{app}/{name}"

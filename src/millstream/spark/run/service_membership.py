@@ -27,7 +27,7 @@ def announced_streams(client: Client, service: str) -> list[str]:
     return sorted(from_wire(name) for name in client.execute("HKEYS", ServiceKeys(service).streams))
 
 
-class Membership:
+class ServiceMembership:
     """The part that a run of `handler` takes in its service, from `join` to `close`.
 
     `on_ended` is told, in another thread, of what has ended it before: no announcement is read any more.

@@ -15,18 +15,18 @@ from millstream.model import ZERO_ID
 from millstream.redis_client.key_names import stage_group
 from millstream.spark.run.early_checks import text_of_option
 from millstream.spark.run.failures import failure_of
-from millstream.spark.run.query import Batch, Pipeline, Surroundings
+from millstream.spark.run.query import Batch, RunContext, SupervisedQuery
 from millstream.spark.source.options import parse
-from millstream.spark.source.progress_group import Standing, standings
+from millstream.spark.source.progress_group import GroupPosition, group_positions
 from millstream.spark.source.schema import schema_of
 
 
-class StagePipeline(Pipeline):
+class StageQuery(SupervisedQuery):
     """Runs one stage. Its batches are Spark's: what they did is known from its progress reports."""
 
     kind: ClassVar[str] = "stage"
 
-    def __init__(self, around: Surroundings, stage: Stage) -> None:
+    def __init__(self, around: RunContext, stage: Stage) -> None:
         super().__init__(around, stage.app, stage.name)
         self._stage = stage
         self._group = stage_group(stage.app, stage.name)
@@ -57,8 +57,8 @@ class StagePipeline(Pipeline):
             if not failure_of(error).starved:  # else it is made when it is started, as often as it takes
                 raise
 
-    def _standings(self) -> Mapping[str, Standing]:
-        return standings(self._around.client, self._group, self.streams())
+    def _standings(self) -> Mapping[str, GroupPosition]:
+        return group_positions(self._around.client, self._group, self.streams())
 
     def _begins_at(self) -> str:
         """Where Spark is to begin if its checkpoint has no place yet: a place that was shown once does not move."""

@@ -1,6 +1,6 @@
 """Runs an app as Spark pipelines: one streaming query per handler and stage, and a supervisor that keeps them going.
 
-The spine is `Runner.run`: start the queries, watch them, start a failed one again with back-off, and stop
+The spine is `Supervisor.run`: start the queries, watch them, start a failed one again with back-off, and stop
 all of them when asked to, or when something failed that trying again cannot mend.
 """
 
@@ -29,14 +29,14 @@ from millstream.errors import (
 from millstream.redis_client.client import Client
 from millstream.spark.run.connect_guard import refuse_session
 from millstream.spark.run.failures import Failure, failure_of
-from millstream.spark.run.handler_query import HandlerPipeline
-from millstream.spark.run.liveness import keep_present
+from millstream.spark.run.handler_query import HandlerQuery
+from millstream.spark.run.liveness import keep_announced
 from millstream.spark.run.offsets_behind import behind
-from millstream.spark.run.query import MOST_FAILURES, Event, Pipeline, RunSettings, Surroundings
+from millstream.spark.run.query import MOST_FAILURES, Event, RunContext, RunSettings, SupervisedQuery
 from millstream.spark.run.session import has_executors, has_stopped, java_has_ended, make_active, settle_environment
-from millstream.spark.run.stage_query import StagePipeline
+from millstream.spark.run.stage_query import StageQuery
 
-__all__ = ["RunSettings", "Runner"]
+__all__ = ["RunSettings", "Supervisor"]
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ _LOOK_MS, _MOST_ALONE_MS = 5_000.0, 120_000.0
 _MOST_STARTING, _INITIALISING = 2, "Initializing sources"
 
 
-class Runner:
+class Supervisor:
     """Runs every handler and stage of `app` on `spark` until stopped.
 
     `on_event` is told, as mappings with an `event` name, of what happens: started, batch (finished), running (a
@@ -82,13 +82,13 @@ class Runner:
         self._over = threading.Event()
         self._settled = self._had_executors = False
         self._look_due_ms = self._alone_since_ms = float("-inf")
-        self._around = around = Surroundings(
+        self._around = around = RunContext(
             spark=spark, settings=settings, client=self._client, clock=clock, stopping=self._stopping, over=self._over,
             on_event=on_event,
         )  # fmt: skip
         # Stages first: what Spark itself refuses in them is said before a handler has done anything.
-        self._pipelines: list[Pipeline] = [StagePipeline(around, stage) for stage in app.stages.values()]
-        self._pipelines += [HandlerPipeline(around, handler) for handler in app.handlers.values()]
+        self._pipelines: list[SupervisedQuery] = [StageQuery(around, stage) for stage in app.stages.values()]
+        self._pipelines += [HandlerQuery(around, handler) for handler in app.handlers.values()]
 
     def stop(self) -> None:
         """Ask `run` to end; safe to call from a signal handler. What is not committed is done by the next run."""
@@ -157,7 +157,7 @@ class Runner:
         def names() -> list[str]:
             return [pipeline.name for pipeline in self._pipelines if not pipeline.done]
 
-        keep_present(self._settings.url, self._app, names, self._over)
+        keep_announced(self._settings.url, self._app, names, self._over)
 
     def _stop_queries(self) -> None:
         """Stop all at once, since each waits for its batch; what does not stop in time ends with the session."""
@@ -193,7 +193,7 @@ class Runner:
 
     # One pipeline
 
-    def _tend(self, pipeline: Pipeline) -> None:
+    def _tend(self, pipeline: SupervisedQuery) -> None:
         """Start, restart or finish one query as its standing asks."""
         if pipeline.broken is not None:
             raise _ended(pipeline, pipeline.broken)
@@ -254,7 +254,7 @@ class Runner:
         queries = [pipeline.query for pipeline in self._pipelines if pipeline.query is not None]
         return sum(query.isActive and query.status["message"] == _INITIALISING for query in queries)
 
-    def _failed(self, pipeline: Pipeline, failure: Failure) -> None:
+    def _failed(self, pipeline: SupervisedQuery, failure: Failure) -> None:
         if failure.final:
             raise _ended(pipeline, failure)
         achieved = self._around.wait_for(pipeline.achieved, pipeline.label)
@@ -267,7 +267,7 @@ class Runner:
         logger.warning("%s failed and starts again in %.0f s: %s", pipeline.label, wait_ms / 1000, failure.reason)
         pipeline.tell("restarting", reason=failure.reason)
 
-    def _give_up(self, pipeline: Pipeline, failure: Failure) -> None:
+    def _give_up(self, pipeline: SupervisedQuery, failure: Failure) -> None:
         """Raise PipelineFailed once it has failed too often for the next time to be different."""
         # A busy machine says nothing about the query: so it has its tries also where it runs once.
         most = _MOST_FAILURES_ONCE if self._settings.once and not failure.starved else MOST_FAILURES
@@ -285,7 +285,7 @@ class Runner:
             )
 
 
-def _ended(pipeline: Pipeline, failure: Failure) -> MillstreamError:
+def _ended(pipeline: SupervisedQuery, failure: Failure) -> MillstreamError:
     kind = AccessDenied if failure.kind is AccessDenied else PipelineFailed
     return kind(f"{pipeline.label} stopped: {failure.reason}")
 

@@ -10,19 +10,19 @@ from typing import TYPE_CHECKING
 from millstream.lazy import names_of
 
 if TYPE_CHECKING:
-    from millstream.spark.sink.manifest import Share
+    from millstream.spark.sink.manifest import StagedTask
     from millstream.spark.sink.publication import Publication
     from millstream.spark.sink.staging import Row, Stage, begin, raw, token_of
-    from millstream.spark.sink.write_options import Terms
+    from millstream.spark.sink.write_options import WriteOptions
 else:
     __getattr__, __dir__ = names_of(
         __name__,
         {
-            "millstream.spark.sink.manifest": ("Share",),
+            "millstream.spark.sink.manifest": ("StagedTask",),
             "millstream.spark.sink.publication": ("Publication",),
             "millstream.spark.sink.staging": ("Row", "Stage", "begin", "raw", "token_of"),
-            "millstream.spark.sink.write_options": ("Terms",),
+            "millstream.spark.sink.write_options": ("WriteOptions",),
         },
     )
 
-__all__ = ["Publication", "Row", "Share", "Stage", "Terms", "begin", "raw", "token_of"]
+__all__ = ["Publication", "Row", "Stage", "StagedTask", "WriteOptions", "begin", "raw", "token_of"]

@@ -13,7 +13,7 @@ from millstream.redis_client.client import Arg
 from millstream.redis_client.key_names import StreamKeys
 
 
-class Portion(msgspec.Struct, frozen=True, array_like=True):
+class StagedPart(msgspec.Struct, frozen=True, array_like=True):
     """What one task attempt has staged for one stream; `first` and `last` ids are "" if Redis gives the ids."""
 
     chunks: int
@@ -21,21 +21,21 @@ class Portion(msgspec.Struct, frozen=True, array_like=True):
     last: str = ""
 
 
-class Share(msgspec.Struct, frozen=True, array_like=True):
+class StagedTask(msgspec.Struct, frozen=True, array_like=True):
     """What one task attempt, named by its `token`, has staged. `epoch`: of its run."""
 
     token: str
     place: int
     epoch: int
-    portions: dict[str, Portion]
+    portions: dict[str, StagedPart]
 
 
 class Manifest:
     """The shares of a batch, in the order in which their rows are published: by id, if they come with ids."""
 
-    def __init__(self, shares: Sequence[Share]) -> None:
+    def __init__(self, shares: Sequence[StagedTask]) -> None:
         self._shares = sorted(shares, key=lambda share: share.place)
-        self.streams: dict[str, list[tuple[str, Portion]]] = {}
+        self.streams: dict[str, list[tuple[str, StagedPart]]] = {}
         for share in self._shares:
             for stream, portion in share.portions.items():
                 parts = self.streams.setdefault(stream, [])
@@ -58,7 +58,7 @@ class Manifest:
     @classmethod
     def parse(cls, blob: bytes) -> "Manifest":
         """Read back what `blob` says."""
-        return cls(msgspec.msgpack.decode(blob, type=list[Share]))
+        return cls(msgspec.msgpack.decode(blob, type=list[StagedTask]))
 
     @cached_property
     def blob(self) -> bytes:
@@ -91,5 +91,5 @@ class Manifest:
         ]
 
 
-def _with_ids(parts: Sequence[tuple[str, Portion]]) -> bool:
+def _with_ids(parts: Sequence[tuple[str, StagedPart]]) -> bool:
     return any(portion.first for _, portion in parts)

@@ -9,8 +9,8 @@ from typing import Literal, cast
 from millstream.errors import ConfigError
 from millstream.model import EntryId
 from millstream.redis_client.key_names import check_identifier, check_stream
-from millstream.spark.option_parser import Given
-from millstream.spark.sink.write_options import Terms
+from millstream.spark.option_parser import OptionParser
+from millstream.spark.sink.write_options import WriteOptions
 
 Target = Literal["stream", "hash", "json"]
 FieldsAs = Literal["columns", "fields", "json"]
@@ -37,7 +37,7 @@ _OF_SPARK = ("checkpointlocation", "queryname")
 
 
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_.:-]{1,200}")
-_FOREVER = Terms()
+_FOREVER = WriteOptions()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +69,7 @@ class SinkOptions:
     url: str = field(repr=False)
     target: Target = "stream"
     layout: Layout = Layout()
-    terms: Terms = _FOREVER
+    terms: WriteOptions = _FOREVER
     transaction: tuple[str, int] | None = None
     upsert: Upsert | None = None
 
@@ -93,7 +93,7 @@ def parse_sink(given: Mapping[str, str], environ: Mapping[str, str] = os.environ
     one or has a value that makes no sense.
     """
     ours = {name: value for name, value in given.items() if name.lower() not in _OF_SPARK}
-    options = Given.read(ours, NAMES, "writing", len(NAMES))
+    options = OptionParser.read(ours, NAMES, "writing", len(NAMES))
     url = options.url(environ)
     target = cast(Target, options.choice("target", ("stream", "hash", "json"), "stream"))
     strangers = _UPSERT_NAMES if target == "stream" else _STREAM_NAMES
@@ -105,7 +105,7 @@ def parse_sink(given: Mapping[str, str], environ: Mapping[str, str] = os.environ
     return SinkOptions(url=url, layout=_layout(options), terms=_terms(options), transaction=_transaction(options))
 
 
-def _upsert(options: Given) -> Upsert:
+def _upsert(options: OptionParser) -> Upsert:
     key, guard = options.text("keyColumn"), options.text("guardColumn")
     if key is None or guard is None:
         raise ConfigError(
@@ -123,7 +123,7 @@ def _upsert(options: Given) -> Upsert:
     )
 
 
-def _layout(options: Given) -> Layout:
+def _layout(options: OptionParser) -> Layout:
     stream, column = options.text("stream"), options.text("streamColumn")
     if stream and column:
         raise ConfigError("name the stream either by option stream or by streamColumn, not by both")
@@ -141,7 +141,7 @@ def _layout(options: Given) -> Layout:
     )
 
 
-def _terms(options: Given) -> Terms:
+def _terms(options: OptionParser) -> WriteOptions:
     maxlen, minid = options.number("maxlen", least=0), options.text("minid")
     if maxlen is not None and minid is not None:
         raise ConfigError("trim either by maxlen or by minid, not by both")
@@ -150,7 +150,7 @@ def _terms(options: Given) -> Terms:
     existing = options.choice("existingIds", ("error", "skip"), "error")
     if "existingIds" in options.values and not options.text("idColumn"):
         raise ConfigError("option existingIds goes with idColumn")
-    return Terms(
+    return WriteOptions(
         maxlen=maxlen,
         minid=str(EntryId.parse(minid)) if minid is not None else None,
         exactly=options.flag("exactTrim", False),
@@ -158,7 +158,7 @@ def _terms(options: Given) -> Terms:
     )
 
 
-def _transaction(options: Given) -> tuple[str, int] | None:
+def _transaction(options: OptionParser) -> tuple[str, int] | None:
     app, version = options.text("txnAppId"), options.number("txnVersion", least=0)
     if (app is None) != (version is None):
         raise ConfigError("txnAppId and txnVersion go together")

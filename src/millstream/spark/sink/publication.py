@@ -7,15 +7,15 @@ from typing import Literal, TypeVar
 from millstream.errors import CommandFailed, DataLoss, OutputError, StaleOwner
 from millstream.redis_client.client import Arg, Client, Reply, Script
 from millstream.redis_client.key_names import SinkKeys
-from millstream.spark.sink.manifest import Manifest, Share
+from millstream.spark.sink.manifest import Manifest, StagedTask
 from millstream.spark.sink.staging import STAGED_S, stale, sweep, unlink
-from millstream.spark.sink.write_options import Terms
+from millstream.spark.sink.write_options import WriteOptions
 
 # What publishes was staged before and takes no more room as entries: it ends what a full Redis would else be stuck with.
-ASK = Script("sink/read_decision", allow_oom=True)
+READ_DECISION = Script("sink/read_decision", allow_oom=True)
 DECIDE = Script("sink/decide", allow_oom=True)
-TURN = Script("sink/next_chunk", allow_oom=True)
-SEAL = Script("sink/close", allow_oom=True)
+NEXT_CHUNK = Script("sink/next_chunk", allow_oom=True)
+CLOSE = Script("sink/close", allow_oom=True)
 DRAIN = Script("sink/drain", allow_oom=True)
 
 _CALLS_PER_TRIP = 128
@@ -30,7 +30,7 @@ class Publication:
     `patience_ms`: how long to wait for a Redis that is away; None = as long as it takes. Each method raises RedisError.
     """
 
-    def __init__(self, client: Client, sink: str, terms: Terms, *, patience_ms: float | None = None) -> None:
+    def __init__(self, client: Client, sink: str, terms: WriteOptions, *, patience_ms: float | None = None) -> None:
         self._client = client
         self._sink = sink
         self._terms = terms
@@ -38,7 +38,7 @@ class Publication:
         self._record, self._staged = SinkKeys(sink).record, SinkKeys(sink).staged
 
     def publish(
-        self, shares: Sequence[Share], *, batch: int, epoch: int, before: Literal["refuse", "skip"] = "refuse"
+        self, shares: Sequence[StagedTask], *, batch: int, epoch: int, before: Literal["refuse", "skip"] = "refuse"
     ) -> bool:
         """Publish batch number `batch`, staged by the run of `epoch`, unless it is published; return whether it was not.
 
@@ -56,29 +56,29 @@ class Publication:
         self._patiently(lambda: sweep(self._client, self._sink, epoch, batch))
         return new
 
-    def publish_once(self, shares: Sequence[Share]) -> None:
+    def publish_once(self, shares: Sequence[StagedTask]) -> None:
         """Publish what is nobody's numbered batch: killed in the midst of it, the rest expires."""
         manifest = Manifest(shares)
         self._seal(manifest, keep_s=STAGED_S)
         self._drain(manifest)
         self._drop(manifest)
 
-    def withdraw(self, shares: Sequence[Share]) -> bool:
+    def withdraw(self, shares: Sequence[StagedTask]) -> bool:
         """Free what was staged for a batch that failed; return False if it is decided, and so will be published."""
         manifest = Manifest(shares)
-        if not self._about_record(TURN, (manifest.attempt, "withdraw")):
+        if not self._about_record(NEXT_CHUNK, (manifest.attempt, "withdraw")):
             return False
         self._drop(manifest)
         return True
 
-    def free(self, shares: Sequence[Share]) -> None:
+    def free(self, shares: Sequence[StagedTask]) -> None:
         """Free what was staged for a write that is nobody's numbered batch."""
         self._drop(Manifest(shares))
 
     def _is_new(self, manifest: Manifest, batch: int, epoch: int, before: str) -> bool:
         seals = [f"{manifest.seal} {stream}" for stream in manifest.streams]
         while True:
-            verdict, *about = self._about_record(ASK, (epoch, batch, before, *seals))
+            verdict, *about = self._about_record(READ_DECISION, (epoch, batch, before, *seals))
             if verdict != b"decided":
                 return bool(verdict == b"go")
             self._roll_forward(Manifest.parse(about[0]))
@@ -103,7 +103,7 @@ class Publication:
             fresh = "1" if self._terms.overwrite else ""
             counts = [portion.chunks for _, portion in parts]
             args = (keep_s, fresh, first, *counts)
-            calls.append((SEAL, manifest.keys(self._sink, stream), args))
+            calls.append((CLOSE, manifest.keys(self._sink, stream), args))
         for at in range(0, len(calls), _DROPPED_PER_TRIP):
             some = calls[at : at + _DROPPED_PER_TRIP]
             self._explained(partial(self._client.scripts, some))
@@ -117,7 +117,7 @@ class Publication:
             if state == b"decided" and attempt == manifest.attempt.encode():
                 raise
             return  # another process has ended it, and gone on
-        self._about_record(TURN, (manifest.attempt, "finish"))
+        self._about_record(NEXT_CHUNK, (manifest.attempt, "finish"))
 
     def _drain(self, manifest: Manifest) -> None:
         skip = "1" if self._terms.skip_old_ids else ""

@@ -9,7 +9,7 @@ from millstream.errors import CommandFailed, ConfigError, DataLoss, OutputError,
 from millstream.model import ZERO_ID, EntryId
 from millstream.redis_client.client import Arg, Client, Script, raise_if_error
 from millstream.redis_client.key_names import SinkKeys, StreamKeys
-from millstream.spark.sink.manifest import Manifest, Portion, Share
+from millstream.spark.sink.manifest import Manifest, StagedPart, StagedTask
 
 logger = logging.getLogger(__name__)
 
@@ -139,11 +139,13 @@ class Stage:
         if not self._held:
             self._held_bytes = 0
 
-    def finish(self, place: int, epoch: int = 0) -> Share:
+    def finish(self, place: int, epoch: int = 0) -> StagedTask:
         """Stage what is left; return the whole share. `place`: of the task in its batch."""
         self._send(list(self._held))
-        portions = {stream: Portion(count, *self._ids.get(stream, ("", ""))) for stream, count in self._chunks.items()}
-        return Share(self._token, place, epoch, portions)
+        portions = {
+            stream: StagedPart(count, *self._ids.get(stream, ("", ""))) for stream, count in self._chunks.items()
+        }
+        return StagedTask(self._token, place, epoch, portions)
 
     def drop(self) -> None:
         """Free what was staged, if Redis can be asked; else it expires."""

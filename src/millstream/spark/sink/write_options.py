@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, kw_only=True)
-class Terms:
+class WriteOptions:
     """How entries come into streams.
 
     * `maxlen`, `minid`: what older entries are trimmed to, about or, with `exactly`, to the entry; None = never

@@ -15,8 +15,8 @@ from pyspark.sql.datasource import DataSourceArrowWriter, DataSourceStreamArrowW
 from pyspark.sql.types import StructType
 
 from millstream.errors import ConfigError
-from millstream.spark.error_boundary import door
-from millstream.spark.sink.manifest import Portion, Share
+from millstream.spark.error_boundary import clean_tracebacks
+from millstream.spark.sink.manifest import StagedPart, StagedTask
 from millstream.spark.sink.options import SinkOptions
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ class Staged(WriterCommitMessage):
     """What one task has staged, and for which sink."""
 
     sink: str
-    share: Share
+    share: StagedTask
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,25 +103,25 @@ class RedisBatchWriter(_Side, DataSourceArrowWriter):
         sink, batch = numbered or (self._name, 0)
         return Job(sink=sink, batch=batch, run=self._name if numbered else None, patience_ms=_BATCH_PATIENCE_MS)
 
-    @door
+    @clean_tracebacks
     def write(self, iterator: "Iterator[pa.RecordBatch]") -> Staged:
         """Stage the rows of one task."""
         return self._stage(iterator, self._job)
 
-    @door
+    @clean_tracebacks
     def commit(self, messages: Sequence[WriterCommitMessage | None]) -> None:
         """Publish what the tasks have staged."""
         job, shares = self._job, _shares(messages)
         stream = self._options.layout.stream
         if not shares and stream is not None and self._options.terms.overwrite:
-            shares = [Share("0.0.0.0", 0, 0, {stream: Portion(0)})]
+            shares = [StagedTask("0.0.0.0", 0, 0, {stream: StagedPart(0)})]
         publication = self._publication(job.sink, job.patience_ms)
         if job.run is None:
             publication.publish_once(shares)
         elif shares:
             publication.publish(shares, batch=job.batch, epoch=shares[0].epoch, before="skip")
 
-    @door
+    @clean_tracebacks
     def abort(self, messages: Sequence[WriterCommitMessage | None]) -> None:
         """Free what was staged, unless it is to be published."""
         job, shares = self._job, _shares(messages)
@@ -135,7 +135,7 @@ class RedisBatchWriter(_Side, DataSourceArrowWriter):
 class RedisStreamWriter(_Side, DataSourceStreamArrowWriter):
     """`df.writeStream`: each batch is published once, however often it is run, by whichever run of the query."""
 
-    @door
+    @clean_tracebacks
     def write(self, iterator: "Iterator[pa.RecordBatch]") -> Staged:
         """Stage the rows of one task."""
         context = TaskContext.get()
@@ -148,20 +148,20 @@ class RedisStreamWriter(_Side, DataSourceStreamArrowWriter):
             )
         return self._stage(iterator, Job(sink=query, batch=int(batch), run=run, patience_ms=None))
 
-    @door
+    @clean_tracebacks
     def commit(self, messages: Sequence[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803 - Spark's name
         """Publish the batch, unless it is published. Spark calls it again after a crash before its own commit log."""
         if shares := _shares(messages):
             self._publication(_sink(messages), None).publish(shares, batch=batchId, epoch=shares[0].epoch)
 
-    @door
+    @clean_tracebacks
     def abort(self, messages: Sequence[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803
         """Free what was staged, unless the batch is decided: then the next run publishes the rest."""
         if shares := _shares(messages):
             self._publication(_sink(messages), _BATCH_PATIENCE_MS).withdraw(shares)
 
 
-def _shares(messages: Sequence[WriterCommitMessage | None]) -> list[Share]:
+def _shares(messages: Sequence[WriterCommitMessage | None]) -> list[StagedTask]:
     return [message.share for message in messages if isinstance(message, Staged)]
 
 

@@ -11,21 +11,21 @@ from typing import NamedTuple
 from millstream.clock import SYSTEM_CLOCK, Clock
 from millstream.model import ZERO_ID, EntryId
 from millstream.redis_client.client import Client
-from millstream.spark.source.committed_offsets import Frontier
+from millstream.spark.source.committed_offsets import CommittedOffsets
 from millstream.spark.source.data_loss import LossPolicy, made_anew
-from millstream.spark.source.fair_shares import Filling, divide, in_turn
-from millstream.spark.source.filters import Selection
+from millstream.spark.source.fair_shares import FairFill, divide, in_turn
+from millstream.spark.source.filters import ReadFilter
 from millstream.spark.source.offset_bounds import Edge, id_of
-from millstream.spark.source.offset_ranges import Piece, Spread, cut, deal, guess_cuts
-from millstream.spark.source.offset_seek import Walk, walk
+from millstream.spark.source.offset_ranges import OffsetRange, Spread, assign, cut, guess_cuts
+from millstream.spark.source.offset_seek import Seek, seek
 from millstream.spark.source.offsets import BEGINNING, Offsets, Position
 from millstream.spark.source.options import SourceOptions
-from millstream.spark.source.starting_offsets import Starts, some_of
-from millstream.spark.source.stream_info import Loss, StreamFacts, after_loss, judge
-from millstream.spark.source.stream_info_cache import KnownFacts
+from millstream.spark.source.starting_offsets import StartingOffsets, some_of
+from millstream.spark.source.stream_info import Loss, StreamInfo, after_loss, detect_loss
+from millstream.spark.source.stream_info_cache import StreamInfoCache
 from millstream.spark.source.subscription import subscription
-from millstream.spark.source.trigger_delay import Holding
-from millstream.spark.source.unchanged_streams import Restless
+from millstream.spark.source.trigger_delay import TriggerDelay
+from millstream.spark.source.unchanged_streams import UnchangedStreams
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +34,7 @@ _GUESSES_PER_TASK = 4
 _STREAMS_AT_A_TIME = 5_000
 
 
-class Planner:
+class BatchPlanner:
     """Plans batches of the streams that `options` subscribe to, spread over `cores` or more tasks.
 
     Every method may be repeated: call them through `Client.patiently`.
@@ -47,11 +47,11 @@ class Planner:
         self._spread = Spread(min_partitions=limits.min_partitions, max_records=limits.per_partition, cores=cores)
         self._losses = LossPolicy(fail=options.fail_on_data_loss)
         self._subscription = subscription(client, options, clock=clock)
-        self._frontier = Frontier(client, options.frontier, clock=clock)
-        self._starts = Starts(client, options, self._frontier, self._losses)
-        self._holding = Holding(limits.least_per_trigger, limits.most_delay_ms, clock=clock)
-        self._known = KnownFacts(client, clock=clock)
-        self._restless = Restless()
+        self._frontier = CommittedOffsets(client, options.frontier, clock=clock)
+        self._starts = StartingOffsets(client, options, self._frontier, self._losses)
+        self._holding = TriggerDelay(limits.least_per_trigger, limits.most_delay_ms, clock=clock)
+        self._known = StreamInfoCache(client, clock=clock)
+        self._restless = UnchangedStreams()
         self._last_served = ""
         self._told: set[str] = set()
 
@@ -73,7 +73,7 @@ class Planner:
         """Learn what has changed: nothing that is known is older than this."""
         self._restless.note(self._known.look())
 
-    def _survey(self, names: Collection[str]) -> dict[str, StreamFacts | None]:
+    def _survey(self, names: Collection[str]) -> dict[str, StreamInfo | None]:
         self._look()
         facts = self._known.of(names)
         return {name: facts[name] for name in names}
@@ -104,11 +104,11 @@ class Planner:
         self._restless.settle((name for name in found.at_rest if name not in reopened), start, ends)
         return Advance(ends, held_ms)
 
-    def _find(self, start: Offsets, limit: int | None, target: Offsets | None) -> "Found":
+    def _find(self, start: Offsets, limit: int | None, target: Offsets | None) -> "Scan":
         """Judge streams that are not at rest: in turn, and no more of them than fill a batch of `limit`."""
         subscribed = self._subscription.names()
-        found = Found({}, {}, [])
-        filling = Filling(limit, self._options.limits.least_per_trigger or 0)
+        found = Scan({}, {}, [])
+        filling = FairFill(limit, self._options.limits.least_per_trigger or 0)
         names = in_turn(self._restless.among(start, subscribed), self._last_served)
         for begin in range(0, len(names), _STREAMS_AT_A_TIME):
             some = names[begin : begin + _STREAMS_AT_A_TIME]
@@ -126,7 +126,7 @@ class Planner:
                 result = self._judge(name, start[name], facts[name], subscribed=name in subscribed, target=target)
                 if result is None:
                     found.at_rest.append(name)
-                elif isinstance(result, Waiting):
+                elif isinstance(result, Backlog):
                     found.waiting[name] = result
                     filling.add(result.backlog)
                     if filling.is_full:
@@ -142,14 +142,14 @@ class Planner:
             logger.warning("streams that do not exist are read as soon as they do: %s", some_of(new))
 
     def _judge(
-        self, name: str, at: Position, fact: StreamFacts | None, *, subscribed: bool, target: Offsets | None
-    ) -> "Position | Waiting | None":
+        self, name: str, at: Position, fact: StreamInfo | None, *, subscribed: bool, target: Offsets | None
+    ) -> "Position | Backlog | None":
         """What is to be done about a stream: go on elsewhere, read what waits there, or nothing."""
         if fact is not None and at == fact.tail:
             return None  # the usual case among many streams: all is read, and nothing lost
         if not subscribed and (fact is not None or self._subscription.pattern is None):
             return None  # it was subscribed to once: its place is kept
-        loss = judge(name, at, fact)
+        loss = detect_loss(name, at, fact)
         if loss is not None and loss.resets:
             # An id that was asked for may be yet to come.
             return None if self._starts.asked_for(name, at) else self._reset(loss, fact)
@@ -164,20 +164,20 @@ class Planner:
             return None
         if at.added is None and at.id != ZERO_ID and not fact.keeps(at.id):
             self._losses.doubt(name, at.id)
-        return Waiting(after_loss(at, fact), tail, fact)
+        return Backlog(after_loss(at, fact), tail, fact)
 
-    def _discovered(self, names: Sequence[str], facts: Mapping[str, StreamFacts | None]) -> Offsets:
+    def _discovered(self, names: Sequence[str], facts: Mapping[str, StreamInfo | None]) -> Offsets:
         found = {name: fact.earliest() for name in names if (fact := facts[name]) is not None}
         return found | self._starts.resumed(list(found), facts)
 
-    def _refuse_made_anew(self, taken: Mapping[str, "Waiting"]) -> None:
+    def _refuse_made_anew(self, taken: Mapping[str, "Backlog"]) -> None:
         """Raise DataLoss for a stream that begins below what its handler has committed of one that had its name."""
         fresh = [name for name, stream in taken.items() if stream.at.id == ZERO_ID]
         for name, frontier in self._frontier.of(fresh).items():
             if taken[name].facts.first <= frontier:
                 raise made_anew(name, frontier)
 
-    def _reset(self, loss: Loss, facts: StreamFacts | None) -> Position:
+    def _reset(self, loss: Loss, facts: StreamInfo | None) -> Position:
         """Where to go on with a stream that is not the one that was read before."""
         frontier = self._frontier.of([loss.stream]).get(loss.stream)
         if frontier is not None and frontier < loss.start.id and facts is not None and facts.last >= frontier:
@@ -190,7 +190,7 @@ class Planner:
             raise made_anew(loss.stream, frontier)
         return BEGINNING
 
-    def _take(self, found: "Found", limit: int | None) -> Offsets:
+    def _take(self, found: "Scan", limit: int | None) -> Offsets:
         """Move as far towards the tails as `limit` allows."""
         waiting = found.waiting
         if limit is None:
@@ -200,7 +200,7 @@ class Planner:
         self._last_served = "" if found.is_all and len(shares) == len(backlogs) else list(shares)[-1]
         taken = {name: waiting[name].tail for name, share in shares.items() if share >= backlogs[name]}
         partly = {name: share for name, share in shares.items() if name not in taken}
-        walked = walk(self._client, {name: Walk(waiting[name].at.id, share, 1) for name, share in partly.items()})
+        walked = seek(self._client, {name: Seek(waiting[name].at.id, share, 1) for name, share in partly.items()})
         for name, (marks, facts) in walked.items():
             stream = waiting[name]
             if marks and marks[0] < stream.tail.id:
@@ -211,7 +211,7 @@ class Planner:
 
     # --- the tasks of a batch ---
 
-    def everything(self, selection: Selection) -> list[list[Piece]]:
+    def everything(self, selection: ReadFilter) -> list[list[OffsetRange]]:
         """Return what each task of a batch read reads, from `startingOffsets` to `endingOffsets`, of `selection`."""
         names = self._subscription.names()
         facts = self._survey([name for name in names if selection.takes(name)])
@@ -219,30 +219,30 @@ class Planner:
         _tell_missing(names, [name for name in facts if name not in ends])
         return self.pieces(*selection.narrow(self._starts.of(facts, "earliest"), ends))
 
-    def _end(self, name: str, facts: StreamFacts) -> Position:
+    def _end(self, name: str, facts: StreamInfo) -> Position:
         last = id_of(self._options.ending.of(name, "latest"))
         return Position(last, None) if last is not None and last < facts.tail.id else facts.tail
 
-    def pieces(self, start: Offsets, end: Offsets) -> list[list[Piece]]:
+    def pieces(self, start: Offsets, end: Offsets) -> list[list[OffsetRange]]:
         """Return what each task of the batch between `start` and `end` reads. Raises DataLoss, if told to."""
         moved = {name: at for name, at in start.items() if name in end and at != end[name]}
         floors = self._frontier.lower(moved)
         ranges = {name: (at, end[name]) for name, at in floors.items() if end[name].id > at.id}
         facts = self._survey(ranges)
-        pieces: list[Piece] = []
+        pieces: list[OffsetRange] = []
         for name, (at, until) in ranges.items():
             fact = facts[name]
             floor = self._floor(name, at, fact)
             if fact is not None and floor is not None:
-                pieces += _pieces(name, floor, until, fact)
+                pieces += _ranges(name, floor, until, fact)
         total = sum(piece.size for piece in pieces)
         if not total:
             return []
-        return deal(self._split(pieces, self._spread.target(total)), self._spread.tasks(total), self._most(total))
+        return assign(self._split(pieces, self._spread.target(total)), self._spread.tasks(total), self._most(total))
 
-    def _floor(self, name: str, at: Position, fact: StreamFacts | None) -> Position | None:
+    def _floor(self, name: str, at: Position, fact: StreamInfo | None) -> Position | None:
         """Where a planned range begins after what was lost of it; None if its stream is no more."""
-        loss = judge(name, at, fact)
+        loss = detect_loss(name, at, fact)
         if loss is None:
             return at
         if loss.resets:
@@ -254,12 +254,12 @@ class Planner:
     def _most(self, total: int) -> int:
         return self._options.limits.per_partition or total
 
-    def _split(self, pieces: Sequence[Piece], target: int) -> list[Piece]:
+    def _split(self, pieces: Sequence[OffsetRange], target: int) -> list[OffsetRange]:
         """Split what is greater than `target`: at exact places, or, where that is not needed, at guessed ones."""
         exact = self._options.limits.per_partition is not None
         most = target if exact else int(target * _SPLIT_SLACK)
         split = [piece for piece in pieces if piece.size <= most]
-        steps: dict[Piece, int] = {}
+        steps: dict[OffsetRange, int] = {}
         for piece in pieces:
             parts = -(-piece.size // target)
             if piece.size <= most:
@@ -268,7 +268,7 @@ class Planner:
                 split += guess_cuts(piece, parts * _GUESSES_PER_TASK)
             else:
                 steps[piece] = -(-piece.size // parts)
-        walked = walk(self._client, {p.stream: Walk(p.after, step, (p.size - 1) // step) for p, step in steps.items()})
+        walked = seek(self._client, {p.stream: Seek(p.after, step, (p.size - 1) // step) for p, step in steps.items()})
         for piece, step in steps.items():
             split += cut(piece, step, walked[piece.stream].marks)
         return split
@@ -281,24 +281,24 @@ class Advance(NamedTuple):
     held_ms: float = 0.0
 
 
-class Found(NamedTuple):
+class Scan(NamedTuple):
     """What a look has found: streams with something to read, those that are to go on elsewhere, and those at rest.
 
     `is_all`: there are no others with something to read.
     """
 
-    waiting: "dict[str, Waiting]"
+    waiting: "dict[str, Backlog]"
     changes: Offsets
     at_rest: list[str]
     is_all: bool = True
 
 
-class Waiting(NamedTuple):
+class Backlog(NamedTuple):
     """A stream with something to read: where it stands, how far it may go, and its facts when that was decided."""
 
     at: Position
     tail: Position
-    facts: StreamFacts
+    facts: StreamInfo
 
     @property
     def backlog(self) -> int:
@@ -308,7 +308,7 @@ class Waiting(NamedTuple):
             return max(1, tail.added - at.added)
         return max(1, facts.length)
 
-    def count_after(self, taken: int, now: StreamFacts | None) -> int | None:
+    def count_after(self, taken: int, now: StreamInfo | None) -> int | None:
         """Entries ever added up to the `taken`-th after `at`; None if entries were removed in between."""
         if self.at.added is None or now is None or now.has_gaps_after(self.at.id):
             return None
@@ -316,28 +316,28 @@ class Waiting(NamedTuple):
         return self.at.added + taken if whole else None
 
 
-def _has_more(facts: StreamFacts | None, at: Position) -> bool:
+def _has_more(facts: StreamInfo | None, at: Position) -> bool:
     return facts is not None and facts.tail.id > at.id
 
 
-def _tails(facts: Mapping[str, StreamFacts | None]) -> Offsets:
+def _tails(facts: Mapping[str, StreamInfo | None]) -> Offsets:
     return {name: fact.tail for name, fact in facts.items() if fact is not None}
 
 
-def _pieces(name: str, at: Position, until: Position, facts: StreamFacts) -> list[Piece]:
+def _ranges(name: str, at: Position, until: Position, facts: StreamInfo) -> list[OffsetRange]:
     """What is to be read of one stream, in one piece; none if it is known that nothing is there."""
     if at.added is None or until.added is None or facts.has_gaps_after(at.id):
-        return [Piece(name, at.id, until.id, _estimate(at, until, facts), None)]
+        return [OffsetRange(name, at.id, until.id, _estimate(at, until, facts), None)]
     count = until.added - at.added
     if facts.removed:
-        return [Piece(name, at.id, until.id, count, count)] if count > 0 else []
+        return [OffsetRange(name, at.id, until.id, count, count)] if count > 0 else []
     # Nothing ever stood before the first entry: guessing places between entries works better from there.
     ms, seq = facts.first
     after = max(at.id, EntryId(ms, seq - 1) if seq else EntryId(ms - 1, 0))
-    return [Piece(name, after, until.id, count, count, untouched=True)]
+    return [OffsetRange(name, after, until.id, count, count, untouched=True)]
 
 
-def _estimate(at: Position, until: Position, facts: StreamFacts) -> int:
+def _estimate(at: Position, until: Position, facts: StreamInfo) -> int:
     """About how many entries lie between, as if they had come at an even rate."""
     span = facts.last.ms - facts.first.ms + 1
     part = min(until.id, facts.last).ms - max(at.id, facts.first).ms + 1

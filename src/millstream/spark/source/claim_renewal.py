@@ -12,7 +12,7 @@ logger = logging.getLogger(__name__)
 _SHARE = 3.0
 
 
-class Keeper:
+class ClaimRenewal:
     """Renews what is held of some streams, in a thread, so often that `idle_ms` never pass in between.
 
     The thread ends with its process, which ends with the query: what a dead driver held is taken over by others.

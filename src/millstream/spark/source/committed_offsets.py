@@ -8,11 +8,11 @@ import logging
 from collections.abc import Sequence
 
 from millstream.clock import Clock
-from millstream.delivery.commit_store import Ledger
+from millstream.delivery.commit_store import CommitStore
 from millstream.model import ZERO_ID, EntryId
 from millstream.redis_client.client import Client
 from millstream.spark.source.offsets import Offsets, Position
-from millstream.spark.source.stream_info import ask
+from millstream.spark.source.stream_info import fetch_calls
 
 logger = logging.getLogger(__name__)
 
@@ -21,12 +21,12 @@ _LOOK_SHARE = 2_000
 _PAUSED_SHARE = 20
 
 
-class Frontier:
+class CommittedOffsets:
     """The committed frontiers of the handler that `names` (app, handler) tells; None: of nobody."""
 
     def __init__(self, client: Client, names: tuple[str, str] | None, *, clock: Clock) -> None:
         self._client = client
-        self._ledger = Ledger(client, app=names[0], handler=names[1]) if names is not None else None
+        self._ledger = CommitStore(client, app=names[0], handler=names[1]) if names is not None else None
         self._clock = clock
         self._look_due_ms = float("-inf")
         self._looked = 0
@@ -60,7 +60,7 @@ class Frontier:
         frontiers = {stream: found.get(stream, ZERO_ID) for stream in places}
         lower = {stream: frontier for stream, frontier in frontiers.items() if frontier < places[stream].id}
         between = [("XRANGE", name, f"({at}", str(places[name].id), "COUNT", 1) for name, at in lower.items()]
-        replies = ask(self._client, between)
+        replies = fetch_calls(self._client, between)
         return {
             name: lower[name] for name, reply in zip(lower, replies, strict=True) if isinstance(reply, list) and reply
         }

@@ -40,7 +40,7 @@ def _most_in_turn(limit: int) -> int:
     return max(1, limit // MOST_CUT)
 
 
-class Filling:
+class FairFill:
     """Whether the first streams in turn fill a batch of `limit`, so that `divide` would give the others nothing.
 
     It does not end before `least` entries are known, and never without a limit.

@@ -33,7 +33,7 @@ _COMPARISONS = (*_EQUAL, GreaterThan, GreaterThanOrEqual, LessThan, LessThanOrEq
 Test = Callable[[str], bool]
 
 
-class Selection:
+class ReadFilter:
     """Entries with ids from `least` to `most`, of streams that pass every test; all, until filters are added.
 
     `columns`: of each column that filters may name, which of `stream`, `id`, `id_ms` and `timestamp` it shows.
@@ -96,7 +96,7 @@ class Selection:
 
     def _one_of(self, column: str, values: list[Any]) -> bool:
         """Narrow the range to the values' own; which of the entries in between are meant Spark finds out."""
-        each = [Selection(self._columns) for _ in values]
+        each = [ReadFilter(self._columns) for _ in values]
         if all(one.add(EqualTo((column,), value)) for one, value in zip(each, values, strict=True)):
             self._between(min(one.least for one in each), max(one.most for one in each))
         return False

@@ -8,7 +8,7 @@ _CONTAINERS_PER_COLLECTION = 200_000
 
 
 @contextmanager
-def seldom_collected() -> Iterator[None]:
+def gc_paused() -> Iterator[None]:
     """Let the collector look rarely: replies are a million small lists without cycles, planning and reading
     take twice as long with it.
     """

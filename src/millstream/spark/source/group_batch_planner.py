@@ -13,32 +13,32 @@ from millstream.clock import SYSTEM_CLOCK, Clock
 from millstream.errors import CommandFailed, ConfigError, DataLoss, GroupMissing, Unavailable
 from millstream.model import EntryId
 from millstream.redis_client.client import Client, raise_if_error
-from millstream.spark.source.claim_renewal import Keeper
-from millstream.spark.source.committed_offsets import Frontier
+from millstream.spark.source.claim_renewal import ClaimRenewal
+from millstream.spark.source.committed_offsets import CommittedOffsets
 from millstream.spark.source.data_loss import LossPolicy
 from millstream.spark.source.fair_shares import divide
-from millstream.spark.source.group_batches import FIRST, Batches, Held
-from millstream.spark.source.group_offsets import Place
-from millstream.spark.source.group_partition_reader import Portion
+from millstream.spark.source.group_batches import FIRST, Batches, PendingCounts
+from millstream.spark.source.group_offsets import GroupOffset
+from millstream.spark.source.group_partition_reader import GroupPartition
 from millstream.spark.source.offset_ranges import Spread
 from millstream.spark.source.options import Sharing, SourceOptions
-from millstream.spark.source.progress_group import Standing, standings
-from millstream.spark.source.starting_offsets import Starts
-from millstream.spark.source.stream_info import StreamFacts, ask, survey
+from millstream.spark.source.progress_group import GroupPosition, group_positions
+from millstream.spark.source.starting_offsets import StartingOffsets
+from millstream.spark.source.stream_info import StreamInfo, fetch, fetch_calls
 from millstream.spark.source.subscription import Subscription
-from millstream.spark.source.trigger_delay import Holding
+from millstream.spark.source.trigger_delay import TriggerDelay
 
 logger = logging.getLogger(__name__)
 
 
-class Taken(NamedTuple):
+class GroupBatch(NamedTuple):
     """Where a batch ends, and how much longer it is held back at most, if it is."""
 
-    place: Place
+    place: GroupOffset
     held_ms: float = 0.0
 
 
-class Taker:
+class GroupBatchPlanner:
     """Takes batches from `options.group` as `sharing.consumer`, spread over `cores` or more tasks.
 
     Every method may be repeated: call them through `Client.patiently`. Each raises StaleOwner once a newer run takes under
@@ -57,12 +57,12 @@ class Taker:
         self._spread = Spread(min_partitions=limits.min_partitions, max_records=limits.per_partition, cores=cores)
         self._subscription = Subscription(client, options.streams, options.pattern, clock=clock)
         losses = LossPolicy(fail=options.fail_on_data_loss)
-        self._starts = Starts(client, options, Frontier(client, None, clock=clock), losses)
-        self._holding = Holding(limits.least_per_trigger, limits.most_delay_ms, clock=clock)
+        self._starts = StartingOffsets(client, options, CommittedOffsets(client, None, clock=clock), losses)
+        self._holding = TriggerDelay(limits.least_per_trigger, limits.most_delay_ms, clock=clock)
         self._batches = Batches(client, group=options.group, consumer=sharing.consumer)
-        self._keeper = Keeper(self._batches, idle_ms=sharing.adopt_after_ms)
+        self._keeper = ClaimRenewal(self._batches, idle_ms=sharing.adopt_after_ms)
         self._concluded: tuple[str, int] | None = None
-        self._planned: Place | None = None
+        self._planned: GroupOffset | None = None
         self._looked = False
         self._begun = False
         self._sure = False
@@ -77,12 +77,12 @@ class Taker:
 
     def tails(self) -> dict[str, EntryId]:
         """The id of the newest entry of each subscribed stream."""
-        facts = survey(self._client, self._subscription.names())
+        facts = fetch(self._client, self._subscription.names())
         return {name: fact.last for name, fact in facts.items() if fact is not None}
 
     # --- a batch ---
 
-    def advance(self, start: Place, *, target: Mapping[str, EntryId] | None, hold: bool) -> Taken:
+    def advance(self, start: GroupOffset, *, target: Mapping[str, EntryId] | None, hold: bool) -> GroupBatch:
         """Acknowledge the batch that ends at `start`, and take the next one; `start` itself if there is nothing.
 
         `target`: new entries are taken until the group has reached these ids. `hold`: a small batch may wait.
@@ -99,9 +99,9 @@ class Taker:
         self._sure = taken.place == start  # else, should Spark ask once more, the answer is the same
         return taken
 
-    def _advance(self, start: Place, target: Mapping[str, EntryId] | None, hold: bool, sure: bool) -> Taken:
+    def _advance(self, start: GroupOffset, target: Mapping[str, EntryId] | None, hold: bool, sure: bool) -> GroupBatch:
         facts = self._look(start)
-        standing = standings(self._client, self._options.group, (name for name, fact in facts.items() if fact))
+        standing = group_positions(self._client, self._options.group, (name for name, fact in facts.items() if fact))
         self._begin(standing)
         self._conclude(start, standing)
         standing |= self._join(start, facts, standing)
@@ -110,30 +110,30 @@ class Taker:
         held = self._batches.held(name for name, at in standing.items() if at.pending)
         if not sure:
             if found := self._recover(token, number, standing, held):
-                return Taken(Place(token, number, known | found))
+                return GroupBatch(GroupOffset(token, number, known | found))
             held = self._batches.held(held)
         inbox = {name: one.ours for name, one in held.items() if one.ours}
         waiting = self._waiting(facts, standing, target)
         held_ms = self._holding.left_ms(sum(waiting.values())) if hold and not inbox else 0.0
         if held_ms:
-            return Taken(start, held_ms)
+            return GroupBatch(start, held_ms)
         self._adopt(held, inbox)
         self._draw(waiting, inbox)
-        place = Place(token, number, known | self._fill(token, number, inbox))
+        place = GroupOffset(token, number, known | self._fill(token, number, inbox))
         if place.filled:
             self._planned = place
             self._holding.began()
-        return Taken(place if place.filled or known.keys() != start.taken.keys() else start)
+        return GroupBatch(place if place.filled or known.keys() != start.taken.keys() else start)
 
-    def _look(self, start: Place) -> dict[str, StreamFacts | None]:
+    def _look(self, start: GroupOffset) -> dict[str, StreamInfo | None]:
         """The facts of the subscribed streams, and of those that a pattern does not find any more as they are deleted."""
         names = self._subscription.names()
-        facts = survey(self._client, names)
+        facts = fetch(self._client, names)
         if self._subscription.pattern is not None and (others := start.taken.keys() - facts.keys()):
-            facts |= {name: fact for name, fact in survey(self._client, others).items() if fact is None}
+            facts |= {name: fact for name, fact in fetch(self._client, others).items() if fact is None}
         return facts
 
-    def _conclude(self, start: Place, standing: Iterable[str]) -> None:
+    def _conclude(self, start: GroupOffset, standing: Iterable[str]) -> None:
         """Acknowledge what the sink has committed."""
         if self._concluded == (start.token, start.batch):
             return
@@ -158,8 +158,8 @@ class Taker:
     # --- groups ---
 
     def _join(
-        self, start: Place, facts: Mapping[str, StreamFacts | None], standing: Mapping[str, Standing]
-    ) -> dict[str, Standing]:
+        self, start: GroupOffset, facts: Mapping[str, StreamInfo | None], standing: Mapping[str, GroupPosition]
+    ) -> dict[str, GroupPosition]:
         """Make the group where it is missing."""
         missing = {name: fact for name, fact in facts.items() if name not in standing}
         for name in missing.keys() & start.taken.keys():
@@ -174,7 +174,7 @@ class Taker:
         else:
             places = self._starts.of(new, "latest")
         group = self._options.group
-        made = ask(
+        made = fetch_calls(
             self._client,
             [
                 ("XGROUP", "CREATE", name, group, str(at.id), *(() if at.added is None else ("ENTRIESREAD", at.added)))
@@ -187,9 +187,11 @@ class Taker:
         if not self._looked and (names := [*standing, *places]):
             self._batches.may_read(names[0])
         self._looked = True
-        return {name: Standing(at, 0) for name, at in places.items()}
+        return {name: GroupPosition(at, 0) for name, at in places.items()}
 
-    def _recover(self, token: str, number: int, standing: Iterable[str], held: Mapping[str, Held]) -> dict[str, int]:
+    def _recover(
+        self, token: str, number: int, standing: Iterable[str], held: Mapping[str, PendingCounts]
+    ) -> dict[str, int]:
         """What a run before this one, or before an error, has put into this batch already; take back what else it had."""
         records = self._batches.records(standing)
         self._tell({name: one.gone for name, one in records.items()})
@@ -213,8 +215,8 @@ class Taker:
 
     def _waiting(
         self,
-        facts: Mapping[str, StreamFacts | None],
-        standing: Mapping[str, Standing],
+        facts: Mapping[str, StreamInfo | None],
+        standing: Mapping[str, GroupPosition],
         target: Mapping[str, EntryId] | None,
     ) -> dict[str, int]:
         """About how many entries of each stream nobody was given yet."""
@@ -227,7 +229,7 @@ class Taker:
             waiting[name] = max(1, min(lag, fact.length) if lag > 0 else fact.length)
         return waiting
 
-    def _adopt(self, held: Mapping[str, Held], inbox: dict[str, int]) -> None:
+    def _adopt(self, held: Mapping[str, PendingCounts], inbox: dict[str, int]) -> None:
         """Take over what others have held for too long, as far as there is room: looked for twice in that time."""
         # The search goes on from batch to batch; a stream may be deleted meanwhile.
         self._cursors = {name: cursor for name, cursor in self._cursors.items() if name in held}
@@ -269,7 +271,7 @@ class Taker:
 
     # --- the tasks of a batch ---
 
-    def tasks(self, start: Place, end: Place) -> list[list[Portion]]:
+    def tasks(self, start: GroupOffset, end: GroupOffset) -> list[list[GroupPartition]]:
         """Return what each task of the batch between `start` and `end` reads; the batch is kept until the next plan."""
         if end.batch == start.batch or not end.filled:
             return []
@@ -281,7 +283,7 @@ class Taker:
         if end != self._planned:
             self._resume(end)
         records = self._batches.records(end.filled)
-        portions: list[Portion] = []
+        portions: list[GroupPartition] = []
         for name, count in end.filled.items():
             one = records.get(name)
             size = one.size if one is not None and (one.token, one.batch) == (end.token, end.batch) else 0
@@ -294,11 +296,11 @@ class Taker:
                 )
             if one is not None:
                 ids = self._batches.keys(name).ids(end.token, end.batch)
-                portions += [Portion(name, at, min(one.step, size - at), ids) for at in range(0, size, one.step)]
+                portions += [GroupPartition(name, at, min(one.step, size - at), ids) for at in range(0, size, one.step)]
         self._keeper.hold(end.filled)
         return _packed(portions, self._spread.target(max(1, sum(portion.size for portion in portions))))
 
-    def _resume(self, end: Place) -> None:
+    def _resume(self, end: GroupOffset) -> None:
         """Take charge of a batch that another run has planned: nobody has kept it since."""
         self._begin(end.filled)
         try:
@@ -325,9 +327,9 @@ class Taker:
         logger.warning("%s; %s", what, instead)
 
 
-def _packed(portions: Iterable[Portion], most: int) -> list[list[Portion]]:
+def _packed(portions: Iterable[GroupPartition], most: int) -> list[list[GroupPartition]]:
     """Give each task one portion, or several small ones: a batch is cut into portions of the size of a task."""
-    tasks: list[list[Portion]] = []
+    tasks: list[list[GroupPartition]] = []
     room = 0
     for portion in sorted(portions, key=lambda portion: (-portion.size, portion.stream, portion.after)):
         if portion.size > room:

@@ -13,11 +13,11 @@ from millstream.errors import CommandFailed, GroupMissing, StaleOwner
 from millstream.redis_client.client import Client, Command, Reply, Script, raise_if_error
 from millstream.redis_client.key_names import TakenKeys, from_wire, to_wire
 
-_ADOPT = Script("groups/claim_idle_batch")
-_BATCH = Script("groups/fill_batch")
+_CLAIM_IDLE_BATCH = Script("groups/claim_idle_batch")
+_FILL_BATCH = Script("groups/fill_batch")
 # What frees the list of pending entries, or keeps it as it is, must be possible at maxmemory.
-_KEEP = Script("groups/renew_batch", allow_oom=True)
-_ACK = Script("groups/ack_batch", allow_oom=True)
+_RENEW_BATCH = Script("groups/renew_batch", allow_oom=True)
+_ACK_BATCH = Script("groups/ack_batch", allow_oom=True)
 
 _CALLS_PER_TRIP = 500
 _READ_AT_ONCE = 10_000  # Redis serves nobody else for about 3 ms
@@ -40,7 +40,7 @@ class Record(NamedTuple):
     gone: int
 
 
-class Held(NamedTuple):
+class PendingCounts(NamedTuple):
     """How many entries are pending: with us and in no batch, in our batches' portions, and with others."""
 
     ours: int
@@ -48,14 +48,14 @@ class Held(NamedTuple):
     others: int
 
 
-class Strangers(NamedTuple):
+class NotOurs(NamedTuple):
     """Entries of a batch that were not ours to acknowledge: others had taken them over, or settled them already."""
 
     others: int
     settled: int
 
 
-class Filled(NamedTuple):
+class BatchFill(NamedTuple):
     """How many entries a batch has, and how many were found to be gone from the stream since that was last told."""
 
     size: int
@@ -118,13 +118,13 @@ class Batches:
             for (stream, (token, batch, step, gone)), size in zip(known.items(), sizes, strict=True)
         }
 
-    def held(self, streams: Iterable[str]) -> dict[str, Held]:
+    def held(self, streams: Iterable[str]) -> dict[str, PendingCounts]:
         """Who holds how much of each stream's pending entries."""
         names = list(streams)
         replies = self._ask([("XPENDING", stream, self._group) for stream in names])
         return {stream: self._sorted(reply) for stream, reply in zip(names, replies, strict=True)}
 
-    def _sorted(self, summary: Reply) -> Held:
+    def _sorted(self, summary: Reply) -> PendingCounts:
         ours, portions, others = 0, {}, 0
         for raw, count in summary[3] or ():
             name = from_wire(raw)
@@ -134,7 +134,7 @@ class Batches:
                 portions[name] = int(count)
             else:
                 others += int(count)
-        return Held(ours, portions, others)
+        return PendingCounts(ours, portions, others)
 
     # --- taking ---
 
@@ -144,14 +144,14 @@ class Batches:
         if not isinstance(reply, CommandFailed | GroupMissing):
             raise_if_error(reply)
 
-    def draw(self, shares: Mapping[str, int]) -> dict[str, Held]:
+    def draw(self, shares: Mapping[str, int]) -> dict[str, PendingCounts]:
         """Take up to so many entries of each stream that nobody was given; their contents stay in Redis."""
         pairs: list[tuple[Command, Command]] = []
         for stream, share in shares.items():
             counts = [_READ_AT_ONCE] * (share // _READ_AT_ONCE) + [share % _READ_AT_ONCE] * (share % _READ_AT_ONCE > 0)
             read = ("XREADGROUP", "GROUP", self._group, self._consumer, "COUNT")
             pairs += [((*read, count, "STREAMS", stream, ">"), ("XPENDING", stream, self._group)) for count in counts]
-        held: dict[str, Held] = {}
+        held: dict[str, PendingCounts] = {}
         for at in range(0, len(pairs), _CALLS_PER_TRIP):
             some = pairs[at : at + _CALLS_PER_TRIP]
             for (_, asked), reply in zip(some, self._client.unanswered(some), strict=True):
@@ -163,25 +163,25 @@ class Batches:
 
         Returns the next cursor, how many they are, and how many were found to be gone since that was last told.
         """
-        (reply,) = self._run(_ADOPT, {stream: (min_idle_ms, cursor, min(most, _PAGE))})
+        (reply,) = self._run(_CLAIM_IDLE_BATCH, {stream: (min_idle_ms, cursor, min(most, _PAGE))})
         return reply[0].decode(), reply[1], reply[2]
 
-    def recall(self, held: Mapping[str, Held]) -> None:
+    def recall(self, held: Mapping[str, PendingCounts]) -> None:
         """Take back what the portions of batches hold that are none any more."""
         for stream, shares in held.items():
             for portion in shares.portions:
-                while self._run(_KEEP, {stream: (self._consumer, "-")}, consumer=portion)[0]:
+                while self._run(_RENEW_BATCH, {stream: (self._consumer, "-")}, consumer=portion)[0]:
                     pass
 
-    def fill(self, token: str, batch: int, sizes: Mapping[str, int], *, step: int) -> dict[str, Filled]:
+    def fill(self, token: str, batch: int, sizes: Mapping[str, int], *, step: int) -> dict[str, BatchFill]:
         """Put up to so many of the entries that we hold of each stream into a batch, in portions of `step`."""
-        filled: dict[str, Filled] = {}
+        filled: dict[str, BatchFill] = {}
         left = {stream: (token, batch, step, size) for stream, size in sizes.items()}
         while left:
             for stream, (size, more, gone) in zip(
-                list(left), self._run(_BATCH, left, batch=(token, batch)), strict=True
+                list(left), self._run(_FILL_BATCH, left, batch=(token, batch)), strict=True
             ):
-                filled[stream] = Filled(size, gone)
+                filled[stream] = BatchFill(size, gone)
                 if not more or size >= sizes[stream]:
                     del left[stream]
         return filled
@@ -206,18 +206,18 @@ class Batches:
         for name in (self._consumer, *self.held([stream])[stream].portions):
             after = "-"
             while after:
-                (last,) = self._run(_KEEP, {stream: (name, after)}, consumer=name)
+                (last,) = self._run(_RENEW_BATCH, {stream: (name, after)}, consumer=name)
                 after = f"({last.decode()}" if last else ""
 
-    def acknowledge(self, token: str, batch: int, streams: Iterable[str]) -> dict[str, Strangers]:
+    def acknowledge(self, token: str, batch: int, streams: Iterable[str]) -> dict[str, NotOurs]:
         """Acknowledge a batch, but for what is not ours any more: how many those entries are."""
-        found = dict.fromkeys(streams, Strangers(0, 0))
+        found = dict.fromkeys(streams, NotOurs(0, 0))
         left: dict[str, Sequence[Any]] = dict.fromkeys(found, ())
         while left:
             for stream, (more, others, settled) in zip(
-                list(left), self._run(_ACK, left, batch=(token, batch)), strict=True
+                list(left), self._run(_ACK_BATCH, left, batch=(token, batch)), strict=True
             ):
-                found[stream] = Strangers(found[stream].others + others, found[stream].settled + settled)
+                found[stream] = NotOurs(found[stream].others + others, found[stream].settled + settled)
                 if not more:
                     del left[stream]
         return found

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from millstream.errors import ConfigError
 
 
-class Place(NamedTuple):
+class GroupOffset(NamedTuple):
     """The end of a batch. Its entries are named in Redis, where `Batches` notes them.
 
     * `token`: tells the batches of this checkpoint from those of another one; "" before the first
@@ -27,20 +27,20 @@ class Place(NamedTuple):
         return {stream: count for stream, count in self.taken.items() if count}
 
 
-START = Place("", 0, {})
+START = GroupOffset("", 0, {})
 """Before the first batch."""
 
 
-def dump(place: Place) -> dict[str, Any]:
+def dump(place: GroupOffset) -> dict[str, Any]:
     """Return the JSON form: `{"batch": number, "taken": {"stream": count}, "token": text}`."""
     return {"batch": place.batch, "taken": dict(sorted(place.taken.items())), "token": place.token}
 
 
-def load(raw: Mapping[str, Any]) -> Place:
+def load(raw: Mapping[str, Any]) -> GroupOffset:
     """Read back what `dump` returned. Raises ConfigError for anything else."""
     match raw:
         case {"batch": int(batch), "taken": dict(taken), "token": str(token), **rest} if not rest:
-            return Place(token, batch, taken)
+            return GroupOffset(token, batch, taken)
     raise ConfigError(
         "the offsets in the checkpoint are not those of readAs=group: was it written by another source, or without that "
         "option? Use a new checkpoint folder"

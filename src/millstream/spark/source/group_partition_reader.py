@@ -12,15 +12,15 @@ from typing import NamedTuple
 from millstream.model import EntryId
 from millstream.redis_client.client import Client, Command, Reply, raise_if_error
 from millstream.spark.source.data_loss import lose
-from millstream.spark.source.partition_reader import Fetched, Reading
+from millstream.spark.source.partition_reader import Fetched, PartitionReader
 from millstream.spark.source.replica_reads import Replicas
 from millstream.spark.source.row_decoder import Entry, Run
-from millstream.spark.source.stream_info import ask
+from millstream.spark.source.stream_info import fetch_calls
 
 _SPARSE = 4
 
 
-class Portion(NamedTuple):
+class GroupPartition(NamedTuple):
     """`size` entries of `stream`: those whose ids stand in the list `ids` from the place `after` on."""
 
     stream: str
@@ -65,14 +65,14 @@ class _Wanted:
         return entries, [one for one in looked if one not in here]
 
 
-class TakenReading(Reading):
+class GroupPartitionReader(PartitionReader):
     """Reads the entries of `portions`, in stream order within one portion.
 
     Raises DataLoss for entries that are gone, or counts them in the log unless `fail_on_data_loss`.
     """
 
     def __init__(
-        self, client: Client, portions: Sequence[Portion], *, limit_ms: float | None, fail_on_data_loss: bool,
+        self, client: Client, portions: Sequence[GroupPartition], *, limit_ms: float | None, fail_on_data_loss: bool,
         replicas: Replicas | None = None,
     ) -> None:  # fmt: skip
         super().__init__(client, (), limit_ms=limit_ms, fail_on_data_loss=fail_on_data_loss, replicas=replicas)
@@ -113,7 +113,7 @@ class TakenReading(Reading):
         """The ids of the portions."""
         commands = [("LRANGE", one.ids, one.after, one.after + one.size - 1) for one in self._portions]
         found: deque[_Wanted] = deque()
-        replies = self._patiently(lambda: [raise_if_error(reply) for reply in ask(self._client, commands)])
+        replies = self._patiently(lambda: [raise_if_error(reply) for reply in fetch_calls(self._client, commands)])
         for portion, ids in zip(self._portions, replies, strict=True):
             if len(ids) < portion.size:
                 self._lose(

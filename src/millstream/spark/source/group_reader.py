@@ -14,20 +14,20 @@ from pyspark.sql.streaming.datasource import ReadLimit, ReadMaxRows, SupportsTri
 from pyspark.sql.types import StructType
 
 from millstream.model import EntryId
-from millstream.spark.error_boundary import door, through_door
+from millstream.spark.error_boundary import clean_traceback, clean_tracebacks
 from millstream.spark.source.group_offsets import START, dump, load
 from millstream.spark.source.options import SourceOptions
-from millstream.spark.source.reader_base import HELD_S, Side, rest
+from millstream.spark.source.reader_base import HELD_S, ReaderBase, idle_wait
 from millstream.spark.source.schema import check_schema
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    from millstream.spark.source.group_batch_planner import Taker
-    from millstream.spark.source.group_partition_reader import Portion
+    from millstream.spark.source.group_batch_planner import GroupBatchPlanner
+    from millstream.spark.source.group_partition_reader import GroupPartition
 
 
-class RedisGroupReader(Side, DataSourceStreamReader, SupportsTriggerAvailableNow):
+class RedisGroupReader(ReaderBase, DataSourceStreamReader, SupportsTriggerAvailableNow):
     """Takes entries from a consumer group; its state is in Spark's checkpoint, and in Redis beside the streams."""
 
     def __init__(self, options: SourceOptions, schema: StructType) -> None:
@@ -35,14 +35,14 @@ class RedisGroupReader(Side, DataSourceStreamReader, SupportsTriggerAvailableNow
         self._target: Mapping[str, EntryId] | None = None
 
     @cached_property
-    def _taker(self) -> "Taker":
-        from millstream.spark.source.group_batch_planner import Taker
+    def _taker(self) -> "GroupBatchPlanner":
+        from millstream.spark.source.group_batch_planner import GroupBatchPlanner
 
         sharing = self._options.sharing
         assert sharing is not None
-        return Taker(self._client, self._options, sharing, cores=os.cpu_count() or 1)
+        return GroupBatchPlanner(self._client, self._options, sharing, cores=os.cpu_count() or 1)
 
-    @door
+    @clean_tracebacks
     def getDefaultReadLimit(self) -> ReadLimit:  # noqa: N802 - Spark's name
         """What limits a batch. Spark's first call: what is wrong with this use of the options is said here."""
         self._options.check_streaming()
@@ -72,7 +72,7 @@ class RedisGroupReader(Side, DataSourceStreamReader, SupportsTriggerAvailableNow
         if taken.held_ms:
             time.sleep(min(taken.held_ms / 1000, HELD_S))
         elif target is None:
-            rest(began)
+            idle_wait(began)
         return start
 
     def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> list[InputPartition]:
@@ -86,10 +86,12 @@ class RedisGroupReader(Side, DataSourceStreamReader, SupportsTriggerAvailableNow
 
     def read(self, partition: InputPartition) -> "Iterator[pa.RecordBatch]":
         """Yield the rows of one partition, waiting for Redis as long as it takes."""
-        from millstream.spark.source.group_partition_reader import TakenReading
+        from millstream.spark.source.group_partition_reader import GroupPartitionReader
         from millstream.spark.source.row_layout import batch_maker
 
-        portions: list[Portion] = partition.value or []  # Spark makes a partition of its own where there is none
+        portions: list[GroupPartition] = partition.value or []  # Spark makes a partition of its own where there is none
         fail = self._options.fail_on_data_loss
-        reading = TakenReading(self._client, portions, limit_ms=None, fail_on_data_loss=fail, replicas=self._replicas)
-        return through_door(reading.batches(batch_maker(self._options.columns, self._schema)))
+        reading = GroupPartitionReader(
+            self._client, portions, limit_ms=None, fail_on_data_loss=fail, replicas=self._replicas
+        )
+        return clean_traceback(reading.batches(batch_maker(self._options.columns, self._schema)))

@@ -8,7 +8,7 @@ from typing import Any, Literal, TypeVar, cast
 
 from millstream.errors import ConfigError
 from millstream.model import ZERO_ID, EntryId
-from millstream.spark.option_parser import Given, near
+from millstream.spark.option_parser import OptionParser, near
 
 Word = Literal["earliest", "latest", "group", "frontier"]
 
@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Moment:
+class Timestamp:
     """A time, in milliseconds since 1970."""
 
     ms: int
@@ -30,20 +30,20 @@ class Moment:
         return EntryId(self.ms - 1, _GREATEST_SEQ) if self.ms > 0 else ZERO_ID
 
 
-Edge = Word | EntryId | Moment
+Edge = Word | EntryId | Timestamp
 """Where reading starts or ends: a word; or the last entry before the start, or at the end; or the time of the first
 entry at the start, or after the end."""
 
 
 def id_of(edge: Edge) -> EntryId | None:
     """The id that `edge` lies directly behind; None for a word, which means another one in each stream."""
-    if isinstance(edge, Moment):
+    if isinstance(edge, Timestamp):
         return edge.before
     return edge if isinstance(edge, EntryId) else None
 
 
 @dataclass(frozen=True, kw_only=True)
-class Edges:
+class OffsetBounds:
     """A start or an end: `default` for every stream that `streams` does not name; None = what is usual there."""
 
     default: Edge | None = None
@@ -64,11 +64,11 @@ class Edges:
         return all(self.streams.get(stream, self.default) == word for stream in streams)
 
 
-USUAL = Edges()
+USUAL = OffsetBounds()
 """What is usual, in all streams."""
 
 
-def read_edges(given: Given, side: str, streams: Sequence[str], words: Sequence[str]) -> Edges:
+def read_bounds(given: OptionParser, side: str, streams: Sequence[str], words: Sequence[str]) -> OffsetBounds:
     """Read the options about one `side`, "starting" or "ending": `<side>Timestamp` goes before
     `<side>OffsetsByTimestamp`, and that before `<side>Offsets`, as with Spark's Kafka source.
 
@@ -79,11 +79,11 @@ def read_edges(given: Given, side: str, streams: Sequence[str], words: Sequence[
     moments = _moments(given, f"{side}OffsetsByTimestamp", streams)
     stamp = given.text(f"{side}Timestamp")
     if stamp is not None:
-        return Edges(default=_moment(f"{side}Timestamp", stamp))
-    return Edges(default=offsets.default, streams={**offsets.streams, **moments})
+        return OffsetBounds(default=_moment(f"{side}Timestamp", stamp))
+    return OffsetBounds(default=offsets.default, streams={**offsets.streams, **moments})
 
 
-def check_order(starting: Edges, ending: Edges, streams: Collection[str]) -> None:
+def check_order(starting: OffsetBounds, ending: OffsetBounds, streams: Collection[str]) -> None:
     """Raise ConfigError if a stream is to end before it begins. Without `streams`, which a pattern will find, those
     with edges of their own are looked at, and all others as one."""
     for stream in streams or ("", *starting.streams, *ending.streams):  # no stream has the name ""
@@ -97,7 +97,7 @@ def check_order(starting: Edges, ending: Edges, streams: Collection[str]) -> Non
 
 
 def _said(edge: Edge, id_lies: str, time_lies: str) -> str:
-    if not isinstance(edge, Moment):
+    if not isinstance(edge, Timestamp):
         return f"{id_lies} {edge}"
     try:
         return f"{time_lies} {datetime.fromtimestamp(edge.ms / 1000, UTC).isoformat(timespec='milliseconds')}"
@@ -105,21 +105,21 @@ def _said(edge: Edge, id_lies: str, time_lies: str) -> str:
         return f"{time_lies} {edge.ms} ms since 1970"
 
 
-def _offsets(given: Given, name: str, streams: Sequence[str], words: Sequence[str]) -> Edges:
+def _offsets(given: OptionParser, name: str, streams: Sequence[str], words: Sequence[str]) -> OffsetBounds:
     text = given.text(name)
     if text is None:
-        return Edges()
+        return OffsetBounds()
     if not text.startswith("{"):
-        return Edges(default=_edge(name, text, words))
+        return OffsetBounds(default=_bound(name, text, words))
 
     def edge(value: object) -> Edge:
         # A position as it stands in a checkpoint, ["ms-seq", n], may be pasted here.
-        return _edge(name, value[0] if isinstance(value, list) and value else value, words)
+        return _bound(name, value[0] if isinstance(value, list) and value else value, words)
 
-    return Edges(streams=_per_stream(name, text, streams, edge, example="1700000000000-0"))
+    return OffsetBounds(streams=_per_stream(name, text, streams, edge, example="1700000000000-0"))
 
 
-def _moments(given: Given, name: str, streams: Sequence[str]) -> dict[str, Moment]:
+def _moments(given: OptionParser, name: str, streams: Sequence[str]) -> dict[str, Timestamp]:
     text = given.text(name)
     if text is None:
         return {}
@@ -145,7 +145,7 @@ def _per_stream(
     return {stream: read(value) for stream, value in raw.items()}
 
 
-def _edge(name: str, value: object, words: Sequence[str]) -> Edge:
+def _bound(name: str, value: object, words: Sequence[str]) -> Edge:
     if isinstance(value, str):
         if value.lower() in words:
             return cast(Word, value.lower())
@@ -154,20 +154,20 @@ def _edge(name: str, value: object, words: Sequence[str]) -> Edge:
     raise ConfigError(f"option {name}: {value!r} must be {', '.join(words)} or an entry id like 1700000000000-0")
 
 
-def _moment(name: str, value: object) -> Moment:
+def _moment(name: str, value: object) -> Timestamp:
     if isinstance(value, str) and value.isascii() and value.isdigit():
         value = int(value)
     if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
         if value in _LIKE_SECONDS:
             raise ConfigError(f"option {name}={value} are milliseconds since 1970; for seconds write {value}000")
-        return Moment(value)
+        return Timestamp(value)
     if isinstance(value, str):
         try:
             moment = datetime.fromisoformat(value)
         except ValueError:
             pass
         else:
-            return Moment(round((moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp() * 1000))
+            return Timestamp(round((moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp() * 1000))
     raise ConfigError(
         f"option {name}={value!r} must be milliseconds since 1970 or a time like 2025-01-31T12:00:00+01:00"
     )

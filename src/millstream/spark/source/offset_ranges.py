@@ -15,7 +15,7 @@ from millstream.model import EntryId
 _ENTRIES_WORTH_A_TASK = 2_000
 
 
-class Piece(NamedTuple):
+class OffsetRange(NamedTuple):
     """The entries of `stream` after `after`, up to and including `until`.
 
     * `size`: about how many they are
@@ -31,15 +31,15 @@ class Piece(NamedTuple):
     untouched: bool = False
 
 
-def flat(pieces: Iterable[Piece]) -> list[tuple[str, int, int, int, int, int, int | None, bool]]:
+def to_tuple(pieces: Iterable[OffsetRange]) -> list[tuple[str, int, int, int, int, int, int | None, bool]]:
     """Return pieces as plain tuples, which are sent to tasks several times faster."""
     return [(name, *after, *until, *rest) for name, after, until, *rest in pieces]  # type: ignore[misc]
 
 
-def unflattened(sent: Iterable[tuple[str, int, int, int, int, int, int | None, bool]]) -> list[Piece]:
-    """Return the pieces that `flat` was given."""
+def from_tuple(sent: Iterable[tuple[str, int, int, int, int, int, int | None, bool]]) -> list[OffsetRange]:
+    """Return the pieces that `to_tuple` was given."""
     return [
-        Piece(name, EntryId(after_ms, after_seq), EntryId(until_ms, until_seq), size, rows, untouched)
+        OffsetRange(name, EntryId(after_ms, after_seq), EntryId(until_ms, until_seq), size, rows, untouched)
         for name, after_ms, after_seq, until_ms, until_seq, size, rows, untouched in sent
     ]
 
@@ -63,21 +63,21 @@ class Spread:
         return max(1, -(-total // self.target(total)))
 
 
-def cut(piece: Piece, step: int, marks: Sequence[EntryId]) -> list[Piece]:
+def cut(piece: OffsetRange, step: int, marks: Sequence[EntryId]) -> list[OffsetRange]:
     """Cut `piece` at `marks`, which lie `step` entries apart."""
     pieces = []
     after, left = piece.after, piece.size
     for mark in marks:
         if not after < mark < piece.until:
             break
-        pieces.append(Piece(piece.stream, after, mark, step, None if piece.rows is None else step))
+        pieces.append(OffsetRange(piece.stream, after, mark, step, None if piece.rows is None else step))
         after, left = mark, left - step
     done = step * len(pieces)
     rest = None if piece.rows is None else piece.rows - done
-    return [*pieces, Piece(piece.stream, after, piece.until, max(left, 1), rest)]
+    return [*pieces, OffsetRange(piece.stream, after, piece.until, max(left, 1), rest)]
 
 
-def guess_cuts(piece: Piece, parts: int) -> list[Piece]:
+def guess_cuts(piece: OffsetRange, parts: int) -> list[OffsetRange]:
     """Cut `piece` into `parts` of even id space, without asking Redis: how many entries each holds is a guess.
 
     An id is taken as one number, milliseconds first; the width of its lower digits follows from the sequence numbers
@@ -92,13 +92,13 @@ def guess_cuts(piece: Piece, parts: int) -> list[Piece]:
     return [piece._replace(after=a, until=b, size=size, rows=None) for a, b in pairwise(cuts)]
 
 
-def deal(pieces: Iterable[Piece], tasks: int, max_size: int) -> list[list[Piece]]:
+def assign(pieces: Iterable[OffsetRange], tasks: int, max_size: int) -> list[list[OffsetRange]]:
     """Deal `pieces` out to at most about `tasks` tasks of even size (greatest first, to the least loaded).
 
     A task is given more than `max_size` entries only where one piece is greater by itself. Whoever takes the tasks in turn
     has the entries of each stream in their order.
     """
-    of_stream: dict[str, list[Piece]] = {}
+    of_stream: dict[str, list[OffsetRange]] = {}
     for piece in pieces:
         of_stream.setdefault(piece.stream, []).append(piece)
     # All pieces of a stream count as its greatest, so that they may change places.
@@ -116,7 +116,7 @@ def deal(pieces: Iterable[Piece], tasks: int, max_size: int) -> list[list[Piece]
             else:
                 heapq.heapreplace(loads, (load + weight, index))
             places.setdefault(stream, []).append(index)
-    dealt: list[list[Piece]] = [[] for _ in range(count)]
+    dealt: list[list[OffsetRange]] = [[] for _ in range(count)]
     for stream in sorted(of_stream):
         for piece, index in zip(sorted(of_stream[stream]), sorted(places[stream]), strict=True):
             dealt[index].append(piece)

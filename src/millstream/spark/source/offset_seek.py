@@ -15,7 +15,7 @@ from typing import NamedTuple
 from millstream.errors import AccessDenied, CommandFailed, GroupMissing, Unavailable
 from millstream.model import EntryId
 from millstream.redis_client.client import Client, Command, Reply, raise_if_error
-from millstream.spark.source.stream_info import StreamFacts, ask, facts_and_groups
+from millstream.spark.source.stream_info import StreamInfo, facts_and_groups, fetch_calls
 
 CHUNK = 10_000
 """Entries that one command may skip: Redis serves nobody else for about 3 ms."""
@@ -25,7 +25,7 @@ _LEFTOVER_AGE_MS = 3_600_000  # far more than the clocks of two drivers may diff
 _PAIRS_PER_TRIP = 1000
 
 
-class Walk(NamedTuple):
+class Seek(NamedTuple):
     """A wish: from `after`, note the id of every `step`-th entry, `marks` times."""
 
     after: EntryId
@@ -33,14 +33,14 @@ class Walk(NamedTuple):
     marks: int
 
 
-class Walked(NamedTuple):
+class SeekResult(NamedTuple):
     """The ids that were asked for, fewer where the stream has fewer entries; and its facts after the last of them."""
 
     marks: list[EntryId]
-    facts: StreamFacts | None
+    facts: StreamInfo | None
 
 
-def walk(client: Client, wishes: Mapping[str, Walk]) -> dict[str, Walked]:
+def seek(client: Client, wishes: Mapping[str, Seek]) -> dict[str, SeekResult]:
     """Fulfil the wish for each stream.
 
     Raises AccessDenied if the Redis user may not use consumer groups, Unavailable if it has to be done again.
@@ -48,19 +48,19 @@ def walk(client: Client, wishes: Mapping[str, Walk]) -> dict[str, Walked]:
     if not wishes:
         return {}
     group = f"{_PREFIX}{time.time_ns() // 1_000_000}:{secrets.token_hex(4)}"
-    walkers = [_Walker(stream, wish) for stream, wish in wishes.items()]
+    walkers = [_Seeker(stream, wish) for stream, wish in wishes.items()]
     made = [("XGROUP", "CREATE", walker.stream, group, str(walker.wish.after)) for walker in walkers]
     # Refused for want of a group or of the right: reading is done without an answer, which would not tell.
     probe = ("XREADGROUP", "GROUP", f"{group}:none", "planner", "STREAMS", walkers[0].stream, ">")
     try:
-        *replies, _ = [_allowed(reply) for reply in ask(client, [*made, probe])]
+        *replies, _ = [_allowed(reply) for reply in fetch_calls(client, [*made, probe])]
         # CommandFailed: the stream is gone.
         _skip_all(client, group, [w for w, r in zip(walkers, replies, strict=True) if not isinstance(r, CommandFailed)])
     finally:
-        removed = ask(client, [("XGROUP", "DESTROY", stream, group) for stream in wishes])
+        removed = fetch_calls(client, [("XGROUP", "DESTROY", stream, group) for stream in wishes])
     for reply in removed:
         _allowed(reply)
-    return {walker.stream: Walked(walker.found, walker.facts) for walker in walkers}
+    return {walker.stream: SeekResult(walker.found, walker.facts) for walker in walkers}
 
 
 def _allowed(reply: Reply) -> Reply:
@@ -69,13 +69,13 @@ def _allowed(reply: Reply) -> Reply:
     return reply if isinstance(reply, CommandFailed | GroupMissing) else raise_if_error(reply)
 
 
-class _Walker:
+class _Seeker:
     """One stream's way: how far it has come towards its next mark."""
 
-    def __init__(self, stream: str, wish: Walk) -> None:
+    def __init__(self, stream: str, wish: Seek) -> None:
         self.stream = stream
         self.found: list[EntryId] = []
-        self.facts: StreamFacts | None = None
+        self.facts: StreamInfo | None = None
         self.wish = wish
         self._at = wish.after
         self._skipped = 0
@@ -105,7 +105,7 @@ class _Walker:
             self._skipped = 0
 
 
-def _skip_all(client: Client, group: str, walkers: Iterable[_Walker]) -> None:
+def _skip_all(client: Client, group: str, walkers: Iterable[_Seeker]) -> None:
     leftovers: list[Command] = []
     active = [walker for walker in walkers if walker.wanted]
     while active:
@@ -114,10 +114,10 @@ def _skip_all(client: Client, group: str, walkers: Iterable[_Walker]) -> None:
             for walker, reply in zip(some, client.unanswered([_pair(group, w) for w in some]), strict=True):
                 leftovers += walker.hear(group, reply)
         active = [walker for walker in active if walker.wanted]
-    ask(client, leftovers)
+    fetch_calls(client, leftovers)
 
 
-def _pair(group: str, walker: _Walker) -> tuple[Command, Command]:
+def _pair(group: str, walker: _Seeker) -> tuple[Command, Command]:
     stream = walker.stream
     skip = ("XREADGROUP", "GROUP", group, "planner", "COUNT", walker.wanted, "NOACK", "STREAMS", stream, ">")
     return skip, ("XINFO", "STREAM", stream, "FULL", "COUNT", 1)

@@ -11,8 +11,8 @@ from typing import Literal, cast
 
 from millstream.errors import ConfigError
 from millstream.redis_client.key_names import check_identifier
-from millstream.spark.option_parser import Given
-from millstream.spark.source.offset_bounds import USUAL, Edges, Moment, check_order, read_edges
+from millstream.spark.option_parser import OptionParser
+from millstream.spark.source.offset_bounds import USUAL, OffsetBounds, Timestamp, check_order, read_bounds
 
 FieldsAs = Literal["array", "map", "json"]
 LateStart = Literal["error", "latest"]
@@ -123,10 +123,10 @@ class SourceOptions:
     pattern: str | None = None
     announced: str | None = None
     bases: tuple[str, ...] = ()
-    starting: Edges = USUAL
+    starting: OffsetBounds = USUAL
     late_start: LateStart | None = None
     starting_group: str | None = None
-    ending: Edges = USUAL
+    ending: OffsetBounds = USUAL
     limits: Limits = Limits()
     fail_on_data_loss: bool = True
     group: str = "spark-source"
@@ -177,7 +177,7 @@ def parse(given: Mapping[str, str], environ: Mapping[str, str] = os.environ) -> 
     Raises ConfigError, in one line with what to change, for an option that is unknown, misspelt, contradicts another
     one or has a value that makes no sense.
     """
-    options = Given.read(given, NAMES, "reading", _NAMES_SHOWN)
+    options = OptionParser.read(given, NAMES, "reading", _NAMES_SHOWN)
     url = options.url(environ)
     announced, bases = options.text("subscribeAnnounced"), options.text("subscribePartitions")
     streams, pattern = ((), None) if announced or bases else _subscription(options)
@@ -185,8 +185,8 @@ def parse(given: Mapping[str, str], environ: Mapping[str, str] = os.environ) -> 
     sharing = _sharing(options)
     places = ("group", *(("frontier",) if frontier else ())) if sharing is None else ()
     words = ("earliest", "latest", *places)
-    starting = read_edges(options, "starting", streams, words)
-    ending = read_edges(options, "ending", streams, ("latest",))
+    starting = read_bounds(options, "starting", streams, words)
+    ending = read_bounds(options, "ending", streams, ("latest",))
     check_order(starting, ending, streams)
     found = SourceOptions(
         url=url,
@@ -211,7 +211,7 @@ def parse(given: Mapping[str, str], environ: Mapping[str, str] = os.environ) -> 
     return found
 
 
-def _subscription(options: Given) -> tuple[tuple[str, ...], str | None]:
+def _subscription(options: OptionParser) -> tuple[tuple[str, ...], str | None]:
     if "assign" in options.values:
         raise ConfigError(
             "option assign names partitions, which a stream does not have: name whole streams by "
@@ -229,7 +229,7 @@ def _subscription(options: Given) -> tuple[tuple[str, ...], str | None]:
     return names, pattern
 
 
-def _sharing(options: Given) -> Sharing | None:
+def _sharing(options: OptionParser) -> Sharing | None:
     shared = options.choice("readAs", ("log", "group"), "log") == "group"
     for name in _LOG_ONLY if shared else _SHARED_ONLY:
         if name in options.values:
@@ -246,7 +246,7 @@ def _sharing(options: Given) -> Sharing | None:
     return Sharing(consumer=consumer, adopt_after_ms=after_ms)
 
 
-def _limits(options: Given, *, most: int | None) -> Limits:
+def _limits(options: OptionParser, *, most: int | None) -> Limits:
     most, least = options.number("maxOffsetsPerTrigger") or most, options.number("minOffsetsPerTrigger")
     if most is not None and least is not None and least > most:
         raise ConfigError(f"minOffsetsPerTrigger={least} is more than maxOffsetsPerTrigger={most}: no batch is both")
@@ -270,16 +270,16 @@ def _duration_ms(name: str, text: str) -> int:
     return int(found[1]) * _UNITS_MS[found[2]]
 
 
-def _late_start(options: Given, starting: Edges) -> LateStart | None:
+def _late_start(options: OptionParser, starting: OffsetBounds) -> LateStart | None:
     name = "startingOffsetsByTimestampStrategy"
     if name not in options.values:
         return None
-    if not any(isinstance(edge, Moment) for edge in (starting.default, *starting.streams.values())):
+    if not any(isinstance(edge, Timestamp) for edge in (starting.default, *starting.streams.values())):
         raise ConfigError(f"option {name} goes with startingTimestamp or startingOffsetsByTimestamp: give one of them")
     return cast(LateStart, options.choice(name, ("error", "latest"), "error"))
 
 
-def _starting_group(options: Given, starting: Edges) -> str | None:
+def _starting_group(options: OptionParser, starting: OffsetBounds) -> str | None:
     named = options.text("startingGroup")
     if not starting.names("group"):
         if named is not None:
@@ -291,14 +291,14 @@ def _starting_group(options: Given, starting: Edges) -> str | None:
     return group
 
 
-def _frontier(options: Given) -> tuple[str, str] | None:
+def _frontier(options: OptionParser) -> tuple[str, str] | None:
     app, handler = options.text("frontierApp"), options.text("frontierHandler")
     if (app is None) != (handler is None):
         raise ConfigError("frontierApp and frontierHandler go together")
     return (app, handler) if app and handler else None
 
 
-def _columns(options: Given) -> Columns:
+def _columns(options: OptionParser) -> Columns:
     packed = options.choice("layout", ("columns", "packed"), "columns") == "packed"
     for name in _COLUMNS_ONLY if packed else _PACKED_ONLY:
         if name in options.values:

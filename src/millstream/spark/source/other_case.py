@@ -10,7 +10,7 @@ _LEAST_ENTRIES = 300
 _LOOKED_AT = 32
 
 
-def tell_of_other_case(fields: Sequence[Sequence[bytes]], absent: Sequence[str]) -> None:
+def warn_of_other_case(fields: Sequence[Sequence[bytes]], absent: Sequence[str]) -> None:
     """Log a warning, once in this process, for a column in `absent`, which none of the entries with `fields` has, if they
     have one that differs in case only. A few entries prove nothing and are passed over."""
     if not absent or len(fields) < _LEAST_ENTRIES:

@@ -13,13 +13,13 @@ from typing import NamedTuple, TypeVar
 
 from millstream.errors import Unavailable
 from millstream.redis_client.client import Client, Command, Reply, raise_if_error
-from millstream.redis_client.resp import Meter
+from millstream.redis_client.resp import ReplySize
 from millstream.spark.source.data_loss import lose
-from millstream.spark.source.gc_pause import seldom_collected
-from millstream.spark.source.offset_ranges import Piece
+from millstream.spark.source.gc_pause import gc_paused
+from millstream.spark.source.offset_ranges import OffsetRange
 from millstream.spark.source.replica_reads import ReplicaReads, Replicas
 from millstream.spark.source.row_decoder import Run
-from millstream.spark.source.stream_info import StreamFacts, ask, survey
+from millstream.spark.source.stream_info import StreamInfo, fetch, fetch_calls
 
 T = TypeVar("T")
 
@@ -36,13 +36,13 @@ _GUESS_MARGIN = 200
 class _Reader:
     """How far one piece has been read."""
 
-    piece: Piece
+    piece: OffsetRange
     after: bytes
     until: bytes
     read: int = 0
 
     @classmethod
-    def of(cls, piece: Piece) -> "_Reader":
+    def of(cls, piece: OffsetRange) -> "_Reader":
         return cls(piece, b"(%d-%d" % piece.after, b"%d-%d" % piece.until)
 
     @property
@@ -63,7 +63,7 @@ class Fetched(NamedTuple):
     size: int
 
 
-class Reading:
+class PartitionReader:
     """Reads all entries of `pieces`: in stream order within one piece.
 
     `limit_ms` bounds the wait for a Redis that is away; None waits for ever. Entries that should be there and are
@@ -72,11 +72,11 @@ class Reading:
     """
 
     def __init__(
-        self, client: Client, pieces: Sequence[Piece], *, limit_ms: float | None, fail_on_data_loss: bool,
+        self, client: Client, pieces: Sequence[OffsetRange], *, limit_ms: float | None, fail_on_data_loss: bool,
         replicas: Replicas | None = None,
     ) -> None:  # fmt: skip
         self._client = client
-        self._ask = partial(ask, client) if replicas is None else ReplicaReads(replicas).ask
+        self._ask = partial(fetch_calls, client) if replicas is None else ReplicaReads(replicas).ask
         self._limit_ms = limit_ms
         self._fail_on_data_loss = fail_on_data_loss
         self._waiting = deque(_Reader.of(piece) for piece in pieces)
@@ -87,7 +87,7 @@ class Reading:
         """Yield what `make` makes of each 10,000 rows or so, or 16 MB: a record batch."""
         runs: list[Run] = []
         rows = size = 0
-        with seldom_collected(), ThreadPoolExecutor(1, "millstream-read") as ahead:
+        with gc_paused(), ThreadPoolExecutor(1, "millstream-read") as ahead:
             trip = ahead.submit(self._trip)
             while (fetched := trip.result()) is not None:
                 trip = ahead.submit(self._trip)
@@ -141,7 +141,7 @@ class Reading:
 
         def attempt() -> tuple[list[T], list[Reply], int]:
             while True:
-                meter = Meter(_MOST_TRIP_BYTES if self._trip_entries > 1 else float("inf"))
+                meter = ReplySize(_MOST_TRIP_BYTES if self._trip_entries > 1 else float("inf"))
                 chosen = choose()
                 try:
                     replies = self._ask([command for one in chosen for command in commands_of(one)], meter)
@@ -186,7 +186,7 @@ class Reading:
             missing = "an unknown number of" if piece.untouched else ""
         if not missing:
             return
-        found = self._patiently(lambda: survey(self._client, [piece.stream]))
+        found = self._patiently(lambda: fetch(self._client, [piece.stream]))
         facts = found[piece.stream]
         if facts is not None and (facts.keeps(piece.after) or _is_whole(piece, facts)):
             return  # nothing was trimmed; single entries that are deleted (XDEL) are no loss
@@ -197,6 +197,6 @@ class Reading:
         lose(text, fail=self._fail_on_data_loss)
 
 
-def _is_whole(piece: Piece, facts: StreamFacts) -> bool:
+def _is_whole(piece: OffsetRange, facts: StreamInfo) -> bool:
     """True if a stream that had never lost an entry still has not; one that was made anew begins later."""
     return piece.untouched and not facts.removed and facts.first.ms <= piece.after.ms + 1

@@ -13,39 +13,39 @@ from millstream.errors import AccessDenied, CommandFailed, ConfigError, GroupMis
 from millstream.model import EntryId
 from millstream.redis_client.client import Client, Command, Reply, raise_if_error
 from millstream.spark.source.offsets import Offsets, Position
-from millstream.spark.source.stream_info import ask
+from millstream.spark.source.stream_info import fetch_calls
 
 _MOST_MS = 50.0
 _STREAMS_AT_A_TIME = 500
 
 
-class Standing(NamedTuple):
+class GroupPosition(NamedTuple):
     """Where a group stands on one stream, and how many of the entries that it was given nobody has confirmed."""
 
     at: Position
     pending: int
 
 
-def standings(client: Client, group: str, streams: Iterable[str]) -> dict[str, Standing]:
+def group_positions(client: Client, group: str, streams: Iterable[str]) -> dict[str, GroupPosition]:
     """Where `group` stands on those of `streams` that have it."""
-    found: dict[str, Standing] = {}
+    found: dict[str, GroupPosition] = {}
     for stream, groups in _groups(client, streams).items():
         about = next((about for about in groups if about[b"name"] == group.encode()), None)
         if about is not None:
             at = Position(EntryId.parse(about[b"last-delivered-id"]), about[b"entries-read"])
-            found[stream] = Standing(at, about[b"pending"])
+            found[stream] = GroupPosition(at, about[b"pending"])
     return found
 
 
 def shown(client: Client, group: str, streams: Iterable[str]) -> Offsets:
     """What `group` says was committed at least, on those of `streams` that have it. "" is no group."""
-    return {stream: about.at for stream, about in standings(client, group, streams).items()} if group else {}
+    return {stream: about.at for stream, about in group_positions(client, group, streams).items()} if group else {}
 
 
 def _groups(client: Client, streams: Iterable[str]) -> dict[str, list[dict[bytes, Any]]]:
     """The consumer groups of each stream; none of one that does not exist."""
     names = list(streams)
-    replies = [_answered(reply) for reply in ask(client, [("XINFO", "GROUPS", name) for name in names])]
+    replies = [_answered(reply) for reply in fetch_calls(client, [("XINFO", "GROUPS", name) for name in names])]
     return {
         name: [dict(zip(items[::2], items[1::2], strict=True)) for items in reply] if isinstance(reply, list) else []
         for name, reply in zip(names, replies, strict=True)
@@ -59,7 +59,7 @@ def _answered(reply: Reply) -> Reply:
     return reply if isinstance(reply, GroupMissing | CommandFailed | WrongType) else raise_if_error(reply)
 
 
-class LagGroup:
+class ProgressGroup:
     """Keeps the consumer group `group` of every stream at the query's position; "" keeps none.
 
     `ours`: only a handler's own workers read through it, from whom this run has taken over.
@@ -131,7 +131,7 @@ class LagGroup:
                     )
 
     def _sent(self, verb: str, places: Offsets) -> dict[str, Reply]:
-        replies = ask(self._client, [self._command(verb, *item) for item in places.items()])
+        replies = fetch_calls(self._client, [self._command(verb, *item) for item in places.items()])
         return {stream: _answered(reply) for stream, reply in zip(places, replies, strict=True)}
 
     def _command(self, verb: str, stream: str, at: Position) -> Command:

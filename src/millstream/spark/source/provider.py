@@ -29,22 +29,22 @@ from pyspark.sql.streaming.datasource import (
 from pyspark.sql.types import StructType
 
 from millstream.errors import ConfigError
-from millstream.spark.error_boundary import door
-from millstream.spark.option_parser import Given
+from millstream.spark.error_boundary import clean_tracebacks
+from millstream.spark.option_parser import OptionParser
 from millstream.spark.sink.options import NAMES as SINK_NAMES
 from millstream.spark.sink.options import is_for_writing, parse_sink
-from millstream.spark.source.offset_ranges import flat
+from millstream.spark.source.offset_ranges import to_tuple
 from millstream.spark.source.offsets import Offsets, dump, load
 from millstream.spark.source.options import NAMES, SourceOptions, parse
-from millstream.spark.source.reader_base import HELD_S, Side, rest
+from millstream.spark.source.reader_base import HELD_S, ReaderBase, idle_wait
 from millstream.spark.source.schema import check_schema, default_schema, shown_columns
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
     from millstream.spark.source.batch_planner import Advance
-    from millstream.spark.source.filters import Selection
-    from millstream.spark.source.progress_group import LagGroup
+    from millstream.spark.source.filters import ReadFilter
+    from millstream.spark.source.progress_group import ProgressGroup
 
 _BATCH_PATIENCE_MS = 60_000.0
 
@@ -56,7 +56,7 @@ class RedisStreamsSource(DataSource):
     begins, for options that are wrong.
     """
 
-    @door
+    @clean_tracebacks
     def __init__(self, options: Any) -> None:
         super().__init__(options)
         self._parsed = self._parse() if self._is_for_reading() else None
@@ -72,7 +72,7 @@ class RedisStreamsSource(DataSource):
         if is_for_writing(self.options, NAMES):
             return False
         known = tuple(dict.fromkeys((*NAMES, *SINK_NAMES)))
-        Given.read(self.options, known, "reading and writing", len(known))
+        OptionParser.read(self.options, known, "reading and writing", len(known))
         return bool(names - {name.lower() for name in SINK_NAMES})
 
     def _parse(self) -> SourceOptions:
@@ -94,7 +94,7 @@ class RedisStreamsSource(DataSource):
         """What Spark users call it."""
         return "redis-streams"
 
-    @door
+    @clean_tracebacks
     def schema(self) -> StructType:
         """The columns; Spark asks only if the user gives no schema."""
         columns = self._options.columns
@@ -102,13 +102,13 @@ class RedisStreamsSource(DataSource):
         check_schema(columns, schema)
         return schema
 
-    @door
+    @clean_tracebacks
     def reader(self, schema: StructType) -> DataSourceReader:
         """What `spark.read` uses."""
         # Spark refuses a reader that could take filters unless it is set to give them.
         return (FilteringReader if self._options.push_down else RedisBatchReader)(self._options, schema)
 
-    @door
+    @clean_tracebacks
     def streamReader(self, schema: StructType) -> DataSourceStreamReader:  # noqa: N802 - Spark's name
         """What `spark.readStream` uses."""
         if self._options.sharing is not None:
@@ -117,7 +117,7 @@ class RedisStreamsSource(DataSource):
             return RedisGroupReader(self._options, schema)
         return RedisStreamReader(self._options, schema)
 
-    @door
+    @clean_tracebacks
     def writer(self, schema: StructType, overwrite: bool) -> DataSourceWriter:
         """What `df.write` uses."""
         from millstream.spark.sink.upsert_writer import UpsertBatchWriter
@@ -127,7 +127,7 @@ class RedisStreamsSource(DataSource):
         kind = RedisBatchWriter if options.target == "stream" else UpsertBatchWriter
         return kind(options, schema, overwrite)
 
-    @door
+    @clean_tracebacks
     def streamWriter(self, schema: StructType, overwrite: bool) -> DataSourceStreamWriter:  # noqa: N802
         """What `df.writeStream` uses."""
         from millstream.spark.sink.upsert_writer import UpsertStreamWriter
@@ -140,23 +140,23 @@ class RedisStreamsSource(DataSource):
         return RedisStreamWriter(options, schema, overwrite)
 
 
-class RedisBatchReader(Side, DataSourceReader):
+class RedisBatchReader(ReaderBase, DataSourceReader):
     """Reads the subscribed streams once, between two ends that are fixed when the query is planned."""
 
     @cached_property
-    def _selection(self) -> "Selection":
-        from millstream.spark.source.filters import Selection
+    def _selection(self) -> "ReadFilter":
+        from millstream.spark.source.filters import ReadFilter
 
         shown = shown_columns(self._options.columns, self._schema)
-        return Selection({column: what for what, column in shown.items()})
+        return ReadFilter({column: what for what, column in shown.items()})
 
-    @door
+    @clean_tracebacks
     def partitions(self) -> list[InputPartition]:
         """One partition per task. Raises ConfigError, DataLoss, or RedisError after a minute without Redis."""
         self._options.check_batch()
         check_schema(self._options.columns, self._schema)
         tasks = self._patiently(lambda: self._planner.everything(self._selection), limit_ms=_BATCH_PATIENCE_MS)
-        return [InputPartition(flat(pieces)) for pieces in tasks]
+        return [InputPartition(to_tuple(pieces)) for pieces in tasks]
 
     def read(self, partition: InputPartition) -> "Iterator[pa.RecordBatch]":
         """Yield the rows of one partition."""
@@ -173,7 +173,7 @@ class FilteringReader(RedisBatchReader):
                 yield condition
 
 
-class RedisStreamReader(Side, DataSourceStreamReader, SupportsTriggerAvailableNow):
+class RedisStreamReader(ReaderBase, DataSourceStreamReader, SupportsTriggerAvailableNow):
     """Reads the subscribed streams on and on; its whole state is in the offsets that Spark keeps."""
 
     def __init__(self, options: SourceOptions, schema: StructType) -> None:
@@ -184,12 +184,12 @@ class RedisStreamReader(Side, DataSourceStreamReader, SupportsTriggerAvailableNo
         self._newest: tuple[int, dict[str, Any] | None] = (0, None)
 
     @cached_property
-    def _lag(self) -> "LagGroup":
-        from millstream.spark.source.progress_group import LagGroup
+    def _lag(self) -> "ProgressGroup":
+        from millstream.spark.source.progress_group import ProgressGroup
 
-        return LagGroup(self._client, self._options.group, ours=self._options.frontier is not None)
+        return ProgressGroup(self._client, self._options.group, ours=self._options.frontier is not None)
 
-    @door
+    @clean_tracebacks
     def getDefaultReadLimit(self) -> ReadLimit:  # noqa: N802
         """What limits a batch. Spark's first call: what is wrong with this use of the options is said here."""
         self._options.check_streaming()
@@ -229,7 +229,7 @@ class RedisStreamReader(Side, DataSourceStreamReader, SupportsTriggerAvailableNo
         if planned.held_ms:
             time.sleep(min(planned.held_ms / 1000, HELD_S))
         elif self._target is None:
-            rest(began)
+            idle_wait(began)
         return start
 
     def _advance(self, start: Offsets, limit: ReadLimit) -> "Advance":
@@ -261,7 +261,7 @@ class RedisStreamReader(Side, DataSourceStreamReader, SupportsTriggerAvailableNo
     def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> list[InputPartition]:
         """What the tasks of one batch read; Spark may ask for any batch again, before anything else."""
         tasks = self._patiently(lambda: self._planner.pieces(self._load(start), self._load(end)))
-        return [InputPartition(flat(pieces)) for pieces in tasks]
+        return [InputPartition(to_tuple(pieces)) for pieces in tasks]
 
     def read(self, partition: InputPartition) -> "Iterator[pa.RecordBatch]":
         """Yield the rows of one partition, waiting for Redis as long as it takes."""

@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING, TypeVar
 from pyspark.sql.datasource import InputPartition
 from pyspark.sql.types import StructType
 
-from millstream.spark.error_boundary import door, through_door
-from millstream.spark.source.gc_pause import seldom_collected
-from millstream.spark.source.offset_ranges import unflattened
+from millstream.spark.error_boundary import clean_traceback, clean_tracebacks
+from millstream.spark.source.gc_pause import gc_paused
+from millstream.spark.source.offset_ranges import from_tuple
 from millstream.spark.source.options import SourceOptions
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
     from millstream.redis_client.client import Client
-    from millstream.spark.source.batch_planner import Planner
+    from millstream.spark.source.batch_planner import BatchPlanner
     from millstream.spark.source.replica_reads import Replicas
 
 T = TypeVar("T")
@@ -36,7 +36,7 @@ def _is_orphan() -> bool:
     return os.getppid() != _PARENT
 
 
-class Side:
+class ReaderBase:
     """What every reader needs; pickled into every task without what is open."""
 
     def __init__(self, options: SourceOptions, schema: StructType) -> None:
@@ -53,10 +53,10 @@ class Side:
         return shared_client(self._options.url)
 
     @cached_property
-    def _planner(self) -> "Planner":
-        from millstream.spark.source.batch_planner import Planner
+    def _planner(self) -> "BatchPlanner":
+        from millstream.spark.source.batch_planner import BatchPlanner
 
-        return Planner(self._client, self._options, cores=os.cpu_count() or 1)
+        return BatchPlanner(self._client, self._options, cores=os.cpu_count() or 1)
 
     @cached_property
     def _replicas(self) -> "Replicas | None":
@@ -65,23 +65,25 @@ class Side:
 
         return replicas_of(self._client) if self._options.from_replicas else None
 
-    @door
+    @clean_tracebacks
     def _patiently(self, plan: Callable[[], T], *, limit_ms: float | None = None) -> T:
-        with seldom_collected():
+        with gc_paused():
             what = "the redis-streams source"
             return self._client.patiently(plan, what=what, limit_ms=limit_ms, give_up=_is_orphan)
 
     def _read(self, partition: InputPartition, *, limit_ms: float | None) -> "Iterator[pa.RecordBatch]":
-        from millstream.spark.source.partition_reader import Reading
+        from millstream.spark.source.partition_reader import PartitionReader
         from millstream.spark.source.row_layout import batch_maker
 
-        pieces = unflattened(partition.value or [])  # Spark makes a partition of its own where there is none
+        pieces = from_tuple(partition.value or [])  # Spark makes a partition of its own where there is none
         fail = self._options.fail_on_data_loss
-        reading = Reading(self._client, pieces, limit_ms=limit_ms, fail_on_data_loss=fail, replicas=self._replicas)
-        return through_door(reading.batches(batch_maker(self._options.columns, self._schema)))
+        reading = PartitionReader(
+            self._client, pieces, limit_ms=limit_ms, fail_on_data_loss=fail, replicas=self._replicas
+        )
+        return clean_traceback(reading.batches(batch_maker(self._options.columns, self._schema)))
 
 
-def rest(began_s: float) -> None:
+def idle_wait(began_s: float) -> None:
     """Wait a little after an idle look at Redis that began at `began_s`, by `time.monotonic`.
 
     Spark asks again at once, 90 times a second; leave Redis alone for longer than asking takes.

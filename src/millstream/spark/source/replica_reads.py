@@ -15,10 +15,10 @@ from typing import NamedTuple
 from millstream.clock import SYSTEM_CLOCK, Clock
 from millstream.errors import ConfigError, RedisError, Unavailable
 from millstream.redis_client.client import Client, Command, Reply, raise_if_error
-from millstream.redis_client.resp import Meter, Node
+from millstream.redis_client.resp import Node, ReplySize
 from millstream.redis_client.urls import Shard
 from millstream.spark.source.row_decoder import Entry
-from millstream.spark.source.stream_info import ask
+from millstream.spark.source.stream_info import fetch_calls
 
 logger = logging.getLogger(__name__)
 
@@ -102,8 +102,8 @@ class ReplicaReads:
         self._ways: dict[Shard, _Way] = {}
         self._last: dict[Shard, Node] = {}
 
-    def ask(self, commands: Sequence[Command], meter: Meter | None = None) -> list[Reply]:
-        """Run XRANGE commands as `facts.ask` would: whatever replicas do, the replies are those of primaries.
+    def ask(self, commands: Sequence[Command], meter: ReplySize | None = None) -> list[Reply]:
+        """Run XRANGE commands as `facts.fetch_calls` would: whatever replicas do, the replies are those of primaries.
 
         That there is nothing more, before the COUNT is full or the end is seen, only a primary is believed: a key may be
         gone on a replica alone (its clock is ahead of an expiry, its slot moves).
@@ -122,12 +122,12 @@ class ReplicaReads:
             if unanswered:
                 left |= unanswered
                 self._ways.pop(shard, None)  # what comes next must not be older than what the primary says now
-        for index, reply in zip(left, ask(self._client, list(left.values()), meter), strict=True):
+        for index, reply in zip(left, fetch_calls(self._client, list(left.values()), meter), strict=True):
             replies[index] = replies[index] + reply if isinstance(reply, list) else reply
         return replies
 
     def _by_replica(
-        self, shard: Shard, commands: Sequence[Command], meter: Meter | None = None
+        self, shard: Shard, commands: Sequence[Command], meter: ReplySize | None = None
     ) -> Sequence[Reply] | None:
         """The replies of a replica; None if there is none to be asked, and the primary has to be."""
         if self._replicas.rest_ms(shard) > 0:
@@ -175,7 +175,7 @@ class ReplicaReads:
         way = self._ways[shard] = _Way(point, nodes)
         return way
 
-    def _exchange(self, way: _Way, node: Node, commands: Sequence[Command], meter: Meter | None) -> list[Reply]:
+    def _exchange(self, way: _Way, node: Node, commands: Sequence[Command], meter: ReplySize | None) -> list[Reply]:
         """Ask one replica. What it has is looked at before and after: in between it may have changed its primary."""
         client = self._replicas.of_node(node)
         greeting = [("READONLY",)] if self._client.is_cluster else []

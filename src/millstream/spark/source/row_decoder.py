@@ -16,7 +16,7 @@ import pyarrow.compute as pc
 
 from millstream.errors import ConfigError, DecodeError
 from millstream.spark.limits import GREATEST_LONG, GREATEST_TIMESTAMP_MS
-from millstream.spark.source.other_case import tell_of_other_case
+from millstream.spark.source.other_case import warn_of_other_case
 
 Entry = Sequence[Any]
 """As hiredis parses it: [id, [name, value, name, value, ...]]."""
@@ -177,7 +177,7 @@ def typed_columns(fields: Fields, *, schema: pa.Schema, names: Sequence[str], fa
     """
     found = _raw_columns(fields, [name.encode() for name in names])
     columns = {name: pa.array(raw, pa.binary()) for name, raw in zip(names, found, strict=True)}
-    tell_of_other_case(fields, [name for name, raw in columns.items() if raw.null_count == len(fields)])
+    warn_of_other_case(fields, [name for name, raw in columns.items() if raw.null_count == len(fields)])
     return {
         name: decode(raw, schema.field(name).type, failfast=name if failfast else None) for name, raw in columns.items()
     }

@@ -7,25 +7,25 @@ from dataclasses import replace
 from millstream.errors import ConfigError
 from millstream.model import EntryId
 from millstream.redis_client.client import Client
-from millstream.spark.source.committed_offsets import Frontier
+from millstream.spark.source.committed_offsets import CommittedOffsets
 from millstream.spark.source.data_loss import LossPolicy, made_anew
-from millstream.spark.source.offset_bounds import Edge, Moment, id_of
+from millstream.spark.source.offset_bounds import Edge, Timestamp, id_of
 from millstream.spark.source.offsets import BEGINNING, Offsets, Position
 from millstream.spark.source.options import SourceOptions
-from millstream.spark.source.progress_group import shown, standings
-from millstream.spark.source.stream_info import StreamFacts, judge
+from millstream.spark.source.progress_group import group_positions, shown
+from millstream.spark.source.stream_info import StreamInfo, detect_loss
 
 logger = logging.getLogger(__name__)
 
 _NAMED = 3
 
-Facts = Mapping[str, StreamFacts | None]
+Facts = Mapping[str, StreamInfo | None]
 
 
-class Starts:
+class StartingOffsets:
     """Finds starts by what `options` say. Raises ConfigError, or DataLoss, for what cannot be begun so."""
 
-    def __init__(self, client: Client, options: SourceOptions, frontier: Frontier, losses: LossPolicy) -> None:
+    def __init__(self, client: Client, options: SourceOptions, frontier: CommittedOffsets, losses: LossPolicy) -> None:
         self._client = client
         self._options = options
         self._frontier = frontier
@@ -70,7 +70,7 @@ class Starts:
         }
 
     def _after_commits(
-        self, name: str, frontier: EntryId, committed: Position | None, facts: StreamFacts | None
+        self, name: str, frontier: EntryId, committed: Position | None, facts: StreamInfo | None
     ) -> Position:
         """The position at `frontier`. What was removed after it follows from where the lag group stands."""
         if facts is not None and facts.last < frontier:
@@ -81,7 +81,7 @@ class Starts:
             return committed if committed is not None and committed.id == frontier else Position(frontier, None)
         if committed is None or committed.added is None:
             self._losses.doubt(name, frontier)
-        elif (loss := judge(name, committed, facts)) is not None:
+        elif (loss := detect_loss(name, committed, facts)) is not None:
             # The group is moved after the frontier, so of a run that was killed it may be one batch behind.
             at_most = committed.id < frontier
             self._losses.report(replace(loss, start=Position(frontier, committed.added), at_most=at_most))
@@ -95,7 +95,7 @@ class Starts:
         standing = [name for name in names if facts[name] is not None]
         if group is None or not standing:
             return {}
-        found = standings(self._client, group, standing)
+        found = group_positions(self._client, group, standing)
         if not found and group != self._options.group:
             raise ConfigError(
                 f"no stream has the consumer group {group!r} that reading is to begin at: see `millstream groups`, or "
@@ -125,12 +125,12 @@ def some_of(names: Sequence[str]) -> str:
     return ", ".join(map(repr, names[:_NAMED])) + f" and {len(names) - _NAMED:,} more" * (len(names) > _NAMED)
 
 
-def _is_late(facts: StreamFacts | None, edge: Edge) -> bool:
-    return isinstance(edge, Moment) and facts is not None and facts.last.ms < edge.ms
+def _is_late(facts: StreamInfo | None, edge: Edge) -> bool:
+    return isinstance(edge, Timestamp) and facts is not None and facts.last.ms < edge.ms
 
 
-def _start(facts: StreamFacts | None, edge: Edge) -> Position:
-    if isinstance(edge, Moment):
+def _start(facts: StreamInfo | None, edge: Edge) -> Position:
+    if isinstance(edge, Timestamp):
         return facts.tail if facts is not None and _is_late(facts, edge) else _located(edge.before, facts)
     if isinstance(edge, EntryId):
         return _located(edge, facts)
@@ -139,7 +139,7 @@ def _start(facts: StreamFacts | None, edge: Edge) -> Position:
     return facts.tail if edge == "latest" else facts.earliest()
 
 
-def _located(entry_id: EntryId, facts: StreamFacts | None) -> Position:
+def _located(entry_id: EntryId, facts: StreamInfo | None) -> Position:
     """The position at an id that somebody named; its count is known at the ends of the stream only."""
     if facts is not None and facts.last == entry_id:
         return facts.tail

@@ -8,13 +8,13 @@ from millstream.errors import AccessDenied, CommandFailed, ConfigError, Unavaila
 from millstream.model import ZERO_ID, EntryId
 from millstream.redis_client import pipelining as asking
 from millstream.redis_client.client import Client, Command, Reply, raise_if_error
-from millstream.redis_client.resp import Meter
+from millstream.redis_client.resp import ReplySize
 from millstream.spark.source.offsets import Position
 
 _NO_SUCH_KEY = "no such key"
 
 
-class StreamFacts(NamedTuple):
+class StreamInfo(NamedTuple):
     """The ids and counters of one stream (Redis XINFO STREAM).
 
     * `tail`: where one stands who has read everything: the newest entry that was ever added, and how many ever were
@@ -58,31 +58,31 @@ class StreamFacts(NamedTuple):
         return Position(ZERO_ID, None if self.has_gaps_after(ZERO_ID) else self.removed)
 
 
-def ask(client: Client, commands: Sequence[Command], meter: Meter | None = None) -> list[Reply]:
+def fetch_calls(client: Client, commands: Sequence[Command], meter: ReplySize | None = None) -> list[Reply]:
     """Run `commands` in pipelines of bounded size; errors come back among the replies, except Unavailable."""
-    replies = asking.ask(client, commands, meter)
+    replies = asking.send_all(client, commands, meter)
     for reply in replies:
         if isinstance(reply, Unavailable):
             raise reply
     return replies
 
 
-def survey(client: Client, streams: Iterable[str]) -> dict[str, StreamFacts | None]:
+def fetch(client: Client, streams: Iterable[str]) -> dict[str, StreamInfo | None]:
     """Return the facts of each stream, None for one that does not exist.
 
     Raises WrongType if a key holds something else, RedisError for other refusals.
     """
     names = list(streams)
-    replies = ask(client, [("XINFO", "STREAM", name) for name in names])
+    replies = fetch_calls(client, [("XINFO", "STREAM", name) for name in names])
     return {name: understood(name, reply) for name, reply in zip(names, replies, strict=True)}
 
 
-def understood(stream: str, reply: Reply) -> StreamFacts | None:
-    """Read a reply to XINFO STREAM, of either protocol. Raises as `survey`, whatever the reply is."""
+def understood(stream: str, reply: Reply) -> StreamInfo | None:
+    """Read a reply to XINFO STREAM, of either protocol. Raises as `fetch`, whatever the reply is."""
     return _facts(_fields(stream, reply))
 
 
-def facts_and_groups(stream: str, reply: Reply) -> tuple[StreamFacts | None, dict[str, EntryId]]:
+def facts_and_groups(stream: str, reply: Reply) -> tuple[StreamInfo | None, dict[str, EntryId]]:
     """Read a reply to XINFO STREAM FULL: the facts of a stream, and where each of its consumer groups stands."""
     found = _fields(stream, reply)
     groups = {}
@@ -109,12 +109,12 @@ def _fields(stream: str, reply: Any) -> dict[bytes, Any] | None:
     raise CommandFailed(f"XINFO STREAM {stream}: {reply!r} is no answer to that")
 
 
-def _facts(found: dict[bytes, Any] | None) -> StreamFacts | None:
+def _facts(found: dict[bytes, Any] | None) -> StreamInfo | None:
     if found is None:
         return None
     if b"entries-added" not in found:
         raise ConfigError("this server is too old: the redis-streams source needs Redis 7.0 or Valkey 7.2")
-    return StreamFacts(
+    return StreamInfo(
         tail=Position(_id(found[b"last-generated-id"]), found[b"entries-added"]),
         first=_id(found[b"recorded-first-entry-id"]),
         deleted=_id(found[b"max-deleted-entry-id"]),
@@ -160,7 +160,7 @@ class Loss:
         )
 
 
-def judge(stream: str, start: Position, facts: StreamFacts | None) -> Loss | None:
+def detect_loss(stream: str, start: Position, facts: StreamInfo | None) -> Loss | None:
     """Say what is lost for a query that stands at `start`; None if nothing is, or nothing can be proven.
 
     Rests on entries-added: of a stream whose entries up to `start` are all gone, as many must have been removed as
@@ -177,7 +177,7 @@ def judge(stream: str, start: Position, facts: StreamFacts | None) -> Loss | Non
     return Loss(stream=stream, start=start, count=lost if lost > 0 else None)
 
 
-def after_loss(start: Position, facts: StreamFacts) -> Position:
+def after_loss(start: Position, facts: StreamInfo) -> Position:
     """Return `start` with its count moved past what was removed behind it, so that no loss is counted twice."""
     if start.added is None or facts.keeps(start.id) or facts.removed <= start.added:
         return start

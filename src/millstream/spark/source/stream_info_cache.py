@@ -5,28 +5,28 @@ from itertools import islice
 
 from millstream.clock import Clock
 from millstream.redis_client.client import Client
-from millstream.redis_client.key_tracking import Watch
-from millstream.spark.source.stream_info import StreamFacts, understood
+from millstream.redis_client.key_tracking import KeyTracker
+from millstream.spark.source.stream_info import StreamInfo, understood
 
 _SWEEP_MS = 300_000.0
 """Within this time a query that looks once a second asks about all streams: not everything is told (SWAPDB, XSETID)."""
 _MOST_SWEPT_MS = 1_000.0
 
 
-class KnownFacts:
+class StreamInfoCache:
     """The facts of streams as of the last `look`. They only save time: whenever that is in doubt, all is forgotten."""
 
     def __init__(self, client: Client, *, clock: Clock) -> None:
-        self._watch = Watch(client)
+        self._watch = KeyTracker(client)
         self._clock = clock
-        self._facts: dict[str, StreamFacts | None] = {}  # those that were asked for longest ago come first
+        self._facts: dict[str, StreamInfo | None] = {}  # those that were asked for longest ago come first
         self._stale: set[str] = set()
         self._swept_ms = clock.monotonic_ms()
         self._to_sweep = 0.0
         self.version = 0
 
     @property
-    def latest(self) -> Mapping[str, StreamFacts | None]:
+    def latest(self) -> Mapping[str, StreamInfo | None]:
         """What was known last of all streams, whether or not it is true any more; `version` grows with every change."""
         return self._facts
 
@@ -40,7 +40,7 @@ class KnownFacts:
         self._stale |= changed
         return changed
 
-    def of(self, names: Iterable[str]) -> Mapping[str, StreamFacts | None]:
+    def of(self, names: Iterable[str]) -> Mapping[str, StreamInfo | None]:
         """The facts of `names`, as of the last look or later, and of others, which may be older; None: there is no stream.
 
         Raises WrongType if a key holds something else, RedisError for other refusals.

@@ -3,7 +3,7 @@
 from millstream.clock import Clock
 
 
-class Holding:
+class TriggerDelay:
     """Lets a batch of fewer than `least` entries begin only `most_ms` after the last one; None holds nothing back.
 
     The first batch of a process is never held back (Spark's Kafka source, minOffsetsPerTrigger).

@@ -5,7 +5,7 @@ from collections.abc import Collection, Iterable, KeysView
 from millstream.spark.source.offsets import Offsets
 
 
-class Restless:
+class UnchangedStreams:
     """The streams that are not known to be at rest: all, until they are judged.
 
     A judgement holds for a place and the facts of a stream, and a subscription. So one of a look at `start` holds for the next

@@ -7,9 +7,9 @@ from typing import Any
 
 from millstream.delivery.reliable_stream import Delivery, ReliableStream
 from millstream.groups import Consumer
-from millstream.worker.fetching.fetcher import Taker
-from millstream.worker.fetching.rate_limit import Allowed
-from millstream.worker.fetching.read_plan import Turn, Turns
+from millstream.worker.fetching.fetcher import Fetcher
+from millstream.worker.fetching.rate_limit import Permit
+from millstream.worker.fetching.read_plan import ReadPlan, ReadScheduler
 
 _IDLE_WAIT_MS = 20.0
 _FIRST_TRIP, _LONGEST_TRIP = 2, 64
@@ -18,7 +18,7 @@ _WAITED_FOR = 4
 _FRESH_MS = 100.0
 
 
-class EntryTaker(Taker[ReliableStream]):
+class EntryFetcher(Fetcher[ReliableStream]):
     """Takes new entries, as `consumer`.
 
     Nobody can say how large entries are that were not given out yet. So they are asked for by a script, which stops when
@@ -29,7 +29,7 @@ class EntryTaker(Taker[ReliableStream]):
     def __init__(self, *means: Any, consumer: str, **options: Any) -> None:
         super().__init__(*means, **options)
         self._consumer = consumer
-        self._turns = Turns()
+        self._turns = ReadScheduler()
         self._waiting: Consumer | None = None
         self._about = self._policy.prefetch_bytes
         self._trip = _FIRST_TRIP
@@ -40,12 +40,12 @@ class EntryTaker(Taker[ReliableStream]):
         if (allowed := self._ask_all(stopping)) is not None:
             self._take(allowed, room, stopping)
 
-    def _take(self, allowed: Allowed, room: int, stopping: threading.Event) -> None:
+    def _take(self, allowed: Permit, room: int, stopping: threading.Event) -> None:
         affordable = max(1, self._hand.room_bytes // self._about)
         turn = self._turns.next(allowed.streams, min(room, affordable), allowed.count)
         can_wait = turn.may_wait and (len(turn.streams) == 1 or not self._client.is_cluster)
         if can_wait and self._clock.monotonic_ms() < self._dry_until_ms:
-            turn = Turn(turn.streams, min(turn.count, _WAITED_FOR if len(turn.streams) == 1 else 1), may_wait=True)
+            turn = ReadPlan(turn.streams, min(turn.count, _WAITED_FOR if len(turn.streams) == 1 else 1), may_wait=True)
             found = self._wait_for(turn, min(self._policy.block_ms, allowed.until_ms))
             if (
                 len(turn.streams) == 1
@@ -61,7 +61,7 @@ class EntryTaker(Taker[ReliableStream]):
         if turn.may_wait:
             self._note_dry(turn, found)
 
-    def _note_dry(self, turn: Turn, found: Mapping[str, int]) -> None:
+    def _note_dry(self, turn: ReadPlan, found: Mapping[str, int]) -> None:
         """Note for how long streams that were all asked may be waited for: an entry of each of thousands may come then."""
         have_more = sum(count >= turn.count for count in found.values())
         is_known = have_more < len(turn.streams) and self._hand.room_bytes > 0
@@ -72,7 +72,7 @@ class EntryTaker(Taker[ReliableStream]):
 
     # What is there
 
-    def _read(self, turn: Turn) -> dict[str, int]:
+    def _read(self, turn: ReadPlan) -> dict[str, int]:
         """Take what these streams have, as far as there is room; return how many entries of each that had some."""
         found: dict[str, int] = {}
         at = size = 0
@@ -113,7 +113,7 @@ class EntryTaker(Taker[ReliableStream]):
 
     # What is to come
 
-    def _wait_for(self, turn: Turn, longest_ms: float) -> dict[str, int]:
+    def _wait_for(self, turn: ReadPlan, longest_ms: float) -> dict[str, int]:
         """Wait until one of these streams has something; take it, and return how many entries of each that had some."""
         if self._waiting is None or self._waiting.streams != turn.streams:
             group = self._streams[turn.streams[0]].group

@@ -8,15 +8,15 @@ from typing import Generic, TypeVar
 from millstream.clock import Clock
 from millstream.delivery.reliable_stream import ReliableStream
 from millstream.redis_client.client import Client
-from millstream.worker.fetching.rate_limit import Allowance, Allowed
-from millstream.worker.in_flight import Hand
-from millstream.worker.loop_metrics import Report
+from millstream.worker.fetching.rate_limit import Permit, RateLimiter
+from millstream.worker.in_flight import InFlight
+from millstream.worker.loop_metrics import LoopMetrics
 from millstream.worker.policy import WorkerPolicy
 
 S_co = TypeVar("S_co", bound=ReliableStream, covariant=True)
 
 
-class Taker(ABC, Generic[S_co]):
+class Fetcher(ABC, Generic[S_co]):
     """Takes into the hand what there is room for. Used by one thread.
 
     * `client`: one whose timeout is longer than reads wait
@@ -24,8 +24,8 @@ class Taker(ABC, Generic[S_co]):
     """
 
     def __init__(
-        self, client: Client, hand: Hand, report: Report, clock: Clock, policy: WorkerPolicy, *,
-        streams: Mapping[str, S_co], allowance: Allowance,
+        self, client: Client, hand: InFlight, report: LoopMetrics, clock: Clock, policy: WorkerPolicy, *,
+        streams: Mapping[str, S_co], allowance: RateLimiter,
     ) -> None:  # fmt: skip
         self._client = client
         self._hand = hand
@@ -43,7 +43,7 @@ class Taker(ABC, Generic[S_co]):
     def look_again(self) -> None:
         """Streams were joined again, or a reply was lost."""
 
-    def _ask_all(self, stopping: threading.Event) -> Allowed | None:
+    def _ask_all(self, stopping: threading.Event) -> Permit | None:
         """What may be read of all streams, which is one at least; None, after a while, if nothing may."""
         self._report.polling()
         allowed = self._allowance.ask([one for one in list(self._streams.values()) if one.readable])

@@ -8,21 +8,21 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any, Protocol
 
 from millstream.clock import Clock
-from millstream.delivery.keyed_stream import KeyedStream, Lease, Taken
+from millstream.delivery.keyed_stream import KeyedStream, KeyLease, LeaseResult
 from millstream.delivery.reliable_stream import Delivery
 from millstream.errors import AccessDenied, Unavailable, WrongType
 from millstream.redis_client.client import Arg, Client
 from millstream.redis_client.key_names import HandlerKeys, from_wire, to_wire
-from millstream.worker.fetching.fetcher import Taker
-from millstream.worker.fetching.rate_limit import Allowed
+from millstream.worker.fetching.fetcher import Fetcher
+from millstream.worker.fetching.rate_limit import Permit
 from millstream.worker.policy import WorkerPolicy
-from millstream.worker.static_membership import NAME
-from millstream.worker.stream_exclusion import concerns_one, leaving_out
+from millstream.worker.static_membership import HOLD_NAME
+from millstream.worker.stream_exclusion import concerns_one_stream, exclude_on_error
 
 logger = logging.getLogger(__name__)
 
 
-class Woken(Protocol):
+class WakeUp(Protocol):
     """Told which streams have new lines."""
 
     def put(self, name: str, /) -> None:
@@ -41,7 +41,7 @@ _OTHERS_MS = 50.0
 _CROWDED = 0.8
 
 
-class LeaseTaker(Taker[KeyedStream]):
+class LeaseFetcher(Fetcher[KeyedStream]):
     """Leases lines; room is counted in lines.
 
     `on_suspect` takes an entry on which `isolated_after` leases ran out, so that whoever ran it may have died of it.
@@ -63,9 +63,9 @@ class LeaseTaker(Taker[KeyedStream]):
             "most_bytes": self._hand.room_bytes // streams, "one_at_least": streams == 1 and self._hand.is_empty,
         }  # fmt: skip
 
-    def _put_in_hand(self, stream: KeyedStream, taken: Taken) -> int:
+    def _put_in_hand(self, stream: KeyedStream, taken: LeaseResult) -> int:
         new = 0
-        trusted: list[Lease] = []
+        trusted: list[KeyLease] = []
         suspects: list[Delivery] = []
         for lease in taken.leases:
             first = lease.waiting[0]
@@ -86,7 +86,7 @@ class LeaseTaker(Taker[KeyedStream]):
         return len(taken.leases)
 
 
-class LineTaker(LeaseTaker):
+class KeyFetcher(LeaseFetcher):
     """Leases lines of streams that others work on, too; Redis is asked to wake it when there may be some."""
 
     def __init__(self, *means: Any, keys_of: Callable[[str], HandlerKeys], **options: Any) -> None:
@@ -100,7 +100,7 @@ class LineTaker(LeaseTaker):
         if (allowed := self._ask_all(stopping)) is not None:
             self._take(allowed, room, stopping)
 
-    def _take(self, allowed: Allowed, room: int, stopping: threading.Event) -> None:
+    def _take(self, allowed: Permit, room: int, stopping: threading.Event) -> None:
         now_ms = self._clock.monotonic_ms()
         due = [name for name in allowed.streams if self._due_ms.get(name, 0.0) <= now_ms]
         taken = self._hand.unfit = 0
@@ -144,7 +144,7 @@ class LineTaker(LeaseTaker):
             self._due_ms.pop(places[found[0]], None)
 
 
-class Router:
+class KeyRouter:
     """Routes new entries to their lines, of each stream on which this worker is the router. Used by one thread.
 
     One worker at a time is, so that the others need not read all entries, too: it keeps the role by using it, and if it is
@@ -207,7 +207,7 @@ class Router:
                 self._tell_away(error)
                 stopping.wait(self._policy.sweep_ms / 1000)
             except (WrongType, AccessDenied) as error:  # of one of many that were waited for
-                if self._is_shared or not concerns_one(error):
+                if self._is_shared or not concerns_one_stream(error):
                     raise
                 self._all_due_ms = 0.0
         self._let_go()
@@ -239,7 +239,7 @@ class Router:
         """Route what is new on a stream; return whether there may be more."""
         before = stream.routed
         count = 0
-        with leaving_out(stream):
+        with exclude_on_error(stream):
             count = stream.route(count=_ROUTED_AT_ONCE, most_pending=self._policy.look_ahead)
         if stream.leaving:
             self.streams.pop(stream.stream, None)
@@ -272,7 +272,9 @@ class Router:
         new = [name for name in names if name not in self._asked]
         if not new:
             return
-        held = self._client.scripts([(NAME, (self._keys_of(name).router,), (self._token, held_ms)) for name in new])
+        held = self._client.scripts(
+            [(HOLD_NAME, (self._keys_of(name).router,), (self._token, held_ms)) for name in new]
+        )
         if not self._asked:
             self._held_names = set()
         self._asked.update(new)
@@ -329,4 +331,6 @@ class Router:
 
     def _let_go(self) -> None:
         with contextlib.suppress(Unavailable):
-            self._client.scripts([(NAME, (self._keys_of(name).router,), (self._token, 0)) for name in self._held_names])
+            self._client.scripts(
+                [(HOLD_NAME, (self._keys_of(name).router,), (self._token, 0)) for name in self._held_names]
+            )

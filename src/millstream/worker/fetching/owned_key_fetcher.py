@@ -6,17 +6,17 @@ from collections.abc import Sequence
 from queue import Empty, SimpleQueue
 from typing import Any
 
-from millstream.delivery.keyed_stream import KeyedStream, Taken
-from millstream.worker.fetching.key_router import LeaseTaker
-from millstream.worker.fetching.timers import Agenda
-from millstream.worker.stream_exclusion import leaving_out
+from millstream.delivery.keyed_stream import KeyedStream, LeaseResult
+from millstream.worker.fetching.key_router import LeaseFetcher
+from millstream.worker.fetching.timers import DelayQueue
+from millstream.worker.stream_exclusion import exclude_on_error
 
 _AT_ONCE = 100
 _SWEEP_MS_EACH = 5.0
 _FOREIGN_MS = 100.0
 
 
-class OwnTaker(LeaseTaker):
+class OwnedKeyFetcher(LeaseFetcher):
     """Leases the lines of streams that only this worker works on; each has one.
 
     `woken`: put in it are the streams that may have something. Now and then each is asked all the same.
@@ -25,7 +25,7 @@ class OwnTaker(LeaseTaker):
     def __init__(self, *means: Any, woken: "SimpleQueue[str]", **options: Any) -> None:
         super().__init__(*means, **options)
         self._woken = woken
-        self._agenda = Agenda()
+        self._agenda = DelayQueue()
         self._large: list[str] = []
         self._lines_each = 1
 
@@ -85,11 +85,11 @@ class OwnTaker(LeaseTaker):
         if len(streams) > 1:
             self._hand.unfit = 0  # what had no room among others may have it alone
         for stream in failed:  # after the others: what was given is in hand, whatever comes of these
-            with leaving_out(stream):
+            with exclude_on_error(stream):
                 taken += self._note(stream, stream.take(now_ms=now_ms, **terms), now_ms)
         return taken
 
-    def _note(self, stream: KeyedStream, taken: Taken, now_ms: float) -> int:
+    def _note(self, stream: KeyedStream, taken: LeaseResult, now_ms: float) -> int:
         """Put what was taken in hand; return how many lines it was."""
         if taken.unfit:
             self._hand.unfit = taken.unfit

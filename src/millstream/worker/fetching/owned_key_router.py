@@ -11,9 +11,9 @@ from typing import Any
 from millstream.delivery.keyed_stream import READ_BYTES, KeyedStream
 from millstream.errors import ScriptMissing, Unavailable
 from millstream.redis_client.client import Client
-from millstream.redis_client.key_tracking import Watch
-from millstream.worker.fetching.key_router import Router, Woken
-from millstream.worker.fetching.timers import Agenda, Sweep
+from millstream.redis_client.key_tracking import KeyTracker
+from millstream.worker.fetching.key_router import KeyRouter, WakeUp
+from millstream.worker.fetching.timers import DelayQueue, RoundRobin
 
 logger = logging.getLogger(__name__)
 
@@ -27,19 +27,19 @@ _PAUSE_MS_EACH = 10.0
 _VAIN_MS_EACH = 0.2
 
 
-class OwnRouter(Router):
-    """A Router that learns from a `Watch` what has changed. Where the server does not track, it does as any Router."""
+class OwnedKeyRouter(KeyRouter):
+    """A Router that learns from a `KeyTracker` what has changed. Where the server does not track, it does as any Router."""
 
     _is_shared = False
 
-    def __init__(self, client: Client, *means: Any, woken: Woken, **options: Any) -> None:
+    def __init__(self, client: Client, *means: Any, woken: WakeUp, **options: Any) -> None:
         super().__init__(client, *means, **options)
-        self._watch = Watch(client)
+        self._watch = KeyTracker(client)
         self._woken = woken
         self._added: SimpleQueue[str] = SimpleQueue()
         self._to_route: dict[str, None] = {}
-        self._held_back = Agenda()
-        self._sweep = Sweep()
+        self._held_back = DelayQueue()
+        self._sweep = RoundRobin()
         self._check_due_ms = self._listen_due_ms = 0.0
         self._told: set[str] = set()
         self._new = self._vain = self._vain_rounds = 0

@@ -5,14 +5,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from millstream.clock import Clock
-from millstream.delivery.commit_store import burst
+from millstream.delivery.commit_store import reservation_size
 from millstream.delivery.reliable_stream import ReliableStream
 
 _NO_LIMIT = 1_000_000
 
 
 @dataclass(frozen=True, slots=True)
-class Allowed:
+class Permit:
     """What may be read now: up to `count` entries of each of `streams`, until another may be in `until_ms`."""
 
     streams: list[str]
@@ -20,7 +20,7 @@ class Allowed:
     until_ms: float
 
 
-class Allowance:
+class RateLimiter:
     """What one worker may read of each stream; `rate` is in entries a second, None for no limit.
 
     It reserves what it is about to read, at most about a fifth of a second's worth (and at least one entry), and keeps
@@ -33,19 +33,19 @@ class Allowance:
         self._left: dict[str, int] = defaultdict(int)
         self._due_ms: dict[str, float] = {}
 
-    def ask(self, streams: Sequence[ReliableStream]) -> Allowed:
+    def ask(self, streams: Sequence[ReliableStream]) -> Permit:
         """What of `streams` may be read now. Raises RedisError."""
         if self._rate is None:
-            return Allowed([one.stream for one in streams], _NO_LIMIT, float("inf"))
+            return Permit([one.stream for one in streams], _NO_LIMIT, float("inf"))
         for stream in streams:
             if not self._left[stream.stream]:
-                count = burst(self._rate)
+                count = reservation_size(self._rate)
                 wait_ms = stream.reserve(self._rate, count)
                 self._due_ms[stream.stream] = self._clock.monotonic_ms() + wait_ms
                 self._left[stream.stream] = count
         waits_ms = {one.stream: self._due_ms[one.stream] - self._clock.monotonic_ms() for one in streams}
         ready = [name for name, wait_ms in waits_ms.items() if wait_ms <= 0]
-        return Allowed(
+        return Permit(
             ready,
             min((self._left[name] for name in ready), default=0),
             min((wait_ms for wait_ms in waits_ms.values() if wait_ms > 0), default=float("inf")),

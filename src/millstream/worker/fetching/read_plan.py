@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class ReadPlan:
     """One read: up to `count` entries of each of `streams`, which may be waited for or not."""
 
     streams: Sequence[str]
@@ -13,7 +13,7 @@ class Turn:
     may_wait: bool
 
 
-class Turns:
+class ReadScheduler:
     """Shares the room for new entries among streams. Redis counts for each stream by itself, so `count` is a share.
 
     After a read of all, those with more to give have a turn by themselves. Where there is less room than streams, as
@@ -26,22 +26,22 @@ class Turns:
         self._at = 0
         self._empty = 0
 
-    def next(self, streams: Sequence[str], room: int, most: int) -> Turn:
+    def next(self, streams: Sequence[str], room: int, most: int) -> ReadPlan:
         """The next read of `streams`, at least one, with `room` for at least one entry; of each at most `most`."""
         known = set(streams)
         busy = [name for name in self._busy if name in known][:room]
         self._busy = []
         if busy and len(busy) < len(streams):
-            return Turn(busy, min(most, room // len(busy)), may_wait=False)
+            return ReadPlan(busy, min(most, room // len(busy)), may_wait=False)
         if room >= len(streams):
-            return Turn(streams, min(most, room // len(streams)), may_wait=True)
+            return ReadPlan(streams, min(most, room // len(streams)), may_wait=True)
         if self._empty >= len(streams):
-            return Turn(streams, 1, may_wait=True)
+            return ReadPlan(streams, 1, may_wait=True)
         at = self._at % len(streams)
         self._at = at + room
-        return Turn([*streams[at:], *streams[:at]][:room], 1, may_wait=False)
+        return ReadPlan([*streams[at:], *streams[:at]][:room], 1, may_wait=False)
 
-    def found(self, turn: Turn, counts: Mapping[str, int]) -> None:
+    def found(self, turn: ReadPlan, counts: Mapping[str, int]) -> None:
         """Note how many entries a turn gave of each stream that had some."""
         self._empty = 0 if counts else self._empty + len(turn.streams)
         if turn.may_wait:

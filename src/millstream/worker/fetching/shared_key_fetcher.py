@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 from math import inf
 from typing import Any
 
-from millstream.delivery.keyed_stream import KeyedStream, Taken
+from millstream.delivery.keyed_stream import KeyedStream, LeaseResult
 from millstream.redis_client.client import Client
 from millstream.redis_client.key_names import HandlerKeys, from_wire, held_name, to_wire
-from millstream.worker.fetching.owned_key_fetcher import OwnTaker
-from millstream.worker.fetching.timers import Agenda
+from millstream.worker.fetching.owned_key_fetcher import OwnedKeyFetcher
+from millstream.worker.fetching.timers import DelayQueue
 
 _AT_ONCE = 100
 _MOST_HINTS = 10_000
@@ -19,7 +19,7 @@ _SWEEP_MS_EACH = 5.0
 _LOOK_MS = 20.0
 
 
-class Hints:
+class ReadyHints:
     """Streams of a handler that may have lines to take, as its workers tell each other. No more than hints: some get lost.
 
     Of many streams, each with a list of its own to wait at, nobody could wait at all: Redis has to look at each. Used by one
@@ -49,7 +49,7 @@ class Hints:
         return [from_wire(name) for name in dict.fromkeys(self._client.execute("LPOP", self.key, most) or ())]
 
 
-class SharedTaker(OwnTaker):
+class SharedKeyFetcher(OwnedKeyFetcher):
     """Leases lines of streams that others work on, too.
 
     It waits for hints, and at the lists of those streams on which somebody has lines, as far as it knows. The others are
@@ -57,13 +57,13 @@ class SharedTaker(OwnTaker):
     """
 
     def __init__(
-        self, *means: Any, hints: Callable[[Client], Hints], keys_of: Callable[[str], HandlerKeys], **options: Any
+        self, *means: Any, hints: Callable[[Client], ReadyHints], keys_of: Callable[[str], HandlerKeys], **options: Any
     ) -> None:
         super().__init__(*means, **options)
         self._hints = hints(self._client)
         self._keys_of = keys_of
         self._active: dict[str, str] = {}
-        self._idle = Agenda()
+        self._idle = DelayQueue()
 
     def take(self, room: int, stopping: threading.Event) -> None:
         """See Taker."""
@@ -81,7 +81,7 @@ class SharedTaker(OwnTaker):
         self._lines_each = max(1, self._lines_each // max(1, len(streams)))
         return streams
 
-    def _note(self, stream: KeyedStream, taken: Taken, now_ms: float) -> int:
+    def _note(self, stream: KeyedStream, taken: LeaseResult, now_ms: float) -> int:
         name = stream.stream
         if taken.leases or taken.wait_ms is not None:
             # Leases that others take meanwhile may run out, too.

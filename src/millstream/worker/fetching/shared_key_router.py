@@ -5,16 +5,16 @@ from collections.abc import Sequence
 from typing import Any
 
 from millstream.delivery.keyed_stream import KeyedStream
-from millstream.worker.fetching.owned_key_router import OwnRouter
-from millstream.worker.fetching.shared_key_fetcher import Hints
+from millstream.worker.fetching.owned_key_router import OwnedKeyRouter
+from millstream.worker.fetching.shared_key_fetcher import ReadyHints
 
 
-class SharedRouter(OwnRouter):
-    """An OwnRouter of the streams on which this worker is the router; the workers hear of new lines by hints."""
+class SharedKeyRouter(OwnedKeyRouter):
+    """An OwnedKeyRouter of the streams on which this worker is the router; the workers hear of new lines by hints."""
 
     _is_shared = True
 
-    def __init__(self, *means: Any, hints: Hints, **options: Any) -> None:
+    def __init__(self, *means: Any, hints: ReadyHints, **options: Any) -> None:
         super().__init__(*means, woken=hints, **options)
         self._hints = hints
 

@@ -8,7 +8,7 @@ _OUTDATED = 1_000
 _IN_TURN = 50
 
 
-class Agenda:
+class DelayQueue:
     """Names and when they are due, by a monotonic clock, in milliseconds. Used by one thread."""
 
     def __init__(self) -> None:
@@ -45,7 +45,7 @@ class Agenda:
         return self._order[0][0] if self._order else inf
 
 
-class Sweep:
+class RoundRobin:
     """Names in turn, a few at a time: what one is told about many is no more than a hint. Used by one thread."""
 
     def __init__(self) -> None:

@@ -5,28 +5,28 @@ import threading
 from collections.abc import Mapping, Sequence
 
 from millstream.errors import ConfigError, Unavailable
-from millstream.partitions.key_migration import Moves, PartitionStream, send_on
-from millstream.partitions.partition_map import Layout
+from millstream.partitions.key_migration import KeyMigration, PartitionStream, send_on
+from millstream.partitions.partition_map import PartitionMap
 from millstream.partitions.partitions import Partitions
 from millstream.redis_client.client import Client
-from millstream.worker.ordering.ordering import LineSide, Means, Round
+from millstream.worker.ordering.ordering import ByKey, Round, WorkerContext
 
 logger = logging.getLogger(__name__)
 
 _SOON_S = 0.05
 
 
-class PartitionSide(LineSide):
-    """A LineSide on the partitions of the handler's bases. New ones are joined as soon as a look shows them."""
+class ByPartition(ByKey):
+    """A ByKey on the partitions of the handler's bases. New ones are joined as soon as a look shows them."""
 
-    def __init__(self, means: Means) -> None:
+    def __init__(self, means: WorkerContext) -> None:
         super().__init__(means)
         m, handler = means, means.handler
         self._moving = Client(m.url, clock=m.clock)
-        self._layouts: dict[str, Layout] = {}
+        self._layouts: dict[str, PartitionMap] = {}
         self._places: dict[str, tuple[str, int]] = {}
-        self._routing_moves: dict[str, Moves] = {}
-        self._rounds_moves: dict[str, Moves] = {}
+        self._routing_moves: dict[str, KeyMigration] = {}
+        self._rounds_moves: dict[str, KeyMigration] = {}
         self._owner = {"app": handler.app, "handler": handler.name}
 
     def find(self, looking: Client) -> Sequence[str]:
@@ -40,7 +40,7 @@ class PartitionSide(LineSide):
             found += reversed(layout.streams)
         return found
 
-    def _take_note(self, layout: Layout) -> None:
+    def _take_note(self, layout: PartitionMap) -> None:
         known = self._layouts.get(layout.base)
         if known is not None and layout.counts[: known.generation] != known.counts:
             raise ConfigError(
@@ -49,7 +49,7 @@ class PartitionSide(LineSide):
         self._layouts[layout.base] = layout
         clock = self._means.clock
         for moves, client in ((self._routing_moves, self._routing), (self._rounds_moves, self._moving)):
-            moves.setdefault(layout.base, Moves(client, layout, clock=clock, **self._owner)).layout = layout
+            moves.setdefault(layout.base, KeyMigration(client, layout, clock=clock, **self._owner)).layout = layout
 
     def join(self, name: str) -> None:
         """See Side. A handler that has begun gets all of a new partition, wherever it is to begin."""

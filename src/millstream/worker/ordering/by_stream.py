@@ -26,8 +26,8 @@ from millstream.errors import (
 from millstream.handlers.handler import Handler
 from millstream.redis_client.client import Client
 from millstream.redis_client.key_names import ServiceKeys, check_stream, to_wire
-from millstream.worker.ordering.ordering import LineSide, Means, Round, S, streams_of
-from millstream.worker.stream_exclusion import concerns_one
+from millstream.worker.ordering.ordering import ByKey, Round, S, WorkerContext, streams_of
+from millstream.worker.stream_exclusion import concerns_one_stream
 
 logger = logging.getLogger(__name__)
 
@@ -53,14 +53,14 @@ class _LeftOut:
     due_ms: float
 
 
-class StreamSide(LineSide):
-    """A LineSide on the streams that this worker has leases on, which come and go while it works.
+class ByStream(ByKey):
+    """A ByKey on the streams that this worker has leases on, which come and go while it works.
 
     The lease on a stream says who is to work on it; what may be committed, the lease on its one line says, as for keys. So
     a stream can change hands at once: what still runs on it is finished, or refused, under the line's lease.
     """
 
-    def __init__(self, means: Means) -> None:
+    def __init__(self, means: WorkerContext) -> None:
         self._woken: SimpleQueue[str] = SimpleQueue()
         super().__init__(means, woken=self._woken)  # nobody else works on these streams
         m = means
@@ -174,7 +174,7 @@ class StreamSide(LineSide):
     def _leave_out(self, lease: Lease, error: MillstreamError) -> None:
         """Keep the lease, so that nobody else stumbles over the stream, and try it again. Raises what concerns others, too."""
         name, known = lease.stream, self._left_out.get(lease.stream)
-        if not self._has_many or not (isinstance(error, ConfigError) or concerns_one(error)):
+        if not self._has_many or not (isinstance(error, ConfigError) or concerns_one_stream(error)):
             raise error
         wait_ms = float(self._means.policy.sweep_ms)
         if name in self.streams:

@@ -11,29 +11,29 @@ from queue import SimpleQueue
 from typing import Any, Literal, Protocol, TypeVar
 
 from millstream.clock import Clock
-from millstream.delivery.keyed_stream import Ending, KeyedStream, lease_of
+from millstream.delivery.keyed_stream import KeyedStream, LeaseRelease, lease_of
 from millstream.delivery.reliable_stream import HANDED_BACK_MS, Delivery, ReliableStream
 from millstream.errors import MillstreamError
 from millstream.handlers.handler import Handler
 from millstream.redis_client.client import Client
 from millstream.redis_client.key_names import HandlerKeys
-from millstream.worker.fetching.entry_fetcher import EntryTaker
-from millstream.worker.fetching.fetcher import Taker
-from millstream.worker.fetching.key_router import LeaseTaker, LineTaker, Router
-from millstream.worker.fetching.owned_key_fetcher import OwnTaker
-from millstream.worker.fetching.owned_key_router import OwnRouter
-from millstream.worker.fetching.rate_limit import Allowance
-from millstream.worker.fetching.shared_key_fetcher import Hints, SharedTaker
-from millstream.worker.fetching.shared_key_router import SharedRouter
-from millstream.worker.handler_steps import Pipeline
-from millstream.worker.in_flight import Hand
-from millstream.worker.loop_metrics import Report
+from millstream.worker.fetching.entry_fetcher import EntryFetcher
+from millstream.worker.fetching.fetcher import Fetcher
+from millstream.worker.fetching.key_router import KeyFetcher, KeyRouter, LeaseFetcher
+from millstream.worker.fetching.owned_key_fetcher import OwnedKeyFetcher
+from millstream.worker.fetching.owned_key_router import OwnedKeyRouter
+from millstream.worker.fetching.rate_limit import RateLimiter
+from millstream.worker.fetching.shared_key_fetcher import ReadyHints, SharedKeyFetcher
+from millstream.worker.fetching.shared_key_router import SharedKeyRouter
+from millstream.worker.handler_steps import HandlerSteps
+from millstream.worker.in_flight import InFlight
+from millstream.worker.loop_metrics import LoopMetrics
 from millstream.worker.policy import WorkerPolicy
 from millstream.worker.running.poison_isolation import isolated_after
-from millstream.worker.settling.claim_renewal import Keeper
-from millstream.worker.settling.committer import Settler
-from millstream.worker.settling.key_committer import LeaseSettler
-from millstream.worker.settling.key_lease_renewal import LeaseKeeper
+from millstream.worker.settling.claim_renewal import ClaimRenewal
+from millstream.worker.settling.committer import Committer
+from millstream.worker.settling.key_committer import KeyCommitter
+from millstream.worker.settling.key_lease_renewal import KeyLeaseRenewal
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ S = TypeVar("S", bound=KeyedStream)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Means:
+class WorkerContext:
     """What a reading loop has, for its parts to share.
 
     * `client`, `reading`: connections for what is quick, and for what waits
@@ -54,9 +54,9 @@ class Means:
     """
 
     handler: Handler
-    pipeline: Pipeline
-    hand: Hand
-    report: Report
+    pipeline: HandlerSteps
+    hand: InFlight
+    report: LoopMetrics
     clock: Clock
     policy: WorkerPolicy
     consumer: str
@@ -69,19 +69,19 @@ class Means:
     give_up: Callable[[], bool]
 
 
-class Side(Protocol):
+class Ordering(Protocol):
     """The parts that fit a handler, and what they share."""
 
     @property
-    def taker(self) -> Taker[ReliableStream]:
+    def taker(self) -> Fetcher[ReliableStream]:
         """Takes what comes."""
 
     @property
-    def keeper(self) -> Keeper:
+    def keeper(self) -> ClaimRenewal:
         """Keeps what is in hand."""
 
     @property
-    def settler(self) -> Settler:
+    def settler(self) -> Committer:
         """Commits what was run."""
 
     @property
@@ -104,21 +104,21 @@ class Side(Protocol):
         """Close its own connections."""
 
 
-class EntrySide:
+class Unordered:
     """For a handler without a key: workers share its entries."""
 
-    def __init__(self, means: Means) -> None:
+    def __init__(self, means: WorkerContext) -> None:
         m = means
         self._means = m
         self.streams: dict[str, ReliableStream] = {}
-        self.keeper = Keeper(
+        self.keeper = ClaimRenewal(
             m.pipeline, m.hand, m.report, m.clock, m.policy, client=m.client, streams=self.streams,
             on_suspect=m.suspect,
         )  # fmt: skip
-        self.settler = Settler(m.pipeline, m.hand, m.client, m.report, m.clock, give_up=m.give_up)
-        self.taker = EntryTaker(
+        self.settler = Committer(m.pipeline, m.hand, m.client, m.report, m.clock, give_up=m.give_up)
+        self.taker = EntryFetcher(
             m.reading, m.hand, m.report, m.clock, m.policy, streams=self.streams, consumer=m.consumer,
-            allowance=Allowance(m.handler.rate, m.clock),
+            allowance=RateLimiter(m.handler.rate, m.clock),
         )  # fmt: skip
 
     def find(self, looking: Client) -> Sequence[str]:
@@ -170,13 +170,13 @@ class EntrySide:
         """See Side."""
 
 
-class LineSide:
+class ByKey:
     """For a handler with a key: workers share the lines of its keys, of which each has one worker at a time.
 
     `woken`: put in it are the streams that may have lines to take, where no other worker works on them.
     """
 
-    def __init__(self, means: Means, *, woken: "SimpleQueue[str] | None" = None) -> None:
+    def __init__(self, means: WorkerContext, *, woken: "SimpleQueue[str] | None" = None) -> None:
         m = means
         self._means = m
         self._newest: int | None = None
@@ -184,17 +184,17 @@ class LineSide:
         self._joined: SimpleQueue[str] = SimpleQueue()
         self._routing = Client(m.url, clock=m.clock)
         self._router = self._router_of(woken)
-        self.keeper = LeaseKeeper(
+        self.keeper = KeyLeaseRenewal(
             m.pipeline, m.hand, m.report, m.clock, m.policy, client=m.client, streams=self.streams,
             on_suspect=m.suspect, break_off=m.break_off,
         )  # fmt: skip
-        self.settler: Settler = LeaseSettler(
+        self.settler: Committer = KeyCommitter(
             m.pipeline, m.hand, m.client, m.report, m.clock, give_up=m.give_up,
             on_turned=(lambda name: None) if woken is None else woken.put,
         )  # fmt: skip
         self.taker = self._taker_of(woken)
 
-    def _router_of(self, woken: "SimpleQueue[str] | None") -> Router:
+    def _router_of(self, woken: "SimpleQueue[str] | None") -> KeyRouter:
         m = self._means
         options: dict[str, Any] = {
             "token": secrets.token_hex(8),
@@ -203,34 +203,34 @@ class LineSide:
             "on_filled": m.report.lines_filled,
         }
         if woken is None and self._shares_many:
-            return SharedRouter(self._routing, m.clock, m.policy, hints=self._hints(self._routing), **options)
+            return SharedKeyRouter(self._routing, m.clock, m.policy, hints=self._hints(self._routing), **options)
         if woken is None:
-            return Router(self._routing, m.clock, m.policy, **options)
-        return OwnRouter(self._routing, m.clock, m.policy, woken=woken, **options)
+            return KeyRouter(self._routing, m.clock, m.policy, **options)
+        return OwnedKeyRouter(self._routing, m.clock, m.policy, woken=woken, **options)
 
-    def _taker_of(self, woken: "SimpleQueue[str] | None") -> LeaseTaker:
+    def _taker_of(self, woken: "SimpleQueue[str] | None") -> LeaseFetcher:
         m = self._means
         means = m.reading, m.hand, m.report, m.clock, m.policy
         options: dict[str, Any] = {
             "streams": self.streams,
-            "allowance": Allowance(m.handler.rate, m.clock),
+            "allowance": RateLimiter(m.handler.rate, m.clock),
             "with_state": m.handler.wants_state,
             "isolated_after": isolated_after(m.handler.retry),
             "on_suspect": m.suspect,
         }
         if woken is None and self._shares_many:
-            return SharedTaker(*means, hints=self._hints, keys_of=self._keys_of, woken=self._joined, **options)
+            return SharedKeyFetcher(*means, hints=self._hints, keys_of=self._keys_of, woken=self._joined, **options)
         if woken is None:
-            return LineTaker(*means, keys_of=self._keys_of, **options)
-        return OwnTaker(*means, woken=woken, **options)
+            return KeyFetcher(*means, keys_of=self._keys_of, **options)
+        return OwnedKeyFetcher(*means, woken=woken, **options)
 
     @property
     def _shares_many(self) -> bool:
         handler = self._means.handler
         return handler.pattern is not None or len(handler.streams) > _FEW
 
-    def _hints(self, client: Client) -> Hints:
-        return Hints(client, self._means.handler.app, self._means.handler.name)
+    def _hints(self, client: Client) -> ReadyHints:
+        return ReadyHints(client, self._means.handler.app, self._means.handler.name)
 
     def _keys_of(self, name: str) -> HandlerKeys:
         return HandlerKeys(self._means.handler.app, self._means.handler.name, name)
@@ -279,11 +279,11 @@ class LineSide:
     def hand_back(self, deliveries: Sequence[Delivery]) -> None:
         """See Side. A line that is being run is not given back here: its lease ends when what runs is settled."""
         hand = self._means.hand
-        endings: dict[KeyedStream, list[Ending]] = defaultdict(list)
+        endings: dict[KeyedStream, list[LeaseRelease]] = defaultdict(list)
         for lease in dict.fromkeys(map(lease_of, deliveries)):
             if not any(one in hand for one in lease.entries):
                 hand.end_lease(lease)
-                endings[lease.stream].append(Ending(lease, "first"))
+                endings[lease.stream].append(LeaseRelease(lease, "first"))
         for stream, some in endings.items():
             count = sum(ending.lease.given for ending in some)
             try:

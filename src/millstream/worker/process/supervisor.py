@@ -19,9 +19,9 @@ import msgspec
 
 from millstream.clock import SYSTEM_CLOCK, Clock
 from millstream.errors import MillstreamError, PipelineFailed, RedisError, StaleOwner, Unavailable
-from millstream.worker.incarnations import End
+from millstream.worker.incarnations import ProcessEnd
 from millstream.worker.process.heartbeat import Watchdog
-from millstream.worker.static_membership import Names
+from millstream.worker.static_membership import StaticMembership
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ ORPHAN_MS = 4_000.0
 ORPHAN_END_MS = 8_000.0
 """After how long such a process ends, whatever it does; of computing, if a handler has stopped its threads."""
 
-_TOLD_TO_END = End(died=False, cause="was told to stop, and killed")
+_TOLD_TO_END = ProcessEnd(died=False, cause="was told to stop, and killed")
 _LIVED_ON = (STUCK_CODE, FINAL_CODE, MISTAKE_CODE)  # a process that ends itself so has not died of a message
 
 _TICK_S = 0.1
@@ -97,7 +97,7 @@ class Supervisor:
 
     def __init__(
         self,
-        names: Names,
+        names: StaticMembership,
         command: Callable[[Launch], Sequence[str]],
         *,
         stop_ms: float,
@@ -113,7 +113,7 @@ class Supervisor:
         self._clock = clock
         self._children: list[_Child] = []
         self._started = 0
-        self._ends: dict[str, End] = {}
+        self._ends: dict[str, ProcessEnd] = {}
         self._is_killed = False
         self._renew_due_ms = 0.0
         self._failure: Exception | None = None
@@ -172,7 +172,7 @@ class Supervisor:
         child.process = None
         child.forget_watchdog()
         how = self._how_it_ended(child, code)
-        self._note_end(child, End(died=code not in _LIVED_ON, cause=how))
+        self._note_end(child, ProcessEnd(died=code not in _LIVED_ON, cause=how))
         if code == FINAL_CODE:
             raise PipelineFailed(f"worker {child.name} cannot go on; the reason is above")
         if child.has_worked or now_ms - child.started_ms > _STEADY_MS:
@@ -196,7 +196,7 @@ class Supervisor:
             return f"was killed, as a handler had held Python's interpreter (the GIL) for {self._frozen_after_ms / 1000:.1f} s"
         return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
 
-    def _note_end(self, child: _Child, end: End) -> None:
+    def _note_end(self, child: _Child, end: ProcessEnd) -> None:
         self._ends[child.incarnation] = end
         self._note_ends()
 

@@ -15,7 +15,7 @@ from millstream.observability.health import Health
 from millstream.observability.metrics import NOBODY, Metrics
 from millstream.worker.loop import ReadingLoop
 from millstream.worker.policy import WorkerPolicy
-from millstream.worker.running.poison_isolation import Quiet
+from millstream.worker.running.poison_isolation import ProcessIsolation
 
 logger = logging.getLogger(__name__)
 
@@ -83,7 +83,7 @@ class WorkerProcess:
             raise ConfigError(
                 f"app {app.name!r} has no handler {sorted(unknown)[0]!r}; it has {', '.join(app.handlers)}"
             )
-        quiet = Quiet(settings.incarnation, end_process)
+        quiet = ProcessIsolation(settings.incarnation, end_process)
         self._loops = {
             name: ReadingLoop(
                 handler,

@@ -14,13 +14,13 @@ from millstream.delivery.reliable_stream import Delivery
 from millstream.handlers.attempt import NOTHING, BatchOutcome, Done, Outcome
 from millstream.model import Message
 from millstream.worker.completion_queue import Ran
-from millstream.worker.handler_steps import Pipeline
-from millstream.worker.in_flight import Hand
-from millstream.worker.loop_metrics import Report
-from millstream.worker.running.runner import GATE_S, AsyncRunner, PlainRunner
+from millstream.worker.handler_steps import HandlerSteps
+from millstream.worker.in_flight import InFlight
+from millstream.worker.loop_metrics import LoopMetrics
+from millstream.worker.running.runner import GATE_S, AsyncRunner, ThreadRunner
 
 
-class _Gathering:
+class _BatchBuilder:
     """A batch in the making: entries of one stream that have not failed yet, or a single one that has.
 
     A batch of two streams could not be committed in one step. `aside` are those that do not belong.
@@ -83,10 +83,10 @@ class _Batch:
         return self._ran
 
 
-class PlainBatchRunner(PlainRunner):
-    """Threads as of PlainRunner, each of which gathers a batch and runs it. One gathers at a time."""
+class ThreadBatchRunner(ThreadRunner):
+    """Threads as of ThreadRunner, each of which gathers a batch and runs it. One gathers at a time."""
 
-    def __init__(self, pipeline: Pipeline, hand: Hand, report: Report, clock: Clock, most: int) -> None:
+    def __init__(self, pipeline: HandlerSteps, hand: InFlight, report: LoopMetrics, clock: Clock, most: int) -> None:
         super().__init__(pipeline, hand, report, clock, most)
         self._gathering = threading.Lock()
 
@@ -105,7 +105,7 @@ class PlainBatchRunner(PlainRunner):
         """Wait for a batch; [] when nothing is to be run any more."""
         handler, buffer = self._pipeline.handler, self._hand.buffer
         with self._gathering:
-            gathering = _Gathering(handler.batch_size)
+            gathering = _BatchBuilder(handler.batch_size)
             gathering.offer(self._next())
             until_ms = self._clock.monotonic_ms() + handler.batch_wait_ms
             while not gathering.is_complete:
@@ -143,7 +143,7 @@ class AsyncBatchRunner(AsyncRunner):
     async def _gather(self) -> list[Delivery]:
         """Wait for a batch; [] when nothing is to be run any more."""
         handler, buffer = self._pipeline.handler, self._hand.buffer
-        gathering = _Gathering(handler.batch_size)
+        gathering = _BatchBuilder(handler.batch_size)
         until_ms = float("inf")
         while True:
             self._nudged.clear()

@@ -11,13 +11,13 @@ from queue import Empty, SimpleQueue
 from millstream.clock import Clock
 from millstream.delivery.reliable_stream import Delivery
 from millstream.errors import HandlerStuck, Unavailable
-from millstream.handlers.attempt import Dead, Outcome, given_up
+from millstream.handlers.attempt import DeadLettered, Outcome, given_up
 from millstream.handlers.handler import Handler
 from millstream.model import Retry
-from millstream.worker.in_flight import Hand
+from millstream.worker.in_flight import InFlight
 from millstream.worker.incarnations import NO_END, Incarnation
 from millstream.worker.running.runner import Runner
-from millstream.worker.stream_exclusion import leaving_out
+from millstream.worker.stream_exclusion import exclude_on_error
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ def deaths_allowed(retry: Retry) -> int:
     return max(_LEAST_DEATHS, retry.attempts - _MOST_LOSSES)
 
 
-class Quiet:
+class ProcessIsolation:
     """What all loops of a process share: only one suspect runs at a time, and nothing else in the process meanwhile.
 
     * `incarnation`: under which name the process's supervisor notes how it ended; "" if there is none
@@ -54,10 +54,10 @@ class Quiet:
         self.incarnation = incarnation
         self.end_process = end_process
         self.turn = threading.Lock()
-        self.hands: list[Hand] = []
+        self.hands: list[InFlight] = []
 
 
-class Guard:
+class PoisonIsolation:
     """Runs suspects, entries in hand that do not go through its buffer, one after another. `run` is for one thread.
 
     Before a suspect runs, its process puts its mark beside it. Whoever finds a mark asks what became of that process: its
@@ -66,7 +66,7 @@ class Guard:
     """
 
     def __init__(
-        self, handler: Handler, hand: Hand, runner: Runner, stopping: threading.Event, quiet: Quiet, *,
+        self, handler: Handler, hand: InFlight, runner: Runner, stopping: threading.Event, quiet: ProcessIsolation, *,
         incarnation: Incarnation, clock: Clock,
     ) -> None:  # fmt: skip
         self._handler = handler
@@ -89,7 +89,7 @@ class Guard:
         """Run suspects until told to end."""
         while (delivery := self._next()) is not None and not self._stopping.is_set():
             try:
-                with leaving_out(delivery.stream):
+                with exclude_on_error(delivery.stream):
                     if delivery in self._hand:  # it may have been given up while it waited here
                         self._judge(delivery)
             except Unavailable as error:
@@ -133,7 +133,7 @@ class Guard:
 
     def _give_up(self, delivery: Delivery, deaths: int, cause: str) -> None:
         delivery.attempt = deaths + isolated_after(self._handler.retry)
-        dead = Dead(
+        dead = DeadLettered(
             "crashed",
             f"{deaths} processes ended while they ran this message and nothing else; the last {cause}",
         )
@@ -151,7 +151,7 @@ class Guard:
             for hand in hands:
                 hand.open_gate()
 
-    def _wait_for_others(self, hands: Sequence[Hand]) -> bool:
+    def _wait_for_others(self, hands: Sequence[InFlight]) -> bool:
         """Until nothing runs: if the process ended now, the suspect would be blamed. False if there is no time for it."""
         while any(one.running and not one.ran for hand in hands for one in hand.deliveries):
             if self._stopping.wait(_ALONE_WAIT_S):

@@ -19,9 +19,9 @@ from millstream.clock import Clock
 from millstream.delivery.reliable_stream import Delivery
 from millstream.errors import Unfinished
 from millstream.handlers.attempt import NOTHING, Outcome
-from millstream.worker.handler_steps import Pipeline
-from millstream.worker.in_flight import Hand
-from millstream.worker.loop_metrics import Report
+from millstream.worker.handler_steps import HandlerSteps
+from millstream.worker.in_flight import InFlight
+from millstream.worker.loop_metrics import LoopMetrics
 
 _LOOK_MS = 5.0
 _LONG_MS = 50.0
@@ -50,10 +50,10 @@ class Runner(Protocol):
         """Break off what still runs, if that is possible."""
 
 
-class _Beginning:
+class _Start:
     """What both runners do when a message's turn has come, and when its run has ended."""
 
-    def __init__(self, pipeline: Pipeline, hand: Hand, report: Report, clock: Clock) -> None:
+    def __init__(self, pipeline: HandlerSteps, hand: InFlight, report: LoopMetrics, clock: Clock) -> None:
         self._pipeline = pipeline
         self._hand = hand
         self._report = report
@@ -76,7 +76,7 @@ class _Beginning:
         delivery.ran = True
 
 
-class Look(NamedTuple):
+class LoadSample(NamedTuple):
     """What a runner of threads saw when it looked.
 
     How often one had nothing to run; how many runs had ended, and took how long together; when it was, and what the
@@ -90,7 +90,7 @@ class Look(NamedTuple):
     cpu_ms: float
     since_ms: float
 
-    def asks_for_more(self, before: "Look") -> bool:
+    def asks_for_more(self, before: "LoadSample") -> bool:
         """True if another thread would have been of use since."""
         ended = self.finished - before.finished
         are_short = ended and self.took_ms - before.took_ms < _SHORT_MS * ended
@@ -98,14 +98,14 @@ class Look(NamedTuple):
         return self.at_ms - self.since_ms > _LONG_MS or not (are_short or is_busy)
 
 
-class PlainRunner(_Beginning):
+class ThreadRunner(_Start):
     """Threads, each of which takes a message and runs it: one at first, more where messages wait for runs that wait.
 
     More would only be in each other's way where the process is busy: one thread at a time can have the interpreter. What
     computes outside of it shows by none ending for long.
     """
 
-    def __init__(self, pipeline: Pipeline, hand: Hand, report: Report, clock: Clock, most: int) -> None:
+    def __init__(self, pipeline: HandlerSteps, hand: InFlight, report: LoopMetrics, clock: Clock, most: int) -> None:
         super().__init__(pipeline, hand, report, clock)
         self._most = most
         self._threads: list[threading.Thread] = []
@@ -136,8 +136,8 @@ class PlainRunner(_Beginning):
                 thread.start()
                 self._threads.append(thread)
 
-    def _look(self, now_ms: float, since_ms: float) -> "Look":
-        return Look(self._starved, self._finished, self._took_ms, now_ms, time.process_time() * 1000, since_ms)
+    def _look(self, now_ms: float, since_ms: float) -> "LoadSample":
+        return LoadSample(self._starved, self._finished, self._took_ms, now_ms, time.process_time() * 1000, since_ms)
 
     def alone(self, delivery: Delivery) -> Outcome | None:
         """See Runner."""
@@ -213,10 +213,10 @@ class _FineSelector(selectors.EpollSelector):
         return super().select(timeout)
 
 
-class AsyncRunner(_Beginning):
+class AsyncRunner(_Start):
     """An event loop, in which as many messages as the handler's `concurrency` are run at once, each in its own task."""
 
-    def __init__(self, pipeline: Pipeline, hand: Hand, report: Report, clock: Clock) -> None:
+    def __init__(self, pipeline: HandlerSteps, hand: InFlight, report: LoopMetrics, clock: Clock) -> None:
         super().__init__(pipeline, hand, report, clock)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._begun = threading.Event()

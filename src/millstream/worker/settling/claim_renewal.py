@@ -6,18 +6,18 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 
 from millstream.clock import Clock
-from millstream.delivery.commit_store import Unit
+from millstream.delivery.commit_store import Effects
 from millstream.delivery.reliable_stream import Delivery, ReliableStream
 from millstream.errors import HandlerStuck, OutOfMemory, Unavailable
-from millstream.handlers.attempt import Dead, overdue
+from millstream.handlers.attempt import DeadLettered, overdue
 from millstream.handlers.handler import Handler
 from millstream.redis_client.client import Client, Reply
-from millstream.worker.handler_steps import Pipeline
-from millstream.worker.in_flight import Hand
-from millstream.worker.loop_metrics import Report
+from millstream.worker.handler_steps import HandlerSteps
+from millstream.worker.in_flight import InFlight
+from millstream.worker.loop_metrics import LoopMetrics
 from millstream.worker.policy import WorkerPolicy
 from millstream.worker.running.poison_isolation import isolated_after
-from millstream.worker.stream_exclusion import leaving_out
+from millstream.worker.stream_exclusion import exclude_on_error
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ _RUNS_IN_HAND = 3
 _CLAIMS_IN_HAND = 10
 
 
-class Keeper:
+class ClaimRenewal:
     """The rounds that a worker makes beside its messages. Used by one thread, but for `recover`.
 
     `streams` are those that this worker has joined so far; others add to them. `on_suspect` takes an entry that was
@@ -41,7 +41,7 @@ class Keeper:
     """
 
     def __init__(
-        self, pipeline: Pipeline, hand: Hand, report: Report, clock: Clock, policy: WorkerPolicy, *,
+        self, pipeline: HandlerSteps, hand: InFlight, report: LoopMetrics, clock: Clock, policy: WorkerPolicy, *,
         client: Client, streams: Mapping[str, ReliableStream], on_suspect: Callable[[Delivery], None],
     ) -> None:  # fmt: skip
         self._client = client
@@ -144,7 +144,7 @@ class Keeper:
         all_noted = True
         for stream, seen in self._look_at_all():
             try:
-                with leaving_out(stream):
+                with exclude_on_error(stream):
                     all_noted = self._tend(stream, seen, extends=extends) and all_noted
             except OutOfMemory as error:
                 all_noted = False
@@ -256,8 +256,8 @@ class Keeper:
         message = self._pipeline.decode(delivery)
         if message is not None:
             outcome = overdue(self._pipeline.handler, message, alone=not delivery.in_batch)
-            if isinstance(outcome, Dead):
-                unit: Unit = self._pipeline.dead_letter(delivery, outcome)
+            if isinstance(outcome, DeadLettered):
+                unit: Effects = self._pipeline.dead_letter(delivery, outcome)
                 if not stream.commit([unit]):
                     self._report.committed_some([delivery], [outcome.reason], 0.0)
             else:

@@ -9,33 +9,33 @@ from operator import itemgetter
 from typing import TypeVar
 
 from millstream.clock import Clock
-from millstream.delivery.commit_store import Unit, portions
+from millstream.delivery.commit_store import Effects, chunk_by_size
 from millstream.delivery.reliable_stream import Delivery, ReliableStream
 from millstream.errors import OutOfMemory
-from millstream.handlers.attempt import Again, Dead, Done
+from millstream.handlers.attempt import DeadLettered, Done, RetryLater
 from millstream.handlers.dead_letter import reason_of
 from millstream.redis_client.client import Client
 from millstream.worker.completion_queue import Ran
-from millstream.worker.handler_steps import Pipeline
-from millstream.worker.in_flight import Hand
-from millstream.worker.loop_metrics import Report
+from millstream.worker.handler_steps import HandlerSteps
+from millstream.worker.in_flight import InFlight
+from millstream.worker.loop_metrics import LoopMetrics
 
 logger = logging.getLogger(__name__)
 
 _MEMORY_RETRY_MS = 500.0
 _WORD_EVERY_MS = 5_000.0
-Settled = tuple[Sequence[Delivery], Unit]
+Settled = tuple[Sequence[Delivery], Effects]
 T = TypeVar("T")
 
 
-class Settler:
+class Committer:
     """Commits what comes out of the handler, as much at once as has come, and times the retries.
 
     Used by one thread. `give_up` says that waiting for Redis has no point any more.
     """
 
     def __init__(
-        self, pipeline: Pipeline, hand: Hand, client: Client, report: Report, clock: Clock, *,
+        self, pipeline: HandlerSteps, hand: InFlight, client: Client, report: LoopMetrics, clock: Clock, *,
         give_up: Callable[[], bool],
     ) -> None:  # fmt: skip
         self._pipeline = pipeline
@@ -77,10 +77,10 @@ class Settler:
             elif isinstance(outcome, Done):
                 commit = self._pipeline.commit_batch(deliveries, outcome) if len(deliveries) > 1 else None
                 units.append((deliveries, commit or self._pipeline.commit(delivery, outcome)))
-            elif isinstance(outcome, Dead):
+            elif isinstance(outcome, DeadLettered):
                 units.append((deliveries, self._pipeline.dead_letter(delivery, outcome)))
             else:
-                assert isinstance(outcome, Again)  # what has no key is not parked
+                assert isinstance(outcome, RetryLater)  # what has no key is not parked
                 failed[delivery.stream].append(delivery)
                 delivery.running, delivery.since_ms = False, now_ms
                 delivery.due_ms = now_ms + self._pipeline.retry(delivery, outcome)
@@ -120,7 +120,7 @@ class Settler:
             # Those of the streams to come are kept in hand meanwhile: it may take long where a server is away.
             for one in _deliveries(some):
                 one.settling = True
-            for portion in portions(some, itemgetter(1)):
+            for portion in chunk_by_size(some, itemgetter(1)):
                 try:
                     self._commit_some(stream, portion)
                 except OutOfMemory as error:

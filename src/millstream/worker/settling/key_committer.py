@@ -7,15 +7,15 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
 
-from millstream.delivery.commit_store import Unit, portions
-from millstream.delivery.keyed_stream import Ending, KeyedStream, Lease, lease_of
+from millstream.delivery.commit_store import Effects, chunk_by_size
+from millstream.delivery.keyed_stream import KeyedStream, KeyLease, LeaseRelease, lease_of
 from millstream.delivery.reliable_stream import Delivery
 from millstream.errors import OutOfMemory, Unavailable
-from millstream.handlers.attempt import Again, Dead, Done, Outcome, Parked
+from millstream.handlers.attempt import DeadLettered, Done, Outcome, Parked, RetryLater
 from millstream.handlers.dead_letter import reason_of
 from millstream.redis_client.client import Reply
 from millstream.worker.completion_queue import Ran
-from millstream.worker.settling.committer import Settler
+from millstream.worker.settling.committer import Committer
 
 logger = logging.getLogger(__name__)
 
@@ -24,14 +24,14 @@ Runs = list[tuple[Delivery, Outcome]]
 
 
 @dataclass(slots=True, eq=False)
-class _Turn:
+class _LeaseOutcome:
     """What is to be done about a lease: effects to commit, and another end of it than that its turn is over."""
 
-    lease: Lease
+    lease: KeyLease
     runs: Runs
     done: Sequence[Delivery] = ()
-    unit: Unit | None = None
-    ending: Ending | None = None
+    unit: Effects | None = None
+    ending: LeaseRelease | None = None
 
     @property
     def is_over(self) -> bool:
@@ -40,7 +40,7 @@ class _Turn:
 
 
 @dataclass(frozen=True, slots=True)
-class _Sent:
+class _PipelinedReply:
     """A commit that was sent together with others': under which number, and what came back."""
 
     call: str
@@ -48,7 +48,7 @@ class _Sent:
     took_s: float
 
 
-class LeaseSettler(Settler):
+class KeyCommitter(Committer):
     """A Settler for handlers with a key. What fails waits in Redis, with its line, for its next attempt.
 
     `on_turned` is told of a stream of which the turn of a line is over, or lost: there may be more of it.
@@ -57,7 +57,7 @@ class LeaseSettler(Settler):
     def __init__(self, *means: Any, on_turned: Callable[[str], None] = lambda stream: None, **options: Any) -> None:
         super().__init__(*means, **options)
         self._on_turned = on_turned
-        self._kept: dict[Lease, Runs] = {}
+        self._kept: dict[KeyLease, Runs] = {}
 
     def settle(self, found: Sequence[Ran]) -> None:
         """Do what the outcomes ask for."""
@@ -68,7 +68,7 @@ class LeaseSettler(Settler):
         runs, self._kept = self._kept, {}
         for (delivery,), outcome in found:
             runs.setdefault(lease_of(delivery), []).append((delivery, outcome))
-        by_stream: dict[KeyedStream, list[_Turn]] = defaultdict(list)
+        by_stream: dict[KeyedStream, list[_LeaseOutcome]] = defaultdict(list)
         for lease, some in runs.items():
             if lease.lost or not all(delivery in self._hand for delivery, _ in some):
                 self._lose(lease)
@@ -79,9 +79,9 @@ class LeaseSettler(Settler):
             self._settle_of(stream, turns, sent.get(stream))
         self._report.ended(len(found))
 
-    def _turn(self, lease: Lease, runs: Runs) -> _Turn:
-        turn = _Turn(lease, runs)
-        effects = [(delivery, outcome) for delivery, outcome in runs if isinstance(outcome, (Done, Dead))]
+    def _turn(self, lease: KeyLease, runs: Runs) -> _LeaseOutcome:
+        turn = _LeaseOutcome(lease, runs)
+        effects = [(delivery, outcome) for delivery, outcome in runs if isinstance(outcome, (Done, DeadLettered))]
         lease.ending = turn.is_over
         if effects:
             turn.done = [delivery for delivery, _ in effects]
@@ -89,13 +89,15 @@ class LeaseSettler(Settler):
             if turn.is_over and len(effects) == len(runs):
                 turn.unit.left = lease.given - len(effects)
         last, outcome = runs[-1]
-        if isinstance(outcome, Again):
-            turn.ending = Ending(lease, "later", self._pipeline.retry(last, outcome), last.attempt)
+        if isinstance(outcome, RetryLater):
+            turn.ending = LeaseRelease(lease, "later", self._pipeline.retry(last, outcome), last.attempt)
         elif isinstance(outcome, Parked):
-            turn.ending = Ending(lease, "park", f"{outcome.reason}: {outcome.error}", last.attempt)
+            turn.ending = LeaseRelease(lease, "park", f"{outcome.reason}: {outcome.error}", last.attempt)
         return turn
 
-    def _commit_together(self, by_stream: Mapping[KeyedStream, Sequence[_Turn]]) -> dict[KeyedStream, _Sent]:
+    def _commit_together(
+        self, by_stream: Mapping[KeyedStream, Sequence[_LeaseOutcome]]
+    ) -> dict[KeyedStream, _PipelinedReply]:
         """Commit what can go in one round trip. What is not answered well is committed again, stream by stream."""
         of = {stream: _with_effects(turns) for stream, turns in by_stream.items()}
         calls = {stream: stream.new_call() for stream in _first_trip(of)}
@@ -108,10 +110,11 @@ class LeaseSettler(Settler):
             replies = [error] * len(commands)
         took_s = (self._clock.monotonic_ms() - began_ms) / 1000
         return {
-            stream: _Sent(call, reply, took_s) for (stream, call), reply in zip(calls.items(), replies, strict=True)
+            stream: _PipelinedReply(call, reply, took_s)
+            for (stream, call), reply in zip(calls.items(), replies, strict=True)
         }
 
-    def _settle_of(self, stream: KeyedStream, turns: Sequence[_Turn], sent: _Sent | None) -> None:
+    def _settle_of(self, stream: KeyedStream, turns: Sequence[_LeaseOutcome], sent: _PipelinedReply | None) -> None:
         kept = [turn for some in _portions(_with_effects(turns)) for turn in self._commit_or_keep(stream, some, sent)]
         turns = [turn for turn in turns if turn not in kept and not turn.lease.lost]
         endings = [turn.ending for turn in turns if turn.ending is not None]
@@ -127,7 +130,9 @@ class LeaseSettler(Settler):
         if over:
             self._on_turned(stream.stream)
 
-    def _commit_or_keep(self, stream: KeyedStream, turns: Sequence[_Turn], sent: _Sent | None) -> list[_Turn]:
+    def _commit_or_keep(
+        self, stream: KeyedStream, turns: Sequence[_LeaseOutcome], sent: _PipelinedReply | None
+    ) -> list[_LeaseOutcome]:
         """Commit what has effects; return what Redis has no memory for, which is kept, with its lease."""
         try:
             self._commit_turns(stream, turns, sent)
@@ -144,7 +149,12 @@ class LeaseSettler(Settler):
         return []
 
     def _commit_turns(
-        self, stream: KeyedStream, turns: Sequence[_Turn], sent: _Sent | None, *, allow_oom: bool = False
+        self,
+        stream: KeyedStream,
+        turns: Sequence[_LeaseOutcome],
+        sent: _PipelinedReply | None,
+        *,
+        allow_oom: bool = False,
     ) -> None:
         if not turns:
             return
@@ -171,7 +181,7 @@ class LeaseSettler(Settler):
         self._hand.drop(done)
         self._report.committed_some(done, dead, took_s)
 
-    def _lose(self, lease: Lease) -> None:
+    def _lose(self, lease: KeyLease) -> None:
         """Another worker has the line, or a person has changed it: nothing of it is this worker's any more."""
         lease.lost = True
         self._on_turned(lease.stream.stream)
@@ -191,15 +201,15 @@ class LeaseSettler(Settler):
         self.settle(())
 
 
-def _with_effects(turns: Sequence[_Turn]) -> list[_Turn]:
+def _with_effects(turns: Sequence[_LeaseOutcome]) -> list[_LeaseOutcome]:
     return [turn for turn in turns if turn.unit is not None]
 
 
-def _portions(turns: Sequence[_Turn]) -> Iterator[Sequence[_Turn]]:
-    return portions(turns, attrgetter("unit"))
+def _portions(turns: Sequence[_LeaseOutcome]) -> Iterator[Sequence[_LeaseOutcome]]:
+    return chunk_by_size(turns, attrgetter("unit"))
 
 
-def _first_trip(of: Mapping[KeyedStream, Sequence[_Turn]]) -> Iterator[KeyedStream]:
+def _first_trip(of: Mapping[KeyedStream, Sequence[_LeaseOutcome]]) -> Iterator[KeyedStream]:
     """The first streams whose turns make one portion, all together."""
     room = len(next(_portions([turn for turns in of.values() for turn in turns]), ()))
     for stream, turns in of.items():
@@ -208,5 +218,5 @@ def _first_trip(of: Mapping[KeyedStream, Sequence[_Turn]]) -> Iterator[KeyedStre
             yield stream
 
 
-def _units(turns: Sequence[_Turn]) -> list[Unit]:
+def _units(turns: Sequence[_LeaseOutcome]) -> list[Effects]:
     return [turn.unit for turn in turns if turn.unit is not None]

@@ -6,12 +6,12 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from millstream.delivery.keyed_stream import Ending, KeyedStream, Lease, lease_of
+from millstream.delivery.keyed_stream import KeyedStream, KeyLease, LeaseRelease, lease_of
 from millstream.delivery.reliable_stream import Delivery, ReliableStream
 from millstream.errors import HandlerStuck
-from millstream.handlers.attempt import Again, Dead, Done, overdue
-from millstream.worker.settling.claim_renewal import Keeper
-from millstream.worker.stream_exclusion import leaving_out
+from millstream.handlers.attempt import DeadLettered, Done, RetryLater, overdue
+from millstream.worker.settling.claim_renewal import ClaimRenewal
+from millstream.worker.stream_exclusion import exclude_on_error
 
 logger = logging.getLogger(__name__)
 
@@ -20,7 +20,7 @@ _MARGIN = 0.1
 _LEAST_MARGIN_MS = 200.0
 
 
-class LeaseKeeper(Keeper):
+class KeyLeaseRenewal(ClaimRenewal):
     """A Keeper for handlers with a key. Lines that others have let go of come with the next lease, from `take`.
 
     `break_off` is told what must not run any longer.
@@ -39,12 +39,12 @@ class LeaseKeeper(Keeper):
 
     def round(self) -> None:
         """See Keeper. Lines that were taken while runs were shorter, and wait, are given back: others may have time."""
-        surplus: dict[KeyedStream, list[Lease]] = defaultdict(list)
+        surplus: dict[KeyedStream, list[KeyLease]] = defaultdict(list)
         for lease in self._hand.drop_surplus():
             surplus[lease.stream].append(lease)
         for stream, some in surplus.items():
-            with leaving_out(stream):
-                lost = stream.release([Ending(lease, "first") for lease in some])
+            with exclude_on_error(stream):
+                lost = stream.release([LeaseRelease(lease, "first") for lease in some])
                 self._report.handed_back_some(sum(one.given for one in some) - sum(one.given for one in lost))
         super().round()
 
@@ -71,7 +71,7 @@ class LeaseKeeper(Keeper):
                 ]
             )
 
-    def _let_go(self, leases: Sequence[Lease]) -> list[Delivery]:
+    def _let_go(self, leases: Sequence[KeyLease]) -> list[Delivery]:
         """Have lines be run no more; return what still runs of them, and was told to end."""
         rest: list[Delivery] = []
         for lease in leases:
@@ -121,13 +121,13 @@ class LeaseKeeper(Keeper):
         assert message is not None
         lease.ending = True
         outcome = overdue(self._pipeline.handler, message)
-        if isinstance(outcome, Dead):
+        if isinstance(outcome, DeadLettered):
             if not lease.stream.commit([self._pipeline.commit_turn(lease, [(delivery, outcome)])]):
                 self._report.committed_some([delivery], [outcome.reason], 0.0)
-        elif isinstance(outcome, Again):
+        elif isinstance(outcome, RetryLater):
             lease.stream.note_failures([delivery])
             self._report.retried_some(1)
             lease.stream.end_isolation([delivery])
         elif not isinstance(outcome, Done):
-            lease.stream.release([Ending(lease, "park", f"{outcome.reason}: {outcome.error}", delivery.attempt)])
+            lease.stream.release([LeaseRelease(lease, "park", f"{outcome.reason}: {outcome.error}", delivery.attempt)])
         self._hand.end_lease(lease)
