@@ -63,7 +63,7 @@ def test_a_message_is_not_blamed_for_what_its_lease_ran_out_for_while_redis_was_
             eventually(lambda outage=outage: len(books.runs()) > outage, "one more run", log=fleet.log)  # type: ignore[misc]
             redis.suspend()
             eventually(
-                lambda outage=outage: fleet.log().count("though its lease ends") > outage, "the end of a process"  # type: ignore[misc]
+                lambda outage=outage: fleet.log().count("though its lease is about to expire") > outage, "the end of a process"  # type: ignore[misc]
             )  # fmt: skip
             redis.resume()
         books.open_gate()

@@ -175,7 +175,7 @@ def test_a_message_that_kills_its_worker_dies_and_its_key_and_all_others_go_on(
         dead = [books.publish_key(f"k{number}", 1, do="exit-1")[0] for number in ((1, 2) if SOAK else (1,))]
         books.publish_keys(300, 20, ms=1)
         report = books.check_keys(dead=dict.fromkeys(dead, "crashed"), log=fleet.log)
-    tell(report, watch, crashes=fleet.log().count("starts again"))
+    tell(report, watch, crashes=fleet.log().count("restarting in"))
 
 
 def test_a_worker_that_joins_gets_its_part_of_what_comes_then_while_the_first_works_on(

@@ -101,7 +101,7 @@ def test_messages_that_crash_their_process_end_as_dead_letters_and_their_neighbo
         report = books.check(dead=dict.fromkeys(dead, "crashed"), log=fleet.log)
         assert fleet.supervisor.poll() is None
     assert {letter.attempts for letter in books.letters()} <= {3, 4}
-    tell(report, watch, crashes=fleet.log().count("starts again"))
+    tell(report, watch, crashes=fleet.log().count("restarting in"))
 
 
 def test_a_handler_that_hangs_is_ended_with_its_process_and_its_message_dies_after_its_attempts(

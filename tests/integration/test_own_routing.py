@@ -37,7 +37,7 @@ class Routing:
         self.names = [f"s:{number}" for number in range(streams)]
         self.router = OwnedKeyRouter(
             self.client, SYSTEM_CLOCK, WorkerPolicy(), token="t", keys_of=lambda name: HandlerKeys("app", "handle", name),
-            readable=lambda name: True, woken=self.woken,
+            readable=lambda name: True, ready_streams=self.woken,
         )  # fmt: skip
         self.router._check_due_ms = inf
         for name in self.names:

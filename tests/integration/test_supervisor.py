@@ -37,7 +37,7 @@ def waits_s(client: Client, caplog: pytest.LogCaptureFixture, told: str) -> list
     running.start()
 
     def found() -> list[str]:
-        return re.findall(r"worker till-0 ended with code 9 and starts again in ([0-9.]+) s", caplog.text)
+        return re.findall(r"worker till-0 ended with code 9; restarting in ([0-9.]+) s", caplog.text)
 
     eventually(lambda: len(found()) >= 4, "four deaths", log=lambda: caplog.text)
     stopping.set()

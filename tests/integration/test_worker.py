@@ -263,7 +263,7 @@ def test_redis_out_of_memory_delays_effects_counts_no_attempt_and_loses_nothing(
         client.execute("CONFIG", "SET", "maxmemory", "1")
         try:
             fill_at_maxmemory(client, 100, first=100)
-            eventually(lambda: "wait to be committed" in caplog.text)
+            eventually(lambda: " postponed: " in caplog.text)
             eventually(lambda: pending(client) == 50, "what has no effects")
             assert len(outputs(client)) == 50
         finally:
@@ -344,7 +344,7 @@ def test_the_steps_of_a_message_can_be_extended(client: Client) -> None:
         raise ValueError
 
     fill(client, 1)
-    with working(client, make(handle, retry=Retry(attempts=2, delay_ms=1)), pipeline=Traced) as loop:
+    with working(client, make(handle, retry=Retry(attempts=2, delay_ms=1)), steps=Traced) as loop:
         eventually(lambda: loop.report.committed >= 1)
     assert steps == ["decode", "run", "retry", "decode", "run", "dead_letter"]
 

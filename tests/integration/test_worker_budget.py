@@ -108,7 +108,7 @@ def test_a_message_that_is_larger_than_the_budget_is_taken_alone(
         assert len(loop._hand) == 1
         held.goes_on.set()
         eventually(lambda: loop.report.committed == 6)
-    assert caplog.text.count("takes more when some are done") == 1
+    assert caplog.text.count("fetching resumes as they finish") == 1
     assert "--prefetch-mb" in caplog.text
 
 

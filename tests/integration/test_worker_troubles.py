@@ -104,7 +104,7 @@ def test_at_maxmemory_a_run_that_has_ended_is_not_taken_for_one_that_hangs(
         eventually(lambda: loop.report.committed == 5)
         with configured(client, "maxmemory", "1"):
             fill_at_maxmemory(client, 5, first=5)
-            eventually(lambda: loop.report.read == 10 and "wait to be committed" in caplog.text)
+            eventually(lambda: loop.report.read == 10 and " postponed: " in caplog.text)
             look_again(health, clock, 5)  # beyond the time limit and the grace, each time
             assert (loop.report.read, loop.ended.is_set()) == (10, False)
         eventually(lambda: loop.report.committed == 10)
@@ -127,7 +127,7 @@ def test_at_maxmemory_a_run_that_hangs_is_given_up_when_there_is_memory_and_all_
         eventually(lambda: loop.report.committed == 2)
         with configured(client, "maxmemory", "1"):
             clock.leap(602_000)
-            eventually(lambda: "that hangs cannot be given up yet" in caplog.text)
+            eventually(lambda: "cannot give up a run of" in caplog.text)
             for _ in range(3):
                 (one,) = entries(client)
                 client.execute("XCLAIM", "in", KEYS.group, "w1", 0, one[0], "IDLE", QUICK.claim_ms * 3 // 4, "JUSTID")
@@ -149,7 +149,7 @@ def test_at_maxmemory_a_suspect_holds_up_nobody(client: Client, caplog: pytest.L
         deliver_to(client, "dead", times=3)
         with configured(client, "maxmemory", "1"):
             client.execute("HDEL", KEYS.meta, "paused")
-            eventually(lambda: "a message that may have killed others waits" in caplog.text)
+            eventually(lambda: "cannot run a poison-pill suspect" in caplog.text)
             fill_at_maxmemory(client, 20)
             eventually(lambda: loop.report.committed == 21)
             assert len(entries(client)) == 1
@@ -226,7 +226,7 @@ def test_a_stream_of_a_pattern_that_cannot_be_read_is_left_out_and_said_once(
         for number in range(2):  # it has looked for streams since
             fill(client, 5, stream=f"in.d{number}")
             eventually(lambda: loop.report.committed == 10 + 5 * number)  # noqa: B023 - it is over by then
-    assert caplog.text.count("app.handle leaves a stream out that fits its pattern") == 1
+    assert caplog.text.count("handler app.handle cannot process a stream that matches its pattern") == 1
 
 
 def test_streams_are_looked_for_the_less_often_the_longer_that_takes_and_nobody_waits_for_it(
@@ -321,7 +321,7 @@ def test_a_handler_that_cancels_all_tasks_of_the_loop_ends_the_worker_and_is_tol
         ran.set()
 
     fill(client, 1)
-    with ending(Unfinished, client, make(handle), match="cancel only those that it has made"):
+    with ending(Unfinished, client, make(handle), match="cancel only tasks that the handler has made"):
         eventually(ran.is_set)
 
 
@@ -437,7 +437,7 @@ def test_a_dead_letter_says_how_many_processes_died_of_the_message_and_what_the_
     (letter,) = dead(client)
     cause = "was ended by SIGSEGV" if what_became == DIED else "vanished together with its supervisor"
     assert (letter.reason, letter.attempts) == ("crashed", 3)
-    assert letter.error == f"2 processes ended while they ran this message and nothing else; the last {cause}"
+    assert letter.error == f"2 processes crashed while they ran this message and nothing else; the last {cause}"
     assert (outputs(client), client.execute("EXISTS", KEYS.strikes)) == ([], 0)
 
 
