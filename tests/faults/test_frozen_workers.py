@@ -1,4 +1,4 @@
-"""Messages that freeze their process or outlive its lease: the guilty end as dead letters, the innocent never do."""
+"""Messages that freeze their process or outlive its lease are dead-lettered; other messages never are."""
 
 import os
 import signal
@@ -16,7 +16,7 @@ from tests.support.worker_processes import CLAIM_S, Books, Fleet, Tell, watched
 pytestmark = [pytest.mark.worker, pytest.mark.keys, pytest.mark.faults]
 
 OUTAGES = 4
-"""One more than the attempts that a message of the app `brittle` has."""
+"""One more than the attempts of a message of the app `brittle`."""
 
 
 @pytest.mark.parametrize("deed", ["compute", "block"])
@@ -63,7 +63,7 @@ def test_a_message_is_not_blamed_for_what_its_lease_ran_out_for_while_redis_was_
             eventually(lambda outage=outage: len(books.runs()) > outage, "one more run", log=fleet.log)  # type: ignore[misc]
             redis.suspend()
             eventually(
-                lambda outage=outage: fleet.log().count("though its lease is about to expire") > outage, "the end of a process"  # type: ignore[misc]
+                lambda outage=outage: fleet.log().count("its lease is about to expire") > outage, "the end of a process"  # type: ignore[misc]
             )  # fmt: skip
             redis.resume()
         books.open_gate()

@@ -1,4 +1,4 @@
-"""Redis dies, forgets, fills up, fails over and loses connections under workers: they go on by themselves."""
+"""Redis dies, loses data, fills up, fails over and drops connections of workers: they recover by themselves."""
 
 import itertools
 import os
@@ -59,14 +59,14 @@ def test_a_redis_that_is_killed_costs_no_message_and_its_absence_costs_neither_p
 
 
 def share_of_a_core(fleet: Fleet) -> float:
-    """What the fleet uses of the processor for some seconds: other programs can only make it less."""
+    """Return the fleet's share of the processor over some seconds: other programs can only lower it."""
     began, used = time.monotonic(), busy_s(fleet)
     time.sleep(AWAY_S)
     return (busy_s(fleet) - used) / (time.monotonic() - began)
 
 
 def busy_s(fleet: Fleet) -> float:
-    """Processor time that the fleet has used so far."""
+    """Return the processor time that the fleet has used so far."""
     processes = [psutil.Process(fleet.supervisor.pid), *fleet.children()]
     return sum(sum(process.cpu_times()[:2]) for process in processes)
 
@@ -150,7 +150,7 @@ def test_maxmemory_delays_effects_and_counts_no_attempt(fresh_client: Client, tm
 
 
 def is_held_up(client: Client) -> bool:
-    """Whether Redis has refused a command for want of memory."""
+    """Return whether Redis has refused a command for lack of memory."""
     return b"errorstat_OOM" in client.execute("INFO", "errorstats")
 
 

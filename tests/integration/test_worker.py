@@ -390,7 +390,7 @@ def test_entries_of_a_consumer_that_polls_but_makes_no_progress_are_adopted(clie
     began_ms = clock.monotonic_ms()
 
     def adopted() -> bool:
-        """Poll, as long as it is not adopted, and let some time pass."""
+        """Poll until it is claimed, and let some time pass."""
         client.execute("XREADGROUP", "GROUP", KEYS.group, "poller", "STREAMS", "in", "0")
         clock.leap(20_000)
         return pending(client) == 0

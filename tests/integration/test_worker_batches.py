@@ -1,4 +1,4 @@
-"""Handlers that take lists, on a worker: their outputs are written once, and only the guilty one of a batch dies."""
+"""Handlers that take lists, on a worker: outputs are written once, and only the message at fault is dead-lettered."""
 
 import asyncio
 import inspect
@@ -34,7 +34,7 @@ def doubled(numbers: list[Number]) -> list[dict[str, int]]:
 
 
 def either(function: Callable[..., Any], kind: str) -> Callable[..., Any]:
-    """The function, or a coroutine function that does the same."""
+    """Return the function, or a coroutine function that does the same."""
     if kind == "plain":
         return function
 
@@ -248,7 +248,7 @@ def stream_of(client: Client, name: str = "w1") -> ReliableStream:
 
 
 def commit(stream: ReliableStream, batch: list[Delivery]) -> bool:
-    """Whether a batch is accepted, with one output."""
+    """Commit a batch with one output; return whether it was accepted."""
     unit = stream.unit(*batch)
     unit.add_outputs([(b"n", len(batch))])
     return stream.commit([unit]) == []

@@ -1,4 +1,4 @@
-"""How many bytes of messages a worker has in hand: no more than its budget, however many there are and however large."""
+"""Bytes of messages in flight on a worker: never more than its budget, however many and large the messages are."""
 
 import asyncio
 import logging
@@ -33,7 +33,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 class Held:
-    """A handler that waits until it may go on, and could run a hundred messages at once."""
+    """A handler that waits for a permit, and could run a hundred messages at once."""
 
     def __init__(self, **options: Any) -> None:
         self.goes_on = threading.Event()
@@ -41,7 +41,7 @@ class Held:
 
     @property
     def handler(self) -> Handler:
-        """Its handler."""
+        """The handler function."""
 
         async def work(message: Message) -> dict[str, Any]:
             while not self.goes_on.is_set():  # noqa: ASYNC110 - it is set in another thread

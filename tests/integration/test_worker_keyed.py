@@ -1,4 +1,4 @@
-"""A worker whose handler has a key: order, state, what becomes of failures, stops, and the end of a lease."""
+"""A worker whose handler has a key: order, state, failures, stops, and the end of a lease."""
 
 import asyncio
 import threading
@@ -46,7 +46,7 @@ def rows(client: Client) -> list[dict[str, str]]:
 
 
 def check_order(client: Client, total: int) -> None:
-    """Each message once, each key in order, on the state that the message before has committed; nothing is left."""
+    """Check: each message once, each key in order, on the state of the message before; nothing is left."""
     found = rows(client)
     assert len(found) == total
     by_key: dict[str, list[dict[str, str]]] = defaultdict(list)
@@ -105,20 +105,20 @@ def test_a_key_can_be_a_function_and_what_has_none_is_dead_or_unordered(client: 
 
 
 def back_offs_end(client: Client) -> None:
-    """What waits for its next attempt waits no longer."""
+    """Make messages that back off due at once."""
     for line in client.execute("ZRANGE", KEYS.backoff, 0, -1):
         client.execute("ZADD", KEYS.backoff, "XX", 0, line)
 
 
 def leased_until(client: Client) -> float:
-    """When the first of all leases ends, by the server's clock; never, if there is none."""
+    """Return when the first lease expires, by the server's clock; infinite if there is none."""
     return min(
         (float(score) for score in client.execute("ZRANGE", KEYS.leases, 0, -1, "WITHSCORES")[1::2]), default=inf
     )
 
 
 def keeps_leases(client: Client, clock: LeapClock) -> None:
-    """Let more time pass than a lease lasts, for a worker that has to say again and again that it has its leases."""
+    """Let more time pass than a lease lasts, for a worker that has to renew its leases meanwhile."""
     for _ in range(3):
         before = leased_until(client)
         assert before < inf
@@ -127,7 +127,7 @@ def keeps_leases(client: Client, clock: LeapClock) -> None:
 
 
 def failing(key: str, times: int) -> Callable[..., Any]:
-    """`count`, but the first message of one key fails so many times."""
+    """Like `count`, but the first message of one key fails so many times."""
 
     def handle(message: Message, state: State) -> dict[str, Any]:
         if message.key == key.encode() and message.fields["n"] == b"0" and message.attempt <= times:
@@ -265,7 +265,7 @@ def proxy(client: Client) -> Iterator[Proxy]:
 
 AT_ONCE = replace(QUICK, stop_ms=0)
 NEARLY_MS = QUICK.claim_ms - 5_000
-"""A tenth of a lease before its end a worker gives up."""
+"""A worker gives up a tenth of a lease before it expires."""
 
 
 def test_an_async_handler_is_broken_off_before_its_lease_ends(client: Client, proxy: Proxy) -> None:

@@ -35,12 +35,12 @@ def count(message: Message, state: State) -> dict[str, Any]:
 
 
 def fill(client: Client, streams: int, each: int, first: int = 0) -> None:
-    """Entries in turns, so that no stream is done before another."""
+    """Add entries round robin, so that no stream is finished before another."""
     client.pipeline([("XADD", f"s:{s}", "*", "n", n) for n in range(first, first + each) for s in range(streams)])
 
 
 def rows(client: Client) -> dict[str, list[dict[str, str]]]:
-    """The outputs of each stream, in the order of their commits."""
+    """Return the outputs of each stream, in the order of their commits."""
     found: dict[str, list[dict[str, str]]] = defaultdict(list)
     for _, pairs in client.execute("XRANGE", "out", "-", "+"):
         row = {pairs[i].decode(): pairs[i + 1].decode() for i in range(0, len(pairs), 2)}
@@ -49,7 +49,7 @@ def rows(client: Client) -> dict[str, list[dict[str, str]]]:
 
 
 def check_order(client: Client, streams: int, each: int) -> None:
-    """Each message once, each stream in order, on the state that the message before has committed, fences growing."""
+    """Check: each message once, each stream in order, on the state of the message before, with growing fences."""
     found = rows(client)
     assert set(found) == {f"s:{s}" for s in range(streams)}
     for name, some in found.items():
@@ -262,7 +262,7 @@ def test_one_stream_that_cannot_be_worked_on_is_nobody_elses_trouble_and_comes_b
 
 
 def left_out(client: Client, service: str) -> dict[str, str | None]:
-    """What the command says of each stream that is left out, and why."""
+    """Return the excluded streams that the command shows, and why."""
     found = call("streams", service, "--json", "--url", client.url).json()
     return {row["stream"]: row["left_out"] for row in found["shown"] if row["state"] == "left out"}
 
@@ -288,7 +288,7 @@ def test_what_is_announced_and_is_no_stream_is_left_out_until_it_is_one(
 
 
 def login(client: Client, *rules: str) -> str:
-    """The URL of a user who may do everything but for these rules."""
+    """Return the URL of a user with all rights except those of these rules."""
     client.execute("ACL", "SETUSER", "limited", "reset", "on", ">secret", "+@all", "~*", *rules)
     return client.url.replace("redis://", "redis://limited:secret@", 1)
 
@@ -343,7 +343,7 @@ def test_a_worker_that_may_not_be_told_what_has_changed_looks_for_itself(
 
 def test_a_worker_on_streams_where_nothing_comes_asks_little(client: Client) -> None:
     def scripts_in(duration_s: float) -> float:
-        """A second, in so long a time or longer."""
+        """Return a second, after so long a time or longer."""
         began_s, before = time.monotonic(), scripts_called(client)
         time.sleep(duration_s)
         return (scripts_called(client) - before) / (time.monotonic() - began_s)

@@ -1,4 +1,4 @@
-"""What a worker does when Redis refuses it something, when messages look dangerous, and when it stops with work in hand."""
+"""A worker when Redis refuses commands, with suspected poison pills, and at a stop with entries in flight."""
 
 import asyncio
 import logging
@@ -54,7 +54,7 @@ DAY_MS = 86_400_000
 
 @contextmanager
 def configured(client: Client, name: str, value: str, normal: str = "0") -> Iterator[None]:
-    """A setting of the server meanwhile."""
+    """Change a setting of the server during the block."""
     client.execute("CONFIG", "SET", name, value)
     try:
         yield
@@ -67,7 +67,7 @@ def nothing(message: Message) -> None:
 
 
 def entries(client: Client) -> list[Any]:
-    """The pending list: id, consumer, idle time, deliveries."""
+    """Return the pending list: id, consumer, idle time, deliveries."""
     found: list[Any] = client.execute("XPENDING", "in", KEYS.group, "-", "+", 1_000)
     return found
 
@@ -79,7 +79,7 @@ def test_while_writes_are_refused_it_asks_seldom_and_then_goes_on_by_itself(clie
     recorder = Recorder()
 
     def refused() -> float:
-        """How many reads."""
+        """Return how many reads there were."""
         return recorder.value(m.REDIS_ERRORS, error="Unavailable")
 
     with working(client, make(double), metrics=recorder) as loop:
@@ -396,7 +396,7 @@ ALIVE, TOLD_TO_END, DIED, VANISHED = "alive", "told to end", "died", "vanished"
 
 
 def suspect_run_before(client: Client, what_became: str, *, deaths: int) -> bytes:
-    """Publish a message that a process, w9, ran in isolation, and of which so many have died; its id."""
+    """Publish a message that the process w9 ran in isolation, and on which so many have crashed; return its id."""
     with working(client, make(double)):
         eventually(lambda: client.execute("EXISTS", KEYS.meta) == 1)
     fill(client, 1)
@@ -442,7 +442,7 @@ def test_a_dead_letter_says_how_many_processes_died_of_the_message_and_what_the_
 
 
 def gets(client: Client) -> int:
-    """How many GET the server has run since the test began."""
+    """Return how many GETs the server has run since the test began."""
     _, found, rest = client.execute("INFO", "commandstats").decode().partition("cmdstat_get:calls=")
     return int(rest.partition(",")[0]) if found else 0
 
