@@ -55,7 +55,7 @@ class Incarnation:
         """The text that it writes beside a message that it runs in isolation."""
 
     def end_of(self, mark: str) -> ProcessEnd | None:
-        """Return how the process that wrote `mark` ended: `NO_END` if it is alive, None if that is not known yet.
+        """Return how the process that wrote `mark` ended: `ALIVE` if it lives on, None if that is not known yet.
 
         Its supervisor records the end, and holds the name until then. If neither record nor name exists for as long as
         a name lasts, both have died: after an outage of Redis a living supervisor renews its name sooner. Raises

@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 _TIMEOUT_SLACK_MS = 10_000
 _FULL_WAIT_S = 0.02
-_ALONE_WAIT_S = 0.005
+_POLL_S = 0.005
 _BACK_OFF_MS = (50.0, 1_000.0)
 _DISCOVERY_SHARE = 20
 
@@ -112,7 +112,7 @@ class ReadingLoop:
     def run(self) -> list[Delivery]:
         """Work until `stop`; return the deliveries that were still running then, which other workers will run again.
 
-        Entries that have not begun are released at once and count no attempt. Raises the error that ended the loop
+        Entries that have not started are released at once and count no attempt. Raises the error that ended the loop
         before `stop`: StaleOwner when a run on Spark took the handler over, HandlerStuck, ConfigError, and RedisError
         except Unavailable, which the loop waits out.
         """
@@ -133,7 +133,7 @@ class ReadingLoop:
         ]
         self._stopping.wait()
         self._guard.suspect(None)
-        # Entries that have not begun are released first: other workers need not wait until the running ones have ended.
+        # Entries that have not started are released first: other workers need not wait until the running ones have ended.
         self._side.hand_back(self._hand.drop_waiting())
         self._wait_for(fetching)
         self._side.hand_back(self._hand.drop_waiting())
@@ -260,7 +260,7 @@ class ReadingLoop:
         has_warned = False
         has_many = self.handler.order == "stream"
         is_watched = has_many or self.handler.pattern is not None
-        delayed = _watched_delays(self._client, self._clock) if is_watched else DelayedMessages(self._client)
+        delayed = _tracked_delayed_messages(self._client, self._clock) if is_watched else DelayedMessages(self._client)
         while not self._stopping.is_set():
             try:
                 delayed.keep_moving(
@@ -309,14 +309,14 @@ class ReadingLoop:
         while any(one.running for one in self._hand.deliveries) and not self._is_over():
             if not any(thread.is_alive() for thread in threads):
                 return
-            time.sleep(_ALONE_WAIT_S)
+            time.sleep(_POLL_S)
 
     def _wait_for(self, threads: Sequence[threading.Thread]) -> None:
         for thread in threads:
             thread.join(max(0.0, self._deadline_ms - self._clock.monotonic_ms()) / 1000)
 
 
-def _watched_delays(client: Client, clock: Clock) -> DelayedMessages:
+def _tracked_delayed_messages(client: Client, clock: Clock) -> DelayedMessages:
     from millstream.worker.delayed_mover import WatchedDelays
 
     return WatchedDelays(client, clock)

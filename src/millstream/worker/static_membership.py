@@ -16,7 +16,7 @@ _MOST_NAMES = 10_000
 class StaticMembership:
     """The names `<base>-<n>` of an app's workers that one supervisor holds; call `renew` to keep them.
 
-    After a restart the supervisor gets the same names: `HELD_MS` after their last renewal, or at once if it released
+    After a restart the supervisor gets the same names: `NAME_LEASE_MS` after their last renewal, or at once if it released
     them. Raises RedisError.
     """
 

@@ -32,7 +32,7 @@ class WakeUp(Protocol):
 _ROUTER_MS = 3_000
 _ROUTER_MS_EACH = 15.0
 _ROUTED_AT_ONCE = 4_000
-"""Many: an entry routed further ahead makes lease slices longer, and a slice costs Redis as much as some messages."""
+"""Large: entries routed further ahead make lease slices longer, and a slice costs Redis as much as some messages."""
 _IDLE_S = 0.02
 _WARN_AFTER_FAILURES = 10
 _SWEEP_MS_EACH = 1.0
@@ -44,8 +44,7 @@ _NEARLY_FULL = 0.8
 class LeaseFetcher(Fetcher[KeyedStream]):
     """Leases keys; room is counted in keys.
 
-    `on_suspect` is called with an entry on which more than `isolated_after` leases expired: it may have crashed its
-    workers.
+    `on_suspect` is called with an entry on which `isolated_after` leases expired: it may have crashed its workers.
     """
 
     def __init__(

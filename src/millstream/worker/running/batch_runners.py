@@ -23,7 +23,7 @@ from millstream.worker.running.runner import GATE_S, AsyncRunner, ThreadRunner
 class _BatchBuilder:
     """A batch in the making: entries of one stream that have not failed yet, or a single one that has.
 
-    Entries of two streams could not be committed in one step. `aside`: entries that do not fit in this batch.
+    Entries of two streams could not be committed in one step. `rest`: entries that belong to other batches.
     """
 
     def __init__(self, size: int) -> None:
@@ -38,7 +38,7 @@ class _BatchBuilder:
         return self.is_cut_off or len(self.batch) >= self._size or any(one.attempt > 1 for one in self.batch[:1])
 
     def offer(self, delivery: Delivery | None) -> None:
-        """Add an entry to the batch, or put it aside; None is the end of the buffer."""
+        """Add an entry to the batch, or to the rest; None is the end of the buffer."""
         if delivery is None:
             self.is_cut_off = True
         elif not self.batch or (delivery.stream is self.batch[0].stream and delivery.attempt == 1):

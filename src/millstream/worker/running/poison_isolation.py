@@ -87,7 +87,7 @@ class PoisonIsolation:
         self._suspects.put(delivery)
 
     def run(self) -> None:
-        """Run suspects until `suspect(None)` or the stop."""
+        """Run suspects until `add_suspect(None)` or the stop."""
         while (delivery := self._next()) is not None and not self._stopping.is_set():
             try:
                 with exclude_on_error(delivery.stream):

@@ -82,7 +82,7 @@ class LoadSample(NamedTuple):
     * `starved`: how often a thread found the buffer empty
     * `finished`, `took_ms`: the runs that ended, and how long they took in total
     * `at_ms`, `cpu_ms`: the time of the sample, and the processor time of the process
-    * `since_ms`: since when no run has ended
+    * `stalled_since_ms`: since when no run has ended
     """
 
     starved: int

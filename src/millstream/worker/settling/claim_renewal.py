@@ -226,7 +226,9 @@ class ClaimRenewal:
         lost = [in_flight[entry_id] for entry_id in stream.extend(list(in_flight)) if not in_flight[entry_id].settling]
         if lost:
             logger.warning(
-                "claims on %d messages of %s lost: they are not pending for this worker", len(lost), stream.stream
+                "claims on %d messages of %s lost: another worker claimed them, or they were deleted; dropping them",
+                len(lost),
+                stream.stream,
             )
             stream.report_trimmed([one.id for one in lost])
             self._hand.drop(lost)

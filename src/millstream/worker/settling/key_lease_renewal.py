@@ -113,7 +113,9 @@ class KeyLeaseRenewal(ClaimRenewal):
                 lost += self._hand.end_lease(lease)
         if lost:
             self._report.refused_some(len(lost))
-            logger.warning("leases on %d messages of %s lost: they expired or were ended", len(lost), stream.stream)
+            logger.warning(
+                "leases on %d messages of %s lost: they expired or were ended; dropping them", len(lost), stream.stream
+            )
 
     def _give_up(self, delivery: Delivery) -> None:
         """Record the failed attempt. The key stays leased while the run goes on, that is, until the process ends."""
