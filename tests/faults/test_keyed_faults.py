@@ -19,7 +19,7 @@ from tests.support.waiting import eventually
 from tests.support.worker_processes import CLAIM_S, Fleet, Tell, wake_up, watched
 
 LONG_CLAIM_S = 3 * CLAIM_S
-"""So that leases outlast the deaths of their owner and its supervisor on a slow machine."""
+"""Leases must outlast the deaths of their owner and its supervisor on a slow machine."""
 SOAK = bool(os.environ.get("MILLSTREAM_SOAK"))
 pytestmark = [pytest.mark.keys, pytest.mark.faults]
 
@@ -66,7 +66,7 @@ def test_chaos_keeps_every_key_in_order_and_loses_and_doubles_nothing(
                 else:
                     victim.suspend()
                     stopped.append(victim)
-            time.sleep(chance.uniform(0.2, 1.5))  # leases of a second end, or do not
+            time.sleep(chance.uniform(0.2, 1.5))  # leases of a second may expire meanwhile
         wake_up(stopped)
         report = books.check_keys(overlap=False, log=fleets[0].log)
     tell(report, watch, seed=seed, **harm)
@@ -77,7 +77,7 @@ def test_after_a_kill_the_keys_of_the_dead_go_on_elsewhere_once_their_leases_hav
 ) -> None:
     """`benchmarks recovery` measures how soon."""
     books = KeyedBooks(fresh_client, tmp_path)
-    # The names are not taken again, as the dead one's supervisor dies as well: only the lease helps.
+    # The name is not acquired again, as its supervisor dies as well: only the expiry of the lease helps.
     with Fleet(fresh_client.url, tmp_path, "--name", "heir", processes=1, app="keyed", claim_s=LONG_CLAIM_S) as heir:
         heir.ready()
         for number in range(6 if SOAK else 1):
@@ -102,8 +102,8 @@ def test_after_a_kill_the_keys_of_the_dead_go_on_elsewhere_once_their_leases_hav
                 again_ms = first_commits_ms(books, done)
         report = books.check_keys(log=heir.log)
     assert until_ms
-    assert again_ms.keys() >= until_ms.keys(), "each line that it held goes on"
-    assert all(again_ms[line] >= until_ms[line] for line in until_ms), "and not before its lease has ended"
+    assert again_ms.keys() >= until_ms.keys(), "each key that it held goes on"
+    assert all(again_ms[line] >= until_ms[line] for line in until_ms), "and not before its lease has expired"
     waited_ms = max(again_ms[line] for line in until_ms) - killed_ms
     tell(report, lines=len(until_ms), waited_ms=round(waited_ms), lease_s=LONG_CLAIM_S)
 
@@ -149,7 +149,7 @@ def asleep_with_leases(fleet: Fleet, books: KeyedBooks) -> psutil.Process:
         if books.drained():
             books.publish_keys(2_000, 50, ms=5)
         victim.suspend()
-        books.drained()  # a round trip: Redis has done by now what it sent before
+        books.drained()  # a round trip: Redis has executed the worker's earlier commands by now
         if leases_of(books, owner_of(victim)):
             return True
         victim.resume()
@@ -228,7 +228,7 @@ def test_a_hot_key_that_stands_still_holds_up_no_other_and_costs_no_more_than_it
     p99 = [statistics.quantiles(times, n=100)[98] for times in (alone, beside)]
     tell(report, p99_alone_ms=round(p99[0], 1), p99_beside_ms=round(p99[1], 1), bytes_each=round(bytes_each),
          still_waiting=still_waiting)  # fmt: skip
-    assert still_waiting > HOT, "all others were done while it stood still"
+    assert still_waiting > HOT, "all others were processed while it was paused"
     assert bytes_each < 130
 
 

@@ -76,7 +76,7 @@ def stopped_at_work(fleet: Fleet, books: Books, *, count: int, ms: int) -> psuti
         if held_by(books) < 2:
             return False
         victim.suspend()
-        books.drained()  # a round trip: Redis has done by now what the victim sent before it was stopped
+        books.drained()  # a round trip: Redis has executed the victim's earlier commands by now
         if held_by(books) < 2:
             victim.resume()
             return False
@@ -170,7 +170,7 @@ def leave(books: Books, heir: Fleet, leaving: Fleet) -> None:
     """Stop `leaving` in the middle of a message: `heir` gets the entries not started, though no claim expires."""
     idle = heir.victim(books)
     idle.suspend()
-    books.publish(2_000)  # so much at once that it takes hundreds ahead; the first may go to the one that is suspended
+    books.publish(2_000)  # so many that it prefetches hundreds; the first may go to the paused worker
     eventually(lambda: leaving.figures()["committed"] > 1_500, "the second fleet's start", log=leaving.log)
     (busy,) = books.publish(1, do="wait")
     books.publish(200, ms=1)
@@ -181,7 +181,7 @@ def leave(books: Books, heir: Fleet, leaving: Fleet) -> None:
     leaving.supervisor.terminate()
     idle.resume()
     eventually(lambda: left <= started(books), "the heir's work", log=heir.log)
-    assert leaving.supervisor.poll() is None, "it waits for what runs"
+    assert leaving.supervisor.poll() is None, "it waits for the running message"
     with books.gate_open():
         assert leaving.supervisor.wait(FAIL_SAFE_S) == 0
 
@@ -209,8 +209,8 @@ def test_a_second_sigterm_ends_at_once_and_what_ran_others_do_again(
         eventually(lambda: books.pending() == 2, "both in hand", log=fleet.log)
         fleet.supervisor.terminate()
         eventually(lambda: handed_back(books) == 1, "the first signal to be obeyed", log=fleet.log)
-        assert fleet.supervisor.poll() is None, "it waits for what runs"
-        assert fleet.stop() == 0  # and so would it for an hour
+        assert fleet.supervisor.poll() is None, "it waits for the running message"
+        assert fleet.stop() == 0  # it would wait for an hour
         books.open_gate()
         fleet.start()
         report = books.check(log=fleet.log)

@@ -92,7 +92,7 @@ def test_messages_that_become_large_all_at_once_do_not_break_the_budget(client: 
         held.goes_on.clear()
         publish(client, 60, streams)
         eventually(lambda: loop._hand.at_budget or loop._hand.bytes > BUDGET, "a budget that is used up")
-        # Of what nobody can know the size of, no more than a few may be too much.
+        # Entries of unknown size may exceed the budget by a few only.
         assert loop._hand.bytes <= BUDGET + 10 * SIZE
         held.goes_on.set()
         eventually(lambda: loop.report.committed == 3_060)

@@ -96,7 +96,7 @@ def test_each_stream_has_the_rate_for_itself(client: Client) -> None:
 
 def test_a_handler_that_was_idle_reads_a_message_at_once(client: Client) -> None:
     with ExitStack() as stack:
-        slow = make(double, rate=1 / 3_600)  # if it had to wait for its turn, that were in an hour
+        slow = make(double, rate=1 / 3_600)  # without a reservation left over it would wait for an hour
         loops = [stack.enter_context(working(client, slow, f"w{number}")) for number in range(2)]
         eventually(lambda: client.execute("HEXISTS", KEYS.meta, "rate_at"))
         fill(client, 1)

@@ -93,7 +93,7 @@ def test_a_worker_that_does_not_route_is_told_by_the_one_that_does(client: Clien
     with working(client, handler, "w1", policy=policy) as one:
         eventually(lambda: one.report.committed == 40)
         client.execute("XADD", "in0", "*", "n", 7, "key", "busy")
-        eventually(blocked.is_set)  # it routes, and can do nothing else
+        eventually(blocked.is_set)  # it routes, and is blocked
         with working(client, handler, "w2", policy=policy) as two:
             for n in range(1, 4):
                 publish(client, 20, first=n)

@@ -99,7 +99,7 @@ def test_one_message_of_a_stream_runs_at_a_time_and_other_streams_meanwhile(clie
                 running[name] += 1
                 most[name] = max(most[name], running[name])
         eventually(lambda: most["all"] > 1, "a run on another stream")
-        time.sleep(0.02)  # so that another of this stream could run beside it
+        time.sleep(0.02)  # another of this stream could run beside it meanwhile
         for name in (message.stream, "all"):
             with lock:
                 running[name] -= 1
@@ -119,7 +119,7 @@ def test_a_worker_that_stops_hands_its_streams_on_at_once(client: Client) -> Non
         with working(client, handler, "leaves"):
             eventually(lambda: len(set(owners(client).values())) == 2)
             eventually(lambda: sum(map(len, rows(client).values())) == 6)
-        assert "leaves" not in owners(client).values(), "it is over, and no lease has to end"
+        assert "leaves" not in owners(client).values(), "it has left the service, and no lease has to expire"
         fill(client, 6, 1, first=1)
         eventually(lambda: sum(map(len, rows(client).values())) == 12)
         assert set(owners(client).values()) == {"stays"}
@@ -143,7 +143,7 @@ def test_a_failing_message_keeps_its_place_in_its_stream_while_others_go_on(clie
             assert "s:0" not in rows(client)
             eventually(lambda: client.execute("ZCARD", keys.backoff) == 1)
             (line,) = client.execute("ZRANGE", keys.backoff, 0, -1)
-            client.execute("ZADD", keys.backoff, "XX", 0, line)  # its wait is over
+            client.execute("ZADD", keys.backoff, "XX", 0, line)  # makes it due
         eventually(lambda: sum(map(len, rows(client).values())) >= 12)
     check_order(client, 3, 4)
 
@@ -431,12 +431,12 @@ def test_a_lease_that_moves_takes_nothing_over_from_a_newer_run_on_spark(client:
     spark = CommitStore(client, app="app", handler="handle", into="out")
     with ending(StaleOwner, client, handler, "w1"), ending(StaleOwner, client, handler, "w2"):
         eventually(lambda: len(set(owners(client).values())) == 2)
-        eventually(lambda: sum(map(len, rows(client).values())) == 4)  # so that they are at work on every stream
+        eventually(lambda: sum(map(len, rows(client).values())) == 4)  # they are at work on every stream
         spark = spark.renewed(spark.new_token(names))
-        spark.begin(names)  # whoever is first to notice gives its streams back, and the other is given them
+        spark.begin(names)  # the first to notice releases its streams, and the other gets them
     spark.begin(names)
     assert [client.execute("HGET", HandlerKeys("app", "handle", name).meta, "engine") for name in names] == [None] * 4
-    with working(client, handler, "w3"):  # one that was started after it does
+    with working(client, handler, "w3"):  # one started after the run on Spark may take over
         fill(client, 4, 1, first=1)
         eventually(lambda: sum(map(len, rows(client).values())) == 8)
     check_order(client, 4, 2)
@@ -444,7 +444,7 @@ def test_a_lease_that_moves_takes_nothing_over_from_a_newer_run_on_spark(client:
 
 @pytest.mark.parametrize("options", [{"announced": "calls"}, {"pattern": "s:*"}])
 def test_on_a_cluster_streams_of_all_nodes_stay_in_order_while_workers_come_and_go(options: dict[str, Any]) -> None:
-    ran: dict[str, dict[tuple[int, int], None]] = defaultdict(dict)  # a run that is refused is repeated
+    ran: dict[str, dict[tuple[int, int], None]] = defaultdict(dict)  # a run whose commit is refused is repeated
 
     def note(message: Message, state: State) -> None:
         state["count"] = state.get("count", 0) + 1

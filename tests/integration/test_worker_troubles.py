@@ -223,7 +223,7 @@ def test_a_stream_of_a_pattern_that_cannot_be_read_is_left_out_and_said_once(
         fill(client, 5, stream="in.a}b")
         fill(client, 5, stream="in.c")
         eventually(lambda: loop.report.committed == 5)
-        for number in range(2):  # it has looked for streams since
+        for number in range(2):  # it has discovered streams since
             fill(client, 5, stream=f"in.d{number}")
             eventually(lambda: loop.report.committed == 10 + 5 * number)  # noqa: B023 - it is over by then
     assert caplog.text.count("handler app.handle cannot process a stream that matches its pattern") == 1
@@ -250,7 +250,7 @@ def test_streams_are_looked_for_the_less_often_the_longer_that_takes_and_nobody_
     # No message that runs while the clock leaps has run for too long.
     with working(client, make(double, pattern="in.*", time_limit_ms=3_600_000), clock=clock) as loop:
         eventually(lambda: len(scans) == 2)
-        for number in range(20):  # while it looks
+        for number in range(20):  # during the scan
             fill(client, 1, stream="in.a", first=number)
             eventually(lambda: loop.report.committed == number + 2)  # noqa: B023 - it is over by then
         release.set()
@@ -291,7 +291,7 @@ def test_while_one_stream_cannot_be_committed_what_the_others_have_is_still_kept
     assert (report.committed, len(hand)) == (2, 0)
 
 
-# Handlers that do what they should not
+# Handlers that misbehave
 
 
 @pytest.mark.parametrize("key", [None, "n"])
@@ -414,7 +414,7 @@ def suspect_run_before(client: Client, what_became: str, *, deaths: int) -> byte
 def test_a_process_that_lives_or_was_told_to_end_is_not_held_against_what_it_ran_in_isolation(
     client: Client, what_became: str
 ) -> None:
-    suspect_run_before(client, what_became, deaths=1)  # of two, which are one too many
+    suspect_run_before(client, what_became, deaths=1)  # with the second crash it is one too many
     with working(client, make(double)):
         eventually(lambda: outputs(client) == [0])
         eventually(lambda: pending(client) == 0)
@@ -430,7 +430,7 @@ def test_a_dead_letter_says_how_many_processes_died_of_the_message_and_what_the_
     with working(client, make(double), clock=clock):
 
         def is_given_up() -> bool:
-            clock.leap(400)  # the supervisor has as long as a name lasts to show that it lives
+            clock.leap(400)  # a supervisor renews its name sooner than it expires
             return pending(client) == 0
 
         eventually(is_given_up)
@@ -497,7 +497,7 @@ def test_a_suspect_of_a_batch_handler_that_is_taken_over_while_it_waits_to_be_al
         eventually(lambda: loop.report.adopted == 1)
         eventually(lambda: not loop._hand.gate.is_set(), "its turn")
         client.execute("XCLAIM", "in", KEYS.group, "thief", 0, entries(client)[0][0])
-        clock.leap(QUICK.claim_ms / 2)  # it says once more what it has
+        clock.leap(QUICK.claim_ms / 2)  # it renews its claims
         eventually(lambda: loop.report.refused == 1)  # it has noticed
         release.set()
         eventually(lambda: loop.report.committed == 1)
@@ -520,7 +520,7 @@ def test_what_waits_for_a_retry_is_handed_back_with_what_is_left_of_its_wait(cli
         eventually(lambda: loop.report.retried == 2)
     assert loop.report.handed_back == 2
     for _, _, idle_ms, _ in entries(client):
-        assert 110_000 < idle_ms < 590_000  # adopted after 600,000
+        assert 110_000 < idle_ms < 590_000  # claimable after 600,000
 
 
 def test_what_was_trimmed_while_it_was_pending_is_counted(client: Client) -> None:

@@ -133,7 +133,7 @@ class ReadingLoop:
         ]
         self._stopping.wait()
         self._guard.suspect(None)
-        # Entries that have not started are released first: other workers need not wait until the running ones have ended.
+        # Entries that have not started are released first: other workers need not wait for the running ones to end.
         self._side.hand_back(self._hand.drop_waiting())
         self._wait_for(fetching)
         self._side.hand_back(self._hand.drop_waiting())

@@ -16,8 +16,8 @@ _MOST_NAMES = 10_000
 class StaticMembership:
     """The names `<base>-<n>` of an app's workers that one supervisor holds; call `renew` to keep them.
 
-    After a restart the supervisor gets the same names: `NAME_LEASE_MS` after their last renewal, or at once if it released
-    them. Raises RedisError.
+    After a restart the supervisor gets the same names: `NAME_LEASE_MS` after their last renewal, or at once if it
+    released them. Raises RedisError.
     """
 
     def __init__(self, client: Client, app: str, base: str | None, *, clock: Clock = SYSTEM_CLOCK) -> None:
