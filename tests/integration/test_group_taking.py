@@ -293,7 +293,7 @@ def test_a_long_batch_is_kept_and_what_others_took_over_is_left_to_them(
     with caplog.at_level(logging.WARNING):
         one.plan()
     assert holders(client) == {"w": 3}
-    assert "3 had been taken over by other consumers and 1 were not pending any more" in caplog.text
+    assert "3 were claimed by other consumers and 1 were no longer pending" in caplog.text
 
 
 def lost_connection(step: Callable[..., Any]) -> Callable[..., Any]:
@@ -339,7 +339,7 @@ def test_a_batch_that_was_found_does_not_grow_by_what_is_still_on_its_way(
     fill, calls = Batches._run, list[Callable[[], None]]()
 
     def cut_off(self: Batches, script: Any, args: Any, **options: Any) -> object:
-        if not calls and script.name == "group_batch":
+        if not calls and script.name == "groups/fill_batch":
             fill(self, script, args, **options)
             epoch = self.epoch
 
@@ -377,9 +377,9 @@ def test_another_checkpoint_takes_what_the_one_before_has_not_committed(
     another = query(maxOffsetsPerTrigger="60")
     with caplog.at_level(logging.WARNING):
         assert another.batch() == list(range(40, 100))
-    assert "40 entries were put into batches of another checkpoint" in caplog.text
+    assert "40 entries belong to batches of another checkpoint" in caplog.text
     one.start()
-    with pytest.raises(DataLoss, match="another checkpoint has taken over"):
+    with pytest.raises(DataLoss, match="another checkpoint now uses"):
         one.rows(end)
 
 

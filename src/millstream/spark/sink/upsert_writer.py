@@ -1,4 +1,4 @@
-"""The sinks of `target=hash` and `target=json`: each row is written by its task, and guarded against older ones."""
+"""Writers of `target=hash` and `target=json`: tasks write each row unless its key holds one with a greater guard."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -22,13 +22,13 @@ _BATCH_PATIENCE_MS = 60_000.0
 
 @dataclass(frozen=True)
 class Upserted(WriterCommitMessage):
-    """How many rows of a task were older than what was stored."""
+    """Number of rows of a task that were older than the stored ones."""
 
     older: int
 
 
 class _Side:
-    """What both writers do."""
+    """Checks and writes of both writers."""
 
     patience_ms: float | None
 
@@ -58,10 +58,10 @@ class _Side:
         return Upserted(older)
 
     def commit(self, messages: Sequence[WriterCommitMessage | None], *_: int) -> None:
-        """Nothing is left to do."""
+        """Do nothing: the tasks have written all rows."""
 
     def abort(self, messages: Sequence[WriterCommitMessage | None], *_: int) -> None:
-        """Nothing can be taken back, nor need it be: the same rows, or newer ones, are written again."""
+        """Do nothing: the next attempt writes the same rows, or newer ones, again."""
 
     def _rows(self, batch: "pa.RecordBatch") -> "Iterator[Row]":
         from millstream.spark.sink.row_encoder import json_text, texts
@@ -86,27 +86,28 @@ class _Side:
         found: list[str | None] = texts(batch.column(name), name)
         for value in found:
             if value is None or not value:
-                raise OutputError(f"the column {name} is null or empty in a row: fill it, or filter such rows out")
+                raise OutputError(f"the column {name} is null or empty in a row: fill it, or filter out such rows")
             if name == self._upsert.guard_column and not _GUARD.fullmatch(value):
                 raise OutputError(
-                    f"the column {name} holds {value[:40]!r}: a guard is a whole number of 0 or more, or an entry id"
+                    f"the column {name} holds {value[:40]!r}: a guard must be a whole number of 0 or more, "
+                    "or an entry id"
                 )
         return [value for value in found if value is not None]
 
 
 class UpsertBatchWriter(_Side, DataSourceArrowWriter):
-    """`df.write`: waits a minute for Redis."""
+    """The writer of `df.write`: waits a minute for an unavailable Redis."""
 
     patience_ms = _BATCH_PATIENCE_MS
 
     def __init__(self, options: SinkOptions, schema: StructType, overwrite: bool) -> None:
         if overwrite:
-            raise ConfigError(f"target={options.target} replaces key by key: use mode append")
+            raise ConfigError(f"target={options.target} replaces single keys, not all: use mode append")
         super().__init__(options, schema)
 
 
 class UpsertStreamWriter(_Side, DataSourceStreamArrowWriter):
-    """`df.writeStream`: waits for Redis as long as it takes."""
+    """The writer of `df.writeStream`: waits for an unavailable Redis for ever."""
 
     patience_ms = None
 
@@ -114,6 +115,6 @@ class UpsertStreamWriter(_Side, DataSourceStreamArrowWriter):
 def _check_identity(option: str, found: StructField) -> None:
     if not isinstance(found.dataType, (StringType, IntegralType)):
         raise ConfigError(
-            f"option {option}: the column {found.name!r} is of type {found.dataType.simpleString()}; it must be text or a "
-            "whole number, such as unix_micros(t) of a timestamp"
+            f"option {option}: the column {found.name!r} is of type {found.dataType.simpleString()}; it must be text "
+            "or a whole number, such as unix_micros(t) of a timestamp"
         )

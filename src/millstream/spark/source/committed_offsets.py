@@ -1,7 +1,7 @@
-"""What the handler engine has committed in Redis, beside what Spark's checkpoint says.
+"""CommittedOffsets: compares what the handler engine has committed in Redis with Spark's checkpoint.
 
-The two part when Redis loses its last writes: then Spark believes in commits that Redis has forgotten. Whatever lies
-between is processed again.
+They differ after Redis has lost its last writes: the checkpoint then counts on commits that Redis no longer has. The
+entries between are processed again.
 """
 
 import logging
@@ -22,7 +22,7 @@ _PAUSED_SHARE = 20
 
 
 class CommittedOffsets:
-    """The committed frontiers of the handler that `names` (app, handler) tells; None: of nobody."""
+    """The committed ids of the handler `names` (app, handler) on its streams; None = no handler, no commits."""
 
     def __init__(self, client: Client, names: tuple[str, str] | None, *, clock: Clock) -> None:
         self._client = client
@@ -34,11 +34,11 @@ class CommittedOffsets:
         self._paused_due_ms = float("-inf")
 
     def of(self, streams: Sequence[str]) -> dict[str, EntryId]:
-        """The frontier of each stream that has one."""
+        """The committed id of each stream that has one."""
         return self._ledger.frontiers(streams) if self._ledger is not None and streams else {}
 
     def paused(self, streams: Sequence[str]) -> set[str]:
-        """Those of `streams` on which the handler is paused, as of a second ago at most, or longer if asking takes long."""
+        """Those of `streams` on which the handler is paused, as of a second ago at most; longer if the call is slow."""
         if self._ledger is None:
             return set()
         began_ms = self._clock.monotonic_ms()
@@ -51,8 +51,8 @@ class CommittedOffsets:
         return {stream for stream in streams if self._paused[stream]}
 
     def behind(self, places: Offsets) -> dict[str, EntryId]:
-        """The frontiers that lie before `places` with entries in between. A frontier that is not there is zero:
-        whoever begins later than that writes it down first.
+        """The committed ids below `places` with entries in between. A missing committed id counts as 0-0: a query that
+        begins later commits its start first.
         """
         if self._ledger is None:
             return {}
@@ -66,12 +66,12 @@ class CommittedOffsets:
         }
 
     def lower(self, places: Offsets) -> Offsets:
-        """Return `places`, moved back to the frontier where Redis has forgotten commits, and say so."""
+        """Return `places`, moved back to the committed id, with a warning, where Redis has lost commits."""
         lowered = dict(places)
         for stream, frontier in self.behind(places).items():
             logger.warning(
-                "Redis has forgotten commits on stream %r: they end at %s, but at %s in Spark's checkpoint; the "
-                "entries between are processed again",
+                "Redis has lost commits on stream %r: they end at %s, Spark's checkpoint is at %s; processing the "
+                "entries between again",
                 stream,
                 frontier,
                 places[stream].id,
@@ -80,10 +80,10 @@ class CommittedOffsets:
         return lowered
 
     def reopened(self, places: Offsets) -> Offsets:
-        """Return other names for those of `places` that commits were forgotten before; looks at up to 2,000 a second.
+        """Return those of `places` with lost commits before them, without their counts; checks up to 2,000 a second.
 
-        Spark makes a batch only if an offset has changed, so the same place without its count asks for one. That
-        is done once: the place stays without a count until the stream goes on.
+        Spark starts a batch only if an offset has changed, and a dropped count changes it. That happens once: the
+        position stays without a count until the stream goes on.
         """
         if self._ledger is None or self._clock.monotonic_ms() < self._look_due_ms:
             return {}

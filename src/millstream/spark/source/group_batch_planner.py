@@ -1,8 +1,8 @@
-"""Decides, on the driver, what a query takes from a consumer group that it shares with others, and which task reads what.
+"""GroupBatchPlanner: plans, on the driver, the batches that a query reads from a consumer group that it shares.
 
-Taking has two steps. First the query's consumer becomes the holder of entries: of new ones, and of those that others have
-held for too long. Then they are put into a batch, whose ids Redis notes in the same step. A driver that dies in between
-leaves nothing that the next one does not find.
+A batch has two steps. First the query's consumer fetches new entries and claims idle ones of other consumers, so that
+they are pending with it. Then they are added to a batch, whose ids Redis records in the same step. If the driver dies
+between the steps, the next one finds all of them.
 """
 
 import logging
@@ -32,17 +32,17 @@ logger = logging.getLogger(__name__)
 
 
 class GroupBatch(NamedTuple):
-    """Where a batch ends, and how much longer it is held back at most, if it is."""
+    """The end offset of a batch, and the longest time that it is still delayed, in milliseconds; 0 if it is not."""
 
     place: GroupOffset
     held_ms: float = 0.0
 
 
 class GroupBatchPlanner:
-    """Takes batches from `options.group` as `sharing.consumer`, spread over `cores` or more tasks.
+    """Plans batches of `options.group`, fetched as `sharing.consumer` and spread over about `cores` tasks.
 
-    Every method may be repeated: call them through `Client.patiently`. Each raises StaleOwner once a newer run takes under
-    the same name, and DataLoss, if told to, for entries that are gone.
+    Every method may be repeated: call them through `Client.patiently`. Each raises StaleOwner once a newer run uses the
+    same consumer name, and DataLoss, with `failOnDataLoss`, for entries that are gone.
     """
 
     def __init__(
@@ -72,20 +72,21 @@ class GroupBatchPlanner:
         self._last_served = ""
 
     def close(self) -> None:
-        """Keep nothing any more: after a while others may take it over."""
+        """Stop renewing claims: once its entries are idle for long enough, other consumers may claim them."""
         self._keeper.close()
 
     def tails(self) -> dict[str, EntryId]:
-        """The id of the newest entry of each subscribed stream."""
+        """The last id of each subscribed stream that exists."""
         facts = fetch(self._client, self._subscription.names())
         return {name: fact.last for name, fact in facts.items() if fact is not None}
 
     # --- a batch ---
 
     def advance(self, start: GroupOffset, *, target: Mapping[str, EntryId] | None, hold: bool) -> GroupBatch:
-        """Acknowledge the batch that ends at `start`, and take the next one; `start` itself if there is nothing.
+        """Acknowledge the batch that ends at `start`, and plan the next one; its end is `start` itself if there is
+        none.
 
-        `target`: new entries are taken until the group has reached these ids. `hold`: a small batch may wait.
+        `target`: fetch new entries until the group has reached these ids. `hold`: a small batch may be delayed.
         """
         sure, self._sure = self._sure, False
         try:
@@ -95,8 +96,8 @@ class GroupBatchPlanner:
             raise
         except GroupMissing as error:
             self._begun = False
-            raise Unavailable(f"{error}; it is planned again") from error
-        self._sure = taken.place == start  # else, should Spark ask once more, the answer is the same
+            raise Unavailable(f"{error}; planning again") from error
+        self._sure = taken.place == start  # else a repeated call from Spark must return the same batch
         return taken
 
     def _advance(self, start: GroupOffset, target: Mapping[str, EntryId] | None, hold: bool, sure: bool) -> GroupBatch:
@@ -126,7 +127,7 @@ class GroupBatchPlanner:
         return GroupBatch(place if place.filled or known.keys() != start.taken.keys() else start)
 
     def _look(self, start: GroupOffset) -> dict[str, StreamInfo | None]:
-        """The facts of the subscribed streams, and of those that a pattern does not find any more as they are deleted."""
+        """Fetch the info of the subscribed streams, and of those in `start` that a pattern no longer finds: None."""
         names = self._subscription.names()
         facts = fetch(self._client, names)
         if self._subscription.pattern is not None and (others := start.taken.keys() - facts.keys()):
@@ -134,7 +135,7 @@ class GroupBatchPlanner:
         return facts
 
     def _conclude(self, start: GroupOffset, standing: Iterable[str]) -> None:
-        """Acknowledge what the sink has committed."""
+        """Acknowledge the batch that the sink has committed."""
         if self._concluded == (start.token, start.batch):
             return
         self._keeper.hold(())
@@ -142,9 +143,9 @@ class GroupBatchPlanner:
         for stream, strangers in self._batches.acknowledge(start.token, start.batch, ours).items():
             if strangers.others or strangers.settled:
                 logger.warning(
-                    "of the %d entries of %s in batch %d, %d had been taken over by other consumers and %d were not "
-                    "pending any more: those may be processed twice. adoptAfter is for entries of dead consumers only: "
-                    "let all consumers of the group wait longer than a batch, or a restart, takes",
+                    "of the %d entries of %s in batch %d, %d were claimed by other consumers and %d were no longer "
+                    "pending: they may be processed twice. adoptAfter is for entries of dead consumers: set the idle "
+                    "time of all consumers of the group longer than a batch, or a restart, takes",
                     start.taken[stream], stream, start.batch, strangers.others, strangers.settled,
                 )  # fmt: skip
         self._concluded = (start.token, start.batch)
@@ -160,13 +161,13 @@ class GroupBatchPlanner:
     def _join(
         self, start: GroupOffset, facts: Mapping[str, StreamInfo | None], standing: Mapping[str, GroupPosition]
     ) -> dict[str, GroupPosition]:
-        """Make the group where it is missing."""
+        """Create the group on the streams that do not have it."""
         missing = {name: fact for name, fact in facts.items() if name not in standing}
         for name in missing.keys() & start.taken.keys():
             self._lose(
-                f"the group {self._options.group!r} of stream {name!r} is gone, or the whole stream: what was pending, "
-                "and how far the group had come, is not known any more",
-                "what the stream has is taken from its beginning",
+                f"the group {self._options.group!r} of stream {name!r} is gone, or the whole stream, and with it the "
+                "pending entries and the last delivered id",
+                "the query then reads the stream from its beginning",
             )
         new = {name: fact for name, fact in missing.items() if fact is not None}
         if self._looked or start.token:
@@ -192,26 +193,26 @@ class GroupBatchPlanner:
     def _recover(
         self, token: str, number: int, standing: Iterable[str], held: Mapping[str, PendingCounts]
     ) -> dict[str, int]:
-        """What a run before this one, or before an error, has put into this batch already; take back what else it had."""
+        """Return the sizes of this batch if a restart or error interrupted it; reclaim entries of other batches."""
         records = self._batches.records(standing)
         self._tell({name: one.gone for name, one in records.items()})
         ours = {name: one for name, one in records.items() if (one.token, one.batch) == (token, number)}
         left = {name: one for name, one in records.items() if one.size and name not in ours}
         if left:
             logger.warning(
-                "%d entries were put into batches of another checkpoint that took as the consumer %r, or into a first "
-                "batch that came into none, and are not acknowledged: they are taken again",
+                "%d entries belong to batches of another checkpoint that used the consumer %r, or to a first batch "
+                "that was never checkpointed, and are not acknowledged; reading them again",
                 sum(one.size for one in left.values()),
                 self._sharing.consumer,
             )
         ready = [name for name, one in ours.items() if one.size]
         self._batches.recall({name: one for name, one in held.items() if name not in ready})
         self._batches.forget(left)
-        # From here on nobody adds to the batch: neither an older run nor a call that had no answer.
+        # The renewal fences older runs, and calls whose reply was lost: from here on neither adds to the batch.
         self._batches.keep(ready)
         return {name: one.size for name, one in self._batches.records(ready).items()}
 
-    # --- taking ---
+    # --- fetching ---
 
     def _waiting(
         self,
@@ -219,7 +220,7 @@ class GroupBatchPlanner:
         standing: Mapping[str, GroupPosition],
         target: Mapping[str, EntryId] | None,
     ) -> dict[str, int]:
-        """About how many entries of each stream nobody was given yet."""
+        """Estimate the number of entries of each stream that the group has not delivered yet."""
         waiting = {}
         for name, one in standing.items():
             fact, at = facts[name], one.at
@@ -230,8 +231,8 @@ class GroupBatchPlanner:
         return waiting
 
     def _adopt(self, held: Mapping[str, PendingCounts], inbox: dict[str, int]) -> None:
-        """Take over what others have held for too long, as far as there is room: looked for twice in that time."""
-        # The search goes on from batch to batch; a stream may be deleted meanwhile.
+        """Claim idle entries of other consumers while the batch has room, with two scans in every `adoptAfter`."""
+        # A scan continues from batch to batch; a stream may be deleted meanwhile.
         self._cursors = {name: cursor for name, cursor in self._cursors.items() if name in held}
         now_ms = self._clock.monotonic_ms()
         if not self._cursors and now_ms >= self._sweep_due_ms:
@@ -247,11 +248,11 @@ class GroupBatchPlanner:
                 del self._cursors[name]
             if count:
                 inbox[name] = inbox.get(name, 0) + count
-                logger.info("took over %d entries of %s that others had held for too long", count, name)
+                logger.info("claimed %d idle entries of %s from other consumers", count, name)
             self._tell({name: gone})
 
     def _draw(self, waiting: Mapping[str, int], inbox: dict[str, int]) -> None:
-        """Take new entries, as far as there is room; streams share it by what waits there."""
+        """Fetch new entries while the batch has room, divided among the streams by their backlogs."""
         room = self._most - sum(inbox.values())
         if not waiting or room <= 0:
             return
@@ -260,7 +261,7 @@ class GroupBatchPlanner:
         inbox.update({name: one.ours for name, one in self._batches.draw(shares).items()})
 
     def _fill(self, token: str, number: int, inbox: Mapping[str, int]) -> dict[str, int]:
-        """Put what is held into a batch."""
+        """Add the query's pending entries to a batch."""
         sizes = divide({name: count for name, count in inbox.items() if count}, self._most)
         if not sizes:
             return {}
@@ -272,13 +273,13 @@ class GroupBatchPlanner:
     # --- the tasks of a batch ---
 
     def tasks(self, start: GroupOffset, end: GroupOffset) -> list[list[GroupPartition]]:
-        """Return what each task of the batch between `start` and `end` reads; the batch is kept until the next plan."""
+        """Plan the tasks of the batch from `start` to `end`; its claims are renewed until the next `advance`."""
         if end.batch == start.batch or not end.filled:
             return []
         if end.batch != start.batch + 1:
             raise ConfigError(
-                f"Spark asks for the batches {start.batch + 1} to {end.batch} at once: those before the last are "
-                "acknowledged. readAs=group needs each batch in the checkpoint: leave asyncProgressTrackingEnabled out"
+                f"Spark asks for the batches {start.batch + 1} to {end.batch} at once, of which all but the last are "
+                "acknowledged. readAs=group needs each batch in the checkpoint: remove asyncProgressTrackingEnabled"
             )
         if end != self._planned:
             self._resume(end)
@@ -289,10 +290,10 @@ class GroupBatchPlanner:
             size = one.size if one is not None and (one.token, one.batch) == (end.token, end.batch) else 0
             if size != count:
                 self._lose(
-                    f"{count - size:,} of the {count:,} entries that batch {end.batch} has of stream {name!r} are not known "
-                    "to Redis any more: it lost its last writes, its keys were deleted, or another checkpoint has taken "
-                    f"over from this one as the consumer {self._sharing.consumer!r}",
-                    "what is left of it is read; the group gives the rest to whoever reads on",
+                    f"Redis has lost the ids of {count - size:,} of the {count:,} entries that batch {end.batch} has "
+                    f"of stream {name!r}: it lost its last writes, its keys were deleted, or another checkpoint now "
+                    f"uses the consumer {self._sharing.consumer!r}",
+                    "the batch has the entries that are left; the group delivers the others again",
                 )
             if one is not None:
                 ids = self._batches.keys(name).ids(end.token, end.batch)
@@ -301,12 +302,12 @@ class GroupBatchPlanner:
         return _packed(portions, self._spread.target(max(1, sum(portion.size for portion in portions))))
 
     def _resume(self, end: GroupOffset) -> None:
-        """Take charge of a batch that another run has planned: nobody has kept it since."""
+        """Claim a batch that another run has planned: its claims have not been renewed since."""
         self._begin(end.filled)
         try:
             self._batches.keep(end.filled)
         except GroupMissing as error:
-            logger.warning("what this query holds of a stream cannot be kept: %s", error)
+            logger.warning("cannot renew the claims on a stream: %s", error)
 
     # --- losses ---
 
@@ -315,20 +316,18 @@ class GroupBatchPlanner:
             if count:
                 self._lose(
                     f"{count:,} pending entries of stream {name!r} were trimmed or deleted before they were read",
-                    "nobody will ever see them",
+                    "they are lost",
                 )
         self._batches.told(gone)
 
     def _lose(self, what: str, instead: str) -> None:
         if self._options.fail_on_data_loss:
-            raise DataLoss(
-                f"{what}. To go on all the same ({instead}) set failOnDataLoss=false, which says it in the log"
-            )
+            raise DataLoss(f"{what}. To go on ({instead}) set failOnDataLoss=false, which logs the loss")
         logger.warning("%s; %s", what, instead)
 
 
 def _packed(portions: Iterable[GroupPartition], most: int) -> list[list[GroupPartition]]:
-    """Give each task one portion, or several small ones: a batch is cut into portions of the size of a task."""
+    """Pack portions into tasks of at most `most` entries: one portion of about that size, or several small ones."""
     tasks: list[list[GroupPartition]] = []
     room = 0
     for portion in sorted(portions, key=lambda portion: (-portion.size, portion.stream, portion.after)):

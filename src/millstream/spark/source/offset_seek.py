@@ -1,10 +1,10 @@
-"""Finds the id of the n-th entry after a given one, without fetching what lies between.
+"""Seek: finds the id of the n-th entry after a given one, without fetching the entries between.
 
-Redis has no command for it. A temporary consumer group is read past n entries with the reply switched off, and then
-asked where it stands: a third of what fetching the entries would cost the server, and nothing on the wire (Redis
-documentation, XREADGROUP and CLIENT REPLY). The group has a name of its own, so that two planners of one stream do
-not move each other's; one that a killed planner left behind is removed by the next planner of that stream, an hour
-later.
+Redis has no command for it. The planner reads n entries through a temporary consumer group with replies switched off,
+then reads the last delivered id of the group: a third of what fetching the entries would cost the server, and no
+payload on the wire (Redis documentation, XREADGROUP and CLIENT REPLY). The group has a unique name, so that two
+planners of one stream do not move each other's. If a planner is killed, the next planner of that stream removes its
+group an hour later.
 """
 
 import secrets
@@ -18,7 +18,7 @@ from millstream.redis_client.client import Client, Command, Reply, raise_if_erro
 from millstream.spark.source.stream_info import StreamInfo, facts_and_groups, fetch_calls
 
 CHUNK = 10_000
-"""Entries that one command may skip: Redis serves nobody else for about 3 ms."""
+"""Entries that one command skips at most: it blocks Redis for about 3 ms."""
 
 _PREFIX = "millstream:plan:"
 _LEFTOVER_AGE_MS = 3_600_000  # far more than the clocks of two drivers may differ
@@ -26,7 +26,7 @@ _PAIRS_PER_TRIP = 1000
 
 
 class Seek(NamedTuple):
-    """A wish: from `after`, note the id of every `step`-th entry, `marks` times."""
+    """A request: from `after`, find the id of every `step`-th entry, `marks` times."""
 
     after: EntryId
     step: int
@@ -34,23 +34,23 @@ class Seek(NamedTuple):
 
 
 class SeekResult(NamedTuple):
-    """The ids that were asked for, fewer where the stream has fewer entries; and its facts after the last of them."""
+    """The ids found, fewer where the stream has fewer entries; and the stream info after the last of them."""
 
     marks: list[EntryId]
     facts: StreamInfo | None
 
 
 def seek(client: Client, wishes: Mapping[str, Seek]) -> dict[str, SeekResult]:
-    """Fulfil the wish for each stream.
+    """Run the request of each stream.
 
-    Raises AccessDenied if the Redis user may not use consumer groups, Unavailable if it has to be done again.
+    Raises AccessDenied if the Redis user may not use consumer groups, Unavailable if the caller has to retry.
     """
     if not wishes:
         return {}
     group = f"{_PREFIX}{time.time_ns() // 1_000_000}:{secrets.token_hex(4)}"
     walkers = [_Seeker(stream, wish) for stream, wish in wishes.items()]
     made = [("XGROUP", "CREATE", walker.stream, group, str(walker.wish.after)) for walker in walkers]
-    # Refused for want of a group or of the right: reading is done without an answer, which would not tell.
+    # The seek itself runs without replies, so it shows no refusal. This probe fails: no such group, or access denied.
     probe = ("XREADGROUP", "GROUP", f"{group}:none", "planner", "STREAMS", walkers[0].stream, ">")
     try:
         *replies, _ = [_allowed(reply) for reply in fetch_calls(client, [*made, probe])]
@@ -65,12 +65,12 @@ def seek(client: Client, wishes: Mapping[str, Seek]) -> dict[str, SeekResult]:
 
 def _allowed(reply: Reply) -> Reply:
     if isinstance(reply, AccessDenied):
-        raise AccessDenied(f"{reply}; limiting or splitting a batch needs XGROUP, XREADGROUP and XINFO on the stream")
+        raise AccessDenied(f"{reply}; to limit or split a batch, grant XGROUP, XREADGROUP and XINFO on the stream")
     return reply if isinstance(reply, CommandFailed | GroupMissing) else raise_if_error(reply)
 
 
 class _Seeker:
-    """One stream's way: how far it has come towards its next mark."""
+    """The seek on one stream: its id, and the entries skipped since the last mark."""
 
     def __init__(self, stream: str, wish: Seek) -> None:
         self.stream = stream
@@ -82,15 +82,15 @@ class _Seeker:
 
     @property
     def wanted(self) -> int:
-        """Entries to skip next; 0 when the wish is fulfilled or the stream has ended."""
+        """Entries to skip next; 0 when all marks are found or the stream has ended."""
         wish = self.wish
         return min(CHUNK, wish.step - self._skipped) if len(self.found) < wish.marks else 0
 
     def hear(self, own: str, reply: Reply) -> list[Command]:
-        """Note where skipping `wanted` entries has led; return what removes groups that others left behind."""
+        """Record the id after skipping `wanted` entries; return commands that remove groups of killed planners."""
         self.facts, groups = facts_and_groups(self.stream, _allowed(reply))
         if own not in groups:
-            raise Unavailable(f"the planning group on stream {self.stream!r} has vanished: it is planned again")
+            raise Unavailable(f"the planning group on stream {self.stream!r} was deleted; planning again")
         self._arrive(groups[own])
         return [("XGROUP", "DESTROY", self.stream, name) for name in groups if _is_leftover(name)]
 

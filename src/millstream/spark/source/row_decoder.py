@@ -1,7 +1,7 @@
-"""Turns raw stream entries into Arrow record batches, a column at a time.
+"""Row decoder: turns raw stream entries into Arrow record batches, a column at a time.
 
-Every batch has exactly the schema that Spark expects: it checks the first one only, and a later mismatch kills the
-query without a word of explanation.
+Every batch has exactly the schema that Spark expects: Spark checks the first one only, and a later mismatch kills the
+query without an explanation.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,11 +30,11 @@ Fields = list[list[bytes]]
 TIMESTAMP = pa.timestamp("us", tz="UTC")
 
 ColumnMaker = Callable[[Fields], dict[str, pa.Array]]
-"""Makes the columns that come from the entries' fields, by their names."""
+"""Makes the columns of the entries' fields: {name: column}."""
 
 
 class _Misfit(Exception):
-    """A value in the `row`-th entry, in which there is no value of the wanted type."""
+    """A value of the `row`-th entry does not fit the type of its column."""
 
     def __init__(self, row: int, text: str) -> None:
         super().__init__(text)
@@ -42,9 +42,9 @@ class _Misfit(Exception):
 
 
 class BatchMaker:
-    """Makes record batches of `schema`: columns about the entry itself, and those that `make_columns` adds.
+    """Makes record batches of `schema`: columns about the entry itself, and those of `make_columns`.
 
-    `meta` maps what is known about an entry (stream, id, id_ms, id_seq, timestamp) to the column that shows it.
+    `meta` maps stream, id, id_ms, id_seq and timestamp of an entry to the column that shows it.
     """
 
     def __init__(self, schema: pa.Schema, meta: dict[str, str], make_columns: ColumnMaker) -> None:
@@ -53,7 +53,7 @@ class BatchMaker:
         self._make_columns = make_columns
 
     def __call__(self, runs: Sequence[Run]) -> pa.RecordBatch:
-        """Return one batch with the entries of `runs`, in their order. Raises DecodeError, which names the entry, if told to."""
+        """Return one batch with the entries of `runs`, in their order. Raises DecodeError, which names the entry."""
         entries = list(chain.from_iterable(run for _, run in runs))
         fields: Fields = [entry[1] for entry in entries]
         try:
@@ -88,20 +88,20 @@ def _streams(runs: Sequence[Run]) -> pa.Array:
 
 
 def split_ids(ids: Ids) -> tuple[pa.Array, pa.Array]:
-    """Return the two numbers of each id as int64. Raises ConfigError if one does not fit in there."""
+    """Return the two numbers of each id as int64. Raises ConfigError if one does not fit."""
     parts = pc.split_pattern(pa.array(ids, pa.binary()).cast(pa.string()), "-").flatten().cast(pa.uint64())
     if len(ids) and pc.max(parts).as_py() > GREATEST_LONG:
         culprit = next(entry_id for entry_id in ids if max(map(int, entry_id.split(b"-"))) > GREATEST_LONG)
         raise ConfigError(
-            f"the entry id {culprit.decode()} has a number beyond {GREATEST_LONG}, the greatest that Spark's long "
-            "holds: leave its stream out, or begin after it"
+            f"the entry id {culprit.decode()} has a number beyond {GREATEST_LONG}, the greatest of Spark's type long: "
+            "exclude its stream, or begin after it"
         )
     numbers = parts.view(pa.int64()).to_numpy()
     return pa.array(numbers[0::2]), pa.array(numbers[1::2])
 
 
 def _timestamps(ms: pa.Array) -> pa.Array:
-    # Ids need not be times: what is too great for one has none.
+    # Ids need not be times: one that is too great for a timestamp becomes null.
     fits = pc.less_equal(ms, GREATEST_TIMESTAMP_MS)
     ms = ms if pc.all(fits).as_py() in (True, None) else pc.if_else(fits, ms, pa.scalar(None, pa.int64()))
     return pc.multiply(ms, 1000).cast(TIMESTAMP)
@@ -122,7 +122,7 @@ def pair_columns(fields: Fields, *, schema: pa.Schema) -> dict[str, pa.Array]:
 
 
 def map_columns(fields: Fields, *, schema: pa.Schema) -> dict[str, pa.Array]:
-    """All fields as a map; of a repeated name the last value stays, invalid UTF-8 in names is replaced."""
+    """All fields as a map; of a repeated name the last value counts, invalid UTF-8 in names is replaced."""
     maps = [dict(zip(some[0::2], some[1::2], strict=True)) for some in fields]
     sizes = np.cumsum([0, *map(len, maps)]).astype(np.int32)
     names = pa.array([name.decode("utf-8", "replace") for one in maps for name in one], pa.string())
@@ -131,7 +131,7 @@ def map_columns(fields: Fields, *, schema: pa.Schema) -> dict[str, pa.Array]:
 
 
 def json_columns(fields: Fields) -> dict[str, pa.Array]:
-    """All fields of an entry as one JSON object; a value that is no UTF-8 becomes {"base64": ...}."""
+    """All fields of an entry as one JSON object; a value that is not UTF-8 becomes {"base64": ...}."""
     encode = msgspec.json.Encoder().encode
     return {"fields": pa.array([encode(_readable(some)) for some in fields], pa.binary()).cast(pa.string())}
 
@@ -149,7 +149,7 @@ def _text(value: bytes) -> object:
     try:
         return str(value, "utf-8")
     except UnicodeDecodeError:
-        return {"base64": value}  # bytes are base64 to msgspec
+        return {"base64": value}  # msgspec encodes bytes as base64
 
 
 def packed_columns(fields: Fields, *, key_field: bytes | None) -> dict[str, pa.Array]:
@@ -172,8 +172,8 @@ def _keys(fields: Fields, name: bytes) -> list[bytes | None]:
 def typed_columns(fields: Fields, *, schema: pa.Schema, names: Sequence[str], failfast: bool) -> dict[str, pa.Array]:
     """One column per name in `names`, decoded to its type in `schema`; of a repeated name the last value counts.
 
-    What is absent, or empty where it is no text, is null. So is what does not fit the type, but with `failfast`, with
-    which BatchMaker raises DecodeError.
+    A missing field is null, and so is an empty one unless its column is text. A value that does not fit the type is
+    null too, or with `failfast` raises DecodeError in BatchMaker.
     """
     found = _raw_columns(fields, [name.encode() for name in names])
     columns = {name: pa.array(raw, pa.binary()) for name, raw in zip(names, found, strict=True)}
@@ -188,7 +188,7 @@ def _raw_columns(fields: Fields, names: Sequence[bytes]) -> list[Sequence[bytes 
     flat = list(chain.from_iterable(fields))
     layout = flat[:width:2]
     if set(map(len, fields)) == {width} and flat[0::2] == layout * len(fields):
-        # The usual case, four times as fast: every entry has the same names in the same places.
+        # The usual case, four times as fast: every entry has the same names in the same order.
         places = {name: 2 * i + 1 for i, name in enumerate(layout)}
         nothing: list[bytes | None] = [None] * len(fields)
         return [flat[places[name] :: width] if name in places else nothing for name in names]
@@ -197,7 +197,7 @@ def _raw_columns(fields: Fields, names: Sequence[bytes]) -> list[Sequence[bytes 
 
 
 def decode(raw: pa.Array, wanted: pa.DataType, *, failfast: str | None) -> pa.Array:
-    """Decode binary values to the type `wanted`; what does not fit is null, or an error that names the column `failfast`."""
+    """Decode binary values to the type `wanted`; a value that does not fit is null, or an error naming `failfast`."""
     if pa.types.is_binary(wanted):
         return raw
     if not pa.types.is_string(wanted):
@@ -227,7 +227,7 @@ def _to_timestamp(raw: pa.Array) -> pa.Array:
 
 
 def _salvage(raw: pa.Array, convert: Callable[[pa.Array], pa.Array]) -> list[pa.Array]:
-    """Convert what can be converted: a part with a bad value in it is halved until that value stands alone."""
+    """Convert valid values, and others to null: halves a part with an invalid value until it has that value only."""
     try:
         return [convert(raw)]
     except pa.ArrowInvalid:

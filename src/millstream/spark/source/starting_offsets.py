@@ -1,4 +1,4 @@
-"""Where a query begins in each stream: at an edge that was asked for, where a group stands, or after a handler's commits."""
+"""StartingOffsets: the start of a query in each stream, by a bound in the options, a group or a committed id."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -23,7 +23,7 @@ Facts = Mapping[str, StreamInfo | None]
 
 
 class StartingOffsets:
-    """Finds starts by what `options` say. Raises ConfigError, or DataLoss, for what cannot be begun so."""
+    """Finds starting offsets by `options`. Raises ConfigError or DataLoss for streams where they are not possible."""
 
     def __init__(self, client: Client, options: SourceOptions, frontier: CommittedOffsets, losses: LossPolicy) -> None:
         self._client = client
@@ -32,10 +32,10 @@ class StartingOffsets:
         self._losses = losses
 
     def of(self, facts: Facts, usual: Edge) -> Offsets:
-        """The start in each of the streams of `facts`; `usual` is the edge of those that nothing is said about.
+        """The start in each of the streams of `facts`; `usual` is the bound of those that the options do not name.
 
-        Raises ConfigError for a stream with no entry at or after the time to begin at, unless the options say, or
-        `usual` does, that it begins at its end.
+        Raises ConfigError for a stream with no entry at or after the starting time, unless it may begin at its end: by
+        `startingOffsetsByTimestampStrategy`, or by default in a batch read.
         """
         edges = {name: self._options.starting.of(name, usual) for name in facts}
         self._refuse_late(edges, facts, usual)
@@ -44,7 +44,7 @@ class StartingOffsets:
         return {name: known.get(name) or _start(facts[name], edge) for name, edge in edges.items()}
 
     def asked_for(self, name: str, at: Position) -> bool:
-        """True if `at` is an id or time that was asked for, which need not have come yet."""
+        """True if `at` is the id or time in the options, which no entry need have reached yet."""
         edge = self._options.starting.of(name, "latest")
         return at.added is None and at.id == id_of(edge)
 
@@ -54,14 +54,14 @@ class StartingOffsets:
         late = [name for name, edge in edges.items() if _is_late(facts[name], edge)]
         if late:
             raise ConfigError(
-                f"no entry has come at or after the time to begin at in {some_of(late)}; to begin there with what comes next, "
+                f"no entry at or after the starting time in {some_of(late)}; to begin there with the next entry, "
                 'set option("startingOffsetsByTimestampStrategy", "latest")'
             )
 
     # --- after the commits of a handler ---
 
     def resumed(self, names: Sequence[str], facts: Facts) -> Offsets:
-        """Where to go on with those streams that the handler has commits on. Raises DataLoss, if told to."""
+        """The positions to go on at in streams with commits of the handler. Raises DataLoss, with `failOnDataLoss`."""
         frontiers = self._frontier.of(names)
         committed = shown(self._client, self._options.group, frontiers)
         return {
@@ -72,7 +72,7 @@ class StartingOffsets:
     def _after_commits(
         self, name: str, frontier: EntryId, committed: Position | None, facts: StreamInfo | None
     ) -> Position:
-        """The position at `frontier`. What was removed after it follows from where the lag group stands."""
+        """The position at `frontier`. The count of the progress group shows whether entries after it were removed."""
         if facts is not None and facts.last < frontier:
             raise made_anew(name, frontier)
         if facts is None or facts.last == frontier:
@@ -82,15 +82,15 @@ class StartingOffsets:
         if committed is None or committed.added is None:
             self._losses.doubt(name, frontier)
         elif (loss := detect_loss(name, committed, facts)) is not None:
-            # The group is moved after the frontier, so of a run that was killed it may be one batch behind.
+            # The query commits first and then moves the group, so after a kill it may be one batch behind.
             at_most = committed.id < frontier
             self._losses.report(replace(loss, start=Position(frontier, committed.added), at_most=at_most))
         return _located(frontier, facts)
 
-    # --- where a group stands ---
+    # --- at the position of a group ---
 
     def _of_group(self, names: Sequence[str], facts: Facts) -> Offsets:
-        """Where the group of `startingOffsets=group` stands; at the earliest entry where a stream does not have it."""
+        """The positions of the group of `startingOffsets=group`; the earliest entry of streams without that group."""
         group = self._options.starting_group
         standing = [name for name in names if facts[name] is not None]
         if group is None or not standing:
@@ -98,14 +98,14 @@ class StartingOffsets:
         found = group_positions(self._client, group, standing)
         if not found and group != self._options.group:
             raise ConfigError(
-                f"no stream has the consumer group {group!r} that reading is to begin at: see `millstream groups`, or "
-                "begin elsewhere by startingOffsets"
+                f"startingOffsets=group: no stream has the consumer group {group!r}; `millstream groups` lists them, "
+                "or set another start"
             )
         pending = {name: about.pending for name, about in found.items() if about.pending}
         if pending:
             logger.warning(
-                "reading begins after what the group %r was given: its %d pending entries, in %d streams, stay with "
-                "its consumers",
+                "reading begins after the last delivered ids of the group %r: its %d pending entries, in %d streams, "
+                "stay with its consumers",
                 group,
                 sum(pending.values()),
                 len(pending),
@@ -115,13 +115,13 @@ class StartingOffsets:
             fact = facts[name]
             assert fact is not None
             at = found[name].at if name in found else fact.earliest()
-            # A group may have been set to an id that is yet to come.
+            # A group may have been set to an id that no entry has reached.
             starts[name] = fact.tail if at.id >= fact.last else at if at.added is not None else _located(at.id, fact)
         return starts
 
 
 def some_of(names: Sequence[str]) -> str:
-    """The first of `names` and the number of others, for a message."""
+    """The first three of `names` and the number of others, for a message."""
     return ", ".join(map(repr, names[:_NAMED])) + f" and {len(names) - _NAMED:,} more" * (len(names) > _NAMED)
 
 
@@ -140,7 +140,7 @@ def _start(facts: StreamInfo | None, edge: Edge) -> Position:
 
 
 def _located(entry_id: EntryId, facts: StreamInfo | None) -> Position:
-    """The position at an id that somebody named; its count is known at the ends of the stream only."""
+    """The position at a given id; its count is known at the ends of the stream only."""
     if facts is not None and facts.last == entry_id:
         return facts.tail
     if facts is not None and entry_id < facts.last and not (facts.keeps(entry_id) or facts.has_gaps_after(entry_id)):

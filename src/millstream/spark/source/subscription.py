@@ -1,4 +1,4 @@
-"""Which streams a query reads."""
+"""Subscription: the streams that a query reads."""
 
 import logging
 from abc import abstractmethod
@@ -21,10 +21,10 @@ _NAMED = 3
 
 
 class Subscription:
-    """The streams that are listed, or those that match a glob pattern, looked up about once a second.
+    """The streams that are listed, or those that match a glob pattern, found by a SCAN about once a second.
 
-    To look among 100,000 keys takes as long as planning may: after the first time that is done a few milliseconds at a
-    time, or a twentieth of the time that has passed.
+    A SCAN of 100,000 keys takes as long as planning may. So after the first one it runs in slices, of 10 ms or a
+    twentieth of the time since the last slice.
     """
 
     def __init__(self, client: Client, listed: tuple[str, ...], pattern: str | None, *, clock: Clock) -> None:
@@ -38,16 +38,16 @@ class Subscription:
         self._left_out: set[str] = set()
 
     def names(self) -> KeysView[str]:
-        """Their names, the same object while they are the same; listed ones need not exist.
+        """The names of the streams: the same object while they are the same. Listed streams need not exist.
 
-        What is no text is left out, with a word in the log.
+        Leaves out names that are not UTF-8 text, with a warning.
         """
         if self.pattern is not None and (self._pages is not None or self._clock.monotonic_ms() >= self._due_ms):
             self._scan(self.pattern)
         return self._names
 
     def _scan(self, pattern: str) -> None:
-        """Go on looking for a while; at the end these are the names."""
+        """Continue the SCAN for one slice; its end replaces the names."""
         now_ms = self._clock.monotonic_ms()
         until_ms = now_ms + max(_SLICE_MS, (now_ms - self._looked_ms) / _SCAN_SHARE)
         if self._pages is None:
@@ -62,18 +62,16 @@ class Subscription:
                 self._due_ms = now_ms + _SCAN_INTERVAL_MS
                 self._adopt(self._found)
         except RedisError:
-            self._pages = None  # what comes after would not be all
+            self._pages = None  # a continued SCAN would miss keys
             raise
         self._looked_ms = self._clock.monotonic_ms()
 
     def _adopt(self, found: set[str]) -> None:
         unusable = {name for name in found - self._names if not _is_text(name)}
         if new := unusable - self._left_out:
-            # Anybody may make a key, and Spark has no name for it.
+            # Any client may create such a key; Spark has no string for it.
             some = ", ".join(map(repr, sorted(new)[:_NAMED]))
-            logger.warning(
-                "streams are left out, since their names are not UTF-8 text: %d, among them %s", len(new), some
-            )
+            logger.warning("%d streams are left out, as their names are not UTF-8 text: %s", len(new), some)
         self._left_out = unusable
         found -= unusable
         if found != self._names:
@@ -81,7 +79,7 @@ class Subscription:
 
 
 class _KeptElsewhere(Subscription):
-    """The streams that a list in Redis names, looked up about once a second, and less often the longer that takes."""
+    """The streams of a list in Redis, fetched about once a second, less often if that is slow."""
 
     def __init__(self, client: Client, *, clock: Clock) -> None:
         super().__init__(client, (), None, clock=clock)
@@ -100,10 +98,10 @@ class _KeptElsewhere(Subscription):
 
 
 class AnnouncedSubscription(_KeptElsewhere):
-    """The streams that were announced to `service` and read there by one of its consumers, until they are done.
+    """The streams that were announced to `service`, until they are done; its consumers share them.
 
-    What no stream can be is left out, with a word in the log, and looked at again after half a minute: anybody may announce
-    anything.
+    Leaves out names that cannot be streams, with a warning, and checks them again after 30 s: any client may announce
+    any name.
     """
 
     def __init__(self, client: Client, service: str, *, clock: Clock) -> None:
@@ -127,13 +125,13 @@ class AnnouncedSubscription(_KeptElsewhere):
         return [name for name, usable in self._usable.items() if usable]
 
     def _why_not(self, names: Sequence[str]) -> list[str | None]:
-        """What keeps each from being read; None if nothing does."""
+        """Why each stream cannot be read; None if it can."""
         types = self._client.pipeline([("TYPE", to_wire(name)) for name in names]) if names else []
         return [_fault(name, raise_if_error(kind)) for name, kind in zip(names, types, strict=True)]
 
 
 class PartitionSubscription(_KeptElsewhere):
-    """The partitions of `bases`, of which there may be more at any time."""
+    """The partitions of `bases`, whose number may grow at any time."""
 
     def __init__(self, client: Client, bases: Sequence[str], *, clock: Clock) -> None:
         super().__init__(client, clock=clock)
@@ -144,7 +142,7 @@ class PartitionSubscription(_KeptElsewhere):
 
 
 def subscription(client: Client, options: SourceOptions, *, clock: Clock) -> Subscription:
-    """What `options` subscribe to."""
+    """The subscription of `options`."""
     if options.announced is not None:
         return AnnouncedSubscription(client, options.announced, clock=clock)
     if options.bases:
@@ -163,6 +161,5 @@ def _fault(name: str, kind: bytes) -> str | None:
 
 
 def _is_text(name: str) -> bool:
-    return name.isascii() or not any(
-        "\udc80" <= char <= "\udcff" for char in name
-    )  # how Python writes bytes that are none
+    # Python decodes bytes that are not UTF-8 to these surrogates.
+    return name.isascii() or not any("\udc80" <= char <= "\udcff" for char in name)
