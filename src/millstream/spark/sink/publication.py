@@ -87,10 +87,9 @@ class Publication:
         try:
             return self._patiently(lambda: self._client.script(script, (self._record, self._staged), args))
         except CommandFailed as error:
-            _, behind, last = str(error).partition("BEHIND ")
-            if behind:
+            if error.code == "BEHIND":
                 raise StaleOwner(
-                    f"batch {args[1]!s} comes before batch {last}, the last one that the sink {self._sink} has "
+                    f"batch {args[1]!s} comes before batch {error.detail}, the last one that the sink {self._sink} has "
                     "published: this run is old, or its checkpoint was set back; to publish all batches again, use a "
                     "new checkpoint"
                 ) from error
@@ -141,15 +140,13 @@ class Publication:
         try:
             return self._patiently(operation)
         except CommandFailed as error:
-            _, lost, what = str(error).partition("LOST ")
-            if lost:
+            if error.code == "LOST":
                 raise DataLoss(
-                    f"Redis has lost staged rows ({what}): they expire after {STAGED_S} s, are evicted under a "
+                    f"Redis has lost staged rows ({error.detail}): they expire after {STAGED_S} s, are evicted under a "
                     "maxmemory-policy of allkeys-*, and may be lost in a failover"
                 ) from error
-            _, topped, what = str(error).partition("TOPPED ")
-            if topped:
-                last, _, stream = what.partition(" ")
+            if error.code == "TOPPED":
+                last, _, stream = error.detail.partition(" ")
                 raise OutputError(
                     f"the stream {stream!r} has reached the id {last}, and the next row's id is not above it: the sink "
                     'must be the only writer of a stream with idColumn; option("existingIds", "skip") skips such rows'

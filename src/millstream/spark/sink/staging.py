@@ -61,7 +61,7 @@ def begin(client: Client, sink: str, run: str) -> int:
 
 def stale(sink: str, error: CommandFailed) -> Exception:
     """The StaleOwner error for a refusal by the sink's record; other errors as they are."""
-    if "STALE" in str(error):
+    if error.code == "STALE":
         return StaleOwner(f"a newer run of the sink {sink} has taken over; this one stops and publishes nothing more")
     return error
 
@@ -207,7 +207,7 @@ class Stage:
         try:
             self._client.patiently(stage, what=f"staging for the sink {self._sink}", limit_ms=self._patience_ms)
         except CommandFailed as error:
-            if "LOST" in str(error):
+            if error.code == "LOST":
                 raise DataLoss(f"Redis has lost rows that this task has staged: {error}") from error
             raise
         for stream, chunks in calls:

@@ -33,11 +33,10 @@ def upsert(
         try:
             replies = client.patiently(partial(client.scripts, some), what="the sink", limit_ms=patience_ms)
         except CommandFailed as error:
-            _, unguarded, key = str(error).partition("UNGUARDED ")
-            if unguarded:
+            if error.code == "UNGUARDED":
                 raise ConfigError(
-                    f"the key {key!r} holds a value that was written without the guard {guard_field!r}, so it is not "
-                    "overwritten: use another keyPrefix, or delete the key"
+                    f"the key {error.detail!r} holds a value that was written without the guard {guard_field!r}, so it "
+                    "is not overwritten: use another keyPrefix, or delete the key"
                 ) from error
             raise
         older += replies.count(0)
