@@ -112,9 +112,9 @@ def patience(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """Replicas are waited for, unless a test says otherwise, and are tried again at once."""
     monkeypatch.setattr(replicas_module, "_TIMEOUT_MS", PATIENCE_MS)
     monkeypatch.setattr(replicas_module, "_CATCH_UP_MS", float(PATIENCE_MS))
-    monkeypatch.setattr(replicas_module, "_REST_MS", 1.0)
-    monkeypatch.setattr(replicas_module, "_REST_SHARE", 0)
-    monkeypatch.setattr(replicas_module, "_NOBODY_MS", 1.0)
+    monkeypatch.setattr(replicas_module, "_MIN_BAN_MS", 1.0)
+    monkeypatch.setattr(replicas_module, "_BAN_FACTOR", 0)
+    monkeypatch.setattr(replicas_module, "_NO_REPLICA_BAN_MS", 1.0)
     return monkeypatch
 
 
@@ -250,7 +250,7 @@ def test_a_connection_that_was_closed_between_two_tasks_is_opened_again(deployme
 def test_a_replica_that_was_asked_in_vain_is_left_alone_for_a_while(
     deployment: Deployment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(replicas_module, "_REST_MS", float(PATIENCE_MS))
+    monkeypatch.setattr(replicas_module, "_MIN_BAN_MS", float(PATIENCE_MS))
     deployment.follow(deployment.late)
     deployment.add("s", range(100))
     pieces = deployment.planned()

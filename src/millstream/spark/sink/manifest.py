@@ -33,14 +33,14 @@ class StagedTask(msgspec.Struct, frozen=True, array_like=True):
 class Manifest:
     """The staged tasks of a batch, in the order in which their rows are published: by id, if rows have ids."""
 
-    def __init__(self, shares: Sequence[StagedTask]) -> None:
-        self._shares = sorted(shares, key=lambda share: share.place)
+    def __init__(self, tasks: Sequence[StagedTask]) -> None:
+        self._shares = sorted(tasks, key=lambda task: task.place)
         self.streams: dict[str, list[tuple[str, StagedPart]]] = {}
-        for share in self._shares:
-            for stream, portion in share.portions.items():
+        for task in self._shares:
+            for stream, part in task.portions.items():
                 parts = self.streams.setdefault(stream, [])
-                if portion.chunks:
-                    parts.append((share.token, portion))
+                if part.chunks:
+                    parts.append((task.token, part))
         for parts in self.streams.values():
             if _with_ids(parts):
                 parts.sort(key=lambda part: EntryId.parse(part[1].first))
@@ -80,7 +80,7 @@ class Manifest:
     @property
     def tokens(self) -> set[str]:
         """The tokens of the task attempts, and of the seals."""
-        return {self.seal, *(share.token for share in self._shares)}
+        return {self.seal, *(task.token for task in self._shares)}
 
     def keys(self, sink: str, stream: str) -> list[Arg]:
         """The KEYS of one stream for the scripts: stream, seal, staged chunks."""
@@ -93,4 +93,4 @@ class Manifest:
 
 
 def _with_ids(parts: Sequence[tuple[str, StagedPart]]) -> bool:
-    return any(portion.first for _, portion in parts)
+    return any(part.first for _, part in parts)

@@ -35,8 +35,8 @@ NAMES = ("url", "target", *_STREAM_NAMES, *_UPSERT_NAMES)
 _OF_SPARK = ("checkpointlocation", "queryname")
 """Options of Spark's own writer, which Spark passes on."""
 
-_PLAIN_NAME = re.compile(r"[A-Za-z0-9_.:-]{1,200}")
-_FOREVER = WriteOptions()
+_FIELD_NAME = re.compile(r"[A-Za-z0-9_.:-]{1,200}")
+_DEFAULT_WRITE_OPTIONS = WriteOptions()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +68,7 @@ class SinkOptions:
     url: str = field(repr=False)
     target: Target = "stream"
     layout: Layout = Layout()
-    terms: WriteOptions = _FOREVER
+    terms: WriteOptions = _DEFAULT_WRITE_OPTIONS
     transaction: tuple[str, int] | None = None
     upsert: Upsert | None = None
 
@@ -81,8 +81,8 @@ class SinkOptions:
 def is_for_writing(given: Mapping[str, str], source_names: tuple[str, ...]) -> bool:
     """True if one of these options is the sink's only: reading and writing share one format name."""
     names = {name.lower() for name in given}
-    ours = {name.lower() for name in NAMES} - {name.lower() for name in source_names} | {*_OF_SPARK}
-    return bool(names & ours)
+    sink_only = {name.lower() for name in NAMES} - {name.lower() for name in source_names} | {*_OF_SPARK}
+    return bool(names & sink_only)
 
 
 def parse_sink(given: Mapping[str, str], environ: Mapping[str, str] = os.environ) -> SinkOptions:
@@ -95,13 +95,15 @@ def parse_sink(given: Mapping[str, str], environ: Mapping[str, str] = os.environ
     options = OptionParser.read(ours, NAMES, "writing", len(NAMES))
     url = options.url(environ)
     target = cast(Target, options.choice("target", ("stream", "hash", "json"), "stream"))
-    strangers = _UPSERT_NAMES if target == "stream" else _STREAM_NAMES
-    for name in strangers:
+    others = _UPSERT_NAMES if target == "stream" else _STREAM_NAMES
+    for name in others:
         if name in options.values:
             raise ConfigError(f"option {name} needs target={'hash or target=json' if target == 'stream' else 'stream'}")
     if target != "stream":
         return SinkOptions(url=url, target=target, upsert=_upsert(options))
-    return SinkOptions(url=url, layout=_layout(options), terms=_terms(options), transaction=_transaction(options))
+    return SinkOptions(
+        url=url, layout=_layout(options), terms=_write_options(options), transaction=_transaction(options)
+    )
 
 
 def _upsert(options: OptionParser) -> Upsert:
@@ -112,7 +114,7 @@ def _upsert(options: OptionParser) -> Upsert:
             'option("guardColumn", "version")'
         )
     field = options.text("guardField") or Upsert.guard_field
-    if not _PLAIN_NAME.fullmatch(field):
+    if not _FIELD_NAME.fullmatch(field):
         raise ConfigError(f"option guardField={field!r} must be letters, digits, '_', '-', '.' or ':'")
     return Upsert(
         key_column=key,
@@ -140,7 +142,7 @@ def _layout(options: OptionParser) -> Layout:
     )
 
 
-def _terms(options: OptionParser) -> WriteOptions:
+def _write_options(options: OptionParser) -> WriteOptions:
     maxlen, minid = options.number("maxlen", least=0), options.text("minid")
     if maxlen is not None and minid is not None:
         raise ConfigError("trim either by maxlen or by minid, not by both")

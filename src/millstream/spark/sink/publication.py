@@ -30,22 +30,22 @@ class Publication:
     `patience_ms`: how long to wait for an unavailable Redis; None = for ever. Each method raises RedisError.
     """
 
-    def __init__(self, client: Client, sink: str, terms: WriteOptions, *, patience_ms: float | None = None) -> None:
+    def __init__(self, client: Client, sink: str, options: WriteOptions, *, patience_ms: float | None = None) -> None:
         self._client = client
         self._sink = sink
-        self._terms = terms
+        self._terms = options
         self._patience_ms = patience_ms
         self._record, self._staged = SinkKeys(sink).record, SinkKeys(sink).staged
 
     def publish(
-        self, shares: Sequence[StagedTask], *, batch: int, epoch: int, before: Literal["refuse", "skip"] = "refuse"
+        self, tasks: Sequence[StagedTask], *, batch: int, epoch: int, before: Literal["refuse", "skip"] = "refuse"
     ) -> bool:
         """Publish batch number `batch`, staged by the run of `epoch`; return False if it was published before.
 
         A batch before the last one is refused, or counts as published (`before`). Raises StaleOwner if a newer run has
         begun, DataLoss if staged rows are gone, OutputError for ids that do not ascend.
         """
-        manifest = Manifest(shares)
+        manifest = Manifest(tasks)
         new = self._is_new(manifest, batch, epoch, before)
         if new:
             self._seal(manifest, keep_s="")
@@ -56,32 +56,32 @@ class Publication:
         self._patiently(lambda: sweep(self._client, self._sink, epoch, batch))
         return new
 
-    def publish_once(self, shares: Sequence[StagedTask]) -> None:
+    def publish_once(self, tasks: Sequence[StagedTask]) -> None:
         """Publish a write without a batch number: after a kill on the way, the rest is not published and expires."""
-        manifest = Manifest(shares)
+        manifest = Manifest(tasks)
         self._seal(manifest, keep_s=STAGED_S)
         self._drain(manifest)
         self._drop(manifest)
 
-    def withdraw(self, shares: Sequence[StagedTask]) -> bool:
+    def withdraw(self, tasks: Sequence[StagedTask]) -> bool:
         """Delete the staged rows of a failed batch; return False if it is decided, and so will be published."""
-        manifest = Manifest(shares)
+        manifest = Manifest(tasks)
         if not self._about_record(NEXT_CHUNK, (manifest.attempt, "withdraw")):
             return False
         self._drop(manifest)
         return True
 
-    def free(self, shares: Sequence[StagedTask]) -> None:
+    def free(self, tasks: Sequence[StagedTask]) -> None:
         """Delete the staged rows of a write without a batch number."""
-        self._drop(Manifest(shares))
+        self._drop(Manifest(tasks))
 
     def _is_new(self, manifest: Manifest, batch: int, epoch: int, before: str) -> bool:
         seals = [f"{manifest.seal} {stream}" for stream in manifest.streams]
         while True:
-            verdict, *about = self._about_record(READ_DECISION, (epoch, batch, before, *seals))
-            if verdict != b"decided":
-                return bool(verdict == b"go")
-            self._roll_forward(Manifest.parse(about[0]))
+            status, *manifests = self._about_record(READ_DECISION, (epoch, batch, before, *seals))
+            if status != b"decided":
+                return bool(status == b"go")
+            self._roll_forward(Manifest.parse(manifests[0]))
 
     def _about_record(self, script: Script, args: Sequence[Arg]) -> Reply:
         try:
@@ -100,9 +100,9 @@ class Publication:
         calls = []
         for stream, parts in manifest.streams.items():
             first = "" if self._terms.skip_old_ids or not parts else parts[0][1].first
-            fresh = "1" if self._terms.overwrite else ""
-            counts = [portion.chunks for _, portion in parts]
-            args = (keep_s, fresh, first, *counts)
+            overwrite = "1" if self._terms.overwrite else ""
+            counts = [part.chunks for _, part in parts]
+            args = (keep_s, overwrite, first, *counts)
             calls.append((CLOSE, manifest.keys(self._sink, stream), args))
         for at in range(0, len(calls), _DROPPED_PER_TRIP):
             some = calls[at : at + _DROPPED_PER_TRIP]
@@ -128,8 +128,8 @@ class Publication:
             times = _CALLS_PER_TRIP // len(some)  # several calls a stream in each round trip
             calls = [call for call in some for _ in range(times)]
             replies: list[Reply] = self._explained(partial(self._client.scripts, calls))
-            ended = [replies[(place + 1) * times - 1] == 0 for place in range(len(some))]
-            left = [call for call, done in zip(some, ended, strict=True) if not done] + left[len(some) :]
+            drained = [replies[(place + 1) * times - 1] == 0 for place in range(len(some))]
+            left = [call for call, done in zip(some, drained, strict=True) if not done] + left[len(some) :]
 
     def _drop(self, manifest: Manifest) -> None:
         keys = [key for stream in manifest.streams for key in manifest.keys(self._sink, stream)[1:]]

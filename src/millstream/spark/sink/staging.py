@@ -28,7 +28,7 @@ _RUN_S = 30 * 86_400
 _CHUNK_ROWS = 1_000
 _CHUNK_BYTES = 1_000_000
 _TRIP_BYTES = 8_000_000
-_HELD_BYTES = 16_000_000
+_BUFFER_BYTES = 16_000_000
 _GREATEST = EntryId(2**64 - 1, 2**64 - 1)
 _HEADS = [bytes([0xA0 | size]) for size in range(32)]
 _encode = msgspec.msgpack.Encoder().encode
@@ -51,10 +51,10 @@ def begin(client: Client, sink: str, run: str) -> int:
     """
     keys = SinkKeys(sink)
     try:
-        epoch, new, manifest = client.script(BEGIN, (keys.record, keys.run(run)), (_RUN_S,))
+        epoch, is_new, manifest = client.script(BEGIN, (keys.record, keys.run(run)), (_RUN_S,))
     except CommandFailed as error:
         raise stale(sink, error) from error
-    if new:
+    if is_new:
         sweep(client, sink, int(epoch), -1, keep=Manifest.parse(manifest).tokens if manifest else ())
     return int(epoch)
 
@@ -66,19 +66,19 @@ def stale(sink: str, error: CommandFailed) -> Exception:
     return error
 
 
-def token_of(epoch: int, batch: int, place: int, attempt: int) -> str:
+def token_of(epoch: int, batch: int, partition_id: int, attempt: int) -> str:
     """The token of one attempt at a task; `attempt` is unique in its run."""
-    return f"{epoch}.{batch}.{place}.{attempt}"
+    return f"{epoch}.{batch}.{partition_id}.{attempt}"
 
 
 def sweep(client: Client, sink: str, epoch: int, batch: int, *, keep: Iterable[str] = ()) -> None:
     """Delete unpublished staged rows of runs before `epoch`, and of this run's batches up to `batch`."""
-    index, kept = SinkKeys(sink).staged, set(keep)
+    index, keep_tokens = SinkKeys(sink).staged, set(keep)
     old = []
     for member in client.execute("SMEMBERS", index):
         token, _, stream = member.decode("utf-8", "surrogateescape").partition(" ")
         staged_by, staged_for = map(int, token.split(".")[:2])
-        if token not in kept and (staged_by < epoch or (staged_by == epoch and staged_for <= batch)):
+        if token not in keep_tokens and (staged_by < epoch or (staged_by == epoch and staged_for <= batch)):
             old.append((member, StreamKeys(stream).staged(sink, token)))
     for at in range(0, len(old), _CHUNK_ROWS):
         some = old[at : at + _CHUNK_ROWS]
@@ -134,18 +134,16 @@ class Stage:
                 self._note_ids(stream, some)
             self._held.setdefault(stream, []).extend(some)
         self._held_bytes += size
-        full = self._held_bytes >= _HELD_BYTES
-        self._send([stream for stream, held in self._held.items() if full or len(held) >= _CHUNK_ROWS])
+        full = self._held_bytes >= _BUFFER_BYTES
+        self._send([stream for stream, buffered in self._held.items() if full or len(buffered) >= _CHUNK_ROWS])
         if not self._held:
             self._held_bytes = 0
 
-    def finish(self, place: int, epoch: int = 0) -> StagedTask:
-        """Stage the buffered rows; return all that the task has staged. `place`: the task's partition number."""
+    def finish(self, partition_id: int, epoch: int = 0) -> StagedTask:
+        """Stage the buffered rows; return all that the task has staged. `partition_id`: the task's partition number."""
         self._send(list(self._held))
-        portions = {
-            stream: StagedPart(count, *self._ids.get(stream, ("", ""))) for stream, count in self._chunks.items()
-        }
-        return StagedTask(self._token, place, epoch, portions)
+        parts = {stream: StagedPart(count, *self._ids.get(stream, ("", ""))) for stream, count in self._chunks.items()}
+        return StagedTask(self._token, partition_id, epoch, parts)
 
     def drop(self) -> None:
         """Delete the staged rows; if Redis is unavailable, they expire."""

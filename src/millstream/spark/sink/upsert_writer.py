@@ -41,7 +41,7 @@ class _Side:
         self._kind: Literal["hash", "json"] = options.target
         self._upsert: Upsert = options.upsert
         for option, name in (("keyColumn", self._upsert.key_column), ("guardColumn", self._upsert.guard_column)):
-            _check_identity(option, column(schema, option, name))
+            _check_key_type(option, column(schema, option, name))
         self._names = [name for name in schema.names if name != self._upsert.key_column]
         for name in self._names:
             check_type(name, schema[name].dataType)
@@ -71,20 +71,20 @@ class _Side:
         guards = self._wanted(batch, self._upsert.guard_column)
         if self._kind == "json":
             objects = batch.select(names).to_pylist(maps_as_pydicts="strict")
-            for key, guard, one in zip(keys, guards, objects, strict=True):
-                yield prefix + key, guard, (json_text({self._upsert.guard_field: guard, **one}),)
+            for key, guard, row in zip(keys, guards, objects, strict=True):
+                yield prefix + key, guard, (json_text({self._upsert.guard_field: guard, **row}),)
             return
         columns: list[list[Any]] = [texts(batch.column(name), name, binary=bytes) for name in names]
         for key, guard, *values in zip(keys, guards, *columns, strict=True):
-            gone = [name for name, value in zip(names, values, strict=True) if value is None]
-            kept = [item for pair in zip(names, values, strict=True) if pair[1] is not None for item in pair]
-            yield prefix + key, guard, (len(gone), *gone, *kept)
+            nulls = [name for name, value in zip(names, values, strict=True) if value is None]
+            items = [item for pair in zip(names, values, strict=True) if pair[1] is not None for item in pair]
+            yield prefix + key, guard, (len(nulls), *nulls, *items)
 
     def _wanted(self, batch: "pa.RecordBatch", name: str) -> list[str]:
         from millstream.spark.sink.row_encoder import texts
 
-        found: list[str | None] = texts(batch.column(name), name)
-        for value in found:
+        values: list[str | None] = texts(batch.column(name), name)
+        for value in values:
             if value is None or not value:
                 raise OutputError(f"the column {name} is null or empty in a row: fill it, or filter out such rows")
             if name == self._upsert.guard_column and not _GUARD.fullmatch(value):
@@ -92,7 +92,7 @@ class _Side:
                     f"the column {name} holds {value[:40]!r}: a guard must be a whole number of 0 or more, "
                     "or an entry id"
                 )
-        return [value for value in found if value is not None]
+        return [value for value in values if value is not None]
 
 
 class UpsertBatchWriter(_Side, DataSourceArrowWriter):
@@ -112,9 +112,9 @@ class UpsertStreamWriter(_Side, DataSourceStreamArrowWriter):
     patience_ms = None
 
 
-def _check_identity(option: str, found: StructField) -> None:
-    if not isinstance(found.dataType, (StringType, IntegralType)):
+def _check_key_type(option: str, field: StructField) -> None:
+    if not isinstance(field.dataType, (StringType, IntegralType)):
         raise ConfigError(
-            f"option {option}: the column {found.name!r} is of type {found.dataType.simpleString()}; it must be text "
+            f"option {option}: the column {field.name!r} is of type {field.dataType.simpleString()}; it must be text "
             "or a whole number, such as unix_micros(t) of a timestamp"
         )

@@ -64,14 +64,14 @@ class _Side:
 
         context = TaskContext.get()
         assert context is not None
-        place = context.partitionId()
+        partition_id = context.partitionId()
         client = shared_client(self._options.url)
         epoch = 0
         if job.run is not None:
             epoch = client.patiently(
                 partial(begin, client, job.sink, job.run), what=f"the sink {job.sink}", limit_ms=job.patience_ms
             )
-        token = token_of(epoch, job.batch, place, context.taskAttemptId())
+        token = token_of(epoch, job.batch, partition_id, context.taskAttemptId())
         stage = Stage(client, job.sink, token, indexed=job.run is not None, patience_ms=job.patience_ms)
         rows_of = RowMaker(self._options.layout, self._schema)
         if self._options.layout.stream is not None and self._options.terms.overwrite:
@@ -79,7 +79,7 @@ class _Side:
         try:
             for batch in batches:
                 stage.add(rows_of(batch), batch.nbytes)
-            return Staged(job.sink, stage.finish(place, epoch))
+            return Staged(job.sink, stage.finish(partition_id, epoch))
         except BaseException:
             stage.drop()
             raise
@@ -112,25 +112,25 @@ class RedisBatchWriter(_Side, DataSourceArrowWriter):
     @clean_tracebacks
     def commit(self, messages: Sequence[WriterCommitMessage | None]) -> None:
         """Publish the rows that the tasks have staged."""
-        job, shares = self._job, _shares(messages)
+        job, tasks = self._job, _staged_tasks(messages)
         stream = self._options.layout.stream
-        if not shares and stream is not None and self._options.terms.overwrite:
-            shares = [StagedTask("0.0.0.0", 0, 0, {stream: StagedPart(0)})]
+        if not tasks and stream is not None and self._options.terms.overwrite:
+            tasks = [StagedTask("0.0.0.0", 0, 0, {stream: StagedPart(0)})]
         publication = self._publication(job.sink, job.patience_ms)
         if job.run is None:
-            publication.publish_once(shares)
-        elif shares:
-            publication.publish(shares, batch=job.batch, epoch=shares[0].epoch, before="skip")
+            publication.publish_once(tasks)
+        elif tasks:
+            publication.publish(tasks, batch=job.batch, epoch=tasks[0].epoch, before="skip")
 
     @clean_tracebacks
     def abort(self, messages: Sequence[WriterCommitMessage | None]) -> None:
         """Delete the staged rows, unless the batch is decided."""
-        job, shares = self._job, _shares(messages)
+        job, tasks = self._job, _staged_tasks(messages)
         publication = self._publication(job.sink, job.patience_ms)
         if job.run is None:
-            publication.free(shares)
-        elif shares:
-            publication.withdraw(shares)
+            publication.free(tasks)
+        elif tasks:
+            publication.withdraw(tasks)
 
 
 class RedisStreamWriter(_Side, DataSourceStreamArrowWriter):
@@ -152,17 +152,17 @@ class RedisStreamWriter(_Side, DataSourceStreamArrowWriter):
     @clean_tracebacks
     def commit(self, messages: Sequence[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803 - Spark's name
         """Publish the batch, unless it is published. After a crash before its own commit log Spark calls it again."""
-        if shares := _shares(messages):
-            self._publication(_sink(messages), None).publish(shares, batch=batchId, epoch=shares[0].epoch)
+        if tasks := _staged_tasks(messages):
+            self._publication(_sink(messages), None).publish(tasks, batch=batchId, epoch=tasks[0].epoch)
 
     @clean_tracebacks
     def abort(self, messages: Sequence[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803
         """Delete the staged rows, unless the batch is decided: then the next run publishes the rest."""
-        if shares := _shares(messages):
-            self._publication(_sink(messages), _BATCH_PATIENCE_MS).withdraw(shares)
+        if tasks := _staged_tasks(messages):
+            self._publication(_sink(messages), _BATCH_PATIENCE_MS).withdraw(tasks)
 
 
-def _shares(messages: Sequence[WriterCommitMessage | None]) -> list[StagedTask]:
+def _staged_tasks(messages: Sequence[WriterCommitMessage | None]) -> list[StagedTask]:
     return [message.share for message in messages if isinstance(message, Staged)]
 
 

@@ -9,7 +9,7 @@ from millstream.spark.source.group_batches import Batches
 
 logger = logging.getLogger(__name__)
 
-_SHARE = 3.0
+_RENEWALS_PER_IDLE_TIME = 3.0
 
 
 class ClaimRenewal:
@@ -21,7 +21,7 @@ class ClaimRenewal:
 
     def __init__(self, batches: Batches, *, idle_ms: float) -> None:
         self._batches = batches
-        self._every_s = idle_ms / _SHARE / 1000
+        self._every_s = idle_ms / _RENEWALS_PER_IDLE_TIME / 1000
         self._closed = threading.Event()
         self._streams: tuple[str, ...] = ()
         self._thread: threading.Thread | None = None

@@ -27,12 +27,12 @@ class LossPolicy:
                 "on at the next entry that is left (a recreated stream from its beginning); to avoid losses keep more "
                 "of the stream (MAXLEN, XTRIM) or run the query more often"
             )
-        start, told = self._told.get(loss.stream, (None, 0))
+        start, reported = self._told.get(loss.stream, (None, 0))
         count = loss.count or 0
-        if start == loss.start and count <= told:
+        if start == loss.start and count <= reported:
             return
         self._told[loss.stream] = (loss.start, count)
-        self._total += count - told if start == loss.start else count
+        self._total += count - reported if start == loss.start else count
         if loss.count is None:
             logger.warning(
                 "%s; going on at the beginning of the stream as it is now. The number of lost entries is unknown", loss
@@ -54,11 +54,11 @@ class LossPolicy:
             )
 
 
-def made_anew(stream: str, frontier: EntryId) -> DataLoss:
+def made_anew(stream: str, committed_id: EntryId) -> DataLoss:
     """The error of a recreated stream with ids below the committed id of its handler, which would skip such entries."""
     return DataLoss(
-        f"stream {stream!r} was deleted and recreated with ids below {frontier}, the id that its handler has committed "
-        "on the old one; process the new one with --reprocess and a new --checkpoint"
+        f"stream {stream!r} was deleted and recreated with ids below {committed_id}, the id that its handler has "
+        "committed on the old one; process the new one with --reprocess and a new --checkpoint"
     )
 
 

@@ -18,12 +18,12 @@ def divide(backlogs: Mapping[str, int], limit: int, last_served: str = "") -> di
         return dict(backlogs)
     if len(backlogs) < min(limit, MOST_CUT + 1):
         return _in_proportion(backlogs, limit)
-    most = _most_in_turn(limit)
+    largest = _largest_share(limit)
     shares: dict[str, int] = {}
     for name in in_turn(backlogs, last_served):
         if not limit:
             return shares
-        shares[name] = min(backlogs[name], most, limit)
+        shares[name] = min(backlogs[name], largest, limit)
         limit -= shares[name]
     rest = {name: backlogs[name] - share for name, share in shares.items() if backlogs[name] > share}
     return shares | {name: shares[name] + more for name, more in divide(rest, limit).items()}
@@ -36,7 +36,7 @@ def in_turn(names: Iterable[str], last_served: str) -> list[str]:
     return ordered[following:] + ordered[:following]
 
 
-def _most_in_turn(limit: int) -> int:
+def _largest_share(limit: int) -> int:
     return max(1, limit // MOST_CUT)
 
 
@@ -50,7 +50,7 @@ class FairFill:
     def __init__(self, limit: int | None, least: int = 0) -> None:
         self._limit = limit
         self._least = least
-        self._most = _most_in_turn(limit or 0)
+        self._most = _largest_share(limit or 0)
         self._streams = self._known = self._shared = 0
 
     def add(self, backlog: int) -> None:

@@ -77,76 +77,78 @@ class GroupBatchPlanner:
 
     def tails(self) -> dict[str, EntryId]:
         """The last id of each subscribed stream that exists."""
-        facts = fetch(self._client, self._subscription.names())
-        return {name: fact.last for name, fact in facts.items() if fact is not None}
+        infos = fetch(self._client, self._subscription.names())
+        return {name: info.last for name, info in infos.items() if info is not None}
 
     # --- a batch ---
 
-    def advance(self, start: GroupOffset, *, target: Mapping[str, EntryId] | None, hold: bool) -> GroupBatch:
+    def advance(self, start: GroupOffset, *, target: Mapping[str, EntryId] | None, may_delay: bool) -> GroupBatch:
         """Acknowledge the batch that ends at `start`, and plan the next one; its end is `start` itself if there is
         none.
 
-        `target`: fetch new entries until the group has reached these ids. `hold`: a small batch may be delayed.
+        `target`: fetch new entries until the group has reached these ids. `may_delay`: a small batch may be delayed.
         """
         sure, self._sure = self._sure, False
         try:
-            taken = self._advance(start, target, hold, sure)
+            planned = self._advance(start, target, may_delay, sure)
         except Unavailable:
             self._begun = False
             raise
         except GroupMissing as error:
             self._begun = False
             raise Unavailable(f"{error}; planning again") from error
-        self._sure = taken.place == start  # else a repeated call from Spark must return the same batch
-        return taken
+        self._sure = planned.place == start  # else a repeated call from Spark must return the same batch
+        return planned
 
-    def _advance(self, start: GroupOffset, target: Mapping[str, EntryId] | None, hold: bool, sure: bool) -> GroupBatch:
-        facts = self._look(start)
-        standing = group_positions(self._client, self._options.group, (name for name, fact in facts.items() if fact))
-        self._begin(standing)
-        self._conclude(start, standing)
-        standing |= self._join(start, facts, standing)
-        known = dict.fromkeys(standing, 0)
+    def _advance(
+        self, start: GroupOffset, target: Mapping[str, EntryId] | None, may_delay: bool, sure: bool
+    ) -> GroupBatch:
+        infos = self._look(start)
+        positions = group_positions(self._client, self._options.group, (name for name, info in infos.items() if info))
+        self._begin(positions)
+        self._conclude(start, positions)
+        positions |= self._join(start, infos, positions)
+        known = dict.fromkeys(positions, 0)
         token, number = start.token or self._token, start.batch + 1
-        held = self._batches.held(name for name, at in standing.items() if at.pending)
+        pending = self._batches.held(name for name, at in positions.items() if at.pending)
         if not sure:
-            if found := self._recover(token, number, standing, held):
-                return GroupBatch(GroupOffset(token, number, known | found))
-            held = self._batches.held(held)
-        inbox = {name: one.ours for name, one in held.items() if one.ours}
-        waiting = self._waiting(facts, standing, target)
-        held_ms = self._holding.left_ms(sum(waiting.values())) if hold and not inbox else 0.0
-        if held_ms:
-            return GroupBatch(start, held_ms)
-        self._adopt(held, inbox)
-        self._draw(waiting, inbox)
-        place = GroupOffset(token, number, known | self._fill(token, number, inbox))
-        if place.filled:
-            self._planned = place
+            if recovered := self._recover(token, number, positions, pending):
+                return GroupBatch(GroupOffset(token, number, known | recovered))
+            pending = self._batches.held(pending)
+        own = {name: one.ours for name, one in pending.items() if one.ours}
+        backlogs = self._waiting(infos, positions, target)
+        delay_ms = self._holding.left_ms(sum(backlogs.values())) if may_delay and not own else 0.0
+        if delay_ms:
+            return GroupBatch(start, delay_ms)
+        self._adopt(pending, own)
+        self._draw(backlogs, own)
+        end = GroupOffset(token, number, known | self._fill(token, number, own))
+        if end.filled:
+            self._planned = end
             self._holding.began()
-        return GroupBatch(place if place.filled or known.keys() != start.taken.keys() else start)
+        return GroupBatch(end if end.filled or known.keys() != start.taken.keys() else start)
 
     def _look(self, start: GroupOffset) -> dict[str, StreamInfo | None]:
         """Fetch the info of the subscribed streams, and of those in `start` that a pattern no longer finds: None."""
         names = self._subscription.names()
-        facts = fetch(self._client, names)
-        if self._subscription.pattern is not None and (others := start.taken.keys() - facts.keys()):
-            facts |= {name: fact for name, fact in fetch(self._client, others).items() if fact is None}
-        return facts
+        infos = fetch(self._client, names)
+        if self._subscription.pattern is not None and (others := start.taken.keys() - infos.keys()):
+            infos |= {name: info for name, info in fetch(self._client, others).items() if info is None}
+        return infos
 
-    def _conclude(self, start: GroupOffset, standing: Iterable[str]) -> None:
+    def _conclude(self, start: GroupOffset, streams: Iterable[str]) -> None:
         """Acknowledge the batch that the sink has committed."""
         if self._concluded == (start.token, start.batch):
             return
         self._keeper.hold(())
-        ours = start.filled.keys() & set(standing)
-        for stream, strangers in self._batches.acknowledge(start.token, start.batch, ours).items():
-            if strangers.others or strangers.settled:
+        ours = start.filled.keys() & set(streams)
+        for stream, not_ours in self._batches.acknowledge(start.token, start.batch, ours).items():
+            if not_ours.others or not_ours.settled:
                 logger.warning(
                     "of the %d entries of %s in batch %d, %d were claimed by other consumers and %d were no longer "
                     "pending: they may be processed twice. adoptAfter is for entries of dead consumers: set the idle "
                     "time of all consumers of the group longer than a batch, or a restart, takes",
-                    start.taken[stream], stream, start.batch, strangers.others, strangers.settled,
+                    start.taken[stream], stream, start.batch, not_ours.others, not_ours.settled,
                 )  # fmt: skip
         self._concluded = (start.token, start.batch)
 
@@ -159,116 +161,116 @@ class GroupBatchPlanner:
     # --- groups ---
 
     def _join(
-        self, start: GroupOffset, facts: Mapping[str, StreamInfo | None], standing: Mapping[str, GroupPosition]
+        self, start: GroupOffset, infos: Mapping[str, StreamInfo | None], positions: Mapping[str, GroupPosition]
     ) -> dict[str, GroupPosition]:
         """Create the group on the streams that do not have it."""
-        missing = {name: fact for name, fact in facts.items() if name not in standing}
+        missing = {name: info for name, info in infos.items() if name not in positions}
         for name in missing.keys() & start.taken.keys():
             self._lose(
                 f"the group {self._options.group!r} of stream {name!r} is gone, or the whole stream, and with it the "
                 "pending entries and the last delivered id",
                 "the query then reads the stream from its beginning",
             )
-        new = {name: fact for name, fact in missing.items() if fact is not None}
+        new = {name: info for name, info in missing.items() if info is not None}
         if self._looked or start.token:
-            places = {name: fact.earliest() for name, fact in new.items()}
+            starts = {name: info.earliest() for name, info in new.items()}
         else:
-            places = self._starts.of(new, "latest")
+            starts = self._starts.of(new, "latest")
         group = self._options.group
-        made = fetch_calls(
+        replies = fetch_calls(
             self._client,
             [
                 ("XGROUP", "CREATE", name, group, str(at.id), *(() if at.added is None else ("ENTRIESREAD", at.added)))
-                for name, at in places.items()
+                for name, at in starts.items()
             ],
         )
-        for reply in made:
+        for reply in replies:
             if not (isinstance(reply, CommandFailed) and reply.code == "BUSYGROUP"):
                 raise_if_error(reply)
-        if not self._looked and (names := [*standing, *places]):
+        if not self._looked and (names := [*positions, *starts]):
             self._batches.may_read(names[0])
         self._looked = True
-        return {name: GroupPosition(at, 0) for name, at in places.items()}
+        return {name: GroupPosition(at, 0) for name, at in starts.items()}
 
     def _recover(
-        self, token: str, number: int, standing: Iterable[str], held: Mapping[str, PendingCounts]
+        self, token: str, number: int, streams: Iterable[str], pending: Mapping[str, PendingCounts]
     ) -> dict[str, int]:
         """Return the sizes of this batch if a restart or error interrupted it; reclaim entries of other batches."""
-        records = self._batches.records(standing)
+        records = self._batches.records(streams)
         self._tell({name: one.gone for name, one in records.items()})
         ours = {name: one for name, one in records.items() if (one.token, one.batch) == (token, number)}
-        left = {name: one for name, one in records.items() if one.size and name not in ours}
-        if left:
+        foreign = {name: one for name, one in records.items() if one.size and name not in ours}
+        if foreign:
             logger.warning(
                 "%d entries belong to batches of another checkpoint that used the consumer %r, or to a first batch "
                 "that was never checkpointed, and are not acknowledged; reading them again",
-                sum(one.size for one in left.values()),
+                sum(one.size for one in foreign.values()),
                 self._sharing.consumer,
             )
-        ready = [name for name, one in ours.items() if one.size]
-        self._batches.recall({name: one for name, one in held.items() if name not in ready})
-        self._batches.forget(left)
+        begun = [name for name, one in ours.items() if one.size]
+        self._batches.recall({name: one for name, one in pending.items() if name not in begun})
+        self._batches.forget(foreign)
         # The renewal fences older runs, and calls whose reply was lost: from here on neither adds to the batch.
-        self._batches.keep(ready)
-        return {name: one.size for name, one in self._batches.records(ready).items()}
+        self._batches.keep(begun)
+        return {name: one.size for name, one in self._batches.records(begun).items()}
 
     # --- fetching ---
 
     def _waiting(
         self,
-        facts: Mapping[str, StreamInfo | None],
-        standing: Mapping[str, GroupPosition],
+        infos: Mapping[str, StreamInfo | None],
+        positions: Mapping[str, GroupPosition],
         target: Mapping[str, EntryId] | None,
     ) -> dict[str, int]:
         """Estimate the number of entries of each stream that the group has not delivered yet."""
-        waiting = {}
-        for name, one in standing.items():
-            fact, at = facts[name], one.at
-            if fact is None or at.id >= fact.last or (target is not None and at.id >= target.get(name, at.id)):
+        backlogs = {}
+        for name, one in positions.items():
+            info, at = infos[name], one.at
+            if info is None or at.id >= info.last or (target is not None and at.id >= target.get(name, at.id)):
                 continue
-            lag = 0 if at.added is None else fact.added - at.added
-            waiting[name] = max(1, min(lag, fact.length) if lag > 0 else fact.length)
-        return waiting
+            lag = 0 if at.added is None else info.added - at.added
+            backlogs[name] = max(1, min(lag, info.length) if lag > 0 else info.length)
+        return backlogs
 
-    def _adopt(self, held: Mapping[str, PendingCounts], inbox: dict[str, int]) -> None:
+    def _adopt(self, pending: Mapping[str, PendingCounts], own: dict[str, int]) -> None:
         """Claim idle entries of other consumers while the batch has room, with two scans in every `adoptAfter`."""
         # A scan continues from batch to batch; a stream may be deleted meanwhile.
-        self._cursors = {name: cursor for name, cursor in self._cursors.items() if name in held}
+        self._cursors = {name: cursor for name, cursor in self._cursors.items() if name in pending}
         now_ms = self._clock.monotonic_ms()
         if not self._cursors and now_ms >= self._sweep_due_ms:
-            self._cursors = {name: FIRST for name, one in held.items() if one.others}
+            self._cursors = {name: FIRST for name, one in pending.items() if one.others}
             self._sweep_due_ms = now_ms + self._sharing.adopt_after_ms / 2
-        while self._cursors and (room := self._most - sum(inbox.values())) > 0:
+        while self._cursors and (room := self._most - sum(own.values())) > 0:
             name, cursor = next(iter(self._cursors.items()))
-            following, count, gone = self._batches.adopt(
+            next_cursor, count, gone = self._batches.adopt(
                 name, cursor, min_idle_ms=self._sharing.adopt_after_ms, most=room
             )
-            self._cursors[name] = following
-            if following == FIRST:
+            self._cursors[name] = next_cursor
+            if next_cursor == FIRST:
                 del self._cursors[name]
             if count:
-                inbox[name] = inbox.get(name, 0) + count
+                own[name] = own.get(name, 0) + count
                 logger.info("claimed %d idle entries of %s from other consumers", count, name)
             self._tell({name: gone})
 
-    def _draw(self, waiting: Mapping[str, int], inbox: dict[str, int]) -> None:
+    def _draw(self, backlogs: Mapping[str, int], own: dict[str, int]) -> None:
         """Fetch new entries while the batch has room, divided among the streams by their backlogs."""
-        room = self._most - sum(inbox.values())
-        if not waiting or room <= 0:
+        room = self._most - sum(own.values())
+        if not backlogs or room <= 0:
             return
-        shares = divide(waiting, room, self._last_served)
-        self._last_served = list(shares)[-1] if len(shares) < len(waiting) else ""
-        inbox.update({name: one.ours for name, one in self._batches.draw(shares).items()})
+        shares = divide(backlogs, room, self._last_served)
+        self._last_served = list(shares)[-1] if len(shares) < len(backlogs) else ""
+        own.update({name: one.ours for name, one in self._batches.draw(shares).items()})
 
-    def _fill(self, token: str, number: int, inbox: Mapping[str, int]) -> dict[str, int]:
+    def _fill(self, token: str, number: int, own: Mapping[str, int]) -> dict[str, int]:
         """Add the query's pending entries to a batch."""
-        sizes = divide({name: count for name, count in inbox.items() if count}, self._most)
+        sizes = divide({name: count for name, count in own.items() if count}, self._most)
         if not sizes:
             return {}
         step = self._spread.target(sum(sizes.values()))
-        filled = self._batches.fill(token, number, sizes, step=step)
-        self._tell({name: one.gone for name, one in filled.items()})
-        return {name: one.size for name, one in filled.items() if one.size}
+        fills = self._batches.fill(token, number, sizes, step=step)
+        self._tell({name: one.gone for name, one in fills.items()})
+        return {name: one.size for name, one in fills.items() if one.size}
 
     # --- the tasks of a batch ---
 
@@ -299,7 +301,7 @@ class GroupBatchPlanner:
                 ids = self._batches.keys(name).ids(end.token, end.batch)
                 portions += [GroupPartition(name, at, min(one.step, size - at), ids) for at in range(0, size, one.step)]
         self._keeper.hold(end.filled)
-        return _packed(portions, self._spread.target(max(1, sum(portion.size for portion in portions))))
+        return _pack(portions, self._spread.target(max(1, sum(portion.size for portion in portions))))
 
     def _resume(self, end: GroupOffset) -> None:
         """Claim a batch that another run has planned: its claims have not been renewed since."""
@@ -320,13 +322,13 @@ class GroupBatchPlanner:
                 )
         self._batches.told(gone)
 
-    def _lose(self, what: str, instead: str) -> None:
+    def _lose(self, what: str, consequence: str) -> None:
         if self._options.fail_on_data_loss:
-            raise DataLoss(f"{what}. To go on ({instead}) set failOnDataLoss=false, which logs the loss")
-        logger.warning("%s; %s", what, instead)
+            raise DataLoss(f"{what}. To go on ({consequence}) set failOnDataLoss=false, which logs the loss")
+        logger.warning("%s; %s", what, consequence)
 
 
-def _packed(portions: Iterable[GroupPartition], most: int) -> list[list[GroupPartition]]:
+def _pack(portions: Iterable[GroupPartition], most: int) -> list[list[GroupPartition]]:
     """Pack portions into tasks of at most `most` entries: one portion of about that size, or several small ones."""
     tasks: list[list[GroupPartition]] = []
     room = 0

@@ -20,8 +20,8 @@ _RENEW_BATCH = Script("groups/renew_batch", allow_oom=True)
 _ACK_BATCH = Script("groups/ack_batch", allow_oom=True)
 
 _CALLS_PER_TRIP = 500
-_READ_AT_ONCE = 10_000  # blocks Redis for about 3 ms
-_PAGE = 500
+_READ_COUNT = 10_000  # blocks Redis for about 3 ms
+_CLAIM_COUNT = 500
 _EPOCHS_OF_A_RUN = 1_000_000
 FIRST = "0-0"
 """The cursor at the beginning, and at the end, of a scan of pending entries."""
@@ -96,11 +96,11 @@ class Batches:
         if self._epoch:
             self._epoch = str(int(self._epoch) + 1)
             return
-        asked = [("HGET", self.keys(stream).record, "epoch") for stream in streams]
+        commands = [("HGET", self.keys(stream).record, "epoch") for stream in streams]
         seconds, micros = map(int, self._client.execute("TIME"))
-        found = [int(reply or 0) for reply in self._ask(asked)]
+        epochs = [int(reply or 0) for reply in self._ask(commands)]
         # At least the server's time, so that a failover to a replica that missed the last epoch cannot repeat it.
-        self._epoch = str(max([seconds * 1_000_000 + micros, *(one + _EPOCHS_OF_A_RUN for one in found)]))
+        self._epoch = str(max([seconds * 1_000_000 + micros, *(one + _EPOCHS_OF_A_RUN for one in epochs)]))
 
     # --- state in Redis ---
 
@@ -150,43 +150,43 @@ class Batches:
         """Fetch up to so many new entries of each stream into the pending list; their fields stay in Redis."""
         pairs: list[tuple[Command, Command]] = []
         for stream, share in shares.items():
-            counts = [_READ_AT_ONCE] * (share // _READ_AT_ONCE) + [share % _READ_AT_ONCE] * (share % _READ_AT_ONCE > 0)
+            counts = [_READ_COUNT] * (share // _READ_COUNT) + [share % _READ_COUNT] * (share % _READ_COUNT > 0)
             read = ("XREADGROUP", "GROUP", self._group, self._consumer, "COUNT")
             pairs += [((*read, count, "STREAMS", stream, ">"), ("XPENDING", stream, self._group)) for count in counts]
-        held: dict[str, PendingCounts] = {}
+        pending: dict[str, PendingCounts] = {}
         for at in range(0, len(pairs), _CALLS_PER_TRIP):
             some = pairs[at : at + _CALLS_PER_TRIP]
-            for (_, asked), reply in zip(some, self._client.unanswered(some), strict=True):
-                held[str(asked[1])] = self._sorted(raise_if_error(reply))
-        return held
+            for (_, count_command), reply in zip(some, self._client.unanswered(some), strict=True):
+                pending[str(count_command[1])] = self._sorted(raise_if_error(reply))
+        return pending
 
     def adopt(self, stream: str, cursor: str, *, min_idle_ms: int, most: int) -> tuple[str, int, int]:
         """Claim a page of entries that were idle for `min_idle_ms`, `most` at most.
 
         Returns the next cursor, the number of claimed entries, and of entries found missing and not yet reported.
         """
-        (reply,) = self._run(_CLAIM_IDLE_BATCH, {stream: (min_idle_ms, cursor, min(most, _PAGE))})
+        (reply,) = self._run(_CLAIM_IDLE_BATCH, {stream: (min_idle_ms, cursor, min(most, _CLAIM_COUNT))})
         return reply[0].decode(), reply[1], reply[2]
 
-    def recall(self, held: Mapping[str, PendingCounts]) -> None:
+    def recall(self, pending: Mapping[str, PendingCounts]) -> None:
         """Claim back, for our consumer, the entries in portions of former batches."""
-        for stream, shares in held.items():
-            for portion in shares.portions:
+        for stream, counts in pending.items():
+            for portion in counts.portions:
                 while self._run(_RENEW_BATCH, {stream: (self._consumer, "-")}, consumer=portion)[0]:
                     pass
 
     def fill(self, token: str, batch: int, sizes: Mapping[str, int], *, step: int) -> dict[str, BatchFill]:
         """Add up to so many of our pending entries of each stream to a batch, in portions of `step`."""
-        filled: dict[str, BatchFill] = {}
+        fills: dict[str, BatchFill] = {}
         left = {stream: (token, batch, step, size) for stream, size in sizes.items()}
         while left:
             for stream, (size, more, gone) in zip(
                 list(left), self._run(_FILL_BATCH, left, batch=(token, batch)), strict=True
             ):
-                filled[stream] = BatchFill(size, gone)
+                fills[stream] = BatchFill(size, gone)
                 if not more or size >= sizes[stream]:
                     del left[stream]
-        return filled
+        return fills
 
     # --- renewing, and acknowledging ---
 
@@ -213,16 +213,16 @@ class Batches:
 
     def acknowledge(self, token: str, batch: int, streams: Iterable[str]) -> dict[str, NotOurs]:
         """Acknowledge a batch; return the numbers of entries on each stream that were no longer ours."""
-        found = dict.fromkeys(streams, NotOurs(0, 0))
-        left: dict[str, Sequence[Any]] = dict.fromkeys(found, ())
+        not_ours = dict.fromkeys(streams, NotOurs(0, 0))
+        left: dict[str, Sequence[Any]] = dict.fromkeys(not_ours, ())
         while left:
             for stream, (more, others, settled) in zip(
                 list(left), self._run(_ACK_BATCH, left, batch=(token, batch)), strict=True
             ):
-                found[stream] = NotOurs(found[stream].others + others, found[stream].settled + settled)
+                not_ours[stream] = NotOurs(not_ours[stream].others + others, not_ours[stream].settled + settled)
                 if not more:
                     del left[stream]
-        return found
+        return not_ours
 
     def forget(self, records: Mapping[str, Record]) -> None:
         """Delete the recorded ids of batches that will not be read again."""

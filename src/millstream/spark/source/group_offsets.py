@@ -31,9 +31,9 @@ START = GroupOffset("", 0, {})
 """Before the first batch."""
 
 
-def dump(place: GroupOffset) -> dict[str, Any]:
+def dump(offset: GroupOffset) -> dict[str, Any]:
     """Return the JSON form: `{"batch": number, "taken": {"stream": count}, "token": text}`."""
-    return {"batch": place.batch, "taken": dict(sorted(place.taken.items())), "token": place.token}
+    return {"batch": offset.batch, "taken": dict(sorted(offset.taken.items())), "token": offset.token}
 
 
 def load(raw: Mapping[str, Any]) -> GroupOffset:

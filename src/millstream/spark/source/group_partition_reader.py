@@ -51,18 +51,18 @@ class _Wanted:
     def take(self, count: int, replies: Sequence[Reply]) -> tuple[list[Entry], list[bytes]]:
         """Return the entries among `replies` that belong to the batch, and the ids of entries that are gone."""
         found: list[Entry] = [entry for reply in replies for entry in raise_if_error(reply)]
-        looked = self.ids[:count]
-        if not self.sparse and len(found) == len(looked) and found[-1][0] != looked[-1]:
+        requested = self.ids[:count]
+        if not self.sparse and len(found) == len(requested) and found[-1][0] != requested[-1]:
             # Entries of other consumers are in between, so COUNT cut the range off before its end.
-            looked = looked[: bisect_right(looked, EntryId.parse(found[-1][0]), key=EntryId.parse)]
-        del self.ids[: len(looked)]
-        wanted = set(looked)
+            requested = requested[: bisect_right(requested, EntryId.parse(found[-1][0]), key=EntryId.parse)]
+        del self.ids[: len(requested)]
+        wanted = set(requested)
         entries = [entry for entry in found if entry[0] in wanted]
         self.sparse = self.sparse or len(entries) * _SPARSE < len(found)
-        if len(entries) == len(looked):
+        if len(entries) == len(requested):
             return entries, []
-        here = {entry[0] for entry in entries}
-        return entries, [one for one in looked if one not in here]
+        found_ids = {entry[0] for entry in entries}
+        return entries, [one for one in requested if one not in found_ids]
 
 
 class GroupPartitionReader(PartitionReader):
@@ -84,10 +84,10 @@ class GroupPartitionReader(PartitionReader):
             self._wanted = self._look_up()
         if not self._wanted:
             return None
-        asked, found, size = self._fetch(self._next_wanted, lambda one: one[0].commands(one[1]))
-        replies = iter(found)
+        requests, fetched, size = self._fetch(self._next_wanted, lambda one: one[0].commands(one[1]))
+        replies = iter(fetched)
         runs: list[Run] = []
-        for wanted, count in asked:
+        for wanted, count in requests:
             entries, missing = wanted.take(count, [next(replies) for _ in wanted.commands(count)])
             if missing:
                 self._lose(len(missing), wanted.stream, missing[0].decode())
@@ -98,16 +98,16 @@ class GroupPartitionReader(PartitionReader):
         return self._weighed(runs, size)
 
     def _next_wanted(self) -> list[tuple[_Wanted, int]]:
-        asked: list[tuple[_Wanted, int]] = []
+        requests: list[tuple[_Wanted, int]] = []
         budget = self._trip_entries
         for wanted in self._wanted or ():
             if budget <= 0:
                 break
             if not wanted.ids:
                 continue  # read to its end, while an earlier one is not
-            asked.append((wanted, min(len(wanted.ids), budget)))
-            budget -= asked[-1][1]
-        return asked
+            requests.append((wanted, min(len(wanted.ids), budget)))
+            budget -= requests[-1][1]
+        return requests
 
     def _look_up(self) -> "deque[_Wanted]":
         """Fetch the ids of the portions."""

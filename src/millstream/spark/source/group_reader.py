@@ -65,12 +65,12 @@ class RedisGroupReader(ReaderBase, DataSourceStreamReader, SupportsTriggerAvaila
         entries that are pending here are not delivered to other consumers.
         """
         began = time.monotonic()
-        at, target = load(start), self._target
-        taken = self._patiently(lambda: self._taker.advance(at, target=target, hold=target is None))
-        if taken.place != at:
-            return dump(taken.place)
-        if taken.held_ms:
-            time.sleep(min(taken.held_ms / 1000, HELD_S))
+        start_offset, target = load(start), self._target
+        planned = self._patiently(lambda: self._taker.advance(start_offset, target=target, may_delay=target is None))
+        if planned.place != start_offset:
+            return dump(planned.place)
+        if planned.held_ms:
+            time.sleep(min(planned.held_ms / 1000, HELD_S))
         elif target is None:
             idle_wait(began)
         return start
@@ -92,8 +92,8 @@ class RedisGroupReader(ReaderBase, DataSourceStreamReader, SupportsTriggerAvaila
         portions: list[GroupPartition] = (
             partition.value or []
         )  # an empty batch gets a partition of Spark's own, without a value
-        fail = self._options.fail_on_data_loss
-        reading = GroupPartitionReader(
-            self._client, portions, limit_ms=None, fail_on_data_loss=fail, replicas=self._replicas
+        fail_on_data_loss = self._options.fail_on_data_loss
+        reader = GroupPartitionReader(
+            self._client, portions, limit_ms=None, fail_on_data_loss=fail_on_data_loss, replicas=self._replicas
         )
-        return clean_traceback(reading.batches(batch_maker(self._options.columns, self._schema)))
+        return clean_traceback(reader.batches(batch_maker(self._options.columns, self._schema)))

@@ -40,27 +40,31 @@ class SeekResult(NamedTuple):
     facts: StreamInfo | None
 
 
-def seek(client: Client, wishes: Mapping[str, Seek]) -> dict[str, SeekResult]:
+def seek(client: Client, requests: Mapping[str, Seek]) -> dict[str, SeekResult]:
     """Run the request of each stream.
 
     Raises AccessDenied if the Redis user may not use consumer groups, Unavailable if the caller has to retry.
     """
-    if not wishes:
+    if not requests:
         return {}
     group = f"{_PREFIX}{time.time_ns() // 1_000_000}:{secrets.token_hex(4)}"
-    walkers = [_Seeker(stream, wish) for stream, wish in wishes.items()]
-    made = [("XGROUP", "CREATE", walker.stream, group, str(walker.wish.after)) for walker in walkers]
+    seekers = [_Seeker(stream, request) for stream, request in requests.items()]
+    creates = [("XGROUP", "CREATE", seeker.stream, group, str(seeker.wish.after)) for seeker in seekers]
     # The seek itself runs without replies, so it shows no refusal. This probe fails: no such group, or access denied.
-    probe = ("XREADGROUP", "GROUP", f"{group}:none", "planner", "STREAMS", walkers[0].stream, ">")
+    probe = ("XREADGROUP", "GROUP", f"{group}:none", "planner", "STREAMS", seekers[0].stream, ">")
     try:
-        *replies, _ = [_allowed(reply) for reply in fetch_calls(client, [*made, probe])]
+        *replies, _ = [_allowed(reply) for reply in fetch_calls(client, [*creates, probe])]
         # CommandFailed: the stream is gone.
-        _skip_all(client, group, [w for w, r in zip(walkers, replies, strict=True) if not isinstance(r, CommandFailed)])
+        _skip_all(
+            client,
+            group,
+            [seeker for seeker, reply in zip(seekers, replies, strict=True) if not isinstance(reply, CommandFailed)],
+        )
     finally:
-        removed = fetch_calls(client, [("XGROUP", "DESTROY", stream, group) for stream in wishes])
+        removed = fetch_calls(client, [("XGROUP", "DESTROY", stream, group) for stream in requests])
     for reply in removed:
         _allowed(reply)
-    return {walker.stream: SeekResult(walker.found, walker.facts) for walker in walkers}
+    return {seeker.stream: SeekResult(seeker.found, seeker.facts) for seeker in seekers}
 
 
 def _allowed(reply: Reply) -> Reply:
@@ -72,19 +76,19 @@ def _allowed(reply: Reply) -> Reply:
 class _Seeker:
     """The seek on one stream: its id, and the entries skipped since the last mark."""
 
-    def __init__(self, stream: str, wish: Seek) -> None:
+    def __init__(self, stream: str, request: Seek) -> None:
         self.stream = stream
         self.found: list[EntryId] = []
         self.facts: StreamInfo | None = None
-        self.wish = wish
-        self._at = wish.after
+        self.wish = request
+        self._at = request.after
         self._skipped = 0
 
     @property
     def wanted(self) -> int:
         """Entries to skip next; 0 when all marks are found or the stream has ended."""
-        wish = self.wish
-        return min(CHUNK, wish.step - self._skipped) if len(self.found) < wish.marks else 0
+        request = self.wish
+        return min(CHUNK, request.step - self._skipped) if len(self.found) < request.marks else 0
 
     def hear(self, own: str, reply: Reply) -> list[Command]:
         """Record the id after skipping `wanted` entries; return commands that remove groups of killed planners."""
@@ -105,26 +109,28 @@ class _Seeker:
             self._skipped = 0
 
 
-def _skip_all(client: Client, group: str, walkers: Iterable[_Seeker]) -> None:
+def _skip_all(client: Client, group: str, seekers: Iterable[_Seeker]) -> None:
     leftovers: list[Command] = []
-    active = [walker for walker in walkers if walker.wanted]
+    active = [seeker for seeker in seekers if seeker.wanted]
     while active:
         for at in range(0, len(active), _PAIRS_PER_TRIP):
             some = active[at : at + _PAIRS_PER_TRIP]
-            for walker, reply in zip(some, client.unanswered([_pair(group, w) for w in some]), strict=True):
-                leftovers += walker.hear(group, reply)
-        active = [walker for walker in active if walker.wanted]
+            for seeker, reply in zip(
+                some, client.unanswered([_skip_commands(group, seeker) for seeker in some]), strict=True
+            ):
+                leftovers += seeker.hear(group, reply)
+        active = [seeker for seeker in active if seeker.wanted]
     fetch_calls(client, leftovers)
 
 
-def _pair(group: str, walker: _Seeker) -> tuple[Command, Command]:
-    stream = walker.stream
-    skip = ("XREADGROUP", "GROUP", group, "planner", "COUNT", walker.wanted, "NOACK", "STREAMS", stream, ">")
+def _skip_commands(group: str, seeker: _Seeker) -> tuple[Command, Command]:
+    stream = seeker.stream
+    skip = ("XREADGROUP", "GROUP", group, "planner", "COUNT", seeker.wanted, "NOACK", "STREAMS", stream, ">")
     return skip, ("XINFO", "STREAM", stream, "FULL", "COUNT", 1)
 
 
 def _is_leftover(name: str) -> bool:
     if not name.startswith(_PREFIX):
         return False
-    born_ms = name[len(_PREFIX) :].partition(":")[0]
-    return born_ms.isdigit() and time.time() * 1000 - int(born_ms) > _LEFTOVER_AGE_MS
+    created_ms = name[len(_PREFIX) :].partition(":")[0]
+    return created_ms.isdigit() and time.time() * 1000 - int(created_ms) > _LEFTOVER_AGE_MS

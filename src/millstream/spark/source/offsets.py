@@ -66,7 +66,7 @@ def readable(raw: Mapping[str, Any]) -> Mapping[str, Any]:
 def load(raw: Mapping[str, Any]) -> Offsets:
     """Parse the result of `dump`. Raises ConfigError for anything else."""
     try:
-        return {stream: _position(*place) for stream, place in readable(raw).items()}
+        return {stream: _position(*fields) for stream, fields in readable(raw).items()}
     except (TypeError, ValueError, AttributeError):
         raise ConfigError(
             'the offsets in the checkpoint are not of the form {"stream": ["ms-seq", number]}; they may be those of '

@@ -188,7 +188,7 @@ def parse(given: Mapping[str, str], environ: Mapping[str, str] = os.environ) -> 
     starting = read_bounds(options, "starting", streams, words)
     ending = read_bounds(options, "ending", streams, ("latest",))
     check_order(starting, ending, streams)
-    found = SourceOptions(
+    parsed = SourceOptions(
         url=url,
         streams=streams,
         pattern=pattern,
@@ -207,8 +207,8 @@ def parse(given: Mapping[str, str], environ: Mapping[str, str] = os.environ) -> 
         frontier=frontier,
         sharing=sharing,
     )
-    found.check_either()
-    return found
+    parsed.check_either()
+    return parsed
 
 
 def _subscription(options: OptionParser) -> tuple[tuple[str, ...], str | None]:
@@ -274,7 +274,7 @@ def _late_start(options: OptionParser, starting: OffsetBounds) -> LateStart | No
     name = "startingOffsetsByTimestampStrategy"
     if name not in options.values:
         return None
-    if not any(isinstance(edge, Timestamp) for edge in (starting.default, *starting.streams.values())):
+    if not any(isinstance(bound, Timestamp) for bound in (starting.default, *starting.streams.values())):
         raise ConfigError(f"option {name} needs startingTimestamp or startingOffsetsByTimestamp: set one of them")
     return cast(LateStart, options.choice(name, ("error", "latest"), "error"))
 

@@ -7,7 +7,7 @@ from functools import cache
 logger = logging.getLogger(__name__)
 
 _LEAST_ENTRIES = 300
-_LOOKED_AT = 32
+_SAMPLED = 32
 
 
 def warn_of_other_case(fields: Sequence[Sequence[bytes]], absent: Sequence[str]) -> None:
@@ -17,15 +17,15 @@ def warn_of_other_case(fields: Sequence[Sequence[bytes]], absent: Sequence[str])
     """
     if not absent or len(fields) < _LEAST_ENTRIES:
         return
-    names = {name.decode("utf-8", "replace") for some in fields[:: len(fields) // _LOOKED_AT] for name in some[::2]}
+    names = {name.decode("utf-8", "replace") for some in fields[:: len(fields) // _SAMPLED] for name in some[::2]}
     found = {name.lower(): name for name in names}
     for column in absent:
         if column.lower() in found:
-            _tell(column, found[column.lower()])
+            _warn(column, found[column.lower()])
 
 
 @cache
-def _tell(column: str, field: str) -> None:
+def _warn(column: str, field: str) -> None:
     logger.warning(
         "the column %r of the schema is null: entries have no such field, but %r; use the field's name in the schema",
         column,

@@ -23,7 +23,7 @@ from millstream.spark.source.stream_info import StreamInfo, fetch, fetch_calls
 
 T = TypeVar("T")
 
-_GROWTH = 8
+_GROWTH_FACTOR = 8
 _MOST_TRIP_ENTRIES = 2_000
 _TRIP_BYTES, _MOST_TRIP_BYTES = 4 << 20, 16 << 20
 """The target size of a round trip's reply, and its maximum, which only a single entry may exceed."""
@@ -64,7 +64,7 @@ class Fetched(NamedTuple):
 
 
 class PartitionReader:
-    """Reads all entries of `pieces`, in stream order within one range.
+    """Reads all entries of `ranges`, in stream order within one range.
 
     `limit_ms` bounds the wait for an unavailable Redis; None waits for ever. Raises DataLoss for entries that were lost
     after planning, or logs their number unless `fail_on_data_loss`. Reads entries from `replicas`, if given, and
@@ -72,14 +72,14 @@ class PartitionReader:
     """
 
     def __init__(
-        self, client: Client, pieces: Sequence[OffsetRange], *, limit_ms: float | None, fail_on_data_loss: bool,
+        self, client: Client, ranges: Sequence[OffsetRange], *, limit_ms: float | None, fail_on_data_loss: bool,
         replicas: Replicas | None = None,
     ) -> None:  # fmt: skip
         self._client = client
         self._ask = partial(fetch_calls, client) if replicas is None else ReplicaReads(replicas).ask
         self._limit_ms = limit_ms
         self._fail_on_data_loss = fail_on_data_loss
-        self._waiting = deque(_Reader.of(piece) for piece in pieces)
+        self._waiting = deque(_Reader.of(one) for one in ranges)
         self._trip_entries = 1  # the size of entries is not known yet
         self._entry_bytes = 1
 
@@ -87,10 +87,10 @@ class PartitionReader:
         """Yield a record batch, built by `make`, for about every 10,000 rows or 16 MB."""
         runs: list[Run] = []
         rows = size = 0
-        with gc_paused(), ThreadPoolExecutor(1, "millstream-read") as ahead:
-            trip = ahead.submit(self._trip)
+        with gc_paused(), ThreadPoolExecutor(1, "millstream-read") as prefetch:
+            trip = prefetch.submit(self._trip)
             while (fetched := trip.result()) is not None:
-                trip = ahead.submit(self._trip)
+                trip = prefetch.submit(self._trip)
                 runs += fetched.runs
                 rows += fetched.rows
                 size += fetched.size
@@ -104,26 +104,26 @@ class PartitionReader:
         """Fetch the next entries in one round trip; None at the end."""
         if not self._waiting:
             return None
-        asked, replies, size = self._fetch(self._next, lambda one: [self._command(*one)])
-        for _ in asked:
+        requests, replies, size = self._fetch(self._next, lambda one: [self._command(*one)])
+        for _ in requests:
             self._waiting.popleft()
         runs = [
             run
-            for (reader, count), reply in zip(asked, replies, strict=True)
+            for (reader, count), reply in zip(requests, replies, strict=True)
             if (run := self._take(reader, count, reply))[1]
         ]
         return self._weighed(runs, size)
 
     def _next(self) -> list[tuple[_Reader, int]]:
         """Choose the ranges of the next round trip, and the COUNT of each."""
-        asked: list[tuple[_Reader, int]] = []
+        requests: list[tuple[_Reader, int]] = []
         budget = self._trip_entries
         for reader in self._waiting:
-            if budget <= 0 or (asked and asked[-1][0].may_hold_more_before(reader)):
+            if budget <= 0 or (requests and requests[-1][0].may_hold_more_before(reader)):
                 break
-            asked.append((reader, min(reader.left, self._trip_entries)))
-            budget -= asked[-1][1]
-        return asked
+            requests.append((reader, min(reader.left, self._trip_entries)))
+            budget -= requests[-1][1]
+        return requests
 
     @staticmethod
     def _command(reader: _Reader, count: int) -> Command:
@@ -147,7 +147,7 @@ class PartitionReader:
                 try:
                     replies = self._ask([command for one in chosen for command in commands_of(one)], meter)
                 except Unavailable:
-                    self._trip_entries = max(1, self._trip_entries // _GROWTH)
+                    self._trip_entries = max(1, self._trip_entries // _GROWTH_FACTOR)
                     if not meter.exceeded:
                         raise
                 else:
@@ -174,30 +174,30 @@ class PartitionReader:
         rows = sum(len(some) for _, some in runs)
         if rows:
             self._entry_bytes = size // rows + 1
-        most = min(_MOST_TRIP_ENTRIES, self._trip_entries * _GROWTH, _TRIP_BYTES // self._entry_bytes)
+        most = min(_MOST_TRIP_ENTRIES, self._trip_entries * _GROWTH_FACTOR, _TRIP_BYTES // self._entry_bytes)
         self._trip_entries = max(most, 1)
         return Fetched(runs, rows, size)
 
     def _check(self, reader: _Reader) -> None:
         """Report entries that were removed while the task read them; the planner reports those removed earlier."""
-        piece = reader.piece
-        if piece.rows is not None:
-            missing = f"{piece.rows - reader.read:,}" if reader.read < piece.rows else ""
+        offset_range = reader.piece
+        if offset_range.rows is not None:
+            missing = f"{offset_range.rows - reader.read:,}" if reader.read < offset_range.rows else ""
         else:
-            missing = "an unknown number of" if piece.untouched else ""
+            missing = "an unknown number of" if offset_range.untouched else ""
         if not missing:
             return
-        found = self._patiently(lambda: fetch(self._client, [piece.stream]))
-        facts = found[piece.stream]
-        if facts is not None and (facts.keeps(piece.after) or _is_whole(piece, facts)):
+        infos = self._patiently(lambda: fetch(self._client, [offset_range.stream]))
+        info = infos[offset_range.stream]
+        if info is not None and (info.keeps(offset_range.after) or _is_whole(offset_range, info)):
             return  # no entry was trimmed; single entries deleted by XDEL are no loss
         text = (
-            f"stream {piece.stream!r} lost {missing} entries between {piece.after} and {piece.until} while they were "
-            "being read: they were trimmed or deleted"
+            f"stream {offset_range.stream!r} lost {missing} entries between {offset_range.after} and "
+            f"{offset_range.until} while they were being read: they were trimmed or deleted"
         )
         lose(text, fail=self._fail_on_data_loss)
 
 
-def _is_whole(piece: OffsetRange, facts: StreamInfo) -> bool:
+def _is_whole(offset_range: OffsetRange, info: StreamInfo) -> bool:
     """True if a stream that had never lost an entry still has not; a recreated one begins later."""
-    return piece.untouched and not facts.removed and facts.first.ms <= piece.after.ms + 1
+    return offset_range.untouched and not info.removed and info.first.ms <= offset_range.after.ms + 1

@@ -15,8 +15,8 @@ from millstream.redis_client.client import Client, Command, Reply, raise_if_erro
 from millstream.spark.source.offsets import Offsets, Position
 from millstream.spark.source.stream_info import fetch_calls
 
-_MOST_MS = 50.0
-_STREAMS_AT_A_TIME = 500
+_MAX_MS = 50.0
+_STREAMS_PER_TRIP = 500
 
 
 class GroupPosition(NamedTuple):
@@ -45,14 +45,14 @@ def shown(client: Client, group: str, streams: Iterable[str]) -> Offsets:
 def _groups(client: Client, streams: Iterable[str]) -> dict[str, list[dict[bytes, Any]]]:
     """The consumer groups of each stream; none for one that does not exist."""
     names = list(streams)
-    replies = [_answered(reply) for reply in fetch_calls(client, [("XINFO", "GROUPS", name) for name in names])]
+    replies = [_expected_errors(reply) for reply in fetch_calls(client, [("XINFO", "GROUPS", name) for name in names])]
     return {
         name: [dict(zip(items[::2], items[1::2], strict=True)) for items in reply] if isinstance(reply, list) else []
         for name, reply in zip(names, replies, strict=True)
     }
 
 
-def _answered(reply: Reply) -> Reply:
+def _expected_errors(reply: Reply) -> Reply:
     """Return errors that the planner handles: no group, no stream, or a key of another type. Raise all others."""
     if isinstance(reply, AccessDenied):
         raise AccessDenied(f'{reply}; grant XGROUP and XINFO on it, or set option("group", "") to show no progress')
@@ -88,7 +88,7 @@ class ProgressGroup:
             # Streams left by the last call come first.
             self._due = {stream: moved.pop(stream) for stream in self._due if stream in moved} | moved
             self._offsets = offsets
-        self._catch_up(self._clock.monotonic_ms() + _MOST_MS)
+        self._catch_up(self._clock.monotonic_ms() + _MAX_MS)
 
     def catch_up(self) -> None:
         """Move the group on all streams that `show` has left. Raises as `show`."""
@@ -96,7 +96,7 @@ class ProgressGroup:
 
     def _catch_up(self, until_ms: float) -> None:
         while self._due:
-            some = dict(islice(self._due.items(), _STREAMS_AT_A_TIME))
+            some = dict(islice(self._due.items(), _STREAMS_PER_TRIP))
             self._move(some)
             self._shown |= some
             for stream in some:
@@ -134,9 +134,9 @@ class ProgressGroup:
                         'its own by option("group", NAME), or "" to show no progress'
                     )
 
-    def _sent(self, verb: str, places: Offsets) -> dict[str, Reply]:
-        replies = fetch_calls(self._client, [self._command(verb, *item) for item in places.items()])
-        return {stream: _answered(reply) for stream, reply in zip(places, replies, strict=True)}
+    def _sent(self, verb: str, offsets: Offsets) -> dict[str, Reply]:
+        replies = fetch_calls(self._client, [self._command(verb, *item) for item in offsets.items()])
+        return {stream: _expected_errors(reply) for stream, reply in zip(offsets, replies, strict=True)}
 
     def _command(self, verb: str, stream: str, at: Position) -> Command:
         known: Command = () if at.added is None else ("ENTRIESREAD", at.added)

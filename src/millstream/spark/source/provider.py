@@ -156,7 +156,7 @@ class RedisBatchReader(ReaderBase, DataSourceReader):
         self._options.check_batch()
         check_schema(self._options.columns, self._schema)
         tasks = self._patiently(lambda: self._planner.everything(self._selection), limit_ms=_BATCH_PATIENCE_MS)
-        return [InputPartition(to_tuple(pieces)) for pieces in tasks]
+        return [InputPartition(to_tuple(ranges)) for ranges in tasks]
 
     def read(self, partition: InputPartition) -> "Iterator[pa.RecordBatch]":
         """Yield the rows of one partition."""
@@ -219,26 +219,26 @@ class RedisStreamReader(ReaderBase, DataSourceStreamReader, SupportsTriggerAvail
         The sink has committed everything up to `start`, so this call moves the progress group there.
         """
         began = time.monotonic()
-        at = self._load(start)
-        planned = self._patiently(lambda: self._advance(at, limit))
-        if planned.ends is not at:
-            end = dump(planned.ends)
-            self._know(end, planned.ends)
+        start_offsets = self._load(start)
+        advance = self._patiently(lambda: self._advance(start_offsets, limit))
+        if advance.ends is not start_offsets:
+            end = dump(advance.ends)
+            self._know(end, advance.ends)
             return end
         if self._target is not None:
             self._patiently(self._lag.catch_up)  # this may be the last call
-        if planned.held_ms:
-            time.sleep(min(planned.held_ms / 1000, HELD_S))
+        if advance.held_ms:
+            time.sleep(min(advance.held_ms / 1000, HELD_S))
         elif self._target is None:
             idle_wait(began)
         return start
 
     def _advance(self, start: Offsets, limit: ReadLimit) -> "Advance":
         self._lag.show(start)
-        most = limit.max_rows if isinstance(limit, ReadMaxRows) else None
+        limit_rows = limit.max_rows if isinstance(limit, ReadMaxRows) else None
         # Trigger.Once and Trigger.AvailableNow have no later batch, so a small one must not wait.
-        hold = self._target is None and not isinstance(limit, ReadAllAvailable)
-        return self._planner.advance(start, limit=most, target=self._target, hold=hold)
+        may_delay = self._target is None and not isinstance(limit, ReadAllAvailable)
+        return self._planner.advance(start, limit=limit_rows, target=self._target, may_delay=may_delay)
 
     def _load(self, raw: dict[str, Any]) -> Offsets:
         for known, offsets in self._known:
@@ -262,7 +262,7 @@ class RedisStreamReader(ReaderBase, DataSourceStreamReader, SupportsTriggerAvail
     def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> list[InputPartition]:
         """Plan the tasks of one batch. After a restart Spark may call it first, for a batch that it planned before."""
         tasks = self._patiently(lambda: self._planner.pieces(self._load(start), self._load(end)))
-        return [InputPartition(to_tuple(pieces)) for pieces in tasks]
+        return [InputPartition(to_tuple(ranges)) for ranges in tasks]
 
     def read(self, partition: InputPartition) -> "Iterator[pa.RecordBatch]":
         """Yield the rows of one partition, waiting for Redis as long as it takes."""

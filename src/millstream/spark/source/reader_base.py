@@ -75,12 +75,12 @@ class ReaderBase:
         from millstream.spark.source.partition_reader import PartitionReader
         from millstream.spark.source.row_layout import batch_maker
 
-        pieces = from_tuple(partition.value or [])  # an empty batch gets a partition of Spark's own, without a value
-        fail = self._options.fail_on_data_loss
-        reading = PartitionReader(
-            self._client, pieces, limit_ms=limit_ms, fail_on_data_loss=fail, replicas=self._replicas
+        ranges = from_tuple(partition.value or [])  # an empty batch gets a partition of Spark's own, without a value
+        fail_on_data_loss = self._options.fail_on_data_loss
+        reader = PartitionReader(
+            self._client, ranges, limit_ms=limit_ms, fail_on_data_loss=fail_on_data_loss, replicas=self._replicas
         )
-        return clean_traceback(reading.batches(batch_maker(self._options.columns, self._schema)))
+        return clean_traceback(reader.batches(batch_maker(self._options.columns, self._schema)))
 
 
 def idle_wait(began_s: float) -> None:
@@ -88,5 +88,5 @@ def idle_wait(began_s: float) -> None:
 
     Spark polls again at once, 90 times a second. The sleep is twice as long as the poll took, 50 to 500 ms.
     """
-    least, most_ms = _IDLE_MS
-    time.sleep(min(max((time.monotonic() - began_s) * _IDLE_SHARE, least / 1000), most_ms / 1000))
+    least_ms, most_ms = _IDLE_MS
+    time.sleep(min(max((time.monotonic() - began_s) * _IDLE_SHARE, least_ms / 1000), most_ms / 1000))

@@ -24,11 +24,11 @@ logger = logging.getLogger(__name__)
 
 _TIMEOUT_MS = 2_000
 _CATCH_UP_MS = 100.0
-_REST_MS = 1_000.0
-_REST_SHARE = 10
-_NOBODY_MS = 10_000.0
-_SAID_MS = 600_000.0
-_ABOUT = ("INFO", "replication", "stats")
+_MIN_BAN_MS = 1_000.0
+_BAN_FACTOR = 10
+_NO_REPLICA_BAN_MS = 10_000.0
+_LOG_INTERVAL_MS = 600_000.0
+_INFO = ("INFO", "replication", "stats")
 
 
 class Point(NamedTuple):
@@ -66,7 +66,7 @@ class Replicas:
         """Ban a replica, or all replicas of a primary, for `for_ms`; log why, once in ten minutes."""
         now_ms = self.clock.monotonic_ms()
         self._rest_until_ms[one] = now_ms + for_ms
-        if why and now_ms - self._said_ms.get(one, -_SAID_MS) >= _SAID_MS:
+        if why and now_ms - self._said_ms.get(one, -_LOG_INTERVAL_MS) >= _LOG_INTERVAL_MS:
             self._said_ms[one] = now_ms
             logger.warning("%s; reading from another replica or the primary for now", why)
 
@@ -118,7 +118,7 @@ class ReplicaReads:
             if found is not None:
                 for index, reply in zip(indexes, found, strict=True):
                     replies[index] = reply
-            unanswered = {i: rest for i in indexes if (rest := _rest(commands[i], replies[i])) is not None}
+            unanswered = {i: rest for i in indexes if (rest := _rest_of(commands[i], replies[i])) is not None}
             if unanswered:
                 left |= unanswered
                 self._ways.pop(shard, None)  # later replies must not be older than the primary's reply of now
@@ -132,67 +132,69 @@ class ReplicaReads:
         """The replies of a replica; None if no replica is usable."""
         if self._replicas.rest_ms(shard) > 0:
             return None
-        way = self._ways.get(shard) or self._begin(shard, commands[0])
-        if way is None:
+        route = self._ways.get(shard) or self._begin(shard, commands[0])
+        if route is None:
             return None
-        for node in sorted(way.nodes, key=lambda node: node != self._last.get(shard)):
+        for node in sorted(route.nodes, key=lambda node: node != self._last.get(shard)):
             if self._replicas.rest_ms(node) > 0:
                 continue
             began_ms = self._clock.monotonic_ms()
             try:
-                replies = self._exchange(way, node, commands, meter)
+                replies = self._exchange(route, node, commands, meter)
             except (RedisError, ConfigError) as error:
                 if meter is not None and meter.exceeded:
                     raise  # the reply is too large, on any node
                 # A replica that hangs may cost only a tenth of the time.
-                wasted_ms = self._clock.monotonic_ms() - began_ms
+                spent_ms = self._clock.monotonic_ms() - began_ms
                 why = f"readFrom=replica: cannot read from {node[0]}:{node[1]}: {error}"
-                self._replicas.leave(node, max(_REST_MS, wasted_ms * _REST_SHARE), why)
+                self._replicas.leave(node, max(_MIN_BAN_MS, spent_ms * _BAN_FACTOR), why)
             else:
                 self._last[shard] = node
                 return replies
-        self._replicas.leave(shard, min(map(self._replicas.rest_ms, way.nodes)))
+        self._replicas.leave(shard, min(map(self._replicas.rest_ms, route.nodes)))
         return None
 
     def _begin(self, shard: Shard, command: Command) -> _Way | None:
         """Fetch the primary's replication offset and its replicas. Raises Unavailable."""
         try:
-            about = _read(self._client.execute_beside(command[1], *_ABOUT))
-            point = Point(about["master_replid"], int(about["master_repl_offset"]))
-            nodes = list(shard.replicas if shard.replicas is not None else _attached(about))
+            info = _parse_info(self._client.execute_beside(command[1], *_INFO))
+            point = Point(info["master_replid"], int(info["master_repl_offset"]))
+            nodes = list(shard.replicas if shard.replicas is not None else _connected_replicas(info))
         except Unavailable:
             raise
         except (RedisError, KeyError, ValueError) as error:  # such as a proxy, whose INFO differs
-            self._replicas.leave(shard, _NOBODY_MS, f"readFrom=replica: cannot find the primary's replicas: {error!r}")
+            self._replicas.leave(
+                shard, _NO_REPLICA_BAN_MS, f"readFrom=replica: cannot find the primary's replicas: {error!r}"
+            )
             return None
-        if about.get("role") != "master":
+        if info.get("role") != "master":
             return None  # a failover since the planning; a read from this node finds the new primary
         if not nodes:
-            self._replicas.leave(shard, _NOBODY_MS, "readFrom=replica: the primary has no connected replica")
+            self._replicas.leave(shard, _NO_REPLICA_BAN_MS, "readFrom=replica: the primary has no connected replica")
             return None
         # Not `random`: Spark forks its workers, so all of them would choose the same.
         SystemRandom().shuffle(nodes)
-        way = self._ways[shard] = _Way(point, nodes)
-        return way
+        route = self._ways[shard] = _Way(point, nodes)
+        return route
 
-    def _exchange(self, way: _Way, node: Node, commands: Sequence[Command], meter: ReplySize | None) -> list[Reply]:
+    def _exchange(self, route: _Way, node: Node, commands: Sequence[Command], meter: ReplySize | None) -> list[Reply]:
         """Run `commands` on one replica. Checks its offset before and after: its primary may change in between."""
         client = self._replicas.of_node(node)
-        greeting = [("READONLY",)] if self._client.is_cluster else []
-        if node != way.found:
-            self._meet(client, greeting)
-            self._catch_up(client, way.needed)
-        replies = client.pipeline([*greeting, _ABOUT, *commands, _ABOUT], meter)[len(greeting) :]
-        before, after = _standing(replies[0]), _standing(replies[-1])
-        if not (before.reaches(way.needed) and after.reaches(before)):
+        readonly = [("READONLY",)] if self._client.is_cluster else []
+        if node != route.found:
+            self._meet(client, readonly)
+            self._catch_up(client, route.needed)
+        replies = client.pipeline([*readonly, _INFO, *commands, _INFO], meter)[len(readonly) :]
+        before, after = _offset_of(replies[0]), _offset_of(replies[-1])
+        if not (before.reaches(route.needed) and after.reaches(before)):
             raise Unavailable("it no longer replicates the same primary")
-        found = [raise_if_error(reply) for reply in replies[1:-1]]
-        way.needed, way.found = after, node
-        return found
+        entries = [raise_if_error(reply) for reply in replies[1:-1]]
+        route.needed, route.found = after, node
+        return entries
 
-    def _meet(self, client: Client, greeting: Sequence[Command]) -> None:
+    def _meet(self, client: Client, readonly: Sequence[Command]) -> None:
         """Open a connection: that of an earlier task may have been closed since."""
-        first = greeting[0] if greeting else _ABOUT
+        first = readonly[0] if readonly else _INFO
         try:
             client.execute(*first)
         except Unavailable:
@@ -202,47 +204,47 @@ class ReplicaReads:
         """Wait until a replica reaches `needed`: usually it has, or does in a millisecond. Raises Unavailable."""
         until_ms = self._clock.monotonic_ms() + _CATCH_UP_MS
         pause_ms = 1.0
-        while not (standing := _standing(client.execute(*_ABOUT))).reaches(needed):
-            if standing.history != needed.history:
+        while not (reached := _offset_of(client.execute(*_INFO))).reaches(needed):
+            if reached.history != needed.history:
                 raise Unavailable("it replicates another primary, or none yet")
             if self._clock.monotonic_ms() >= until_ms:
-                raise Unavailable(f"it is {needed.offset - standing.offset:,} bytes behind its primary")
+                raise Unavailable(f"it is {needed.offset - reached.offset:,} bytes behind its primary")
             self._clock.sleep_ms(pause_ms)
             pause_ms *= 2
 
 
-def _read(reply: Reply) -> dict[str, str]:
+def _parse_info(reply: Reply) -> dict[str, str]:
     """The fields of a reply to INFO."""
     lines = raise_if_error(reply).decode("utf-8", "replace").splitlines()
     return dict(line.split(":", 1) for line in lines if ":" in line)
 
 
-def _standing(reply: Reply) -> Point:
+def _offset_of(reply: Reply) -> Point:
     """The replication offset of a replica. Raises Unavailable if its data may differ from what its primary sent."""
-    about = _read(reply)
-    if "slave_repl_offset" not in about:
+    info = _parse_info(reply)
+    if "slave_repl_offset" not in info:
         raise Unavailable("it is not a replica now")
-    if about.get("slave_read_only") != "1":
+    if info.get("slave_read_only") != "1":
         raise Unavailable("clients may write to it (replica-read-only no)")
-    if about.get("evicted_keys") != "0":
+    if info.get("evicted_keys") != "0":
         raise Unavailable("it has evicted keys itself (evicted_keys in INFO)")
     try:
-        return Point(about["master_replid"], int(about["slave_repl_offset"]))
+        return Point(info["master_replid"], int(info["slave_repl_offset"]))
     except (KeyError, ValueError) as error:
         raise Unavailable(f"its INFO has no replication offset: {error!r}") from error
 
 
-def _attached(about: dict[str, str]) -> list[Node]:
+def _connected_replicas(info: dict[str, str]) -> list[Node]:
     """The replicas in a primary's INFO."""
     nodes = []
-    for name, value in about.items():
+    for name, value in info.items():
         if name.startswith("slave") and name[5:].isdecimal():
             fields = dict(part.split("=", 1) for part in value.split(","))
             nodes.append((fields["ip"], int(fields["port"])))
     return nodes
 
 
-def _rest(command: Command, entries: Sequence[Entry]) -> Command | None:
+def _rest_of(command: Command, entries: Sequence[Entry]) -> Command | None:
     """The command for the rest of a range of which `entries` are known; None if it is complete."""
     name, stream, first, last, *limit = command
     if entries and (entries[-1][0] == last or (limit and len(entries) >= int(limit[1]))):

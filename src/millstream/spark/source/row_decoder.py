@@ -91,10 +91,10 @@ def split_ids(ids: Ids) -> tuple[pa.Array, pa.Array]:
     """Return the two numbers of each id as int64. Raises ConfigError if one does not fit."""
     parts = pc.split_pattern(pa.array(ids, pa.binary()).cast(pa.string()), "-").flatten().cast(pa.uint64())
     if len(ids) and pc.max(parts).as_py() > GREATEST_LONG:
-        culprit = next(entry_id for entry_id in ids if max(map(int, entry_id.split(b"-"))) > GREATEST_LONG)
+        too_great = next(entry_id for entry_id in ids if max(map(int, entry_id.split(b"-"))) > GREATEST_LONG)
         raise ConfigError(
-            f"the entry id {culprit.decode()} has a number beyond {GREATEST_LONG}, the greatest of Spark's type long: "
-            "exclude its stream, or begin after it"
+            f"the entry id {too_great.decode()} has a number beyond {GREATEST_LONG}, the greatest of Spark's type "
+            "long: exclude its stream, or begin after it"
         )
     numbers = parts.view(pa.int64()).to_numpy()
     return pa.array(numbers[0::2]), pa.array(numbers[1::2])

@@ -26,10 +26,10 @@ MakeBatch = Callable[[Sequence[Run]], pa.RecordBatch]
 def batch_maker(columns: Columns, schema: StructType) -> MakeBatch:
     """Return the function that makes record batches of exactly `schema`."""
     make = _maker(columns, schema)
-    return (lambda runs: make(_for_all(runs))) if columns.skip_redriven else make
+    return (lambda runs: make(_without_redriven(runs))) if columns.skip_redriven else make
 
 
-def _for_all(runs: Sequence[Run]) -> list[Run]:
+def _without_redriven(runs: Sequence[Run]) -> list[Run]:
     """Skip entries that were redriven to a handler: other readers have read them before."""
     return [(stream, [entry for entry in entries if entry[1][0] != REDRIVE_FIELD]) for stream, entries in runs]
 

@@ -79,7 +79,7 @@ def fetch(client: Client, streams: Iterable[str]) -> dict[str, StreamInfo | None
 
 def understood(stream: str, reply: Reply) -> StreamInfo | None:
     """Parse a reply to XINFO STREAM, of RESP2 or RESP3. Raises as `fetch`, also for an unexpected reply."""
-    return _facts(_fields(stream, reply))
+    return _stream_info(_fields(stream, reply))
 
 
 def facts_and_groups(stream: str, reply: Reply) -> tuple[StreamInfo | None, dict[str, EntryId]]:
@@ -89,7 +89,7 @@ def facts_and_groups(stream: str, reply: Reply) -> tuple[StreamInfo | None, dict
     for group in found[b"groups"] if found is not None else ():
         about = dict(zip(group[::2], group[1::2], strict=True))
         groups[about[b"name"].decode("utf-8", "replace")] = _id(about[b"last-delivered-id"])
-    return _facts(found), groups
+    return _stream_info(found), groups
 
 
 def _fields(stream: str, reply: Any) -> dict[bytes, Any] | None:
@@ -107,7 +107,7 @@ def _fields(stream: str, reply: Any) -> dict[bytes, Any] | None:
     raise CommandFailed(f"XINFO STREAM {stream}: unexpected reply {reply!r}")
 
 
-def _facts(found: dict[bytes, Any] | None) -> StreamInfo | None:
+def _stream_info(found: dict[bytes, Any] | None) -> StreamInfo | None:
     if found is None:
         return None
     if b"entries-added" not in found:
@@ -120,11 +120,11 @@ def _facts(found: dict[bytes, Any] | None) -> StreamInfo | None:
     )
 
 
-def _id(answered: bytes) -> EntryId:
+def _id(reply: bytes) -> EntryId:
     # Redis writes ids in one form only; to validate 30,000 of them as user input takes a tenth of a second.
-    if answered == b"0-0":
+    if reply == b"0-0":
         return ZERO_ID
-    ms, _, seq = answered.partition(b"-")
+    ms, _, seq = reply.partition(b"-")
     return EntryId(int(ms), int(seq))
 
 
@@ -158,25 +158,25 @@ class Loss:
         )
 
 
-def detect_loss(stream: str, start: Position, facts: StreamInfo | None) -> Loss | None:
+def detect_loss(stream: str, start: Position, info: StreamInfo | None) -> Loss | None:
     """Return the loss of a query whose offset is `start`; None if there is none, or none can be proven.
 
     The proof rests on entries-added. If all entries up to `start` are gone, the stream must have removed as many as had
     been added by then. Fewer: it is another stream. More: the difference was removed before it was read. Without a
     count, the only proof is a last id that has gone back.
     """
-    if facts is None:
+    if info is None:
         return None if start.added == 0 else Loss(stream=stream, start=start, count=None)
-    if facts.last < start.id or facts.added < (start.added or 0):
+    if info.last < start.id or info.added < (start.added or 0):
         return Loss(stream=stream, start=start, count=None)
-    if start.added is None or facts.keeps(start.id) or facts.removed == start.added:
+    if start.added is None or info.keeps(start.id) or info.removed == start.added:
         return None
-    lost = facts.removed - start.added
+    lost = info.removed - start.added
     return Loss(stream=stream, start=start, count=lost if lost > 0 else None)
 
 
-def after_loss(start: Position, facts: StreamInfo) -> Position:
+def after_loss(start: Position, info: StreamInfo) -> Position:
     """Return `start` with its count moved past the entries removed after it, so that no loss is counted twice."""
-    if start.added is None or facts.keeps(start.id) or facts.removed <= start.added:
+    if start.added is None or info.keeps(start.id) or info.removed <= start.added:
         return start
-    return Position(start.id, None if facts.has_gaps_after(start.id) else facts.removed)
+    return Position(start.id, None if info.has_gaps_after(start.id) else info.removed)

@@ -45,15 +45,15 @@ class StreamInfoCache:
 
         Raises WrongType if a key holds another type, RedisError for other errors.
         """
-        facts, stale = self._facts, self._stale
-        unknown = [name for name in names if name in stale or name not in facts]
+        infos, stale = self._facts, self._stale
+        unknown = [name for name in names if name in stale or name not in infos]
         for name, reply in self._watch.ask(("XINFO", "STREAM"), unknown):
             found = understood(name, reply)
-            if facts.pop(name, None) != found:
+            if infos.pop(name, None) != found:
                 self.version += 1
-            facts[name] = found
+            infos[name] = found
         stale.difference_update(unknown)
-        return facts
+        return infos
 
     def _due(self) -> set[str]:
         now_ms = self._clock.monotonic_ms()

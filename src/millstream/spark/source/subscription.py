@@ -14,9 +14,9 @@ from millstream.spark.source.options import SourceOptions
 logger = logging.getLogger(__name__)
 
 _SCAN_INTERVAL_MS = 1000.0
-_MENDED_AFTER_MS = 30_000.0
+_RECHECK_MS = 30_000.0
 _SLICE_MS = 10.0
-_SCAN_SHARE = 20.0
+_SCAN_WAIT_FACTOR = 20.0
 _NAMED = 3
 
 
@@ -49,7 +49,7 @@ class Subscription:
     def _scan(self, pattern: str) -> None:
         """Continue the SCAN for one slice; its end replaces the names."""
         now_ms = self._clock.monotonic_ms()
-        until_ms = now_ms + max(_SLICE_MS, (now_ms - self._looked_ms) / _SCAN_SHARE)
+        until_ms = now_ms + max(_SLICE_MS, (now_ms - self._looked_ms) / _SCAN_WAIT_FACTOR)
         if self._pages is None:
             self._pages, self._found = self._client.scan_pages(pattern), set()
         try:
@@ -90,7 +90,7 @@ class _KeptElsewhere(Subscription):
         if began_ms >= self._due_ms:
             self._adopt(set(self._look()))
             ended_ms = self._clock.monotonic_ms()
-            self._due_ms = ended_ms + max(_SCAN_INTERVAL_MS, (ended_ms - began_ms) * _SCAN_SHARE)
+            self._due_ms = ended_ms + max(_SCAN_INTERVAL_MS, (ended_ms - began_ms) * _SCAN_WAIT_FACTOR)
         return self._names
 
     @abstractmethod
@@ -114,7 +114,7 @@ class AnnouncedSubscription(_KeptElsewhere):
         names = [from_wire(name) for name in self._client.execute("HKEYS", self._key)]
         now_ms = self._clock.monotonic_ms()
         if now_ms >= self._mended_due_ms:
-            self._mended_due_ms = now_ms + _MENDED_AFTER_MS
+            self._mended_due_ms = now_ms + _RECHECK_MS
             self._usable = {name: True for name, usable in self._usable.items() if usable}
         new = [name for name in names if name not in self._usable]
         for name, why in zip(new, self._why_not(new), strict=True):
@@ -127,7 +127,7 @@ class AnnouncedSubscription(_KeptElsewhere):
     def _why_not(self, names: Sequence[str]) -> list[str | None]:
         """Why each stream cannot be read; None if it can."""
         types = self._client.pipeline([("TYPE", to_wire(name)) for name in names]) if names else []
-        return [_fault(name, raise_if_error(kind)) for name, kind in zip(names, types, strict=True)]
+        return [_why_unreadable(name, raise_if_error(kind)) for name, kind in zip(names, types, strict=True)]
 
 
 class PartitionSubscription(_KeptElsewhere):
@@ -150,7 +150,7 @@ def subscription(client: Client, options: SourceOptions, *, clock: Clock) -> Sub
     return Subscription(client, options.streams, options.pattern, clock=clock)
 
 
-def _fault(name: str, kind: bytes) -> str | None:
+def _why_unreadable(name: str, kind: bytes) -> str | None:
     if not _is_text(name):
         return "its name is not UTF-8 text"
     try:
