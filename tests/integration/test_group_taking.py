@@ -318,7 +318,7 @@ def test_a_zombie_driver_takes_and_acknowledges_nothing(
     end = one.plan()
     with pytest.raises(StaleOwner, match="give each a consumer name of its own"):
         zombie.advance(one.place, target=None, may_delay=False)
-    monkeypatch.setattr(zombie, "_look", lost_connection(zombie._look))
+    monkeypatch.setattr(zombie, zombie._look.__name__, lost_connection(zombie._look))
     with pytest.raises(Unavailable):
         zombie.advance(end, target=None, may_delay=False)
     with pytest.raises(StaleOwner):  # it begins anew, and is still the older one

@@ -131,7 +131,9 @@ def dies(*_: object) -> NoReturn:
     raise Killed
 
 
-@pytest.mark.parametrize("before", ["_seal", "_about_record"])
+@pytest.mark.parametrize(
+    "before", [publication_module.Publication._seal.__name__, publication_module.Publication._about_record.__name__]
+)
 @pytest.mark.parametrize("commits", [0, 1, 2])
 def test_a_zombie_that_wakes_up_before_any_step_to_its_decision_decides_nothing_and_spoils_nothing(
     client: Client, before: str, commits: int, monkeypatch: pytest.MonkeyPatch
@@ -141,7 +143,9 @@ def test_a_zombie_that_wakes_up_before_any_step_to_its_decision_decides_nothing_
     staged_since: list[list[StagedTask]] = []
 
     def sleep_first(*args: Any, **options: Any) -> Any:
-        if not staged_since and (before != "_about_record" or args[0] is publication_module.DECIDE):
+        if not staged_since and (
+            before != publication_module.Publication._about_record.__name__ or args[0] is publication_module.DECIDE
+        ):
             staged_since.append(newer.stage(0, range(9_000), tasks=1))
             if commits == 1:
                 newer.commit(0, staged_since[0])

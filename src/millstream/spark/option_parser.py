@@ -42,15 +42,15 @@ class OptionParser:
             raise ConfigError(f"option {name} is empty: remove it or set a value")
         return value.strip() if value is not None else None
 
-    def number(self, name: str, least: int = 1) -> int | None:
-        """The value of an option that must be a whole number of `least` or more; None if it is not set."""
+    def number(self, name: str, minimum: int = 1) -> int | None:
+        """The value of an option that must be a whole number of `minimum` or more; None if it is not set."""
         value = self.text(name)
         if value is None:
             return None
         digits = value.lstrip("0")[: len(str(GREATEST_LONG)) + 1] or "0"  # int() of a very long text is slow
-        if not (value.isascii() and value.isdigit() and least <= int(digits) <= GREATEST_LONG):
+        if not (value.isascii() and value.isdigit() and minimum <= int(digits) <= GREATEST_LONG):
             raise ConfigError(
-                f"option {name}={value[:40]!r} must be a whole number of {least} or more, up to {GREATEST_LONG}"
+                f"option {name}={value[:40]!r} must be a whole number of {minimum} or more, up to {GREATEST_LONG}"
             )
         return int(digits)
 
@@ -68,8 +68,8 @@ class OptionParser:
 
 def near(word: str, choices: Iterable[str]) -> str:
     """The end of an error about an unknown word: the most similar of `choices`, or "" if none is similar."""
-    found = difflib.get_close_matches(word, list(choices), n=1, cutoff=0.6)
-    return f"; did you mean {found[0]!r}?" if found else ""
+    matches = difflib.get_close_matches(word, list(choices), n=1, cutoff=0.6)
+    return f"; did you mean {matches[0]!r}?" if matches else ""
 
 
 def _unknown(name: str, known: Mapping[str, str], use: str, shown: Sequence[str]) -> str:
@@ -77,6 +77,6 @@ def _unknown(name: str, known: Mapping[str, str], use: str, shown: Sequence[str]
         if use == "writing":
             return 'save() and start() take no path here: name the stream by option("stream", "a") or by a column'
         return 'load() takes no path here: name the streams by option("subscribe", "a,b")'
-    found = difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.6)
-    hint = f"did you mean {known[found[0]]!r}?" if found else f"the options for {use} are {', '.join(shown)}"
+    matches = difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.6)
+    hint = f"did you mean {known[matches[0]]!r}?" if matches else f"the options for {use} are {', '.join(shown)}"
     return f"option {name!r} is unknown to redis-streams; {hint}"

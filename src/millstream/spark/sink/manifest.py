@@ -22,7 +22,7 @@ class StagedPart(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StagedTask(msgspec.Struct, frozen=True, array_like=True):
-    """All parts that one task attempt has staged. `place`: its partition number; `epoch`: that of its run."""
+    """All parts that one task attempt has staged, its partition number, and the epoch of its run."""
 
     token: str
     place: int

@@ -143,7 +143,7 @@ def _layout(options: OptionParser) -> Layout:
 
 
 def _write_options(options: OptionParser) -> WriteOptions:
-    maxlen, minid = options.number("maxlen", least=0), options.text("minid")
+    maxlen, minid = options.number("maxlen", minimum=0), options.text("minid")
     if maxlen is not None and minid is not None:
         raise ConfigError("trim either by maxlen or by minid, not by both")
     if "exactTrim" in options.values and maxlen is None and minid is None:
@@ -160,7 +160,7 @@ def _write_options(options: OptionParser) -> WriteOptions:
 
 
 def _transaction(options: OptionParser) -> tuple[str, int] | None:
-    app, version = options.text("txnAppId"), options.number("txnVersion", least=0)
+    app, version = options.text("txnAppId"), options.number("txnVersion", minimum=0)
     if (app is None) != (version is None):
         raise ConfigError("txnAppId and txnVersion belong together: set both or none")
     return (check_identifier("txnAppId", app), version) if app is not None and version is not None else None

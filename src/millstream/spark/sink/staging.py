@@ -29,7 +29,7 @@ _CHUNK_ROWS = 1_000
 _CHUNK_BYTES = 1_000_000
 _TRIP_BYTES = 8_000_000
 _BUFFER_BYTES = 16_000_000
-_GREATEST = EntryId(2**64 - 1, 2**64 - 1)
+_MAX_ID = EntryId(2**64 - 1, 2**64 - 1)
 _HEADS = [bytes([0xA0 | size]) for size in range(32)]
 _encode = msgspec.msgpack.Encoder().encode
 
@@ -217,7 +217,7 @@ def _id_of(row: Row, stream: str) -> EntryId:
         entry_id = EntryId.parse(str(row[0]))
     except ConfigError as error:
         raise OutputError(f"an id for stream {stream!r}: {error}") from error
-    if str(entry_id) != row[0] or not ZERO_ID < entry_id <= _GREATEST:
+    if str(entry_id) != row[0] or not ZERO_ID < entry_id <= _MAX_ID:
         raise OutputError(f"{row[0]!r} is not an id for stream {stream!r}: write milliseconds-sequence, from 0-1 on")
     return entry_id
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from millstream.spark.sink.upserts import Upsert as Row
 
-_GUARD = re.compile(r"[0-9]{1,20}(-[0-9]{1,20})?")
+_GUARD_PATTERN = re.compile(r"[0-9]{1,20}(-[0-9]{1,20})?")
 _BATCH_PATIENCE_MS = 60_000.0
 
 
@@ -87,7 +87,7 @@ class _Side:
         for value in values:
             if value is None or not value:
                 raise OutputError(f"the column {name} is null or empty in a row: fill it, or filter out such rows")
-            if name == self._upsert.guard_column and not _GUARD.fullmatch(value):
+            if name == self._upsert.guard_column and not _GUARD_PATTERN.fullmatch(value):
                 raise OutputError(
                     f"the column {name} holds {value[:40]!r}: a guard must be a whole number of 0 or more, "
                     "or an entry id"

@@ -264,12 +264,12 @@ class BatchPlanner:
     def _split(self, ranges: Sequence[OffsetRange], target: int) -> list[OffsetRange]:
         """Split ranges of more than `target` entries: at exact ids, or, where that is not needed, at guessed ones."""
         exact = self._options.limits.per_partition is not None
-        most = target if exact else int(target * _SPLIT_SLACK)
-        split = [one for one in ranges if one.size <= most]
+        max_size = target if exact else int(target * _SPLIT_SLACK)
+        split = [one for one in ranges if one.size <= max_size]
         steps: dict[OffsetRange, int] = {}
         for one in ranges:
             parts = -(-one.size // target)
-            if one.size <= most:
+            if one.size <= max_size:
                 continue
             if one.untouched and not exact:
                 split += guess_cuts(one, parts * _GUESSES_PER_TASK)
@@ -316,7 +316,7 @@ class Backlog(NamedTuple):
         return max(1, info.length)
 
     def count_after(self, taken: int, now: StreamInfo | None) -> int | None:
-        """Number of entries ever added up to the `taken`-th after `at`; None if entries were removed in between."""
+        """Number of entries ever added up to the `taken`-th of the backlog; None if entries were removed in between."""
         if self.at.added is None or now is None or now.has_gaps_after(self.at.id):
             return None
         whole = now.keeps(self.at.id) or now.removed == self.facts.removed

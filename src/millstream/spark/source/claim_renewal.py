@@ -30,7 +30,7 @@ class ClaimRenewal:
         """Renew the claims on entries of `streams`, and of no others, from now on."""
         self._streams = tuple(streams)
         if self._streams and self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="millstream-keep", daemon=True)
+            self._thread = threading.Thread(target=self._run, name="millstream-renewal", daemon=True)
             self._thread.start()
 
     def close(self) -> None:

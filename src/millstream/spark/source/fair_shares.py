@@ -44,12 +44,12 @@ class FairFill:
     """Tells whether the first streams in round-robin order fill a batch of `limit`, so that `divide` would skip the
     others.
 
-    The batch is not full before `least` entries are known, and never without a limit.
+    The batch is not full before `min_known` entries are known, and never without a limit.
     """
 
-    def __init__(self, limit: int | None, least: int = 0) -> None:
+    def __init__(self, limit: int | None, min_known: int = 0) -> None:
         self._limit = limit
-        self._least = least
+        self._least = min_known
         self._most = _largest_share(limit or 0)
         self._streams = self._known = self._shared = 0
 

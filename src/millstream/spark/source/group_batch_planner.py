@@ -243,7 +243,7 @@ class GroupBatchPlanner:
         while self._cursors and (room := self._most - sum(own.values())) > 0:
             name, cursor = next(iter(self._cursors.items()))
             next_cursor, count, gone = self._batches.adopt(
-                name, cursor, min_idle_ms=self._sharing.adopt_after_ms, most=room
+                name, cursor, min_idle_ms=self._sharing.adopt_after_ms, count=room
             )
             self._cursors[name] = next_cursor
             if next_cursor == FIRST:
@@ -275,7 +275,7 @@ class GroupBatchPlanner:
     # --- the tasks of a batch ---
 
     def tasks(self, start: GroupOffset, end: GroupOffset) -> list[list[GroupPartition]]:
-        """Plan the tasks of the batch from `start` to `end`; its claims are renewed until the next `advance`."""
+        """Plan the tasks of the batch from `start` to `end`; its claims are renewed until it is acknowledged."""
         if end.batch == start.batch or not end.filled:
             return []
         if end.batch != start.batch + 1:
@@ -328,14 +328,14 @@ class GroupBatchPlanner:
         logger.warning("%s; %s", what, consequence)
 
 
-def _pack(portions: Iterable[GroupPartition], most: int) -> list[list[GroupPartition]]:
-    """Pack portions into tasks of at most `most` entries: one portion of about that size, or several small ones."""
+def _pack(portions: Iterable[GroupPartition], max_size: int) -> list[list[GroupPartition]]:
+    """Pack portions into tasks of at most `max_size` entries: one portion of about that size, or several small ones."""
     tasks: list[list[GroupPartition]] = []
     room = 0
     for portion in sorted(portions, key=lambda portion: (-portion.size, portion.stream, portion.after)):
         if portion.size > room:
             tasks.append([])
-            room = most
+            room = max_size
         tasks[-1].append(portion)
         room -= portion.size
     return tasks

@@ -141,7 +141,7 @@ class Batches:
     # --- building a batch ---
 
     def may_read(self, stream: str) -> None:
-        """Raise AccessDenied if the user may not run XREADGROUP: `draw` has replies switched off and shows no error."""
+        """Raise AccessDenied if the user may not run XREADGROUP: fetching switches replies off and shows no error."""
         reply = self._client.pipeline([("XREADGROUP", "GROUP", f"{self._group}:none", "-", "STREAMS", stream, ">")])[0]
         if not isinstance(reply, CommandFailed | GroupMissing):
             raise_if_error(reply)
@@ -160,12 +160,12 @@ class Batches:
                 pending[str(count_command[1])] = self._sorted(raise_if_error(reply))
         return pending
 
-    def adopt(self, stream: str, cursor: str, *, min_idle_ms: int, most: int) -> tuple[str, int, int]:
-        """Claim a page of entries that were idle for `min_idle_ms`, `most` at most.
+    def adopt(self, stream: str, cursor: str, *, min_idle_ms: int, count: int) -> tuple[str, int, int]:
+        """Claim a page of entries that were idle for `min_idle_ms`, `count` at most.
 
         Returns the next cursor, the number of claimed entries, and of entries found missing and not yet reported.
         """
-        (reply,) = self._run(_CLAIM_IDLE_BATCH, {stream: (min_idle_ms, cursor, min(most, _CLAIM_COUNT))})
+        (reply,) = self._run(_CLAIM_IDLE_BATCH, {stream: (min_idle_ms, cursor, min(count, _CLAIM_COUNT))})
         return reply[0].decode(), reply[1], reply[2]
 
     def recall(self, pending: Mapping[str, PendingCounts]) -> None:

@@ -23,7 +23,7 @@ class GroupOffset(NamedTuple):
 
     @property
     def filled(self) -> dict[str, int]:
-        """`taken` without the streams that the batch has no entries of."""
+        """The numbers of entries, without the streams that the batch has none of."""
         return {stream: count for stream, count in self.taken.items() if count}
 
 

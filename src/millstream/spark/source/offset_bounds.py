@@ -12,7 +12,7 @@ from millstream.spark.option_parser import OptionParser, near
 
 Word = Literal["earliest", "latest", "group", "frontier"]
 
-_GREATEST_SEQ = 2**64 - 1
+_MAX_SEQ = 2**64 - 1
 _LIKE_SECONDS = range(10**9, 10**10)
 """Numbers that are times early in 1970 as milliseconds, and times since 2001 as seconds."""
 T = TypeVar("T")
@@ -27,7 +27,7 @@ class Timestamp:
     @property
     def before(self) -> EntryId:
         """The greatest id of an older entry."""
-        return EntryId(self.ms - 1, _GREATEST_SEQ) if self.ms > 0 else ZERO_ID
+        return EntryId(self.ms - 1, _MAX_SEQ) if self.ms > 0 else ZERO_ID
 
 
 Edge = Word | EntryId | Timestamp

@@ -53,7 +53,7 @@ def seek(client: Client, requests: Mapping[str, Seek]) -> dict[str, SeekResult]:
     # The seek itself runs without replies, so it shows no refusal. This probe fails: no such group, or access denied.
     probe = ("XREADGROUP", "GROUP", f"{group}:none", "planner", "STREAMS", seekers[0].stream, ">")
     try:
-        *replies, _ = [_allowed(reply) for reply in fetch_calls(client, [*creates, probe])]
+        *replies, _ = [_check_access(reply) for reply in fetch_calls(client, [*creates, probe])]
         # CommandFailed: the stream is gone.
         _skip_all(
             client,
@@ -63,11 +63,11 @@ def seek(client: Client, requests: Mapping[str, Seek]) -> dict[str, SeekResult]:
     finally:
         removed = fetch_calls(client, [("XGROUP", "DESTROY", stream, group) for stream in requests])
     for reply in removed:
-        _allowed(reply)
+        _check_access(reply)
     return {seeker.stream: SeekResult(seeker.found, seeker.facts) for seeker in seekers}
 
 
-def _allowed(reply: Reply) -> Reply:
+def _check_access(reply: Reply) -> Reply:
     if isinstance(reply, AccessDenied):
         raise AccessDenied(f"{reply}; to limit or split a batch, grant XGROUP, XREADGROUP and XINFO on the stream")
     return reply if isinstance(reply, CommandFailed | GroupMissing) else raise_if_error(reply)
@@ -91,8 +91,8 @@ class _Seeker:
         return min(CHUNK, request.step - self._skipped) if len(self.found) < request.marks else 0
 
     def hear(self, own: str, reply: Reply) -> list[Command]:
-        """Record the id after skipping `wanted` entries; return commands that remove groups of killed planners."""
-        self.facts, groups = facts_and_groups(self.stream, _allowed(reply))
+        """Record the id after a skip; return commands that remove groups of killed planners."""
+        self.facts, groups = facts_and_groups(self.stream, _check_access(reply))
         if own not in groups:
             raise Unavailable(f"the planning group on stream {self.stream!r} was deleted; planning again")
         self._arrive(groups[own])

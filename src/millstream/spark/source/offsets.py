@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from millstream.errors import ConfigError
 from millstream.model import ZERO_ID, EntryId
 
-_MOST_READABLE = 1_000
+_MAX_READABLE = 1_000
 _PACKED = "packed"
 _QUICK = 1
 
@@ -42,7 +42,7 @@ def dump(offsets: Mapping[str, Position]) -> dict[str, Any]:
     For more than 1,000 streams that text is compressed (RFC 1950, base64): `{"packed": "eJy..."}`. Spark passes offsets
     on several times in a batch, and keeps those of a hundred batches.
     """
-    if len(offsets) <= _MOST_READABLE:
+    if len(offsets) <= _MAX_READABLE:
         return {stream: [str(position.id), position.added] for stream, position in sorted(offsets.items())}
     items = []
     for stream in sorted(offsets):

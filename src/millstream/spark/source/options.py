@@ -57,7 +57,7 @@ _UNITS_MS = {"": 1, "ms": 1, "s": 1000, "m": 60_000, "min": 60_000, "h": 3_600_0
 _SHARED_ONLY = ("consumer", "adoptAfter")
 _LOG_ONLY = ("startingGroup", "frontierApp")
 _SHARED_BATCH = 10_000
-_LEAST_ADOPT_MS = 1_000
+_MIN_ADOPT_MS = 1_000
 _PACKED_ONLY = ("keyField",)
 _COLUMNS_ONLY = ("fieldsAs", "mode", "redriven")
 
@@ -198,7 +198,7 @@ def parse(given: Mapping[str, str], environ: Mapping[str, str] = os.environ) -> 
         late_start=_late_start(options, starting),
         starting_group=_starting_group(options, starting),
         ending=ending,
-        limits=_limits(options, most=None if sharing is None else _SHARED_BATCH),
+        limits=_limits(options, maximum=None if sharing is None else _SHARED_BATCH),
         fail_on_data_loss=options.flag("failOnDataLoss", True),
         group=options.values.get("group", SourceOptions.group),
         columns=_columns(options),
@@ -240,22 +240,22 @@ def _sharing(options: OptionParser) -> Sharing | None:
         raise ConfigError('readAs=group: name the consumer group to share by option("group", NAME)')
     after = options.text("adoptAfter")
     after_ms = Sharing.adopt_after_ms if after is None else _duration_ms("adoptAfter", after)
-    if after_ms < _LEAST_ADOPT_MS:
+    if after_ms < _MIN_ADOPT_MS:
         raise ConfigError(f"option adoptAfter={after!r} must be 1s or more: longer than a consumer needs for an entry")
     consumer = check_identifier("consumer name", options.text("consumer") or Sharing.consumer)
     return Sharing(consumer=consumer, adopt_after_ms=after_ms)
 
 
-def _limits(options: OptionParser, *, most: int | None) -> Limits:
-    most, least = options.number("maxOffsetsPerTrigger") or most, options.number("minOffsetsPerTrigger")
-    if most is not None and least is not None and least > most:
-        raise ConfigError(f"minOffsetsPerTrigger={least} must not be more than maxOffsetsPerTrigger={most}")
+def _limits(options: OptionParser, *, maximum: int | None) -> Limits:
+    maximum, minimum = options.number("maxOffsetsPerTrigger") or maximum, options.number("minOffsetsPerTrigger")
+    if maximum is not None and minimum is not None and minimum > maximum:
+        raise ConfigError(f"minOffsetsPerTrigger={minimum} must not be more than maxOffsetsPerTrigger={maximum}")
     delay = options.text("maxTriggerDelay")
-    if delay is not None and least is None:
+    if delay is not None and minimum is None:
         raise ConfigError("option maxTriggerDelay limits the wait of minOffsetsPerTrigger: set that one too")
     return Limits(
-        per_trigger=most,
-        least_per_trigger=least,
+        per_trigger=maximum,
+        least_per_trigger=minimum,
         most_delay_ms=Limits.most_delay_ms if delay is None else _duration_ms("maxTriggerDelay", delay),
         min_partitions=options.number("minPartitions"),
         per_partition=options.number("maxRecordsPerPartition"),

@@ -6,7 +6,7 @@ from functools import cache
 
 logger = logging.getLogger(__name__)
 
-_LEAST_ENTRIES = 300
+_MIN_ENTRIES = 300
 _SAMPLED = 32
 
 
@@ -15,7 +15,7 @@ def warn_of_other_case(fields: Sequence[Sequence[bytes]], absent: Sequence[str])
 
     `fields`: of each entry; none of them has a field in `absent`. Fewer than 300 entries prove nothing and are ignored.
     """
-    if not absent or len(fields) < _LEAST_ENTRIES:
+    if not absent or len(fields) < _MIN_ENTRIES:
         return
     names = {name.decode("utf-8", "replace") for some in fields[:: len(fields) // _SAMPLED] for name in some[::2]}
     found = {name.lower(): name for name in names}

@@ -24,8 +24,8 @@ from millstream.spark.source.stream_info import StreamInfo, fetch, fetch_calls
 T = TypeVar("T")
 
 _GROWTH_FACTOR = 8
-_MOST_TRIP_ENTRIES = 2_000
-_TRIP_BYTES, _MOST_TRIP_BYTES = 4 << 20, 16 << 20
+_MAX_TRIP_ENTRIES = 2_000
+_TRIP_BYTES, _MAX_TRIP_BYTES = 4 << 20, 16 << 20
 """The target size of a round trip's reply, and its maximum, which only a single entry may exceed."""
 _BATCH_ROWS = 10_000
 _BATCH_BYTES = 16 << 20
@@ -142,7 +142,7 @@ class PartitionReader:
 
         def attempt() -> tuple[list[T], list[Reply], int]:
             while True:
-                meter = ReplySize(_MOST_TRIP_BYTES if self._trip_entries > 1 else float("inf"))
+                meter = ReplySize(_MAX_TRIP_BYTES if self._trip_entries > 1 else float("inf"))
                 chosen = choose()
                 try:
                     replies = self._ask([command for one in chosen for command in commands_of(one)], meter)
@@ -174,8 +174,8 @@ class PartitionReader:
         rows = sum(len(some) for _, some in runs)
         if rows:
             self._entry_bytes = size // rows + 1
-        most = min(_MOST_TRIP_ENTRIES, self._trip_entries * _GROWTH_FACTOR, _TRIP_BYTES // self._entry_bytes)
-        self._trip_entries = max(most, 1)
+        limit = min(_MAX_TRIP_ENTRIES, self._trip_entries * _GROWTH_FACTOR, _TRIP_BYTES // self._entry_bytes)
+        self._trip_entries = max(limit, 1)
         return Fetched(runs, rows, size)
 
     def _check(self, reader: _Reader) -> None:

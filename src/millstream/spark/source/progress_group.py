@@ -62,13 +62,15 @@ def _expected_errors(reply: Reply) -> Reply:
 class ProgressGroup:
     """Keeps the consumer group `group` of every stream at the query's offset; "" keeps none.
 
-    `ours`: the group of a handler, through which only the handler's own workers read; this run has replaced them.
+    `is_handler_group`: only workers of a handler read through the group, and this run has replaced them.
     """
 
-    def __init__(self, client: Client, group: str, *, ours: bool = False, clock: Clock = SYSTEM_CLOCK) -> None:
+    def __init__(
+        self, client: Client, group: str, *, is_handler_group: bool = False, clock: Clock = SYSTEM_CLOCK
+    ) -> None:
         self._client = client
         self._group = group
-        self._ours = ours
+        self._ours = is_handler_group
         self._clock = clock
         self._shown: Offsets = {}
         self._due: Offsets = {}
@@ -91,7 +93,7 @@ class ProgressGroup:
         self._catch_up(self._clock.monotonic_ms() + _MAX_MS)
 
     def catch_up(self) -> None:
-        """Move the group on all streams that `show` has left. Raises as `show`."""
+        """Move the group on all streams that are left. Raises ConfigError as above."""
         self._catch_up(float("inf"))
 
     def _catch_up(self, until_ms: float) -> None:

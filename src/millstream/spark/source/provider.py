@@ -187,7 +187,7 @@ class RedisStreamReader(ReaderBase, DataSourceStreamReader, SupportsTriggerAvail
     def _lag(self) -> "ProgressGroup":
         from millstream.spark.source.progress_group import ProgressGroup
 
-        return ProgressGroup(self._client, self._options.group, ours=self._options.frontier is not None)
+        return ProgressGroup(self._client, self._options.group, is_handler_group=self._options.frontier is not None)
 
     @clean_tracebacks
     def getDefaultReadLimit(self) -> ReadLimit:  # noqa: N802
@@ -220,15 +220,15 @@ class RedisStreamReader(ReaderBase, DataSourceStreamReader, SupportsTriggerAvail
         """
         began = time.monotonic()
         start_offsets = self._load(start)
-        advance = self._patiently(lambda: self._advance(start_offsets, limit))
-        if advance.ends is not start_offsets:
-            end = dump(advance.ends)
-            self._know(end, advance.ends)
+        planned = self._patiently(lambda: self._advance(start_offsets, limit))
+        if planned.ends is not start_offsets:
+            end = dump(planned.ends)
+            self._know(end, planned.ends)
             return end
         if self._target is not None:
             self._patiently(self._lag.catch_up)  # this may be the last call
-        if advance.held_ms:
-            time.sleep(min(advance.held_ms / 1000, HELD_S))
+        if planned.held_ms:
+            time.sleep(min(planned.held_ms / 1000, HELD_S))
         elif self._target is None:
             idle_wait(began)
         return start

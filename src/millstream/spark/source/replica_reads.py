@@ -58,16 +58,16 @@ class Replicas:
             self._open[node] = self.client.of_node(node, timeout_ms=_TIMEOUT_MS)
         return self._open[node]
 
-    def rest_ms(self, one: Node | Shard) -> float:
+    def rest_ms(self, target: Node | Shard) -> float:
         """Milliseconds until the ban of a replica, or of all replicas of a primary, ends; 0 or less: no ban."""
-        return self._rest_until_ms.get(one, 0.0) - self.clock.monotonic_ms()
+        return self._rest_until_ms.get(target, 0.0) - self.clock.monotonic_ms()
 
-    def leave(self, one: Node | Shard, for_ms: float, why: str = "") -> None:
+    def leave(self, target: Node | Shard, for_ms: float, why: str = "") -> None:
         """Ban a replica, or all replicas of a primary, for `for_ms`; log why, once in ten minutes."""
         now_ms = self.clock.monotonic_ms()
-        self._rest_until_ms[one] = now_ms + for_ms
-        if why and now_ms - self._said_ms.get(one, -_LOG_INTERVAL_MS) >= _LOG_INTERVAL_MS:
-            self._said_ms[one] = now_ms
+        self._rest_until_ms[target] = now_ms + for_ms
+        if why and now_ms - self._said_ms.get(target, -_LOG_INTERVAL_MS) >= _LOG_INTERVAL_MS:
+            self._said_ms[target] = now_ms
             logger.warning("%s; reading from another replica or the primary for now", why)
 
     def close(self) -> None:

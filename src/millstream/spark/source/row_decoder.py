@@ -133,16 +133,22 @@ def map_columns(fields: Fields, *, schema: pa.Schema) -> dict[str, pa.Array]:
 def json_columns(fields: Fields) -> dict[str, pa.Array]:
     """All fields of an entry as one JSON object; a value that is not UTF-8 becomes {"base64": ...}."""
     encode = msgspec.json.Encoder().encode
-    return {"fields": pa.array([encode(_readable(some)) for some in fields], pa.binary()).cast(pa.string())}
+    return {"fields": pa.array([encode(_json_fields(some)) for some in fields], pa.binary()).cast(pa.string())}
 
 
-def _readable(some: list[bytes]) -> dict[str, object]:
+def _json_fields(items: list[bytes]) -> dict[str, object]:
     try:
         return dict(
-            zip([str(name, "utf-8") for name in some[0::2]], [str(it, "utf-8") for it in some[1::2]], strict=True)
+            zip(
+                [str(name, "utf-8") for name in items[0::2]],
+                [str(value, "utf-8") for value in items[1::2]],
+                strict=True,
+            )
         )
     except UnicodeDecodeError:
-        return {str(name, "utf-8", "replace"): _text(it) for name, it in zip(some[0::2], some[1::2], strict=True)}
+        return {
+            str(name, "utf-8", "replace"): _text(value) for name, value in zip(items[0::2], items[1::2], strict=True)
+        }
 
 
 def _text(value: bytes) -> object:
@@ -175,8 +181,8 @@ def typed_columns(fields: Fields, *, schema: pa.Schema, names: Sequence[str], fa
     A missing field is null, and so is an empty one unless its column is text. A value that does not fit the type is
     null too, or with `failfast` raises DecodeError in BatchMaker.
     """
-    found = _raw_columns(fields, [name.encode() for name in names])
-    columns = {name: pa.array(raw, pa.binary()) for name, raw in zip(names, found, strict=True)}
+    raw_columns = _raw_columns(fields, [name.encode() for name in names])
+    columns = {name: pa.array(raw, pa.binary()) for name, raw in zip(names, raw_columns, strict=True)}
     warn_of_other_case(fields, [name for name, raw in columns.items() if raw.null_count == len(fields)])
     return {
         name: decode(raw, schema.field(name).type, failfast=name if failfast else None) for name, raw in columns.items()
@@ -203,7 +209,7 @@ def decode(raw: pa.Array, wanted: pa.DataType, *, failfast: str | None) -> pa.Ar
     if not pa.types.is_string(wanted):
         raw = pc.if_else(pc.equal(pc.binary_length(raw), 0), pa.scalar(None, pa.binary()), raw)
     convert = _to_timestamp if pa.types.is_timestamp(wanted) else partial(_to, wanted=wanted)
-    decoded = pa.chunked_array(_salvage(raw, convert), type=wanted).combine_chunks()
+    decoded = pa.chunked_array(_convert_valid(raw, convert), type=wanted).combine_chunks()
     if failfast is not None and decoded.null_count > raw.null_count:
         row = pc.index(pc.and_(pc.is_null(decoded), pc.is_valid(raw)), True).as_py()
         raise _Misfit(
@@ -226,7 +232,7 @@ def _to_timestamp(raw: pa.Array) -> pa.Array:
     return pc.coalesce(with_zone, without)
 
 
-def _salvage(raw: pa.Array, convert: Callable[[pa.Array], pa.Array]) -> list[pa.Array]:
+def _convert_valid(raw: pa.Array, convert: Callable[[pa.Array], pa.Array]) -> list[pa.Array]:
     """Convert valid values, and others to null: halves a part with an invalid value until it has that value only."""
     try:
         return [convert(raw)]
@@ -234,4 +240,4 @@ def _salvage(raw: pa.Array, convert: Callable[[pa.Array], pa.Array]) -> list[pa.
         if len(raw) == 1:
             return [convert(pa.nulls(1, raw.type))]
         half = len(raw) // 2
-        return _salvage(raw[:half], convert) + _salvage(raw[half:], convert)
+        return _convert_valid(raw[:half], convert) + _convert_valid(raw[half:], convert)

@@ -55,7 +55,7 @@ _WITH_MODELS = ("stream", "id", "timestamp")
 
 
 def schema_of(given: Any) -> StructType | str:
-    """The schema that `given` stands for: text or a StructType is one; a model has its fields, and `_stream`, `_id` and
+    """The schema of `given`: text and a StructType are schemas; a model has its fields, and `_stream`, `_id` and
     `_timestamp` of the entry.
 
     A field without a Spark type of its own, such as a decimal, a UUID, an enum or a nested model, is the published

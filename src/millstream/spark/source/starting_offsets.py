@@ -41,7 +41,7 @@ class StartingOffsets:
         self._refuse_late(bounds, infos, default)
         known = self.resumed([name for name, bound in bounds.items() if bound == "frontier"], infos)
         known |= self._of_group([name for name, bound in bounds.items() if bound == "group"], infos)
-        return {name: known.get(name) or _start(infos[name], bound) for name, bound in bounds.items()}
+        return {name: known.get(name) or _start_position(infos[name], bound) for name, bound in bounds.items()}
 
     def asked_for(self, name: str, at: Position) -> bool:
         """True if `at` is the id or time in the options, which no entry need have reached yet."""
@@ -76,7 +76,7 @@ class StartingOffsets:
         if info is not None and info.last < committed_id:
             raise made_anew(name, committed_id)
         if info is None or info.last == committed_id:
-            return _located(committed_id, info)
+            return _position_at(committed_id, info)
         if info.keeps(committed_id):
             return (
                 shown_position
@@ -89,7 +89,7 @@ class StartingOffsets:
             # The query commits first and then moves the group, so after a kill it may be one batch behind.
             at_most = shown_position.id < committed_id
             self._losses.report(replace(loss, start=Position(committed_id, shown_position.added), at_most=at_most))
-        return _located(committed_id, info)
+        return _position_at(committed_id, info)
 
     # --- at the position of a group ---
 
@@ -120,7 +120,9 @@ class StartingOffsets:
             assert info is not None
             at = positions[name].at if name in positions else info.earliest()
             # A group may have been set to an id that no entry has reached.
-            starts[name] = info.tail if at.id >= info.last else at if at.added is not None else _located(at.id, info)
+            starts[name] = (
+                info.tail if at.id >= info.last else at if at.added is not None else _position_at(at.id, info)
+            )
         return starts
 
 
@@ -133,17 +135,17 @@ def _is_late(info: StreamInfo | None, bound: Edge) -> bool:
     return isinstance(bound, Timestamp) and info is not None and info.last.ms < bound.ms
 
 
-def _start(info: StreamInfo | None, bound: Edge) -> Position:
+def _start_position(info: StreamInfo | None, bound: Edge) -> Position:
     if isinstance(bound, Timestamp):
-        return info.tail if info is not None and _is_late(info, bound) else _located(bound.before, info)
+        return info.tail if info is not None and _is_late(info, bound) else _position_at(bound.before, info)
     if isinstance(bound, EntryId):
-        return _located(bound, info)
+        return _position_at(bound, info)
     if info is None:
         return BEGINNING
     return info.tail if bound == "latest" else info.earliest()
 
 
-def _located(entry_id: EntryId, info: StreamInfo | None) -> Position:
+def _position_at(entry_id: EntryId, info: StreamInfo | None) -> Position:
     """The position at a given id; its count is known at the ends of the stream only."""
     if info is not None and info.last == entry_id:
         return info.tail

@@ -10,11 +10,11 @@ from millstream.spark.source.stream_info import StreamInfo, understood
 
 _SWEEP_MS = 300_000.0
 """Interval in which each stream is fetched at least once: Redis does not report every change (SWAPDB, XSETID)."""
-_MOST_SWEPT_MS = 1_000.0
+_MAX_SWEPT_MS = 1_000.0
 
 
 class StreamInfoCache:
-    """The info of streams as of the last `look`. It only saves time: in doubt, all of it counts as stale."""
+    """The info of streams as of the last refresh. It only saves time: in doubt, all of it counts as stale."""
 
     def __init__(self, client: Client, *, clock: Clock) -> None:
         self._watch = KeyTracker(client)
@@ -41,7 +41,7 @@ class StreamInfoCache:
         return changed
 
     def of(self, names: Iterable[str]) -> Mapping[str, StreamInfo | None]:
-        """The info of `names`, as of the last `look` or later, and of other streams, maybe older; None: no such stream.
+        """The info of `names`, as of the last refresh or later, and older info of others; None: no such stream.
 
         Raises WrongType if a key holds another type, RedisError for other errors.
         """
@@ -57,7 +57,7 @@ class StreamInfoCache:
 
     def _due(self) -> set[str]:
         now_ms = self._clock.monotonic_ms()
-        self._to_sweep += len(self._facts) * min(now_ms - self._swept_ms, _MOST_SWEPT_MS) / _SWEEP_MS
+        self._to_sweep += len(self._facts) * min(now_ms - self._swept_ms, _MAX_SWEPT_MS) / _SWEEP_MS
         self._swept_ms = now_ms
         share = int(self._to_sweep)
         self._to_sweep -= share

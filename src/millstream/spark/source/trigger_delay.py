@@ -4,14 +4,14 @@ from millstream.clock import Clock
 
 
 class TriggerDelay:
-    """Delays a batch of fewer than `least` entries until `most_ms` after the last one; None delays nothing.
+    """Delays a batch of fewer than `min_entries` entries until `max_delay_ms` after the last one; None delays nothing.
 
     The first batch of a process is never delayed (Spark's Kafka source, minOffsetsPerTrigger).
     """
 
-    def __init__(self, least: int | None, most_ms: float, *, clock: Clock) -> None:
-        self._least = least
-        self._most_ms = most_ms
+    def __init__(self, min_entries: int | None, max_delay_ms: float, *, clock: Clock) -> None:
+        self._least = min_entries
+        self._most_ms = max_delay_ms
         self._clock = clock
         self._due_ms = float("-inf")
 

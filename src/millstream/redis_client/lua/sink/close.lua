@@ -28,21 +28,21 @@ if denied(refused) then
   return redis.error_reply('NOPERM XADD ' .. stream)
 end
 if ARGV[3] ~= '' and found == 'stream' then
-  local facts = redis.call('XINFO', 'STREAM', stream)
-  for i = 1, #facts, 2 do
-    if facts[i] == 'last-generated-id' and not less(facts[i + 1], ARGV[3]) then
-      return redis.error_reply('TOPPED ' .. facts[i + 1] .. ' ' .. stream)
+  local info = redis.call('XINFO', 'STREAM', stream)
+  for i = 1, #info, 2 do
+    if info[i] == 'last-generated-id' and not less(info[i + 1], ARGV[3]) then
+      return redis.error_reply('TOPPED ' .. info[i + 1] .. ' ' .. stream)
     end
   end
 end
 
 local chunks = 0
 for i = 3, #KEYS do
-  local held = redis.call('LLEN', KEYS[i])
-  if held ~= tonumber(ARGV[i + 1]) then
-    return redis.error_reply('LOST ' .. ARGV[i + 1] - held .. ' staged chunks of ' .. KEYS[i])
+  local count = redis.call('LLEN', KEYS[i])
+  if count ~= tonumber(ARGV[i + 1]) then
+    return redis.error_reply('LOST ' .. ARGV[i + 1] - count .. ' staged chunks of ' .. KEYS[i])
   end
-  chunks = chunks + held
+  chunks = chunks + count
 end
 redis.call('HSET', seal, 'left', chunks, 'fresh', ARGV[2])
 if ARGV[1] == '' then

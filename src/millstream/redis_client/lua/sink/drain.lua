@@ -27,9 +27,9 @@ end
 
 local function last_id()
   if redis.call('EXISTS', stream) == 0 then return '0-0' end
-  local facts = redis.call('XINFO', 'STREAM', stream)
-  for i = 1, #facts, 2 do
-    if facts[i] == 'last-generated-id' then return facts[i + 1] end
+  local info = redis.call('XINFO', 'STREAM', stream)
+  for i = 1, #info, 2 do
+    if info[i] == 'last-generated-id' then return info[i + 1] end
   end
 end
 

@@ -8,10 +8,10 @@
 --
 -- INVARIANT  No flag allow-oom: at maxmemory a batch waits here, before any of its rows is visible.
 
-local held, before = redis.call('LLEN', KEYS[1]), tonumber(ARGV[1])
-if held < before then return redis.error_reply('LOST ' .. before - held .. ' staged chunks of ' .. KEYS[1]) end
-if held == before then
-  for i = 3, #ARGV do held = redis.call('RPUSH', KEYS[1], ARGV[i]) end
+local count, before = redis.call('LLEN', KEYS[1]), tonumber(ARGV[1])
+if count < before then return redis.error_reply('LOST ' .. before - count .. ' staged chunks of ' .. KEYS[1]) end
+if count == before then
+  for i = 3, #ARGV do count = redis.call('RPUSH', KEYS[1], ARGV[i]) end
   redis.call('EXPIRE', KEYS[1], ARGV[2])
 end
-return held
+return count
