@@ -114,20 +114,20 @@ class BatchPlanner:
         fill = FairFill(limit, self._options.limits.least_per_trigger or 0)
         names = in_turn(self._restless.among(start, subscribed), self._last_served)
         for begin in range(0, len(names), _STREAMS_AT_A_TIME):
-            some = names[begin : begin + _STREAMS_AT_A_TIME]
-            infos = self._known.of(some)
+            page = names[begin : begin + _STREAMS_AT_A_TIME]
+            infos = self._known.of(page)
             if self._options.streams:
-                self._tell_absent(name for name in some if name in subscribed and infos[name] is None)
+                self._tell_absent(name for name in page if name in subscribed and infos[name] is None)
             # A batch without entries records the starting offsets of new streams.
             scan.changes.update(
-                self._discovered([name for name in some if name not in start and name in subscribed], infos)
+                self._discovered([name for name in page if name not in start and name in subscribed], infos)
             )
             paused = self._frontier.paused(
-                [name for name in some if name in start and _has_more(infos[name], start[name])]
+                [name for name in page if name in start and _has_more(infos[name], start[name])]
             )
-            for name in some:
+            for name in page:
                 if name not in start or name in paused:
-                    continue  # a paused stream stays unsettled, so that each call checks it again
+                    continue  # every call checks a paused stream again
                 result = self._judge(name, start[name], infos[name], subscribed=name in subscribed, target=target)
                 if result is None:
                     scan.at_rest.append(name)
@@ -162,14 +162,14 @@ class BatchPlanner:
             return None
         if loss is not None:
             self._losses.report(loss)
-        tail = info.tail
-        if target is not None and (end := target.get(name, at)).id < tail.id:
-            tail = end
-        if tail.id <= at.id:
+        until = info.tail
+        if target is not None and (end := target.get(name, at)).id < until.id:
+            until = end
+        if until.id <= at.id:
             return None
         if at.added is None and at.id != ZERO_ID and not info.keeps(at.id):
             self._losses.doubt(name, at.id)
-        return Backlog(after_loss(at, info), tail, info)
+        return Backlog(after_loss(at, info), until, info)
 
     def _discovered(self, names: Sequence[str], infos: Mapping[str, StreamInfo | None]) -> Offsets:
         found = {name: info.earliest() for name in names if (info := infos[name]) is not None}
@@ -265,19 +265,22 @@ class BatchPlanner:
         """Split ranges of more than `target` entries: at exact ids, or, where that is not needed, at guessed ones."""
         exact = self._options.limits.per_partition is not None
         max_size = target if exact else int(target * _SPLIT_SLACK)
-        split = [one for one in ranges if one.size <= max_size]
+        split = [whole for whole in ranges if whole.size <= max_size]
         steps: dict[OffsetRange, int] = {}
-        for one in ranges:
-            parts = -(-one.size // target)
-            if one.size <= max_size:
+        for whole in ranges:
+            parts = -(-whole.size // target)
+            if whole.size <= max_size:
                 continue
-            if one.untouched and not exact:
-                split += guess_cuts(one, parts * _GUESSES_PER_TASK)
+            if whole.untouched and not exact:
+                split += guess_cuts(whole, parts * _GUESSES_PER_TASK)
             else:
-                steps[one] = -(-one.size // parts)
-        results = seek(self._client, {p.stream: Seek(p.after, step, (p.size - 1) // step) for p, step in steps.items()})
-        for one, step in steps.items():
-            split += cut(one, step, results[one.stream].marks)
+                steps[whole] = -(-whole.size // parts)
+        results = seek(
+            self._client,
+            {whole.stream: Seek(whole.after, step, (whole.size - 1) // step) for whole, step in steps.items()},
+        )
+        for whole, step in steps.items():
+            split += cut(whole, step, results[whole.stream].marks)
         return split
 
 

@@ -83,8 +83,7 @@ class GroupBatchPlanner:
     # --- a batch ---
 
     def advance(self, start: GroupOffset, *, target: Mapping[str, EntryId] | None, may_delay: bool) -> GroupBatch:
-        """Acknowledge the batch that ends at `start`, and plan the next one; its end is `start` itself if there is
-        none.
+        """Acknowledge the batch that ends at `start`, and plan the next one; an empty one ends at `start` itself.
 
         `target`: fetch new entries until the group has reached these ids. `may_delay`: a small batch may be delayed.
         """
@@ -110,12 +109,12 @@ class GroupBatchPlanner:
         positions |= self._join(start, infos, positions)
         known = dict.fromkeys(positions, 0)
         token, number = start.token or self._token, start.batch + 1
-        pending = self._batches.held(name for name, at in positions.items() if at.pending)
+        pending = self._batches.held(name for name, position in positions.items() if position.pending)
         if not sure:
             if recovered := self._recover(token, number, positions, pending):
                 return GroupBatch(GroupOffset(token, number, known | recovered))
             pending = self._batches.held(pending)
-        own = {name: one.ours for name, one in pending.items() if one.ours}
+        own = {name: counts.ours for name, counts in pending.items() if counts.ours}
         backlogs = self._waiting(infos, positions, target)
         delay_ms = self._holding.left_ms(sum(backlogs.values())) if may_delay and not own else 0.0
         if delay_ms:
@@ -224,8 +223,8 @@ class GroupBatchPlanner:
     ) -> dict[str, int]:
         """Estimate the number of entries of each stream that the group has not delivered yet."""
         backlogs = {}
-        for name, one in positions.items():
-            info, at = infos[name], one.at
+        for name, position in positions.items():
+            info, at = infos[name], position.at
             if info is None or at.id >= info.last or (target is not None and at.id >= target.get(name, at.id)):
                 continue
             lag = 0 if at.added is None else info.added - at.added
@@ -238,7 +237,7 @@ class GroupBatchPlanner:
         self._cursors = {name: cursor for name, cursor in self._cursors.items() if name in pending}
         now_ms = self._clock.monotonic_ms()
         if not self._cursors and now_ms >= self._sweep_due_ms:
-            self._cursors = {name: FIRST for name, one in pending.items() if one.others}
+            self._cursors = {name: FIRST for name, counts in pending.items() if counts.others}
             self._sweep_due_ms = now_ms + self._sharing.adopt_after_ms / 2
         while self._cursors and (room := self._most - sum(own.values())) > 0:
             name, cursor = next(iter(self._cursors.items()))
@@ -260,7 +259,7 @@ class GroupBatchPlanner:
             return
         shares = divide(backlogs, room, self._last_served)
         self._last_served = list(shares)[-1] if len(shares) < len(backlogs) else ""
-        own.update({name: one.ours for name, one in self._batches.draw(shares).items()})
+        own.update({name: counts.ours for name, counts in self._batches.draw(shares).items()})
 
     def _fill(self, token: str, number: int, own: Mapping[str, int]) -> dict[str, int]:
         """Add the query's pending entries to a batch."""
@@ -269,8 +268,8 @@ class GroupBatchPlanner:
             return {}
         step = self._spread.target(sum(sizes.values()))
         fills = self._batches.fill(token, number, sizes, step=step)
-        self._tell({name: one.gone for name, one in fills.items()})
-        return {name: one.size for name, one in fills.items() if one.size}
+        self._tell({name: fill.gone for name, fill in fills.items()})
+        return {name: fill.size for name, fill in fills.items() if fill.size}
 
     # --- the tasks of a batch ---
 
@@ -288,8 +287,8 @@ class GroupBatchPlanner:
         records = self._batches.records(end.filled)
         portions: list[GroupPartition] = []
         for name, count in end.filled.items():
-            one = records.get(name)
-            size = one.size if one is not None and (one.token, one.batch) == (end.token, end.batch) else 0
+            record = records.get(name)
+            size = record.size if record is not None and (record.token, record.batch) == (end.token, end.batch) else 0
             if size != count:
                 self._lose(
                     f"Redis has lost the ids of {count - size:,} of the {count:,} entries that batch {end.batch} has "
@@ -297,14 +296,16 @@ class GroupBatchPlanner:
                     f"uses the consumer {self._sharing.consumer!r}",
                     "the batch has the entries that are left; the group delivers the others again",
                 )
-            if one is not None:
+            if record is not None:
                 ids = self._batches.keys(name).ids(end.token, end.batch)
-                portions += [GroupPartition(name, at, min(one.step, size - at), ids) for at in range(0, size, one.step)]
+                portions += [
+                    GroupPartition(name, at, min(record.step, size - at), ids) for at in range(0, size, record.step)
+                ]
         self._keeper.hold(end.filled)
         return _pack(portions, self._spread.target(max(1, sum(portion.size for portion in portions))))
 
     def _resume(self, end: GroupOffset) -> None:
-        """Claim a batch that another run has planned: its claims have not been renewed since."""
+        """Resume a batch that an earlier run has planned: its claims have not been renewed since."""
         self._begin(end.filled)
         try:
             self._batches.keep(end.filled)

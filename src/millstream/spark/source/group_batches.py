@@ -100,7 +100,7 @@ class Batches:
         seconds, micros = map(int, self._client.execute("TIME"))
         epochs = [int(reply or 0) for reply in self._ask(commands)]
         # At least the server's time, so that a failover to a replica that missed the last epoch cannot repeat it.
-        self._epoch = str(max([seconds * 1_000_000 + micros, *(one + _EPOCHS_OF_A_RUN for one in epochs)]))
+        self._epoch = str(max([seconds * 1_000_000 + micros, *(epoch + _EPOCHS_OF_A_RUN for epoch in epochs)]))
 
     # --- state in Redis ---
 
@@ -216,17 +216,17 @@ class Batches:
         not_ours = dict.fromkeys(streams, NotOurs(0, 0))
         left: dict[str, Sequence[Any]] = dict.fromkeys(not_ours, ())
         while left:
-            for stream, (more, others, settled) in zip(
+            for stream, (more, claimed, not_pending) in zip(
                 list(left), self._run(_ACK_BATCH, left, batch=(token, batch)), strict=True
             ):
-                not_ours[stream] = NotOurs(not_ours[stream].others + others, not_ours[stream].settled + settled)
+                not_ours[stream] = NotOurs(not_ours[stream].others + claimed, not_ours[stream].settled + not_pending)
                 if not more:
                     del left[stream]
         return not_ours
 
     def forget(self, records: Mapping[str, Record]) -> None:
         """Delete the recorded ids of batches that will not be read again."""
-        self._ask([("UNLINK", self.keys(stream).ids(one.token, one.batch)) for stream, one in records.items()])
+        self._ask([("UNLINK", self.keys(stream).ids(record.token, record.batch)) for stream, record in records.items()])
 
     def told(self, gone: Mapping[str, int]) -> None:
         """Subtract missing entries that were reported to the user from the records."""
