@@ -30,16 +30,17 @@ def group_positions(client: Client, group: str, streams: Iterable[str]) -> dict[
     """The positions of `group` on those of `streams` that have it."""
     found: dict[str, GroupPosition] = {}
     for stream, groups in _groups(client, streams).items():
-        about = next((about for about in groups if about[b"name"] == group.encode()), None)
-        if about is not None:
-            at = Position(EntryId.parse(about[b"last-delivered-id"]), about[b"entries-read"])
-            found[stream] = GroupPosition(at, about[b"pending"])
+        fields = next((fields for fields in groups if fields[b"name"] == group.encode()), None)
+        if fields is not None:
+            position = Position(EntryId.parse(fields[b"last-delivered-id"]), fields[b"entries-read"])
+            found[stream] = GroupPosition(position, fields[b"pending"])
     return found
 
 
 def shown(client: Client, group: str, streams: Iterable[str]) -> Offsets:
     """The offsets that `group` shows as committed, on those of `streams` that have it. "" is no group."""
-    return {stream: about.at for stream, about in group_positions(client, group, streams).items()} if group else {}
+    positions = group_positions(client, group, streams) if group else {}
+    return {stream: position.at for stream, position in positions.items()}
 
 
 def _groups(client: Client, streams: Iterable[str]) -> dict[str, list[dict[bytes, Any]]]:
@@ -106,12 +107,12 @@ class ProgressGroup:
             if self._clock.monotonic_ms() >= until_ms:
                 return
 
-    def _move(self, moved: Offsets) -> None:
-        made = self._made({stream: at for stream, at in moved.items() if stream not in self._shown})
-        moved = {stream: at for stream, at in moved.items() if stream not in made}
-        replies = self._sent("SETID", moved)
+    def _move(self, offsets: Offsets) -> None:
+        created = self._made({stream: at for stream, at in offsets.items() if stream not in self._shown})
+        offsets = {stream: at for stream, at in offsets.items() if stream not in created}
+        replies = self._sent("SETID", offsets)
         self._sent(
-            "CREATE", {stream: moved[stream] for stream, reply in replies.items() if isinstance(reply, GroupMissing)}
+            "CREATE", {stream: offsets[stream] for stream, reply in replies.items() if isinstance(reply, GroupMissing)}
         )
 
     def _made(self, new: Offsets) -> set[str]:

@@ -114,9 +114,9 @@ class ReplicaReads:
         replies: list[Reply] = [[] for _ in commands]
         left: dict[int, Command] = {}
         for shard, indexes in of_shard.items():
-            found = self._by_replica(shard, [commands[i] for i in indexes], meter)
-            if found is not None:
-                for index, reply in zip(indexes, found, strict=True):
+            entries = self._by_replica(shard, [commands[i] for i in indexes], meter)
+            if entries is not None:
+                for index, reply in zip(indexes, entries, strict=True):
                     replies[index] = reply
             unanswered = {i: rest for i in indexes if (rest := _rest_of(commands[i], replies[i])) is not None}
             if unanswered:

@@ -105,7 +105,7 @@ class StartingOffsets:
                 f"startingOffsets=group: no stream has the consumer group {group!r}; `millstream groups` lists them, "
                 "or set another start"
             )
-        pending = {name: about.pending for name, about in positions.items() if about.pending}
+        pending = {name: group_position.pending for name, group_position in positions.items() if group_position.pending}
         if pending:
             logger.warning(
                 "reading begins after the last delivered ids of the group %r: its %d pending entries, in %d streams, "

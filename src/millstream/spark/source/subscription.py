@@ -70,8 +70,8 @@ class Subscription:
         unusable = {name for name in found - self._names if not _is_text(name)}
         if new := unusable - self._left_out:
             # Any client may create such a key; Spark has no string for it.
-            some = ", ".join(map(repr, sorted(new)[:_NAMED]))
-            logger.warning("%d streams are left out, as their names are not UTF-8 text: %s", len(new), some)
+            examples = ", ".join(map(repr, sorted(new)[:_NAMED]))
+            logger.warning("%d streams are left out, as their names are not UTF-8 text: %s", len(new), examples)
         self._left_out = unusable
         found -= unusable
         if found != self._names:
@@ -98,7 +98,7 @@ class _KeptElsewhere(Subscription):
 
 
 class AnnouncedSubscription(_KeptElsewhere):
-    """The streams that were announced to `service`, until they are done; its consumers share them.
+    """The streams that were announced to `service`, whose consumers lease them, until they are done.
 
     Leaves out names that cannot be streams, with a warning, and checks them again after 30 s: any client may announce
     any name.
@@ -131,11 +131,11 @@ class AnnouncedSubscription(_KeptElsewhere):
 
 
 class PartitionSubscription(_KeptElsewhere):
-    """The partitions of `bases`, whose number may grow at any time."""
+    """The partitions of `partitioned_streams`, whose number may grow at any time."""
 
-    def __init__(self, client: Client, bases: Sequence[str], *, clock: Clock) -> None:
+    def __init__(self, client: Client, partitioned_streams: Sequence[str], *, clock: Clock) -> None:
         super().__init__(client, clock=clock)
-        self._bases = bases
+        self._bases = partitioned_streams
 
     def _look(self) -> list[str]:
         return [stream for base in self._bases for stream in Partitions(self._client, base).found().streams]
