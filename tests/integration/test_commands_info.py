@@ -16,7 +16,7 @@ from millstream.redis_client.key_names import HandlerKeys, held_name, stage_grou
 from millstream.redis_client.pipelining import server_time_ms
 from millstream.spark.run.liveness import announce_run, keep_announced
 from millstream.spark.source.group_batch_planner import GroupBatchPlanner
-from millstream.spark.source.group_offsets import START
+from millstream.spark.source.group_offsets import BEFORE_FIRST_BATCH
 from millstream.spark.source.options import parse
 from tests.support.clocks import HandClock
 from tests.support.commandline import call
@@ -208,9 +208,9 @@ def test_a_query_that_shares_a_group_is_one_consumer_of_it(client: Client) -> No
     options = parse({"url": client.url, "subscribe": "a", "readAs": "group", "group": "billing"}, {})
     assert options.sharing is not None
     taker = GroupBatchPlanner(client, options, options.sharing, cores=2)
-    place = taker.advance(START, target=None, may_delay=False).place
+    place = taker.plan_next(BEFORE_FIRST_BATCH, target=None, may_delay=False).end
     taker.close()
-    assert place.filled == {"a": 10}
+    assert place.non_empty == {"a": 10}
     client.execute("XGROUP", "CREATECONSUMER", "a", "billing", "plain-7")
     found = reader(inspect(client), "billing")
     assert (found.how, found.behind, found.pending) == (("spark, readAs=group",), 10, 10)

@@ -18,7 +18,7 @@ def options(**given: str) -> SinkOptions:
 def test_names_of_options_are_read_in_any_case_and_spark_adds_its_own() -> None:
     given = {"URL": URL, "STREAM": "a", "maxLen": "7", "EXACTTRIM": "True", "checkpointlocation": "x", "queryname": "q"}
     found = parse_sink(given, {})
-    assert found == SinkOptions(url=URL, layout=Layout(stream="a"), terms=WriteOptions(maxlen=7, exactly=True))
+    assert found == SinkOptions(url=URL, layout=Layout(stream="a"), write_options=WriteOptions(maxlen=7, exact=True))
 
 
 def test_the_defaults_are_those_of_the_documentation() -> None:

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from millstream.errors import ConfigError
-from millstream.spark.limits import GREATEST_LONG
+from millstream.spark.limits import MAX_LONG
 
 
 @dataclass(frozen=True)
@@ -47,10 +47,10 @@ class OptionParser:
         value = self.text(name)
         if value is None:
             return None
-        digits = value.lstrip("0")[: len(str(GREATEST_LONG)) + 1] or "0"  # int() of a very long text is slow
-        if not (value.isascii() and value.isdigit() and minimum <= int(digits) <= GREATEST_LONG):
+        digits = value.lstrip("0")[: len(str(MAX_LONG)) + 1] or "0"  # int() of a very long text is slow
+        if not (value.isascii() and value.isdigit() and minimum <= int(digits) <= MAX_LONG):
             raise ConfigError(
-                f"option {name}={value[:40]!r} must be a whole number of {minimum} or more, up to {GREATEST_LONG}"
+                f"option {name}={value[:40]!r} must be a whole number of {minimum} or more, up to {MAX_LONG}"
             )
         return int(digits)
 
@@ -58,7 +58,7 @@ class OptionParser:
         """The value of an option that must be one of `choices`, in any case."""
         value = (self.text(name) or default).lower()
         if value not in choices:
-            raise ConfigError(f"option {name}={value!r} must be {' or '.join(choices)}{near(value, choices)}")
+            raise ConfigError(f"option {name}={value!r} must be {' or '.join(choices)}{suggestion(value, choices)}")
         return value
 
     def flag(self, name: str, default: bool) -> bool:
@@ -66,7 +66,7 @@ class OptionParser:
         return self.choice(name, ("true", "false"), "true" if default else "false") == "true"
 
 
-def near(word: str, choices: Iterable[str]) -> str:
+def suggestion(word: str, choices: Iterable[str]) -> str:
     """The end of an error about an unknown word: the most similar of `choices`, or "" if none is similar."""
     matches = difflib.get_close_matches(word, list(choices), n=1, cutoff=0.6)
     return f"; did you mean {matches[0]!r}?" if matches else ""

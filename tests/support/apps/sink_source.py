@@ -68,14 +68,14 @@ def _around(owner: Any, name: str, before: str | None, after: str | None) -> Non
 
 
 def _after_scripts() -> None:
-    step = Publication._about_record
+    step = Publication._call_record
 
     def stepped(self: Publication, script: Any, args: Any) -> Any:
         result = step(self, script, args)
         reach({publication.READ_DECISION: "asked", publication.DECIDE: "decided"}.get(script, "nowhere"))
         return result
 
-    Publication._about_record = stepped  # type: ignore[method-assign]
+    Publication._call_record = stepped  # type: ignore[method-assign]
 
 
 def _around_acknowledging() -> None:

@@ -25,19 +25,19 @@ class StagedTask(msgspec.Struct, frozen=True, array_like=True):
     """All parts that one task attempt has staged, its partition number, and the epoch of its run."""
 
     token: str
-    place: int
+    partition_id: int
     epoch: int
-    portions: dict[str, StagedPart]
+    parts: dict[str, StagedPart]
 
 
 class Manifest:
     """The staged tasks of a batch, in the order in which their rows are published: by id, if rows have ids."""
 
     def __init__(self, tasks: Sequence[StagedTask]) -> None:
-        self._shares = sorted(tasks, key=lambda task: task.place)
+        self._tasks = sorted(tasks, key=lambda task: task.partition_id)
         self.streams: dict[str, list[tuple[str, StagedPart]]] = {}
-        for task in self._shares:
-            for stream, part in task.portions.items():
+        for task in self._tasks:
+            for stream, part in task.parts.items():
                 parts = self.streams.setdefault(stream, [])
                 if part.chunks:
                     parts.append((task.token, part))
@@ -58,36 +58,36 @@ class Manifest:
 
     @classmethod
     def parse(cls, blob: bytes) -> "Manifest":
-        """Parse a `blob`."""
+        """Parse a `packed`."""
         return cls(msgspec.msgpack.decode(blob, type=list[StagedTask]))
 
     @cached_property
-    def blob(self) -> bytes:
+    def packed(self) -> bytes:
         """The manifest as msgpack."""
-        return msgspec.msgpack.encode(self._shares)
+        return msgspec.msgpack.encode(self._tasks)
 
     @cached_property
     def attempt(self) -> str:
         """A hash that identifies this set of task attempts."""
-        return blake2b(self.blob, digest_size=12).hexdigest()
+        return blake2b(self.packed, digest_size=12).hexdigest()
 
     @property
-    def seal(self) -> str:
+    def seal_token(self) -> str:
         """The token of the seals, which count the chunks left to publish to each stream. Each attempt has its own."""
-        epoch, batch, *_ = self._shares[0].token.split(".") if self._shares else ("0", "0")
+        epoch, batch, *_ = self._tasks[0].token.split(".") if self._tasks else ("0", "0")
         return f"{epoch}.{batch}.seal.{self.attempt}"
 
     @property
     def tokens(self) -> set[str]:
         """The tokens of the task attempts, and of the seals."""
-        return {self.seal, *(task.token for task in self._shares)}
+        return {self.seal_token, *(task.token for task in self._tasks)}
 
     def keys(self, sink: str, stream: str) -> list[Arg]:
         """The KEYS of one stream for the scripts: stream, seal, staged chunks."""
         names = StreamKeys(stream)
         return [
             stream,
-            names.staged(sink, self.seal),
+            names.staged(sink, self.seal_token),
             *(names.staged(sink, token) for token, _ in self.streams[stream]),
         ]
 

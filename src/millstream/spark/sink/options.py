@@ -52,7 +52,7 @@ class Layout:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Upsert:
+class UpsertLayout:
     """How columns become keys. Of two rows with the same key, the one with the greater guard is newer."""
 
     key_column: str
@@ -68,9 +68,9 @@ class SinkOptions:
     url: str = field(repr=False)
     target: Target = "stream"
     layout: Layout = Layout()
-    terms: WriteOptions = _DEFAULT_WRITE_OPTIONS
+    write_options: WriteOptions = _DEFAULT_WRITE_OPTIONS
     transaction: tuple[str, int] | None = None
-    upsert: Upsert | None = None
+    upsert: UpsertLayout | None = None
 
     def check_streaming(self) -> None:
         """Raise ConfigError for options that only a batch write supports."""
@@ -102,21 +102,21 @@ def parse_sink(given: Mapping[str, str], environ: Mapping[str, str] = os.environ
     if target != "stream":
         return SinkOptions(url=url, target=target, upsert=_upsert(options))
     return SinkOptions(
-        url=url, layout=_layout(options), terms=_write_options(options), transaction=_transaction(options)
+        url=url, layout=_layout(options), write_options=_write_options(options), transaction=_transaction(options)
     )
 
 
-def _upsert(options: OptionParser) -> Upsert:
+def _upsert(options: OptionParser) -> UpsertLayout:
     key, guard = options.text("keyColumn"), options.text("guardColumn")
     if key is None or guard is None:
         raise ConfigError(
             'name the column with the key, option("keyColumn", "id"), and the column that is greater in newer rows, '
             'option("guardColumn", "version")'
         )
-    field = options.text("guardField") or Upsert.guard_field
+    field = options.text("guardField") or UpsertLayout.guard_field
     if not _FIELD_NAME.fullmatch(field):
         raise ConfigError(f"option guardField={field!r} must be letters, digits, '_', '-', '.' or ':'")
-    return Upsert(
+    return UpsertLayout(
         key_column=key,
         guard_column=guard,
         key_prefix=options.values.get("keyPrefix", ""),
@@ -154,8 +154,8 @@ def _write_options(options: OptionParser) -> WriteOptions:
     return WriteOptions(
         maxlen=maxlen,
         minid=str(EntryId.parse(minid)) if minid is not None else None,
-        exactly=options.flag("exactTrim", False),
-        skip_old_ids=existing == "skip",
+        exact=options.flag("exactTrim", False),
+        skip_existing_ids=existing == "skip",
     )
 
 

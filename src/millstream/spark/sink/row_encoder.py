@@ -58,9 +58,9 @@ def check_columns(layout: Layout, schema: StructType) -> None:
         )
     for option, name in (("streamColumn", layout.stream_column), ("idColumn", layout.id_column)):
         if name is not None:
-            column(schema, option, name, StringType)
+            checked_column(schema, option, name, StringType)
     if layout.fields_column is not None:
-        check_fields_column(column(schema, "fieldsColumn", layout.fields_column))
+        check_fields_column(checked_column(schema, "fieldsColumn", layout.fields_column))
         return
     fields = field_columns(layout, schema)
     if not fields:
@@ -71,7 +71,7 @@ def check_columns(layout: Layout, schema: StructType) -> None:
         check_type(field.name, field.dataType)
 
 
-def column(schema: StructType, option: str, name: str, data_type: type[DataType] | None = None) -> StructField:
+def checked_column(schema: StructType, option: str, name: str, data_type: type[DataType] | None = None) -> StructField:
     """The column that an option names. Raises ConfigError if it does not exist, or is of another type."""
     if name not in schema.names:
         raise ConfigError(f"option {option}: there is no column {name!r} among {', '.join(schema.names)}")
@@ -149,7 +149,7 @@ class RowMaker:
     def _rows_of_columns(self, batch: pa.RecordBatch, ids: Any) -> list[Row]:
         arrays = [batch.column(name) for name in self._names]
         pairs = chain.from_iterable(
-            (repeat(name), texts(array, name)) for name, array in zip(self._names, arrays, strict=True)
+            (repeat(name), column_texts(array, name)) for name, array in zip(self._names, arrays, strict=True)
         )
         rows: list[Row] = list(zip(ids, *pairs, strict=False))
         if any(array.null_count for array in arrays):
@@ -172,8 +172,8 @@ def _rows_of_fields(array: pa.Array, name: str, ids: Any) -> list[Row]:
     if array.null_count:
         raise OutputError(f"the column {name} is null in a row: an entry needs fields; filter out such rows")
     is_map = pa.types.is_map(array.type)
-    names = texts(array.keys if is_map else array.values.field(0), name)
-    values = texts(array.items if is_map else array.values.field(1), name)
+    names = column_texts(array.keys if is_map else array.values.field(0), name)
+    values = column_texts(array.items if is_map else array.values.field(1), name)
     flat: list[Any] = [None] * (2 * len(names))
     flat[0::2], flat[1::2] = names, values
     offsets = array.offsets.to_numpy()
@@ -196,7 +196,7 @@ def _non_null_texts(batch: pa.RecordBatch, name: str) -> list[str]:
     return values
 
 
-def texts(array: pa.Array, name: str, *, binary: Callable[[bytes], Any] = raw) -> list[Any]:
+def column_texts(array: pa.Array, name: str, *, binary: Callable[[bytes], Any] = raw) -> list[Any]:
     """The values of a column as text, None where it is null; bytes are converted by `binary`.
 
     Raises OutputError for a value that has no text.

@@ -53,13 +53,13 @@ def begin(client: Client, sink: str, run: str) -> int:
     try:
         epoch, is_new, manifest = client.script(BEGIN, (keys.record, keys.run(run)), (_RUN_S,))
     except CommandFailed as error:
-        raise stale(sink, error) from error
+        raise translate_stale(sink, error) from error
     if is_new:
         sweep(client, sink, int(epoch), -1, keep=Manifest.parse(manifest).tokens if manifest else ())
     return int(epoch)
 
 
-def stale(sink: str, error: CommandFailed) -> Exception:
+def translate_stale(sink: str, error: CommandFailed) -> Exception:
     """The StaleOwner error for a refusal by the sink's record; other errors as they are."""
     if error.code == "STALE":
         return StaleOwner(f"a newer run of the sink {sink} has taken over; this one stops and publishes nothing more")
@@ -118,12 +118,12 @@ class Stage:
         self._indexed = indexed
         self._staged_s = staged_s
         self._patience_ms = patience_ms
-        self._held: dict[str, list[Row]] = {}
-        self._held_bytes = 0
+        self._buffered: dict[str, list[Row]] = {}
+        self._buffered_bytes = 0
         self._chunks: dict[str, int] = {}
         self._ids: dict[str, tuple[str, str]] = {}
 
-    def expect(self, stream: str) -> None:
+    def include(self, stream: str) -> None:
         """Include `stream` in the staged task even without rows for it: overwrite may have to empty it."""
         self._chunks.setdefault(stream, 0)
 
@@ -131,21 +131,23 @@ class Stage:
         """Buffer rows by stream, about `size` bytes in all, and stage full chunks; keeps the order of each stream."""
         for stream, some in rows:
             if some and some[0][0] != "*":
-                self._note_ids(stream, some)
-            self._held.setdefault(stream, []).extend(some)
-        self._held_bytes += size
-        full = self._held_bytes >= _BUFFER_BYTES
-        self._send([stream for stream, buffered in self._held.items() if full or len(buffered) >= _CHUNK_ROWS])
-        if not self._held:
-            self._held_bytes = 0
+                self._check_ids(stream, some)
+            self._buffered.setdefault(stream, []).extend(some)
+        self._buffered_bytes += size
+        full = self._buffered_bytes >= _BUFFER_BYTES
+        self._stage_chunks(
+            [stream for stream, buffered in self._buffered.items() if full or len(buffered) >= _CHUNK_ROWS]
+        )
+        if not self._buffered:
+            self._buffered_bytes = 0
 
     def finish(self, partition_id: int, epoch: int = 0) -> StagedTask:
         """Stage the buffered rows; return all that the task has staged. `partition_id`: the task's partition number."""
-        self._send(list(self._held))
+        self._stage_chunks(list(self._buffered))
         parts = {stream: StagedPart(count, *self._ids.get(stream, ("", ""))) for stream, count in self._chunks.items()}
         return StagedTask(self._token, partition_id, epoch, parts)
 
-    def drop(self) -> None:
+    def discard(self) -> None:
         """Delete the staged rows; if Redis is unavailable, they expire."""
         try:
             unlink(self._client, [self._key(stream) for stream in self._chunks])
@@ -157,7 +159,7 @@ class Stage:
     def _key(self, stream: str) -> str:
         return StreamKeys(stream).staged(self._sink, self._token)
 
-    def _note_ids(self, stream: str, rows: Sequence[Row]) -> None:
+    def _check_ids(self, stream: str, rows: Sequence[Row]) -> None:
         first, last = self._ids.get(stream, ("", ""))
         newest = EntryId.parse(last) if last else None
         for row in rows:
@@ -171,24 +173,24 @@ class Stage:
             first = first or str(entry_id)
         self._ids[stream] = (first, str(newest))
 
-    def _send(self, streams: Sequence[str]) -> None:
+    def _stage_chunks(self, streams: Sequence[str]) -> None:
         calls: list[tuple[str, list[bytes]]] = []
         size = 0
         for stream in streams:
-            rows = self._held.pop(stream)
+            rows = self._buffered.pop(stream)
             for at in range(0, len(rows), _CHUNK_ROWS):
                 for chunk in _chunks(rows[at : at + _CHUNK_ROWS]):
                     if calls and size + len(chunk) > _TRIP_BYTES:
-                        self._trip(calls)
+                        self._send_chunks(calls)
                         calls, size = [], 0
                     if not calls or calls[-1][0] != stream:
                         calls.append((stream, []))
                     calls[-1][1].append(chunk)
                     size += len(chunk)
         if calls:
-            self._trip(calls)
+            self._send_chunks(calls)
 
-    def _trip(self, calls: Sequence[tuple[str, list[bytes]]]) -> None:
+    def _send_chunks(self, calls: Sequence[tuple[str, list[bytes]]]) -> None:
         """Stage chunks in one round trip a node. It may be repeated: each call has the number of chunks before it."""
 
         def stage() -> None:

@@ -10,7 +10,7 @@ from millstream.redis_client.client import Arg, Client, Script
 UPSERT = Script("sink/upsert")
 _ROWS_PER_TRIP = 1_000
 
-Upsert = tuple[str, str, Sequence[Arg]]
+UpsertRow = tuple[str, str, Sequence[Arg]]
 """Key, guard (a whole number or an entry id), and the value: the JSON, or the fields in the form of the script."""
 
 
@@ -18,7 +18,7 @@ def upsert(
     client: Client,
     kind: Literal["hash", "json"],
     guard_field: str,
-    rows: Iterable[Upsert],
+    rows: Iterable[UpsertRow],
     *,
     patience_ms: float | None,
 ) -> int:

@@ -34,7 +34,7 @@ class Staged(WriterCommitMessage):
     """The commit message of one task: the sink, and the rows that the task has staged for it."""
 
     sink: str
-    share: StagedTask
+    task: StagedTask
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,14 +47,14 @@ class Job:
     patience_ms: float | None
 
 
-class _Side:
+class _StagingWriter:
     """Staging and publication of both writers."""
 
     def __init__(self, options: SinkOptions, schema: StructType, overwrite: bool) -> None:
         from millstream.spark.sink.row_encoder import check_columns
 
         check_columns(options.layout, schema)
-        self._options = replace(options, terms=replace(options.terms, overwrite=overwrite))
+        self._options = replace(options, write_options=replace(options.write_options, overwrite=overwrite))
         self._schema = schema
 
     def _stage(self, batches: "Iterator[pa.RecordBatch]", job: Job) -> Staged:
@@ -74,24 +74,24 @@ class _Side:
         token = token_of(epoch, job.batch, partition_id, context.taskAttemptId())
         stage = Stage(client, job.sink, token, indexed=job.run is not None, patience_ms=job.patience_ms)
         rows_of = RowMaker(self._options.layout, self._schema)
-        if self._options.layout.stream is not None and self._options.terms.overwrite:
-            stage.expect(self._options.layout.stream)
+        if self._options.layout.stream is not None and self._options.write_options.overwrite:
+            stage.include(self._options.layout.stream)
         try:
             for batch in batches:
                 stage.add(rows_of(batch), batch.nbytes)
             return Staged(job.sink, stage.finish(partition_id, epoch))
         except BaseException:
-            stage.drop()
+            stage.discard()
             raise
 
     def _publication(self, sink: str, patience_ms: float | None) -> "Publication":
         from millstream.redis_client.client import shared_client
         from millstream.spark.sink import Publication
 
-        return Publication(shared_client(self._options.url), sink, self._options.terms, patience_ms=patience_ms)
+        return Publication(shared_client(self._options.url), sink, self._options.write_options, patience_ms=patience_ms)
 
 
-class RedisBatchWriter(_Side, DataSourceArrowWriter):
+class RedisBatchWriter(_StagingWriter, DataSourceArrowWriter):
     """The writer of `df.write`: tasks stage, the driver publishes when all have ended; once, with a `txnVersion`."""
 
     def __init__(self, options: SinkOptions, schema: StructType, overwrite: bool) -> None:
@@ -114,7 +114,7 @@ class RedisBatchWriter(_Side, DataSourceArrowWriter):
         """Publish the rows that the tasks have staged."""
         job, tasks = self._job, _staged_tasks(messages)
         stream = self._options.layout.stream
-        if not tasks and stream is not None and self._options.terms.overwrite:
+        if not tasks and stream is not None and self._options.write_options.overwrite:
             tasks = [StagedTask("0.0.0.0", 0, 0, {stream: StagedPart(0)})]
         publication = self._publication(job.sink, job.patience_ms)
         if job.run is None:
@@ -128,12 +128,12 @@ class RedisBatchWriter(_Side, DataSourceArrowWriter):
         job, tasks = self._job, _staged_tasks(messages)
         publication = self._publication(job.sink, job.patience_ms)
         if job.run is None:
-            publication.free(tasks)
+            publication.discard(tasks)
         elif tasks:
             publication.withdraw(tasks)
 
 
-class RedisStreamWriter(_Side, DataSourceStreamArrowWriter):
+class RedisStreamWriter(_StagingWriter, DataSourceStreamArrowWriter):
     """The writer of `df.writeStream`: publishes each batch once, however often and by whichever run it is repeated."""
 
     @clean_tracebacks
@@ -163,7 +163,7 @@ class RedisStreamWriter(_Side, DataSourceStreamArrowWriter):
 
 
 def _staged_tasks(messages: Sequence[WriterCommitMessage | None]) -> list[StagedTask]:
-    return [message.share for message in messages if isinstance(message, Staged)]
+    return [message.task for message in messages if isinstance(message, Staged)]
 
 
 def _sink(messages: Sequence[WriterCommitMessage | None]) -> str:

@@ -26,7 +26,7 @@ class ClaimRenewal:
         self._streams: tuple[str, ...] = ()
         self._thread: threading.Thread | None = None
 
-    def hold(self, streams: Iterable[str]) -> None:
+    def set_streams(self, streams: Iterable[str]) -> None:
         """Renew the claims on entries of `streams`, and of no others, from now on."""
         self._streams = tuple(streams)
         if self._streams and self._thread is None:
@@ -40,7 +40,7 @@ class ClaimRenewal:
     def _run(self) -> None:
         while not self._closed.wait(self._every_s):
             try:
-                self._batches.keep(self._streams)
+                self._batches.renew(self._streams)
             except StaleOwner:
                 pass  # the next plan raises it; or this run has just begun a new epoch itself
             except MillstreamError as error:

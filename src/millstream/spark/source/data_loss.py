@@ -15,8 +15,8 @@ class LossPolicy:
 
     def __init__(self, *, fail: bool) -> None:
         self._fail = fail
-        self._told: dict[str, tuple[Position, int]] = {}
-        self._doubted: set[tuple[str, EntryId]] = set()
+        self._reported: dict[str, tuple[Position, int]] = {}
+        self._warned: set[tuple[str, EntryId]] = set()
         self._total = 0
 
     def report(self, loss: Loss) -> None:
@@ -27,11 +27,11 @@ class LossPolicy:
                 "on at the next entry that is left (a recreated stream from its beginning); to avoid losses keep more "
                 "of the stream (MAXLEN, XTRIM) or run the query more often"
             )
-        start, reported = self._told.get(loss.stream, (None, 0))
+        start, reported = self._reported.get(loss.stream, (None, 0))
         count = loss.count or 0
         if start == loss.start and count <= reported:
             return
-        self._told[loss.stream] = (loss.start, count)
+        self._reported[loss.stream] = (loss.start, count)
         self._total += count - reported if start == loss.start else count
         if loss.count is None:
             logger.warning(
@@ -42,10 +42,10 @@ class LossPolicy:
                 "%s; going on (%d entries so far, without those lost while they were read)", loss, self._total
             )
 
-    def doubt(self, stream: str, start: EntryId) -> None:
+    def warn_of_possible_loss(self, stream: str, start: EntryId) -> None:
         """Warn once that entries after `start` may be lost, where the count that would prove it is missing."""
-        if (stream, start) not in self._doubted:
-            self._doubted.add((stream, start))
+        if (stream, start) not in self._warned:
+            self._warned.add((stream, start))
             logger.warning(
                 "entries of stream %r were trimmed or deleted beyond %s, where reading goes on; some may have been "
                 "unread, which cannot be proven without a count",
@@ -54,7 +54,7 @@ class LossPolicy:
             )
 
 
-def made_anew(stream: str, committed_id: EntryId) -> DataLoss:
+def recreated_stream_error(stream: str, committed_id: EntryId) -> DataLoss:
     """The error of a recreated stream with ids below the committed id of its handler, which would skip such entries."""
     return DataLoss(
         f"stream {stream!r} was deleted and recreated with ids below {committed_id}, the id that its handler has "
@@ -62,7 +62,7 @@ def made_anew(stream: str, committed_id: EntryId) -> DataLoss:
     )
 
 
-def lose(text: str, *, fail: bool) -> None:
+def report_loss(text: str, *, fail: bool) -> None:
     """Raise DataLoss for entries that were lost before a task could read them, or, unless `fail`, log it."""
     if fail:
         raise DataLoss(f"{text}. Keep more of the stream, or set failOnDataLoss=false to count losses and go on")

@@ -3,7 +3,7 @@
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping
 
-MOST_CUT = 200
+MAX_PARTIAL_STREAMS = 200
 """About how many streams contribute only a part of their backlog: to find the end of the part costs Redis commands."""
 
 
@@ -16,11 +16,11 @@ def divide(backlogs: Mapping[str, int], limit: int, last_served: str = "") -> di
     """
     if sum(backlogs.values()) <= limit:
         return dict(backlogs)
-    if len(backlogs) < min(limit, MOST_CUT + 1):
+    if len(backlogs) < min(limit, MAX_PARTIAL_STREAMS + 1):
         return _in_proportion(backlogs, limit)
     largest = _largest_share(limit)
     shares: dict[str, int] = {}
-    for name in in_turn(backlogs, last_served):
+    for name in round_robin(backlogs, last_served):
         if not limit:
             return shares
         shares[name] = min(backlogs[name], largest, limit)
@@ -29,7 +29,7 @@ def divide(backlogs: Mapping[str, int], limit: int, last_served: str = "") -> di
     return shares | {name: shares[name] + more for name, more in divide(rest, limit).items()}
 
 
-def in_turn(names: Iterable[str], last_served: str) -> list[str]:
+def round_robin(names: Iterable[str], last_served: str) -> list[str]:
     """Return `names` in round-robin order: alphabetical, those after `last_served` first."""
     ordered = sorted(names)
     following = bisect_right(ordered, last_served)
@@ -37,7 +37,7 @@ def in_turn(names: Iterable[str], last_served: str) -> list[str]:
 
 
 def _largest_share(limit: int) -> int:
-    return max(1, limit // MOST_CUT)
+    return max(1, limit // MAX_PARTIAL_STREAMS)
 
 
 class FairFill:
@@ -49,22 +49,22 @@ class FairFill:
 
     def __init__(self, limit: int | None, min_known: int = 0) -> None:
         self._limit = limit
-        self._least = min_known
-        self._most = _largest_share(limit or 0)
-        self._streams = self._known = self._shared = 0
+        self._min_known = min_known
+        self._max_share = _largest_share(limit or 0)
+        self._streams = self._known = self._share_total = 0
 
     def add(self, backlog: int) -> None:
         """Count a stream with `backlog` entries."""
         self._streams += 1
         self._known += backlog
-        self._shared += min(backlog, self._most)
+        self._share_total += min(backlog, self._max_share)
 
     @property
     def is_full(self) -> bool:
         """True if the other streams would get no share."""
-        if self._limit is None or self._shared < self._limit:
+        if self._limit is None or self._share_total < self._limit:
             return False
-        return self._streams > MOST_CUT and self._known > max(self._limit, self._least)
+        return self._streams > MAX_PARTIAL_STREAMS and self._known > max(self._limit, self._min_known)
 
 
 def _in_proportion(backlogs: Mapping[str, int], limit: int) -> dict[str, int]:

@@ -22,7 +22,7 @@ from pyspark.sql.datasource import (
 
 from millstream.errors import ConfigError
 from millstream.model import ZERO_ID, EntryId
-from millstream.spark.limits import GREATEST_TIMESTAMP_MS
+from millstream.spark.limits import MAX_TIMESTAMP_MS
 from millstream.spark.source.offsets import Offsets, Position
 
 _MAX_UINT64 = 2**64 - 1
@@ -30,21 +30,21 @@ _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _EQUAL = (EqualTo, EqualNullSafe)
 _COMPARISONS = (*_EQUAL, GreaterThan, GreaterThanOrEqual, LessThan, LessThanOrEqual)
 
-Test = Callable[[str], bool]
+NameTest = Callable[[str], bool]
 
 
 class ReadFilter:
-    """Entries with ids from `least` to `most`, of streams that pass every test; all entries, until filters are added.
+    """Entries with ids from `min_id` to `max_id`, of streams that pass every test; all entries, until filters are added.
 
     `columns`: maps each column that filters may name to the one of `stream`, `id`, `id_ms` and `timestamp` that it
     shows.
     """
 
     def __init__(self, columns: Mapping[str, str]) -> None:
-        self.least = ZERO_ID
-        self.most = EntryId(_MAX_UINT64, _MAX_UINT64)
+        self.min_id = ZERO_ID
+        self.max_id = EntryId(_MAX_UINT64, _MAX_UINT64)
         self._columns = columns
-        self._tests: list[Test] = []
+        self._tests: list[NameTest] = []
 
     def add(self, condition: Filter) -> bool:
         """Apply `condition`, as far as possible; False if Spark still has to apply it to the rows."""
@@ -59,15 +59,15 @@ class ReadFilter:
             return self._one_of(path[0], list(condition.value))
         return False
 
-    def takes(self, stream: str) -> bool:
+    def accepts(self, stream: str) -> bool:
         """True if entries of `stream` can pass the filters."""
         return all(test(stream) for test in self._tests)
 
     def narrow(self, start: Offsets, end: Offsets) -> tuple[Offsets, Offsets]:
         """Return the part of the ranges from `start` to `end` that can pass the filters."""
-        after = _before(self.least)
+        after = _before(self.min_id)
         starts = {name: at if at.id >= after else Position(after, None) for name, at in start.items()}
-        ends = {name: at if at.id <= self.most else Position(self.most, None) for name, at in end.items()}
+        ends = {name: at if at.id <= self.max_id else Position(self.max_id, None) for name, at in end.items()}
         return starts, {name: at for name, at in ends.items() if name in starts}
 
     # --- streams ---
@@ -82,16 +82,16 @@ class ReadFilter:
 
     def _compare(self, shown: str | None, condition: Filter, value: Any) -> bool:
         if shown == "id" and isinstance(condition, _EQUAL) and isinstance(value, str):
-            self._between(*_only(value))
+            self._intersect(*_only(value))
             return True
         if shown == "id_ms" and isinstance(value, int):
-            self._milliseconds(condition, value, value)
+            self._compare_ms(condition, value, value)
             return True
         if shown == "timestamp" and isinstance(value, datetime) and value.tzinfo is not None:
             # A filter has microseconds, which may fall between the milliseconds of two ids.
             whole, rest = divmod((value - _EPOCH) // timedelta(microseconds=1), 1000)
-            self._between(ZERO_ID, EntryId(GREATEST_TIMESTAMP_MS, _MAX_UINT64))
-            self._milliseconds(condition, whole, whole + bool(rest))
+            self._intersect(ZERO_ID, EntryId(MAX_TIMESTAMP_MS, _MAX_UINT64))
+            self._compare_ms(condition, whole, whole + bool(rest))
             return True
         return False
 
@@ -99,21 +99,21 @@ class ReadFilter:
         """Narrow the range to that of the values; Spark applies the filter to the entries within."""
         filters = [ReadFilter(self._columns) for _ in values]
         if all(single.add(EqualTo((column,), value)) for single, value in zip(filters, values, strict=True)):
-            self._between(min(single.least for single in filters), max(single.most for single in filters))
+            self._intersect(min(single.min_id for single in filters), max(single.max_id for single in filters))
         return False
 
-    def _milliseconds(self, condition: Filter, floor: int, ceiling: int) -> None:
+    def _compare_ms(self, condition: Filter, floor: int, ceiling: int) -> None:
         """Compare with a number whose neighbours in whole milliseconds are `floor` and `ceiling`."""
         first = {EqualTo: ceiling, EqualNullSafe: ceiling, GreaterThan: floor + 1, GreaterThanOrEqual: ceiling}
         last = {EqualTo: floor, EqualNullSafe: floor, LessThan: ceiling - 1, LessThanOrEqual: floor}
         kind = type(condition)
-        self._between(
+        self._intersect(
             EntryId(max(first.get(kind, 0), 0), 0), EntryId(min(last.get(kind, _MAX_UINT64), _MAX_UINT64), _MAX_UINT64)
         )
 
-    def _between(self, min_id: EntryId, max_id: EntryId) -> None:
-        self.least = max(self.least, min_id)
-        self.most = min(self.most, max_id)
+    def _intersect(self, min_id: EntryId, max_id: EntryId) -> None:
+        self.min_id = max(self.min_id, min_id)
+        self.max_id = min(self.max_id, max_id)
 
 
 def _before(entry_id: EntryId) -> EntryId:
@@ -132,7 +132,7 @@ def _only(text: str) -> tuple[EntryId, EntryId]:
     return EntryId(1, 0), ZERO_ID
 
 
-def _name_test(condition: Filter) -> Test | None:
+def _name_test(condition: Filter) -> NameTest | None:
     """The condition as a test of stream names, which are never null; None if it cannot be one."""
     match condition:
         case Not(child):

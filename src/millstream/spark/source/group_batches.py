@@ -23,11 +23,11 @@ _CALLS_PER_TRIP = 500
 _READ_COUNT = 10_000  # blocks Redis for about 3 ms
 _CLAIM_COUNT = 500
 _EPOCHS_OF_A_RUN = 1_000_000
-FIRST = "0-0"
+SCAN_START = "0-0"
 """The cursor at the beginning, and at the end, of a scan of pending entries."""
 
 
-class Record(NamedTuple):
+class BatchRecord(NamedTuple):
     """The last batch of a stream, as recorded in Redis.
 
     * `token`, `batch`: its checkpoint and number
@@ -53,8 +53,8 @@ class PendingCounts(NamedTuple):
 class NotOurs(NamedTuple):
     """Numbers of entries of a batch that other consumers have claimed, and that are no longer pending."""
 
-    others: int
-    settled: int
+    claimed: int
+    not_pending: int
 
 
 class BatchFill(NamedTuple):
@@ -98,35 +98,37 @@ class Batches:
             return
         commands = [("HGET", self.keys(stream).record, "epoch") for stream in streams]
         seconds, micros = map(int, self._client.execute("TIME"))
-        epochs = [int(reply or 0) for reply in self._ask(commands)]
+        epochs = [int(reply or 0) for reply in self._call(commands)]
         # At least the server's time, so that a failover to a replica that missed the last epoch cannot repeat it.
         self._epoch = str(max([seconds * 1_000_000 + micros, *(epoch + _EPOCHS_OF_A_RUN for epoch in epochs)]))
 
     # --- state in Redis ---
 
-    def records(self, streams: Iterable[str]) -> dict[str, Record]:
+    def records(self, streams: Iterable[str]) -> dict[str, BatchRecord]:
         """The last batch of each stream that has one."""
         names = list(streams)
         fields = ("token", "batch", "step", "gone")
-        replies = self._ask([("HMGET", self.keys(stream).record, *fields) for stream in names])
+        replies = self._call([("HMGET", self.keys(stream).record, *fields) for stream in names])
         known = {
             stream: (token.decode(), int(batch), int(step), int(gone or 0))
             for stream, (token, batch, step, gone) in zip(names, replies, strict=True)
             if token is not None
         }
-        sizes = self._ask([("LLEN", self.keys(name).ids(token, number)) for name, (token, number, *_) in known.items()])
+        sizes = self._call(
+            [("LLEN", self.keys(name).ids(token, number)) for name, (token, number, *_) in known.items()]
+        )
         return {
-            stream: Record(token, batch, step, size, gone)
+            stream: BatchRecord(token, batch, step, size, gone)
             for (stream, (token, batch, step, gone)), size in zip(known.items(), sizes, strict=True)
         }
 
-    def held(self, streams: Iterable[str]) -> dict[str, PendingCounts]:
+    def pending_counts(self, streams: Iterable[str]) -> dict[str, PendingCounts]:
         """Count the pending entries of each stream by owner."""
         names = list(streams)
-        replies = self._ask([("XPENDING", stream, self._group) for stream in names])
-        return {stream: self._sorted(reply) for stream, reply in zip(names, replies, strict=True)}
+        replies = self._call([("XPENDING", stream, self._group) for stream in names])
+        return {stream: self._parse_pending(reply) for stream, reply in zip(names, replies, strict=True)}
 
-    def _sorted(self, summary: Reply) -> PendingCounts:
+    def _parse_pending(self, summary: Reply) -> PendingCounts:
         ours, portions, others = 0, {}, 0
         for raw, count in summary[3] or ():
             name = from_wire(raw)
@@ -140,13 +142,13 @@ class Batches:
 
     # --- building a batch ---
 
-    def may_read(self, stream: str) -> None:
+    def check_read_access(self, stream: str) -> None:
         """Raise AccessDenied if the user may not run XREADGROUP: fetching switches replies off and shows no error."""
         reply = self._client.pipeline([("XREADGROUP", "GROUP", f"{self._group}:none", "-", "STREAMS", stream, ">")])[0]
         if not isinstance(reply, CommandFailed | GroupMissing):
             raise_if_error(reply)
 
-    def draw(self, shares: Mapping[str, int]) -> dict[str, PendingCounts]:
+    def fetch(self, shares: Mapping[str, int]) -> dict[str, PendingCounts]:
         """Fetch up to so many new entries of each stream into the pending list; their fields stay in Redis."""
         pairs: list[tuple[Command, Command]] = []
         for stream, share in shares.items():
@@ -157,10 +159,10 @@ class Batches:
         for at in range(0, len(pairs), _CALLS_PER_TRIP):
             some = pairs[at : at + _CALLS_PER_TRIP]
             for (_, count_command), reply in zip(some, self._client.unanswered(some), strict=True):
-                pending[str(count_command[1])] = self._sorted(raise_if_error(reply))
+                pending[str(count_command[1])] = self._parse_pending(raise_if_error(reply))
         return pending
 
-    def adopt(self, stream: str, cursor: str, *, min_idle_ms: int, count: int) -> tuple[str, int, int]:
+    def claim_idle(self, stream: str, cursor: str, *, min_idle_ms: int, count: int) -> tuple[str, int, int]:
         """Claim a page of entries that were idle for `min_idle_ms`, `count` at most.
 
         Returns the next cursor, the number of claimed entries, and of entries found missing and not yet reported.
@@ -168,14 +170,14 @@ class Batches:
         (reply,) = self._run(_CLAIM_IDLE_BATCH, {stream: (min_idle_ms, cursor, min(count, _CLAIM_COUNT))})
         return reply[0].decode(), reply[1], reply[2]
 
-    def recall(self, pending: Mapping[str, PendingCounts]) -> None:
+    def reclaim(self, pending: Mapping[str, PendingCounts]) -> None:
         """Claim back, for our consumer, the entries in portions of former batches."""
         for stream, counts in pending.items():
             for portion in counts.portions:
                 while self._run(_RENEW_BATCH, {stream: (self._consumer, "-")}, consumer=portion)[0]:
                     pass
 
-    def fill(self, token: str, batch: int, sizes: Mapping[str, int], *, step: int) -> dict[str, BatchFill]:
+    def add(self, token: str, batch: int, sizes: Mapping[str, int], *, step: int) -> dict[str, BatchFill]:
         """Add up to so many of our pending entries of each stream to a batch, in portions of `step`."""
         fills: dict[str, BatchFill] = {}
         left = {stream: (token, batch, step, size) for stream, size in sizes.items()}
@@ -190,7 +192,7 @@ class Batches:
 
     # --- renewing, and acknowledging ---
 
-    def keep(self, streams: Iterable[str]) -> None:
+    def renew(self, streams: Iterable[str]) -> None:
         """Reset the idle time of our pending entries, so that other consumers do not claim them.
 
         Raises GroupMissing, but only after all other streams are renewed.
@@ -198,14 +200,14 @@ class Batches:
         missing: GroupMissing | None = None
         for stream in streams:
             try:
-                self._keep(stream)
+                self._renew_stream(stream)
             except GroupMissing as error:
                 missing = missing or error
         if missing is not None:
             raise missing
 
-    def _keep(self, stream: str) -> None:
-        for name in (self._consumer, *self.held([stream])[stream].portions):
+    def _renew_stream(self, stream: str) -> None:
+        for name in (self._consumer, *self.pending_counts([stream])[stream].portions):
             after = "-"
             while after:
                 (last,) = self._run(_RENEW_BATCH, {stream: (name, after)}, consumer=name)
@@ -219,18 +221,22 @@ class Batches:
             for stream, (more, claimed, not_pending) in zip(
                 list(left), self._run(_ACK_BATCH, left, batch=(token, batch)), strict=True
             ):
-                not_ours[stream] = NotOurs(not_ours[stream].others + claimed, not_ours[stream].settled + not_pending)
+                not_ours[stream] = NotOurs(
+                    not_ours[stream].claimed + claimed, not_ours[stream].not_pending + not_pending
+                )
                 if not more:
                     del left[stream]
         return not_ours
 
-    def forget(self, records: Mapping[str, Record]) -> None:
+    def delete_ids(self, records: Mapping[str, BatchRecord]) -> None:
         """Delete the recorded ids of batches that will not be read again."""
-        self._ask([("UNLINK", self.keys(stream).ids(record.token, record.batch)) for stream, record in records.items()])
+        self._call(
+            [("UNLINK", self.keys(stream).ids(record.token, record.batch)) for stream, record in records.items()]
+        )
 
-    def told(self, gone: Mapping[str, int]) -> None:
+    def clear_reported(self, gone: Mapping[str, int]) -> None:
         """Subtract missing entries that were reported to the user from the records."""
-        self._ask([("HINCRBY", self.keys(stream).record, "gone", -count) for stream, count in gone.items() if count])
+        self._call([("HINCRBY", self.keys(stream).record, "gone", -count) for stream, count in gone.items() if count])
 
     # --- calls ---
 
@@ -263,7 +269,7 @@ class Batches:
                 ) from error
             raise
 
-    def _ask(self, commands: Sequence[Command]) -> list[Reply]:
+    def _call(self, commands: Sequence[Command]) -> list[Reply]:
         return [
             raise_if_error(reply)
             for at in range(0, len(commands), _CALLS_PER_TRIP)

@@ -14,26 +14,26 @@ class GroupOffset(NamedTuple):
 
     * `token`: identifies the checkpoint that the batch belongs to; "" before the first batch
     * `batch`: its number
-    * `taken`: its number of entries of each stream that the query knows; 0 for most of them
+    * `counts`: its number of entries of each stream that the query knows; 0 for most of them
     """
 
     token: str
     batch: int
-    taken: Mapping[str, int]
+    counts: Mapping[str, int]
 
     @property
-    def filled(self) -> dict[str, int]:
+    def non_empty(self) -> dict[str, int]:
         """The numbers of entries, without the streams that the batch has none of."""
-        return {stream: count for stream, count in self.taken.items() if count}
+        return {stream: count for stream, count in self.counts.items() if count}
 
 
-START = GroupOffset("", 0, {})
+BEFORE_FIRST_BATCH = GroupOffset("", 0, {})
 """Before the first batch."""
 
 
 def dump(offset: GroupOffset) -> dict[str, Any]:
     """Return the JSON form: `{"batch": number, "taken": {"stream": count}, "token": text}`."""
-    return {"batch": offset.batch, "taken": dict(sorted(offset.taken.items())), "token": offset.token}
+    return {"batch": offset.batch, "taken": dict(sorted(offset.counts.items())), "token": offset.token}
 
 
 def load(raw: Mapping[str, Any]) -> GroupOffset:

@@ -11,26 +11,26 @@ from typing import NamedTuple
 
 from millstream.model import EntryId
 from millstream.redis_client.client import Client, Command, Reply, raise_if_error
-from millstream.spark.source.data_loss import lose
+from millstream.spark.source.data_loss import report_loss
 from millstream.spark.source.partition_reader import Fetched, PartitionReader
 from millstream.spark.source.replica_reads import Replicas
-from millstream.spark.source.row_decoder import Entry, Run
+from millstream.spark.source.row_decoder import Entry, StreamEntries
 from millstream.spark.source.stream_info import fetch_calls
 
 _SPARSE = 4
 
 
 class GroupPartition(NamedTuple):
-    """`size` entries of `stream`, whose ids are in the Redis list `ids` from the index `after` on."""
+    """`size` entries of `stream`, whose ids are in the Redis list `ids_key` from the index `first_index` on."""
 
     stream: str
-    after: int
+    first_index: int
     size: int
-    ids: str
+    ids_key: str
 
 
 @dataclass(slots=True)
-class _Wanted:
+class _UnreadPortion:
     """The ids that are left to read of one portion.
 
     New entries of a group are mostly adjacent, so one XRANGE reads many. Claimed entries lie among entries of other
@@ -48,7 +48,7 @@ class _Wanted:
             return [("XRANGE", self.stream, one, one) for one in some]
         return [("XRANGE", self.stream, some[0], some[-1], "COUNT", len(some))]
 
-    def take(self, count: int, replies: Sequence[Reply]) -> tuple[list[Entry], list[bytes]]:
+    def accept(self, count: int, replies: Sequence[Reply]) -> tuple[list[Entry], list[bytes]]:
         """Return the entries among `replies` that belong to the batch, and the ids of entries that are gone."""
         found: list[Entry] = [entry for reply in replies for entry in raise_if_error(reply)]
         requested = self.ids[:count]
@@ -77,30 +77,30 @@ class GroupPartitionReader(PartitionReader):
     ) -> None:  # fmt: skip
         super().__init__(client, (), limit_ms=limit_ms, fail_on_data_loss=fail_on_data_loss, replicas=replicas)
         self._portions = portions
-        self._wanted: deque[_Wanted] | None = None
+        self._unread_portions: deque[_UnreadPortion] | None = None
 
-    def _trip(self) -> Fetched | None:
-        if self._wanted is None:
-            self._wanted = self._look_up()
-        if not self._wanted:
+    def _round_trip(self) -> Fetched | None:
+        if self._unread_portions is None:
+            self._unread_portions = self._fetch_ids()
+        if not self._unread_portions:
             return None
-        requests, fetched, size = self._fetch(self._next_wanted, lambda one: one[0].commands(one[1]))
+        requests, fetched, size = self._fetch(self._next_portions, lambda one: one[0].commands(one[1]))
         replies = iter(fetched)
-        runs: list[Run] = []
+        runs: list[StreamEntries] = []
         for wanted, count in requests:
-            entries, missing = wanted.take(count, [next(replies) for _ in wanted.commands(count)])
+            entries, missing = wanted.accept(count, [next(replies) for _ in wanted.commands(count)])
             if missing:
-                self._lose(len(missing), wanted.stream, missing[0].decode())
+                self._report_loss(len(missing), wanted.stream, missing[0].decode())
             if entries:
                 runs.append((wanted.stream, entries))
-        while self._wanted and not self._wanted[0].ids:
-            self._wanted.popleft()
-        return self._weighed(runs, size)
+        while self._unread_portions and not self._unread_portions[0].ids:
+            self._unread_portions.popleft()
+        return self._resize(runs, size)
 
-    def _next_wanted(self) -> list[tuple[_Wanted, int]]:
-        requests: list[tuple[_Wanted, int]] = []
+    def _next_portions(self) -> list[tuple[_UnreadPortion, int]]:
+        requests: list[tuple[_UnreadPortion, int]] = []
         budget = self._trip_entries
-        for wanted in self._wanted or ():
+        for wanted in self._unread_portions or ():
             if budget <= 0:
                 break
             if not wanted.ids:
@@ -109,21 +109,23 @@ class GroupPartitionReader(PartitionReader):
             budget -= requests[-1][1]
         return requests
 
-    def _look_up(self) -> "deque[_Wanted]":
+    def _fetch_ids(self) -> "deque[_UnreadPortion]":
         """Fetch the ids of the portions."""
-        commands = [("LRANGE", one.ids, one.after, one.after + one.size - 1) for one in self._portions]
-        found: deque[_Wanted] = deque()
-        replies = self._patiently(lambda: [raise_if_error(reply) for reply in fetch_calls(self._client, commands)])
+        commands = [("LRANGE", one.ids_key, one.first_index, one.first_index + one.size - 1) for one in self._portions]
+        found: deque[_UnreadPortion] = deque()
+        replies = self._with_retry(lambda: [raise_if_error(reply) for reply in fetch_calls(self._client, commands)])
         for portion, ids in zip(self._portions, replies, strict=True):
             if len(ids) < portion.size:
-                self._lose(portion.size - len(ids), portion.stream, "(unknown: Redis has lost the ids of the batch)")
+                self._report_loss(
+                    portion.size - len(ids), portion.stream, "(unknown: Redis has lost the ids of the batch)"
+                )
             if ids:
-                found.append(_Wanted(portion.stream, ids))
+                found.append(_UnreadPortion(portion.stream, ids))
         return found
 
-    def _lose(self, count: int, stream: str, first: str) -> None:
+    def _report_loss(self, count: int, stream: str, first: str) -> None:
         text = (
             f"{count:,} pending entries of stream {stream!r} are gone, the first is {first}: they were trimmed or "
             "deleted after they were added to the batch, before they were read"
         )
-        lose(text, fail=self._fail_on_data_loss)
+        report_loss(text, fail=self._fail_on_data_loss)

@@ -15,9 +15,9 @@ from pyspark.sql.types import StructType
 
 from millstream.model import EntryId
 from millstream.spark.error_boundary import clean_traceback, clean_tracebacks
-from millstream.spark.source.group_offsets import START, dump, load
+from millstream.spark.source.group_offsets import BEFORE_FIRST_BATCH, dump, load
 from millstream.spark.source.options import SourceOptions
-from millstream.spark.source.reader_base import HELD_S, ReaderBase, idle_wait
+from millstream.spark.source.reader_base import DELAY_POLL_S, ReaderBase, idle_wait
 from millstream.spark.source.schema import check_schema
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ class RedisGroupReader(ReaderBase, DataSourceStreamReader, SupportsTriggerAvaila
         self._target: Mapping[str, EntryId] | None = None
 
     @cached_property
-    def _taker(self) -> "GroupBatchPlanner":
+    def _group_planner(self) -> "GroupBatchPlanner":
         from millstream.spark.source.group_batch_planner import GroupBatchPlanner
 
         sharing = self._options.sharing
@@ -47,15 +47,15 @@ class RedisGroupReader(ReaderBase, DataSourceStreamReader, SupportsTriggerAvaila
         """The limit of a batch. Spark's first call, so it raises ConfigError for options that only a batch read has."""
         self._options.check_streaming()
         check_schema(self._options.columns, self._schema)
-        return ReadMaxRows(self._options.limits.per_trigger or 1)
+        return ReadMaxRows(self._options.limits.max_per_trigger or 1)
 
     def prepareForTriggerAvailableNow(self) -> None:  # noqa: N802
         """Fix the end of the query at the newest entries of now."""
-        self._target = self._patiently(self._taker.tails)
+        self._target = self._with_retry(self._group_planner.latest_ids)
 
     def initialOffset(self) -> dict[str, Any]:  # noqa: N802
         """The offset before the first batch, which begins after the group's last delivered id."""
-        return dump(START)
+        return dump(BEFORE_FIRST_BATCH)
 
     def latestOffset(self, start: dict[str, Any], limit: ReadLimit) -> dict[str, Any]:  # noqa: N802
         """Return the end offset of the batch after `start`; after a short wait `start` itself, if there are no entries.
@@ -66,23 +66,25 @@ class RedisGroupReader(ReaderBase, DataSourceStreamReader, SupportsTriggerAvaila
         """
         began = time.monotonic()
         start_offset, target = load(start), self._target
-        planned = self._patiently(lambda: self._taker.advance(start_offset, target=target, may_delay=target is None))
-        if planned.place != start_offset:
-            return dump(planned.place)
-        if planned.held_ms:
-            time.sleep(min(planned.held_ms / 1000, HELD_S))
+        planned = self._with_retry(
+            lambda: self._group_planner.plan_next(start_offset, target=target, may_delay=target is None)
+        )
+        if planned.end != start_offset:
+            return dump(planned.end)
+        if planned.delay_ms:
+            time.sleep(min(planned.delay_ms / 1000, DELAY_POLL_S))
         elif target is None:
             idle_wait(began)
         return start
 
     def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> list[InputPartition]:
         """Plan the tasks of one batch. After a restart Spark calls it first, for the last batch."""
-        tasks = self._patiently(lambda: self._taker.tasks(load(start), load(end)))
+        tasks = self._with_retry(lambda: self._group_planner.plan_tasks(load(start), load(end)))
         return [InputPartition(portions) for portions in tasks]
 
     def stop(self) -> None:
         """End the query: stop renewing its claims."""
-        self._taker.close()
+        self._group_planner.close()
 
     def read(self, partition: InputPartition) -> "Iterator[pa.RecordBatch]":
         """Yield the rows of one partition, waiting for Redis as long as it takes."""

@@ -8,9 +8,9 @@ from typing import Any, Literal, TypeVar, cast
 
 from millstream.errors import ConfigError
 from millstream.model import ZERO_ID, EntryId
-from millstream.spark.option_parser import OptionParser, near
+from millstream.spark.option_parser import OptionParser, suggestion
 
-Word = Literal["earliest", "latest", "group", "frontier"]
+BoundWord = Literal["earliest", "latest", "group", "frontier"]
 
 _MAX_SEQ = 2**64 - 1
 _LIKE_SECONDS = range(10**9, 10**10)
@@ -25,20 +25,20 @@ class Timestamp:
     ms: int
 
     @property
-    def before(self) -> EntryId:
+    def last_id_before(self) -> EntryId:
         """The greatest id of an older entry."""
         return EntryId(self.ms - 1, _MAX_SEQ) if self.ms > 0 else ZERO_ID
 
 
-Edge = Word | EntryId | Timestamp
+Bound = BoundWord | EntryId | Timestamp
 """A start or an end of reading. A word; an id: the last entry before the start, or at the end; a time: that of the
 first entry at the start, or after the end."""
 
 
-def id_of(bound: Edge) -> EntryId | None:
+def id_of(bound: Bound) -> EntryId | None:
     """The greatest id that a start at `bound` leaves out; None for a word, whose id differs between streams."""
     if isinstance(bound, Timestamp):
-        return bound.before
+        return bound.last_id_before
     return bound if isinstance(bound, EntryId) else None
 
 
@@ -46,25 +46,25 @@ def id_of(bound: Edge) -> EntryId | None:
 class OffsetBounds:
     """All starts or all ends: `default` holds for streams that `streams` does not name; None = the reader's default."""
 
-    default: Edge | None = None
-    streams: Mapping[str, Edge] = field(default_factory=dict)
+    default: Bound | None = None
+    streams: Mapping[str, Bound] = field(default_factory=dict)
 
-    def of(self, stream: str, default: Edge) -> Edge:
+    def for_stream(self, stream: str, default: Bound) -> Bound:
         """The bound of one stream."""
         return self.streams.get(stream, self.default or default)
 
-    def names(self, word: Word) -> bool:
+    def mentions(self, word: BoundWord) -> bool:
         """True if any stream may begin or end at `word`."""
         return word in (self.default, *self.streams.values())
 
-    def are_all(self, word: Word, streams: Collection[str]) -> bool:
+    def are_all(self, word: BoundWord, streams: Collection[str]) -> bool:
         """True if each of `streams` begins or ends at `word`; of no streams: if all that a pattern finds do."""
         if not streams:
             return self.default == word and not self.streams
         return all(self.streams.get(stream, self.default) == word for stream in streams)
 
 
-USUAL = OffsetBounds()
+DEFAULT_BOUNDS = OffsetBounds()
 """The reader's default in all streams."""
 
 
@@ -87,16 +87,16 @@ def check_order(starting: OffsetBounds, ending: OffsetBounds, streams: Collectio
     """Raise ConfigError if the end of a stream comes before its start. Without `streams`, which a pattern will find,
     checks those with bounds of their own, and the default."""
     for stream in streams or ("", *starting.streams, *ending.streams):  # no stream has the name ""
-        start, end = id_of(starting.of(stream, "earliest")), id_of(ending.of(stream, "latest"))
+        start, end = id_of(starting.for_stream(stream, "earliest")), id_of(ending.for_stream(stream, "latest"))
         if start is not None and end is not None and start > end:
             where = f" in the stream {stream!r}" if stream else ""
             raise ConfigError(
-                f"reading would begin{where} {_describe(starting.of(stream, 'earliest'), 'after', 'from')} and end "
-                f"before that, {_describe(ending.of(stream, 'latest'), 'at', 'at')}: set an end after the start"
+                f"reading would begin{where} {_describe(starting.for_stream(stream, 'earliest'), 'after', 'from')} and end "
+                f"before that, {_describe(ending.for_stream(stream, 'latest'), 'at', 'at')}: set an end after the start"
             )
 
 
-def _describe(bound: Edge, id_word: str, time_word: str) -> str:
+def _describe(bound: Bound, id_word: str, time_word: str) -> str:
     if not isinstance(bound, Timestamp):
         return f"{id_word} {bound}"
     try:
@@ -112,7 +112,7 @@ def _offsets(options: OptionParser, name: str, streams: Sequence[str], words: Se
     if not text.startswith("{"):
         return OffsetBounds(default=_bound(name, text, words))
 
-    def parse(value: object) -> Edge:
+    def parse(value: object) -> Bound:
         # Users may paste a position from a checkpoint, ["ms-seq", n].
         return _bound(name, value[0] if isinstance(value, list) and value else value, words)
 
@@ -139,14 +139,16 @@ def _per_stream(
         raise ConfigError(f'option {name} must be JSON like {{"orders": "{example}"}}')
     unknown = sorted(set(raw) - set(streams)) if streams else []
     if unknown:
-        raise ConfigError(f"option {name} names {unknown[0]!r}, which is not subscribed to{near(unknown[0], streams)}")
+        raise ConfigError(
+            f"option {name} names {unknown[0]!r}, which is not subscribed to{suggestion(unknown[0], streams)}"
+        )
     return {stream: parse(value) for stream, value in raw.items()}
 
 
-def _bound(name: str, value: object, words: Sequence[str]) -> Edge:
+def _bound(name: str, value: object, words: Sequence[str]) -> Bound:
     if isinstance(value, str):
         if value.lower() in words:
-            return cast(Word, value.lower())
+            return cast(BoundWord, value.lower())
         if value[:1].isdigit():
             return EntryId.parse(value)
     raise ConfigError(f"option {name}: {value!r} must be {', '.join(words)} or an entry id like 1700000000000-0")

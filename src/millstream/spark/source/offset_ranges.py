@@ -45,25 +45,25 @@ def from_tuple(tuples: Iterable[tuple[str, int, int, int, int, int, int | None, 
 
 
 @dataclass(frozen=True, kw_only=True)
-class Spread:
+class TaskSizing:
     """How to split a batch into tasks: `minPartitions`, `maxRecordsPerPartition`, and the number of cores."""
 
     min_partitions: int | None = None
     max_records: int | None = None
     cores: int = 1
 
-    def target(self, total: int) -> int:
+    def task_size(self, total: int) -> int:
         """Maximum number of entries that one task should get of a batch of `total`."""
         tasks = self.min_partitions or min(self.cores, -(-total // _ENTRIES_WORTH_A_TASK))
         target = -(-total // max(tasks, 1))
         return max(1, min(target, self.max_records or target))
 
-    def tasks(self, total: int) -> int:
+    def task_count(self, total: int) -> int:
         """Number of tasks for a batch of `total` entries."""
-        return max(1, -(-total // self.target(total)))
+        return max(1, -(-total // self.task_size(total)))
 
 
-def cut(whole: OffsetRange, step: int, marks: Sequence[EntryId]) -> list[OffsetRange]:
+def split_at(whole: OffsetRange, step: int, marks: Sequence[EntryId]) -> list[OffsetRange]:
     """Split `whole` at the ids `marks`, which are `step` entries apart."""
     ranges = []
     after, left = whole.after, whole.size
@@ -77,7 +77,7 @@ def cut(whole: OffsetRange, step: int, marks: Sequence[EntryId]) -> list[OffsetR
     return [*ranges, OffsetRange(whole.stream, after, whole.until, max(left, 1), rest)]
 
 
-def guess_cuts(whole: OffsetRange, parts: int) -> list[OffsetRange]:
+def split_evenly(whole: OffsetRange, parts: int) -> list[OffsetRange]:
     """Split `whole` into `parts` of even id space, without a call to Redis: the size of each is a guess.
 
     Counts an id as one number, milliseconds first; the width of its lower digits follows from the sequence numbers at

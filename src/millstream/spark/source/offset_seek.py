@@ -15,9 +15,9 @@ from typing import NamedTuple
 from millstream.errors import AccessDenied, CommandFailed, GroupMissing, Unavailable
 from millstream.model import EntryId
 from millstream.redis_client.client import Client, Command, Reply, raise_if_error
-from millstream.spark.source.stream_info import StreamInfo, facts_and_groups, fetch_calls
+from millstream.spark.source.stream_info import StreamInfo, fetch_calls, parse_full_info
 
-CHUNK = 10_000
+MAX_SKIP = 10_000
 """Entries that one command skips at most: it blocks Redis for about 3 ms."""
 
 _PREFIX = "millstream:plan:"
@@ -26,18 +26,18 @@ _PAIRS_PER_TRIP = 1000
 
 
 class Seek(NamedTuple):
-    """A request: from `after`, find the id of every `step`-th entry, `marks` times."""
+    """A request: from `after`, find the id of every `step`-th entry, `mark_count` times."""
 
     after: EntryId
     step: int
-    marks: int
+    mark_count: int
 
 
 class SeekResult(NamedTuple):
     """The ids found, fewer where the stream has fewer entries; and the stream info after the last of them."""
 
     marks: list[EntryId]
-    facts: StreamInfo | None
+    info: StreamInfo | None
 
 
 def seek(client: Client, requests: Mapping[str, Seek]) -> dict[str, SeekResult]:
@@ -49,7 +49,7 @@ def seek(client: Client, requests: Mapping[str, Seek]) -> dict[str, SeekResult]:
         return {}
     group = f"{_PREFIX}{time.time_ns() // 1_000_000}:{secrets.token_hex(4)}"
     seekers = [_Seeker(stream, request) for stream, request in requests.items()]
-    creates = [("XGROUP", "CREATE", seeker.stream, group, str(seeker.wish.after)) for seeker in seekers]
+    creates = [("XGROUP", "CREATE", seeker.stream, group, str(seeker.request.after)) for seeker in seekers]
     # The seek itself runs without replies, so it shows no refusal. This probe fails: no such group, or access denied.
     probe = ("XREADGROUP", "GROUP", f"{group}:none", "planner", "STREAMS", seekers[0].stream, ">")
     try:
@@ -64,7 +64,7 @@ def seek(client: Client, requests: Mapping[str, Seek]) -> dict[str, SeekResult]:
         removed = fetch_calls(client, [("XGROUP", "DESTROY", stream, group) for stream in requests])
     for reply in removed:
         _check_access(reply)
-    return {seeker.stream: SeekResult(seeker.found, seeker.facts) for seeker in seekers}
+    return {seeker.stream: SeekResult(seeker.marks, seeker.info) for seeker in seekers}
 
 
 def _check_access(reply: Reply) -> Reply:
@@ -78,54 +78,54 @@ class _Seeker:
 
     def __init__(self, stream: str, request: Seek) -> None:
         self.stream = stream
-        self.found: list[EntryId] = []
-        self.facts: StreamInfo | None = None
-        self.wish = request
-        self._at = request.after
+        self.marks: list[EntryId] = []
+        self.info: StreamInfo | None = None
+        self.request = request
+        self._last_id = request.after
         self._skipped = 0
 
     @property
-    def wanted(self) -> int:
+    def skip_count(self) -> int:
         """Entries to skip next; 0 when all marks are found or the stream has ended."""
-        request = self.wish
-        return min(CHUNK, request.step - self._skipped) if len(self.found) < request.marks else 0
+        request = self.request
+        return min(MAX_SKIP, request.step - self._skipped) if len(self.marks) < request.mark_count else 0
 
-    def hear(self, own: str, reply: Reply) -> list[Command]:
+    def on_reply(self, own: str, reply: Reply) -> list[Command]:
         """Record the id after a skip; return commands that remove groups of killed planners."""
-        self.facts, groups = facts_and_groups(self.stream, _check_access(reply))
+        self.info, groups = parse_full_info(self.stream, _check_access(reply))
         if own not in groups:
             raise Unavailable(f"the planning group on stream {self.stream!r} was deleted; planning again")
-        self._arrive(groups[own])
+        self._on_position(groups[own])
         return [("XGROUP", "DESTROY", self.stream, name) for name in groups if _is_leftover(name)]
 
-    def _arrive(self, at: EntryId) -> None:
-        if at == self._at:
-            self.wish = self.wish._replace(marks=0)  # the stream has ended
+    def _on_position(self, at: EntryId) -> None:
+        if at == self._last_id:
+            self.request = self.request._replace(mark_count=0)  # the stream has ended
             return
-        self._skipped += self.wanted
-        self._at = at
-        if self._skipped == self.wish.step:
-            self.found.append(at)
+        self._skipped += self.skip_count
+        self._last_id = at
+        if self._skipped == self.request.step:
+            self.marks.append(at)
             self._skipped = 0
 
 
 def _skip_all(client: Client, group: str, seekers: Iterable[_Seeker]) -> None:
     leftovers: list[Command] = []
-    active = [seeker for seeker in seekers if seeker.wanted]
+    active = [seeker for seeker in seekers if seeker.skip_count]
     while active:
         for at in range(0, len(active), _PAIRS_PER_TRIP):
             some = active[at : at + _PAIRS_PER_TRIP]
             for seeker, reply in zip(
                 some, client.unanswered([_skip_commands(group, seeker) for seeker in some]), strict=True
             ):
-                leftovers += seeker.hear(group, reply)
-        active = [seeker for seeker in active if seeker.wanted]
+                leftovers += seeker.on_reply(group, reply)
+        active = [seeker for seeker in active if seeker.skip_count]
     fetch_calls(client, leftovers)
 
 
 def _skip_commands(group: str, seeker: _Seeker) -> tuple[Command, Command]:
     stream = seeker.stream
-    skip = ("XREADGROUP", "GROUP", group, "planner", "COUNT", seeker.wanted, "NOACK", "STREAMS", stream, ">")
+    skip = ("XREADGROUP", "GROUP", group, "planner", "COUNT", seeker.skip_count, "NOACK", "STREAMS", stream, ">")
     return skip, ("XINFO", "STREAM", stream, "FULL", "COUNT", 1)
 
 

@@ -23,11 +23,11 @@ class Position(NamedTuple):
     """The offset of a query in one stream: its last entry that is in a batch.
 
     * `id`: its id; all entries of later batches have greater ids
-    * `added`: number of entries ever added up to and including it; None where that is not known
+    * `entries_added`: number of entries ever added up to and including it; None where that is not known
     """
 
     id: EntryId
-    added: int | None
+    entries_added: int | None
 
 
 Offsets = dict[str, Position]
@@ -43,7 +43,7 @@ def dump(offsets: Mapping[str, Position]) -> dict[str, Any]:
     on several times in a batch, and keeps those of a hundred batches.
     """
     if len(offsets) <= _MAX_READABLE:
-        return {stream: [str(position.id), position.added] for stream, position in sorted(offsets.items())}
+        return {stream: [str(position.id), position.entries_added] for stream, position in sorted(offsets.items())}
     items = []
     for stream in sorted(offsets):
         (ms, seq), added = offsets[stream]
@@ -52,7 +52,7 @@ def dump(offsets: Mapping[str, Position]) -> dict[str, Any]:
     return {_PACKED: b64encode(zlib.compress(text.encode(), _QUICK)).decode()}
 
 
-def readable(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+def unpack(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     """Unpack the result of `dump` to `{"stream": ["ms-seq", added]}`. Raises ValueError for damaged data."""
     packed = raw.get(_PACKED)
     if not isinstance(packed, str):  # a stream of that name has a list here
@@ -66,7 +66,7 @@ def readable(raw: Mapping[str, Any]) -> Mapping[str, Any]:
 def load(raw: Mapping[str, Any]) -> Offsets:
     """Parse the result of `dump`. Raises ConfigError for anything else."""
     try:
-        return {stream: _position(*fields) for stream, fields in readable(raw).items()}
+        return {stream: _position(*fields) for stream, fields in unpack(raw).items()}
     except (TypeError, ValueError, AttributeError):
         raise ConfigError(
             'the offsets in the checkpoint are not of the form {"stream": ["ms-seq", number]}; they may be those of '

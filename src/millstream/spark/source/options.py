@@ -12,7 +12,7 @@ from typing import Literal, cast
 from millstream.errors import ConfigError
 from millstream.redis_client.key_names import check_identifier
 from millstream.spark.option_parser import OptionParser
-from millstream.spark.source.offset_bounds import USUAL, OffsetBounds, Timestamp, check_order, read_bounds
+from millstream.spark.source.offset_bounds import DEFAULT_BOUNDS, OffsetBounds, Timestamp, check_order, read_bounds
 
 FieldsAs = Literal["array", "map", "json"]
 LateStart = Literal["error", "latest"]
@@ -66,14 +66,14 @@ _COLUMNS_ONLY = ("fieldsAs", "mode", "redriven")
 class Limits:
     """Entries per batch, tasks per batch, entries per task; None = no limit.
 
-    A batch of fewer than `least_per_trigger` entries waits for more, until `most_delay_ms` after the last batch.
+    A batch of fewer than `min_per_trigger` entries waits for more, until `max_delay_ms` after the last batch.
     """
 
-    per_trigger: int | None = None
-    least_per_trigger: int | None = None
-    most_delay_ms: float = 900_000.0
+    max_per_trigger: int | None = None
+    min_per_trigger: int | None = None
+    max_delay_ms: float = 900_000.0
     min_partitions: int | None = None
-    per_partition: int | None = None
+    max_per_partition: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,22 +98,22 @@ class Sharing:
     """Reading through a consumer group that the query shares with other consumers.
 
     * `consumer`: the query's consumer name; unique in the group, and the same after a restart
-    * `adopt_after_ms`: idle time after which the query claims a pending entry of another consumer
+    * `claim_idle_ms`: idle time after which the query claims a pending entry of another consumer
     """
 
     consumer: str = "spark"
-    adopt_after_ms: int = 300_000
+    claim_idle_ms: int = 300_000
 
 
 @dataclass(frozen=True, kw_only=True)
 class SourceOptions:
     """All options of the source.
 
-    * `announced`: the service that the streams are announced to; `bases`: the partitioned streams to read
+    * `service`: the service that the streams are announced to; `partitioned_streams`: the partitioned streams to read
     * `late_start`: for streams with no entry at or after the starting time: fail, or begin at the end; None = default
     * `starting_group`: the consumer group that startingOffsets=group begins at
     * `push_down`: filters of a batch read limit what it reads from Redis
-    * `frontier`: the app and handler whose commits the query follows
+    * `handler`: the app and handler whose commits the query follows
     * `from_replicas`: tasks read entries from replicas that are up to date
     * `sharing`: read through `group`; None = read all entries, and show the progress in `group`
     """
@@ -121,19 +121,19 @@ class SourceOptions:
     url: str = field(repr=False)
     streams: tuple[str, ...] = ()
     pattern: str | None = None
-    announced: str | None = None
-    bases: tuple[str, ...] = ()
-    starting: OffsetBounds = USUAL
+    service: str | None = None
+    partitioned_streams: tuple[str, ...] = ()
+    starting: OffsetBounds = DEFAULT_BOUNDS
     late_start: LateStart | None = None
     starting_group: str | None = None
-    ending: OffsetBounds = USUAL
+    ending: OffsetBounds = DEFAULT_BOUNDS
     limits: Limits = Limits()
     fail_on_data_loss: bool = True
     group: str = "spark-source"
     columns: Columns = Columns()
     push_down: bool = False
     from_replicas: bool = False
-    frontier: tuple[str, str] | None = None
+    handler: tuple[str, str] | None = None
     sharing: Sharing | None = None
 
     def check_streaming(self) -> None:
@@ -153,7 +153,7 @@ class SourceOptions:
             raise ConfigError(f"these options cannot be combined: {batch}; but {streaming}")
 
     def _why_not_streaming(self) -> str | None:
-        if self.ending != USUAL:
+        if self.ending != DEFAULT_BOUNDS:
             return "endingOffsets and endingTimestamp are for spark.read: a streaming query does not end"
         if self.push_down:
             return "pushDownPredicate is for spark.read: Spark passes no filters to a streaming source"
@@ -164,9 +164,9 @@ class SourceOptions:
             return "readAs=group is for spark.readStream: spark.read acknowledges nothing"
         if self.starting.are_all("latest", self.streams):
             return "startingOffsets=latest leaves nothing to read for spark.read: use earliest or an id"
-        if self.limits.per_trigger is not None:
+        if self.limits.max_per_trigger is not None:
             return "maxOffsetsPerTrigger is for spark.readStream; spark.read ends at endingOffsets"
-        if self.limits.least_per_trigger is not None:
+        if self.limits.min_per_trigger is not None:
             return "minOffsetsPerTrigger is for spark.readStream; spark.read does not wait for entries"
         return None
 
@@ -192,8 +192,8 @@ def parse(given: Mapping[str, str], environ: Mapping[str, str] = os.environ) -> 
         url=url,
         streams=streams,
         pattern=pattern,
-        announced=announced,
-        bases=tuple((bases or "").split(",")) if bases else (),
+        service=announced,
+        partitioned_streams=tuple((bases or "").split(",")) if bases else (),
         starting=starting,
         late_start=_late_start(options, starting),
         starting_group=_starting_group(options, starting),
@@ -204,7 +204,7 @@ def parse(given: Mapping[str, str], environ: Mapping[str, str] = os.environ) -> 
         columns=_columns(options),
         push_down=options.flag("pushDownPredicate", False),
         from_replicas=options.choice("readFrom", ("primary", "replica"), "primary") == "replica",
-        frontier=frontier,
+        handler=frontier,
         sharing=sharing,
     )
     parsed.check_either()
@@ -239,11 +239,11 @@ def _sharing(options: OptionParser) -> Sharing | None:
     if options.text("group") is None:
         raise ConfigError('readAs=group: name the consumer group to share by option("group", NAME)')
     after = options.text("adoptAfter")
-    after_ms = Sharing.adopt_after_ms if after is None else _duration_ms("adoptAfter", after)
+    after_ms = Sharing.claim_idle_ms if after is None else _duration_ms("adoptAfter", after)
     if after_ms < _MIN_ADOPT_MS:
         raise ConfigError(f"option adoptAfter={after!r} must be 1s or more: longer than a consumer needs for an entry")
     consumer = check_identifier("consumer name", options.text("consumer") or Sharing.consumer)
-    return Sharing(consumer=consumer, adopt_after_ms=after_ms)
+    return Sharing(consumer=consumer, claim_idle_ms=after_ms)
 
 
 def _limits(options: OptionParser, *, maximum: int | None) -> Limits:
@@ -254,11 +254,11 @@ def _limits(options: OptionParser, *, maximum: int | None) -> Limits:
     if delay is not None and minimum is None:
         raise ConfigError("option maxTriggerDelay limits the wait of minOffsetsPerTrigger: set that one too")
     return Limits(
-        per_trigger=maximum,
-        least_per_trigger=minimum,
-        most_delay_ms=Limits.most_delay_ms if delay is None else _duration_ms("maxTriggerDelay", delay),
+        max_per_trigger=maximum,
+        min_per_trigger=minimum,
+        max_delay_ms=Limits.max_delay_ms if delay is None else _duration_ms("maxTriggerDelay", delay),
         min_partitions=options.number("minPartitions"),
-        per_partition=options.number("maxRecordsPerPartition"),
+        max_per_partition=options.number("maxRecordsPerPartition"),
     )
 
 
@@ -281,7 +281,7 @@ def _late_start(options: OptionParser, starting: OffsetBounds) -> LateStart | No
 
 def _starting_group(options: OptionParser, starting: OffsetBounds) -> str | None:
     named = options.text("startingGroup")
-    if not starting.names("group"):
+    if not starting.mentions("group"):
         if named is not None:
             raise ConfigError("option startingGroup needs startingOffsets=group: set that one too")
         return None

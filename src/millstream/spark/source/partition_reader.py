@@ -14,11 +14,11 @@ from typing import NamedTuple, TypeVar
 from millstream.errors import Unavailable
 from millstream.redis_client.client import Client, Command, Reply, raise_if_error
 from millstream.redis_client.resp import ReplySize
-from millstream.spark.source.data_loss import lose
+from millstream.spark.source.data_loss import report_loss
 from millstream.spark.source.gc_pause import gc_paused
 from millstream.spark.source.offset_ranges import OffsetRange
 from millstream.spark.source.replica_reads import ReplicaReads, Replicas
-from millstream.spark.source.row_decoder import Run
+from millstream.spark.source.row_decoder import StreamEntries
 from millstream.spark.source.stream_info import StreamInfo, fetch, fetch_calls
 
 T = TypeVar("T")
@@ -33,32 +33,32 @@ _GUESS_MARGIN = 200
 
 
 @dataclass(slots=True)
-class _Reader:
+class _UnreadRange:
     """One offset range, and the id up to which it has been read."""
 
-    piece: OffsetRange
-    after: bytes
-    until: bytes
-    read: int = 0
+    offset_range: OffsetRange
+    start: bytes
+    end: bytes
+    read_count: int = 0
 
     @classmethod
-    def of(cls, piece: OffsetRange) -> "_Reader":
+    def of(cls, piece: OffsetRange) -> "_UnreadRange":
         return cls(piece, b"(%d-%d" % piece.after, b"%d-%d" % piece.until)
 
     @property
-    def left(self) -> int:
+    def remaining(self) -> int:
         """Estimate of the entries left, rather too high: each shortfall costs a round trip."""
-        return max(self.piece.size - self.read, 1 if self.piece.rows is not None else _GUESS_MARGIN)
+        return max(self.offset_range.size - self.read_count, 1 if self.offset_range.rows is not None else _GUESS_MARGIN)
 
-    def may_hold_more_before(self, other: "_Reader") -> bool:
+    def must_finish_before(self, other: "_UnreadRange") -> bool:
         """True if this range may need another round trip, and `other` is a later range of the same stream."""
-        return self.piece.stream == other.piece.stream and self.piece.rows is None
+        return self.offset_range.stream == other.offset_range.stream and self.offset_range.rows is None
 
 
 class Fetched(NamedTuple):
     """The reply of one round trip; `size` in bytes on the wire."""
 
-    runs: list[Run]
+    runs: list[StreamEntries]
     rows: int
     size: int
 
@@ -76,21 +76,21 @@ class PartitionReader:
         replicas: Replicas | None = None,
     ) -> None:  # fmt: skip
         self._client = client
-        self._ask = partial(fetch_calls, client) if replicas is None else ReplicaReads(replicas).ask
+        self._fetch_entries = partial(fetch_calls, client) if replicas is None else ReplicaReads(replicas).fetch
         self._limit_ms = limit_ms
         self._fail_on_data_loss = fail_on_data_loss
-        self._waiting = deque(_Reader.of(one) for one in ranges)
+        self._unread_ranges = deque(_UnreadRange.of(one) for one in ranges)
         self._trip_entries = 1  # the size of entries is not known yet
         self._entry_bytes = 1
 
-    def batches(self, make: Callable[[list[Run]], T]) -> Iterator[T]:
+    def batches(self, make: Callable[[list[StreamEntries]], T]) -> Iterator[T]:
         """Yield a record batch, built by `make`, for about every 10,000 rows or 16 MB."""
-        runs: list[Run] = []
+        runs: list[StreamEntries] = []
         rows = size = 0
         with gc_paused(), ThreadPoolExecutor(1, "millstream-read") as prefetch:
-            trip = prefetch.submit(self._trip)
+            trip = prefetch.submit(self._round_trip)
             while (fetched := trip.result()) is not None:
-                trip = prefetch.submit(self._trip)
+                trip = prefetch.submit(self._round_trip)
                 runs += fetched.runs
                 rows += fetched.rows
                 size += fetched.size
@@ -100,34 +100,34 @@ class PartitionReader:
             if rows:
                 yield make(runs)
 
-    def _trip(self) -> Fetched | None:
+    def _round_trip(self) -> Fetched | None:
         """Fetch the next entries in one round trip; None at the end."""
-        if not self._waiting:
+        if not self._unread_ranges:
             return None
-        requests, replies, size = self._fetch(self._next, lambda one: [self._command(*one)])
+        requests, replies, size = self._fetch(self._next_ranges, lambda one: [self._command(*one)])
         for _ in requests:
-            self._waiting.popleft()
+            self._unread_ranges.popleft()
         runs = [
             run
             for (reader, count), reply in zip(requests, replies, strict=True)
-            if (run := self._take(reader, count, reply))[1]
+            if (run := self._accept(reader, count, reply))[1]
         ]
-        return self._weighed(runs, size)
+        return self._resize(runs, size)
 
-    def _next(self) -> list[tuple[_Reader, int]]:
+    def _next_ranges(self) -> list[tuple[_UnreadRange, int]]:
         """Choose the ranges of the next round trip, and the COUNT of each."""
-        requests: list[tuple[_Reader, int]] = []
+        requests: list[tuple[_UnreadRange, int]] = []
         budget = self._trip_entries
-        for reader in self._waiting:
-            if budget <= 0 or (requests and requests[-1][0].may_hold_more_before(reader)):
+        for reader in self._unread_ranges:
+            if budget <= 0 or (requests and requests[-1][0].must_finish_before(reader)):
                 break
-            requests.append((reader, min(reader.left, self._trip_entries)))
+            requests.append((reader, min(reader.remaining, self._trip_entries)))
             budget -= requests[-1][1]
         return requests
 
     @staticmethod
-    def _command(reader: _Reader, count: int) -> Command:
-        return ("XRANGE", reader.piece.stream, reader.after, reader.until, "COUNT", count)
+    def _command(reader: _UnreadRange, count: int) -> Command:
+        return ("XRANGE", reader.offset_range.stream, reader.start, reader.end, "COUNT", count)
 
     def _fetch(
         self, choose: Callable[[], list[T]], commands_of: Callable[[T], list[Command]]
@@ -145,7 +145,7 @@ class PartitionReader:
                 meter = ReplySize(_MAX_TRIP_BYTES if self._trip_entries > 1 else float("inf"))
                 chosen = choose()
                 try:
-                    replies = self._ask([command for one in chosen for command in commands_of(one)], meter)
+                    replies = self._fetch_entries([command for one in chosen for command in commands_of(one)], meter)
                 except Unavailable:
                     self._trip_entries = max(1, self._trip_entries // _GROWTH_FACTOR)
                     if not meter.exceeded:
@@ -153,23 +153,23 @@ class PartitionReader:
                 else:
                     return chosen, replies, meter.taken
 
-        return self._patiently(attempt)
+        return self._with_retry(attempt)
 
-    def _patiently(self, ask_for: Callable[[], T]) -> T:
+    def _with_retry(self, ask_for: Callable[[], T]) -> T:
         return self._client.patiently(ask_for, what="reading streams", limit_ms=self._limit_ms)
 
-    def _take(self, reader: _Reader, count: int, reply: Reply) -> Run:
+    def _accept(self, reader: _UnreadRange, count: int, reply: Reply) -> StreamEntries:
         entries = raise_if_error(reply)
         if entries:
-            reader.read += len(entries)
-            reader.after = b"(" + entries[-1][0]
-        if len(entries) == count and entries[-1][0] != reader.until:
-            self._waiting.appendleft(reader)
+            reader.read_count += len(entries)
+            reader.start = b"(" + entries[-1][0]
+        if len(entries) == count and entries[-1][0] != reader.end:
+            self._unread_ranges.appendleft(reader)
         else:
-            self._check(reader)
-        return reader.piece.stream, entries
+            self._check_complete(reader)
+        return reader.offset_range.stream, entries
 
-    def _weighed(self, runs: list[Run], size: int) -> Fetched:
+    def _resize(self, runs: list[StreamEntries], size: int) -> Fetched:
         """Set the number of entries of the next round trip by the sizes in this one."""
         rows = sum(len(some) for _, some in runs)
         if rows:
@@ -178,26 +178,26 @@ class PartitionReader:
         self._trip_entries = max(limit, 1)
         return Fetched(runs, rows, size)
 
-    def _check(self, reader: _Reader) -> None:
+    def _check_complete(self, reader: _UnreadRange) -> None:
         """Report entries that were removed while the task read them; the planner reports those removed earlier."""
-        offset_range = reader.piece
+        offset_range = reader.offset_range
         if offset_range.rows is not None:
-            missing = f"{offset_range.rows - reader.read:,}" if reader.read < offset_range.rows else ""
+            missing = f"{offset_range.rows - reader.read_count:,}" if reader.read_count < offset_range.rows else ""
         else:
             missing = "an unknown number of" if offset_range.untouched else ""
         if not missing:
             return
-        infos = self._patiently(lambda: fetch(self._client, [offset_range.stream]))
+        infos = self._with_retry(lambda: fetch(self._client, [offset_range.stream]))
         info = infos[offset_range.stream]
-        if info is not None and (info.keeps(offset_range.after) or _is_whole(offset_range, info)):
+        if info is not None and (info.is_whole_after(offset_range.after) or _is_whole(offset_range, info)):
             return  # no entry was trimmed; single entries deleted by XDEL are no loss
         text = (
             f"stream {offset_range.stream!r} lost {missing} entries between {offset_range.after} and "
             f"{offset_range.until} while they were being read: they were trimmed or deleted"
         )
-        lose(text, fail=self._fail_on_data_loss)
+        report_loss(text, fail=self._fail_on_data_loss)
 
 
 def _is_whole(offset_range: OffsetRange, info: StreamInfo) -> bool:
     """True if a stream that had never lost an entry still has not; a recreated one begins later."""
-    return offset_range.untouched and not info.removed and info.first.ms <= offset_range.after.ms + 1
+    return offset_range.untouched and not info.entries_removed and info.first_id.ms <= offset_range.after.ms + 1

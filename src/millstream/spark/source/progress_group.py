@@ -22,7 +22,7 @@ _STREAMS_PER_TRIP = 500
 class GroupPosition(NamedTuple):
     """The last delivered position of a group on one stream, and its number of pending entries."""
 
-    at: Position
+    position: Position
     pending: int
 
 
@@ -37,10 +37,10 @@ def group_positions(client: Client, group: str, streams: Iterable[str]) -> dict[
     return found
 
 
-def shown(client: Client, group: str, streams: Iterable[str]) -> Offsets:
+def progress_offsets(client: Client, group: str, streams: Iterable[str]) -> Offsets:
     """The offsets that `group` shows as committed, on those of `streams` that have it. "" is no group."""
     positions = group_positions(client, group, streams) if group else {}
-    return {stream: position.at for stream, position in positions.items()}
+    return {stream: position.position for stream, position in positions.items()}
 
 
 def _groups(client: Client, streams: Iterable[str]) -> dict[str, list[dict[bytes, Any]]]:
@@ -71,13 +71,13 @@ class ProgressGroup:
     ) -> None:
         self._client = client
         self._group = group
-        self._ours = is_handler_group
+        self._is_handler_group = is_handler_group
         self._clock = clock
-        self._shown: Offsets = {}
+        self._published: Offsets = {}
         self._due: Offsets = {}
         self._offsets: Offsets = {}
 
-    def show(self, offsets: Offsets) -> None:
+    def publish(self, offsets: Offsets) -> None:
         """Move the group to `offsets` on the streams where it is elsewhere; create it where it is missing.
 
         Stops after 50 ms and leaves the rest to the next call. Raises ConfigError if the group has consumers or pending
@@ -86,44 +86,44 @@ class ProgressGroup:
         if not self._group:
             return
         if offsets is not self._offsets:
-            shown = self._shown
-            moved = {stream: at for stream, at in offsets.items() if shown.get(stream) != at}
+            progress_offsets = self._published
+            moved = {stream: at for stream, at in offsets.items() if progress_offsets.get(stream) != at}
             # Streams left by the last call come first.
             self._due = {stream: moved.pop(stream) for stream in self._due if stream in moved} | moved
             self._offsets = offsets
-        self._catch_up(self._clock.monotonic_ms() + _MAX_MS)
+        self._publish_due(self._clock.monotonic_ms() + _MAX_MS)
 
-    def catch_up(self) -> None:
+    def publish_rest(self) -> None:
         """Move the group on all streams that are left. Raises ConfigError as above."""
-        self._catch_up(float("inf"))
+        self._publish_due(float("inf"))
 
-    def _catch_up(self, until_ms: float) -> None:
+    def _publish_due(self, until_ms: float) -> None:
         while self._due:
             some = dict(islice(self._due.items(), _STREAMS_PER_TRIP))
             self._move(some)
-            self._shown |= some
+            self._published |= some
             for stream in some:
                 del self._due[stream]
             if self._clock.monotonic_ms() >= until_ms:
                 return
 
     def _move(self, offsets: Offsets) -> None:
-        created = self._made({stream: at for stream, at in offsets.items() if stream not in self._shown})
+        created = self._create({stream: at for stream, at in offsets.items() if stream not in self._published})
         offsets = {stream: at for stream, at in offsets.items() if stream not in created}
-        replies = self._sent("SETID", offsets)
-        self._sent(
+        replies = self._send("SETID", offsets)
+        self._send(
             "CREATE", {stream: offsets[stream] for stream, reply in replies.items() if isinstance(reply, GroupMissing)}
         )
 
-    def _made(self, new: Offsets) -> set[str]:
+    def _create(self, new: Offsets) -> set[str]:
         """Create the group on streams that may not have it yet; return those that had none. Raises ConfigError."""
-        replies = self._sent("CREATE", new)
+        replies = self._send("CREATE", new)
         existing = [
             stream
             for stream, reply in replies.items()
             if isinstance(reply, CommandFailed) and reply.code == "BUSYGROUP"
         ]
-        if not self._ours:  # a replaced worker may read once more before it is fenced
+        if not self._is_handler_group:  # a replaced worker may read once more before it is fenced
             self._refuse_foreign(existing)
         return new.keys() - existing
 
@@ -137,10 +137,10 @@ class ProgressGroup:
                         'its own by option("group", NAME), or "" to show no progress'
                     )
 
-    def _sent(self, verb: str, offsets: Offsets) -> dict[str, Reply]:
+    def _send(self, verb: str, offsets: Offsets) -> dict[str, Reply]:
         replies = fetch_calls(self._client, [self._command(verb, *item) for item in offsets.items()])
         return {stream: _expected_errors(reply) for stream, reply in zip(offsets, replies, strict=True)}
 
     def _command(self, verb: str, stream: str, at: Position) -> Command:
-        known: Command = () if at.added is None else ("ENTRIESREAD", at.added)
+        known: Command = () if at.entries_added is None else ("ENTRIESREAD", at.entries_added)
         return ("XGROUP", verb, stream, self._group, str(at.id), *known)

@@ -36,13 +36,13 @@ from millstream.spark.sink.options import is_for_writing, parse_sink
 from millstream.spark.source.offset_ranges import to_tuple
 from millstream.spark.source.offsets import Offsets, dump, load
 from millstream.spark.source.options import NAMES, SourceOptions, parse
-from millstream.spark.source.reader_base import HELD_S, ReaderBase, idle_wait
+from millstream.spark.source.reader_base import DELAY_POLL_S, ReaderBase, idle_wait
 from millstream.spark.source.schema import check_schema, default_schema, shown_columns
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    from millstream.spark.source.batch_planner import Advance
+    from millstream.spark.source.batch_planner import PlannedEnd
     from millstream.spark.source.filters import ReadFilter
     from millstream.spark.source.progress_group import ProgressGroup
 
@@ -144,7 +144,7 @@ class RedisBatchReader(ReaderBase, DataSourceReader):
     """Reads the subscribed streams once, between offsets that are fixed when the query is planned."""
 
     @cached_property
-    def _selection(self) -> "ReadFilter":
+    def _read_filter(self) -> "ReadFilter":
         from millstream.spark.source.filters import ReadFilter
 
         shown = shown_columns(self._options.columns, self._schema)
@@ -155,7 +155,7 @@ class RedisBatchReader(ReaderBase, DataSourceReader):
         """Plan one partition a task. Raises ConfigError, DataLoss, or RedisError after a minute without Redis."""
         self._options.check_batch()
         check_schema(self._options.columns, self._schema)
-        tasks = self._patiently(lambda: self._planner.everything(self._selection), limit_ms=_BATCH_PATIENCE_MS)
+        tasks = self._with_retry(lambda: self._planner.plan_batch_read(self._read_filter), limit_ms=_BATCH_PATIENCE_MS)
         return [InputPartition(to_tuple(ranges)) for ranges in tasks]
 
     def read(self, partition: InputPartition) -> "Iterator[pa.RecordBatch]":
@@ -169,7 +169,7 @@ class FilteringReader(RedisBatchReader):
     def pushFilters(self, filters: list[Filter]) -> Iterator[Filter]:  # noqa: N802
         """Push down the filters that the source supports; yield those that Spark has to apply to the rows."""
         for condition in filters:
-            if not self._selection.add(condition):
+            if not self._read_filter.add(condition):
                 yield condition
 
 
@@ -180,14 +180,14 @@ class RedisStreamReader(ReaderBase, DataSourceStreamReader, SupportsTriggerAvail
         super().__init__(options, schema)
         self._target: Offsets | None = None
         # Parsing the offsets of 100,000 streams takes a good part of a second; comparing with known ones is fast.
-        self._known: list[tuple[dict[str, Any], Offsets]] = []
-        self._newest: tuple[int, dict[str, Any] | None] = (0, None)
+        self._recent_offsets: list[tuple[dict[str, Any], Offsets]] = []
+        self._latest: tuple[int, dict[str, Any] | None] = (0, None)
 
     @cached_property
-    def _lag(self) -> "ProgressGroup":
+    def _progress_group(self) -> "ProgressGroup":
         from millstream.spark.source.progress_group import ProgressGroup
 
-        return ProgressGroup(self._client, self._options.group, is_handler_group=self._options.frontier is not None)
+        return ProgressGroup(self._client, self._options.group, is_handler_group=self._options.handler is not None)
 
     @clean_tracebacks
     def getDefaultReadLimit(self) -> ReadLimit:  # noqa: N802
@@ -195,22 +195,22 @@ class RedisStreamReader(ReaderBase, DataSourceStreamReader, SupportsTriggerAvail
         self._options.check_streaming()
         check_schema(self._options.columns, self._schema)
         limits = self._options.limits
-        if limits.per_trigger is not None:
-            return ReadMaxRows(limits.per_trigger)
-        return ReadAllAvailable() if limits.least_per_trigger is None else ReadMinRows(limits.least_per_trigger)
+        if limits.max_per_trigger is not None:
+            return ReadMaxRows(limits.max_per_trigger)
+        return ReadAllAvailable() if limits.min_per_trigger is None else ReadMinRows(limits.min_per_trigger)
 
     def prepareForTriggerAvailableNow(self) -> None:  # noqa: N802
         """Fix the end of the query at the newest entries of now."""
-        self._target = self._patiently(self._planner.tails)
+        self._target = self._with_retry(self._planner.latest_offsets)
 
     def initialOffset(self) -> dict[str, Any]:  # noqa: N802
         """The starting offsets of a query without a checkpoint."""
-        return self._initial
+        return self._initial_offsets
 
     @cached_property
-    def _initial(self) -> dict[str, Any]:
+    def _initial_offsets(self) -> dict[str, Any]:
         # Spark calls twice and uses the second result: "latest" must not move in between.
-        return dump(self._patiently(lambda: self._planner.starts("latest")))
+        return dump(self._with_retry(lambda: self._planner.starting_offsets("latest")))
 
     def latestOffset(self, start: dict[str, Any], limit: ReadLimit) -> dict[str, Any]:  # noqa: N802
         """Return the end offsets of the batch that begins at `start`; after a short wait `start` itself, if nothing is
@@ -219,49 +219,49 @@ class RedisStreamReader(ReaderBase, DataSourceStreamReader, SupportsTriggerAvail
         The sink has committed everything up to `start`, so this call moves the progress group there.
         """
         began = time.monotonic()
-        start_offsets = self._load(start)
-        planned = self._patiently(lambda: self._advance(start_offsets, limit))
-        if planned.ends is not start_offsets:
-            end = dump(planned.ends)
-            self._know(end, planned.ends)
+        start_offsets = self._parse_offsets(start)
+        planned = self._with_retry(lambda: self._plan_next(start_offsets, limit))
+        if planned.end is not start_offsets:
+            end = dump(planned.end)
+            self._remember(end, planned.end)
             return end
         if self._target is not None:
-            self._patiently(self._lag.catch_up)  # this may be the last call
-        if planned.held_ms:
-            time.sleep(min(planned.held_ms / 1000, HELD_S))
+            self._with_retry(self._progress_group.publish_rest)  # this may be the last call
+        if planned.delay_ms:
+            time.sleep(min(planned.delay_ms / 1000, DELAY_POLL_S))
         elif self._target is None:
             idle_wait(began)
         return start
 
-    def _advance(self, start: Offsets, limit: ReadLimit) -> "Advance":
-        self._lag.show(start)
+    def _plan_next(self, start: Offsets, limit: ReadLimit) -> "PlannedEnd":
+        self._progress_group.publish(start)
         limit_rows = limit.max_rows if isinstance(limit, ReadMaxRows) else None
         # Trigger.Once and Trigger.AvailableNow have no later batch, so a small one must not wait.
         may_delay = self._target is None and not isinstance(limit, ReadAllAvailable)
-        return self._planner.advance(start, limit=limit_rows, target=self._target, may_delay=may_delay)
+        return self._planner.plan_next(start, limit=limit_rows, target=self._target, may_delay=may_delay)
 
-    def _load(self, raw: dict[str, Any]) -> Offsets:
-        for known, offsets in self._known:
+    def _parse_offsets(self, raw: dict[str, Any]) -> Offsets:
+        for known, offsets in self._recent_offsets:
             if known == raw:
                 return offsets
-        return self._know(raw, load(raw))
+        return self._remember(raw, load(raw))
 
-    def _know(self, raw: dict[str, Any], offsets: Offsets) -> Offsets:
-        self._known = [*self._known[-1:], (raw, offsets)]
+    def _remember(self, raw: dict[str, Any], offsets: Offsets) -> Offsets:
+        self._recent_offsets = [*self._recent_offsets[-1:], (raw, offsets)]
         return offsets
 
     def reportLatestOffset(self) -> dict[str, Any] | None:  # noqa: N802
         """The latest offsets as of the last `latestOffset` call, for Spark's progress reports."""
-        version, newest = self._planner.newest()
-        if version != self._newest[0]:
+        version, newest = self._planner.cached_latest_offsets()
+        if version != self._latest[0]:
             offsets = newest()
-            known = next((raw for raw, same in self._known if same == offsets), None)
-            self._newest = (version, known or dump(offsets))
-        return self._newest[1]
+            known = next((raw for raw, same in self._recent_offsets if same == offsets), None)
+            self._latest = (version, known or dump(offsets))
+        return self._latest[1]
 
     def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> list[InputPartition]:
         """Plan the tasks of one batch. After a restart Spark may call it first, for a batch that it planned before."""
-        tasks = self._patiently(lambda: self._planner.pieces(self._load(start), self._load(end)))
+        tasks = self._with_retry(lambda: self._planner.plan_tasks(self._parse_offsets(start), self._parse_offsets(end)))
         return [InputPartition(to_tuple(ranges)) for ranges in tasks]
 
     def read(self, partition: InputPartition) -> "Iterator[pa.RecordBatch]":

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-HELD_S = 0.5
+DELAY_POLL_S = 0.5
 """Seconds between polls of Redis while a small batch is delayed."""
 
 _PARENT = os.getppid()
@@ -66,7 +66,7 @@ class ReaderBase:
         return replicas_of(self._client) if self._options.from_replicas else None
 
     @clean_tracebacks
-    def _patiently(self, plan: Callable[[], T], *, limit_ms: float | None = None) -> T:
+    def _with_retry(self, plan: Callable[[], T], *, limit_ms: float | None = None) -> T:
         with gc_paused():
             what = "the redis-streams source"
             return self._client.patiently(plan, what=what, limit_ms=limit_ms, give_up=_is_orphan)

@@ -31,13 +31,13 @@ _LOG_INTERVAL_MS = 600_000.0
 _INFO = ("INFO", "replication", "stats")
 
 
-class Point(NamedTuple):
+class ReplicationOffset(NamedTuple):
     """A replication offset: the history (replication id) and the number of bytes of it."""
 
     history: str
     offset: int
 
-    def reaches(self, other: "Point") -> bool:
+    def includes(self, other: "ReplicationOffset") -> bool:
         """True if this point includes every write up to `other`."""
         return self.history == other.history and self.offset >= other.offset
 
@@ -48,33 +48,33 @@ class Replicas:
     def __init__(self, client: Client, *, clock: Clock = SYSTEM_CLOCK) -> None:
         self.client = client
         self.clock = clock
-        self._open: dict[Node, Client] = {}
-        self._rest_until_ms: dict[Node | Shard, float] = {}
-        self._said_ms: dict[Node | Shard, float] = {}
+        self._clients: dict[Node, Client] = {}
+        self._banned_until_ms: dict[Node | Shard, float] = {}
+        self._logged_ms: dict[Node | Shard, float] = {}
 
-    def of_node(self, node: Node) -> Client:
+    def client_of(self, node: Node) -> Client:
         """The client of one replica."""
-        if node not in self._open:
-            self._open[node] = self.client.of_node(node, timeout_ms=_TIMEOUT_MS)
-        return self._open[node]
+        if node not in self._clients:
+            self._clients[node] = self.client.of_node(node, timeout_ms=_TIMEOUT_MS)
+        return self._clients[node]
 
-    def rest_ms(self, target: Node | Shard) -> float:
+    def ban_ms(self, target: Node | Shard) -> float:
         """Milliseconds until the ban of a replica, or of all replicas of a primary, ends; 0 or less: no ban."""
-        return self._rest_until_ms.get(target, 0.0) - self.clock.monotonic_ms()
+        return self._banned_until_ms.get(target, 0.0) - self.clock.monotonic_ms()
 
-    def leave(self, target: Node | Shard, for_ms: float, why: str = "") -> None:
+    def ban(self, target: Node | Shard, for_ms: float, why: str = "") -> None:
         """Ban a replica, or all replicas of a primary, for `for_ms`; log why, once in ten minutes."""
         now_ms = self.clock.monotonic_ms()
-        self._rest_until_ms[target] = now_ms + for_ms
-        if why and now_ms - self._said_ms.get(target, -_LOG_INTERVAL_MS) >= _LOG_INTERVAL_MS:
-            self._said_ms[target] = now_ms
+        self._banned_until_ms[target] = now_ms + for_ms
+        if why and now_ms - self._logged_ms.get(target, -_LOG_INTERVAL_MS) >= _LOG_INTERVAL_MS:
+            self._logged_ms[target] = now_ms
             logger.warning("%s; reading from another replica or the primary for now", why)
 
     def close(self) -> None:
         """Close every connection to a replica."""
-        for client in self._open.values():
+        for client in self._clients.values():
             client.close()
-        self._open.clear()
+        self._clients.clear()
 
 
 @functools.cache
@@ -84,12 +84,12 @@ def replicas_of(client: Client) -> Replicas:
 
 
 @dataclass(slots=True)
-class _Way:
-    """The replicas of a primary that a task may read from: those that reach `needed`, as `found` did."""
+class _ReplicaRoute:
+    """The replicas of a primary that a task may read from: those that reach `min_offset`, as `current` did."""
 
-    needed: Point
+    min_offset: ReplicationOffset
     nodes: list[Node]
-    found: Node | None = None
+    current: Node | None = None
 
 
 class ReplicaReads:
@@ -99,10 +99,10 @@ class ReplicaReads:
         self._client = replicas.client
         self._clock = replicas.clock
         self._replicas = replicas
-        self._ways: dict[Shard, _Way] = {}
-        self._last: dict[Shard, Node] = {}
+        self._routes: dict[Shard, _ReplicaRoute] = {}
+        self._last_nodes: dict[Shard, Node] = {}
 
-    def ask(self, commands: Sequence[Command], meter: ReplySize | None = None) -> list[Reply]:
+    def fetch(self, commands: Sequence[Command], meter: ReplySize | None = None) -> list[Reply]:
         """Run XRANGE commands as `stream_info.fetch_calls` does; the replies are those that primaries would give.
 
         If a reply ends before its COUNT and its last id, the primary is asked for the rest: a key may be missing on a
@@ -114,85 +114,87 @@ class ReplicaReads:
         replies: list[Reply] = [[] for _ in commands]
         left: dict[int, Command] = {}
         for shard, indexes in of_shard.items():
-            entries = self._by_replica(shard, [commands[i] for i in indexes], meter)
+            entries = self._read_from_replica(shard, [commands[i] for i in indexes], meter)
             if entries is not None:
                 for index, reply in zip(indexes, entries, strict=True):
                     replies[index] = reply
             unanswered = {i: rest for i in indexes if (rest := _rest_of(commands[i], replies[i])) is not None}
             if unanswered:
                 left |= unanswered
-                self._ways.pop(shard, None)  # later replies must not be older than the primary's reply of now
+                self._routes.pop(shard, None)  # later replies must not be older than the primary's reply of now
         for index, reply in zip(left, fetch_calls(self._client, list(left.values()), meter), strict=True):
             replies[index] = replies[index] + reply if isinstance(reply, list) else reply
         return replies
 
-    def _by_replica(
+    def _read_from_replica(
         self, shard: Shard, commands: Sequence[Command], meter: ReplySize | None = None
     ) -> Sequence[Reply] | None:
         """The replies of a replica; None if no replica is usable."""
-        if self._replicas.rest_ms(shard) > 0:
+        if self._replicas.ban_ms(shard) > 0:
             return None
-        route = self._ways.get(shard) or self._begin(shard, commands[0])
+        route = self._routes.get(shard) or self._find_replicas(shard, commands[0])
         if route is None:
             return None
-        for node in sorted(route.nodes, key=lambda node: node != self._last.get(shard)):
-            if self._replicas.rest_ms(node) > 0:
+        for node in sorted(route.nodes, key=lambda node: node != self._last_nodes.get(shard)):
+            if self._replicas.ban_ms(node) > 0:
                 continue
             began_ms = self._clock.monotonic_ms()
             try:
-                replies = self._exchange(route, node, commands, meter)
+                replies = self._read_consistently(route, node, commands, meter)
             except (RedisError, ConfigError) as error:
                 if meter is not None and meter.exceeded:
                     raise  # the reply is too large, on any node
                 # A replica that hangs may cost only a tenth of the time.
                 spent_ms = self._clock.monotonic_ms() - began_ms
                 why = f"readFrom=replica: cannot read from {node[0]}:{node[1]}: {error}"
-                self._replicas.leave(node, max(_MIN_BAN_MS, spent_ms * _BAN_FACTOR), why)
+                self._replicas.ban(node, max(_MIN_BAN_MS, spent_ms * _BAN_FACTOR), why)
             else:
-                self._last[shard] = node
+                self._last_nodes[shard] = node
                 return replies
-        self._replicas.leave(shard, min(map(self._replicas.rest_ms, route.nodes)))
+        self._replicas.ban(shard, min(map(self._replicas.ban_ms, route.nodes)))
         return None
 
-    def _begin(self, shard: Shard, command: Command) -> _Way | None:
+    def _find_replicas(self, shard: Shard, command: Command) -> _ReplicaRoute | None:
         """Fetch the primary's replication offset and its replicas. Raises Unavailable."""
         try:
             info = _parse_info(self._client.execute_beside(command[1], *_INFO))
-            point = Point(info["master_replid"], int(info["master_repl_offset"]))
+            point = ReplicationOffset(info["master_replid"], int(info["master_repl_offset"]))
             nodes = list(shard.replicas if shard.replicas is not None else _connected_replicas(info))
         except Unavailable:
             raise
         except (RedisError, KeyError, ValueError) as error:  # such as a proxy, whose INFO differs
-            self._replicas.leave(
+            self._replicas.ban(
                 shard, _NO_REPLICA_BAN_MS, f"readFrom=replica: cannot find the primary's replicas: {error!r}"
             )
             return None
         if info.get("role") != "master":
             return None  # a failover since the planning; a read from this node finds the new primary
         if not nodes:
-            self._replicas.leave(shard, _NO_REPLICA_BAN_MS, "readFrom=replica: the primary has no connected replica")
+            self._replicas.ban(shard, _NO_REPLICA_BAN_MS, "readFrom=replica: the primary has no connected replica")
             return None
         # Not `random`: Spark forks its workers, so all of them would choose the same.
         SystemRandom().shuffle(nodes)
-        route = self._ways[shard] = _Way(point, nodes)
+        route = self._routes[shard] = _ReplicaRoute(point, nodes)
         return route
 
-    def _exchange(self, route: _Way, node: Node, commands: Sequence[Command], meter: ReplySize | None) -> list[Reply]:
+    def _read_consistently(
+        self, route: _ReplicaRoute, node: Node, commands: Sequence[Command], meter: ReplySize | None
+    ) -> list[Reply]:
         """Run `commands` on one replica. Checks its offset before and after: its primary may change in between."""
-        client = self._replicas.of_node(node)
+        client = self._replicas.client_of(node)
         readonly = [("READONLY",)] if self._client.is_cluster else []
-        if node != route.found:
-            self._meet(client, readonly)
-            self._catch_up(client, route.needed)
+        if node != route.current:
+            self._reconnect(client, readonly)
+            self._wait_until_caught_up(client, route.min_offset)
         replies = client.pipeline([*readonly, _INFO, *commands, _INFO], meter)[len(readonly) :]
         before, after = _offset_of(replies[0]), _offset_of(replies[-1])
-        if not (before.reaches(route.needed) and after.reaches(before)):
+        if not (before.includes(route.min_offset) and after.includes(before)):
             raise Unavailable("it no longer replicates the same primary")
         entries = [raise_if_error(reply) for reply in replies[1:-1]]
-        route.needed, route.found = after, node
+        route.min_offset, route.current = after, node
         return entries
 
-    def _meet(self, client: Client, readonly: Sequence[Command]) -> None:
+    def _reconnect(self, client: Client, readonly: Sequence[Command]) -> None:
         """Open a connection: that of an earlier task may have been closed since."""
         first = readonly[0] if readonly else _INFO
         try:
@@ -200,11 +202,11 @@ class ReplicaReads:
         except Unavailable:
             client.execute(*first)
 
-    def _catch_up(self, client: Client, needed: Point) -> None:
+    def _wait_until_caught_up(self, client: Client, needed: ReplicationOffset) -> None:
         """Wait until a replica reaches `needed`: usually it has, or does in a millisecond. Raises Unavailable."""
         until_ms = self._clock.monotonic_ms() + _CATCH_UP_MS
         pause_ms = 1.0
-        while not (reached := _offset_of(client.execute(*_INFO))).reaches(needed):
+        while not (reached := _offset_of(client.execute(*_INFO))).includes(needed):
             if reached.history != needed.history:
                 raise Unavailable("it replicates another primary, or none yet")
             if self._clock.monotonic_ms() >= until_ms:
@@ -219,7 +221,7 @@ def _parse_info(reply: Reply) -> dict[str, str]:
     return dict(line.split(":", 1) for line in lines if ":" in line)
 
 
-def _offset_of(reply: Reply) -> Point:
+def _offset_of(reply: Reply) -> ReplicationOffset:
     """The replication offset of a replica. Raises Unavailable if its data may differ from what its primary sent."""
     info = _parse_info(reply)
     if "slave_repl_offset" not in info:
@@ -229,7 +231,7 @@ def _offset_of(reply: Reply) -> Point:
     if info.get("evicted_keys") != "0":
         raise Unavailable("it has evicted keys itself (evicted_keys in INFO)")
     try:
-        return Point(info["master_replid"], int(info["slave_repl_offset"]))
+        return ReplicationOffset(info["master_replid"], int(info["slave_repl_offset"]))
     except (KeyError, ValueError) as error:
         raise Unavailable(f"its INFO has no replication offset: {error!r}") from error
 

@@ -15,13 +15,13 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from millstream.errors import ConfigError, DecodeError
-from millstream.spark.limits import GREATEST_LONG, GREATEST_TIMESTAMP_MS
+from millstream.spark.limits import MAX_LONG, MAX_TIMESTAMP_MS
 from millstream.spark.source.other_case import warn_of_other_case
 
 Entry = Sequence[Any]
 """As hiredis parses it: [id, [name, value, name, value, ...]]."""
 
-Run = tuple[str, Sequence[Entry]]
+StreamEntries = tuple[str, Sequence[Entry]]
 """Consecutive entries of one stream."""
 
 Ids = list[bytes]
@@ -33,7 +33,7 @@ ColumnMaker = Callable[[Fields], dict[str, pa.Array]]
 """Makes the columns of the entries' fields: {name: column}."""
 
 
-class _Misfit(Exception):
+class _InvalidValue(Exception):
     """A value of the `row`-th entry does not fit the type of its column."""
 
     def __init__(self, row: int, text: str) -> None:
@@ -52,20 +52,20 @@ class BatchMaker:
         self._meta = meta
         self._make_columns = make_columns
 
-    def __call__(self, runs: Sequence[Run]) -> pa.RecordBatch:
+    def __call__(self, runs: Sequence[StreamEntries]) -> pa.RecordBatch:
         """Return one batch with the entries of `runs`, in their order. Raises DecodeError, which names the entry."""
         entries = list(chain.from_iterable(run for _, run in runs))
         fields: Fields = [entry[1] for entry in entries]
         try:
-            columns = self._about([entry[0] for entry in entries], runs) | self._make_columns(fields)
-        except _Misfit as misfit:
+            columns = self._meta_columns([entry[0] for entry in entries], runs) | self._make_columns(fields)
+        except _InvalidValue as misfit:
             owners = (stream for stream, run in runs for _ in run)
             stream = next(islice(owners, misfit.row, None))
             entry_id = entries[misfit.row][0].decode()
             raise DecodeError(f"the entry {entry_id} of the stream {stream!r}: {misfit}") from None
         return pa.RecordBatch.from_arrays([columns[name] for name in self._schema.names], schema=self._schema)
 
-    def _about(self, ids: Ids, runs: Sequence[Run]) -> dict[str, pa.Array]:
+    def _meta_columns(self, ids: Ids, runs: Sequence[StreamEntries]) -> dict[str, pa.Array]:
         meta = self._meta
         columns: dict[str, pa.Array] = {}
         if "stream" in meta:
@@ -80,7 +80,7 @@ class BatchMaker:
         return columns
 
 
-def _streams(runs: Sequence[Run]) -> pa.Array:
+def _streams(runs: Sequence[StreamEntries]) -> pa.Array:
     if len(runs) == 1:
         return pa.repeat(pa.scalar(runs[0][0]), len(runs[0][1]))
     names = pa.array([name for name, _ in runs], pa.string())
@@ -90,10 +90,10 @@ def _streams(runs: Sequence[Run]) -> pa.Array:
 def split_ids(ids: Ids) -> tuple[pa.Array, pa.Array]:
     """Return the two numbers of each id as int64. Raises ConfigError if one does not fit."""
     parts = pc.split_pattern(pa.array(ids, pa.binary()).cast(pa.string()), "-").flatten().cast(pa.uint64())
-    if len(ids) and pc.max(parts).as_py() > GREATEST_LONG:
-        too_great = next(entry_id for entry_id in ids if max(map(int, entry_id.split(b"-"))) > GREATEST_LONG)
+    if len(ids) and pc.max(parts).as_py() > MAX_LONG:
+        too_great = next(entry_id for entry_id in ids if max(map(int, entry_id.split(b"-"))) > MAX_LONG)
         raise ConfigError(
-            f"the entry id {too_great.decode()} has a number beyond {GREATEST_LONG}, the greatest of Spark's type "
+            f"the entry id {too_great.decode()} has a number beyond {MAX_LONG}, the greatest of Spark's type "
             "long: exclude its stream, or begin after it"
         )
     numbers = parts.view(pa.int64()).to_numpy()
@@ -102,7 +102,7 @@ def split_ids(ids: Ids) -> tuple[pa.Array, pa.Array]:
 
 def _timestamps(ms: pa.Array) -> pa.Array:
     # Ids need not be times: one that is too great for a timestamp becomes null.
-    fits = pc.less_equal(ms, GREATEST_TIMESTAMP_MS)
+    fits = pc.less_equal(ms, MAX_TIMESTAMP_MS)
     ms = ms if pc.all(fits).as_py() in (True, None) else pc.if_else(fits, ms, pa.scalar(None, pa.int64()))
     return pc.multiply(ms, 1000).cast(TIMESTAMP)
 
@@ -212,7 +212,7 @@ def decode(raw: pa.Array, wanted: pa.DataType, *, failfast: str | None) -> pa.Ar
     decoded = pa.chunked_array(_convert_valid(raw, convert), type=wanted).combine_chunks()
     if failfast is not None and decoded.null_count > raw.null_count:
         row = pc.index(pc.and_(pc.is_null(decoded), pc.is_valid(raw)), True).as_py()
-        raise _Misfit(
+        raise _InvalidValue(
             row, f"the field {failfast!r} holds {raw[row].as_py()[:100]!r}, which is not a value of type {wanted}"
         )
     return decoded

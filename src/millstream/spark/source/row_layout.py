@@ -11,7 +11,7 @@ from millstream.redis_client.key_names import REDRIVE_FIELD
 from millstream.spark.source.options import Columns
 from millstream.spark.source.row_decoder import (
     BatchMaker,
-    Run,
+    StreamEntries,
     json_columns,
     map_columns,
     packed_columns,
@@ -20,7 +20,7 @@ from millstream.spark.source.row_decoder import (
 )
 from millstream.spark.source.schema import is_default, shown_columns
 
-MakeBatch = Callable[[Sequence[Run]], pa.RecordBatch]
+MakeBatch = Callable[[Sequence[StreamEntries]], pa.RecordBatch]
 
 
 def batch_maker(columns: Columns, schema: StructType) -> MakeBatch:
@@ -29,7 +29,7 @@ def batch_maker(columns: Columns, schema: StructType) -> MakeBatch:
     return (lambda runs: make(_without_redriven(runs))) if columns.skip_redriven else make
 
 
-def _without_redriven(runs: Sequence[Run]) -> list[Run]:
+def _without_redriven(runs: Sequence[StreamEntries]) -> list[StreamEntries]:
     """Skip entries that were redriven to a handler: other readers have read them before."""
     return [(stream, [entry for entry in entries if entry[1][0] != REDRIVE_FIELD]) for stream, entries in runs]
 

@@ -27,7 +27,7 @@ from millstream.errors import ConfigError
 from millstream.handlers.decoding import wire_types
 from millstream.spark.source.options import Columns, FieldsAs
 
-META: dict[str, DataType] = {
+ENTRY_COLUMNS: dict[str, DataType] = {
     "stream": StringType(),
     "id": StringType(),
     "id_ms": LongType(),
@@ -64,7 +64,7 @@ def schema_of(given: Any) -> StructType | str:
     if isinstance(given, str | StructType):
         return given
     fields = [StructField(name, _OF_MODELS.get(kind, StringType())) for name, kind in wire_types(given).items()]
-    return StructType([*fields, *(StructField(f"_{name}", META[name]) for name in _WITH_MODELS)])
+    return StructType([*fields, *(StructField(f"_{name}", ENTRY_COLUMNS[name]) for name in _WITH_MODELS)])
 
 
 def default_schema(columns: Columns) -> StructType:
@@ -73,9 +73,9 @@ def default_schema(columns: Columns) -> StructType:
         names: tuple[str, ...] = ("stream", "id_ms", "id_seq")
         rest = [StructField("key", BinaryType()), StructField("fields", BinaryType(), False)]
     else:
-        names = tuple(META)
+        names = tuple(ENTRY_COLUMNS)
         rest = [StructField("fields", _FIELDS[columns.fields_as], False)]
-    return StructType([*(StructField(name, META[name], name == "timestamp") for name in names), *rest])
+    return StructType([*(StructField(name, ENTRY_COLUMNS[name], name == "timestamp") for name in names), *rest])
 
 
 def is_default(columns: Columns, schema: StructType) -> bool:
@@ -85,7 +85,7 @@ def is_default(columns: Columns, schema: StructType) -> bool:
 
 def meta_columns(schema: StructType) -> dict[str, str]:
     """Map entries of META to the columns that show them in a user's schema."""
-    return {name: f"_{name}" for name in META if f"_{name}" in schema.names}
+    return {name: f"_{name}" for name in ENTRY_COLUMNS if f"_{name}" in schema.names}
 
 
 def _refuse_lookalikes(schema: StructType) -> None:
@@ -93,7 +93,7 @@ def _refuse_lookalikes(schema: StructType) -> None:
 
     Entries rarely have such a field, so the column would be null without a warning.
     """
-    ours = [f"_{name}" for name in META]
+    ours = [f"_{name}" for name in ENTRY_COLUMNS]
     for name in schema.names:
         found = difflib.get_close_matches(name.lower(), ours, n=1, cutoff=_LOOKALIKE)
         if name.startswith("_") and name not in ours and found:
@@ -106,7 +106,9 @@ def _refuse_lookalikes(schema: StructType) -> None:
 def shown_columns(columns: Columns, schema: StructType) -> dict[str, str]:
     """Map entries of META to the columns that show them: {entry: column}."""
     return (
-        {name: name for name in META if name in schema.names} if is_default(columns, schema) else meta_columns(schema)
+        {name: name for name in ENTRY_COLUMNS if name in schema.names}
+        if is_default(columns, schema)
+        else meta_columns(schema)
     )
 
 
@@ -122,7 +124,7 @@ def check_schema(columns: Columns, schema: StructType) -> None:
         raise ConfigError(f"fieldsAs={columns.fields_as} and .schema(...) both set the columns of fields: remove one")
     _refuse_lookalikes(schema)
     for name in meta_columns(schema).values():
-        wanted = META[name[1:]]
+        wanted = ENTRY_COLUMNS[name[1:]]
         if schema[name].dataType != wanted:
             raise ConfigError(f"the column {name} must be of type {wanted.simpleString()} in the schema")
     for field in schema.fields:

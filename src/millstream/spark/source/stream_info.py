@@ -18,44 +18,44 @@ class StreamInfo(NamedTuple):
     """The ids and counters of one stream (Redis XINFO STREAM).
 
     * `tail`: the position after everything is read: the last id, and the number of entries ever added
-    * `first`: id of the oldest entry that is left; 0-0 if there is none
-    * `deleted`: greatest id that was deleted singly (XDEL), not by trimming
+    * `first_id`: id of the oldest entry that is left; 0-0 if there is none
+    * `max_deleted_id`: greatest id that was deleted singly (XDEL), not by trimming
     * `length`: number of entries that are left
     """
 
     tail: Position
-    first: EntryId
-    deleted: EntryId
+    first_id: EntryId
+    max_deleted_id: EntryId
     length: int
 
     @property
-    def last(self) -> EntryId:
+    def last_id(self) -> EntryId:
         """Id of the newest entry that was ever added."""
         return self.tail.id
 
     @property
-    def added(self) -> int:
+    def entries_added(self) -> int:
         """Number of entries ever added."""
-        count = self.tail.added
+        count = self.tail.entries_added
         assert count is not None
         return count
 
     @property
-    def removed(self) -> int:
+    def entries_removed(self) -> int:
         """Number of entries that were added and are gone."""
-        return self.added - self.length
+        return self.entries_added - self.length
 
     def has_gaps_after(self, entry_id: EntryId) -> bool:
         """True if single entries after `entry_id` may have been deleted, so that counts there prove nothing."""
-        return self.deleted > entry_id and self.deleted >= self.first and self.length > 0
+        return self.max_deleted_id > entry_id and self.max_deleted_id >= self.first_id and self.length > 0
 
-    def keeps(self, entry_id: EntryId) -> bool:
+    def is_whole_after(self, entry_id: EntryId) -> bool:
         """True if no entry after `entry_id` was trimmed: an entry at or before it is left."""
-        return self.length > 0 and self.first <= entry_id
+        return self.length > 0 and self.first_id <= entry_id
 
-    def earliest(self) -> Position:
+    def earliest_position(self) -> Position:
         """The position before the first entry that is left. Entries removed before count as no loss."""
-        return Position(ZERO_ID, None if self.has_gaps_after(ZERO_ID) else self.removed)
+        return Position(ZERO_ID, None if self.has_gaps_after(ZERO_ID) else self.entries_removed)
 
 
 def fetch_calls(client: Client, commands: Sequence[Command], meter: ReplySize | None = None) -> list[Reply]:
@@ -74,15 +74,15 @@ def fetch(client: Client, streams: Iterable[str]) -> dict[str, StreamInfo | None
     """
     names = list(streams)
     replies = fetch_calls(client, [("XINFO", "STREAM", name) for name in names])
-    return {name: understood(name, reply) for name, reply in zip(names, replies, strict=True)}
+    return {name: parse_info(name, reply) for name, reply in zip(names, replies, strict=True)}
 
 
-def understood(stream: str, reply: Reply) -> StreamInfo | None:
+def parse_info(stream: str, reply: Reply) -> StreamInfo | None:
     """Parse a reply to XINFO STREAM, of RESP2 or RESP3. Raises as `fetch`, also for an unexpected reply."""
     return _stream_info(_fields(stream, reply))
 
 
-def facts_and_groups(stream: str, reply: Reply) -> tuple[StreamInfo | None, dict[str, EntryId]]:
+def parse_full_info(stream: str, reply: Reply) -> tuple[StreamInfo | None, dict[str, EntryId]]:
     """Parse a reply to XINFO STREAM FULL: the info of a stream, and the last delivered id of each consumer group."""
     found = _fields(stream, reply)
     groups = {}
@@ -114,8 +114,8 @@ def _stream_info(found: dict[bytes, Any] | None) -> StreamInfo | None:
         raise ConfigError("this server is too old: the redis-streams source needs Redis 7.0 or Valkey 7.2")
     return StreamInfo(
         tail=Position(_id(found[b"last-generated-id"]), found[b"entries-added"]),
-        first=_id(found[b"recorded-first-entry-id"]),
-        deleted=_id(found[b"max-deleted-entry-id"]),
+        first_id=_id(found[b"recorded-first-entry-id"]),
+        max_deleted_id=_id(found[b"max-deleted-entry-id"]),
         length=found[b"length"],
     )
 
@@ -166,17 +166,17 @@ def detect_loss(stream: str, start: Position, info: StreamInfo | None) -> Loss |
     count, the only proof is a last id that has gone back.
     """
     if info is None:
-        return None if start.added == 0 else Loss(stream=stream, start=start, count=None)
-    if info.last < start.id or info.added < (start.added or 0):
+        return None if start.entries_added == 0 else Loss(stream=stream, start=start, count=None)
+    if info.last_id < start.id or info.entries_added < (start.entries_added or 0):
         return Loss(stream=stream, start=start, count=None)
-    if start.added is None or info.keeps(start.id) or info.removed == start.added:
+    if start.entries_added is None or info.is_whole_after(start.id) or info.entries_removed == start.entries_added:
         return None
-    lost = info.removed - start.added
+    lost = info.entries_removed - start.entries_added
     return Loss(stream=stream, start=start, count=lost if lost > 0 else None)
 
 
 def after_loss(start: Position, info: StreamInfo) -> Position:
     """Return `start` with its count moved past the entries removed after it, so that no loss is counted twice."""
-    if start.added is None or info.keeps(start.id) or info.removed <= start.added:
+    if start.entries_added is None or info.is_whole_after(start.id) or info.entries_removed <= start.entries_added:
         return start
-    return Position(start.id, None if info.has_gaps_after(start.id) else info.removed)
+    return Position(start.id, None if info.has_gaps_after(start.id) else info.entries_removed)

@@ -34,7 +34,7 @@ class Subscription:
         self._clock = clock
         self._pages: Iterator[list[str]] | None = None
         self._found: set[str] = set()
-        self._due_ms = self._looked_ms = float("-inf")
+        self._due_ms = self._scanned_ms = float("-inf")
         self._left_out: set[str] = set()
 
     def names(self) -> KeysView[str]:
@@ -49,7 +49,7 @@ class Subscription:
     def _scan(self, pattern: str) -> None:
         """Continue the SCAN for one slice; its end replaces the names."""
         now_ms = self._clock.monotonic_ms()
-        until_ms = now_ms + max(_SLICE_MS, (now_ms - self._looked_ms) / _SCAN_WAIT_FACTOR)
+        until_ms = now_ms + max(_SLICE_MS, (now_ms - self._scanned_ms) / _SCAN_WAIT_FACTOR)
         if self._pages is None:
             self._pages, self._found = self._client.scan_pages(pattern), set()
         try:
@@ -60,13 +60,13 @@ class Subscription:
             else:
                 self._pages = None
                 self._due_ms = now_ms + _SCAN_INTERVAL_MS
-                self._adopt(self._found)
+                self._set_names(self._found)
         except RedisError:
             self._pages = None  # a continued SCAN would miss keys
             raise
-        self._looked_ms = self._clock.monotonic_ms()
+        self._scanned_ms = self._clock.monotonic_ms()
 
-    def _adopt(self, found: set[str]) -> None:
+    def _set_names(self, found: set[str]) -> None:
         unusable = {name for name in found - self._names if not _is_text(name)}
         if new := unusable - self._left_out:
             # Any client may create such a key; Spark has no string for it.
@@ -78,7 +78,7 @@ class Subscription:
             self._names = dict.fromkeys(sorted(found)).keys()
 
 
-class _KeptElsewhere(Subscription):
+class _ListedInRedis(Subscription):
     """The streams of a list in Redis, fetched about once a second, less often if that is slow."""
 
     def __init__(self, client: Client, *, clock: Clock) -> None:
@@ -88,16 +88,16 @@ class _KeptElsewhere(Subscription):
         """See Subscription."""
         began_ms = self._clock.monotonic_ms()
         if began_ms >= self._due_ms:
-            self._adopt(set(self._look()))
+            self._set_names(set(self._fetch_names()))
             ended_ms = self._clock.monotonic_ms()
             self._due_ms = ended_ms + max(_SCAN_INTERVAL_MS, (ended_ms - began_ms) * _SCAN_WAIT_FACTOR)
         return self._names
 
     @abstractmethod
-    def _look(self) -> Iterable[str]: ...
+    def _fetch_names(self) -> Iterable[str]: ...
 
 
-class AnnouncedSubscription(_KeptElsewhere):
+class AnnouncedSubscription(_ListedInRedis):
     """The streams that were announced to `service`, whose consumers lease them, until they are done.
 
     Leaves out names that cannot be streams, with a warning, and checks them again after 30 s: any client may announce
@@ -108,45 +108,47 @@ class AnnouncedSubscription(_KeptElsewhere):
         super().__init__(client, clock=clock)
         self._key = ServiceKeys(service).streams
         self._usable: dict[str, bool] = {}
-        self._mended_due_ms = 0.0
+        self._recheck_due_ms = 0.0
 
-    def _look(self) -> list[str]:
+    def _fetch_names(self) -> list[str]:
         names = [from_wire(name) for name in self._client.execute("HKEYS", self._key)]
         now_ms = self._clock.monotonic_ms()
-        if now_ms >= self._mended_due_ms:
-            self._mended_due_ms = now_ms + _RECHECK_MS
+        if now_ms >= self._recheck_due_ms:
+            self._recheck_due_ms = now_ms + _RECHECK_MS
             self._usable = {name: True for name, usable in self._usable.items() if usable}
         new = [name for name in names if name not in self._usable]
-        for name, why in zip(new, self._why_not(new), strict=True):
+        for name, why in zip(new, self._reasons_unreadable(new), strict=True):
             self._usable[name] = why is None
             if why is not None:
                 logger.warning("the announced stream %r is left out: %s", name, why)
         self._usable = {name: self._usable[name] for name in names}
         return [name for name, usable in self._usable.items() if usable]
 
-    def _why_not(self, names: Sequence[str]) -> list[str | None]:
+    def _reasons_unreadable(self, names: Sequence[str]) -> list[str | None]:
         """Why each stream cannot be read; None if it can."""
         types = self._client.pipeline([("TYPE", to_wire(name)) for name in names]) if names else []
         return [_why_unreadable(name, raise_if_error(kind)) for name, kind in zip(names, types, strict=True)]
 
 
-class PartitionSubscription(_KeptElsewhere):
+class PartitionSubscription(_ListedInRedis):
     """The partitions of `partitioned_streams`, whose number may grow at any time."""
 
     def __init__(self, client: Client, partitioned_streams: Sequence[str], *, clock: Clock) -> None:
         super().__init__(client, clock=clock)
-        self._bases = partitioned_streams
+        self._partitioned_streams = partitioned_streams
 
-    def _look(self) -> list[str]:
-        return [stream for base in self._bases for stream in Partitions(self._client, base).found().streams]
+    def _fetch_names(self) -> list[str]:
+        return [
+            stream for base in self._partitioned_streams for stream in Partitions(self._client, base).found().streams
+        ]
 
 
 def subscription(client: Client, options: SourceOptions, *, clock: Clock) -> Subscription:
     """The subscription of `options`."""
-    if options.announced is not None:
-        return AnnouncedSubscription(client, options.announced, clock=clock)
-    if options.bases:
-        return PartitionSubscription(client, options.bases, clock=clock)
+    if options.service is not None:
+        return AnnouncedSubscription(client, options.service, clock=clock)
+    if options.partitioned_streams:
+        return PartitionSubscription(client, options.partitioned_streams, clock=clock)
     return Subscription(client, options.streams, options.pattern, clock=clock)
 
 

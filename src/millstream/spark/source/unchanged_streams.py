@@ -14,28 +14,28 @@ class UnchangedStreams:
     """
 
     def __init__(self) -> None:
-        self._names: dict[str, None] = {}
-        self._all = True
-        self._places: tuple[Offsets, ...] = ()
+        self._changed: dict[str, None] = {}
+        self._all_changed = True
+        self._valid_for: tuple[Offsets, ...] = ()
         self._subscribed: Collection[str] | None = None
 
-    def note(self, changed: Iterable[str] | None) -> None:
+    def add_changed(self, changed: Iterable[str] | None) -> None:
         """Add streams that have changed; None: all may have."""
         if changed is None:
-            self._all = True
+            self._all_changed = True
         else:
-            self._names.update(dict.fromkeys(changed))
+            self._changed.update(dict.fromkeys(changed))
 
-    def among(self, start: Offsets, subscribed: KeysView[str]) -> list[str]:
+    def to_check(self, start: Offsets, subscribed: KeysView[str]) -> list[str]:
         """The streams to check among those of `start` and `subscribed`."""
-        known = subscribed is self._subscribed and any(start is place for place in self._places)
-        if self._all or not known:
-            self._names = dict.fromkeys((*start, *subscribed))
-            self._all, self._places, self._subscribed = False, (start,), subscribed
-        return list(self._names)
+        known = subscribed is self._subscribed and any(start is place for place in self._valid_for)
+        if self._all_changed or not known:
+            self._changed = dict.fromkeys((*start, *subscribed))
+            self._all_changed, self._valid_for, self._subscribed = False, (start,), subscribed
+        return list(self._changed)
 
-    def settle(self, at_rest: Iterable[str], start: Offsets, ends: Offsets) -> None:
+    def mark_idle(self, at_rest: Iterable[str], start: Offsets, ends: Offsets) -> None:
         """Record that a plan from `start` to `ends` found nothing to do for the streams `at_rest`."""
         for name in at_rest:
-            del self._names[name]
-        self._places = (start, ends)
+            del self._changed[name]
+        self._valid_for = (start, ends)
