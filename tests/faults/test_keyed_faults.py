@@ -1,4 +1,4 @@
-"""Workers of a handler with a key join, leave, die, hang and are cut off; keys stay in order, and none is stuck."""
+"""Workers of a handler with a key join, leave, die, hang and lose connections; keys stay in order and go on."""
 
 import os
 import random
@@ -19,7 +19,7 @@ from tests.support.waiting import eventually
 from tests.support.worker_processes import CLAIM_S, Fleet, Tell, wake_up, watched
 
 LONG_CLAIM_S = 3 * CLAIM_S
-"""So that leases outlast the deaths of their owner and its supervisor on a slow machine."""
+"""Leases must outlast the deaths of their owner and its supervisor on a slow machine."""
 SOAK = bool(os.environ.get("MILLSTREAM_SOAK"))
 pytestmark = [pytest.mark.keys, pytest.mark.faults]
 
@@ -66,7 +66,7 @@ def test_chaos_keeps_every_key_in_order_and_loses_and_doubles_nothing(
                 else:
                     victim.suspend()
                     stopped.append(victim)
-            time.sleep(chance.uniform(0.2, 1.5))  # leases of a second end, or do not
+            time.sleep(chance.uniform(0.2, 1.5))  # leases of a second may expire meanwhile
         wake_up(stopped)
         report = books.check_keys(overlap=False, log=fleets[0].log)
     tell(report, watch, seed=seed, **harm)
@@ -75,9 +75,9 @@ def test_chaos_keeps_every_key_in_order_and_loses_and_doubles_nothing(
 def test_after_a_kill_the_keys_of_the_dead_go_on_elsewhere_once_their_leases_have_ended(
     fresh_client: Client, tmp_path: Path, tell: Tell
 ) -> None:
-    """How soon: `benchmarks recovery`."""
+    """`benchmarks recovery` measures how soon."""
     books = KeyedBooks(fresh_client, tmp_path)
-    # The names are not taken again, as the dead one's supervisor dies as well: only the lease helps.
+    # The name is not acquired again, as its supervisor dies as well: only the expiry of the lease helps.
     with Fleet(fresh_client.url, tmp_path, "--name", "heir", processes=1, app="keyed", claim_s=LONG_CLAIM_S) as heir:
         heir.ready()
         for number in range(6 if SOAK else 1):
@@ -102,14 +102,14 @@ def test_after_a_kill_the_keys_of_the_dead_go_on_elsewhere_once_their_leases_hav
                 again_ms = first_commits_ms(books, done)
         report = books.check_keys(log=heir.log)
     assert until_ms
-    assert again_ms.keys() >= until_ms.keys(), "each line that it held goes on"
-    assert all(again_ms[line] >= until_ms[line] for line in until_ms), "and not before its lease has ended"
+    assert again_ms.keys() >= until_ms.keys(), "each key that it held goes on"
+    assert all(again_ms[line] >= until_ms[line] for line in until_ms), "and not before its lease has expired"
     waited_ms = max(again_ms[line] for line in until_ms) - killed_ms
     tell(report, lines=len(until_ms), waited_ms=round(waited_ms), lease_s=LONG_CLAIM_S)
 
 
 def leases_of(books: KeyedBooks, worker: bytes) -> dict[bytes, int]:
-    """The lines that workers of this name have leased, and when their leases end, by the server's clock."""
+    """Return the keys that workers of this name have leased, and when their leases expire, by the server's clock."""
     commands = [("HGETALL", books.keys.owners), ("ZRANGE", books.keys.leases, 0, -1, "WITHSCORES")]
     owners, ends = map(raise_if_error, books.client.pipeline(commands))
     until_ms = dict(zip(ends[::2], map(int, ends[1::2]), strict=True))
@@ -117,7 +117,7 @@ def leases_of(books: KeyedBooks, worker: bytes) -> dict[bytes, int]:
 
 
 def first_commits_ms(books: KeyedBooks, done: int) -> dict[bytes, int]:
-    """When, by the server's clock, each line was committed to for the first time after the first `done` effects."""
+    """Return when each key had its first commit after the first `done` effects, by the server's clock."""
     times: dict[bytes, int] = {}
     for stamp, pairs in books.client.execute("XRANGE", "out", "-", "+")[done:]:
         times.setdefault(b"k" + pairs[pairs.index(b"key") + 1], stamp_ms(stamp))
@@ -142,14 +142,14 @@ def test_a_worker_that_slept_past_its_lease_is_refused_what_it_commits_late(
 
 
 def asleep_with_leases(fleet: Fleet, books: KeyedBooks) -> psutil.Process:
-    """Stop a worker that has leases, and then still has."""
+    """Pause a worker that has leases, and still has them then."""
     victim = fleet.victim(books)
 
     def is_asleep() -> bool:
         if books.drained():
             books.publish_keys(2_000, 50, ms=5)
         victim.suspend()
-        books.drained()  # a round trip: Redis has done by now what it sent before
+        books.drained()  # a round trip: Redis has executed the worker's earlier commands by now
         if leases_of(books, owner_of(victim)):
             return True
         victim.resume()
@@ -160,7 +160,7 @@ def asleep_with_leases(fleet: Fleet, books: KeyedBooks) -> psutil.Process:
 
 
 def owner_of(worker: psutil.Process) -> bytes:
-    """The name that a worker has in the group: it stands in its command line."""
+    """Return the name of a worker in the group, from its command line."""
     line = worker.cmdline()
     return b" " + line[line.index("--as") + 1].encode()
 
@@ -175,13 +175,13 @@ def test_a_message_that_kills_its_worker_dies_and_its_key_and_all_others_go_on(
         dead = [books.publish_key(f"k{number}", 1, do="exit-1")[0] for number in ((1, 2) if SOAK else (1,))]
         books.publish_keys(300, 20, ms=1)
         report = books.check_keys(dead=dict.fromkeys(dead, "crashed"), log=fleet.log)
-    tell(report, watch, crashes=fleet.log().count("starts again"))
+    tell(report, watch, crashes=fleet.log().count("restarting in"))
 
 
 def test_a_worker_that_joins_gets_its_part_of_what_comes_then_while_the_first_works_on(
     fresh_client: Client, tmp_path: Path, tell: Tell
 ) -> None:
-    """How soon: `benchmarks recovery`."""
+    """`benchmarks recovery` measures how soon."""
     books = KeyedBooks(fresh_client, tmp_path)
     with Fleet(fresh_client.url, tmp_path, processes=1, app="keyed") as first, watched(books) as watch:
         first.ready()
@@ -202,7 +202,7 @@ def test_a_worker_that_joins_gets_its_part_of_what_comes_then_while_the_first_wo
 
 
 def stamp_ms(entry: bytes) -> int:
-    """When an entry was added, by the server's clock."""
+    """Return when an entry was added, by the server's clock."""
     return int(entry.partition(b"-")[0])
 
 
@@ -228,12 +228,12 @@ def test_a_hot_key_that_stands_still_holds_up_no_other_and_costs_no_more_than_it
     p99 = [statistics.quantiles(times, n=100)[98] for times in (alone, beside)]
     tell(report, p99_alone_ms=round(p99[0], 1), p99_beside_ms=round(p99[1], 1), bytes_each=round(bytes_each),
          still_waiting=still_waiting)  # fmt: skip
-    assert still_waiting > HOT, "all others were done while it stood still"
+    assert still_waiting > HOT, "all others were processed while it was paused"
     assert bytes_each < 130
 
 
 def latencies_ms(books: KeyedBooks, count: int) -> list[float]:
-    """Milliseconds from each message's entry to its effect's, by the server's clock, at 200 a second over 50 keys."""
+    """Return the ms from each message's entry to its effect, by the server's clock, at 200 a second over 50 keys."""
     ids: list[str] = []
     for _ in range(0, count, 20):
         ids += books.publish_keys(20, 50)
@@ -254,6 +254,6 @@ def latencies_ms(books: KeyedBooks, count: int) -> list[float]:
 
 
 def used_memory(client: Client) -> int:
-    """What Redis says it uses, in bytes."""
+    """Return the memory that Redis reports as used, in bytes."""
     info = client.execute("INFO", "memory").decode()
     return int(next(line for line in info.splitlines() if line.startswith("used_memory:")).partition(":")[2])

@@ -1,4 +1,4 @@
-"""Worker processes that are killed, stopped, crashed, stuck and ended, under load: every message has one effect."""
+"""Worker processes that are killed, paused, crashed, hung and stopped, under load: every message has one effect."""
 
 import os
 import random
@@ -66,7 +66,7 @@ def test_a_worker_that_was_stopped_past_its_claim_is_refused_what_it_commits_lat
 
 
 def stopped_at_work(fleet: Fleet, books: Books, *, count: int, ms: int) -> psutil.Process:
-    """Publish, more if it was too little, until one of two workers can be stopped while both have something in hand."""
+    """Publish until one of two workers can be paused while both have entries in flight."""
     books.publish(count, ms=ms)
     victim = fleet.victim(books)
 
@@ -76,7 +76,7 @@ def stopped_at_work(fleet: Fleet, books: Books, *, count: int, ms: int) -> psuti
         if held_by(books) < 2:
             return False
         victim.suspend()
-        books.drained()  # a round trip: Redis has done by now what the victim sent before it was stopped
+        books.drained()  # a round trip: Redis has executed the victim's earlier commands by now
         if held_by(books) < 2:
             victim.resume()
             return False
@@ -101,7 +101,7 @@ def test_messages_that_crash_their_process_end_as_dead_letters_and_their_neighbo
         report = books.check(dead=dict.fromkeys(dead, "crashed"), log=fleet.log)
         assert fleet.supervisor.poll() is None
     assert {letter.attempts for letter in books.letters()} <= {3, 4}
-    tell(report, watch, crashes=fleet.log().count("starts again"))
+    tell(report, watch, crashes=fleet.log().count("restarting in"))
 
 
 def test_a_handler_that_hangs_is_ended_with_its_process_and_its_message_dies_after_its_attempts(
@@ -122,7 +122,7 @@ def test_a_handler_that_hangs_is_ended_with_its_process_and_its_message_dies_aft
 
 
 def ends_of(message: str, log: str) -> int:
-    """How often a process was ended for this message."""
+    """Return how often a process was ended because of this message."""
     return sum(f"message {message} " in line and "; its process is ended" in line for line in log.splitlines())
 
 
@@ -148,7 +148,7 @@ def test_entries_that_are_trimmed_while_pending_are_named_and_nobody_is_stuck(
 
 
 def held_by(books: Books) -> int:
-    """How many workers hold entries."""
+    """Return how many workers hold entries."""
     return len(books.client.execute("XPENDING", "in", books.keys.group)[3] or ())
 
 
@@ -167,10 +167,10 @@ def test_sigterm_hands_unstarted_work_to_others_while_it_is_busy_and_counts_no_a
 
 
 def leave(books: Books, heir: Fleet, leaving: Fleet) -> None:
-    """End `leaving` in the middle of a message: `heir` gets what it had not begun, though no claim runs out."""
+    """Stop `leaving` in the middle of a message: `heir` gets the entries not started, though no claim expires."""
     idle = heir.victim(books)
     idle.suspend()
-    books.publish(2_000)  # so much at once that it takes hundreds ahead; the first may go to the one that is suspended
+    books.publish(2_000)  # so many that it prefetches hundreds; the first may go to the paused worker
     eventually(lambda: leaving.figures()["committed"] > 1_500, "the second fleet's start", log=leaving.log)
     (busy,) = books.publish(1, do="wait")
     books.publish(200, ms=1)
@@ -181,20 +181,20 @@ def leave(books: Books, heir: Fleet, leaving: Fleet) -> None:
     leaving.supervisor.terminate()
     idle.resume()
     eventually(lambda: left <= started(books), "the heir's work", log=heir.log)
-    assert leaving.supervisor.poll() is None, "it waits for what runs"
+    assert leaving.supervisor.poll() is None, "it waits for the running message"
     with books.gate_open():
         assert leaving.supervisor.wait(FAIL_SAFE_S) == 0
 
 
 def held_with(books: Books, one: str) -> set[str]:
-    """The messages in the hands of the worker that holds this one."""
+    """Return the messages held by the worker that holds this one."""
     found = books.client.execute("XPENDING", "in", books.keys.group, "-", "+", 1_000)
     holders = {entry_id.decode(): consumer for entry_id, consumer, *_ in found}
     return {entry_id for entry_id, consumer in holders.items() if consumer == holders.get(one)}
 
 
 def started(books: Books) -> set[str]:
-    """The messages that a handler has begun."""
+    """Return the messages that a handler has started."""
     return {event.id for event in books.runs() if event.kind == "started"}
 
 
@@ -209,8 +209,8 @@ def test_a_second_sigterm_ends_at_once_and_what_ran_others_do_again(
         eventually(lambda: books.pending() == 2, "both in hand", log=fleet.log)
         fleet.supervisor.terminate()
         eventually(lambda: handed_back(books) == 1, "the first signal to be obeyed", log=fleet.log)
-        assert fleet.supervisor.poll() is None, "it waits for what runs"
-        assert fleet.stop() == 0  # and so would it for an hour
+        assert fleet.supervisor.poll() is None, "it waits for the running message"
+        assert fleet.stop() == 0  # it would wait for an hour
         books.open_gate()
         fleet.start()
         report = books.check(log=fleet.log)
@@ -218,7 +218,7 @@ def test_a_second_sigterm_ends_at_once_and_what_ran_others_do_again(
 
 
 def handed_back(books: Books) -> int:
-    """How many messages a worker has given up: they count as idle for longer than the test has run."""
+    """Return how many messages a worker has released: they count as idle for longer than the test has run."""
     return len(books.client.execute("XPENDING", "in", books.keys.group, "IDLE", HANDED_BACK_MS, "-", "+", 100))
 
 

@@ -1,4 +1,4 @@
-"""Redis dies, forgets, fills up, fails over and loses connections under workers: they go on by themselves."""
+"""Redis dies, loses data, fills up, fails over and drops connections of workers: they recover by themselves."""
 
 import itertools
 import os
@@ -54,19 +54,19 @@ def test_a_redis_that_is_killed_costs_no_message_and_its_absence_costs_neither_p
         report = books.check(log=fleet.log)
         assert fleet.supervisor.poll() is None
     tell(report, kills=REDIS_KILLS, cores=round(max(used), 3), log_lines=max(lines), away_s=AWAY_S)
-    assert max(used) < 0.25 * slowness()  # a slower processor is busy for longer with the same
+    assert max(used) < 0.25 * slowness()  # a slower processor is busy longer with the same work
     assert max(lines) <= 12
 
 
 def share_of_a_core(fleet: Fleet) -> float:
-    """What the fleet uses of the processor for some seconds: other programs can only make it less."""
+    """Return the fleet's share of the processor over some seconds: other programs can only lower it."""
     began, used = time.monotonic(), busy_s(fleet)
     time.sleep(AWAY_S)
     return (busy_s(fleet) - used) / (time.monotonic() - began)
 
 
 def busy_s(fleet: Fleet) -> float:
-    """Processor time that the fleet has used so far."""
+    """Return the processor time that the fleet has used so far."""
     processes = [psutil.Process(fleet.supervisor.pid), *fleet.children()]
     return sum(sum(process.cpu_times()[:2]) for process in processes)
 
@@ -94,10 +94,10 @@ def test_connections_cut_on_either_side_of_every_kind_of_command_lose_and_double
         def all_are_cut() -> bool:
             books.publish(200, ms=1)
             books.publish(5, do="stumble")
-            books.publish(4, ms=800)  # so that there always is something to extend
+            books.publish(4, ms=800)  # there is always a claim to renew
             if next(rounds) % 3 == 0:
-                fleet.victim(books).kill()  # so that there is something to recover and to adopt
-            time.sleep(0.3)  # the workers meet the cuts at their own pace
+                fleet.victim(books).kill()  # there is something to recover and to claim
+            time.sleep(0.3)  # the workers run into the cuts one by one
             return all(proxy.cuts[side, name] >= goal for name, goal in goals.items())
 
         eventually(all_are_cut, f"all cuts of {goals}", log=lambda: str(proxy.cuts))
@@ -118,7 +118,7 @@ def test_entries_of_a_read_whose_reply_was_lost_are_processed_long_before_a_clai
         watched(books) as watch,
     ):
         fleet.ready()
-        # Enough waits at every read that its reply has entries: a read that was cut while it waited takes none.
+        # Enough entries wait that every read returns some: a blocked read that is cut delivers none.
         books.publish(600 * CUTS, ms=1)
         eventually(lambda: books.done() > 100, "work", log=fleet.log)
         proxy.cut_after("EVALSHA", containing=READ_ENTRIES.sha, times=CUTS)
@@ -130,7 +130,7 @@ def test_entries_of_a_read_whose_reply_was_lost_are_processed_long_before_a_clai
 
 def test_maxmemory_delays_effects_and_counts_no_attempt(fresh_client: Client, tmp_path: Path, tell: Tell) -> None:
     books = Books(fresh_client, tmp_path)
-    # One process: what another adopts, as it was long without a processor, runs again, and rightly so.
+    # One process: another could claim entries of a process without processor time, and rightly run them again.
     with Fleet(fresh_client.url, tmp_path, processes=1, claim_s=CLAIM_S) as fleet:
         fleet.ready()
         books.publish(2_000, ms=2)
@@ -138,7 +138,7 @@ def test_maxmemory_delays_effects_and_counts_no_attempt(fresh_client: Client, tm
         fresh_client.execute("CONFIG", "SET", "maxmemory", "1")
         eventually(lambda: is_held_up(fresh_client), "a commit that is refused", log=fleet.log)
         done = books.done()
-        used = share_of_a_core(fleet)  # for longer than a claim lasts
+        used = share_of_a_core(fleet)  # measured for longer than a claim lasts
         assert books.done() == done
         fresh_client.execute("CONFIG", "SET", "maxmemory", "0")
         report = books.check(log=fleet.log)
@@ -150,7 +150,7 @@ def test_maxmemory_delays_effects_and_counts_no_attempt(fresh_client: Client, tm
 
 
 def is_held_up(client: Client) -> bool:
-    """Whether Redis has refused a command for want of memory."""
+    """Return whether Redis has refused a command for lack of memory."""
     return b"errorstat_OOM" in client.execute("INFO", "errorstats")
 
 

@@ -92,7 +92,7 @@ def test_a_message_that_backs_off_holds_up_no_other(client: Client) -> None:
     with working(client, make(handle, retry=Retry(attempts=2, delay_ms=600_000)), clock=clock) as loop:
         eventually(lambda: (loop.report.committed, loop.report.retried) == (49, 1))
         clock.leap(601_000)
-        fill(client, 1, first=50)  # so that the loop looks at its clock
+        fill(client, 1, first=50)  # makes the loop check its clock
         eventually(lambda: loop.report.committed == 51)
     assert sorted(outputs(client)[:49]) == list(range(1, 50))
     assert sorted(outputs(client)[49:]) == [0, 50]
@@ -114,7 +114,7 @@ def test_what_a_dead_worker_held_is_adopted_and_what_a_living_one_holds_is_not(c
             client.execute("XCLAIM", "in", KEYS.group, consumer, 0, entry_id, "IDLE", idle_ms, "JUSTID")
 
     fill(client, 2)
-    full = replace(QUICK, claim_ms=1_000, prefetch=2, threads=2)  # it extends often, and has no room for more
+    full = replace(QUICK, claim_ms=1_000, prefetch=2, threads=2)  # it renews often, and has no room for more
     with working(client, make(slow), "slow", policy=full) as holder:
         eventually(lambda: holder.report.read == 2)
         fill(client, 5, first=2)
@@ -232,14 +232,14 @@ def test_what_may_have_killed_others_is_run_alone_and_dies_in_the_end(client: Cl
     ids = [entry[0] for entry in found]
     for entry_id in ids:
         client.execute("XCLAIM", "in", KEYS.group, "dead", 0, entry_id, "IDLE", LONG_AGO_MS, "RETRYCOUNT", 3)
-    # It is the only one of which processes are known to have died, two of them.
+    # Processes are known to have crashed on this message only: two of them.
     client.execute("HSET", KEYS.strikes, ids[1], 1, ids[1] + b"a", "vanished w9")
     alone: list[int] = []
     running: list[int] = []
 
     def handle(message: Message) -> dict[str, Any]:
         running.append(1)
-        time.sleep(0.05)  # so that others could run beside it
+        time.sleep(0.05)  # others could run beside it meanwhile
         alone.append(len(running))
         running.pop()
         return double(message)
@@ -263,7 +263,7 @@ def test_redis_out_of_memory_delays_effects_counts_no_attempt_and_loses_nothing(
         client.execute("CONFIG", "SET", "maxmemory", "1")
         try:
             fill_at_maxmemory(client, 100, first=100)
-            eventually(lambda: "wait to be committed" in caplog.text)
+            eventually(lambda: " postponed: " in caplog.text)
             eventually(lambda: pending(client) == 50, "what has no effects")
             assert len(outputs(client)) == 50
         finally:
@@ -344,7 +344,7 @@ def test_the_steps_of_a_message_can_be_extended(client: Client) -> None:
         raise ValueError
 
     fill(client, 1)
-    with working(client, make(handle, retry=Retry(attempts=2, delay_ms=1)), pipeline=Traced) as loop:
+    with working(client, make(handle, retry=Retry(attempts=2, delay_ms=1)), steps=Traced) as loop:
         eventually(lambda: loop.report.committed >= 1)
     assert steps == ["decode", "run", "retry", "decode", "run", "dead_letter"]
 
@@ -390,7 +390,7 @@ def test_entries_of_a_consumer_that_polls_but_makes_no_progress_are_adopted(clie
     began_ms = clock.monotonic_ms()
 
     def adopted() -> bool:
-        """Poll, as long as it is not adopted, and let some time pass."""
+        """Poll until it is claimed, and let some time pass."""
         client.execute("XREADGROUP", "GROUP", KEYS.group, "poller", "STREAMS", "in", "0")
         clock.leap(20_000)
         return pending(client) == 0

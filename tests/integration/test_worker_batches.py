@@ -1,4 +1,4 @@
-"""Handlers that take lists, on a worker: their outputs are written once, and only the guilty one of a batch dies."""
+"""Handlers that take lists, on a worker: outputs are written once, and only the message at fault is dead-lettered."""
 
 import asyncio
 import inspect
@@ -34,7 +34,7 @@ def doubled(numbers: list[Number]) -> list[dict[str, int]]:
 
 
 def either(function: Callable[..., Any], kind: str) -> Callable[..., Any]:
-    """The function, or a coroutine function that does the same."""
+    """Return the function, or a coroutine function that does the same."""
     if kind == "plain":
         return function
 
@@ -145,7 +145,7 @@ def test_a_batch_waits_for_more_as_long_as_it_is_told(client: Client, kind: str)
         eventually(lambda: loop.report.committed == 20)
         assert batches == [[*range(20)]]
         clock.leap(61_000)
-        fill(client, 1, first=30)  # so that the loop looks at its clock
+        fill(client, 1, first=30)  # makes the loop check its clock
         eventually(lambda: loop.report.committed >= 30)
     assert batches[1][:10] == [*range(20, 30)]
 
@@ -248,7 +248,7 @@ def stream_of(client: Client, name: str = "w1") -> ReliableStream:
 
 
 def commit(stream: ReliableStream, batch: list[Delivery]) -> bool:
-    """Whether a batch is accepted, with one output."""
+    """Commit a batch with one output; return whether it was accepted."""
     unit = stream.unit(*batch)
     unit.add_outputs([(b"n", len(batch))])
     return stream.commit([unit]) == []
@@ -272,7 +272,7 @@ def test_a_batch_is_refused_as_a_whole_if_any_of_it_is_committed_already(client:
     fill(client, 3)
     batch = mine.read(count=3)
     assert commit(mine, [batch[which]])
-    client.execute("XCLAIM", "in", KEYS.group, "w1", 0, batch[which].id, "FORCE")  # as if it had come back
+    client.execute("XCLAIM", "in", KEYS.group, "w1", 0, batch[which].id, "FORCE")  # as if it had been delivered again
     assert not commit(mine, batch)
     assert outputs(client) == [1]
     assert pending(client) == 2

@@ -1,4 +1,4 @@
-"""How many bytes of messages a worker has in hand: no more than its budget, however many there are and however large."""
+"""Bytes of messages in flight on a worker: never more than its budget, however many and large the messages are."""
 
 import asyncio
 import logging
@@ -33,7 +33,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 class Held:
-    """A handler that waits until it may go on, and could run a hundred messages at once."""
+    """A handler that waits for a permit, and could run a hundred messages at once."""
 
     def __init__(self, **options: Any) -> None:
         self.goes_on = threading.Event()
@@ -41,7 +41,7 @@ class Held:
 
     @property
     def handler(self) -> Handler:
-        """Its handler."""
+        """The handler function."""
 
         async def work(message: Message) -> dict[str, Any]:
             while not self.goes_on.is_set():  # noqa: ASYNC110 - it is set in another thread
@@ -92,7 +92,7 @@ def test_messages_that_become_large_all_at_once_do_not_break_the_budget(client: 
         held.goes_on.clear()
         publish(client, 60, streams)
         eventually(lambda: loop._hand.at_budget or loop._hand.bytes > BUDGET, "a budget that is used up")
-        # Of what nobody can know the size of, no more than a few may be too much.
+        # Entries of unknown size may exceed the budget by a few only.
         assert loop._hand.bytes <= BUDGET + 10 * SIZE
         held.goes_on.set()
         eventually(lambda: loop.report.committed == 3_060)
@@ -108,7 +108,7 @@ def test_a_message_that_is_larger_than_the_budget_is_taken_alone(
         assert len(loop._hand) == 1
         held.goes_on.set()
         eventually(lambda: loop.report.committed == 6)
-    assert caplog.text.count("takes more when some are done") == 1
+    assert caplog.text.count("fetching resumes as they finish") == 1
     assert "--prefetch-mb" in caplog.text
 
 

@@ -1,4 +1,4 @@
-"""Workers come and go in their consumer groups, and what died there is seen whoever has written it."""
+"""Workers join and leave their consumer groups, and dead letters are seen whichever worker wrote them."""
 
 import threading
 from typing import Any
@@ -98,7 +98,7 @@ def test_a_worker_is_no_consumer_of_a_stream_that_it_has_given_away(client: Clie
 
 
 def test_every_counter_is_there_before_the_first_message(client: Client) -> None:
-    """What is scraped first must be 0, or no `increase` is ever seen."""
+    """The first scrape must be 0, or `increase` never shows a change."""
     recorder, health = Recorder(), Health()
 
     def shown() -> list[str]:

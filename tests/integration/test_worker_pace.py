@@ -1,4 +1,4 @@
-"""How fast workers read: a handler's rate, which all its workers keep together, and pause and resume."""
+"""How fast workers read: a handler's rate, shared by all its workers, and pause and resume."""
 
 import threading
 from collections import Counter
@@ -38,7 +38,7 @@ pytestmark = [pytest.mark.worker]
 
 
 def count_reservations(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """How many messages of each stream workers reserve from now on."""
+    """Count how many messages of each stream the workers reserve from now on."""
     reserved: Counter[str] = Counter()
     reserve = ReliableStream.reserve
 
@@ -51,7 +51,7 @@ def count_reservations(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
 
 def came_no_faster(entries: list[Any], rate: float, began_ms: float) -> None:
-    """Outputs came no faster than at this rate, but for what may be reserved at a time."""
+    """Check that outputs came no faster than at this rate, except one reservation."""
     for number, (entry_id, _) in enumerate(entries, 1):
         came_ms = int(entry_id.partition(b"-")[0]) + 1 - began_ms
         assert number <= rate * came_ms / 1000 + reservation_size(rate), f"message {number} came after {came_ms} ms"
@@ -96,7 +96,7 @@ def test_each_stream_has_the_rate_for_itself(client: Client) -> None:
 
 def test_a_handler_that_was_idle_reads_a_message_at_once(client: Client) -> None:
     with ExitStack() as stack:
-        slow = make(double, rate=1 / 3_600)  # if it had to wait for its turn, that were in an hour
+        slow = make(double, rate=1 / 3_600)  # without a reservation left over it would wait for an hour
         loops = [stack.enter_context(working(client, slow, f"w{number}")) for number in range(2)]
         eventually(lambda: client.execute("HEXISTS", KEYS.meta, "rate_at"))
         fill(client, 1)

@@ -1,4 +1,4 @@
-"""What a worker does when Redis refuses it something, when messages look dangerous, and when it stops with work in hand."""
+"""A worker when Redis refuses commands, with suspected poison pills, and at a stop with entries in flight."""
 
 import asyncio
 import logging
@@ -54,7 +54,7 @@ DAY_MS = 86_400_000
 
 @contextmanager
 def configured(client: Client, name: str, value: str, normal: str = "0") -> Iterator[None]:
-    """A setting of the server meanwhile."""
+    """Change a setting of the server during the block."""
     client.execute("CONFIG", "SET", name, value)
     try:
         yield
@@ -67,7 +67,7 @@ def nothing(message: Message) -> None:
 
 
 def entries(client: Client) -> list[Any]:
-    """The pending list: id, consumer, idle time, deliveries."""
+    """Return the pending list: id, consumer, idle time, deliveries."""
     found: list[Any] = client.execute("XPENDING", "in", KEYS.group, "-", "+", 1_000)
     return found
 
@@ -79,7 +79,7 @@ def test_while_writes_are_refused_it_asks_seldom_and_then_goes_on_by_itself(clie
     recorder = Recorder()
 
     def refused() -> float:
-        """How many reads."""
+        """Return how many reads there were."""
         return recorder.value(m.REDIS_ERRORS, error="Unavailable")
 
     with working(client, make(double), metrics=recorder) as loop:
@@ -104,7 +104,7 @@ def test_at_maxmemory_a_run_that_has_ended_is_not_taken_for_one_that_hangs(
         eventually(lambda: loop.report.committed == 5)
         with configured(client, "maxmemory", "1"):
             fill_at_maxmemory(client, 5, first=5)
-            eventually(lambda: loop.report.read == 10 and "wait to be committed" in caplog.text)
+            eventually(lambda: loop.report.read == 10 and " postponed: " in caplog.text)
             look_again(health, clock, 5)  # beyond the time limit and the grace, each time
             assert (loop.report.read, loop.ended.is_set()) == (10, False)
         eventually(lambda: loop.report.committed == 10)
@@ -127,7 +127,7 @@ def test_at_maxmemory_a_run_that_hangs_is_given_up_when_there_is_memory_and_all_
         eventually(lambda: loop.report.committed == 2)
         with configured(client, "maxmemory", "1"):
             clock.leap(602_000)
-            eventually(lambda: "that hangs cannot be given up yet" in caplog.text)
+            eventually(lambda: "cannot give up a run of" in caplog.text)
             for _ in range(3):
                 (one,) = entries(client)
                 client.execute("XCLAIM", "in", KEYS.group, "w1", 0, one[0], "IDLE", QUICK.claim_ms * 3 // 4, "JUSTID")
@@ -149,7 +149,7 @@ def test_at_maxmemory_a_suspect_holds_up_nobody(client: Client, caplog: pytest.L
         deliver_to(client, "dead", times=3)
         with configured(client, "maxmemory", "1"):
             client.execute("HDEL", KEYS.meta, "paused")
-            eventually(lambda: "a message that may have killed others waits" in caplog.text)
+            eventually(lambda: "cannot run a poison-pill suspect" in caplog.text)
             fill_at_maxmemory(client, 20)
             eventually(lambda: loop.report.committed == 21)
             assert len(entries(client)) == 1
@@ -223,10 +223,10 @@ def test_a_stream_of_a_pattern_that_cannot_be_read_is_left_out_and_said_once(
         fill(client, 5, stream="in.a}b")
         fill(client, 5, stream="in.c")
         eventually(lambda: loop.report.committed == 5)
-        for number in range(2):  # it has looked for streams since
+        for number in range(2):  # it has discovered streams since
             fill(client, 5, stream=f"in.d{number}")
             eventually(lambda: loop.report.committed == 10 + 5 * number)  # noqa: B023 - it is over by then
-    assert caplog.text.count("app.handle leaves a stream out that fits its pattern") == 1
+    assert caplog.text.count("handler app.handle cannot process a stream that matches its pattern") == 1
 
 
 def test_streams_are_looked_for_the_less_often_the_longer_that_takes_and_nobody_waits_for_it(
@@ -250,7 +250,7 @@ def test_streams_are_looked_for_the_less_often_the_longer_that_takes_and_nobody_
     # No message that runs while the clock leaps has run for too long.
     with working(client, make(double, pattern="in.*", time_limit_ms=3_600_000), clock=clock) as loop:
         eventually(lambda: len(scans) == 2)
-        for number in range(20):  # while it looks
+        for number in range(20):  # during the scan
             fill(client, 1, stream="in.a", first=number)
             eventually(lambda: loop.report.committed == number + 2)  # noqa: B023 - it is over by then
         release.set()
@@ -291,7 +291,7 @@ def test_while_one_stream_cannot_be_committed_what_the_others_have_is_still_kept
     assert (report.committed, len(hand)) == (2, 0)
 
 
-# Handlers that do what they should not
+# Handlers that misbehave
 
 
 @pytest.mark.parametrize("key", [None, "n"])
@@ -321,7 +321,7 @@ def test_a_handler_that_cancels_all_tasks_of_the_loop_ends_the_worker_and_is_tol
         ran.set()
 
     fill(client, 1)
-    with ending(Unfinished, client, make(handle), match="cancel only those that it has made"):
+    with ending(Unfinished, client, make(handle), match="cancel only tasks that the handler has made"):
         eventually(ran.is_set)
 
 
@@ -396,7 +396,7 @@ ALIVE, TOLD_TO_END, DIED, VANISHED = "alive", "told to end", "died", "vanished"
 
 
 def suspect_run_before(client: Client, what_became: str, *, deaths: int) -> bytes:
-    """Publish a message that a process, w9, ran in isolation, and of which so many have died; its id."""
+    """Publish a message that the process w9 ran in isolation, and on which so many have crashed; return its id."""
     with working(client, make(double)):
         eventually(lambda: client.execute("EXISTS", KEYS.meta) == 1)
     fill(client, 1)
@@ -414,7 +414,7 @@ def suspect_run_before(client: Client, what_became: str, *, deaths: int) -> byte
 def test_a_process_that_lives_or_was_told_to_end_is_not_held_against_what_it_ran_in_isolation(
     client: Client, what_became: str
 ) -> None:
-    suspect_run_before(client, what_became, deaths=1)  # of two, which are one too many
+    suspect_run_before(client, what_became, deaths=1)  # with the second crash it is one too many
     with working(client, make(double)):
         eventually(lambda: outputs(client) == [0])
         eventually(lambda: pending(client) == 0)
@@ -430,19 +430,19 @@ def test_a_dead_letter_says_how_many_processes_died_of_the_message_and_what_the_
     with working(client, make(double), clock=clock):
 
         def is_given_up() -> bool:
-            clock.leap(400)  # the supervisor has as long as a name lasts to show that it lives
+            clock.leap(400)  # a supervisor renews its name sooner than it expires
             return pending(client) == 0
 
         eventually(is_given_up)
     (letter,) = dead(client)
     cause = "was ended by SIGSEGV" if what_became == DIED else "vanished together with its supervisor"
     assert (letter.reason, letter.attempts) == ("crashed", 3)
-    assert letter.error == f"2 processes ended while they ran this message and nothing else; the last {cause}"
+    assert letter.error == f"2 processes crashed while they ran this message and nothing else; the last {cause}"
     assert (outputs(client), client.execute("EXISTS", KEYS.strikes)) == ([], 0)
 
 
 def gets(client: Client) -> int:
-    """How many GET the server has run since the test began."""
+    """Return how many GETs the server has run since the test began."""
     _, found, rest = client.execute("INFO", "commandstats").decode().partition("cmdstat_get:calls=")
     return int(rest.partition(",")[0]) if found else 0
 
@@ -497,7 +497,7 @@ def test_a_suspect_of_a_batch_handler_that_is_taken_over_while_it_waits_to_be_al
         eventually(lambda: loop.report.adopted == 1)
         eventually(lambda: not loop._hand.gate.is_set(), "its turn")
         client.execute("XCLAIM", "in", KEYS.group, "thief", 0, entries(client)[0][0])
-        clock.leap(QUICK.claim_ms / 2)  # it says once more what it has
+        clock.leap(QUICK.claim_ms / 2)  # it renews its claims
         eventually(lambda: loop.report.refused == 1)  # it has noticed
         release.set()
         eventually(lambda: loop.report.committed == 1)
@@ -520,7 +520,7 @@ def test_what_waits_for_a_retry_is_handed_back_with_what_is_left_of_its_wait(cli
         eventually(lambda: loop.report.retried == 2)
     assert loop.report.handed_back == 2
     for _, _, idle_ms, _ in entries(client):
-        assert 110_000 < idle_ms < 590_000  # adopted after 600,000
+        assert 110_000 < idle_ms < 590_000  # claimable after 600,000
 
 
 def test_what_was_trimmed_while_it_was_pending_is_counted(client: Client) -> None:

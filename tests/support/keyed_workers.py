@@ -1,4 +1,4 @@
-"""What was published to a handler with a key, and what must have come of it: for each key, in order, with its state."""
+"""Expectations of a handler with a key: the published messages, their order in each key, and the state of each key."""
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping
@@ -12,25 +12,25 @@ from tests.support.worker_processes import Books
 
 
 class KeyedBooks(Books):
-    """Books of the app `keyed`, or another whose handler counts the messages of each key."""
+    """Expectations of the app `keyed`, or of another app whose handler counts the messages of each key."""
 
     def __init__(self, client: Client, folder: Path, *, app: str = "keyed") -> None:
         super().__init__(client, folder, app=app)
         self.key_of: dict[str, bytes] = {}
 
     def publish_keys(self, count: int, keys: int, **fields: str | int) -> list[str]:
-        """Add messages of so many keys, which take turns; their ids."""
+        """Add messages of so many keys, round robin; return their ids."""
         items = [part for pair in fields.items() for part in pair]
         ids = self._publish(count, lambda n: ["key", f"k{n * 7919 % keys}", *items])
         self.key_of |= {one: f"k{n * 7919 % keys}".encode() for n, one in enumerate(ids)}
         return ids
 
     def publish_more(self) -> None:
-        """See Books."""
+        """See Expectations."""
         self.publish_keys(20, 20)
 
     def publish_key(self, key: str, count: int, **fields: str | int) -> list[str]:
-        """Add messages of one key; their ids."""
+        """Add messages of one key; return their ids."""
         ids = self.publish(count, key=key, **fields)
         self.key_of |= dict.fromkeys(ids, key.encode())
         return ids
@@ -38,7 +38,7 @@ class KeyedBooks(Books):
     def check_keys(
         self, *, dead: Mapping[str, str] | None = None, overlap: bool = True, log: Callable[[], str] = str
     ) -> Report:
-        """Wait for the drain, then judge the history: each message has one effect, in order per key, on the state before.
+        """Wait for the drain, then check the history: each message has one effect, in the order of its key.
 
         `overlap`: no two runs of one key may have overlapped.
         """

@@ -1,4 +1,4 @@
-"""When each of many streams is looked at next."""
+"""Timers: when each of many streams is due next."""
 
 from math import inf
 

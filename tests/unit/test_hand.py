@@ -1,4 +1,4 @@
-"""What a worker has in hand, and how its entries are begun by one thread and given up by another."""
+"""Entries in flight on a worker: one thread starts them, another removes them."""
 
 import asyncio
 import threading
@@ -160,7 +160,7 @@ def test_an_attempt_that_has_ended_is_told_from_one_that_hangs(
 
 
 def nudged_while_it_runs(runner: Runner, hand: InFlight, entries: int) -> int:
-    """Nudge it as a reading loop does until that many have run; return how many threads there were besides the first."""
+    """Notify it as a reading loop does until so many have run; return how many threads there were besides the first."""
     assert isinstance(runner, ThreadRunner)
 
     def have_run() -> bool:
@@ -182,7 +182,7 @@ def test_messages_that_wait_for_runs_that_wait_get_more_threads(stream: Reliable
 
 def test_so_do_short_lists_that_wait(stream: ReliableStream, hand: InFlight) -> None:
     def waits(messages: list[Message]) -> None:
-        time.sleep(0.003)  # one ends between any two looks
+        time.sleep(0.003)  # one ends between any two samples
 
     hand.take([delivery(stream, number) for number in range(400)], 0)
     assert nudged_while_it_runs(runner_of(waits, ThreadBatchRunner, hand, 4, batch_size=1), hand, 400) == 3
@@ -218,7 +218,7 @@ def test_a_runner_that_had_nothing_to_do_gets_no_more_threads_for_the_next_messa
         for number in range(20):
             eventually(lambda: runner._idle)
             runner.nudge()
-            time.sleep(0.01)  # so long that it looks whether it needs more
+            time.sleep(0.01)  # long enough to sample the load
             hand.take([delivery(stream, number)], 0)
             eventually(lambda: len(hand.outbox) == number + 1)  # noqa: B023 - it is over by then
         assert not runner._threads
@@ -259,7 +259,7 @@ def nothing(_: Message) -> None:
 
 
 class Alone:
-    """A runner that says whether anything else ran when it was asked to run one message alone."""
+    """A runner that records whether anything else ran when it ran a message in isolation."""
 
     def __init__(self, others: Sequence[InFlight]) -> None:
         self._others = others
@@ -271,7 +271,7 @@ class Alone:
 
 
 class Unmarked(ReliableStream):
-    """A stream that notes nothing of isolated runs."""
+    """A stream that records no isolated runs."""
 
     def isolation(self, delivery: Delivery) -> tuple[int, str]:
         return 0, ""

@@ -1,4 +1,4 @@
-"""The outbox of a worker: what is collected together, when, and in which order."""
+"""The completion queue of a worker: which outcomes are collected together, when, and in which order."""
 
 import threading
 import time
@@ -27,7 +27,7 @@ def numbers(found: list[Ran]) -> list[float]:
 
 @contextmanager
 def collecting(outbox: CompletionQueue) -> Iterator[list[list[float]]]:
-    """Collect once meanwhile; at the end it must have come to that."""
+    """Collect once during the block; at its end the collected runs must be these."""
     found: list[list[float]] = []
     thread = threading.Thread(target=lambda: found.append(numbers(outbox.collect(None)[0])), daemon=True)
     thread.start()
@@ -102,7 +102,7 @@ def test_nothing_is_lost_nor_out_of_order_between_threads() -> None:
         for number in range(each):
             outbox.put(ran(number, producer), urgent=number % 7 == 0)
             if number % 1_000 == 0:
-                time.sleep(0.002)  # so that the collector falls asleep now and then
+                time.sleep(0.002)  # lets the collector go idle now and then
 
     threads = [threading.Thread(target=produce, args=(producer,)) for producer in range(producers)]
     for thread in threads:
@@ -111,9 +111,9 @@ def test_nothing_is_lost_nor_out_of_order_between_threads() -> None:
     while sum(map(len, seen.values())) < each * producers:
         began_s = time.monotonic()
         found, ended = outbox.collect(FAIL_SAFE_S)
-        # Who was woken late, by what others have brought along already, finds nothing; nobody sleeps beside something.
+        # A late notification may find nothing, as an earlier collect took all; no collector may sleep on a run.
         slept_on = time.monotonic() - began_s >= FAIL_SAFE_S / 2
-        assert found or not slept_on, "something was put in, and nobody was woken"
+        assert found or not slept_on, "a run was put, and the collector was not notified"
         assert not ended
         assert len(found) <= 100
         for _, outcome in found:

@@ -1,4 +1,4 @@
-"""Which streams a worker reads next: no more entries come than there is room for, and none is passed over."""
+"""Which streams a worker reads next: no more entries come than there is room for, and no stream is starved."""
 
 import pytest
 
@@ -26,7 +26,7 @@ def test_with_less_room_than_streams_each_has_its_turn_and_all_are_waited_for_wh
     assert (set(seen), turn) == (set(NAMES), ReadPlan(NAMES, 1, may_wait=True))
     assert len(seen) < 2 * len(NAMES)
     turns.found(turn, {"s4": 1})
-    turns.next(NAMES, room, 100)  # s4 once more, which may have more
+    turns.next(NAMES, room, 100)  # s4 again, which may have more
     assert not turns.next(NAMES, room, 100).may_wait
 
 

@@ -1,4 +1,4 @@
-"""What was run, on its way from the runners to the settler."""
+"""Completion queue: carries the outcomes of runs from the runners to the committer."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -8,40 +8,40 @@ from millstream.delivery.reliable_stream import Delivery
 from millstream.handlers.attempt import Outcome
 
 Ran = tuple[Sequence[Delivery], Outcome]
-"""Entries that were run, and what became of them; several only if they have outputs in common."""
+"""Entries that were run, and their outcome; several entries only if they share outputs."""
 
 LINGER_S = 0.005
-"""How long what is not urgent may wait for more to be settled with."""
+"""How long an outcome that is not urgent may wait for others to be committed with it, in seconds."""
 
 
 class CompletionQueue:
-    """Any number of threads put into it, one collects; what one thread puts in stays in order.
+    """Any number of threads put outcomes, one collects them; the outcomes of one thread stay in order.
 
-    To wake a thread and to ask Redis for each message would cost more than most handlers do. So what is not urgent waits
-    for more, though not for longer than `linger_s` seconds, and not at all if nothing was put in for a while.
+    Waking the committer and calling Redis for each message would cost more than most handlers do. So an outcome that is
+    not urgent waits for others, for `linger_s` seconds at most, and not at all if the queue was idle.
     """
 
-    def __init__(self, most: int, *, linger_s: float = LINGER_S) -> None:
+    def __init__(self, batch: int, *, linger_s: float = LINGER_S) -> None:
         self._ran: deque[Ran] = deque()
         self._wakes: SimpleQueue[None] = SimpleQueue()
-        self._most = most
+        self._most = batch
         self._linger_s = linger_s
         self._is_idle = self._woken = self._ended = False
 
     def __len__(self) -> int:
         return len(self._ran)
 
-    # Whoever puts something in looks afterwards whether it must wake, and the collector looks whether something is there
-    # after it has said that it sleeps, or is awake: so one of the two sees the other, without a lock.
+    # A putting thread adds, then checks whether it must notify. The collector notes that it is idle or awake, then
+    # checks for entries. So at least one of the two sees the other, without a lock.
 
-    def put(self, ran: Ran, *, urgent: bool = True) -> None:
-        """Add what was run. `urgent`: something waits for its being settled."""
-        self._ran.append(ran)
+    def put(self, run: Ran, *, urgent: bool = True) -> None:
+        """Add the outcome of a run. `urgent`: something waits for its commit."""
+        self._ran.append(run)
         if (urgent or self._is_idle or len(self._ran) >= self._most) and not self._woken:
             self._wake()
 
     def end(self) -> None:
-        """Say that nothing more comes."""
+        """Close the queue: nothing more will be put."""
         self._ended = True
         self._wake()
 
@@ -50,7 +50,7 @@ class CompletionQueue:
         self._wakes.put(None)
 
     def collect(self, timeout_s: float | None) -> tuple[list[Ran], bool]:
-        """Wait for `timeout_s` at most; return what is there, no more than `most`, and whether that was the end of it."""
+        """Wait for `timeout_s` at most; return up to `batch` outcomes, and whether the queue is closed and empty."""
         linger_s = self._linger_s if timeout_s is None else min(timeout_s, self._linger_s)
         if len(self._ran) < self._most and not self._waited(linger_s):
             self._is_idle = True
@@ -58,13 +58,13 @@ class CompletionQueue:
                 self._waited(timeout_s)
             self._is_idle = False
         ended = self._ended
-        found: list[Ran] = []
-        while self._ran and len(found) < self._most:
-            found.append(self._ran.popleft())
-        return found, ended and not self._ran
+        collected: list[Ran] = []
+        while self._ran and len(collected) < self._most:
+            collected.append(self._ran.popleft())
+        return collected, ended and not self._ran
 
     def _waited(self, timeout_s: float | None) -> bool:
-        """True if it was woken before."""
+        """Wait for a notification; True if there was one before the timeout."""
         try:
             self._wakes.get(timeout=timeout_s)
         except Empty:

@@ -1,4 +1,4 @@
-"""Moving the delayed messages of thousands of streams: only those are asked on which something waits."""
+"""Delayed mover: moves the delayed messages of thousands of streams; asks only streams that have some."""
 
 from collections.abc import Sequence
 from math import inf
@@ -15,10 +15,10 @@ _SWEEP_MS = 1_000.0
 
 
 class WatchedDelays(DelayedMessages):
-    """As DelayedMessages, for who moves those of the same streams again and again. Used by one thread.
+    """DelayedMessages for a mover that moves those of the same streams again and again. Used by one thread.
 
-    Redis tells where something was published for later, and a few are asked in any case, in turn; where it does not
-    tell (`KeyTracker.refused`), all are asked each time.
+    Key tracking reports the streams with new delayed messages, and some are checked in any case, round robin; without
+    key tracking (`KeyTracker.refused`) all are checked each time.
     """
 
     def __init__(self, client: Client, clock: Clock) -> None:
@@ -32,22 +32,22 @@ class WatchedDelays(DelayedMessages):
 
     def move_due(self, streams: Sequence[str]) -> MovedMessages:
         """See DelayedMessages."""
-        told = self._watch.changed()
+        changed = self._watch.changed()
         if self._watch.refused:
             return super().move_due(streams)
         keys = {name: self._keys.get(name) or StreamKeys(name).due for name in streams}
         now_ms = self._clock.monotonic_ms()
         swept: set[str] = set()
         if now_ms >= self._sweep_due_ms:
-            # What is told is no more than a hint, and SWAPDB, for one, is not told at all.
+            # Key tracking may lose invalidations; SWAPDB, for one, sends none.
             self._sweep_due_ms = now_ms + _SWEEP_MS
             swept.update(self._sweep.next(streams))
-        asked = [
+        checked = [
             name for name, key in keys.items()
-            if told is None or key in told or name not in self._keys or name in swept
+            if changed is None or key in changed or name not in self._keys or name in swept
         ]  # fmt: skip
         self._keys = keys
-        names = {keys[name]: name for name in asked}
+        names = {keys[name]: name for name in checked}
         for key, waits in self._watch.ask(("EXISTS",), names):
             if waits:
                 self._agenda.put(names[key], now_ms)

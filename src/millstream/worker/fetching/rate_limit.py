@@ -1,4 +1,4 @@
-"""How many entries of a handler with a rate may be read, as all its workers together keep it."""
+"""Rate limiter: limits how many entries of a handler are read a second, by all its workers together."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ _NO_LIMIT = 1_000_000
 
 @dataclass(frozen=True, slots=True)
 class Permit:
-    """What may be read now: up to `count` entries of each of `streams`, until another may be in `until_ms`."""
+    """Permit to read up to `count` entries of each of `streams` now; another stream may be due in `until_ms`."""
 
     streams: list[str]
     count: int
@@ -21,10 +21,10 @@ class Permit:
 
 
 class RateLimiter:
-    """What one worker may read of each stream; `rate` is in entries a second, None for no limit.
+    """Limits what one worker reads of each stream; `rate` is in entries a second, None for no limit.
 
-    It reserves what it is about to read, at most about a fifth of a second's worth (and at least one entry), and keeps
-    what it did not need. So a handler that was idle may begin with so many entries of each worker. Used by one thread.
+    It reserves entries before it reads them, at most about a fifth of a second's worth (at least one), and keeps an
+    unused reservation. So after an idle time each worker may start with that many. Used by one thread.
     """
 
     def __init__(self, rate: float | None, clock: Clock) -> None:
@@ -34,7 +34,7 @@ class RateLimiter:
         self._due_ms: dict[str, float] = {}
 
     def ask(self, streams: Sequence[ReliableStream]) -> Permit:
-        """What of `streams` may be read now. Raises RedisError."""
+        """Return a permit for those of `streams` that may be read now. Raises RedisError."""
         if self._rate is None:
             return Permit([one.stream for one in streams], _NO_LIMIT, float("inf"))
         for stream in streams:
@@ -52,6 +52,6 @@ class RateLimiter:
         )
 
     def spend(self, stream: str, count: int) -> None:
-        """Note that so many entries of a stream were read."""
+        """Note that `count` entries of a stream were read."""
         if self._rate is not None:
             self._left[stream] -= count

@@ -1,6 +1,6 @@
-"""Runs handlers that take lists: gathers what waits in the buffer to batches, and says what became of each message.
+"""Batch runners: run handlers that take lists on batches of buffered messages, with an outcome for each message.
 
-A message that has failed is run by itself, so that only the guilty one of a batch dies.
+A message that has failed is run by itself, so that only the message at fault in a batch is dead-lettered.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ from millstream.worker.running.runner import GATE_S, AsyncRunner, ThreadRunner
 class _BatchBuilder:
     """A batch in the making: entries of one stream that have not failed yet, or a single one that has.
 
-    A batch of two streams could not be committed in one step. `aside` are those that do not belong.
+    Entries of two streams could not be committed in one step. `rest`: entries that belong to other batches.
     """
 
     def __init__(self, size: int) -> None:
@@ -38,7 +38,7 @@ class _BatchBuilder:
         return self.is_cut_off or len(self.batch) >= self._size or any(one.attempt > 1 for one in self.batch[:1])
 
     def offer(self, delivery: Delivery | None) -> None:
-        """Take an entry into the batch, or aside; None is the buffer's end."""
+        """Add an entry to the batch, or to the rest; None is the end of the buffer."""
         if delivery is None:
             self.is_cut_off = True
         elif not self.batch or (delivery.stream is self.batch[0].stream and delivery.attempt == 1):
@@ -48,7 +48,7 @@ class _BatchBuilder:
 
 
 class _Batch:
-    """A batch that is run: `messages` are those of its entries that are meant for the handler."""
+    """A running batch; `messages` are those of its entries that are meant for the handler."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -57,7 +57,7 @@ class _Batch:
         self.messages: list[Message] = []
 
     def add(self, delivery: Delivery, message: Message | None) -> None:
-        """Add an entry that has begun; without a message, it was redriven for another handler."""
+        """Add an entry that has started; without a message, it was redriven for another handler."""
         if message is None:
             delivery.ran = True
             self._ran.append(((delivery,), NOTHING))
@@ -66,57 +66,59 @@ class _Batch:
             self.messages.append(message)
             self._deliveries[0].in_batch = delivery.in_batch = len(self.messages) > 1
 
-    def end(self, judged: BatchOutcome) -> list[Ran]:
-        """What became of each; those with outputs in common stand together."""
-        dead, outcome = judged
-        together: list[Delivery] = []
+    def end(self, batch_outcome: BatchOutcome) -> list[Ran]:
+        """Return the outcome of each entry; entries that share outputs have one outcome together."""
+        dead, outcome = batch_outcome
+        sharing: list[Delivery] = []
         for delivery, refusal in zip(self._deliveries, dead, strict=True):
-            # A share of the time, so that the times of all messages add up to that of the handler.
+            # An equal share of the time, so that the times of all messages add up to that of the handler.
             delivery.took_ms = (self._clock.monotonic_ms() - delivery.since_ms) / len(dead)
             delivery.ran = True
             if refusal is None and isinstance(outcome, Done) and outcome.outputs:
-                together.append(delivery)
+                sharing.append(delivery)
             else:
                 self._ran.append(((delivery,), refusal or outcome))
-        if together:
-            self._ran.append((together, outcome))
+        if sharing:
+            self._ran.append((sharing, outcome))
         return self._ran
 
 
 class ThreadBatchRunner(ThreadRunner):
-    """Threads as of ThreadRunner, each of which gathers a batch and runs it. One gathers at a time."""
+    """Threads as in ThreadRunner, each of which gathers a batch and runs it. One thread gathers at a time."""
 
-    def __init__(self, pipeline: HandlerSteps, hand: InFlight, report: LoopMetrics, clock: Clock, most: int) -> None:
-        super().__init__(pipeline, hand, report, clock, most)
+    def __init__(
+        self, steps: HandlerSteps, in_flight: InFlight, loop_metrics: LoopMetrics, clock: Clock, max_threads: int
+    ) -> None:
+        super().__init__(steps, in_flight, loop_metrics, clock, max_threads)
         self._gathering = threading.Lock()
 
     def _run_next(self) -> bool:
         if not (batch := self._gather()):
             return False
-        while (begun := self._begin_all(batch)) is None:
+        while (started := self._begin_all(batch)) is None:
             self._hand.gate.wait()
-        for ran in self._run_batch(begun):
-            self._hand.outbox.put(ran)
-        self._took_ms += sum([one.took_ms for one in begun])
+        for finished in self._run_batch(started):
+            self._hand.outbox.put(finished)
+        self._took_ms += sum([one.took_ms for one in started])
         self._finished += 1
         return True
 
     def _gather(self) -> list[Delivery]:
-        """Wait for a batch; [] when nothing is to be run any more."""
+        """Wait for a batch; [] at the end of the buffer."""
         handler, buffer = self._pipeline.handler, self._hand.buffer
         with self._gathering:
-            gathering = _BatchBuilder(handler.batch_size)
-            gathering.offer(self._next())
+            builder = _BatchBuilder(handler.batch_size)
+            builder.offer(self._next())
             until_ms = self._clock.monotonic_ms() + handler.batch_wait_ms
-            while not gathering.is_complete:
+            while not builder.is_complete:
                 wait_ms = max(0.0, until_ms - self._clock.monotonic_ms())
                 try:
-                    gathering.offer(buffer.get(timeout=wait_ms / 1000))
+                    builder.offer(buffer.get(timeout=wait_ms / 1000))
                 except Empty:
                     break
-            for one in gathering.aside:
+            for one in builder.aside:
                 buffer.put(one)
-        return [] if gathering.is_cut_off else gathering.batch
+        return [] if builder.is_cut_off else builder.batch
 
     def _run_batch(self, deliveries: Sequence[Delivery]) -> list[Ran]:
         batch = _Batch(self._clock)
@@ -143,30 +145,30 @@ class AsyncBatchRunner(AsyncRunner):
     async def _gather(self) -> list[Delivery]:
         """Wait for a batch; [] when nothing is to be run any more."""
         handler, buffer = self._pipeline.handler, self._hand.buffer
-        gathering = _BatchBuilder(handler.batch_size)
+        builder = _BatchBuilder(handler.batch_size)
         until_ms = float("inf")
         while True:
             self._nudged.clear()
-            while not gathering.is_complete and not buffer.empty():
-                gathering.offer(buffer.get_nowait())
-            if gathering.batch:
+            while not builder.is_complete and not buffer.empty():
+                builder.offer(buffer.get_nowait())
+            if builder.batch:
                 until_ms = min(until_ms, self._clock.monotonic_ms() + handler.batch_wait_ms)
             wait_ms = until_ms - self._clock.monotonic_ms()
-            if gathering.is_complete or wait_ms <= 0:
+            if builder.is_complete or wait_ms <= 0:
                 break
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(wait_ms / 1000 if gathering.batch else None):
+                async with asyncio.timeout(wait_ms / 1000 if builder.batch else None):
                     await self._nudged.wait()
-        for one in gathering.aside:
+        for one in builder.aside:
             buffer.put(one)
-        return [] if gathering.is_cut_off else gathering.batch
+        return [] if builder.is_cut_off else builder.batch
 
     async def _run_one_batch(self, deliveries: Sequence[Delivery], slots: asyncio.Semaphore) -> None:
-        while (begun := self._begin_all(deliveries)) is None:  # noqa: ASYNC110 - another thread's doing, and rare
+        while (started := self._begin_all(deliveries)) is None:  # noqa: ASYNC110 - another thread's doing, and rare
             await asyncio.sleep(GATE_S)
-        for ran in await self._run_batch(begun):
+        for finished in await self._run_batch(started):
             if not self._cancelled:
-                self._hand.outbox.put(ran)
+                self._hand.outbox.put(finished)
         slots.release()
 
     async def _run_batch(self, deliveries: Sequence[Delivery]) -> list[Ran]:

@@ -1,7 +1,7 @@
-"""Runs what waits in the buffer: plain handlers in threads, async ones in an event loop.
+"""Runners: run buffered messages, plain handlers in threads and async ones in an event loop.
 
-Both stop before their next message while the gate is closed: then a message that may have killed a worker before is run,
-alone, so that the blame falls on no other.
+Both pause before their next message while the gate is closed: then a poison-pill suspect runs alone, so that a crash is
+blamed on no other message.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ from millstream.worker.handler_steps import HandlerSteps
 from millstream.worker.in_flight import InFlight
 from millstream.worker.loop_metrics import LoopMetrics
 
-_LOOK_MS = 5.0
+_SAMPLE_MS = 5.0
 _LONG_MS = 50.0
 _BUSY_SHARE = 0.7
 _SHORT_MS = 0.2
@@ -32,44 +32,44 @@ _FD_SETSIZE = 1024
 
 
 class Runner(Protocol):
-    """What a reading loop needs of either kind."""
+    """The part of a reading loop that runs messages."""
 
     def run(self) -> None:
-        """Run messages until the buffer's end; called in a thread of its own."""
+        """Run messages until the end of the buffer; called in a thread of its own."""
 
     def nudge(self) -> None:
-        """Look at the buffer: something was put into it, or waits there. Called often."""
+        """Check the buffer: a message was added, or waits there. Called often."""
 
     def alone(self, delivery: Delivery) -> Outcome | None:
-        """Run one message while nothing else runs; None if it cannot be run any more. Called from another thread."""
+        """Run one message while nothing else runs; None if it must not run any more. Called from another thread."""
 
     def break_off(self, delivery: Delivery) -> None:
-        """End the run of one message, if that is possible; what comes of it must be ignored."""
+        """Cancel the run of one message, if that is possible; its outcome must be ignored."""
 
     def cancel(self) -> None:
-        """Break off what still runs, if that is possible."""
+        """Cancel all runs, if that is possible."""
 
 
 class _Start:
-    """What both runners do when a message's turn has come, and when its run has ended."""
+    """Start and end of a run, for both runners."""
 
-    def __init__(self, pipeline: HandlerSteps, hand: InFlight, report: LoopMetrics, clock: Clock) -> None:
-        self._pipeline = pipeline
-        self._hand = hand
-        self._report = report
+    def __init__(self, steps: HandlerSteps, in_flight: InFlight, loop_metrics: LoopMetrics, clock: Clock) -> None:
+        self._pipeline = steps
+        self._hand = in_flight
+        self._report = loop_metrics
         self._clock = clock
 
-    def _begin(self, delivery: Delivery, *, anyway: bool = False) -> bool | None:
-        begins = self._hand.begin(delivery, self._clock.monotonic_ms(), anyway=anyway)
-        if begins:
+    def _begin(self, delivery: Delivery, *, ignore_gate: bool = False) -> bool | None:
+        starts = self._hand.begin(delivery, self._clock.monotonic_ms(), ignore_gate=ignore_gate)
+        if starts:
             self._report.began()
-        return begins
+        return starts
 
     def _begin_all(self, deliveries: Sequence[Delivery]) -> list[Delivery] | None:
-        begun = self._hand.begin_all(deliveries, self._clock.monotonic_ms())
-        for _ in begun or ():
+        started = self._hand.begin_all(deliveries, self._clock.monotonic_ms())
+        for _ in started or ():
             self._report.began()
-        return begun
+        return started
 
     def _end(self, delivery: Delivery) -> None:
         delivery.took_ms = self._clock.monotonic_ms() - delivery.since_ms
@@ -77,10 +77,12 @@ class _Start:
 
 
 class LoadSample(NamedTuple):
-    """What a runner of threads saw when it looked.
+    """One look at the load of a ThreadRunner, to compare with an earlier one.
 
-    How often one had nothing to run; how many runs had ended, and took how long together; when it was, and what the
-    process had computed; since when no run has ended.
+    * `starved`: how often a thread found the buffer empty
+    * `finished`, `took_ms`: the runs that ended, and how long they took in total
+    * `at_ms`, `cpu_ms`: the time of the sample, and the processor time of the process
+    * `stalled_since_ms`: since when no run has ended
     """
 
     starved: int
@@ -91,7 +93,7 @@ class LoadSample(NamedTuple):
     since_ms: float
 
     def asks_for_more(self, before: "LoadSample") -> bool:
-        """True if another thread would have been of use since."""
+        """True if another thread would have been useful since `before`."""
         ended = self.finished - before.finished
         are_short = ended and self.took_ms - before.took_ms < _SHORT_MS * ended
         is_busy = self.cpu_ms - before.cpu_ms >= _BUSY_SHARE * (self.at_ms - before.at_ms)
@@ -99,15 +101,17 @@ class LoadSample(NamedTuple):
 
 
 class ThreadRunner(_Start):
-    """Threads, each of which takes a message and runs it: one at first, more where messages wait for runs that wait.
+    """Threads that fetch a message from the buffer and run it: one at first, more while messages wait for blocked runs.
 
-    More would only be in each other's way where the process is busy: one thread at a time can have the interpreter. What
-    computes outside of it shows by none ending for long.
+    Where the process is busy, more threads would only compete: one at a time has the interpreter. A run that computes
+    outside of the interpreter shows in that no run ends for long.
     """
 
-    def __init__(self, pipeline: HandlerSteps, hand: InFlight, report: LoopMetrics, clock: Clock, most: int) -> None:
-        super().__init__(pipeline, hand, report, clock)
-        self._most = most
+    def __init__(
+        self, steps: HandlerSteps, in_flight: InFlight, loop_metrics: LoopMetrics, clock: Clock, max_threads: int
+    ) -> None:
+        super().__init__(steps, in_flight, loop_metrics, clock)
+        self._most = max_threads
         self._threads: list[threading.Thread] = []
         self._finished = self._starved = 0
         self._took_ms = 0.0
@@ -125,13 +129,14 @@ class ThreadRunner(_Start):
             raise self._failure
 
     def nudge(self) -> None:
-        """See Runner: another thread, if messages have waited for a while though the process had time to run them."""
+        """See Runner. Adds a thread if messages have waited for a while though the process had time to run them."""
         now_ms, before = self._clock.monotonic_ms(), self._looked
         if self._idle or self._hand.buffer.empty() or before.starved != self._starved:
             self._looked = self._look(now_ms, now_ms)
-        elif now_ms - before.at_ms >= _LOOK_MS:
-            self._looked = now = self._look(now_ms, before.since_ms if self._finished == before.finished else now_ms)
-            if now.asks_for_more(before) and len(self._threads) < self._most - 1:
+        elif now_ms - before.at_ms >= _SAMPLE_MS:
+            sample = self._look(now_ms, before.since_ms if self._finished == before.finished else now_ms)
+            self._looked = sample
+            if sample.asks_for_more(before) and len(self._threads) < self._most - 1:
                 thread = threading.Thread(target=self._serve, name="millstream-handler", daemon=True)
                 thread.start()
                 self._threads.append(thread)
@@ -141,27 +146,27 @@ class ThreadRunner(_Start):
 
     def alone(self, delivery: Delivery) -> Outcome | None:
         """See Runner."""
-        return self._outcome(delivery) if self._begin(delivery, anyway=True) else None
+        return self._outcome(delivery) if self._begin(delivery, ignore_gate=True) else None
 
     def break_off(self, delivery: Delivery) -> None:
         """See Runner. A thread cannot be stopped."""
 
     def cancel(self) -> None:
-        """See Runner. A thread cannot be stopped: what still runs is left to it, and it dies with the process."""
+        """See Runner. A thread cannot be stopped: a run that goes on ends with the process."""
 
     def _serve(self) -> None:
         try:
             self._work()
-        except BaseException as error:  # noqa: BLE001 - handed to the thread that waits for this one
+        except BaseException as error:  # noqa: BLE001 - `run` raises it
             self._failure = error
-        self._hand.buffer.put(None)  # the end is for all of them
+        self._hand.buffer.put(None)  # passes the end on to the next thread
 
     def _work(self) -> None:
         while self._run_next():
             pass
 
     def _run_next(self) -> bool:
-        """Wait for a message; run it, and what follows in its line. False at the end. While it waits, it holds on to none."""
+        """Wait for a message; run it and its successors of the same key. False at the end. Holds none meanwhile."""
         following = self._next()
         if following is None:
             return False
@@ -171,10 +176,10 @@ class ThreadRunner(_Start):
         return True
 
     def _run_one(self, delivery: Delivery) -> Delivery | None:
-        """Run a message; return the next of its line."""
-        while (begins := self._begin(delivery)) is None:
+        """Run a message; return the next of its key."""
+        while (starts := self._begin(delivery)) is None:
             self._hand.gate.wait()
-        if not begins:
+        if not starts:
             return None
         outcome = self._outcome(delivery)
         self._took_ms += delivery.took_ms
@@ -203,7 +208,7 @@ class ThreadRunner(_Start):
 
 
 class _FineSelector(selectors.EpollSelector):
-    """Waits to the microsecond. epoll rounds up to milliseconds, which is felt by handlers that wait for a few."""
+    """Waits to the microsecond. epoll rounds up to milliseconds, which slows down handlers that wait for a few."""
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         """See selectors.BaseSelector."""
@@ -214,14 +219,14 @@ class _FineSelector(selectors.EpollSelector):
 
 
 class AsyncRunner(_Start):
-    """An event loop, in which as many messages as the handler's `concurrency` are run at once, each in its own task."""
+    """An event loop that runs up to the handler's `concurrency` messages at once, each in its own task."""
 
-    def __init__(self, pipeline: HandlerSteps, hand: InFlight, report: LoopMetrics, clock: Clock) -> None:
-        super().__init__(pipeline, hand, report, clock)
+    def __init__(self, steps: HandlerSteps, in_flight: InFlight, loop_metrics: LoopMetrics, clock: Clock) -> None:
+        super().__init__(steps, in_flight, loop_metrics, clock)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._begun = threading.Event()
         self._nudged = asyncio.Event()
-        self._free = pipeline.handler.concurrency
+        self._free = steps.handler.concurrency
         self._ended = self._cancelled = False
         self._main: asyncio.Task[None] | None = None
         self._tasks: dict[int, asyncio.Task[None]] = {}
@@ -238,10 +243,10 @@ class AsyncRunner(_Start):
             if not self._cancelled:
                 raise Unfinished(
                     f"{self._pipeline.handler.label} has cancelled all tasks of its event loop, the worker's own among "
-                    "them; let it cancel only those that it has made"
+                    "them; cancel only tasks that the handler has made"
                 ) from error
         finally:
-            # What another thread has begun, and waits for, ends with the loop.
+            # Tasks that other threads started and wait for end with the loop.
             for task in asyncio.all_tasks(loop):
                 task.cancel()
                 loop.run_until_complete(asyncio.wait((task,)))
@@ -249,7 +254,7 @@ class AsyncRunner(_Start):
             loop.close()
 
     def nudge(self) -> None:
-        """See Runner. Where as many run as may, the one that ends first looks itself."""
+        """See Runner. With no slot free, the next run that ends checks the buffer."""
         if self._free and not self._hand.buffer.empty():
             self._tell(self._nudged.set)
 
@@ -257,7 +262,7 @@ class AsyncRunner(_Start):
         """See Runner."""
         self._begun.wait()
         assert self._loop is not None
-        run = self._outcome_if_it_begins(delivery, anyway=True)
+        run = self._outcome_if_it_begins(delivery, ignore_gate=True)
         try:
             return asyncio.run_coroutine_threadsafe(run, self._loop).result()
         except CancelledError:
@@ -280,11 +285,11 @@ class AsyncRunner(_Start):
         if self._main is not None:
             self._tell(self._main.cancel)
 
-    def _tell(self, what: Callable[[], object]) -> None:
-        # Before the loop begins it has nothing to be woken from: it looks at the buffer first.
-        with contextlib.suppress(RuntimeError):  # it has just been closed
+    def _tell(self, callback: Callable[[], object]) -> None:
+        # Before the loop runs there is nothing to wake: it checks the buffer first.
+        with contextlib.suppress(RuntimeError):  # the loop was closed at this moment
             if self._loop is not None:
-                self._loop.call_soon_threadsafe(what)
+                self._loop.call_soon_threadsafe(callback)
 
     async def _serve(self) -> None:
         async with asyncio.TaskGroup() as group:
@@ -294,7 +299,7 @@ class AsyncRunner(_Start):
                 self._nudged.clear()
 
     def _fill(self, group: asyncio.TaskGroup) -> None:
-        """Begin as many messages as may run; each that ends begins the next."""
+        """Start as many messages as there are free slots; each that ends starts the next."""
         while self._free and not self._ended:
             if not self._hand.gate.is_set():
                 asyncio.get_running_loop().call_later(GATE_S, self._nudged.set)
@@ -325,10 +330,10 @@ class AsyncRunner(_Start):
             self._free += 1
             self._fill(group)
 
-    async def _outcome_if_it_begins(self, delivery: Delivery, *, anyway: bool = False) -> Outcome | None:
-        while (begins := self._begin(delivery, anyway=anyway)) is None:  # noqa: ASYNC110 - another thread's doing, and rare
+    async def _outcome_if_it_begins(self, delivery: Delivery, *, ignore_gate: bool = False) -> Outcome | None:
+        while (starts := self._begin(delivery, ignore_gate=ignore_gate)) is None:  # noqa: ASYNC110 - rare
             await asyncio.sleep(GATE_S)
-        return await self._outcome(delivery) if begins else None
+        return await self._outcome(delivery) if starts else None
 
     async def _outcome(self, delivery: Delivery) -> Outcome:
         message = self._pipeline.decode(delivery)
