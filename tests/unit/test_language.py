@@ -23,12 +23,14 @@ RETIRED = frozenset(_RETIRED.split())
 
 # Names that hold such a word and stay, with the reason.
 ALLOWED: Mapping[str, str] = {
+    "SubscriberBuffer.taken_count": "how many messages the subscriber has taken",
     "_PortTaken": "a port that is taken: the common phrase for EADDRINUSE",
     "HandlerKeys.line": "the suffix `:line` in Redis",
     "HandlerKeys.marks": "the suffix `:marks` in Redis",
     "HandlerKeys.moving": "the suffix `:moving` in Redis",
     "HandlerKeys.strikes": "the suffix `:strikes` in Redis",
     "TakenKeys": "the keys `:taken:...` in Redis",
+    "AclRule.line": "a line of an ACL file",
     "DelayedMessages.keep_moving": "it moves messages",
     "LinesFd": "lines of text on a pipe",
     "OneLine": "a line of text",
@@ -37,6 +39,7 @@ ALLOWED: Mapping[str, str] = {
     "_Lines": "lines of text on standard output",
     "escape_line": "a line of text",
     "escape_lines": "lines of text",
+    "_Seeker.marks": "marks at every n-th entry",
     "one_line": "a line of text",
     "print_line": "a line of text",
     "say_lines": "lines of text",
