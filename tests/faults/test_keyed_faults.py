@@ -14,9 +14,9 @@ from millstream.redis_client.client import Client, raise_if_error
 from millstream.redis_client.embedded_server import EmbeddedServer
 from millstream.redis_client.pipelining import server_time_ms
 from millstream.testing.proxy import Proxy
-from tests.support.keyed_workers import KeyedBooks
+from tests.support.keyed_workers import KeyedExpectations
 from tests.support.waiting import eventually
-from tests.support.worker_processes import CLAIM_S, Fleet, Tell, wake_up, watched
+from tests.support.worker_processes import CLAIM_S, Fleet, PrintFigures, resume_all, watched
 
 LONG_CLAIM_S = 3 * CLAIM_S
 """Leases must outlast the deaths of their owner and its supervisor on a slow machine."""
@@ -28,12 +28,12 @@ HOT, COLD = (150_000, 4_000) if SOAK else (10_000, 200)
 
 
 def test_chaos_keeps_every_key_in_order_and_loses_and_doubles_nothing(
-    millstream_fresh_server: EmbeddedServer, fresh_client: Client, tmp_path: Path, tell: Tell
+    millstream_fresh_server: EmbeddedServer, fresh_client: Client, tmp_path: Path, tell: PrintFigures
 ) -> None:
     """1 -> many -> 1 workers; kill -9 and SIGSTOP at random; connections cut; Redis restarted."""
     seed = random.randrange(2**32)
     chance = random.Random(seed)
-    books = KeyedBooks(fresh_client, tmp_path)
+    books = KeyedExpectations(fresh_client, tmp_path)
     harm = {"kill": 0, "stop": 0, "cut": 0, "restart": 0}
     with ExitStack() as stack, watched(books) as watch:
         proxy = stack.enter_context(Proxy(millstream_fresh_server.port))
@@ -49,7 +49,7 @@ def test_chaos_keeps_every_key_in_order_and_loses_and_doubles_nothing(
                 fleets.append(one_more())
             elif number > 3 * ROUNDS // 4 and len(fleets) > 1:
                 fleets.pop().stop()
-            wake_up(stopped)
+            resume_all(stopped)
             children = [child for fleet in fleets for child in fleet.children()]
             deed = chance.choice(list(harm)) if number % 4 != 3 else "restart"
             harm[deed] += 1
@@ -67,16 +67,16 @@ def test_chaos_keeps_every_key_in_order_and_loses_and_doubles_nothing(
                     victim.suspend()
                     stopped.append(victim)
             time.sleep(chance.uniform(0.2, 1.5))  # leases of a second may expire meanwhile
-        wake_up(stopped)
+        resume_all(stopped)
         report = books.check_keys(overlap=False, log=fleets[0].log)
     tell(report, watch, seed=seed, **harm)
 
 
 def test_after_a_kill_the_keys_of_the_dead_go_on_elsewhere_once_their_leases_have_ended(
-    fresh_client: Client, tmp_path: Path, tell: Tell
+    fresh_client: Client, tmp_path: Path, tell: PrintFigures
 ) -> None:
     """`benchmarks recovery` measures how soon."""
-    books = KeyedBooks(fresh_client, tmp_path)
+    books = KeyedExpectations(fresh_client, tmp_path)
     # The name is not acquired again, as its supervisor dies as well: only the expiry of the lease helps.
     with Fleet(fresh_client.url, tmp_path, "--name", "heir", processes=1, app="keyed", claim_s=LONG_CLAIM_S) as heir:
         heir.ready()
@@ -97,7 +97,7 @@ def test_after_a_kill_the_keys_of_the_dead_go_on_elsewhere_once_their_leases_hav
                 dying.kill_all()
                 killed_ms = server_time_ms(fresh_client)
                 until_ms = leases_of(books, b"dying")
-                done = books.done()
+                done = books.effect_count()
                 eventually(books.drained, "the drain", log=heir.log)
                 again_ms = first_commits_ms(books, done)
         report = books.check_keys(log=heir.log)
@@ -108,7 +108,7 @@ def test_after_a_kill_the_keys_of_the_dead_go_on_elsewhere_once_their_leases_hav
     tell(report, lines=len(until_ms), waited_ms=round(waited_ms), lease_s=LONG_CLAIM_S)
 
 
-def leases_of(books: KeyedBooks, worker: bytes) -> dict[bytes, int]:
+def leases_of(books: KeyedExpectations, worker: bytes) -> dict[bytes, int]:
     """Return the keys that workers of this name have leased, and when their leases expire, by the server's clock."""
     commands = [("HGETALL", books.keys.owners), ("ZRANGE", books.keys.leases, 0, -1, "WITHSCORES")]
     owners, ends = map(raise_if_error, books.client.pipeline(commands))
@@ -116,7 +116,7 @@ def leases_of(books: KeyedBooks, worker: bytes) -> dict[bytes, int]:
     return {line: until_ms[line] for line, token in zip(owners[::2], owners[1::2], strict=True) if worker in token}
 
 
-def first_commits_ms(books: KeyedBooks, done: int) -> dict[bytes, int]:
+def first_commits_ms(books: KeyedExpectations, done: int) -> dict[bytes, int]:
     """Return when each key had its first commit after the first `done` effects, by the server's clock."""
     times: dict[bytes, int] = {}
     for stamp, pairs in books.client.execute("XRANGE", "out", "-", "+")[done:]:
@@ -125,9 +125,9 @@ def first_commits_ms(books: KeyedBooks, done: int) -> dict[bytes, int]:
 
 
 def test_a_worker_that_slept_past_its_lease_is_refused_what_it_commits_late(
-    fresh_client: Client, tmp_path: Path, tell: Tell
+    fresh_client: Client, tmp_path: Path, tell: PrintFigures
 ) -> None:
-    books = KeyedBooks(fresh_client, tmp_path)
+    books = KeyedExpectations(fresh_client, tmp_path)
     refused = 0
     with Fleet(fresh_client.url, tmp_path, app="keyed", claim_s=CLAIM_S) as fleet:
         fleet.ready()
@@ -141,7 +141,7 @@ def test_a_worker_that_slept_past_its_lease_is_refused_what_it_commits_late(
     tell(report, refused=refused)
 
 
-def asleep_with_leases(fleet: Fleet, books: KeyedBooks) -> psutil.Process:
+def asleep_with_leases(fleet: Fleet, books: KeyedExpectations) -> psutil.Process:
     """Pause a worker that has leases, and still has them then."""
     victim = fleet.victim(books)
 
@@ -166,9 +166,9 @@ def owner_of(worker: psutil.Process) -> bytes:
 
 
 def test_a_message_that_kills_its_worker_dies_and_its_key_and_all_others_go_on(
-    fresh_client: Client, tmp_path: Path, tell: Tell
+    fresh_client: Client, tmp_path: Path, tell: PrintFigures
 ) -> None:
-    books = KeyedBooks(fresh_client, tmp_path)
+    books = KeyedExpectations(fresh_client, tmp_path)
     with Fleet(fresh_client.url, tmp_path, app="keyed") as fleet, watched(books) as watch:
         fleet.ready()
         books.publish_keys(300, 20, ms=1)
@@ -179,10 +179,10 @@ def test_a_message_that_kills_its_worker_dies_and_its_key_and_all_others_go_on(
 
 
 def test_a_worker_that_joins_gets_its_part_of_what_comes_then_while_the_first_works_on(
-    fresh_client: Client, tmp_path: Path, tell: Tell
+    fresh_client: Client, tmp_path: Path, tell: PrintFigures
 ) -> None:
     """`benchmarks recovery` measures how soon."""
-    books = KeyedBooks(fresh_client, tmp_path)
+    books = KeyedExpectations(fresh_client, tmp_path)
     with Fleet(fresh_client.url, tmp_path, processes=1, app="keyed") as first, watched(books) as watch:
         first.ready()
         books.publish_keys(2_000, 100, ms=5)
@@ -207,9 +207,9 @@ def stamp_ms(entry: bytes) -> int:
 
 
 def test_a_hot_key_that_stands_still_holds_up_no_other_and_costs_no_more_than_its_place_in_line(
-    fresh_client: Client, tmp_path: Path, tell: Tell
+    fresh_client: Client, tmp_path: Path, tell: PrintFigures
 ) -> None:
-    books = KeyedBooks(fresh_client, tmp_path)
+    books = KeyedExpectations(fresh_client, tmp_path)
     with Fleet(fresh_client.url, tmp_path, app="keyed") as fleet:
         fleet.ready()
         alone = latencies_ms(books, COLD)
@@ -219,7 +219,7 @@ def test_a_hot_key_that_stands_still_holds_up_no_other_and_costs_no_more_than_it
             fresh_client.pipeline([("XADD", "without a group", "*", "n", at + n, "key", "hot") for n in range(500)])
         in_stream = used_memory(fresh_client) - before
         books.publish_key("hot", HOT)
-        eventually(books.all_given, "the hot key in line", log=fleet.log)
+        eventually(books.all_read, "the hot key in line", log=fleet.log)
         bytes_each = (used_memory(fresh_client) - before - 2 * in_stream) / HOT
         beside = latencies_ms(books, COLD)
         still_waiting = books.pending()
@@ -232,7 +232,7 @@ def test_a_hot_key_that_stands_still_holds_up_no_other_and_costs_no_more_than_it
     assert bytes_each < 130
 
 
-def latencies_ms(books: KeyedBooks, count: int) -> list[float]:
+def latencies_ms(books: KeyedExpectations, count: int) -> list[float]:
     """Return the ms from each message's entry to its effect, by the server's clock, at 200 a second over 50 keys."""
     ids: list[str] = []
     for _ in range(0, count, 20):

@@ -14,7 +14,7 @@ from millstream.errors import ConfigError
 from millstream.redis_client.client import Client
 from millstream.redis_client.embedded_server import EmbeddedServer
 from millstream.redis_client.key_names import HandlerKeys, held_name
-from millstream.worker.incarnations import HELD_MS
+from millstream.worker.incarnations import NAME_LEASE_MS
 from millstream.worker.static_membership import StaticMembership
 from tests.support.clocks import HandClock
 from tests.support.commandline import PROGRAM, Outcome, call, ended, environment, lives, reserved_port, running
@@ -199,9 +199,9 @@ def test_two_supervisors_of_one_host_take_different_names(client: Client, app: s
 
 def test_a_given_name_that_another_supervisor_keeps_is_refused(client: Client) -> None:
     kept, other = StaticMembership(client, "shop", "till"), StaticMembership(client, "shop", "till", clock=HandClock())
-    kept.take(1)
+    kept.acquire(1)
     with pytest.raises(ConfigError, match="a worker called 'till-0' is running; give this one another --name"):
-        other.take(1)
+        other.acquire(1)
     kept.renew()
     kept.release()
     assert client.execute("KEYS", "millstream:worker:shop:*") == []
@@ -209,11 +209,11 @@ def test_a_given_name_that_another_supervisor_keeps_is_refused(client: Client) -
 
 def test_a_name_is_kept_for_no_longer_than_usual_where_the_clock_of_redis_went_back(client: Client) -> None:
     gone, other = StaticMembership(client, "shop", "till"), StaticMembership(client, "shop", "till", clock=HandClock())
-    (name,) = gone.take(1)
+    (name,) = gone.acquire(1)
     client.execute("PEXPIRE", held_name("shop", name), 3_600_000)
     with pytest.raises(ConfigError, match="is running"):
-        other.take(1)
-    assert 0 < client.execute("PTTL", held_name("shop", name)) <= HELD_MS
+        other.acquire(1)
+    assert 0 < client.execute("PTTL", held_name("shop", name)) <= NAME_LEASE_MS
 
 
 def test_a_redis_that_evicts_keys_is_warned_of_once(millstream_fresh_server: EmbeddedServer, app: str) -> None:

@@ -51,8 +51,8 @@ class Routing:
         while steps:
             steps -= 1
             with suppress(Unavailable):
-                self.router._listen(threading.Event())
-                self.router._route_some()
+                self.router._collect(threading.Event())
+                self.router._route_batch()
         return {self.woken.get() for _ in range(self.woken.qsize())}
 
 
@@ -62,7 +62,7 @@ def test_large_entries_of_many_streams_are_read_a_few_at_a_time(
     routing = Routing(client, 50)
     routing.woken_by(3)
     client.pipeline([("XADD", name, "*", "payload", b"x" * 60_000) for name in routing.names for _ in range(40)])
-    read = routing.router._watch.read
+    read = routing.router._tracker.read
     trips: list[int] = []
 
     def weighed(commands: Any) -> Any:
@@ -70,7 +70,7 @@ def test_large_entries_of_many_streams_are_read_a_few_at_a_time(
         trips.append(sum(len(part) for _, entries in found.values() for _, pairs in entries for part in pairs))
         return found.items()
 
-    monkeypatch.setattr(routing.router._watch, "read", weighed)
+    monkeypatch.setattr(routing.router._tracker, "read", weighed)
     assert routing.woken_by(60) == set(routing.names)
     assert sum(trips) == 50 * 40 * 60_007
     assert max(trips) <= READ_BYTES, "also in the first read, when no size is known yet"

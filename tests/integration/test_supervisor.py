@@ -30,7 +30,7 @@ def waits_s(client: Client, caplog: pytest.LogCaptureFixture, told: str) -> list
         return bool(line["committed"])
 
     names = StaticMembership(client, "shop", "till")
-    names.take(1)
+    names.acquire(1)
     stopping = threading.Event()
     supervisor = Supervisor(names, command, stop_ms=1_000, frozen_after_ms=1_000, on_line=on_line)
     running = threading.Thread(target=supervisor.run, args=(stopping,), daemon=True)
@@ -65,7 +65,7 @@ def test_a_process_that_a_person_had_killed_has_not_died_of_anything(client: Cli
         return [sys.executable, "-I", "-S", "-c", "import time; time.sleep(3600)"]
 
     names = StaticMembership(client, "shop", "till")
-    names.take(1)
+    names.acquire(1)
     stopping = threading.Event()
     supervisor = Supervisor(names, command, stop_ms=3_600_000, frozen_after_ms=1_000, on_line=lambda name, line: True)
     running = threading.Thread(target=supervisor.run, args=(stopping,), daemon=True)

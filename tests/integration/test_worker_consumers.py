@@ -50,7 +50,7 @@ def test_a_worker_that_stops_with_work_in_hand_stays_a_consumer_and_others_take_
 
     fill(client, 20)
     with working(client, make(handle), "leaves") as loop:
-        eventually(lambda: began.is_set() and loop.report.read == 20)
+        eventually(lambda: began.is_set() and loop.loop_metrics.read == 20)
         loop.stop()
         release.set()
     held = Group(client, "in", KEYS.group).pending.summary()

@@ -74,7 +74,7 @@ def test_a_worker_that_joins_is_left_what_another_has_taken_while_messages_took_
         client.pipeline([("XADD", "in", "*", "n", n, "key", f"k{n}", "slow", 1) for n in range(2_000, 3_000)])
         eventually(lambda: len(client.execute("HKEYS", KEYS.owners)) > 200)
         with working(client, make(work, key="key"), "w2", policy=policy) as two:
-            eventually(lambda: two.report.committed > 10 and one.report.handed_back > 0)
+            eventually(lambda: two.loop_metrics.committed > 10 and one.loop_metrics.handed_back > 0)
             hold.set()
             eventually(lambda: len(rows(client)) == 3_000)
     check_order(client, 3_000)
@@ -89,7 +89,7 @@ def test_workers_share_keys_each_of_which_stays_in_order_with_its_state(
         for first in range(0, 2_000, 500):
             fill(client, 500, 40, first)
         eventually(lambda: len(rows(client)) >= 2_000)
-    assert one.report.committed + two.report.committed == 2_000
+    assert one.loop_metrics.committed + two.loop_metrics.committed == 2_000
     check_order(client, 2_000)
 
 
@@ -143,7 +143,7 @@ def test_what_fails_keeps_its_place_while_other_keys_go_on(client: Client) -> No
     with working(client, handler) as loop:
         eventually(lambda: len(rows(client)) >= 8)
         for failed in (1, 2):
-            eventually(lambda: loop.report.retried == failed)  # noqa: B023 - it is over by then
+            eventually(lambda: loop.loop_metrics.retried == failed)  # noqa: B023 - it is over by then
             assert {row["key"] for row in rows(client)} == {"k1", "k2"}
             eventually(lambda: client.execute("ZCARD", KEYS.backoff) == 1)
             back_offs_end(client)
@@ -156,14 +156,14 @@ def test_a_key_is_parked_when_its_attempts_are_over_and_goes_on_where_it_stood(c
     fill(client, 12, 3)
     handler = make(failing("k0", 3), key="key", retry=Retry(attempts=3, delay_ms=10, then="park"))
     with working(client, handler) as loop:
-        eventually(lambda: loop.report.parked == 1 and len(rows(client)) >= 8)
+        eventually(lambda: loop.loop_metrics.parked == 1 and len(rows(client)) >= 8)
         fill(client, 3, 3, first=12)
         eventually(lambda: len(rows(client)) >= 10)
         (line,) = list_queues(client, KEYS)
         assert (line.state, line.key, line.length, line.failed) == ("parked", b"k0", 5, 3)
         assert line.parked == "failed: RuntimeError: not yet"
         assert unpark(client, KEYS, line.name)
-        eventually(lambda: loop.report.parked == 2)
+        eventually(lambda: loop.loop_metrics.parked == 2)
     assert dead(client) == []
     mended = make(count, key="key")
     unpark(client, KEYS, line.name)
@@ -217,7 +217,7 @@ def test_a_stop_gives_back_what_has_not_begun_and_counts_no_attempt(client: Clie
     with working(client, make(slowly, key="key")) as loop:
         eventually(lambda: len(rows(client)) >= 3)
         loop.stop()
-        eventually(lambda: loop.report.handed_back > 0)
+        eventually(lambda: loop.loop_metrics.handed_back > 0)
         release.set()
     assert len(rows(client)) < 60
     assert check_invariants(client, KEYS, "in") == []
@@ -324,7 +324,7 @@ def test_a_key_that_fails_does_not_eat_the_rate_of_the_others(client: Client) ->
     handler = make(handle, key="key", rate=200, retry=Retry(attempts=1_000, delay_ms=20, factor=1, then="block"))
     with working(client, handler) as loop:
         eventually(lambda: len(rows(client)) >= 100)
-        assert loop.report.read <= 140
+        assert loop.loop_metrics.read <= 140
 
 
 def test_what_runs_on_through_a_stop_keeps_its_lease(client: Client) -> None:

@@ -63,7 +63,7 @@ def test_workers_share_the_keys_of_many_streams_each_of_which_stays_in_order(cli
         for n in range(1, 10):
             publish(client, 60, first=n)
         eventually(lambda: len(rows(client)) == 1_200)
-        eventually(lambda: one.report.committed + two.report.committed == 1_200)
+        eventually(lambda: one.loop_metrics.committed + two.loop_metrics.committed == 1_200)
     check_all(client, 60, 10)
 
 
@@ -91,15 +91,15 @@ def test_a_worker_that_does_not_route_is_told_by_the_one_that_does(client: Clien
     handler = make(work, pattern="in*", key="key", time_limit_ms=86_400_000)
     policy = replace(ONLY_TOLD, threads=1, prefetch=1)
     with working(client, handler, "w1", policy=policy) as one:
-        eventually(lambda: one.report.committed == 40)
+        eventually(lambda: one.loop_metrics.committed == 40)
         client.execute("XADD", "in0", "*", "n", 7, "key", "busy")
         eventually(blocked.is_set)  # it routes, and is blocked
         with working(client, handler, "w2", policy=policy) as two:
             for n in range(1, 4):
                 publish(client, 20, first=n)
-                eventually(lambda: two.report.committed == 40 * n)  # noqa: B023 - it is over by then
+                eventually(lambda: two.loop_metrics.committed == 40 * n)  # noqa: B023 - it is over by then
         release.set()
-        eventually(lambda: one.report.committed == 41)
+        eventually(lambda: one.loop_metrics.committed == 41)
 
 
 def test_what_a_key_that_was_parked_has_is_found_though_nobody_tells_of_it(client: Client) -> None:

@@ -107,7 +107,7 @@ def test_one_message_of_a_stream_runs_at_a_time_and_other_streams_meanwhile(clie
     fill(client, 6, 5)
     handler = make(watch, pattern="s:*", order="stream")
     with working(client, handler, "w1") as one, working(client, handler, "w2") as two:
-        eventually(lambda: one.report.committed + two.report.committed == 30)
+        eventually(lambda: one.loop_metrics.committed + two.loop_metrics.committed == 30)
     del most["all"]
     assert set(most.values()) == {1}
 
@@ -139,7 +139,7 @@ def test_a_failing_message_keeps_its_place_in_its_stream_while_others_go_on(clie
     with working(client, make(handle, pattern="s:*", order="stream", retry=retry)) as loop:
         eventually(lambda: sum(map(len, rows(client).values())) >= 8)
         for failed in (1, 2):
-            eventually(lambda: loop.report.retried == failed)  # noqa: B023 - it is over by then
+            eventually(lambda: loop.loop_metrics.retried == failed)  # noqa: B023 - it is over by then
             assert "s:0" not in rows(client)
             eventually(lambda: client.execute("ZCARD", keys.backoff) == 1)
             (line,) = client.execute("ZRANGE", keys.backoff, 0, -1)
@@ -216,7 +216,7 @@ def test_a_parked_stream_is_shown_like_a_parked_key(client: Client) -> None:
     fill(client, 1, 2)
     retry = Retry(attempts=1, then="park")
     with working(client, make(refuse, pattern="s:*", order="stream", retry=retry)) as loop:
-        eventually(lambda: loop.report.parked == 1)
+        eventually(lambda: loop.loop_metrics.parked == 1)
     assert client.execute("HKEYS", HandlerKeys("app", "handle", "s:0").parked) == [b"ks:0"]
 
 

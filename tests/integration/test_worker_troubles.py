@@ -24,7 +24,7 @@ from millstream.redis_client.client import Client
 from millstream.redis_client.key_names import held_name
 from millstream.worker import HandlerSteps, WorkerPolicy
 from millstream.worker.in_flight import InFlight
-from millstream.worker.incarnations import ProcessEnd, note_end
+from millstream.worker.incarnations import ProcessEnd, record_end
 from millstream.worker.loop_metrics import LoopMetrics
 from millstream.worker.settling.committer import Committer
 from tests.support.clocks import LeapClock
@@ -39,11 +39,11 @@ from tests.support.workers import (
     ending,
     fill,
     fill_at_maxmemory,
-    look_again,
     make,
     outputs,
     pause,
     pending,
+    wait_for_reads,
     working,
 )
 
@@ -84,13 +84,13 @@ def test_while_writes_are_refused_it_asks_seldom_and_then_goes_on_by_itself(clie
 
     with working(client, make(double), metrics=recorder) as loop:
         fill(client, 10)
-        eventually(lambda: loop.report.committed == 10)
+        eventually(lambda: loop.loop_metrics.committed == 10)
         with configured(client, "min-replicas-to-write", "1"):
             began_s, before = time.monotonic(), refused()
             eventually(lambda: refused() - before >= 5)
             times, took_s = refused() - before, time.monotonic() - began_s
         fill(client, 10, first=10)
-        eventually(lambda: loop.report.committed == 20)
+        eventually(lambda: loop.loop_metrics.committed == 20)
     assert took_s >= 0.9 * sum(min(0.05 * 2**time, 1.0) for time in range(int(times) - 1))  # it waits longer each time
 
 
@@ -101,14 +101,14 @@ def test_at_maxmemory_a_run_that_has_ended_is_not_taken_for_one_that_hangs(
     health = Health(read_within_ms=READ_WITHIN_MS, clock=clock)
     fill(client, 5)
     with working(client, make(double, time_limit_ms=READ_WITHIN_MS), clock=clock, health=health) as loop:
-        eventually(lambda: loop.report.committed == 5)
+        eventually(lambda: loop.loop_metrics.committed == 5)
         with configured(client, "maxmemory", "1"):
             fill_at_maxmemory(client, 5, first=5)
-            eventually(lambda: loop.report.read == 10 and " postponed: " in caplog.text)
-            look_again(health, clock, 5)  # beyond the time limit and the grace, each time
-            assert (loop.report.read, loop.ended.is_set()) == (10, False)
-        eventually(lambda: loop.report.committed == 10)
-    assert (sorted(outputs(client)), loop.report.retried, dead(client)) == (list(range(10)), 0, [])
+            eventually(lambda: loop.loop_metrics.read == 10 and " postponed: " in caplog.text)
+            wait_for_reads(health, clock, 5)  # beyond the time limit and the grace, each time
+            assert (loop.loop_metrics.read, loop.ended.is_set()) == (10, False)
+        eventually(lambda: loop.loop_metrics.committed == 10)
+    assert (sorted(outputs(client)), loop.loop_metrics.retried, dead(client)) == (list(range(10)), 0, [])
 
 
 def test_at_maxmemory_a_run_that_hangs_is_given_up_when_there_is_memory_and_all_is_kept_meanwhile(
@@ -124,7 +124,7 @@ def test_at_maxmemory_a_run_that_hangs_is_given_up_when_there_is_memory_and_all_
     fill(client, 3)
     handler = make(handle, time_limit_ms=600_000, retry=Retry(attempts=1))
     with ending(HandlerStuck, client, handler, clock=clock) as loop:
-        eventually(lambda: loop.report.committed == 2)
+        eventually(lambda: loop.loop_metrics.committed == 2)
         with configured(client, "maxmemory", "1"):
             clock.leap(602_000)
             eventually(lambda: "cannot give up a run of" in caplog.text)
@@ -143,7 +143,7 @@ def test_at_maxmemory_a_suspect_holds_up_nobody(client: Client, caplog: pytest.L
     caplog.set_level(logging.DEBUG, "millstream.worker.running.poison_isolation")
     with working(client, make(nothing)) as loop:
         fill(client, 1)
-        eventually(lambda: loop.report.committed == 1)
+        eventually(lambda: loop.loop_metrics.committed == 1)
         pause(client, loop)
         fill(client, 1)
         deliver_to(client, "dead", times=3)
@@ -151,9 +151,9 @@ def test_at_maxmemory_a_suspect_holds_up_nobody(client: Client, caplog: pytest.L
             client.execute("HDEL", KEYS.meta, "paused")
             eventually(lambda: "cannot run a poison-pill suspect" in caplog.text)
             fill_at_maxmemory(client, 20)
-            eventually(lambda: loop.report.committed == 21)
+            eventually(lambda: loop.loop_metrics.committed == 21)
             assert len(entries(client)) == 1
-        eventually(lambda: loop.report.committed == 22)
+        eventually(lambda: loop.loop_metrics.committed == 22)
 
 
 @pytest.mark.parametrize("key", [None, "n"])
@@ -176,9 +176,9 @@ def test_what_takes_too_long_to_send_in_one_call_is_committed_in_several(
     monkeypatch.setattr(CommitStore, "commit", late)
     fill(client, 1_000)
     with working(client, make(run, key=key)) as loop:
-        eventually(lambda: loop.report.committed == 1_000)
+        eventually(lambda: loop.loop_metrics.committed == 1_000)
     assert sorted(outputs(client)) == list(range(1_000))
-    assert loop.report.refused == 0
+    assert loop.loop_metrics.refused == 0
     assert 4_000_000 < max(sent) <= 8 << 20
 
 
@@ -192,7 +192,7 @@ def test_a_stream_whose_name_is_no_text_is_worked_on_like_the_others(client: Cli
     ran: list[str] = []
     handler = make(lambda message: ran.append(message.stream), pattern="odd*", key=key, into=None)
     with working(client, handler) as loop:
-        eventually(lambda: loop.report.committed == 2)
+        eventually(lambda: loop.loop_metrics.committed == 2)
     assert sorted(ran) == ["odd", "odd\udcff\udcfe"]
 
 
@@ -209,11 +209,11 @@ def test_no_more_is_taken_of_many_streams_than_the_prefetch_allows(client: Clien
     policy = replace(QUICK, prefetch=10, threads=1)
     handler = make(handle, pattern="in.*", into=None, time_limit_ms=100 * READ_WITHIN_MS)
     with working(client, handler, policy=policy, health=health) as loop:
-        eventually(lambda: loop.report.read >= 2)
-        look_again(health, clock, 5)
-        assert loop.report.read <= 10
+        eventually(lambda: loop.loop_metrics.read >= 2)
+        wait_for_reads(health, clock, 5)
+        assert loop.loop_metrics.read <= 10
         release.set()
-        eventually(lambda: loop.report.committed == 400)
+        eventually(lambda: loop.loop_metrics.committed == 400)
 
 
 def test_a_stream_of_a_pattern_that_cannot_be_read_is_left_out_and_said_once(
@@ -222,10 +222,10 @@ def test_a_stream_of_a_pattern_that_cannot_be_read_is_left_out_and_said_once(
     with working(client, make(double, pattern="in.*")) as loop:
         fill(client, 5, stream="in.a}b")
         fill(client, 5, stream="in.c")
-        eventually(lambda: loop.report.committed == 5)
+        eventually(lambda: loop.loop_metrics.committed == 5)
         for number in range(2):  # it has discovered streams since
             fill(client, 5, stream=f"in.d{number}")
-            eventually(lambda: loop.report.committed == 10 + 5 * number)  # noqa: B023 - it is over by then
+            eventually(lambda: loop.loop_metrics.committed == 10 + 5 * number)  # noqa: B023 - it is over by then
     assert caplog.text.count("handler app.handle cannot process a stream that matches its pattern") == 1
 
 
@@ -252,11 +252,11 @@ def test_streams_are_looked_for_the_less_often_the_longer_that_takes_and_nobody_
         eventually(lambda: len(scans) == 2)
         for number in range(20):  # during the scan
             fill(client, 1, stream="in.a", first=number)
-            eventually(lambda: loop.report.committed == number + 2)  # noqa: B023 - it is over by then
+            eventually(lambda: loop.loop_metrics.committed == number + 2)  # noqa: B023 - it is over by then
         release.set()
         for number in range(20):  # afterwards
             fill(client, 1, stream="in.a", first=20 + number)
-            eventually(lambda: loop.report.committed == number + 22)  # noqa: B023 - it is over by then
+            eventually(lambda: loop.loop_metrics.committed == number + 22)  # noqa: B023 - it is over by then
             time.sleep(QUICK.sweep_ms / 4_000)
     assert len(scans) == 2, "the next is due in hours"
 
@@ -270,7 +270,7 @@ def test_while_one_stream_cannot_be_committed_what_the_others_have_is_still_kept
         found += stream.read(count=1)
     handler = make(nothing)
     hand = InFlight(WorkerPolicy(), 1)
-    hand.take(found, 0)
+    hand.add(found, 0)
     report = LoopMetrics(handler.label, time_limit_ms=1_000)
     settler = Committer(HandlerSteps(handler), hand, client, report, SYSTEM_CLOCK, give_up=lambda: False)
     waiting, going_on = threading.Event(), threading.Event()
@@ -307,7 +307,7 @@ def test_what_a_handler_changes_in_its_message_changes_neither_the_next_attempt_
 
     fill(client, 1)
     with working(client, make(handle, key=key)) as loop:
-        eventually(lambda: loop.report.committed == 1)
+        eventually(lambda: loop.loop_metrics.committed == 1)
     assert seen == ["0", "0"]
     assert [letter.pairs for letter in dead(client)] == [[b"n", b"0"]]
 
@@ -333,7 +333,7 @@ def test_an_async_handler_that_raises_generator_exit_has_failed_and_nothing_else
 
     fill(client, 3)
     with working(client, make(handle, concurrency=2)) as loop:
-        eventually(lambda: loop.report.committed == 3)
+        eventually(lambda: loop.loop_metrics.committed == 3)
     assert [(letter.reason, letter.attempts) for letter in dead(client)] == [("failed", 3)]
 
 
@@ -344,7 +344,7 @@ def test_what_workers_with_a_key_have_noted_of_an_entry_ends_with_it(client: Cli
     deliver_to(client, "gone", times=1)
     client.execute("HSET", KEYS.strikes, entries(client)[0][0] + b"l", 1)
     with working(client, make(double)) as loop:
-        eventually(lambda: loop.report.committed == 1)
+        eventually(lambda: loop.loop_metrics.committed == 1)
     assert client.execute("EXISTS", KEYS.strikes) == 0
 
 
@@ -360,7 +360,7 @@ def test_orderly_stops_do_not_make_a_message_suspect(client: Client) -> None:
     fill(client, 4)
     for number in range(3):
         with working(client, make(handle, into=None), f"w{number}") as loop:
-            eventually(lambda: loop.report.read + loop.report.adopted >= 2)
+            eventually(lambda: loop.loop_metrics.read + loop.loop_metrics.adopted >= 2)
             loop.stop(deadline_ms=0)
     assert {entry[3] for entry in entries(client)} == {0}
     release.set()
@@ -383,7 +383,7 @@ def test_a_suspect_whose_run_ends_without_ending_the_process_is_struck_no_more(c
     with working(client, make(handle, retry=Retry(attempts=5, delay_ms=60_000))) as loop:
         eventually(running.is_set)
         if how == "failed":
-            eventually(lambda: loop.report.retried == 1)
+            eventually(lambda: loop.loop_metrics.retried == 1)
         else:
             assert client.execute("HGETALL", KEYS.strikes)[0].endswith(b"a")
             loop.stop(deadline_ms=0)
@@ -406,7 +406,7 @@ def suspect_run_before(client: Client, what_became: str, *, deaths: int) -> byte
     if what_became == ALIVE:
         client.execute("SET", held_name("app", "w9"), "token")
     elif what_became != VANISHED:
-        note_end(client, "app", "token-7", ProcessEnd(died=what_became == DIED, cause="was ended by SIGSEGV"))
+        record_end(client, "app", "token-7", ProcessEnd(died=what_became == DIED, cause="was ended by SIGSEGV"))
     return bytes(entry[0])
 
 
@@ -494,15 +494,15 @@ def test_a_suspect_of_a_batch_handler_that_is_taken_over_while_it_waits_to_be_al
     clock = LeapClock()
     with working(client, make(handle, batch_wait_ms=0), clock=clock) as loop:
         eventually(running.is_set)
-        eventually(lambda: loop.report.adopted == 1)
-        eventually(lambda: not loop._hand.gate.is_set(), "its turn")
+        eventually(lambda: loop.loop_metrics.adopted == 1)
+        eventually(lambda: not loop._in_flight.gate.is_set(), "its turn")
         client.execute("XCLAIM", "in", KEYS.group, "thief", 0, entries(client)[0][0])
         clock.leap(QUICK.claim_ms / 2)  # it renews its claims
-        eventually(lambda: loop.report.refused == 1)  # it has noticed
+        eventually(lambda: loop.loop_metrics.refused == 1)  # it has noticed
         release.set()
-        eventually(lambda: loop.report.committed == 1)
+        eventually(lambda: loop.loop_metrics.committed == 1)
         fill(client, 1, first=2)
-        eventually(lambda: loop.report.committed == 2)
+        eventually(lambda: loop.loop_metrics.committed == 2)
     assert ran == ["1", "2"]
 
 
@@ -517,8 +517,8 @@ def test_what_waits_for_a_retry_is_handed_back_with_what_is_left_of_its_wait(cli
     policy = replace(QUICK, claim_ms=600_000)
     retry = Retry(attempts=3, delay_ms=480_000, max_delay_ms=480_000, jitter=0)
     with working(client, make(fail, retry=retry), policy=policy) as loop:
-        eventually(lambda: loop.report.retried == 2)
-    assert loop.report.handed_back == 2
+        eventually(lambda: loop.loop_metrics.retried == 2)
+    assert loop.loop_metrics.handed_back == 2
     for _, _, idle_ms, _ in entries(client):
         assert 110_000 < idle_ms < 590_000  # claimable after 600,000
 
@@ -531,5 +531,5 @@ def test_what_was_trimmed_while_it_was_pending_is_counted(client: Client) -> Non
     client.execute("XTRIM", "in", "MAXLEN", "1")
     recorder = Recorder()
     with working(client, make(double), metrics=recorder) as loop:
-        eventually(lambda: loop.report.committed == 1 and loop.report.trimmed == 2)
+        eventually(lambda: loop.loop_metrics.committed == 1 and loop.loop_metrics.trimmed == 2)
     assert (pending(client), recorder.value(m.TRIMMED, handler="app.handle")) == (0, 2)

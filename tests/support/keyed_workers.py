@@ -8,10 +8,10 @@ from millstream.delivery.key_queues import check_invariants
 from millstream.redis_client.client import Client
 from millstream.testing.history import Event, Report, check
 from tests.support.waiting import eventually
-from tests.support.worker_processes import Books
+from tests.support.worker_processes import Expectations
 
 
-class KeyedBooks(Books):
+class KeyedExpectations(Expectations):
     """Expectations of the app `keyed`, or of another app whose handler counts the messages of each key."""
 
     def __init__(self, client: Client, folder: Path, *, app: str = "keyed") -> None:
@@ -42,17 +42,19 @@ class KeyedBooks(Books):
 
         `overlap`: no two runs of one key may have overlapped.
         """
-        eventually(self.drained, "the drain", log=lambda: self._standing() + log())
+        eventually(self.drained, "the drain", log=lambda: self._progress() + log())
         enqueued = [Event(kind="enqueued", stream="in", id=one, key=self.key_of[one]) for one in self.enqueued]
         outputs = self.outputs()
         effects = [
             Event(kind="committed", stream="in", id=row["id"], key=row["key"].encode(), handler="work", position=at)
             for at, row in enumerate(outputs)
         ]
-        effects += [Event(kind="dead", stream="in", id=one.id, key=one.key, handler="work") for one in self.letters()]
+        effects += [
+            Event(kind="dead", stream="in", id=one.id, key=one.key, handler="work") for one in self.dead_letters()
+        ]
         report = check([*enqueued, *self.runs(), *effects], handlers={"in": ["work"]}, overlap=overlap)
         report.raise_if_bad()
-        assert {letter.id: letter.reason for letter in self.letters()} == (dead or {})
+        assert {letter.id: letter.reason for letter in self.dead_letters()} == (dead or {})
         counts: dict[str, int] = defaultdict(int)
         for row in outputs:
             counts[row["key"]] += 1

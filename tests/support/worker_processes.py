@@ -26,7 +26,7 @@ from tests.support.waiting import FAIL_SAFE_S, eventually
 
 _PUBLISHED_AT_ONCE = 500
 
-Tell = Callable[..., None]
+PrintFigures = Callable[..., None]
 
 
 CLAIM_S = 2.0
@@ -43,7 +43,7 @@ class Fleet:
     def __init__(
         self, url: str, folder: Path, *options: str, app: str = "app", processes: int = 2, claim_s: float = 600.0
     ) -> None:
-        self.lines: list[dict[str, Any]] = []
+        self.reports: list[dict[str, Any]] = []
         self._log = folder / f"log.{time.monotonic_ns()}"
         self._folder = folder
         self._command = [sys.executable, "-m", "millstream.cli.main", "worker", f"{APPS}/worker_app.py:{app}"]
@@ -63,15 +63,15 @@ class Fleet:
                 env={**os.environ, "MILLSTREAM_TEST_FOLDER": str(self._folder)},
             )
         self._started.append(psutil.Process(self._process.pid))
-        threading.Thread(target=self._listen, args=(self._process,), daemon=True).start()
+        threading.Thread(target=self._read_reports, args=(self._process,), daemon=True).start()
         return self
 
-    def _listen(self, process: subprocess.Popen[bytes]) -> None:
+    def _read_reports(self, process: subprocess.Popen[bytes]) -> None:
         assert process.stdout is not None
         with process.stdout as out:
             for line in out:
                 if line.endswith(b"}\n"):  # a killed supervisor leaves half a line
-                    self.lines.append(json.loads(line))
+                    self.reports.append(json.loads(line))
 
     def __enter__(self) -> Self:
         return self.start()
@@ -103,13 +103,13 @@ class Fleet:
         """Wait until every worker has reported figures."""
 
         def have_reported() -> bool:
-            reported = {line["worker"] for line in list(self.lines) if line["event"] == "figures"}
+            reported = {line["worker"] for line in list(self.reports) if line["event"] == "figures"}
             return len(reported) >= self._processes
 
         eventually(have_reported, "all workers to start", log=self.log)
         return self
 
-    def victim(self, books: "Books") -> psutil.Process:
+    def victim(self, books: "Expectations") -> psutil.Process:
         """Return a worker process that has run messages; publishes some more if needed."""
 
         def have_run() -> list[psutil.Process]:
@@ -128,7 +128,7 @@ class Fleet:
         """Return the counts that the workers have reported, summed over all processes there were."""
         total: Counter[str] = Counter()
         last: dict[str, Counter[str]] = {}
-        for line in list(self.lines):
+        for line in list(self.reports):
             if line["event"] == "figures":
                 now = Counter(line["handlers"]["work"])
                 known = last.get(line["worker"], Counter())
@@ -164,7 +164,7 @@ def _lives(process: psutil.Process) -> bool:
     return False
 
 
-def wake_up(stopped: list[psutil.Process]) -> None:
+def resume_all(stopped: list[psutil.Process]) -> None:
     """Resume stopped processes; their supervisor may have killed some."""
     for process in stopped:
         with suppress(psutil.NoSuchProcess):
@@ -172,7 +172,7 @@ def wake_up(stopped: list[psutil.Process]) -> None:
     stopped.clear()
 
 
-class Books:
+class Expectations:
     """Expectations of one app: the messages published to its handler `work`, and the effects they must have."""
 
     def __init__(self, client: Client, folder: Path, *, app: str = "steady") -> None:
@@ -227,11 +227,11 @@ class Books:
             after = "(" + entries[-1][0].decode()
         return found
 
-    def letters(self) -> list[DeadLetter]:
+    def dead_letters(self) -> list[DeadLetter]:
         """Return the dead letters."""
         return [DeadLetter.parse(*entry) for entry in self._ask("XRANGE", self.keys.dead, "-", "+")]
 
-    def done(self) -> int:
+    def effect_count(self) -> int:
         """Return the number of effects."""
         return int(self._ask("XLEN", "out")) + int(self._ask("XLEN", self.keys.dead))
 
@@ -239,7 +239,7 @@ class Books:
         """Return the number of pending messages."""
         return int(self._ask("XPENDING", "in", self.keys.group)[0])
 
-    def in_hand(self) -> bool:
+    def in_flight(self) -> bool:
         """Return whether messages are pending; publishes some more once all are processed."""
         if self.drained():
             self.publish_more()
@@ -247,9 +247,9 @@ class Books:
 
     def drained(self) -> bool:
         """Return whether nothing is pending and nothing is left to read."""
-        return self.all_given() and not self.pending()
+        return self.all_read() and not self.pending()
 
-    def all_given(self) -> bool:
+    def all_read(self) -> bool:
         """Return whether nothing is left to read."""
         try:
             groups = self._ask("XINFO", "GROUPS", "in")
@@ -270,33 +270,33 @@ class Books:
 
         `dead`: the messages that must end as dead letters, and the reason; no other may.
         """
-        eventually(self.drained, "the drain", log=lambda: self._standing() + log())
+        eventually(self.drained, "the drain", log=lambda: self._progress() + log())
         enqueued = [Event(kind="enqueued", stream="in", id=one) for one in self.enqueued if one not in set(gone)]
         effects = [
             Event(kind="committed", stream="in", id=row["id"], handler="work", position=at)
             for at, row in enumerate(self.outputs())
             if row["id"] not in set(gone)
         ]
-        effects += [Event(kind="dead", stream="in", id=one.id, handler="work") for one in self.letters()]
+        effects += [Event(kind="dead", stream="in", id=one.id, handler="work") for one in self.dead_letters()]
         runs = [event for event in self.runs() if event.id not in set(gone)]
         report = check([*enqueued, *runs, *effects], handlers={"in": ["work"]})
         report.raise_if_bad()
-        assert {letter.id: letter.reason for letter in self.letters()} == (dead or {})
+        assert {letter.id: letter.reason for letter in self.dead_letters()} == (dead or {})
         assert {event.id for event in effects if event.kind == "committed"} <= {event.id for event in runs}
         assert not self._ask("EXISTS", self.keys.strikes), self._ask("HGETALL", self.keys.strikes)
         return report
 
-    def _standing(self) -> str:
-        return f"{self.done()} of {len(self.enqueued)} done, {self.pending()} pending\n"
+    def _progress(self) -> str:
+        return f"{self.effect_count()} of {len(self.enqueued)} done, {self.pending()} pending\n"
 
     def _ask(self, *command: str | int) -> Any:
         return self.client.patiently(lambda: self.client.execute(*command), what="test", limit_ms=1000 * FAIL_SAFE_S)
 
 
-class Standstill:
+class StandstillWatch:
     """Watches the arrival of effects; `longest_s` is the longest time without one while some were due."""
 
-    def __init__(self, books: Books) -> None:
+    def __init__(self, books: Expectations) -> None:
         self._books = books
         self._over = threading.Event()
         self._client = Client(books.client.url)
@@ -322,9 +322,9 @@ class Standstill:
 
 
 @contextmanager
-def watched(books: Books) -> Iterator[Standstill]:
+def watched(books: Expectations) -> Iterator[StandstillWatch]:
     """Watch for standstills during the block."""
-    watch = Standstill(books)
+    watch = StandstillWatch(books)
     thread = threading.Thread(target=watch.watch)
     thread.start()
     try:

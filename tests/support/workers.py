@@ -29,10 +29,10 @@ Tests of the end of a claim or of a stop set their own durations.
 LONG_AGO_MS = 3_600_000
 """Longer than any claim of a test lasts, in milliseconds."""
 READ_WITHIN_MS = 600_000
-"""The read limit of the health that `look_again` takes, in milliseconds."""
+"""The read limit of the health that `wait_for_reads` takes, in milliseconds."""
 
 
-class RememberingLoop(ReadingLoop):
+class RecordingLoop(ReadingLoop):
     """A reading loop that records how it ended."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -52,9 +52,9 @@ class RememberingLoop(ReadingLoop):
 
 
 @contextmanager
-def working(client: Client, handler: Handler, name: str = "w1", **options: Any) -> Iterator[RememberingLoop]:
+def working(client: Client, handler: Handler, name: str = "w1", **options: Any) -> Iterator[RecordingLoop]:
     """Run a loop during the block; raises the error that ended it, if any."""
-    loop = RememberingLoop(handler, client.url, consumer=name, **{"policy": QUICK, **options})
+    loop = RecordingLoop(handler, client.url, consumer=name, **{"policy": QUICK, **options})
     thread = threading.Thread(target=loop.work, daemon=True)
     thread.start()
     try:
@@ -76,7 +76,7 @@ def ending(
     *,
     match: str | None = None,
     **options: Any,
-) -> Iterator[RememberingLoop]:
+) -> Iterator[RecordingLoop]:
     """Run a loop that must end by itself with this error, at the end of the block at the latest."""
     with pytest.raises(error, match=match), working(client, handler, name, **options) as loop:  # noqa: PT012 - no other line raises these
         yield loop
@@ -118,20 +118,20 @@ def deliver_to(client: Client, consumer: str, *, times: int) -> None:
         )  # fmt: skip
 
 
-def pause(client: Client, *loops: RememberingLoop) -> None:
+def pause(client: Client, *loops: RecordingLoop) -> None:
     """Pause the handler on the stream `in`; wait until the loops have noticed and their current reads have ended."""
     CommitStore(client, app="app", handler="handle").pause(["in"], paused=True)
     for loop in loops:
-        eventually(lambda: all(one.paused for one in loop._side.streams.values()), "the pause")  # noqa: B023 - at once
-        eventually(lambda: not loop.report._reading, "the end of its reads")  # noqa: B023 - at once
+        eventually(lambda: all(one.paused for one in loop._ordering.streams.values()), "the pause")  # noqa: B023 - at once
+        eventually(lambda: not loop.loop_metrics._is_poll_wanted, "the end of its reads")  # noqa: B023 - at once
 
 
-def goes_on(client: Client) -> None:
+def resume(client: Client) -> None:
     """Resume the handler on the stream `in`."""
     CommitStore(client, app="app", handler="handle").pause(["in"], paused=False)
 
 
-def look_again(health: Health, clock: LeapClock, times: int = 3) -> None:
+def wait_for_reads(health: Health, clock: LeapClock, times: int = 3) -> None:
     """Wait until all loops that report to `health` have read from Redis, `times` times each."""
     for _ in range(times):
         clock.leap(READ_WITHIN_MS + 1_000)

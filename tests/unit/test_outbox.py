@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import pytest
 
 from millstream.handlers.attempt import Outcome, RetryLater
-from millstream.worker.completion_queue import CompletionQueue, Ran
+from millstream.worker.completion_queue import CompletionQueue, FinishedRun
 from tests.support.waiting import FAIL_SAFE_S
 
 pytestmark = [pytest.mark.worker]
@@ -16,12 +16,12 @@ pytestmark = [pytest.mark.worker]
 FOR_EVER_S = 3_600.0
 
 
-def ran(number: int, producer: int = 0) -> Ran:
+def ran(number: int, producer: int = 0) -> FinishedRun:
     outcome: Outcome = RetryLater(number, str(producer))
     return (), outcome
 
 
-def numbers(found: list[Ran]) -> list[float]:
+def numbers(found: list[FinishedRun]) -> list[float]:
     return [outcome.delay_ms for _, outcome in found if isinstance(outcome, RetryLater)]
 
 
@@ -89,7 +89,7 @@ def test_the_end_is_told_with_the_last_that_was_put_in() -> None:
     outbox = CompletionQueue(2, linger_s=FOR_EVER_S)
     for number in range(3):
         outbox.put(ran(number), urgent=False)
-    outbox.end()
+    outbox.close()
     first, second = outbox.collect(None), outbox.collect(None)
     assert [(numbers(some), ended) for some, ended in (first, second)] == [([0, 1], False), ([2], True)]
 

@@ -40,9 +40,9 @@ class HandlerSteps:
         self._label = handler.label.encode()
         self._tracing = tracing()
 
-    def line_of(self, stream: str, entry_id: bytes, pairs: Sequence[bytes]) -> bytes:
+    def queue_of(self, stream: str, entry_id: bytes, pairs: Sequence[bytes]) -> bytes:
         """Return the key queue of an entry, for a handler with a key; b"" if it was redriven for another handler."""
-        own_pairs = self._open(pairs)
+        own_pairs = self._own_pairs(pairs)
         if own_pairs is None:
             return b""
         try:
@@ -55,10 +55,10 @@ class HandlerSteps:
         """Make a message of an entry; None if it was redriven for another handler of the stream."""
         pairs: Sequence[bytes] | None = delivery.pairs
         if delivery.pairs[0] == REDRIVE_FIELD:
-            pairs = self._open(delivery.pairs)
+            pairs = self._own_pairs(delivery.pairs)
         return None if pairs is None else _message(delivery, pairs)
 
-    def _open(self, pairs: Sequence[bytes]) -> Sequence[bytes] | None:
+    def _own_pairs(self, pairs: Sequence[bytes]) -> Sequence[bytes] | None:
         if pairs[0] != REDRIVE_FIELD:
             return pairs
         return pairs[2:] if pairs[1] == self._label else None
@@ -109,13 +109,13 @@ class HandlerSteps:
         effects.add_outputs(done.outputs)
         return effects
 
-    def commit_turn(self, lease: KeyLease, outcomes: Sequence[tuple[Delivery, Done | DeadLettered]]) -> Effects:
+    def commit_key(self, lease: KeyLease, outcomes: Sequence[tuple[Delivery, Done | DeadLettered]]) -> Effects:
         """Return the effects of messages of one key, run one after another, to be committed under the key's lease."""
         effects = lease.stream.unit_of(lease, [delivery for delivery, _ in outcomes])
         state = lease.committed_state
         for delivery, outcome in outcomes:
             if isinstance(outcome, DeadLettered):
-                effects.add_dead(self.letter(delivery, outcome).items())
+                effects.add_dead(self.dead_letter_of(delivery, outcome).items())
             else:
                 state = outcome.state
                 if outcome.outputs:
@@ -127,10 +127,10 @@ class HandlerSteps:
     def dead_letter(self, delivery: Delivery, dead: DeadLettered) -> Effects:
         """Return the effects of a message that cannot be processed: its dead letter."""
         effects = delivery.stream.unit(delivery)
-        effects.add_dead(self.letter(delivery, dead).items())
+        effects.add_dead(self.dead_letter_of(delivery, dead).items())
         return effects
 
-    def letter(self, delivery: Delivery, dead: DeadLettered) -> DeadLetter:
+    def dead_letter_of(self, delivery: Delivery, dead: DeadLettered) -> DeadLetter:
         """Return the dead letter of an entry."""
         pairs = delivery.pairs[2:] if delivery.pairs[0] == REDRIVE_FIELD else delivery.pairs
         return letter(self.handler, _message(delivery, pairs), dead)

@@ -17,7 +17,7 @@ from millstream.redis_client.key_names import ended_name, held_name
 _KEPT_S = 30 * 24 * 3600
 _SLOW_MS = 1_000.0
 
-HELD_MS = 15_000
+NAME_LEASE_MS = 15_000
 """How long a supervisor holds a name after its last renewal, in milliseconds."""
 
 
@@ -28,13 +28,13 @@ class ProcessEnd(msgspec.Struct, frozen=True, kw_only=True):
     cause: str
 
 
-NO_END = ProcessEnd(died=False, cause="lives")
+ALIVE = ProcessEnd(died=False, cause="lives")
 """The end of a process that is alive."""
 
 _VANISHED = ProcessEnd(died=True, cause="vanished together with its supervisor")
 
 
-def note_end(client: Client, app: str, incarnation: str, end: ProcessEnd) -> None:
+def record_end(client: Client, app: str, incarnation: str, end: ProcessEnd) -> None:
     """Record how a process has ended, for 30 days. Raises RedisError."""
     client.execute("SET", ended_name(app, incarnation), msgspec.json.encode(end), "EX", _KEPT_S)
 
@@ -50,7 +50,7 @@ class Incarnation:
         self._client = client
         self._clock = clock
         self._app = app
-        self._missed_since_ms: dict[str, float] = {}
+        self._missing_since_ms: dict[str, float] = {}
         self.mark = f"{name or secrets.token_hex(8)} {consumer}"
         """The text that it writes beside a message that it runs in isolation."""
 
@@ -62,7 +62,7 @@ class Incarnation:
         RedisError.
         """
         if mark == self.mark:
-            return NO_END
+            return ALIVE
         name, _, consumer = mark.partition(" ")
         began_ms = self._clock.monotonic_ms()
         try:
@@ -70,14 +70,14 @@ class Incarnation:
             holder = self._client.execute("GET", held_name(self._app, consumer))
             ended = self._client.execute("GET", ended_name(self._app, name))
         except RedisError:
-            self._missed_since_ms.clear()
+            self._missing_since_ms.clear()
             raise
         now_ms = self._clock.monotonic_ms()
         if ended is not None:
             return msgspec.json.decode(ended, type=ProcessEnd)
         if holder is not None and holder.decode() == name.rpartition("-")[0]:
-            return NO_END
+            return ALIVE
         if now_ms - began_ms > _SLOW_MS:  # Redis hung, and names may have expired meanwhile
-            self._missed_since_ms.clear()
-        since_ms = self._missed_since_ms.setdefault(mark, now_ms)
-        return _VANISHED if now_ms - since_ms > HELD_MS else None
+            self._missing_since_ms.clear()
+        since_ms = self._missing_since_ms.setdefault(mark, now_ms)
+        return _VANISHED if now_ms - since_ms > NAME_LEASE_MS else None

@@ -34,8 +34,8 @@ class LoopMetrics:
     def __init__(self, handler: str, *, time_limit_ms: float, metrics: Metrics = NOBODY, health: Health | None = None):
         self.read = self.adopted = self.committed = self.dead = 0
         self.retried = self.refused = self.handed_back = self.trimmed = self.parked = 0
-        self._reading = self._at_budget = False
-        self._word_due_s = self._filled = 0.0
+        self._is_poll_wanted = self._at_budget = False
+        self._warn_due_s = self._look_ahead_used = 0.0
         self._handler = handler
         self.metrics = self._metrics = metrics
         self._progress: Progress | None = health.progress(handler, run_within_ms=time_limit_ms) if health else None
@@ -45,71 +45,71 @@ class LoopMetrics:
         begin_at_zero(metrics, m.DELAYED_MOVED, m.RECONNECTS)
         begin_at_zero(metrics, m.REDIS_ERRORS, error=Unavailable.__name__)
 
-    def figures(self) -> dict[str, int]:
+    def counts(self) -> dict[str, int]:
         """Return all counts by name."""
         names = ("read", "adopted", "committed", "dead", "retried", "refused", "handed_back", "trimmed", "parked")
         return {name: getattr(self, name) for name in names}
 
-    def polling(self) -> None:
+    def on_poll_wanted(self) -> None:
         """Note that a read is wanted: from now on only the answer to a read shows that the loop is healthy."""
-        self._reading = True
+        self._is_poll_wanted = True
 
-    def resting(self) -> None:
+    def on_idle(self) -> None:
         """Note that nothing is to be read for now."""
-        self._reading = False
+        self._is_poll_wanted = False
 
-    def answered(self) -> None:
+    def on_reply(self) -> None:
         """Note a reply to another command. While nothing is to be read, it shows that the loop is healthy."""
-        if not self._reading:
-            self._live()
+        if not self._is_poll_wanted:
+            self._report_alive()
 
-    def polled(self, found: int) -> None:
+    def on_polled(self, found: int) -> None:
         """Note a reply to a read, with so many entries."""
-        self._reading = False
+        self._is_poll_wanted = False
         self.read += found
-        self._live()
+        self._report_alive()
         if found:
             self._metrics.count(m.READ, found, handler=self._handler)
 
-    def _live(self) -> None:
+    def _report_alive(self) -> None:
         if self._progress is not None:
             self._progress.read()
             self._metrics.set(m.LAST_POLL, time.time(), handler=self._handler)
 
-    def began(self) -> None:
+    def on_run_started(self) -> None:
         """Note that a run of the handler started."""
         if self._progress is not None:
             self._progress.started()
 
-    def ended(self, count: int) -> None:
+    def on_runs_settled(self, count: int) -> None:
         """Note that so many runs are committed, retried or dead-lettered."""
         if self._progress is not None:
             self._progress.ended(count)
 
-    def adopted_some(self, count: int) -> None:
+    def count_claimed(self, count: int) -> None:
         """Count entries claimed from other workers, or recovered after a restart of this one."""
         self.adopted += count
         if count:
             self._metrics.count(m.ADOPTED, count, handler=self._handler)
 
-    def ran(self, took_ms: Sequence[float]) -> None:
+    def observe_run_times(self, took_ms: Sequence[float]) -> None:
         """Observe how long the handler ran, on each of some messages."""
         if self._metrics is not NOBODY:
             self._metrics.observe_all(m.HANDLER_SECONDS, [ms / 1000 for ms in took_ms], handler=self._handler)
 
-    def retried_some(self, count: int) -> None:
+    def count_retried(self, count: int) -> None:
         """Count failed runs that will be repeated."""
         self.retried += count
         if count:
             self._metrics.count(m.RETRIED, count, handler=self._handler)
 
-    def parked_some(self, count: int) -> None:
+    def count_parked(self, count: int) -> None:
         """Count keys parked until an operator acts, as a message of theirs failed for the last time."""
         self.parked += count
         if count:
             self._metrics.count(m.PARKED, count, handler=self._handler)
 
-    def committed_some(self, deliveries: Sequence[Delivery], dead: Sequence[str], took_s: float) -> None:
+    def count_committed(self, deliveries: Sequence[Delivery], dead: Sequence[str], took_s: float) -> None:
         """Count committed messages; `dead`: the reasons of those among them that were dead-lettered."""
         self.committed += len(deliveries)
         self.dead += len(dead)
@@ -123,30 +123,30 @@ class LoopMetrics:
         ages = [max(0.0, now - int(one.id.partition(b"-")[0]) / 1000) for one in deliveries]
         self._metrics.observe_all(m.AGE_SECONDS, ages, handler=self._handler)
 
-    def refused_some(self, count: int) -> None:
+    def count_refused(self, count: int) -> None:
         """Count refused commits."""
         self.refused += count
         self._metrics.count(m.REFUSED, count, handler=self._handler)
 
-    def handed_back_some(self, count: int) -> None:
+    def count_released(self, count: int) -> None:
         """Count messages released when the loop stopped."""
         self.handed_back += count
         if count:
             self._metrics.count(m.HANDED_BACK, count, handler=self._handler)
 
-    def stands(self, *, in_flight: int, buffered: int) -> None:
+    def set_in_flight(self, *, in_flight: int, buffered: int) -> None:
         """Set how many messages are in flight and buffered."""
         self._metrics.set(m.IN_FLIGHT, in_flight, handler=self._handler)
         self._metrics.set(m.BUFFERED, buffered, handler=self._handler)
 
-    def holds(self, size: int, budget: int, *, at_budget: bool) -> None:
+    def set_bytes_in_flight(self, size: int, budget: int, *, at_budget: bool) -> None:
         """Set the bytes in flight; `at_budget`: whether the budget allows no further fetch."""
-        if self.is_heard:
+        if self.has_backend:
             self._metrics.set(m.IN_HAND_BYTES, size, handler=self._handler)
         if at_budget and not self._at_budget:
             self._metrics.count(m.BUDGET_REACHED, handler=self._handler)
-            if time.monotonic() >= self._word_due_s:
-                self._word_due_s = time.monotonic() + _WARN_EVERY_S
+            if time.monotonic() >= self._warn_due_s:
+                self._warn_due_s = time.monotonic() + _WARN_EVERY_S
                 logger.warning(
                     "prefetch of %s is full: %.1f MB of messages in flight, of at most %.1f; fetching resumes as they "
                     "finish. If the handler could run more at once, and memory allows, raise --prefetch-mb "
@@ -154,18 +154,18 @@ class LoopMetrics:
                 )  # fmt: skip
         self._at_budget = at_budget
 
-    def lines_filled(self, share: float) -> None:
+    def set_look_ahead_used(self, share: float) -> None:
         """Set the used share of `look_ahead`, on the stream where it is highest; 0 below a threshold."""
-        if share != self._filled:
-            self._filled = share
+        if share != self._look_ahead_used:
+            self._look_ahead_used = share
             self._metrics.set(m.LOOK_AHEAD_USED, share, handler=self._handler)
 
     @property
-    def is_heard(self) -> bool:
+    def has_backend(self) -> bool:
         """True if a metrics backend is configured."""
         return self._metrics is not NOBODY
 
-    def waiting(self, backlogs: Sequence[StreamBacklog]) -> None:
+    def set_backlog(self, backlogs: Sequence[StreamBacklog]) -> None:
         """Set the lag, dead letters and oldest pending age, from the backlog of each stream."""
         lags = [math.nan if one.lag is None else one.lag for one in backlogs]
         self._metrics.set(m.LAG, sum(lags), handler=self._handler)
@@ -174,24 +174,24 @@ class LoopMetrics:
         age_s = 0.0 if oldest is None else max(0.0, time.time() - oldest / 1000)
         self._metrics.set(m.OLDEST_PENDING, age_s, handler=self._handler)
 
-    def paused(self, paused: bool) -> None:
+    def set_paused(self, paused: bool) -> None:
         """Set whether all streams of the loop are paused."""
         self._metrics.set(m.PAUSED, float(paused), handler=self._handler)
 
-    def trimmed_some(self, count: int) -> None:
+    def count_trimmed(self, count: int) -> None:
         """Count entries that were removed from their stream while they were pending."""
         self.trimmed += count
         self._metrics.count(m.TRIMMED, count, handler=self._handler)
 
-    def moved(self, count: int) -> None:
+    def count_delayed_moved(self, count: int) -> None:
         """Count delayed messages that came due and were moved to their streams."""
         if count:
             self._metrics.count(m.DELAYED_MOVED, count)
 
-    def redis_failed(self, error: Exception) -> None:
+    def count_redis_error(self, error: Exception) -> None:
         """Count an error of Redis: unavailable, or a refused command."""
         self._metrics.count(m.REDIS_ERRORS, error=type(error).__name__)
 
-    def redis_is_back(self) -> None:
+    def count_reconnect(self) -> None:
         """Count a recovery after Redis was unavailable."""
         self._metrics.count(m.RECONNECTS)

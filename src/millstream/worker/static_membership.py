@@ -6,7 +6,7 @@ from millstream.clock import SYSTEM_CLOCK, Clock
 from millstream.errors import ConfigError, StaleOwner
 from millstream.redis_client.client import Client, Script
 from millstream.redis_client.key_names import check_identifier, held_name, host_name
-from millstream.worker.incarnations import HELD_MS, ProcessEnd, note_end
+from millstream.worker.incarnations import NAME_LEASE_MS, ProcessEnd, record_end
 
 HOLD_NAME = Script("shared/hold_name")
 
@@ -27,9 +27,9 @@ class StaticMembership:
         self.token = secrets.token_hex(8)
         """The token under which the names are held."""
         self._clock = clock
-        self.held: list[str] = []
+        self.names: list[str] = []
 
-    def take(self, count: int) -> list[str]:
+    def acquire(self, count: int) -> list[str]:
         """Acquire `count` names. With a given base they are `base-0` to `base-<count - 1>`, and must be free.
 
         May be repeated. Raises ConfigError if another supervisor holds one of them.
@@ -37,45 +37,45 @@ class StaticMembership:
         if self._base is None:
             host = host_name(80) or "worker"
             numbers = iter(range(_MOST_NAMES))
-            while len(self.held) < count:
-                self._try(f"{host}-{next(numbers)}")
+            while len(self.names) < count:
+                self._try_acquire(f"{host}-{next(numbers)}")
         else:
             for number in range(count):
-                self._insist(f"{self._base}-{number}")
-        return self.held
+                self._await_name(f"{self._base}-{number}")
+        return self.names
 
     def renew(self) -> None:
         """Renew the names; call it every few seconds. Raises StaleOwner if another supervisor holds one."""
-        for name in self.held:
-            if not self._set(name, HELD_MS):
+        for name in self.names:
+            if not self._hold_for(name, NAME_LEASE_MS):
                 raise StaleOwner(f"worker name {name!r} was taken by another worker; give each its own --name")
 
     def release(self) -> None:
         """Release the names."""
-        for name in self.held:
-            self._set(name, 0)
-        self.held = []
+        for name in self.names:
+            self._hold_for(name, 0)
+        self.names = []
 
-    def note_end(self, incarnation: str, end: ProcessEnd) -> None:
+    def record_end(self, incarnation: str, end: ProcessEnd) -> None:
         """Record in Redis how a process with one of the names has ended."""
-        note_end(self._client, self._app, incarnation, end)
+        record_end(self._client, self._app, incarnation, end)
 
-    def _insist(self, name: str) -> None:
+    def _await_name(self, name: str) -> None:
         # Its last holder may have died a moment ago: then the name expires soon.
-        end_ms = self._clock.monotonic_ms() + HELD_MS + 1_000
-        while not self._try(name):
+        end_ms = self._clock.monotonic_ms() + NAME_LEASE_MS + 1_000
+        while not self._try_acquire(name):
             if self._clock.monotonic_ms() >= end_ms:
                 raise ConfigError(f"a worker called {name!r} is running; give this one another --name")
             self._clock.sleep_ms(500)
 
-    def _try(self, name: str) -> bool:
-        if name in self.held:
+    def _try_acquire(self, name: str) -> bool:
+        if name in self.names:
             return True
-        if self._set(name, HELD_MS):
-            self.held.append(name)
+        if self._hold_for(name, NAME_LEASE_MS):
+            self.names.append(name)
             return True
         return False
 
-    def _set(self, name: str, held_ms: int) -> bool:
+    def _hold_for(self, name: str, held_ms: int) -> bool:
         key = held_name(self._app, name)
         return bool(self._client.script(HOLD_NAME, (key,), (self.token, held_ms)))

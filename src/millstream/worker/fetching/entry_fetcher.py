@@ -29,67 +29,69 @@ class EntryFetcher(Fetcher[ReliableStream]):
     def __init__(self, *args: Any, consumer: str, **options: Any) -> None:
         super().__init__(*args, **options)
         self._consumer = consumer
-        self._turns = ReadScheduler()
-        self._waiting: Consumer | None = None
-        self._about = self._policy.prefetch_bytes
-        self._trip = _MIN_STREAMS
-        self._dry_until_ms = 0.0
+        self._scheduler = ReadScheduler()
+        self._blocking_consumer: Consumer | None = None
+        self._mean_bytes = self._policy.prefetch_bytes
+        self._streams_per_trip = _MIN_STREAMS
+        self._empty_until_ms = 0.0
 
-    def take(self, room: int, stopping: threading.Event) -> None:
+    def fetch(self, room: int, stopping: threading.Event) -> None:
         """See Fetcher."""
-        if (permit := self._ask_all(stopping)) is not None:
-            self._take(permit, room, stopping)
+        if (permit := self._await_permit(stopping)) is not None:
+            self._fetch(permit, room, stopping)
 
-    def _take(self, permit: Permit, room: int, stopping: threading.Event) -> None:
-        affordable = max(1, self._hand.room_bytes // self._about)
-        plan = self._turns.next(permit.streams, min(room, affordable), permit.count)
+    def _fetch(self, permit: Permit, room: int, stopping: threading.Event) -> None:
+        affordable = max(1, self._in_flight.free_bytes // self._mean_bytes)
+        plan = self._scheduler.next_plan(permit.streams, min(room, affordable), permit.count)
         can_wait = plan.may_wait and (len(plan.streams) == 1 or not self._client.is_cluster)
-        if can_wait and self._clock.monotonic_ms() < self._dry_until_ms:
+        if can_wait and self._clock.monotonic_ms() < self._empty_until_ms:
             plan = ReadPlan(
                 plan.streams, min(plan.count, _BLOCKING_COUNT if len(plan.streams) == 1 else 1), may_wait=True
             )
-            found = self._wait_for(plan, min(self._policy.block_ms, permit.until_ms))
+            found = self._read_blocking(plan, min(self._policy.block_ms, permit.until_ms))
             # A blocking read of several streams takes one entry of each, which tells nothing about the backlog of one.
             if len(plan.streams) == 1:
-                self._hand.found(max(found.values(), default=0), plan.count)
+                self._in_flight.on_fetched(max(found.values(), default=0), plan.count)
         else:
-            found = self._read(plan)
-            self._hand.found(max(found.values(), default=0), plan.count)
+            found = self._read_now(plan)
+            self._in_flight.on_fetched(max(found.values(), default=0), plan.count)
             if plan.may_wait and not (found or can_wait):
                 stopping.wait(min(_IDLE_WAIT_MS, permit.until_ms) / 1000)
-        self._turns.found(plan, found)
-        self._report.polled(sum(found.values()))
+        self._scheduler.on_read(plan, found)
+        self._loop_metrics.on_polled(sum(found.values()))
         if plan.may_wait:
-            self._note_dry(plan, found)
+            self._note_empty(plan, found)
 
-    def _note_dry(self, plan: ReadPlan, found: Mapping[str, int]) -> None:
+    def _note_empty(self, plan: ReadPlan, found: Mapping[str, int]) -> None:
         """Note until when a blocking read is safe after a read of all streams, as each of thousands may return one."""
         have_more = sum(count >= plan.count for count in found.values())
-        is_known = have_more < len(plan.streams) and self._hand.room_bytes > 0
-        self._dry_until_ms = self._clock.monotonic_ms() + _FRESH_MS if is_known else 0.0
+        is_known = have_more < len(plan.streams) and self._in_flight.free_bytes > 0
+        self._empty_until_ms = self._clock.monotonic_ms() + _FRESH_MS if is_known else 0.0
 
-    def look_again(self) -> None:
+    def refresh(self) -> None:
         """Nothing to do after streams were joined again: each read asks for new entries in any case."""
 
     # Entries that are there
 
-    def _read(self, plan: ReadPlan) -> dict[str, int]:
+    def _read_now(self, plan: ReadPlan) -> dict[str, int]:
         """Read the entries of these streams, as far as there is room; return the counts of those that had some."""
         found: dict[str, int] = {}
         at = size = 0
-        while at < len(plan.streams) and self._hand.room_bytes > 0:
-            names = plan.streams[at : at + self._trip]
+        while at < len(plan.streams) and self._in_flight.free_bytes > 0:
+            names = plan.streams[at : at + self._streams_per_trip]
             counts, trip_bytes = self._read_some([self._streams[name] for name in names], plan.count)
             found |= counts
             at, size = at + len(names), size + trip_bytes
-            self._trip = min(2 * self._trip, _MAX_STREAMS) if trip_bytes < _SMALL_READ_BYTES else _MIN_STREAMS
+            self._streams_per_trip = (
+                min(2 * self._streams_per_trip, _MAX_STREAMS) if trip_bytes < _SMALL_READ_BYTES else _MIN_STREAMS
+            )
         if found:
-            self._about = max(1, size // sum(found.values()))
+            self._mean_bytes = max(1, size // sum(found.values()))
         return found
 
     def _read_some(self, streams: Sequence[ReliableStream], count: int) -> tuple[dict[str, int], int]:
         """Read these streams in one round trip; return the counts of those that had entries, and the bytes in total."""
-        options = {"count": count, "most_bytes": self._hand.room_bytes // len(streams)}
+        options = {"count": count, "most_bytes": self._in_flight.free_bytes // len(streams)}
         replies = self._client.pipeline([one.to_receive(**options) for one in streams])
         found: dict[str, int] = {}
         failed: list[ReliableStream] = []
@@ -99,29 +101,29 @@ class EntryFetcher(Fetcher[ReliableStream]):
                 failed.append(stream)
             elif reply:
                 found[stream.stream] = len(reply)
-                size += self._put_in_hand(stream, len(reply), stream.received(reply))
+                size += self._add_in_flight(stream, len(reply), stream.received(reply))
         for stream in failed:  # last: the entries of the other replies are in flight, whatever happens here
             if deliveries := stream.receive(**options):
                 found[stream.stream] = len(deliveries)
-                size += self._put_in_hand(stream, len(deliveries), deliveries)
+                size += self._add_in_flight(stream, len(deliveries), deliveries)
         return found, size
 
-    def _put_in_hand(self, stream: ReliableStream, count: int, deliveries: Sequence[Delivery]) -> int:
+    def _add_in_flight(self, stream: ReliableStream, count: int, deliveries: Sequence[Delivery]) -> int:
         """Add entries to flight; return their bytes. `count` includes delivered entries that were committed before."""
-        self._allowance.spend(stream.stream, count)
-        self._hand.take(deliveries, self._clock.monotonic_ms())
+        self._rate_limiter.consume(stream.stream, count)
+        self._in_flight.add(deliveries, self._clock.monotonic_ms())
         return sum([one.size for one in deliveries])
 
     # Entries to come
 
-    def _wait_for(self, plan: ReadPlan, block_ms: float) -> dict[str, int]:
+    def _read_blocking(self, plan: ReadPlan, block_ms: float) -> dict[str, int]:
         """Block until one of these streams has entries; read them, and return the counts of those that had some."""
-        if self._waiting is None or self._waiting.streams != plan.streams:
+        if self._blocking_consumer is None or self._blocking_consumer.streams != plan.streams:
             group = self._streams[plan.streams[0]].group
-            self._waiting = Consumer(self._client, group=group, name=self._consumer, streams=plan.streams)
+            self._blocking_consumer = Consumer(self._client, group=group, name=self._consumer, streams=plan.streams)
         found: dict[str, int] = {}
-        for batch in self._waiting.read_new(count=plan.count, block_ms=math.ceil(block_ms)):
+        for batch in self._blocking_consumer.read_new(count=plan.count, block_ms=math.ceil(block_ms)):
             stream = self._streams[batch.stream]
             found[batch.stream] = len(batch)
-            self._put_in_hand(stream, len(batch), stream.delivered([batch]))
+            self._add_in_flight(stream, len(batch), stream.delivered([batch]))
         return found

@@ -28,27 +28,27 @@ class Fetcher(ABC, Generic[S_co]):
         streams: Mapping[str, S_co], rate_limiter: RateLimiter,
     ) -> None:  # fmt: skip
         self._client = client
-        self._hand = in_flight
-        self._report = loop_metrics
+        self._in_flight = in_flight
+        self._loop_metrics = loop_metrics
         self._clock = clock
         self._policy = policy
         self._streams = streams
-        self._allowance = rate_limiter
+        self._rate_limiter = rate_limiter
 
     @abstractmethod
-    def take(self, room: int, stopping: threading.Event) -> None:
+    def fetch(self, room: int, stopping: threading.Event) -> None:
         """Fetch up to `room` entries or keys, or wait for a while. Raises RedisError."""
 
     @abstractmethod
-    def look_again(self) -> None:
+    def refresh(self) -> None:
         """Poll all streams afresh: streams were joined again, or a reply was lost."""
 
-    def _ask_all(self, stopping: threading.Event) -> Permit | None:
+    def _await_permit(self, stopping: threading.Event) -> Permit | None:
         """Return a permit for at least one of the streams; None, after a while, if no stream may be read."""
-        self._report.polling()
-        permit = self._allowance.ask([one for one in list(self._streams.values()) if one.readable])
+        self._loop_metrics.on_poll_wanted()
+        permit = self._rate_limiter.acquire([one for one in list(self._streams.values()) if one.readable])
         if permit.streams:
             return permit
-        self._report.resting()
+        self._loop_metrics.on_idle()
         stopping.wait(min(self._policy.sweep_ms, permit.until_ms) / 1000)
         return None

@@ -34,15 +34,15 @@ class OwnedKeyRouter(KeyRouter):
 
     def __init__(self, client: Client, *args: Any, ready_streams: WakeUp, **options: Any) -> None:
         super().__init__(client, *args, **options)
-        self._watch = KeyTracker(client)
-        self._woken = ready_streams
+        self._tracker = KeyTracker(client)
+        self._ready_streams = ready_streams
         self._added: SimpleQueue[str] = SimpleQueue()
         self._to_route: dict[str, None] = {}
-        self._held_back = DelayQueue()
-        self._sweep = RoundRobin()
-        self._check_due_ms = self._listen_due_ms = 0.0
-        self._told: set[str] = set()
-        self._new = self._vain = self._vain_rounds = 0
+        self._delayed = DelayQueue()
+        self._round_robin = RoundRobin()
+        self._check_due_ms = self._collect_due_ms = 0.0
+        self._invalidated: set[str] = set()
+        self._true_count = self._false_count = self._false_rounds = 0
         self._has_warned = False
 
     def add(self, stream: KeyedStream) -> None:
@@ -52,83 +52,83 @@ class OwnedKeyRouter(KeyRouter):
 
     def run(self, stopping: threading.Event) -> None:
         """See KeyRouter."""
-        while not (stopping.is_set() or self._watch.refused):
+        while not (stopping.is_set() or self._tracker.refused):
             try:
-                self._listen(stopping)
-                self._route_some()
+                self._collect(stopping)
+                self._route_batch()
                 self._failures = 0
             except Unavailable as error:
-                self._tell_away(error)
+                self._log_unavailable(error)
                 stopping.wait(self._policy.sweep_ms / 1000)
-        self._watch.close()
+        self._tracker.close()
         super().run(stopping)
 
-    def _listen(self, stopping: threading.Event) -> None:
+    def _collect(self, stopping: threading.Event) -> None:
         """Wait a little for invalidations; note the streams to route."""
         now_ms = self._clock.monotonic_ms()
         is_check_due = now_ms >= self._check_due_ms
-        if now_ms < self._listen_due_ms:
+        if now_ms < self._collect_due_ms:
             if not self._to_route:
-                stopping.wait(min(_LISTEN_MS, self._listen_due_ms - now_ms) / 1000)
-        elif self._to_route or is_check_due or self._watch.wait(_LISTEN_MS):
-            self._hear()
+                stopping.wait(min(_LISTEN_MS, self._collect_due_ms - now_ms) / 1000)
+        elif self._to_route or is_check_due or self._tracker.wait(_LISTEN_MS):
+            self._on_invalidated()
         now_ms = self._clock.monotonic_ms()
         if is_check_due:
             self._check_due_ms = now_ms + _CHECK_MS
             # Invalidations may be lost: each stream is checked once in a while.
-            self._to_route |= dict.fromkeys(self._sweep.next(self.streams))
-        self._to_route |= dict.fromkeys(self._held_back.take(now_ms, len(self.streams)))
+            self._to_route |= dict.fromkeys(self._round_robin.next_names(self.streams))
+        self._to_route |= dict.fromkeys(self._delayed.pop_due(now_ms, len(self.streams)))
         with contextlib.suppress(Empty):
             while True:
                 self._to_route[self._added.get_nowait()] = None
 
-    def _hear(self) -> None:
+    def _on_invalidated(self) -> None:
         """Note the invalidated streams. While most invalidations are false, pause before the next read of them.
 
         A server that can track fewer keys than there are streams reports each key that it stops tracking as changed,
         and stops tracking one for each key that is read. Keys that it cannot track while slots migrate count as
         changed, too.
         """
-        self._vain_rounds = self._vain_rounds + 1 if self._vain > self._new else 0
+        self._false_rounds = self._false_rounds + 1 if self._false_count > self._true_count else 0
         pause_ms = 0.0
-        if (rounds := self._vain_rounds - _FALSE_ROUNDS) > 0:
-            longest_ms = min(_CHECK_MS, max(_LISTEN_MS, _FALSE_MS_EACH * self._vain))
+        if (rounds := self._false_rounds - _FALSE_ROUNDS) > 0:
+            longest_ms = min(_CHECK_MS, max(_LISTEN_MS, _FALSE_MS_EACH * self._false_count))
             pause_ms = min(longest_ms, _PAUSE_MS_EACH * rounds)
-        self._new = self._vain = 0
-        self._listen_due_ms = self._clock.monotonic_ms() + pause_ms
-        if self._vain_rounds >= _WARN_AFTER_FALSE_ROUNDS and not self._has_warned:
+        self._true_count = self._false_count = 0
+        self._collect_due_ms = self._clock.monotonic_ms() + pause_ms
+        if self._false_rounds >= _WARN_AFTER_FALSE_ROUNDS and not self._has_warned:
             self._has_warned = True
             logger.warning(
                 "most key-tracking invalidations are false: tracking-table-max-keys of Redis may be too small for "
                 "%d streams; raise it", len(self.streams),
             )  # fmt: skip
-        invalidated = self._watch.changed()
-        self._told |= invalidated or set()
+        invalidated = self._tracker.changed()
+        self._invalidated |= invalidated or set()
         self._to_route |= dict.fromkeys(self.streams.copy() if invalidated is None else invalidated)
 
-    def _route_some(self) -> None:
-        names = self._next()
+    def _route_batch(self) -> None:
+        names = self._next_names()
         streams: list[KeyedStream] = []
         for name in names:
-            if (stream := self.streams.get(name)) is None or not self._is_mine(name):
+            if (stream := self.streams.get(name)) is None or not self._is_owned(name):
                 continue
             if self._readable(name):
                 streams.append(stream)
             else:
-                self._hold_back(name, _LISTEN_MS)
-        more, unavailable = self._route_together(streams) if streams else ([], None)
+                self._delay(name, _LISTEN_MS)
+        more, unavailable = self._route_pipelined(streams) if streams else ([], None)
         for name in names:
             del self._to_route[name]
-            self._told.discard(name)
-        self._say_full(streams)
+            self._invalidated.discard(name)
+        self._warn_full(streams)
         for stream in streams:
             if stream.stream in self._full:
-                self._hold_back(stream.stream, _LISTEN_MS)
+                self._delay(stream.stream, _LISTEN_MS)
         self._to_route |= dict.fromkeys(name for name in more if name not in self._full)
         if unavailable is not None and not self._client.is_cluster:  # in a cluster it concerns the delayed streams only
             raise unavailable
 
-    def _next(self) -> list[str]:
+    def _next_names(self) -> list[str]:
         """Return as many names as may be read together: few where entries are large."""
         names: list[str] = []
         size = 0
@@ -140,19 +140,19 @@ class OwnedKeyRouter(KeyRouter):
             names.append(name)
         return names
 
-    def _is_mine(self, name: str) -> bool:
+    def _is_owned(self, name: str) -> bool:
         return True
 
-    def _tell(self, stream: KeyedStream) -> None:
+    def _notify(self, stream: KeyedStream) -> None:
         """Notify the fetcher that the stream has a key to lease."""
-        self._woken.put(stream.stream)
+        self._ready_streams.put(stream.stream)
 
-    def _hold_back(self, name: str, for_ms: float) -> None:
-        self._held_back.put(name, self._clock.monotonic_ms() + for_ms)
+    def _delay(self, name: str, for_ms: float) -> None:
+        self._delayed.put(name, self._clock.monotonic_ms() + for_ms)
 
-    def _route_together(self, streams: Sequence[KeyedStream]) -> tuple[list[str], Unavailable | None]:
+    def _route_pipelined(self, streams: Sequence[KeyedStream]) -> tuple[list[str], Unavailable | None]:
         """Route new entries in two round trips; return which streams may have more, and why others were delayed."""
-        found, one_by_one, more = self._read_together(streams)
+        found, one_by_one, more = self._read_pipelined(streams)
         before = [(one.routed, one.pending) for one in found]
         look_ahead = self._policy.look_ahead
         replies = self._client.pipeline(
@@ -166,18 +166,18 @@ class OwnedKeyRouter(KeyRouter):
             is_moved = stream.routed != routed
             # Without new entries a changed position means that Redis lost writes, or that a reply was lost.
             if enqueued_count or is_moved:
-                self._tell(stream)
+                self._notify(stream)
             if enqueued_count < len(entries) or (is_moved and not enqueued_count):
                 more.append(stream.stream)
-            if stream.stream in self._told:
+            if stream.stream in self._invalidated:
                 is_false = not (
                     enqueued_count or is_moved or pending or stream.pending
                 )  # commits invalidate the key, too
-                self._vain, self._new = self._vain + is_false, self._new + (not is_false)
-        others, unavailable = self._route_alone(one_by_one)
+                self._false_count, self._true_count = self._false_count + is_false, self._true_count + (not is_false)
+        others, unavailable = self._route_one_by_one(one_by_one)
         return more + others, unavailable
 
-    def _read_together(
+    def _read_pipelined(
         self, streams: Sequence[KeyedStream]
     ) -> tuple[dict[KeyedStream, Sequence[Any]], list[KeyedStream], list[str]]:
         """Read new entries in one round trip; return them, the streams to read alone, and those that may have more."""
@@ -190,7 +190,7 @@ class OwnedKeyRouter(KeyRouter):
         # Reading a key makes Redis report its next change.
         asked = {one.stream: read or ("EXISTS", one.stream) for one, read in zip(streams, reads, strict=True)}
         try:
-            replies = dict(self._watch.read(asked))
+            replies = dict(self._tracker.read(asked))
         except Unavailable:
             for stream in streams:
                 stream.note_failed_read()
@@ -214,7 +214,7 @@ class OwnedKeyRouter(KeyRouter):
                 more.append(stream.stream)
         return found, one_by_one, more
 
-    def _route_alone(self, streams: Sequence[KeyedStream]) -> tuple[list[str], Unavailable | None]:
+    def _route_one_by_one(self, streams: Sequence[KeyedStream]) -> tuple[list[str], Unavailable | None]:
         """As _route_together, one by one: a refusal by one server delays no stream of the others."""
         more: list[str] = []
         unavailable: Unavailable | None = None
@@ -222,7 +222,7 @@ class OwnedKeyRouter(KeyRouter):
             if (
                 unavailable is not None and not self._client.is_cluster
             ):  # its only server has just refused another stream
-                self._hold_back(stream.stream, self._policy.sweep_ms)
+                self._delay(stream.stream, self._policy.sweep_ms)
                 continue
             try:
                 if self._route(stream):
@@ -230,5 +230,5 @@ class OwnedKeyRouter(KeyRouter):
             except Unavailable as error:
                 unavailable = error
                 logger.debug("cannot route entries of %s: %s; retrying", stream.stream, error)
-                self._hold_back(stream.stream, self._policy.sweep_ms)
+                self._delay(stream.stream, self._policy.sweep_ms)
         return more, unavailable

@@ -30,28 +30,28 @@ class RateLimiter:
     def __init__(self, rate: float | None, clock: Clock) -> None:
         self._rate = rate
         self._clock = clock
-        self._left: dict[str, int] = defaultdict(int)
+        self._reserved: dict[str, int] = defaultdict(int)
         self._due_ms: dict[str, float] = {}
 
-    def ask(self, streams: Sequence[ReliableStream]) -> Permit:
+    def acquire(self, streams: Sequence[ReliableStream]) -> Permit:
         """Return a permit for those of `streams` that may be read now. Raises RedisError."""
         if self._rate is None:
             return Permit([one.stream for one in streams], _NO_LIMIT, float("inf"))
         for stream in streams:
-            if not self._left[stream.stream]:
+            if not self._reserved[stream.stream]:
                 count = reservation_size(self._rate)
                 wait_ms = stream.reserve(self._rate, count)
                 self._due_ms[stream.stream] = self._clock.monotonic_ms() + wait_ms
-                self._left[stream.stream] = count
+                self._reserved[stream.stream] = count
         waits_ms = {one.stream: self._due_ms[one.stream] - self._clock.monotonic_ms() for one in streams}
         ready = [name for name, wait_ms in waits_ms.items() if wait_ms <= 0]
         return Permit(
             ready,
-            min((self._left[name] for name in ready), default=0),
+            min((self._reserved[name] for name in ready), default=0),
             min((wait_ms for wait_ms in waits_ms.values() if wait_ms > 0), default=float("inf")),
         )
 
-    def spend(self, stream: str, count: int) -> None:
+    def consume(self, stream: str, count: int) -> None:
         """Note that `count` entries of a stream were read."""
         if self._rate is not None:
-            self._left[stream] -= count
+            self._reserved[stream] -= count

@@ -22,27 +22,27 @@ class ReadScheduler:
     """
 
     def __init__(self) -> None:
-        self._busy: list[str] = []
-        self._at = 0
-        self._empty = 0
+        self._with_more: list[str] = []
+        self._position = 0
+        self._empty_reads = 0
 
-    def next(self, streams: Sequence[str], room: int, most: int) -> ReadPlan:
+    def next_plan(self, streams: Sequence[str], room: int, most: int) -> ReadPlan:
         """Return the next read of `streams` (one or more), with `room` for one entry or more; `most`: of one stream."""
         known = set(streams)
-        busy = [name for name in self._busy if name in known][:room]
-        self._busy = []
+        busy = [name for name in self._with_more if name in known][:room]
+        self._with_more = []
         if busy and len(busy) < len(streams):
             return ReadPlan(busy, min(most, room // len(busy)), may_wait=False)
         if room >= len(streams):
             return ReadPlan(streams, min(most, room // len(streams)), may_wait=True)
-        if self._empty >= len(streams):
+        if self._empty_reads >= len(streams):
             return ReadPlan(streams, 1, may_wait=True)
-        at = self._at % len(streams)
-        self._at = at + room
+        at = self._position % len(streams)
+        self._position = at + room
         return ReadPlan([*streams[at:], *streams[:at]][:room], 1, may_wait=False)
 
-    def found(self, plan: ReadPlan, counts: Mapping[str, int]) -> None:
+    def on_read(self, plan: ReadPlan, counts: Mapping[str, int]) -> None:
         """Note how many entries a read returned, of each stream that had some."""
-        self._empty = 0 if counts else self._empty + len(plan.streams)
+        self._empty_reads = 0 if counts else self._empty_reads + len(plan.streams)
         if plan.may_wait:
-            self._busy = [name for name, count in counts.items() if count >= plan.count]
+            self._with_more = [name for name, count in counts.items() if count >= plan.count]

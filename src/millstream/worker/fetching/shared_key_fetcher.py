@@ -34,7 +34,7 @@ class ReadyHints:
         """Add a stream for the next `publish`."""
         self._names[to_wire(name)] = None
 
-    def tell(self) -> None:
+    def publish(self) -> None:
         """Report the added streams to the other workers. Raises RedisError."""
         if self._names:
             names, self._names = self._names, {}
@@ -42,7 +42,7 @@ class ReadyHints:
                 # The workers have more hints than enough.
                 self._client.execute("LTRIM", self.key, -_MOST_HINTS // 2, -1)
 
-    def hear(self, most: int) -> list[str]:
+    def receive(self, most: int) -> list[str]:
         """Remove and return up to `most` names of streams. Raises RedisError."""
         return [from_wire(name) for name in dict.fromkeys(self._client.execute("LPOP", self.key, most) or ())]
 
@@ -63,75 +63,75 @@ class SharedKeyFetcher(OwnedKeyFetcher):
         self._active: dict[str, str] = {}
         self._idle = DelayQueue()
 
-    def take(self, room: int, stopping: threading.Event) -> None:
+    def fetch(self, room: int, stopping: threading.Event) -> None:
         """See Fetcher."""
-        self._lines_each = room
-        super().take(room, stopping)
-        self._hints.tell()
+        self._keys_each = room
+        super().fetch(room, stopping)
+        self._hints.publish()
 
-    def _hear(self, now_ms: float) -> None:
-        super()._hear(now_ms)
-        for name in self._hints.hear(min(self._lines_each, _AT_ONCE)):
-            self._agenda.put(name, now_ms)
+    def _receive_ready(self, now_ms: float) -> None:
+        super()._receive_ready(now_ms)
+        for name in self._hints.receive(min(self._keys_each, _AT_ONCE)):
+            self._delay_queue.put(name, now_ms)
 
-    def _with_room(self, due: Sequence[str], now_ms: float) -> list[KeyedStream]:
-        streams = super()._with_room(due, now_ms)
-        self._lines_each = max(1, self._lines_each // max(1, len(streams)))
+    def _affordable(self, due: Sequence[str], now_ms: float) -> list[KeyedStream]:
+        streams = super()._affordable(due, now_ms)
+        self._keys_each = max(1, self._keys_each // max(1, len(streams)))
         return streams
 
-    def _note(self, stream: KeyedStream, leased: LeaseResult, now_ms: float) -> int:
+    def _on_leased(self, stream: KeyedStream, leased: LeaseResult, now_ms: float) -> int:
         name = stream.stream
         if leased.leases or leased.wait_ms is not None:
             # Leases of other workers may expire meanwhile, too.
             sweep_ms = max(self._policy.sweep_ms, _SWEEP_MS_EACH * len(self._active))
             self._active[name] = self._keys_of(name).wake
-            self._agenda.put(name, now_ms + min(sweep_ms, inf if leased.wait_ms is None else leased.wait_ms))
+            self._delay_queue.put(name, now_ms + min(sweep_ms, inf if leased.wait_ms is None else leased.wait_ms))
         else:
             self._active.pop(name, None)
-            self._idle.put(name, now_ms + self._survey_ms)
+            self._idle.put(name, now_ms + self._idle_poll_ms)
         if leased.unfit:
-            self._hand.unfit = leased.unfit
-            self._large.append(name)
-        if leased.unfit or len(leased.leases) >= self._lines_each:  # there may be more keys, also for other workers
-            self._agenda.put(name, now_ms)
+            self._in_flight.oversized_bytes = leased.unfit
+            self._with_oversized.append(name)
+        if leased.unfit or len(leased.leases) >= self._keys_each:  # there may be more keys, also for other workers
+            self._delay_queue.put(name, now_ms)
             self._hints.put(name)
-        return self._put_in_hand(stream, leased)
+        return self._add_in_flight(stream, leased)
 
     @property
-    def _survey_ms(self) -> float:
+    def _idle_poll_ms(self) -> float:
         return max(self._policy.sweep_ms, _IDLE_POLL_MS_EACH * len(self._streams))
 
-    def _survey(self, now_ms: float) -> bool:
+    def _poll_idle(self, now_ms: float) -> bool:
         """Poll the idle streams that are due for entries in key queues; return True if some have any."""
-        names = [name for name in self._idle.take(now_ms, _AT_ONCE) if name in self._streams]
+        names = [name for name in self._idle.pop_due(now_ms, _AT_ONCE) if name in self._streams]
         keys = [self._keys_of(name) for name in names if name not in self._active]
         replies = self._client.pipeline([("EXISTS", one.ready, one.leases, one.backoff) for one in keys])
         found = False
         for one, reply in zip(keys, replies, strict=True):
             if reply:  # also an error: leasing will report it
                 found = True
-                self._agenda.put(one.stream, now_ms)
+                self._delay_queue.put(one.stream, now_ms)
             else:
-                self._idle.put(one.stream, now_ms + self._survey_ms)
+                self._idle.put(one.stream, now_ms + self._idle_poll_ms)
         return found
 
-    def _wait(self, now_ms: float) -> None:
+    def _block(self, now_ms: float) -> None:
         """Block until a stream is reported ready, or is due by itself."""
-        self._report.polled(0)
-        if self._survey(now_ms):
+        self._loop_metrics.on_polled(0)
+        if self._poll_idle(now_ms):
             return
-        wait_ms = max(1.0, min(self._policy.block_ms, self._agenda.wait_ms(now_ms), self._idle.wait_ms(now_ms)))
+        wait_ms = max(1.0, min(self._policy.block_ms, self._delay_queue.wait_ms(now_ms), self._idle.wait_ms(now_ms)))
         wake_keys = {to_wire(key): name for name, key in self._active.items()}
         if self._client.is_cluster and wake_keys:  # one command cannot block on keys of several slots
-            self._look(wake_keys, now_ms)
+            self._poll(wake_keys, now_ms)
             wait_ms, wake_keys = min(wait_ms, _POLL_MS), {}
         found = self._client.execute("BLPOP", self._hints.key, *wake_keys, math.ceil(wait_ms) / 1000)
         if found:
             key, name = found
-            self._agenda.put(wake_keys.get(key) or from_wire(name), now_ms)
+            self._delay_queue.put(wake_keys.get(key) or from_wire(name), now_ms)
 
-    def _look(self, wake_keys: dict[bytes, str], now_ms: float) -> None:
+    def _poll(self, wake_keys: dict[bytes, str], now_ms: float) -> None:
         replies = self._client.pipeline([("EXISTS", key) for key in wake_keys])
         for name, reply in zip(wake_keys.values(), replies, strict=True):
             if reply:
-                self._agenda.put(name, now_ms)
+                self._delay_queue.put(name, now_ms)

@@ -18,16 +18,16 @@ class SharedKeyRouter(OwnedKeyRouter):
         super().__init__(*args, ready_streams=hints, **options)
         self._hints = hints
 
-    def _listen(self, stopping: threading.Event) -> None:
-        before = self._held_names
-        self._ask_for(self.streams.copy())
-        self._to_route |= dict.fromkeys(self._held_names - before)
-        super()._listen(stopping)
+    def _collect(self, stopping: threading.Event) -> None:
+        before = self._owned_names
+        self._acquire_roles(self.streams.copy())
+        self._to_route |= dict.fromkeys(self._owned_names - before)
+        super()._collect(stopping)
 
-    def _is_mine(self, name: str) -> bool:
-        return name in self._held_names
+    def _is_owned(self, name: str) -> bool:
+        return name in self._owned_names
 
-    def _tell(self, stream: KeyedStream) -> None:
+    def _notify(self, stream: KeyedStream) -> None:
         if stream.readied:
             self._hints.put(stream.stream)
 
@@ -36,10 +36,10 @@ class SharedKeyRouter(OwnedKeyRouter):
         try:
             super()._route_all(due)
         finally:
-            self._hints.tell()
+            self._hints.publish()
 
-    def _route_some(self) -> None:
+    def _route_batch(self) -> None:
         try:
-            super()._route_some()
+            super()._route_batch()
         finally:
-            self._hints.tell()
+            self._hints.publish()

@@ -9,7 +9,7 @@ from millstream.partitions.key_migration import KeyMigration, PartitionStream, s
 from millstream.partitions.partition_map import PartitionMap
 from millstream.partitions.partitions import Partitions
 from millstream.redis_client.client import Client
-from millstream.worker.ordering.ordering import ByKey, Round, WorkerContext
+from millstream.worker.ordering.ordering import BackgroundLoop, ByKey, WorkerContext
 
 logger = logging.getLogger(__name__)
 
@@ -22,77 +22,80 @@ class ByPartition(ByKey):
     def __init__(self, context: WorkerContext) -> None:
         super().__init__(context)
         c, handler = context, context.handler
-        self._moving = Client(c.url, clock=c.clock)
-        self._layouts: dict[str, PartitionMap] = {}
-        self._places: dict[str, tuple[str, int]] = {}
-        self._routing_moves: dict[str, KeyMigration] = {}
-        self._rounds_moves: dict[str, KeyMigration] = {}
+        self._migration_client = Client(c.url, clock=c.clock)
+        self._partition_maps: dict[str, PartitionMap] = {}
+        self._positions: dict[str, tuple[str, int]] = {}
+        self._router_migrations: dict[str, KeyMigration] = {}
+        self._key_migrations: dict[str, KeyMigration] = {}
         self._owner = {"app": handler.app, "handler": handler.name}
 
-    def find(self, scan_client: Client) -> Sequence[str]:
+    def discover(self, scan_client: Client) -> Sequence[str]:
         """See Ordering. Newest first: so when the oldest is joined, all partitions made by then are joined."""
-        handler = self._means.handler
+        handler = self._context.handler
         found: list[str] = []
         for base in handler.streams:
-            self._take_note(Partitions(scan_client, base).made(handler.partitions or 1))
-            partition_map = self._layouts[base]
-            self._places.update(
+            self._on_partition_map(Partitions(scan_client, base).made(handler.partitions or 1))
+            partition_map = self._partition_maps[base]
+            self._positions.update(
                 {partition_map.stream(position): (base, position) for position in range(partition_map.count)}
             )
             found += reversed(partition_map.streams)
         return found
 
-    def _take_note(self, partition_map: PartitionMap) -> None:
-        known = self._layouts.get(partition_map.base)
+    def _on_partition_map(self, partition_map: PartitionMap) -> None:
+        known = self._partition_maps.get(partition_map.base)
         if known is not None and partition_map.counts[: known.generation] != known.counts:
             raise ConfigError(
                 f"the partitions of {partition_map.base!r} changed: Redis lost their definition; restart the workers"
             )
-        self._layouts[partition_map.base] = partition_map
-        clock = self._means.clock
-        for migrations, client in ((self._routing_moves, self._routing), (self._rounds_moves, self._moving)):
+        self._partition_maps[partition_map.base] = partition_map
+        clock = self._context.clock
+        for migrations, client in (
+            (self._router_migrations, self._routing_client),
+            (self._key_migrations, self._migration_client),
+        ):
             migrations.setdefault(
                 partition_map.base, KeyMigration(client, partition_map, clock=clock, **self._owner)
             ).layout = partition_map
 
     def join(self, name: str) -> None:
         """See Ordering. A handler that has started reads a new partition from its beginning, whatever its `start`."""
-        base, position = self._places[name]
-        c = self._means
-        has_started = c.client.execute("HEXISTS", self._keys_of(self._layouts[base].stream(0)).meta, "frontier")
+        base, position = self._positions[name]
+        c = self._context
+        has_started = c.client.execute("HEXISTS", self._keys_of(self._partition_maps[base].stream(0)).meta, "frontier")
         start = "earliest" if has_started else c.start
         # Steps that may fail come first, before the stream is known. The first worker to join decides where it starts.
-        working = self._opened(PartitionStream, name, start)
-        routed = self._to_route(PartitionStream, working)
-        routed.place, routed.moves, routed.send_on = position, self._routing_moves[base], self._send_on
-        self._work_on(working)
+        working = self._make_joined(PartitionStream, name, start)
+        routed = self._make_routed(PartitionStream, working)
+        routed.place, routed.moves, routed.send_on = position, self._router_migrations[base], self._forward
+        self._add_stream(working)
         self._router.add(routed)
 
-    def _send_on(self, stream: str, key: bytes, entry_id: bytes, pairs: Sequence[bytes]) -> bool:
+    def _forward(self, stream: str, key: bytes, entry_id: bytes, pairs: Sequence[bytes]) -> bool:
         """Publish a redriven entry, once, to the partition that now owns its key; False if the key has not moved."""
-        base, _ = self._places[stream]
-        return send_on(self._routing, base, self._keys_of(stream), key, entry_id, pairs)
+        base, _ = self._positions[stream]
+        return send_on(self._routing_client, base, self._keys_of(stream), key, entry_id, pairs)
 
-    def rounds(self) -> Mapping[str, Round]:
+    def background_loops(self) -> Mapping[str, BackgroundLoop]:
         """See Ordering."""
-        return {**super().rounds(), "key-migration": self._move}
+        return {**super().background_loops(), "key-migration": self._run_migration}
 
-    def _move(self, stopping: threading.Event) -> None:
+    def _run_migration(self, stopping: threading.Event) -> None:
         """Import keys into the partitions that this worker routes. Raises RedisError except Unavailable."""
-        wait_s, longest_s = _SOON_S, self._means.policy.sweep_ms / 1000
+        wait_s, longest_s = _SOON_S, self._context.policy.sweep_ms / 1000
         while not stopping.wait(wait_s):
             wait_s = min(2 * wait_s, longest_s)
             try:
-                if self._move_once():
+                if self._migrate_once():
                     wait_s = _SOON_S
             except Unavailable as error:
                 logger.debug("key migration paused, Redis is unavailable: %s; retrying", error)
 
-    def _move_once(self) -> int:
+    def _migrate_once(self) -> int:
         moved = 0
-        for base, migration in self._rounds_moves.copy().items():
+        for base, migration in self._key_migrations.copy().items():
             if migration.layout.generation > 1:
-                routed = [self._places[name] for name in self._router.held]
+                routed = [self._positions[name] for name in self._router.owned]
                 own_positions = [position for its_base, position in routed if its_base == base]
                 moved += migration.bring_in(own_positions) + migration.settle(own_positions)
         return moved
@@ -100,4 +103,4 @@ class ByPartition(ByKey):
     def close(self) -> None:
         """See Ordering."""
         super().close()
-        self._moving.close()
+        self._migration_client.close()

@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 _BACK_OFF_STEPS = 100
 _FEW_STREAMS = 8
 
-Round = Callable[[threading.Event], None]
+BackgroundLoop = Callable[[threading.Event], None]
 S = TypeVar("S", bound=KeyedStream)
 
 
@@ -74,31 +74,31 @@ class Ordering(Protocol):
     """The parts of a reading loop that depend on the order of a handler, and the streams they share."""
 
     @property
-    def taker(self) -> Fetcher[ReliableStream]:
+    def fetcher(self) -> Fetcher[ReliableStream]:
         """Fetches entries."""
 
     @property
-    def keeper(self) -> ClaimRenewal:
+    def renewal(self) -> ClaimRenewal:
         """Renews the claims on entries in flight, and claims idle entries."""
 
     @property
-    def settler(self) -> Committer:
+    def committer(self) -> Committer:
         """Commits the outcomes of runs."""
 
     @property
     def streams(self) -> Mapping[str, ReliableStream]:
         """The streams that this worker has joined, by name."""
 
-    def find(self, scan_client: Client) -> Sequence[str]:
+    def discover(self, scan_client: Client) -> Sequence[str]:
         """Return the streams that exist now, in the order in which to join them. Raises RedisError."""
 
     def join(self, name: str) -> None:
         """Join the workers of a stream. Raises ConfigError for a name that cannot be used, RedisError."""
 
-    def rounds(self) -> Mapping[str, Round]:
+    def background_loops(self) -> Mapping[str, BackgroundLoop]:
         """Return further loops by name: each runs in a thread of its own until the reading loop stops."""
 
-    def hand_back(self, deliveries: Sequence[Delivery]) -> None:
+    def release(self, deliveries: Sequence[Delivery]) -> None:
         """Release entries that were dropped from flight, so that other workers get them."""
 
     def close(self) -> None:
@@ -110,41 +110,41 @@ class Unordered:
 
     def __init__(self, context: WorkerContext) -> None:
         c = context
-        self._means = c
+        self._context = c
         self.streams: dict[str, ReliableStream] = {}
-        self.keeper = ClaimRenewal(
+        self.renewal = ClaimRenewal(
             c.steps, c.in_flight, c.loop_metrics, c.clock, c.policy, client=c.client, streams=self.streams,
             on_suspect=c.on_suspect,
         )  # fmt: skip
-        self.settler = Committer(c.steps, c.in_flight, c.client, c.loop_metrics, c.clock, give_up=c.give_up)
-        self.taker = EntryFetcher(
+        self.committer = Committer(c.steps, c.in_flight, c.client, c.loop_metrics, c.clock, give_up=c.give_up)
+        self.fetcher = EntryFetcher(
             c.blocking_client, c.in_flight, c.loop_metrics, c.clock, c.policy, streams=self.streams,
             consumer=c.consumer, rate_limiter=RateLimiter(c.handler.rate, c.clock),
         )  # fmt: skip
 
-    def find(self, scan_client: Client) -> Sequence[str]:
+    def discover(self, scan_client: Client) -> Sequence[str]:
         """See Ordering."""
-        return streams_of(self._means.handler, scan_client)
+        return existing_streams(self._context.handler, scan_client)
 
     def join(self, name: str) -> None:
         """See Ordering."""
-        c, handler = self._means, self._means.handler
+        c, handler = self._context, self._context.handler
         stream = ReliableStream(
             c.client, name, app=handler.app, handler=handler.name, consumer=c.consumer, into=handler.into,
-            into_maxlen=handler.into_maxlen, start=c.start, on_trimmed=c.loop_metrics.trimmed_some,
+            into_maxlen=handler.into_maxlen, start=c.start, on_trimmed=c.loop_metrics.count_trimmed,
         )  # fmt: skip
-        stream.room_bytes = lambda: c.in_flight.room_bytes
+        stream.room_bytes = lambda: c.in_flight.free_bytes
         stream.join()
         stream.dismiss_silent()
         stream.look()
-        self.keeper.recover(stream)
+        self.renewal.recover(stream)
         self.streams[name] = stream
 
-    def rounds(self) -> Mapping[str, Round]:
+    def background_loops(self) -> Mapping[str, BackgroundLoop]:
         """See Ordering."""
         return {}
 
-    def hand_back(self, deliveries: Sequence[Delivery]) -> None:
+    def release(self, deliveries: Sequence[Delivery]) -> None:
         """See Ordering."""
         by_idle: dict[tuple[ReliableStream, int], list[Delivery]] = defaultdict(list)
         for one in deliveries:
@@ -156,14 +156,14 @@ class Unordered:
             except MillstreamError as error:
                 _warn_not_released(len(some), error)
             else:
-                self._means.loop_metrics.handed_back_some(len(some) - len(lost))
+                self._context.loop_metrics.count_released(len(some) - len(lost))
 
     def _idle_ms_of(self, delivery: Delivery) -> int:
         """Return the idle time for a released entry: one that backs off becomes claimable about when its wait ends."""
-        wait_ms = delivery.due_ms - self._means.clock.monotonic_ms()
+        wait_ms = delivery.due_ms - self._context.clock.monotonic_ms()
         if wait_ms <= 0:
             return HANDED_BACK_MS
-        claim_ms = self._means.policy.claim_ms
+        claim_ms = self._context.policy.claim_ms
         step_ms = math.ceil(claim_ms / _BACK_OFF_STEPS)  # rounded, so that entries share calls
         return claim_ms - math.ceil(wait_ms / step_ms) * step_ms
 
@@ -179,38 +179,40 @@ class ByKey:
 
     def __init__(self, context: WorkerContext, *, ready_streams: "SimpleQueue[str] | None" = None) -> None:
         c = context
-        self._means = c
-        self._newest: int | None = None
+        self._context = c
+        self._max_takeover_epoch: int | None = None
         self.streams: dict[str, KeyedStream] = {}
-        self._joined: SimpleQueue[str] = SimpleQueue()
-        self._routing = Client(c.url, clock=c.clock)
-        self._router = self._router_of(ready_streams)
-        self.keeper = KeyLeaseRenewal(
+        self._joined_streams: SimpleQueue[str] = SimpleQueue()
+        self._routing_client = Client(c.url, clock=c.clock)
+        self._router = self._make_router(ready_streams)
+        self.renewal = KeyLeaseRenewal(
             c.steps, c.in_flight, c.loop_metrics, c.clock, c.policy, client=c.client, streams=self.streams,
             on_suspect=c.on_suspect, cancel_run=c.cancel_run,
         )  # fmt: skip
-        self.settler: Committer = KeyCommitter(
+        self.committer: Committer = KeyCommitter(
             c.steps, c.in_flight, c.client, c.loop_metrics, c.clock, give_up=c.give_up,
             on_lease_end=(lambda name: None) if ready_streams is None else ready_streams.put,
         )  # fmt: skip
-        self.taker = self._taker_of(ready_streams)
+        self.fetcher = self._make_fetcher(ready_streams)
 
-    def _router_of(self, ready_streams: "SimpleQueue[str] | None") -> KeyRouter:
-        c = self._means
+    def _make_router(self, ready_streams: "SimpleQueue[str] | None") -> KeyRouter:
+        c = self._context
         options: dict[str, Any] = {
             "token": secrets.token_hex(8),
             "keys_of": self._keys_of,
             "readable": lambda name: name in self.streams and self.streams[name].readable,
-            "on_filled": c.loop_metrics.lines_filled,
+            "on_filled": c.loop_metrics.set_look_ahead_used,
         }
         if ready_streams is None and self._shares_many:
-            return SharedKeyRouter(self._routing, c.clock, c.policy, hints=self._hints(self._routing), **options)
+            return SharedKeyRouter(
+                self._routing_client, c.clock, c.policy, hints=self._make_hints(self._routing_client), **options
+            )
         if ready_streams is None:
-            return KeyRouter(self._routing, c.clock, c.policy, **options)
-        return OwnedKeyRouter(self._routing, c.clock, c.policy, ready_streams=ready_streams, **options)
+            return KeyRouter(self._routing_client, c.clock, c.policy, **options)
+        return OwnedKeyRouter(self._routing_client, c.clock, c.policy, ready_streams=ready_streams, **options)
 
-    def _taker_of(self, ready_streams: "SimpleQueue[str] | None") -> LeaseFetcher:
-        c = self._means
+    def _make_fetcher(self, ready_streams: "SimpleQueue[str] | None") -> LeaseFetcher:
+        c = self._context
         args = c.blocking_client, c.in_flight, c.loop_metrics, c.clock, c.policy
         options: dict[str, Any] = {
             "streams": self.streams,
@@ -221,7 +223,7 @@ class ByKey:
         }
         if ready_streams is None and self._shares_many:
             return SharedKeyFetcher(
-                *args, hints=self._hints, keys_of=self._keys_of, ready_streams=self._joined, **options
+                *args, hints=self._make_hints, keys_of=self._keys_of, ready_streams=self._joined_streams, **options
             )
         if ready_streams is None:
             return KeyFetcher(*args, keys_of=self._keys_of, **options)
@@ -229,63 +231,65 @@ class ByKey:
 
     @property
     def _shares_many(self) -> bool:
-        handler = self._means.handler
+        handler = self._context.handler
         return handler.pattern is not None or len(handler.streams) > _FEW_STREAMS
 
-    def _hints(self, client: Client) -> ReadyHints:
-        return ReadyHints(client, self._means.handler.app, self._means.handler.name)
+    def _make_hints(self, client: Client) -> ReadyHints:
+        return ReadyHints(client, self._context.handler.app, self._context.handler.name)
 
     def _keys_of(self, name: str) -> HandlerKeys:
-        return HandlerKeys(self._means.handler.app, self._means.handler.name, name)
+        return HandlerKeys(self._context.handler.app, self._context.handler.name, name)
 
-    def _opened(self, kind: Callable[..., S], name: str, start: Literal["earliest", "latest"]) -> S:
-        stream = self._made(kind, self._means.client, name, start)
-        stream.newest = self._newest
+    def _make_joined(self, kind: Callable[..., S], name: str, start: Literal["earliest", "latest"]) -> S:
+        stream = self._make_stream(kind, self._context.client, name, start)
+        stream.newest = self._max_takeover_epoch
         stream.join()
         return stream
 
-    def _to_route(self, kind: Callable[..., S], working: KeyedStream) -> S:
+    def _make_routed(self, kind: Callable[..., S], working: KeyedStream) -> S:
         # The router blocks on its connection while it waits for entries, so nothing else may use that connection.
-        stream = self._made(kind, self._routing, working.stream, "earliest")
+        stream = self._make_stream(kind, self._routing_client, working.stream, "earliest")
         stream.join_as(working)
         return stream
 
-    def _made(self, kind: Callable[..., S], client: Client, name: str, start: Literal["earliest", "latest"]) -> S:
-        c, handler, queue_of = self._means, self._means.handler, self._means.steps.line_of
+    def _make_stream(
+        self, kind: Callable[..., S], client: Client, name: str, start: Literal["earliest", "latest"]
+    ) -> S:
+        c, handler, queue_of = self._context, self._context.handler, self._context.steps.queue_of
         return kind(
             client, name, line_of=lambda entry_id, pairs: queue_of(name, entry_id, pairs), app=handler.app,
             handler=handler.name, consumer=c.consumer, into=handler.into, into_maxlen=handler.into_maxlen,
-            start=start, on_trimmed=c.loop_metrics.trimmed_some,
+            start=start, on_trimmed=c.loop_metrics.count_trimmed,
         )  # fmt: skip
 
-    def find(self, scan_client: Client) -> Sequence[str]:
+    def discover(self, scan_client: Client) -> Sequence[str]:
         """See Ordering."""
-        return streams_of(self._means.handler, scan_client)
+        return existing_streams(self._context.handler, scan_client)
 
     def join(self, name: str) -> None:
         """See Ordering."""
-        working = self._opened(KeyedStream, name, self._means.start)
-        self._work_on(working)
-        self._router.add(self._to_route(KeyedStream, working))
+        working = self._make_joined(KeyedStream, name, self._context.start)
+        self._add_stream(working)
+        self._router.add(self._make_routed(KeyedStream, working))
 
-    def _work_on(self, stream: KeyedStream) -> None:
+    def _add_stream(self, stream: KeyedStream) -> None:
         stream.dismiss_silent()
         stream.look()
-        self.keeper.recover(stream)
+        self.renewal.recover(stream)
         self.streams[stream.stream] = stream
-        self._joined.put(stream.stream)
+        self._joined_streams.put(stream.stream)
 
-    def rounds(self) -> Mapping[str, Round]:
+    def background_loops(self) -> Mapping[str, BackgroundLoop]:
         """See Ordering."""
         return {"router": self._router.run}
 
-    def hand_back(self, deliveries: Sequence[Delivery]) -> None:
+    def release(self, deliveries: Sequence[Delivery]) -> None:
         """See Ordering. Skips a key that is being run: the committer releases its lease when the run is settled."""
-        in_flight = self._means.in_flight
+        in_flight = self._context.in_flight
         releases: dict[KeyedStream, list[LeaseRelease]] = defaultdict(list)
         for lease in dict.fromkeys(map(lease_of, deliveries)):
             if not any(one in in_flight for one in lease.entries):
-                in_flight.end_lease(lease)
+                in_flight.remove_lease(lease)
                 releases[lease.stream].append(LeaseRelease(lease, "first"))
         for stream, some in releases.items():
             count = sum(release.lease.given for release in some)
@@ -295,14 +299,14 @@ class ByKey:
             except MillstreamError as error:
                 _warn_not_released(count, error)
             else:
-                self._means.loop_metrics.handed_back_some(count - sum(lease.given for lease in lost))
+                self._context.loop_metrics.count_released(count - sum(lease.given for lease in lost))
 
     def close(self) -> None:
         """See Ordering."""
-        self._routing.close()
+        self._routing_client.close()
 
 
-def streams_of(handler: Handler, scan_client: Client) -> Sequence[str]:
+def existing_streams(handler: Handler, scan_client: Client) -> Sequence[str]:
     """Return the streams of the handler that exist now."""
     return handler.streams or scan_client.scan_streams(handler.pattern or "*")
 

@@ -62,7 +62,7 @@ class Watchdog:
         self._memory = mmap.mmap(self._file.fileno(), _COUNTER.size)
         self._limit_ms = limit_ms
         self._count = 0
-        self._asked_ms = self._silent_ms = self._blocked_ms = 0.0
+        self._checked_ms = self._silent_ms = self._blocked_ms = 0.0
         self._computed_ms: float | None = None
 
     @property
@@ -73,7 +73,7 @@ class Watchdog:
     def is_frozen(self, pid: int, now_ms: float) -> bool:
         """Return whether the process is frozen. Call it several times a second, with a monotonic clock."""
         (count,) = _COUNTER.unpack_from(self._memory, 0)
-        passed_ms, self._asked_ms = now_ms - self._asked_ms, now_ms
+        passed_ms, self._checked_ms = now_ms - self._checked_ms, now_ms
         # A late call means that the supervisor itself was not scheduled, and perhaps the whole machine.
         if count != self._count or not count or passed_ms > _LATE_MS:
             self._count, self._silent_ms, self._blocked_ms, self._computed_ms = count, 0.0, 0.0, None

@@ -31,7 +31,7 @@ STUCK_CODE = 75
 FINAL_CODE = 78
 """Exit code of a process that cannot continue (sysexits, EX_CONFIG). Not 1: any library may end a process with that."""
 
-MISTAKE_CODE = 70
+SOFTWARE_ERROR_CODE = 70
 """Exit code of a process that ended because of an error of its own (sysexits, EX_SOFTWARE)."""
 
 ORPHAN_MS = 4_000.0
@@ -41,7 +41,7 @@ ORPHAN_END_MS = 8_000.0
 """When such a process ends in any case; in processor time, if a handler holds its interpreter."""
 
 _KILLED_AT_STOP = ProcessEnd(died=False, cause="was told to stop, and killed")
-_NOT_CRASHES = (STUCK_CODE, FINAL_CODE, MISTAKE_CODE)  # the process ended itself: no message crashed it
+_NOT_CRASHES = (STUCK_CODE, FINAL_CODE, SOFTWARE_ERROR_CODE)  # the process ended itself: no message crashed it
 
 _TICK_S = 0.1
 _RENEW_MS = 5_000.0
@@ -80,7 +80,7 @@ class _Child:
     has_worked: bool = False
     listener: threading.Thread | None = None
 
-    def forget_watchdog(self) -> None:
+    def close_watchdog(self) -> None:
         if self.watchdog is not None:
             self.watchdog.close()
             self.watchdog = None
@@ -113,7 +113,7 @@ class Supervisor:
         self._on_line = on_line
         self._clock = clock
         self._children: list[_Child] = []
-        self._started = 0
+        self._start_count = 0
         self._ends: dict[str, ProcessEnd] = {}
         self._is_killed = False
         self._renew_due_ms = 0.0
@@ -124,14 +124,14 @@ class Supervisor:
 
         Raises PipelineFailed if one of them cannot continue, StaleOwner, and errors of `on_line`.
         """
-        self._children = [_Child(name) for name in self._names.held]
+        self._children = [_Child(name) for name in self._names.names]
         try:
             while not stopping.wait(_TICK_S):
                 if self._failure is not None:
                     raise self._failure
                 self._renew()
                 for child in self._children:
-                    self._tend(child)
+                    self._check(child)
         finally:
             self._stop()
             try:
@@ -152,11 +152,11 @@ class Supervisor:
             self._renew_due_ms = now_ms + _RENEW_MS
             try:
                 self._names.renew()
-                self._note_ends()
+                self._record_ends()
             except Unavailable as error:
                 logger.debug("cannot renew the worker names, Redis is unavailable: %s; retrying", error)
 
-    def _tend(self, child: _Child) -> None:
+    def _check(self, child: _Child) -> None:
         now_ms = self._clock.monotonic_ms()
         if child.process is None:
             if now_ms >= child.due_ms:
@@ -164,16 +164,16 @@ class Supervisor:
             return
         code = child.process.poll()
         if code is None:
-            self._watch(child, child.process, now_ms)
+            self._kill_if_frozen(child, child.process, now_ms)
             return
-        if not self._is_heard_out(child, now_ms):
+        if not self._is_pipe_drained(child, now_ms):
             return
         if child.process.stdin is not None:
             child.process.stdin.close()
         child.process = None
-        child.forget_watchdog()
-        how = self._how_it_ended(child, code)
-        self._note_end(child, ProcessEnd(died=code not in _NOT_CRASHES, cause=how))
+        child.close_watchdog()
+        how = self._describe_end(child, code)
+        self._record_end(child, ProcessEnd(died=code not in _NOT_CRASHES, cause=how))
         if code == FINAL_CODE:
             raise PipelineFailed(f"worker {child.name} cannot continue; see its error above")
         if child.has_worked or now_ms - child.started_ms > _STEADY_MS:
@@ -182,7 +182,7 @@ class Supervisor:
         child.due_ms = now_ms + child.wait_ms
         logger.warning("worker %s %s; restarting in %.1f s", child.name, how, child.wait_ms / 1000)
 
-    def _watch(self, child: _Child, process: subprocess.Popen[bytes], now_ms: float) -> None:
+    def _kill_if_frozen(self, child: _Child, process: subprocess.Popen[bytes], now_ms: float) -> None:
         if child.watchdog is not None and not child.is_frozen and child.watchdog.is_frozen(process.pid, now_ms):
             child.is_frozen = True
             logger.warning(
@@ -192,26 +192,26 @@ class Supervisor:
             )  # fmt: skip
             process.kill()
 
-    def _how_it_ended(self, child: _Child, code: int) -> str:
+    def _describe_end(self, child: _Child, code: int) -> str:
         if child.is_frozen or code == -signal.SIGPROF:
             held_s = self._frozen_after_ms / 1000
             return f"was killed, as a handler had held Python's interpreter (the GIL) for {held_s:.1f} s"
         return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
 
-    def _note_end(self, child: _Child, end: ProcessEnd) -> None:
+    def _record_end(self, child: _Child, end: ProcessEnd) -> None:
         self._ends[child.incarnation] = end
-        self._note_ends()
+        self._record_ends()
 
-    def _note_ends(self) -> None:
+    def _record_ends(self) -> None:
         """Record ends in Redis that are not recorded yet. Until then, no message is blamed for them."""
         try:
             for incarnation, end in list(self._ends.items()):
-                self._names.note_end(incarnation, end)
+                self._names.record_end(incarnation, end)
                 del self._ends[incarnation]
         except RedisError as error:
             logger.debug("cannot record how a worker ended: %s; retrying", error)
 
-    def _is_heard_out(self, child: _Child, now_ms: float) -> bool:
+    def _is_pipe_drained(self, child: _Child, now_ms: float) -> bool:
         """Return whether all reports of an ended process are read. Waits briefly: a child of it may hold the pipe."""
         if child.ended_ms is None:
             child.ended_ms = now_ms
@@ -222,8 +222,8 @@ class Supervisor:
         child.started_ms = self._clock.monotonic_ms()
         child.ended_ms = None
         child.has_worked = child.is_frozen = False
-        child.incarnation = f"{self._names.token}-{self._started}"
-        self._started += 1
+        child.incarnation = f"{self._names.token}-{self._start_count}"
+        self._start_count += 1
         child.watchdog = Watchdog(self._frozen_after_ms)
         read_end, write_end = os.pipe()
         launch = Launch(
@@ -236,10 +236,10 @@ class Supervisor:
             )  # fmt: skip
         finally:
             os.close(write_end)
-        child.listener = threading.Thread(target=self._listen, args=(child, os.fdopen(read_end, "rb")), daemon=True)
+        child.listener = threading.Thread(target=self._read_pipe, args=(child, os.fdopen(read_end, "rb")), daemon=True)
         child.listener.start()
 
-    def _listen(self, child: _Child, lines: IO[bytes]) -> None:
+    def _read_pipe(self, child: _Child, lines: IO[bytes]) -> None:
         with lines:
             for line in lines:
                 if self._failure is None:
@@ -249,7 +249,7 @@ class Supervisor:
                         self._failure = error
 
     def _stop(self) -> None:
-        self._note_ends()
+        self._record_ends()
         running = [(child, child.process) for child in self._children if child.process is not None]
         for _, process in running:
             if process.stdin is not None:
@@ -268,8 +268,8 @@ class Supervisor:
                 process.kill()
                 process.wait()
             if hangs or self._is_killed:
-                self._note_end(child, _KILLED_AT_STOP)
-            child.forget_watchdog()
+                self._record_end(child, _KILLED_AT_STOP)
+            child.close_watchdog()
 
 
 def exit_with_parent(stopping: threading.Event, source: IO[bytes], *, on_orphaned: Callable[[], None]) -> None:

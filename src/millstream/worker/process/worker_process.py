@@ -44,7 +44,7 @@ class WorkerSettings:
     policy: WorkerPolicy = field(default_factory=WorkerPolicy)
 
 
-def collect_rarely() -> None:
+def tune_gc() -> None:
     """Make Python collect cyclic garbage less often in this process, and exempt all objects loaded by now.
 
     A message takes a few objects that live until it is committed. Traversing these as often as by default, together
@@ -120,16 +120,16 @@ class WorkerProcess:
 
     def run(self, stopping: threading.Event) -> Sequence[Delivery]:
         """Work until `stopping`; return the deliveries still running then. Raises the error that ended a loop early."""
-        collect_rarely()
+        tune_gc()
         threads = [threading.Thread(target=self._run, args=(loop,), daemon=True) for loop in self._loops.values()]
         for thread in threads:
             thread.start()
         reported_ms, has_worked = self._clock.monotonic_ms(), False
         while not stopping.wait(_TICK_S) and not self._failures:
-            had_worked, has_worked = has_worked, any(loop.report.committed for loop in self._loops.values())
+            had_worked, has_worked = has_worked, any(loop.loop_metrics.committed for loop in self._loops.values())
             if (has_worked and not had_worked) or self._clock.monotonic_ms() - reported_ms >= self._every_ms:
                 reported_ms = self._clock.monotonic_ms()
-                self._tell()
+                self._report()
         if self._health is not None:
             self._health.stopping()
         deadline_ms = self._clock.monotonic_ms() + self._longest_stop_ms
@@ -137,7 +137,7 @@ class WorkerProcess:
             loop.stop(deadline_ms)
         for thread in threads:
             thread.join()
-        self._tell()
+        self._report()
         if self._failures:
             raise self._failures[0]
         return self._leftovers
@@ -152,5 +152,5 @@ class WorkerProcess:
         except BaseException as error:  # noqa: BLE001 - `run` raises it
             self._failures.append(error)
 
-    def _tell(self) -> None:
-        self._on_figures({name: loop.report.figures() for name, loop in self._loops.items()})
+    def _report(self) -> None:
+        self._on_figures({name: loop.loop_metrics.counts() for name, loop in self._loops.items()})

@@ -15,7 +15,7 @@ from millstream.handlers.attempt import DeadLettered, Outcome, given_up
 from millstream.handlers.handler import Handler
 from millstream.model import Retry
 from millstream.worker.in_flight import InFlight
-from millstream.worker.incarnations import NO_END, Incarnation
+from millstream.worker.incarnations import ALIVE, Incarnation
 from millstream.worker.running.runner import Runner
 from millstream.worker.stream_exclusion import exclude_on_error
 
@@ -35,7 +35,7 @@ def isolated_after(retry: Retry) -> int:
     return max(1, min(_MOST_LOSSES, retry.attempts - _LEAST_DEATHS))
 
 
-def deaths_allowed(retry: Retry) -> int:
+def crashes_allowed(retry: Retry) -> int:
     """Return how many processes may crash on a message in isolation: at least two, as one may be chance."""
     return max(_LEAST_DEATHS, retry.attempts - _MOST_LOSSES)
 
@@ -53,8 +53,8 @@ class ProcessIsolation:
     ) -> None:
         self.incarnation = incarnation
         self.end_process = end_process
-        self.turn = threading.Lock()
-        self.hands: list[InFlight] = []
+        self.lock = threading.Lock()
+        self.all_in_flight: list[InFlight] = []
 
 
 class PoisonIsolation:
@@ -71,64 +71,64 @@ class PoisonIsolation:
         process_isolation: ProcessIsolation, *, incarnation: Incarnation, clock: Clock,
     ) -> None:  # fmt: skip
         self._handler = handler
-        self._hand = in_flight
+        self._in_flight = in_flight
         self._runner = runner
         self._stopping = stopping
-        self._quiet = process_isolation
+        self._process_isolation = process_isolation
         self._incarnation = incarnation
         self._clock = clock
-        process_isolation.hands.append(in_flight)
+        process_isolation.all_in_flight.append(in_flight)
         self._suspects: SimpleQueue[Delivery | None] = SimpleQueue()
-        self._waiting: list[tuple[float, int, Delivery]] = []
-        self._number = itertools.count()
+        self._delayed: list[tuple[float, int, Delivery]] = []
+        self._sequence = itertools.count()
 
-    def suspect(self, delivery: Delivery | None) -> None:
+    def add_suspect(self, delivery: Delivery | None) -> None:
         """Queue an entry to be run in isolation; None ends `run`."""
         self._suspects.put(delivery)
 
     def run(self) -> None:
         """Run suspects until `add_suspect(None)` or the stop."""
-        while (delivery := self._next()) is not None and not self._stopping.is_set():
+        while (delivery := self._next_suspect()) is not None and not self._stopping.is_set():
             try:
                 with exclude_on_error(delivery.stream):
-                    if delivery in self._hand:  # it may have been given up while it was queued here
-                        self._judge(delivery)
+                    if delivery in self._in_flight:  # it may have been given up while it was queued here
+                        self._run_or_give_up(delivery)
             except Unavailable as error:
                 logger.debug("cannot run a poison-pill suspect, Redis is unavailable: %s; retrying", error)
-                self._wait(delivery, _RECHECK_S * 1000)
+                self._delay(delivery, _RECHECK_S * 1000)
 
-    def _next(self) -> Delivery | None:
+    def _next_suspect(self) -> Delivery | None:
         """Return the next suspect: one whose wait is over before new ones; None at the end."""
         while True:
             wait_s = None
-            if self._waiting:
-                wait_s = min(_RECHECK_S, (self._waiting[0][0] - self._clock.monotonic_ms()) / 1000)
+            if self._delayed:
+                wait_s = min(_RECHECK_S, (self._delayed[0][0] - self._clock.monotonic_ms()) / 1000)
                 if wait_s <= 0:
-                    return heapq.heappop(self._waiting)[2]
+                    return heapq.heappop(self._delayed)[2]
             with contextlib.suppress(Empty):
                 return self._suspects.get(timeout=wait_s)
 
-    def _wait(self, delivery: Delivery, wait_ms: float) -> None:
+    def _delay(self, delivery: Delivery, wait_ms: float) -> None:
         delivery.due_ms = self._clock.monotonic_ms() + wait_ms
-        heapq.heappush(self._waiting, (delivery.due_ms, next(self._number), delivery))
+        heapq.heappush(self._delayed, (delivery.due_ms, next(self._sequence), delivery))
 
-    def _judge(self, delivery: Delivery) -> None:
+    def _run_or_give_up(self, delivery: Delivery) -> None:
         """Run a suspect, make it wait if another process crashed on it, or give it up if too many have."""
         deaths, mark = delivery.stream.isolation(delivery)
-        end = self._incarnation.end_of(mark) if mark else NO_END
+        end = self._incarnation.end_of(mark) if mark else ALIVE
         if end is None:
-            self._wait(delivery, _RECHECK_S * 1000)
+            self._delay(delivery, _RECHECK_S * 1000)
         elif not end.died:
-            with self._quiet.turn:
-                self._run_in_quiet(delivery)
-        elif deaths + 1 < deaths_allowed(self._handler.retry):
+            with self._process_isolation.lock:
+                self._run_isolated(delivery)
+        elif deaths + 1 < crashes_allowed(self._handler.retry):
             delivery.stream.note_deaths(delivery, deaths + 1)
             wait_ms = self._handler.retry.delay_after(deaths + 1)
             logger.warning(
                 "message %s of %s crashed its process, which %s while no other message ran; retrying in %.1f s",
                 delivery.id.decode(), delivery.stream.stream, end.cause, wait_ms / 1000,
             )  # fmt: skip
-            self._wait(delivery, wait_ms)
+            self._delay(delivery, wait_ms)
         else:
             self._give_up(delivery, deaths + 1, end.cause)
 
@@ -139,15 +139,15 @@ class PoisonIsolation:
             f"{deaths} processes crashed while they ran this message and nothing else; the last {cause}",
         )
         outcome: Outcome = dead if delivery.lease is None else given_up(self._handler, dead)
-        self._hand.conclude(delivery, outcome)
+        self._in_flight.complete(delivery, outcome)
 
-    def _run_in_quiet(self, delivery: Delivery) -> None:
-        all_in_flight = list(self._quiet.hands)
+    def _run_isolated(self, delivery: Delivery) -> None:
+        all_in_flight = list(self._process_isolation.all_in_flight)
         for in_flight in all_in_flight:
             in_flight.close_gate()
         try:
-            if self._wait_for_others(all_in_flight) and delivery in self._hand:
-                self._run_alone(delivery)
+            if self._wait_for_others(all_in_flight) and delivery in self._in_flight:
+                self._run_marked(delivery)
         finally:
             for in_flight in all_in_flight:
                 in_flight.open_gate()
@@ -159,10 +159,10 @@ class PoisonIsolation:
                 return False
         return True
 
-    def _run_alone(self, delivery: Delivery) -> None:
+    def _run_marked(self, delivery: Delivery) -> None:
         delivery.stream.isolate(delivery, self._incarnation.mark)
-        outcome = self._runner.alone(delivery)
+        outcome = self._runner.run_isolated(delivery)
         with contextlib.suppress(Unavailable):  # a commit ends the isolation as well
             delivery.stream.end_isolation([delivery])
         if outcome is not None:
-            self._hand.conclude(delivery, outcome)
+            self._in_flight.complete(delivery, outcome)

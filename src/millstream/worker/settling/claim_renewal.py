@@ -46,20 +46,20 @@ class ClaimRenewal:
     ) -> None:  # fmt: skip
         self._client = client
         self._streams = streams
-        self._pipeline = pipeline
-        self._hand = hand
-        self._report = report
+        self._steps = pipeline
+        self._in_flight = hand
+        self._loop_metrics = report
         self._clock = clock
         self._policy = policy
         self._on_suspect = on_suspect
-        self._claiming = threading.Lock()
-        self._extend_due_ms = 0.0
-        self._longest_ms = _longest_in_flight_ms(pipeline.handler, policy)
+        self._claim_lock = threading.Lock()
+        self._renew_due_ms = 0.0
+        self._longest_in_flight_ms = _longest_in_flight_ms(pipeline.handler, policy)
         self._measure_due_ms = 0.0
-        self._committed_when_noted = -1
-        self._more_to_adopt = False
-        self._said_ms: dict[str, float] = {}
-        self.missed = threading.Event()
+        self._committed_at_checkpoint = -1
+        self._more_to_claim = False
+        self._warn_due_ms: dict[str, float] = {}
+        self.reread_pending = threading.Event()
         """Set when the pending entries of this worker have to be read again: a reply that may have held entries was
         lost, or a stream is no longer paused."""
 
@@ -69,47 +69,47 @@ class ClaimRenewal:
         return list(self._streams.values())
 
     @property
-    def _pause_ms(self) -> float:
+    def _interval_ms(self) -> float:
         # The more streams there are, the less often each is refreshed.
         sweep_ms = max(self._policy.sweep_ms, _REFRESH_MS_EACH * len(self._streams))
         return min(sweep_ms, self._policy.claim_ms / _RENEWALS_PER_CLAIM)
 
-    def watch(self, over: threading.Event) -> None:
+    def run_watchdog(self, over: threading.Event) -> None:
         """Nothing to watch: another worker may run an entry that is not renewed; the commit here is then refused."""
 
     def run(self, stopping: threading.Event) -> None:
         """Do maintenance until `stopping`. Raises HandlerStuck, StaleOwner, and RedisError except Unavailable."""
-        while not stopping.wait(self._pause_ms / 1000):
+        while not stopping.wait(self._interval_ms / 1000):
             try:
-                self.round()
-                due_ms = self._clock.monotonic_ms() + self._pause_ms
-                while self._adopt() and self._clock.monotonic_ms() < due_ms and not stopping.wait(_SOON_S):
+                self.run_once()
+                due_ms = self._clock.monotonic_ms() + self._interval_ms
+                while self._claim_idle() and self._clock.monotonic_ms() < due_ms and not stopping.wait(_SOON_S):
                     pass
             except Unavailable as error:
-                self.missed.set()
+                self.reread_pending.set()
                 logger.debug("claim renewal failed, Redis is unavailable: %s; retrying", error)
 
-    def hold(self, over: threading.Event) -> None:
+    def run_until_ended(self, over: threading.Event) -> None:
         """Renew the claims on running entries until `over`. Raises StaleOwner, and RedisError except Unavailable."""
-        while not over.wait(self._pause_ms / 1000):
-            if self._clock.monotonic_ms() >= self._extend_due_ms:
-                self._extend_due_ms = self._clock.monotonic_ms() + self._policy.claim_ms / _RENEWALS_PER_CLAIM
+        while not over.wait(self._interval_ms / 1000):
+            if self._clock.monotonic_ms() >= self._renew_due_ms:
+                self._renew_due_ms = self._clock.monotonic_ms() + self._policy.claim_ms / _RENEWALS_PER_CLAIM
                 try:
                     for stream in self.streams:
-                        self._extend(stream)
+                        self._renew(stream)
                 except Unavailable as error:
                     logger.debug("cannot renew the claims of running messages, Redis is unavailable: %s", error)
 
-    def round(self) -> None:
+    def run_once(self) -> None:
         """Renew claims, checkpoint, check time limits, and report figures, once."""
-        self._tend_all()
-        self._look_for_stuck()
-        if self._report.is_heard and self._clock.monotonic_ms() >= self._measure_due_ms:
+        self._maintain_all()
+        self._check_time_limits()
+        if self._loop_metrics.has_backend and self._clock.monotonic_ms() >= self._measure_due_ms:
             self._measure_due_ms = self._clock.monotonic_ms() + _MEASURE_MS
-            self._report.waiting([stream.waiting() for stream in self.streams if not stream.leaving])
-        self._report.stands(in_flight=len(self._hand), buffered=self._hand.buffer.qsize())
-        self._report.answered()
-        self._report.paused(bool(self._streams) and all(stream.paused for stream in self.streams))
+            self._loop_metrics.set_backlog([stream.waiting() for stream in self.streams if not stream.leaving])
+        self._loop_metrics.set_in_flight(in_flight=len(self._in_flight), buffered=self._in_flight.buffer.qsize())
+        self._loop_metrics.on_reply()
+        self._loop_metrics.set_paused(bool(self._streams) and all(stream.paused for stream in self.streams))
 
     def recover(self, stream: ReliableStream) -> None:
         """Add to flight the entries that this worker holds in Redis only: from before a restart, or from a lost reply.
@@ -117,38 +117,38 @@ class ClaimRenewal:
         Skips a paused stream; it is done when the stream resumes. Call it only in the thread that reads the stream, or
         before there is one: entries that thread has just read are held in Redis, too, and not in flight yet.
         """
-        while not stream.paused and self._take_over(stream, idle_ms=0, own=True, count=_CLAIMED_AT_ONCE):
+        while not stream.paused and self._claim(stream, idle_ms=0, own=True, count=_CLAIMED_AT_ONCE):
             pass
 
-    def _take_over(self, stream: ReliableStream, *, idle_ms: int, own: bool, count: int) -> int:
-        with self._claiming:
-            in_flight = self._hand.ids(stream.stream)
-            return self._put_in_hand(stream.read_pending(excluding=in_flight, idle_ms=idle_ms, own=own, count=count))
+    def _claim(self, stream: ReliableStream, *, idle_ms: int, own: bool, count: int) -> int:
+        with self._claim_lock:
+            in_flight = self._in_flight.entry_ids(stream.stream)
+            return self._add_in_flight(stream.read_pending(excluding=in_flight, idle_ms=idle_ms, own=own, count=count))
 
-    def _put_in_hand(self, claimed: Sequence[Delivery]) -> int:
-        trusted_count = isolated_after(self._pipeline.handler.retry)
-        self._hand.take([one for one in claimed if one.deliveries <= trusted_count], self._clock.monotonic_ms())
+    def _add_in_flight(self, claimed: Sequence[Delivery]) -> int:
+        trusted_count = isolated_after(self._steps.handler.retry)
+        self._in_flight.add([one for one in claimed if one.deliveries <= trusted_count], self._clock.monotonic_ms())
         for delivery in claimed:
             if delivery.deliveries > trusted_count:
-                self._hand.keep(delivery)
+                self._in_flight.add_unbuffered(delivery)
                 self._on_suspect(delivery)
-        self._report.adopted_some(len(claimed))
+        self._loop_metrics.count_claimed(len(claimed))
         return len(claimed)
 
-    def _tend_all(self) -> None:
+    def _maintain_all(self) -> None:
         """Maintain each stream. Then raise the error that kept some streams from it, except OutOfMemory."""
         began_ms = self._clock.monotonic_ms()
-        renews = began_ms >= self._extend_due_ms
-        committed = self._report.committed
+        renews = began_ms >= self._renew_due_ms
+        committed = self._loop_metrics.committed
         unavailable: Unavailable | None = None
         all_checkpointed = True
-        for stream, reply in self._look_at_all():
+        for stream, reply in self._refresh_all():
             try:
                 with exclude_on_error(stream):
-                    all_checkpointed = self._tend(stream, reply, renews=renews) and all_checkpointed
+                    all_checkpointed = self._maintain(stream, reply, renews=renews) and all_checkpointed
             except OutOfMemory as error:
                 all_checkpointed = False
-                self._say("maintenance of %s is incomplete: %s; retrying", stream.stream, error)
+                self._warn("maintenance of %s is incomplete: %s; retrying", stream.stream, error)
             except Unavailable as error:
                 unavailable = error  # perhaps only the server of this stream is unavailable
                 if self._clock.monotonic_ms() - began_ms > self._policy.claim_ms / _RENEWALS_PER_CLAIM:
@@ -156,11 +156,11 @@ class ClaimRenewal:
         if unavailable is not None:
             raise unavailable
         if renews:
-            self._extend_due_ms = began_ms + self._policy.claim_ms / _RENEWALS_PER_CLAIM
+            self._renew_due_ms = began_ms + self._policy.claim_ms / _RENEWALS_PER_CLAIM
         if all_checkpointed:
-            self._committed_when_noted = committed
+            self._committed_at_checkpoint = committed
 
-    def _look_at_all(self) -> Iterator[tuple[ReliableStream, Reply]]:
+    def _refresh_all(self) -> Iterator[tuple[ReliableStream, Reply]]:
         """Yield each stream with the reply to its refresh; a round trip carries many."""
         streams = iter(self.streams)
         while some := list(islice(streams, _REFRESHED_AT_ONCE)):
@@ -171,57 +171,57 @@ class ClaimRenewal:
                 replies = [error] * len(some)
             yield from zip(some, replies, strict=True)
 
-    def _tend(self, stream: ReliableStream, reply: Reply, *, renews: bool) -> bool:
+    def _maintain(self, stream: ReliableStream, reply: Reply, *, renews: bool) -> bool:
         """Maintain one stream; return False if its checkpoint has to be repeated."""
         if stream.leaving:  # only entries that still run are kept
             if renews:
-                self._extend(stream)
+                self._renew(stream)
             return True
         was_paused = stream.paused
         stream.looked(reply)
         if was_paused and not stream.paused:
-            self.missed.set()
+            self.reread_pending.set()
         if renews:
-            self._extend(stream)
+            self._renew(stream)
             if not stream.paused:
-                self._take_stuck(stream)
-        if self._committed_when_noted == self._report.committed:
+                self._claim_stuck(stream)
+        if self._committed_at_checkpoint == self._loop_metrics.committed:
             return True
-        checkpoint = self._note(stream)
+        checkpoint = self._checkpoint(stream)
         if self._policy.trim:
             stream.trim()
         return checkpoint
 
-    def _take_stuck(self, stream: ReliableStream) -> None:
-        with self._claiming:
+    def _claim_stuck(self, stream: ReliableStream) -> None:
+        with self._claim_lock:
             now_ms = self._clock.monotonic_ms()
-            self._put_in_hand(stream.read_stuck(longest_ms=self._longest_ms, now_ms=now_ms))
+            self._add_in_flight(stream.read_stuck(longest_ms=self._longest_in_flight_ms, now_ms=now_ms))
 
-    def _note(self, stream: ReliableStream) -> bool:
+    def _checkpoint(self, stream: ReliableStream) -> bool:
         checkpoint = stream.checkpoint()
         if checkpoint == "too many":
-            self._say(
+            self._warn(
                 "cannot checkpoint %s: too many entries are pending, so commit marks in Redis grow until there are "
                 "fewer; run fewer workers at once, or use a smaller prefetch", stream.stream,
             )  # fmt: skip
         return checkpoint == "noted"
 
-    def _adopt(self) -> bool:
+    def _claim_idle(self) -> bool:
         """Claim as many idle entries as there is room for; return True if there may be more."""
         for stream in self.streams:
-            room = min(self._hand.room(), _CLAIMED_AT_ONCE)
+            room = min(self._in_flight.free_slots(), _CLAIMED_AT_ONCE)
             if room <= 0:
-                return self._more_to_adopt
+                return self._more_to_claim
             if not stream.paused:
-                claimed = self._take_over(stream, idle_ms=self._policy.claim_ms, own=False, count=room)
-                self._more_to_adopt = claimed >= room
-                if self._more_to_adopt:
-                    self._hand.found(claimed, room)
+                claimed = self._claim(stream, idle_ms=self._policy.claim_ms, own=False, count=room)
+                self._more_to_claim = claimed >= room
+                if self._more_to_claim:
+                    self._in_flight.on_fetched(claimed, room)
                     return True
         return False
 
-    def _extend(self, stream: ReliableStream) -> None:
-        in_flight = {one.id: one for one in self._hand.deliveries if one.stream is stream and not one.settling}
+    def _renew(self, stream: ReliableStream) -> None:
+        in_flight = {one.id: one for one in self._in_flight.deliveries if one.stream is stream and not one.settling}
         # Entries whose commit runs meanwhile are not pending any more either, and are not lost.
         lost = [in_flight[entry_id] for entry_id in stream.extend(list(in_flight)) if not in_flight[entry_id].settling]
         if lost:
@@ -231,51 +231,51 @@ class ClaimRenewal:
                 stream.stream,
             )
             stream.report_trimmed([one.id for one in lost])
-            self._hand.drop(lost)
-            self._report.refused_some(len(lost))
+            self._in_flight.remove(lost)
+            self._loop_metrics.count_refused(len(lost))
 
-    def _look_for_stuck(self) -> None:
-        limit_ms = self._pipeline.handler.time_limit_ms
+    def _check_time_limits(self) -> None:
+        limit_ms = self._steps.handler.time_limit_ms
         now_ms = self._clock.monotonic_ms()
         given_up: list[Delivery] = []
         try:
-            for one in self._hand.deliveries:
+            for one in self._in_flight.deliveries:
                 if one.running and not one.ran and now_ms - one.since_ms > limit_ms + _GRACE_MS:
-                    self._give_up(one)
+                    self._give_up_run(one)
                     given_up.append(one)
         except Unavailable as error:
             if not given_up and not isinstance(error, OutOfMemory):
                 raise
             # The run hangs on, and others go on beside it, until its attempt can be recorded.
-            self._say("cannot give up a run of %s that hangs: %s; retrying", self._pipeline.handler.label, error)
+            self._warn("cannot give up a run of %s that hangs: %s; retrying", self._steps.handler.label, error)
         if given_up:
             raise HandlerStuck(
-                f"{self._pipeline.handler.label} has run on message {given_up[0].id.decode()} of "
+                f"{self._steps.handler.label} has run on message {given_up[0].id.decode()} of "
                 f"{given_up[0].stream.stream} for longer than its time limit of {limit_ms:,.0f} ms, and cannot be ended"
             )
 
-    def _give_up(self, delivery: Delivery) -> None:
+    def _give_up_run(self, delivery: Delivery) -> None:
         """Record the failed attempt. The process releases its other entries when it ends."""
         stream = delivery.stream
-        message = self._pipeline.decode(delivery)
+        message = self._steps.decode(delivery)
         if message is not None:
-            outcome = overdue(self._pipeline.handler, message, alone=not delivery.in_batch)
+            outcome = overdue(self._steps.handler, message, alone=not delivery.in_batch)
             if isinstance(outcome, DeadLettered):
-                effects: Effects = self._pipeline.dead_letter(delivery, outcome)
+                effects: Effects = self._steps.dead_letter(delivery, outcome)
                 if not stream.commit([effects]):
-                    self._report.committed_some([delivery], [outcome.reason], 0.0)
+                    self._loop_metrics.count_committed([delivery], [outcome.reason], 0.0)
             else:
                 stream.note_failures([delivery])
-                self._report.retried_some(1)
+                self._loop_metrics.count_retried(1)
                 stream.end_isolation([delivery])
                 stream.hand_back([delivery.id])
-        self._hand.drop([delivery])
+        self._in_flight.remove([delivery])
 
-    def _say(self, text: str, *args: object) -> None:
+    def _warn(self, text: str, *args: object) -> None:
         """Log a warning, each text once a minute at most."""
         now_ms = self._clock.monotonic_ms()
-        if now_ms >= self._said_ms.get(text, now_ms):
-            self._said_ms[text] = now_ms + _WARN_EVERY_MS
+        if now_ms >= self._warn_due_ms.get(text, now_ms):
+            self._warn_due_ms[text] = now_ms + _WARN_EVERY_MS
             logger.warning(text, *args)
 
 

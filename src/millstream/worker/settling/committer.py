@@ -15,7 +15,7 @@ from millstream.errors import OutOfMemory
 from millstream.handlers.attempt import DeadLettered, Done, RetryLater
 from millstream.handlers.dead_letter import reason_of
 from millstream.redis_client.client import Client
-from millstream.worker.completion_queue import Ran
+from millstream.worker.completion_queue import FinishedRun
 from millstream.worker.handler_steps import HandlerSteps
 from millstream.worker.in_flight import InFlight
 from millstream.worker.loop_metrics import LoopMetrics
@@ -38,79 +38,79 @@ class Committer:
         self, pipeline: HandlerSteps, hand: InFlight, client: Client, report: LoopMetrics, clock: Clock, *,
         give_up: Callable[[], bool],
     ) -> None:  # fmt: skip
-        self._pipeline = pipeline
-        self._hand = hand
+        self._steps = pipeline
+        self._in_flight = hand
         self._client = client
-        self._report = report
+        self._loop_metrics = report
         self._clock = clock
         self._give_up = give_up
         self._retries: list[tuple[float, int, Delivery]] = []
-        self._number = count()
-        self._without_memory: list[PendingCommit] = []
-        self._memory_due_ms = 0.0
-        self._word_due_ms = 0.0
+        self._sequence = count()
+        self._postponed: list[PendingCommit] = []
+        self._postponed_due_ms = 0.0
+        self._warn_due_ms = 0.0
 
     def run(self) -> None:
         """Commit until the completion queue is closed."""
         ended = False
         while not ended:
-            finished, ended = self._hand.outbox.collect(self._wait_s())
+            finished, ended = self._in_flight.completions.collect(self._wait_s())
             if finished:
                 self.settle(finished)
                 finished = []  # drop the reference while waiting for more
-            self._wake_retries()
-            if self._waits_for_memory and self._clock.monotonic_ms() >= self._memory_due_ms:
-                self._try_memory_again()
+            self._requeue_retries()
+            if self._has_postponed and self._clock.monotonic_ms() >= self._postponed_due_ms:
+                self._retry_postponed()
 
-    def settle(self, finished: Sequence[Ran]) -> None:
+    def settle(self, finished: Sequence[FinishedRun]) -> None:
         """Commit, retry or dead-letter each of these runs."""
         commits: list[PendingCommit] = []
         failed: dict[ReliableStream, list[Delivery]] = defaultdict(list)
         now_ms = self._clock.monotonic_ms()
-        self._report_times(finished)
-        lost = self._hand.gone([one for deliveries, _ in finished for one in deliveries])
+        self._observe_run_times(finished)
+        lost = self._in_flight.not_in_flight([one for deliveries, _ in finished for one in deliveries])
         for deliveries, outcome in finished:
             delivery = deliveries[0]
             if lost and not lost.isdisjoint(deliveries):
                 # The entry was given up, or lost to another worker, while it ran; the rest of its batch is run again.
                 self._run_again([one for one in deliveries if one not in lost], now_ms)
             elif isinstance(outcome, Done):
-                effects = self._pipeline.commit_batch(deliveries, outcome) if len(deliveries) > 1 else None
-                commits.append((deliveries, effects or self._pipeline.commit(delivery, outcome)))
+                effects = self._steps.commit_batch(deliveries, outcome) if len(deliveries) > 1 else None
+                commits.append((deliveries, effects or self._steps.commit(delivery, outcome)))
             elif isinstance(outcome, DeadLettered):
-                commits.append((deliveries, self._pipeline.dead_letter(delivery, outcome)))
+                commits.append((deliveries, self._steps.dead_letter(delivery, outcome)))
             else:
                 assert isinstance(outcome, RetryLater)  # entries without a key are never parked
                 failed[delivery.stream].append(delivery)
                 delivery.running, delivery.since_ms = False, now_ms
-                delivery.due_ms = now_ms + self._pipeline.retry(delivery, outcome)
-                heapq.heappush(self._retries, (delivery.due_ms, next(self._number), delivery))
+                delivery.due_ms = now_ms + self._steps.retry(delivery, outcome)
+                heapq.heappush(self._retries, (delivery.due_ms, next(self._sequence), delivery))
         for stream, deliveries in failed.items():
-            self._report.retried_some(len(deliveries))
-            self._note(stream, deliveries)
+            self._loop_metrics.count_retried(len(deliveries))
+            self._record_failures(stream, deliveries)
         if commits:
             self._commit(commits)
-        self._report.ended(sum([len(deliveries) for deliveries, _ in finished]))
+        self._loop_metrics.on_runs_settled(sum([len(deliveries) for deliveries, _ in finished]))
 
-    def _note(self, stream: ReliableStream, deliveries: Sequence[Delivery]) -> None:
+    def _record_failures(self, stream: ReliableStream, deliveries: Sequence[Delivery]) -> None:
         try:
-            self._patiently(lambda: stream.note_failures(deliveries))
+            self._retry_while_unavailable(lambda: stream.note_failures(deliveries))
         except OutOfMemory as error:
             logger.warning("cannot record %d failed attempts: %s; only this worker counts them", len(deliveries), error)
 
     def _wait_s(self) -> float | None:
         due = [self._retries[0][0]] if self._retries else []
-        if self._waits_for_memory:
-            due.append(self._memory_due_ms)
+        if self._has_postponed:
+            due.append(self._postponed_due_ms)
         return max(0.0, min(due) - self._clock.monotonic_ms()) / 1000 if due else None
 
-    def _wake_retries(self) -> None:
+    def _requeue_retries(self) -> None:
         now_ms = self._clock.monotonic_ms()
         while self._retries and self._retries[0][0] <= now_ms:
             _, _, delivery = heapq.heappop(self._retries)
             delivery.attempt += 1
-            if delivery in self._hand:
-                self._hand.take((delivery,), now_ms)
+            if delivery in self._in_flight:
+                self._in_flight.add((delivery,), now_ms)
 
     def _commit(self, commits: Sequence[PendingCommit]) -> None:
         by_stream: dict[ReliableStream, list[PendingCommit]] = defaultdict(list)
@@ -125,34 +125,34 @@ class Committer:
                 try:
                     self._commit_some(stream, portion)
                 except OutOfMemory as error:
-                    self._wait_for_memory(stream, portion, error)
+                    self._postpone(stream, portion, error)
 
     def _commit_some(self, stream: ReliableStream, some: Sequence[PendingCommit], *, allow_oom: bool = False) -> None:
         effects = [one for _, one in some]
         began_ms = self._clock.monotonic_ms()
         call = stream.new_call()
-        refused = self._patiently(lambda: stream.commit(effects, allow_oom=allow_oom, call=call))
+        refused = self._retry_while_unavailable(lambda: stream.commit(effects, allow_oom=allow_oom, call=call))
         took_s = (self._clock.monotonic_ms() - began_ms) / 1000
         refused_ids = {id(one) for one in refused}
         written = [one for one in some if id(one[1]) not in refused_ids] if refused_ids else some
         dead = [reason for _, one in written if one.dead for reason in map(reason_of, one.dead)]
         deliveries = _deliveries(some)
-        self._report.committed_some(_deliveries(written) if refused_ids else deliveries, dead, took_s)
+        self._loop_metrics.count_committed(_deliveries(written) if refused_ids else deliveries, dead, took_s)
         if refused:
-            self._report.refused_some(len(refused))
+            self._loop_metrics.count_refused(len(refused))
             logger.warning(
                 "commit refused for %d messages of %s: another worker claimed them, or they were committed before; "
                 "discarding their effects (first: %s)", len(refused), stream.stream, refused[0].first_id,
             )  # fmt: skip
-        self._hand.drop(deliveries)
+        self._in_flight.remove(deliveries)
         for batch, one in some if refused_ids else ():
             if len(batch) > 1 and id(one) in refused_ids:
-                self._rescue(stream, batch)
+                self._rerun_owned(stream, batch)
 
-    def _rescue(self, stream: ReliableStream, deliveries: Sequence[Delivery]) -> None:
+    def _rerun_owned(self, stream: ReliableStream, deliveries: Sequence[Delivery]) -> None:
         """Run a refused batch again, without the entries of it that another worker has claimed."""
         try:
-            lost = self._patiently(lambda: stream.extend([one.id for one in deliveries]))
+            lost = self._retry_while_unavailable(lambda: stream.extend([one.id for one in deliveries]))
         except OutOfMemory:
             return  # the entries stay pending: another worker claims them when they are idle
         self._run_again([one for one in deliveries if one.id not in lost], self._clock.monotonic_ms())
@@ -160,9 +160,9 @@ class Committer:
     def _run_again(self, deliveries: Sequence[Delivery], now_ms: float) -> None:
         for one in deliveries:
             one.running = one.ran = one.settling = False
-        self._hand.take(deliveries, now_ms)
+        self._in_flight.add(deliveries, now_ms)
 
-    def _patiently(self, operation: Callable[[], T]) -> T:
+    def _retry_while_unavailable(self, operation: Callable[[], T]) -> T:
         """Retry while Redis is unavailable. Raises OutOfMemory at once, for the caller to handle."""
 
         def attempt() -> T | OutOfMemory:
@@ -171,13 +171,13 @@ class Committer:
             except OutOfMemory as error:
                 return error
 
-        what = self._pipeline.handler.label
+        what = self._steps.handler.label
         result = self._client.patiently(attempt, what=what, give_up=self._give_up)
         if isinstance(result, OutOfMemory):
             raise result
         return result
 
-    def _wait_for_memory(self, stream: ReliableStream, some: Sequence[PendingCommit], error: OutOfMemory) -> None:
+    def _postpone(self, stream: ReliableStream, some: Sequence[PendingCommit], error: OutOfMemory) -> None:
         """Commit plain acknowledgements, which free memory in the end; keep the rest pending, without an attempt."""
         acknowledgements = [one for one in some if not (one[1].outputs or one[1].dead)]
         if acknowledgements:
@@ -185,27 +185,27 @@ class Committer:
         postponed = [one for one in some if one[1].outputs or one[1].dead]
         for one in _deliveries(postponed):
             one.settling = False  # Redis may be out of memory for longer than a claim lasts
-        self._without_memory += postponed
-        self._say_that_memory_is_short(len(postponed), stream, error)
+        self._postponed += postponed
+        self._warn_postponed(len(postponed), stream, error)
 
-    def _say_that_memory_is_short(self, count: int, stream: ReliableStream, error: OutOfMemory) -> None:
+    def _warn_postponed(self, count: int, stream: ReliableStream, error: OutOfMemory) -> None:
         now_ms = self._clock.monotonic_ms()
-        self._memory_due_ms = now_ms + _MEMORY_RETRY_MS
-        if count and now_ms >= self._word_due_ms:
+        self._postponed_due_ms = now_ms + _MEMORY_RETRY_MS
+        if count and now_ms >= self._warn_due_ms:
             logger.warning("commit of %d messages of %s postponed: %s; retrying", count, stream.stream, error)
-            self._word_due_ms = now_ms + _WARN_EVERY_MS
+            self._warn_due_ms = now_ms + _WARN_EVERY_MS
 
     @property
-    def _waits_for_memory(self) -> bool:
-        return bool(self._without_memory)
+    def _has_postponed(self) -> bool:
+        return bool(self._postponed)
 
-    def _try_memory_again(self) -> None:
-        postponed, self._without_memory = self._without_memory, []
+    def _retry_postponed(self) -> None:
+        postponed, self._postponed = self._postponed, []
         self._commit(postponed)
 
-    def _report_times(self, finished: Sequence[Ran]) -> None:
-        if self._report.is_heard:
-            self._report.ran([one.took_ms for deliveries, _ in finished for one in deliveries])
+    def _observe_run_times(self, finished: Sequence[FinishedRun]) -> None:
+        if self._loop_metrics.has_backend:
+            self._loop_metrics.observe_run_times([one.took_ms for deliveries, _ in finished for one in deliveries])
 
 
 def _deliveries(commits: Sequence[PendingCommit]) -> list[Delivery]:

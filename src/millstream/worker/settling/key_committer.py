@@ -14,7 +14,7 @@ from millstream.errors import OutOfMemory, Unavailable
 from millstream.handlers.attempt import DeadLettered, Done, Outcome, Parked, RetryLater
 from millstream.handlers.dead_letter import reason_of
 from millstream.redis_client.client import Reply
-from millstream.worker.completion_queue import Ran
+from millstream.worker.completion_queue import FinishedRun
 from millstream.worker.settling.committer import Committer
 
 logger = logging.getLogger(__name__)
@@ -57,46 +57,46 @@ class KeyCommitter(Committer):
 
     def __init__(self, *args: Any, on_lease_end: Callable[[str], None] = lambda stream: None, **options: Any) -> None:
         super().__init__(*args, **options)
-        self._on_turned = on_lease_end
-        self._kept: dict[KeyLease, Runs] = {}
+        self._on_lease_end = on_lease_end
+        self._postponed_runs: dict[KeyLease, Runs] = {}
 
-    def settle(self, finished: Sequence[Ran]) -> None:
+    def settle(self, finished: Sequence[FinishedRun]) -> None:
         """Commit, retry, park or dead-letter each of these runs."""
-        self._report_times(finished)
+        self._observe_run_times(finished)
         if finished:
-            self._hand.took(sum(deliveries[0].took_ms for deliveries, _ in finished) / len(finished))
+            self._in_flight.on_run_time(sum(deliveries[0].took_ms for deliveries, _ in finished) / len(finished))
         # Runs kept for want of memory come before later runs of the same key.
-        runs, self._kept = self._kept, {}
+        runs, self._postponed_runs = self._postponed_runs, {}
         for (delivery,), outcome in finished:
             runs.setdefault(lease_of(delivery), []).append((delivery, outcome))
         by_stream: dict[KeyedStream, list[_LeaseOutcome]] = defaultdict(list)
         for lease, some in runs.items():
-            if lease.lost or not all(delivery in self._hand for delivery, _ in some):
-                self._lose(lease)
+            if lease.lost or not all(delivery in self._in_flight for delivery, _ in some):
+                self._drop_lost(lease)
             else:
-                by_stream[lease.stream].append(self._turn(lease, some))
-        sent = self._commit_together(by_stream) if len(by_stream) > 1 else {}
+                by_stream[lease.stream].append(self._make_outcome(lease, some))
+        sent = self._commit_pipelined(by_stream) if len(by_stream) > 1 else {}
         for stream, outcomes in by_stream.items():
-            self._settle_of(stream, outcomes, sent.get(stream))
-        self._report.ended(len(finished))
+            self._settle_stream(stream, outcomes, sent.get(stream))
+        self._loop_metrics.on_runs_settled(len(finished))
 
-    def _turn(self, lease: KeyLease, runs: Runs) -> _LeaseOutcome:
+    def _make_outcome(self, lease: KeyLease, runs: Runs) -> _LeaseOutcome:
         outcome = _LeaseOutcome(lease, runs)
         done = [(delivery, result) for delivery, result in runs if isinstance(result, (Done, DeadLettered))]
         lease.ending = outcome.is_over
         if done:
             outcome.done = [delivery for delivery, _ in done]
-            outcome.effects = self._pipeline.commit_turn(lease, done)
+            outcome.effects = self._steps.commit_key(lease, done)
             if outcome.is_over and len(done) == len(runs):
                 outcome.effects.left = lease.given - len(done)
         last, result = runs[-1]
         if isinstance(result, RetryLater):
-            outcome.release = LeaseRelease(lease, "later", self._pipeline.retry(last, result), last.attempt)
+            outcome.release = LeaseRelease(lease, "later", self._steps.retry(last, result), last.attempt)
         elif isinstance(result, Parked):
             outcome.release = LeaseRelease(lease, "park", f"{result.reason}: {result.error}", last.attempt)
         return outcome
 
-    def _commit_together(
+    def _commit_pipelined(
         self, by_stream: Mapping[KeyedStream, Sequence[_LeaseOutcome]]
     ) -> dict[KeyedStream, _PipelinedReply]:
         """Commit as much as fits in one round trip. A commit without a good reply is sent again, stream by stream."""
@@ -115,41 +115,43 @@ class KeyCommitter(Committer):
             for (stream, call), reply in zip(calls.items(), replies, strict=True)
         }
 
-    def _settle_of(self, stream: KeyedStream, outcomes: Sequence[_LeaseOutcome], sent: _PipelinedReply | None) -> None:
+    def _settle_stream(
+        self, stream: KeyedStream, outcomes: Sequence[_LeaseOutcome], sent: _PipelinedReply | None
+    ) -> None:
         kept = [one for some in _chunks(_with_effects(outcomes)) for one in self._commit_or_keep(stream, some, sent)]
         outcomes = [one for one in outcomes if one not in kept and not one.lease.lost]
         releases = [one.release for one in outcomes if one.release is not None]
         if releases:
-            self._report.retried_some(sum(release.how == "later" for release in releases))
-            self._report.parked_some(sum(release.how == "park" for release in releases))
-            for lease in self._patiently(lambda: stream.release(releases)):
-                self._lose(lease)
+            self._loop_metrics.count_retried(sum(release.how == "later" for release in releases))
+            self._loop_metrics.count_parked(sum(release.how == "park" for release in releases))
+            for lease in self._retry_while_unavailable(lambda: stream.release(releases)):
+                self._drop_lost(lease)
         over = [one for one in outcomes if one.is_over]
         for one in over:
-            self._hand.end_lease(one.lease)
+            self._in_flight.remove_lease(one.lease)
             one.lease.forget()
         if over:
-            self._on_turned(stream.stream)
+            self._on_lease_end(stream.stream)
 
     def _commit_or_keep(
         self, stream: KeyedStream, outcomes: Sequence[_LeaseOutcome], sent: _PipelinedReply | None
     ) -> list[_LeaseOutcome]:
         """Commit the effects; return the outcomes that Redis has no memory for: they are kept, with their leases."""
         try:
-            self._commit_turns(stream, outcomes, sent)
+            self._commit_outcomes(stream, outcomes, sent)
         except OutOfMemory as error:
             # Plain acknowledgements free memory in the end.
             plain = [one for one in outcomes if one.effects and one.effects.is_acknowledgement]
-            self._commit_turns(stream, plain, None, allow_oom=True)
+            self._commit_outcomes(stream, plain, None, allow_oom=True)
             kept = [one for one in outcomes if one not in plain]
-            self._kept |= {one.lease: one.runs for one in kept}
+            self._postponed_runs |= {one.lease: one.runs for one in kept}
             for one in kept:
                 one.lease.ending = False  # the lease has to be renewed meanwhile
-            self._say_that_memory_is_short(sum(len(one.runs) for one in kept), stream, error)
+            self._warn_postponed(sum(len(one.runs) for one in kept), stream, error)
             return kept
         return []
 
-    def _commit_turns(
+    def _commit_outcomes(
         self,
         stream: KeyedStream,
         outcomes: Sequence[_LeaseOutcome],
@@ -164,12 +166,12 @@ class KeyCommitter(Committer):
         began_ms = self._clock.monotonic_ms()
         if sent is None or isinstance(sent.reply, Exception):
             call = sent.call if sent else stream.new_call()
-            refused = self._patiently(lambda: stream.commit(effects, allow_oom=allow_oom, call=call))
+            refused = self._retry_while_unavailable(lambda: stream.commit(effects, allow_oom=allow_oom, call=call))
         else:
             refused = stream.committed(effects, sent.reply)
         took_s = (self._clock.monotonic_ms() - began_ms) / 1000 + (sent.took_s if sent else 0.0)
         for one in refused:
-            self._lose(by_effects.pop(id(one)).lease)
+            self._drop_lost(by_effects.pop(id(one)).lease)
         done: list[Delivery] = []
         dead: list[str] = []
         for outcome in by_effects.values():
@@ -179,26 +181,26 @@ class KeyCommitter(Committer):
                 outcome.lease.committed_state = outcome.effects.state
             done += outcome.done
             dead += map(reason_of, outcome.effects.dead)
-        self._hand.drop(done)
-        self._report.committed_some(done, dead, took_s)
+        self._in_flight.remove(done)
+        self._loop_metrics.count_committed(done, dead, took_s)
 
-    def _lose(self, lease: KeyLease) -> None:
+    def _drop_lost(self, lease: KeyLease) -> None:
         """Drop a key whose lease another worker has taken, or an operator has ended by changing the key."""
         lease.lost = True
-        self._on_turned(lease.stream.stream)
-        lost = self._hand.end_lease(lease)
+        self._on_lease_end(lease.stream.stream)
+        lost = self._in_flight.remove_lease(lease)
         if lost:
-            self._report.refused_some(len(lost))
+            self._loop_metrics.count_refused(len(lost))
             logger.warning(
                 "commit refused for %d messages of %s: this worker lost the lease of their key; "
                 "discarding their effects (first: %s)", len(lost), lease.stream.stream, lost[0].id.decode(),
             )  # fmt: skip
 
     @property
-    def _waits_for_memory(self) -> bool:
-        return bool(self._kept)
+    def _has_postponed(self) -> bool:
+        return bool(self._postponed_runs)
 
-    def _try_memory_again(self) -> None:
+    def _retry_postponed(self) -> None:
         self.settle(())
 
 
