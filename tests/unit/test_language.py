@@ -50,12 +50,10 @@ ALLOWED: Mapping[str, str] = {
 
 # Methods and functions that are still to be renamed. An entry goes when its name goes; nothing is added.
 _PENDING = """
-    Reactor.aside KeyRun.aside _Desk LossPolicy.doubt Service.hand_in hand_back handed_back_some hear heard is_heard hurry
-    Ordering.keeper _Snapshot.line _Snapshot.line_or_damage GroupStream.line_of LineOf line_by KeyRun.take_line
-    HandlerSteps.line_of Delegator.lines_of LoopMetrics.lines_filled look to_look look_at look_again looked
-    keep_moving nudge BatchPlanner.pieces Ordering.settler CommitStore.strike Effects.end_strikes
-    KeyedStream.taken Ordering.taker tell_gap tell_start tell told GroupStream.tend in_turn HandlerSteps.commit_turn
-    _Turns adopt adopt_idle adopted_some
+    Reactor.aside KeyRun.aside _Desk LossPolicy.doubt Service.hand_in hand_back hear heard hurry _Snapshot.line
+    _Snapshot.line_or_damage GroupStream.line_of LineOf line_by KeyRun.take_line Delegator.lines_of look to_look
+    look_at looked keep_moving BatchPlanner.pieces CommitStore.strike Effects.end_strikes KeyedStream.taken tell_gap
+    tell_start tell told GroupStream.tend in_turn _Turns adopt adopt_idle
     """
 PENDING = frozenset(_PENDING.split())
 
