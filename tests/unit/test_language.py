@@ -140,6 +140,16 @@ def test_every_part_of_the_code_is_in_architecture() -> None:
     assert [name for name in sorted(tops) if f"`{name}`" not in page and name != "py.typed"] == []
 
 
+def test_every_key_in_redis_is_in_architecture() -> None:
+    page = (ROOT / "docs/architecture.md").read_text()
+    package = SRC / "millstream"
+    suffixes = set(re.findall(r"\{self\.base\}:([a-z]+)", (package / "redis_client/key_names.py").read_text()))
+    for path in (package / "redis_client/lua").rglob("*.lua"):
+        suffixes.update(re.findall(r"(?:BASE \.\. |:)'?:?([a-z-]+):?'", path.read_text()))
+    assert len(suffixes) >= 41, "the expressions above find the suffixes no more"
+    assert [name for name in sorted(suffixes) if not re.search(rf":{name}\b", page)] == []
+
+
 @pytest.mark.parametrize(
     ("path", "text", "complaint"),
     [
