@@ -208,7 +208,7 @@ def test_a_query_that_shares_a_group_is_one_consumer_of_it(client: Client) -> No
     options = parse({"url": client.url, "subscribe": "a", "readAs": "group", "group": "billing"}, {})
     assert options.sharing is not None
     taker = GroupBatchPlanner(client, options, options.sharing, cores=2)
-    place = taker.advance(START, target=None, hold=False).place
+    place = taker.advance(START, target=None, may_delay=False).place
     taker.close()
     assert place.filled == {"a": 10}
     client.execute("XGROUP", "CREATECONSUMER", "a", "billing", "plain-7")

@@ -56,7 +56,7 @@ class Query:
 
     def plan(self) -> GroupOffset:
         """What Spark would log next."""
-        found = self.taker.advance(self.place, target=None, hold=False).place
+        found = self.taker.advance(self.place, target=None, may_delay=False).place
         assert load(dump(found)) == found
         return found
 
@@ -276,8 +276,8 @@ def test_a_batch_is_kept_in_the_other_streams_when_the_group_of_one_is_gone(
 def test_a_long_batch_is_kept_and_what_others_took_over_is_left_to_them(
     client: Client, query: Callable[..., Query], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert keeper._SHARE >= 2, "one look that comes late costs nothing"
-    monkeypatch.setattr(keeper, "_SHARE", HOUR_MS / 50)
+    assert keeper._RENEWALS_PER_IDLE_TIME >= 2, "one look that comes late costs nothing"
+    monkeypatch.setattr(keeper, "_RENEWALS_PER_IDLE_TIME", HOUR_MS / 50)
     ids = add(client, range(1_200))
     one = query(adoptAfter="1h", maxOffsetsPerTrigger="1200")
     end = one.plan()
@@ -293,7 +293,7 @@ def test_a_long_batch_is_kept_and_what_others_took_over_is_left_to_them(
     with caplog.at_level(logging.WARNING):
         one.plan()
     assert holders(client) == {"w": 3}
-    assert "3 had been taken over by other consumers and 1 were not pending any more" in caplog.text
+    assert "3 were claimed by other consumers and 1 were no longer pending" in caplog.text
 
 
 def lost_connection(step: Callable[..., Any]) -> Callable[..., Any]:
@@ -317,12 +317,12 @@ def test_a_zombie_driver_takes_and_acknowledges_nothing(
     zombie = one.start()
     end = one.plan()
     with pytest.raises(StaleOwner, match="give each a consumer name of its own"):
-        zombie.advance(one.place, target=None, hold=False)
-    monkeypatch.setattr(zombie, "_look", lost_connection(zombie._look))
+        zombie.advance(one.place, target=None, may_delay=False)
+    monkeypatch.setattr(zombie, zombie._look.__name__, lost_connection(zombie._look))
     with pytest.raises(Unavailable):
-        zombie.advance(end, target=None, hold=False)
+        zombie.advance(end, target=None, may_delay=False)
     with pytest.raises(StaleOwner):  # it begins anew, and is still the older one
-        zombie.advance(end, target=None, hold=False)
+        zombie.advance(end, target=None, may_delay=False)
     assert holders(client) == {"spark:0": 30}
     with pytest.raises(StaleOwner):
         zombie.tasks(one.place, end)
@@ -339,7 +339,7 @@ def test_a_batch_that_was_found_does_not_grow_by_what_is_still_on_its_way(
     fill, calls = Batches._run, list[Callable[[], None]]()
 
     def cut_off(self: Batches, script: Any, args: Any, **options: Any) -> object:
-        if not calls and script.name == "group_batch":
+        if not calls and script.name == "groups/fill_batch":
             fill(self, script, args, **options)
             epoch = self.epoch
 
@@ -377,9 +377,9 @@ def test_another_checkpoint_takes_what_the_one_before_has_not_committed(
     another = query(maxOffsetsPerTrigger="60")
     with caplog.at_level(logging.WARNING):
         assert another.batch() == list(range(40, 100))
-    assert "40 entries were put into batches of another checkpoint" in caplog.text
+    assert "40 entries belong to batches of another checkpoint" in caplog.text
     one.start()
-    with pytest.raises(DataLoss, match="another checkpoint has taken over"):
+    with pytest.raises(DataLoss, match="another checkpoint now uses"):
         one.rows(end)
 
 
@@ -469,9 +469,9 @@ def test_available_now_takes_no_new_entries_once_the_group_is_where_the_stream_w
     one = query(maxOffsetsPerTrigger="10")
     target = one.taker.tails()
     add(client, range(10, 15))
-    end = one.taker.advance(START, target=target, hold=False).place
+    end = one.taker.advance(START, target=target, may_delay=False).place
     assert end.taken == {"s": 10}
-    assert one.taker.advance(end, target=target, hold=False).place == end
+    assert one.taker.advance(end, target=target, may_delay=False).place == end
 
 
 def test_a_run_survives_redis_that_restarts_in_mid_batch(millstream_fresh_server: EmbeddedServer) -> None:

@@ -112,9 +112,9 @@ def patience(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """Replicas are waited for, unless a test says otherwise, and are tried again at once."""
     monkeypatch.setattr(replicas_module, "_TIMEOUT_MS", PATIENCE_MS)
     monkeypatch.setattr(replicas_module, "_CATCH_UP_MS", float(PATIENCE_MS))
-    monkeypatch.setattr(replicas_module, "_REST_MS", 1.0)
-    monkeypatch.setattr(replicas_module, "_REST_SHARE", 0)
-    monkeypatch.setattr(replicas_module, "_NOBODY_MS", 1.0)
+    monkeypatch.setattr(replicas_module, "_MIN_BAN_MS", 1.0)
+    monkeypatch.setattr(replicas_module, "_BAN_FACTOR", 0)
+    monkeypatch.setattr(replicas_module, "_NO_REPLICA_BAN_MS", 1.0)
     return monkeypatch
 
 
@@ -166,7 +166,7 @@ def test_no_replica_is_said_once_and_one_that_comes_later_is_found(
     deployment.add("s", range(100))
     pieces = deployment.planned()
     assert [len(deployment.read(pieces)) for _ in range(3)] == [100] * 3
-    assert caplog.text.count("there is no replica") == 1
+    assert caplog.text.count("no connected replica") == 1
     deployment.follow(deployment.prompt)
     with none_asked(deployment.primary), asked_for(deployment.prompt):
         assert len(deployment.read(pieces)) == 100
@@ -250,7 +250,7 @@ def test_a_connection_that_was_closed_between_two_tasks_is_opened_again(deployme
 def test_a_replica_that_was_asked_in_vain_is_left_alone_for_a_while(
     deployment: Deployment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(replicas_module, "_REST_MS", float(PATIENCE_MS))
+    monkeypatch.setattr(replicas_module, "_MIN_BAN_MS", float(PATIENCE_MS))
     deployment.follow(deployment.late)
     deployment.add("s", range(100))
     pieces = deployment.planned()
@@ -341,13 +341,13 @@ def lose_the_key(deployment: Deployment) -> None:
     [
         (hang, "cannot be reached: Timeout"),
         (die, "cannot be reached"),
-        (become_primary, "it is no replica now"),
-        (follow_another, "it does not follow the primary any more"),
-        (wait_for_its_primary, "it does not follow the primary any more"),
+        (become_primary, "it is not a replica now"),
+        (follow_another, "it no longer replicates the same primary"),
+        (wait_for_its_primary, "it no longer replicates the same primary"),
         (refuse_stale_data, "Link with MASTER is down"),
         (load, "cannot be reached|loading"),
-        (be_written_to, "others may write to it"),
-        (evict, "it has evicted keys by itself"),
+        (be_written_to, "clients may write to it"),
+        (evict, "it has evicted keys itself"),
         (lose_the_key, ""),
     ],
 )
@@ -435,8 +435,8 @@ def test_reading_from_replicas_needs_the_rights_that_are_printed_for_it(
     pieces = deployment.planned()
     for servers, replicas, why in (
         ((deployment.primary, deployment.prompt), True, None),
-        ((deployment.primary, deployment.prompt), False, "its replicas cannot be asked for: .*info"),
-        ((deployment.primary,), True, "cannot be read from: .* refuses the credentials"),
+        ((deployment.primary, deployment.prompt), False, "cannot find the primary's replicas: .*info"),
+        ((deployment.primary,), True, "cannot read from .*: .* refuses the credentials"),
     ):
         for server in (deployment.primary, deployment.prompt):
             server.call("ACL", "DELUSER", "reader")

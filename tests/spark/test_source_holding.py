@@ -33,9 +33,9 @@ class Query:
         self.planner = BatchPlanner(client, parse(given, {}), cores=1, clock=clock)
         self.at = self.planner.starts("latest")
 
-    def trigger(self, *, limit: int | None = None, target: Offsets | None = None, hold: bool = True) -> int:
+    def trigger(self, *, limit: int | None = None, target: Offsets | None = None, may_delay: bool = True) -> int:
         """How many entries the next batch takes."""
-        ends = self.planner.advance(self.at, limit=limit, target=target, hold=hold).ends
+        ends = self.planner.advance(self.at, limit=limit, target=target, may_delay=may_delay).ends
         taken = sum((end.added or 0) - (self.at[name].added or 0) for name, end in ends.items())
         self.at = ends
         return taken
@@ -75,9 +75,9 @@ def test_what_waits_is_held_back_for_what_is_left_of_the_delay(client: Client) -
     query.trigger()
     add(client, "s", 1)
     clock.now_ms += MINUTE_MS
-    assert query.planner.advance(query.at, limit=None, target=None, hold=True).held_ms == 14 * MINUTE_MS
-    assert query.trigger(hold=False) == 1
-    idle = query.planner.advance(query.at, limit=None, target=None, hold=True)
+    assert query.planner.advance(query.at, limit=None, target=None, may_delay=True).held_ms == 14 * MINUTE_MS
+    assert query.trigger(may_delay=False) == 1
+    idle = query.planner.advance(query.at, limit=None, target=None, may_delay=True)
     assert idle.held_ms == 0, "nothing is held back, so it is looked at as often as ever"
 
 

@@ -79,7 +79,7 @@ def test_a_stream_that_goes_ends_the_query_whenever_it_does(
     client: Client, way: Callable[[Client], None], moment: str
 ) -> None:
     query = running(client, lenient=False)
-    with pytest.raises(DataLoss, match=r"stream 's' (was deleted or re-created|lost 3 entries)"):
+    with pytest.raises(DataLoss, match=r"stream 's' (was deleted or recreated|lost 3 entries)"):
         happens(query, way, moment)
 
 

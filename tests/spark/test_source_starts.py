@@ -53,7 +53,7 @@ def test_a_time_that_no_entry_has_reached_is_an_error_or_the_end_of_the_stream(c
     fill(client, "early", "10-0")
     fill(client, "late", "10-0", "90-0")
     times = {"startingTimestamp": "50"}
-    with pytest.raises(ConfigError, match=r"begin at in 'early'; .*Strategy\", \"latest\""):
+    with pytest.raises(ConfigError, match=r"starting time in 'early'; .*Strategy\", \"latest\""):
         starts(client, "early,late", **times)
     assert starts(client, "early,late", **times, startingOffsetsByTimestampStrategy="latest")[0] == "10-0"
     usual = planner(client, "early,late", **times).starts("earliest")
@@ -108,11 +108,11 @@ def test_a_batch_read_names_the_streams_that_are_not_there(client: Client, caplo
     planner(client, "orders").everything(ReadFilter({}))
     assert not caplog.records
     assert planner(client, "order,orders,refund").everything(ReadFilter({}))
-    assert "streams that do not exist: 'order', 'refund'" in caplog.text
+    assert "streams do not exist: 'order', 'refund'" in caplog.text
     caplog.clear()
     pattern = parse({"url": client.url, "subscribePattern": "oder*"}, {})
     assert BatchPlanner(client, pattern, cores=1).everything(ReadFilter({})) == []
-    assert "no stream is there of those that are subscribed to" in caplog.text
+    assert "no subscribed stream exists" in caplog.text
 
 
 # --- groups ---
@@ -138,7 +138,7 @@ def test_a_query_begins_where_a_group_of_workers_stands(client: Client, caplog: 
     assert not caplog.records
     assert sizes(planner(client, "a,b,later", **options)) == {"a": 6, "b": 10}
     assert [record.getMessage() for record in caplog.records] == [
-        "streams that do not exist are read as soon as they do: 'later'"
+        "subscribed streams do not exist: 'later'; reading them as soon as they do"
     ]
     deliver(client, "workers", "a", 3, confirm=False)
     assert starts(client, "a", **options) == ["7-0"]

@@ -24,10 +24,10 @@ def take_from_group(url: str, admin: Client) -> None:
         first, taker, other = (GroupBatchPlanner(client, options, options.sharing, cores=2) for _ in range(3))
         for one in (first, taker, other):
             stack.callback(one.close)
-        end = first.advance(START, target=None, hold=False).place
+        end = first.advance(START, target=None, may_delay=False).place
         assert sum(end.taken.values()) == 4
         (portions,) = taker.tasks(START, end)
         reading = GroupPartitionReader(client, portions, limit_ms=0, fail_on_data_loss=True)
         assert sum(len(entries) for runs in reading.batches(list) for _, entries in runs) == 4
-        assert sum(taker.advance(end, target=None, hold=False).place.taken.values()) == 4
-        assert sum(other.advance(START, target=None, hold=False).place.taken.values()) == 4
+        assert sum(taker.advance(end, target=None, may_delay=False).place.taken.values()) == 4
+        assert sum(other.advance(START, target=None, may_delay=False).place.taken.values()) == 4

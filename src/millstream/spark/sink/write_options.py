@@ -1,15 +1,15 @@
-"""How entries come into streams: what a sink is told beside its rows."""
+"""WriteOptions: trimming, overwriting and existing ids of the streams that a sink writes to."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, kw_only=True)
 class WriteOptions:
-    """How entries come into streams.
+    """How a sink writes to streams.
 
-    * `maxlen`, `minid`: what older entries are trimmed to, about or, with `exactly`, to the entry; None = never
-    * `overwrite`: a batch replaces what its streams hold
-    * `skip_old_ids`: rows whose id is not above the stream's last one are passed over, not an error
+    * `maxlen`, `minid`: trim streams to this length or id, approximately or, with `exactly`, exactly; None = never
+    * `overwrite`: a batch replaces the entries of its streams
+    * `skip_old_ids`: skip rows whose id is not above the stream's last one; else they are an error
     """
 
     maxlen: int | None = None
@@ -20,7 +20,7 @@ class WriteOptions:
 
     @property
     def trim(self) -> tuple[str, str, str]:
-        """For the script: by what, how, and how far."""
+        """The arguments of XTRIM: strategy, operator and threshold; "" for no trimming."""
         how = "=" if self.exactly else "~"
         if self.maxlen is not None:
             return "MAXLEN", how, str(self.maxlen)

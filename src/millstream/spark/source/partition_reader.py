@@ -1,7 +1,7 @@
-"""Reads pieces of streams in a Spark task: raw XRANGE replies, fetched one round trip ahead of the rows being made.
+"""PartitionReader: reads offset ranges in a Spark task, as raw XRANGE replies, one round trip ahead of the row decoder.
 
-What is asked for at once is bounded in entries and, by the sizes seen so far, in bytes. What comes is bounded as well: larger
-entries may follow small ones.
+A round trip requests a bounded number of entries and, by the sizes seen so far, of bytes. The reply is bounded as well:
+larger entries may follow small ones.
 """
 
 from collections import deque
@@ -23,10 +23,10 @@ from millstream.spark.source.stream_info import StreamInfo, fetch, fetch_calls
 
 T = TypeVar("T")
 
-_GROWTH = 8
-_MOST_TRIP_ENTRIES = 2_000
-_TRIP_BYTES, _MOST_TRIP_BYTES = 4 << 20, 16 << 20
-"""What a trip is meant to bring, and what it may bring at most, but for a single entry."""
+_GROWTH_FACTOR = 8
+_MAX_TRIP_ENTRIES = 2_000
+_TRIP_BYTES, _MAX_TRIP_BYTES = 4 << 20, 16 << 20
+"""The target size of a round trip's reply, and its maximum, which only a single entry may exceed."""
 _BATCH_ROWS = 10_000
 _BATCH_BYTES = 16 << 20
 _GUESS_MARGIN = 200
@@ -34,7 +34,7 @@ _GUESS_MARGIN = 200
 
 @dataclass(slots=True)
 class _Reader:
-    """How far one piece has been read."""
+    """One offset range, and the id up to which it has been read."""
 
     piece: OffsetRange
     after: bytes
@@ -47,16 +47,16 @@ class _Reader:
 
     @property
     def left(self) -> int:
-        """About how many entries are still to come, and not too few: each shortfall costs a round trip."""
+        """Estimate of the entries left, rather too high: each shortfall costs a round trip."""
         return max(self.piece.size - self.read, 1 if self.piece.rows is not None else _GUESS_MARGIN)
 
     def may_hold_more_before(self, other: "_Reader") -> bool:
-        """True if it may take more than one trip, and `other` has the entries of its stream that come after."""
+        """True if this range may need another round trip, and `other` is a later range of the same stream."""
         return self.piece.stream == other.piece.stream and self.piece.rows is None
 
 
 class Fetched(NamedTuple):
-    """What one round trip brought; `size` in bytes, as they came."""
+    """The reply of one round trip; `size` in bytes on the wire."""
 
     runs: list[Run]
     rows: int
@@ -64,33 +64,33 @@ class Fetched(NamedTuple):
 
 
 class PartitionReader:
-    """Reads all entries of `pieces`: in stream order within one piece.
+    """Reads all entries of `ranges`, in stream order within one range.
 
-    `limit_ms` bounds the wait for a Redis that is away; None waits for ever. Entries that should be there and are
-    not raise DataLoss, or are counted in the log unless `fail_on_data_loss`. Entries are asked of `replicas`, if any are
-    given, and all else of the primaries.
+    `limit_ms` bounds the wait for an unavailable Redis; None waits for ever. Raises DataLoss for entries that were lost
+    after planning, or logs their number unless `fail_on_data_loss`. Reads entries from `replicas`, if given, and
+    everything else from primaries.
     """
 
     def __init__(
-        self, client: Client, pieces: Sequence[OffsetRange], *, limit_ms: float | None, fail_on_data_loss: bool,
+        self, client: Client, ranges: Sequence[OffsetRange], *, limit_ms: float | None, fail_on_data_loss: bool,
         replicas: Replicas | None = None,
     ) -> None:  # fmt: skip
         self._client = client
         self._ask = partial(fetch_calls, client) if replicas is None else ReplicaReads(replicas).ask
         self._limit_ms = limit_ms
         self._fail_on_data_loss = fail_on_data_loss
-        self._waiting = deque(_Reader.of(piece) for piece in pieces)
-        self._trip_entries = 1  # nothing is known of the entries' size yet
+        self._waiting = deque(_Reader.of(one) for one in ranges)
+        self._trip_entries = 1  # the size of entries is not known yet
         self._entry_bytes = 1
 
     def batches(self, make: Callable[[list[Run]], T]) -> Iterator[T]:
-        """Yield what `make` makes of each 10,000 rows or so, or 16 MB: a record batch."""
+        """Yield a record batch, built by `make`, for about every 10,000 rows or 16 MB."""
         runs: list[Run] = []
         rows = size = 0
-        with gc_paused(), ThreadPoolExecutor(1, "millstream-read") as ahead:
-            trip = ahead.submit(self._trip)
+        with gc_paused(), ThreadPoolExecutor(1, "millstream-read") as prefetch:
+            trip = prefetch.submit(self._trip)
             while (fetched := trip.result()) is not None:
-                trip = ahead.submit(self._trip)
+                trip = prefetch.submit(self._trip)
                 runs += fetched.runs
                 rows += fetched.rows
                 size += fetched.size
@@ -101,29 +101,29 @@ class PartitionReader:
                 yield make(runs)
 
     def _trip(self) -> Fetched | None:
-        """Fetch some more entries in one round trip; None when there are none left."""
+        """Fetch the next entries in one round trip; None at the end."""
         if not self._waiting:
             return None
-        asked, replies, size = self._fetch(self._next, lambda one: [self._command(*one)])
-        for _ in asked:
+        requests, replies, size = self._fetch(self._next, lambda one: [self._command(*one)])
+        for _ in requests:
             self._waiting.popleft()
         runs = [
             run
-            for (reader, count), reply in zip(asked, replies, strict=True)
+            for (reader, count), reply in zip(requests, replies, strict=True)
             if (run := self._take(reader, count, reply))[1]
         ]
         return self._weighed(runs, size)
 
     def _next(self) -> list[tuple[_Reader, int]]:
-        """The first of those that wait, and how many entries of each are to be asked for."""
-        asked: list[tuple[_Reader, int]] = []
+        """Choose the ranges of the next round trip, and the COUNT of each."""
+        requests: list[tuple[_Reader, int]] = []
         budget = self._trip_entries
         for reader in self._waiting:
-            if budget <= 0 or (asked and asked[-1][0].may_hold_more_before(reader)):
+            if budget <= 0 or (requests and requests[-1][0].may_hold_more_before(reader)):
                 break
-            asked.append((reader, min(reader.left, self._trip_entries)))
-            budget -= asked[-1][1]
-        return asked
+            requests.append((reader, min(reader.left, self._trip_entries)))
+            budget -= requests[-1][1]
+        return requests
 
     @staticmethod
     def _command(reader: _Reader, count: int) -> Command:
@@ -132,21 +132,22 @@ class PartitionReader:
     def _fetch(
         self, choose: Callable[[], list[T]], commands_of: Callable[[T], list[Command]]
     ) -> tuple[list[T], list[Reply], int]:
-        """What `choose` has chosen, the replies, and their size: of fewer entries, if they turn out to be too large.
+        """Fetch what `choose` returns; return it with the replies and their size. Retries with fewer entries if the
+        reply is too large.
 
-        No size is known before it has come. What comes is counted, and where it is more than was bargained for, the
-        connection is given up and less is asked for; at last one entry, however large. So it is where a connection breaks for
-        another reason: Redis ends one whose replies outgrow its own limit (client-output-buffer-limit).
+        The size is not known before the reply arrives. If a reply exceeds the maximum, the reader closes the connection
+        and requests fewer entries, finally a single one of any size. It does the same if the connection breaks for
+        another reason: Redis closes one whose replies exceed client-output-buffer-limit.
         """
 
         def attempt() -> tuple[list[T], list[Reply], int]:
             while True:
-                meter = ReplySize(_MOST_TRIP_BYTES if self._trip_entries > 1 else float("inf"))
+                meter = ReplySize(_MAX_TRIP_BYTES if self._trip_entries > 1 else float("inf"))
                 chosen = choose()
                 try:
                     replies = self._ask([command for one in chosen for command in commands_of(one)], meter)
                 except Unavailable:
-                    self._trip_entries = max(1, self._trip_entries // _GROWTH)
+                    self._trip_entries = max(1, self._trip_entries // _GROWTH_FACTOR)
                     if not meter.exceeded:
                         raise
                 else:
@@ -169,34 +170,34 @@ class PartitionReader:
         return reader.piece.stream, entries
 
     def _weighed(self, runs: list[Run], size: int) -> Fetched:
-        """Learn from a trip how many entries the next one may ask for."""
+        """Set the number of entries of the next round trip by the sizes in this one."""
         rows = sum(len(some) for _, some in runs)
         if rows:
             self._entry_bytes = size // rows + 1
-        most = min(_MOST_TRIP_ENTRIES, self._trip_entries * _GROWTH, _TRIP_BYTES // self._entry_bytes)
-        self._trip_entries = max(most, 1)
+        limit = min(_MAX_TRIP_ENTRIES, self._trip_entries * _GROWTH_FACTOR, _TRIP_BYTES // self._entry_bytes)
+        self._trip_entries = max(limit, 1)
         return Fetched(runs, rows, size)
 
     def _check(self, reader: _Reader) -> None:
-        """Report what was removed while it was being read; what was gone before is the planner's business."""
-        piece = reader.piece
-        if piece.rows is not None:
-            missing = f"{piece.rows - reader.read:,}" if reader.read < piece.rows else ""
+        """Report entries that were removed while the task read them; the planner reports those removed earlier."""
+        offset_range = reader.piece
+        if offset_range.rows is not None:
+            missing = f"{offset_range.rows - reader.read:,}" if reader.read < offset_range.rows else ""
         else:
-            missing = "an unknown number of" if piece.untouched else ""
+            missing = "an unknown number of" if offset_range.untouched else ""
         if not missing:
             return
-        found = self._patiently(lambda: fetch(self._client, [piece.stream]))
-        facts = found[piece.stream]
-        if facts is not None and (facts.keeps(piece.after) or _is_whole(piece, facts)):
-            return  # nothing was trimmed; single entries that are deleted (XDEL) are no loss
+        infos = self._patiently(lambda: fetch(self._client, [offset_range.stream]))
+        info = infos[offset_range.stream]
+        if info is not None and (info.keeps(offset_range.after) or _is_whole(offset_range, info)):
+            return  # no entry was trimmed; single entries deleted by XDEL are no loss
         text = (
-            f"stream {piece.stream!r} lost {missing} entries between {piece.after} and {piece.until} while they were "
-            "being read: they were trimmed or deleted"
+            f"stream {offset_range.stream!r} lost {missing} entries between {offset_range.after} and "
+            f"{offset_range.until} while they were being read: they were trimmed or deleted"
         )
         lose(text, fail=self._fail_on_data_loss)
 
 
-def _is_whole(piece: OffsetRange, facts: StreamInfo) -> bool:
-    """True if a stream that had never lost an entry still has not; one that was made anew begins later."""
-    return piece.untouched and not facts.removed and facts.first.ms <= piece.after.ms + 1
+def _is_whole(offset_range: OffsetRange, info: StreamInfo) -> bool:
+    """True if a stream that had never lost an entry still has not; a recreated one begins later."""
+    return offset_range.untouched and not info.removed and info.first.ms <= offset_range.after.ms + 1

@@ -1,4 +1,4 @@
-"""Which streams a look has to judge: what nothing was to be done about, and has not changed, need not be judged again. No I/O."""
+"""UnchangedStreams: spares the planner streams that had nothing to do and have not changed since. No I/O."""
 
 from collections.abc import Collection, Iterable, KeysView
 
@@ -6,10 +6,11 @@ from millstream.spark.source.offsets import Offsets
 
 
 class UnchangedStreams:
-    """The streams that are not known to be at rest: all, until they are judged.
+    """The streams that the planner has to check: all, until a plan finds nothing to do for them.
 
-    A judgement holds for a place and the facts of a stream, and a subscription. So one of a look at `start` holds for the next
-    look at the same offsets, or at those that came of it, which differ in streams that were not at rest.
+    That finding holds for an offset, the stream info and a subscription. So one of a plan from `start` holds for the
+    next plan from the same offsets, or from the end of that plan, which differs only in streams that had something to
+    do.
     """
 
     def __init__(self) -> None:
@@ -19,14 +20,14 @@ class UnchangedStreams:
         self._subscribed: Collection[str] | None = None
 
     def note(self, changed: Iterable[str] | None) -> None:
-        """These have changed, or all may have (None)."""
+        """Add streams that have changed; None: all may have."""
         if changed is None:
             self._all = True
         else:
             self._names.update(dict.fromkeys(changed))
 
     def among(self, start: Offsets, subscribed: KeysView[str]) -> list[str]:
-        """Those among the streams of `start` and `subscribed`."""
+        """The streams to check among those of `start` and `subscribed`."""
         known = subscribed is self._subscribed and any(start is place for place in self._places)
         if self._all or not known:
             self._names = dict.fromkeys((*start, *subscribed))
@@ -34,7 +35,7 @@ class UnchangedStreams:
         return list(self._names)
 
     def settle(self, at_rest: Iterable[str], start: Offsets, ends: Offsets) -> None:
-        """A look at `start` has come to `ends`, and to nothing about these."""
+        """Record that a plan from `start` to `ends` found nothing to do for the streams `at_rest`."""
         for name in at_rest:
             del self._names[name]
         self._places = (start, ends)
