@@ -351,7 +351,7 @@ def test_a_batch_that_was_found_does_not_grow_by_what_is_still_on_its_way(
             raise Unavailable("the reply is lost")
         return fill(self, script, args, **options)
 
-    monkeypatch.setattr(Batches, "_run", cut_off)
+    monkeypatch.setattr(Batches, Batches._run.__name__, cut_off)
     with pytest.raises(Unavailable):
         one.plan()
     end = one.plan()

@@ -116,7 +116,7 @@ def killed_at(exchange: int, *, heard: bool) -> Iterator[Callable[[], bool]]:
             whole(self, *args)
         raise Killed
 
-    patch.setattr(Client, "_exchange", exchange_once)
+    patch.setattr(Client, Client._exchange.__name__, exchange_once)
     try:
         yield lambda: dead
     except Killed:
