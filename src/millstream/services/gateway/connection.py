@@ -61,7 +61,7 @@ class Connection:
         subscriptions = [
             self._router.subscribe(
                 stream, after=after, buffer=pace.buffer, buffer_bytes=pace.buffer_bytes, when_full=pace.when_full,
-                tell_start=True,
+                report_start=True,
             )
             for stream, after in self._places
         ]  # fmt: skip
