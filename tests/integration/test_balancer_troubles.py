@@ -173,7 +173,10 @@ def test_to_close_takes_no_longer_than_it_is_given_and_what_is_left_is_said(
         began_s = time.monotonic()
         assert balancer.close(timeout_s=0.5) == 0  # without an answer, which comes below
         assert time.monotonic() - began_s >= 0.5
-        assert "a leaves 2 streams to others when its leases end (no answer within 0.5 s)" in caplog.text
+        assert (
+            "consumer a left without releasing 2 streams: they are reassigned when its leases expire (no answer within 0.5 s)"
+            in caplog.text
+        )
         assert balancer.leases == []
         assert isinstance(balancer.next(0), Terminated)
         assert balancer.next(0) is None
@@ -244,7 +247,7 @@ def test_who_was_away_itself_claims_nothing_of_those_who_were_away_with_it(clien
     round_of(client, "a")
     round_of(client, "b")
     expire(client, "a", "b")
-    with pytest.raises(LeaseLost, match="joins again"):
+    with pytest.raises(LeaseLost, match="is rejoining"):
         peer(client, "b").claim("s")
     assert owners(client) == {"s": "a"}
     round_of(client, "b", take=0)
