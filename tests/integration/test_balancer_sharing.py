@@ -369,16 +369,16 @@ def test_a_balancer_gives_up_what_is_stuck_too_often(client: Client) -> None:
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ("no JSON", "no JSON object"),
-        ("[1]", "no JSON object"),
-        ('"text"', "no JSON object"),
-        ("", "no JSON object"),
-        ('{"Info": 1}', "no JSON object"),
-        ('{"DataStreamName": 7}', "no JSON object"),
-        ('{"DataStreamName": ""}', "no JSON object"),
-        ('{"DataStreamName": null}', "no JSON object"),
-        (b'{"DataStreamName": "\xff', "no JSON object"),
-        ("[" * 5_000, "no JSON object"),
+        ("no JSON", "not a JSON object"),
+        ("[1]", "not a JSON object"),
+        ('"text"', "not a JSON object"),
+        ("", "not a JSON object"),
+        ('{"Info": 1}', "not a JSON object"),
+        ('{"DataStreamName": 7}', "not a JSON object"),
+        ('{"DataStreamName": ""}', "not a JSON object"),
+        ('{"DataStreamName": null}', "not a JSON object"),
+        (b'{"DataStreamName": "\xff', "not a JSON object"),
+        ("[" * 5_000, "not a JSON object"),
     ],
 )
 def test_what_is_no_announcement_is_a_dead_letter(client: Client, text: str | bytes, reason: str) -> None:
