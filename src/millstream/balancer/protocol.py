@@ -35,10 +35,10 @@ _AT_ONCE = 1_000
 class HeartbeatRequest:
     """One heartbeat of a consumer. Fields of the same name are as in BalancerPolicy.
 
-    * `take`: the most streams to assign now; `leaving`: how many it is releasing already
+    * `most_new`: the most streams to assign now; `releasing`: how many it is releasing already
     * `replaces`: the previous process of this name is known to be dead
     * `stuck`, `overran`: leases not to be renewed: without progress, or past the time to release them
-    * `wants_all`: ask for all leases of the consumer
+    * `requests_all`: ask for all leases of the consumer
     """
 
     lease_ms: int
@@ -59,15 +59,15 @@ class HeartbeatRequest:
 class HeartbeatReply:
     """The reply to a heartbeat.
 
-    * `born`: identifies the state of the service in Redis: it changes if that was lost; `is_new`: the consumer was
+    * `created`: identifies the state of the service in Redis: it changes if that was lost; `is_new`: the consumer was
       unknown
-    * `next_ms`: milliseconds until the leases of another consumer may expire; None = there is no other
-    * `total`, `has`, `share`: streams of the service, those of this consumer, and its share
+    * `next_expiry_ms`: milliseconds until the leases of another consumer may expire; None = there is no other
+    * `total`, `held`, `share`: streams of the service, those of this consumer, and its share
     * `excess`: how many streams it must release; `more`: there are more streams to take at once
     * `newest`: ids of the last announcement and the last event
-    * `found_lost`: streams found without their owner; `late_ms`: milliseconds since their leases expired, None if none
-      had expired
-    * `given`: new leases; `free`: unassigned streams; `all`: all leases of the consumer, if requested
+    * `owner_losses`: streams found without their owner; `recovery_ms`: milliseconds since their leases expired, None if
+      none had expired
+    * `added`: new leases; `unassigned`: streams without an owner; `all_held`: all leases of the consumer, if requested
     """
 
     born: str

@@ -34,7 +34,7 @@ class ConsumerState:
 class StreamState:
     """One announced stream: its owner, since when (Unix milliseconds) and under which token; None without an owner.
 
-    * `left_out`: why a handler's worker that owns it does not work on it for now
+    * `excluded_reason`: why a handler's worker that owns it does not work on it for now
     * `unreadable`: its record in Redis was not written by a consumer: the owner is unknown
     """
 

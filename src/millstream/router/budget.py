@@ -17,7 +17,8 @@ _ENTRY_BYTES, _PART_BYTES = 180, 41
 class Budget:
     """Limits read-ahead to `most_bytes`. `spent`: the limit was reached, and not yet a quarter of it is free again.
 
-    Any thread may read `spent` and call `free`, even while an object is destroyed; the rest is for the router's thread.
+    Any thread may read `spent` and call `release`, even while an object is destroyed; the rest is for the router's
+    thread.
     """
 
     __slots__ = ("_freed", "_held", "most_bytes", "spent")

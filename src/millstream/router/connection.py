@@ -27,10 +27,10 @@ ReplyCallback = Callable[[list[Any]], None]
 class ConnectionEvents:
     """Callbacks of a connection, all called in the reactor's thread.
 
-    * `up`: it accepts requests now; no earlier request is in flight
-    * `down`: it broke, and requests in flight will get no reply; its argument: whether the server closed it
-    * `push`: the server sent an unsolicited message
-    * `denied`: the server denies access; `refused`: it refuses the greeting. The connection redials all the same
+    * `on_up`: it accepts requests now; no earlier request is in flight
+    * `on_down`: it broke, and requests in flight will get no reply; its argument: whether the server closed it
+    * `on_push`: the server sent an unsolicited message
+    * `on_denied`: the server denies access; `on_refused`: it refuses the greeting. The connection redials all the same
     """
 
     up: Callable[[], None]

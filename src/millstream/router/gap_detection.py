@@ -88,7 +88,7 @@ class ReadResult:
 class Verdict(NamedTuple):
     """The result of gap detection.
 
-    * `what`: "complete": deliver the entries; "retry": the stream changed between the read and the counters; "deleted":
+    * `kind`: "complete": deliver the entries; "retry": the stream changed between the read and the counters; "deleted":
       the stream does not exist; "diverged": it is another stream, or Redis lost the end of this one, and unread entries
       may be before the position; "trimmed", "recreated": a gap before the entries
     * `missed`: how many entries are in the gap; None: unknown

@@ -61,7 +61,7 @@ class ReadPolicy:
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """The settings of a router. `choice`: the requested reader; "auto": the best that the server supports."""
+    """The settings of a router. `reader`: the requested reader; "auto": the best that the server supports."""
 
     choice: Literal["auto", "tracking", "pool"]
     read: ReadPolicy

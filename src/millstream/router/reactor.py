@@ -38,7 +38,7 @@ class Reactor(ABC):
     """Runs the router: waits on its connections, runs calls of other threads, wakes subscribers in bursts.
 
     Its callbacks must not block and must not raise: `on_crash` receives an unexpected error. All methods but `call` and
-    `stop` are for its own thread. `each_round`: called after each round of reads and calls.
+    `stop` are for its own thread. `after_round`: called after each round of reads and calls.
     """
 
     def __init__(self, clock: Clock, on_crash: Callable[[Exception], None]) -> None:

@@ -11,11 +11,11 @@ from millstream.router.subscriber_buffer import Cursor
 class ReaderCallbacks:
     """Callbacks of a `StreamReader`.
 
-    * `done`: a stream is read to its end
-    * `want`: queue this cursor at the node that serves it now
-    * `moved`: the slot map of the cluster is out of date
-    * `ask_at`: read these cursors once at that node
-    * `later`: run that after so many milliseconds
+    * `on_read`: a stream is read to its end
+    * `schedule`: queue this cursor at the node that serves it now
+    * `on_moved`: the slot map of the cluster is out of date
+    * `read_at`: read these cursors once at that node
+    * `call_later`: run that after so many milliseconds
     """
 
     done: Callable[[Cursor], None]

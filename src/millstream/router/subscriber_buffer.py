@@ -217,13 +217,13 @@ class Cursor:
 
     * `last`: the last entry delivered; `ordinal`: its ordinal among all entries ever added, if known; `proven`: that
       entry was seen
-    * `scale`: an entry takes about 2 ** `scale` bytes; 0: unknown
-    * `careful`: a read needs the stream's counters too
-    * `lost_at`: the position in a stream that was deleted, reported as a gap once there is a new one
+    * `size_log2`: an entry takes about 2 ** `size_log2` bytes; 0: unknown
+    * `needs_counters`: a read needs the stream's counters too
+    * `deleted_at`: the position in a stream that was deleted, reported as a gap once there is a new one
     * `anchor`, `next_anchor`: entries delivered a while ago, which identify the stream
-    * `queued`, `asked`, `stale`: it waits to be read; it is in flight; it changed while in flight
-    * `alone`: read it in a command of its own
-    * `armed`: the pool waits for a change
+    * `queued`, `in_flight`, `stale`: it waits to be read; it is in flight; it changed while in flight
+    * `isolated`: read it in a command of its own
+    * `watched`: the pool waits for a change
     * `paused`: the buffer of its subscriber is full
     """
 

@@ -13,7 +13,7 @@ class CloseReason:
 
     * `code`: closes a WebSocket (RFC 6455, 7.4)
     * `text`: for people
-    * `back_ms`: about when an EventSource should reconnect, in milliseconds
+    * `reconnect_ms`: about when an EventSource should reconnect, in milliseconds
     """
 
     reason: Literal["left", "slow", "stalled", "stopping", "failed"]

@@ -20,7 +20,7 @@ _NAMED_STARTS = {"latest": END, "$": END, "earliest": BEGINNING, "0": BEGINNING}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FollowRequest:
-    """A request to follow streams. `places`: each stream, and the id to start after; `token`, `ticket`: as received."""
+    """A request to follow streams. `starts`: each stream, and the id to start after; `token`, `ticket`: as received."""
 
     places: tuple[tuple[str, str], ...]
     token: str | None = field(repr=False)

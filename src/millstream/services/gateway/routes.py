@@ -55,7 +55,7 @@ class Parts:
     """The components of the gateway.
 
     * `origins`: origins whose pages may use it, beside its own
-    * `names`: accepted Host names; None: any
+    * `host_names`: accepted Host names; None: any
     * `pages`: a folder of static files to serve
     """
 

@@ -37,9 +37,9 @@ _SHUTDOWN_S = 1.0
 class Serving:
     """Options of a gateway.
 
-    * `access`: which token may follow which streams; `token_file`: reloaded when it changes
+    * `authorizer`: which token may follow which streams; `token_file`: reloaded when it changes
     * `origins`: origins whose pages may use it, beside its own
-    * `names`: accepted Host names; None: any
+    * `host_names`: accepted Host names; None: any
     * `pages`: a folder of static files to serve
     * `request_s`: seconds in which a request must arrive
     * `health_port`: port for `/healthz`, `/readyz` and `/metrics`, on 127.0.0.1; None: no such port

@@ -151,7 +151,7 @@ class Server(uvicorn.Server):
         super().__init__(ServerConfig(app, self._connections, sockets, stop_s))
         self._ending = ending
         self._stop_s = stop_s
-        # It warns of each refused or malformed request: whoever can connect could fill the log.
+        # uvicorn warns of each refused or malformed request, so any client could fill the log.
         logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
