@@ -373,10 +373,10 @@ def test_only_what_is_found_after_the_end_of_its_lease_is_measured_as_recovered(
     round_of(client, "b")
     check_lateness(client, "b", finder="b", life="i2")  # nor is the end of an earlier life under its name left out
     expire(client, "b")
-    assert peer(client, "c").round(bid(take=0)).found_lost == 2
-    round_of(client, "nothing at all", take=0)
+    assert peer(client, "c").round(bid(most_new=0)).found_lost == 2
+    round_of(client, "nothing at all", most_new=0)
     expire(client, "nothing at all")
-    assert peer(client, "c").round(bid(take=0)).late_ms is None
+    assert peer(client, "c").round(bid(most_new=0)).late_ms is None
 
 
 def check_lateness(client: Client, dead_one: str, *, finder: str, life: str) -> None:

@@ -47,8 +47,8 @@ def peer(client: Client, name: str, incarnation: str = "i1") -> Service:
 
 def bid(**changes: Any) -> HeartbeatRequest:
     usual: dict[str, Any] = {
-        "lease_ms": LONG_MS, "weight": 1.0, "limit": None, "take": 1_000, "recovers": True, "leaving": 0,
-        "wants_all": False, "moves": 1.0, "most_losses": None,
+        "lease_ms": LONG_MS, "weight": 1.0, "limit": None, "most_new": 1_000, "recovers": True, "releasing": 0,
+        "requests_all": False, "moves": 1.0, "most_losses": None,
     }  # fmt: skip
     return HeartbeatRequest(**usual | changes)
 
@@ -62,7 +62,7 @@ def settle(client: Client, *names: str, rounds: int = 3, **changes: Any) -> dict
     last = {}
     for _ in range(rounds):
         for name in names:
-            last[name] = found = round_of(client, name, wants_all=True, **changes)
+            last[name] = found = round_of(client, name, requests_all=True, **changes)
             peer(client, name).hand_in("released", found.all[: found.excess])
     return last
 

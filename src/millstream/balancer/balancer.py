@@ -339,7 +339,7 @@ class Balancer:
             overran = [one for one in held if _is_past(one.leaves_ms, now_ms) and not _is_past(one.expected_ms, now_ms)]
             request = self._bid(stuck, overran)
             reply = self._service.round(request)
-            self._is_full = len(reply.given) >= request.take and reply.has < reply.share
+            self._is_full = len(reply.given) >= request.most_new and reply.has < reply.share
             self._measures.round(reply, self._clock.monotonic_ms() - now_ms)
             self._conclude(reply, [*stuck, *overran], now_ms)
             return reply
@@ -350,10 +350,10 @@ class Balancer:
             lease_ms=policy.lease_ms,
             weight=policy.weight_now(),
             limit=policy.most_streams,
-            take=max(0, policy.most_waiting - len(self._notices)),
+            most_new=max(0, policy.most_waiting - len(self._notices)),
             recovers=policy.recover == "share",
-            leaving=sum(1 for one in self._held.values() if one.leaves_ms is not None),
-            wants_all=self._wants_all,
+            releasing=sum(1 for one in self._held.values() if one.leaves_ms is not None),
+            requests_all=self._wants_all,
             moves=policy.moves if policy.recover == "share" else 0,
             most_losses=policy.most_losses,
             replaces=self._replaces and self._born is None,

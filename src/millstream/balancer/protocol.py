@@ -44,10 +44,10 @@ class HeartbeatRequest:
     lease_ms: int
     weight: float
     limit: int | None
-    take: int
+    most_new: int
     recovers: bool
-    leaving: int
-    wants_all: bool
+    releasing: int
+    requests_all: bool
     moves: float
     most_losses: int | None
     replaces: bool = False
@@ -109,10 +109,10 @@ class Service:
             request.limit or 0,
         ]
         fixed += (
-            request.take,
+            request.most_new,
             int(request.recovers),
-            request.leaving,
-            int(request.wants_all),
+            request.releasing,
+            int(request.requests_all),
             _MOVES_PERIOD_MS,
             request.moves,
         )
