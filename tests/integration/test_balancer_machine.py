@@ -195,7 +195,7 @@ class BalancerMachine(RuleBasedStateMachine):
     def redis_is_away(self) -> None:
         expire(self.client, *filter(self.is_known, NAMES))
         if self.client.execute("EXISTS", KEYS.meta):
-            self.client.execute("HINCRBY", KEYS.meta, "pulse", -LONG_MS)
+            self.client.execute("HINCRBY", KEYS.meta, "heartbeat", -LONG_MS)
         before = owners(self.client)
         for name in NAMES:
             known = self.client.execute("HGET", KEYS.consumers, name)
@@ -263,7 +263,7 @@ class BalancerMachine(RuleBasedStateMachine):
         }
         if self.client.execute("EXISTS", KEYS.meta) and not self.disturbed:
             shown = pending(self.client)
-            assert shown == {entry: owned.get(stream, "waiting") for stream, entry in ids.items()}
+            assert shown == {entry: owned.get(stream, "unassigned") for stream, entry in ids.items()}
 
     @invariant()
     def no_token_goes_back(self) -> None:

@@ -303,7 +303,7 @@ def test_a_stream_that_kills_its_owners_is_given_up_as_a_dead_letter(client: Cli
     assert "3 times" in letter["reason"]
     assert '"poison"' in letter["lbs-input"]
     assert list(pending(client)) == [other]
-    assert client.execute("HEXISTS", KEYS.base + ":falls", "poison") == 0
+    assert client.execute("HEXISTS", KEYS.base + ":losses", "poison") == 0
     announced(client, "poison")
     assert round_of(client, "d", most_losses=3).given[0].losses == 0
 
@@ -431,7 +431,7 @@ def test_any_number_of_announcements_that_give_nothing_is_read_in_calls_that_end
 
 
 @pytest.mark.parametrize(
-    "key", ["dead", "events", "falls", "free", "streams", "owners", "returned", "troubles", "consumers"]
+    "key", ["dead", "events", "losses", "unassigned", "streams", "owners", "released", "errors", "consumers"]
 )
 def test_a_key_of_the_wrong_type_is_named_before_anything_is_taken(client: Client, key: str) -> None:
     announced(client, "fallen")

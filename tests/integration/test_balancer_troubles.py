@@ -231,7 +231,7 @@ def test_a_redis_that_is_away_for_all_costs_nobody_a_stream(client: Client) -> N
     held = round_of(client, "a").given
     round_of(client, "b")
     expire(client, "a", "b", ago_ms=LONG_MS)
-    client.execute("HINCRBY", KEYS.meta, "pulse", -LONG_MS)
+    client.execute("HINCRBY", KEYS.meta, "heartbeat", -LONG_MS)
     found = round_of(client, "b")
     assert (found.is_new, found.found_lost) == (False, 0)
     assert found.next_ms == LONG_MS + 1, "a has a lease more"

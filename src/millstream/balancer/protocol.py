@@ -20,8 +20,8 @@ CLAIM_STREAM = Script("leases/claim_stream")
 END_LEASES = Script("leases/end_leases")
 LEAVE_SERVICE = Script("leases/leave_service")
 
-WAITING = "waiting"
-"""The consumer of the group that stands for "unassigned"."""
+WAITING = "unassigned"
+"""The consumer of the group that has the announcements of streams without an owner."""
 FIELD = "lbs-input"
 _NAME, _INFO = "DataStreamName", "Info"
 
@@ -125,13 +125,24 @@ class Service:
                 f"a consumer of {self.keys.label} called {self.consumer!r} is running; give this one another name",
                 consumer=self.consumer,
             )
-        _, born, is_new, next_ms, total, has, share, excess, more, *others = reply
-        announced, event, found_lost, late_ms, given, free, all_leases = others
+        _, created, is_new, next_ms, total, held, share, excess, more, *others = reply
+        announced, event, owner_losses, recovery_ms, added, unassigned, all_held = others
         return HeartbeatReply(
-            born=born.decode(), is_new=bool(is_new), next_ms=None if next_ms < 0 else float(next_ms), total=total, has=has,
-            share=share, excess=excess, more=bool(more), newest=(announced, event), found_lost=found_lost,
-            late_ms=None if late_ms < 0 else late_ms, given=[*map(_lease, given)], free=[*map(from_wire, free)], all=[*map(_lease, all_leases)],
-        )  # fmt: skip
+            born=created.decode(),
+            is_new=bool(is_new),
+            next_ms=None if next_ms < 0 else float(next_ms),
+            total=total,
+            has=held,
+            share=share,
+            excess=excess,
+            more=bool(more),
+            newest=(announced, event),
+            found_lost=owner_losses,
+            late_ms=None if recovery_ms < 0 else recovery_ms,
+            given=[*map(_lease, added)],
+            free=[*map(from_wire, unassigned)],
+            all=[*map(_lease, all_held)],
+        )
 
     def claim(self, stream: str) -> Lease:
         """Take a stream without an owner.

@@ -1,17 +1,17 @@
 -- State of a service: its streams, their owners and its consumers. KEYS  1 the input stream   2 meta (hash)
 --
 -- An entry of the input stream announces a stream. It is read once, and stays pending until the stream is done. From
--- then on the stream is in `streams`, and either has an owner (`owners`, and the owner's `of:` set) or is in `free`.
+-- then on the stream is in `streams`, and either has an owner (`owners`, and the owner's `of:` set) or is in `unassigned`.
 -- `alive` holds one deadline in ms per consumer, which covers all its leases, so one step renews them all.
 local INPUT, META = KEYS[1], KEYS[2]
 local BASE = string.sub(META, 1, -5) -- without 'meta'
-local STREAMS, OWNERS, UNASSIGNED, LOSSES = BASE .. 'streams', BASE .. 'owners', BASE .. 'free', BASE .. 'falls'
+local STREAMS, OWNERS, UNASSIGNED, LOSSES = BASE .. 'streams', BASE .. 'owners', BASE .. 'unassigned', BASE .. 'losses'
 local ALIVE, CONSUMERS = BASE .. 'alive', BASE .. 'consumers'
 local EVENTS, DEAD = BASE .. 'events', BASE .. 'dead'
 -- stream -> token of its owner, and the error for which the owner leaves it out; of a handler's workers only
-local ERRORS = BASE .. 'troubles'
-local RELEASED = BASE .. 'returned' -- stream -> the last token under which its owner released it
-local NO_OWNER = 'waiting' -- the consumer of the group that stands for 'unassigned'
+local ERRORS = BASE .. 'errors'
+local RELEASED = BASE .. 'released' -- stream -> the last token under which its owner released it
+local NO_OWNER = 'unassigned' -- the consumer of the group that has the announcements without an owner
 local MOST_EVENTS = 10000
 
 local function streams_of(consumer)

@@ -94,7 +94,7 @@ end
 
 -- Time: without a heartbeat of any consumer for long, Redis was unavailable, and every consumer gets one more lease. A
 -- clock that went back does not keep expired consumers alive.
-local last_ms = tonumber(redis.call('HGET', META, 'pulse') or ms)
+local last_ms = tonumber(redis.call('HGET', META, 'heartbeat') or ms)
 local was_unavailable = ms - last_ms > lease_ms / 2
 for _, name in ipairs(redis.call('ZRANGEBYSCORE', ALIVE, ms + math.max(10 * lease_ms, FURTHEST_MS), '+inf')) do
   redis.call('ZADD', ALIVE, ms + lease_ms, name)
@@ -104,8 +104,8 @@ if was_unavailable then
     redis.call('ZADD', ALIVE, ms + lease_ms, name)
   end
 end
-redis.call('HSET', META, 'pulse', ms)
-if redis.call('HSETNX', META, 'born', string.format('%.0f', us)) == 1 then
+redis.call('HSET', META, 'heartbeat', ms)
+if redis.call('HSETNX', META, 'created', string.format('%.0f', us)) == 1 then
   redis.call('XGROUP', 'SETID', INPUT, group, '0') -- the state is lost: read all announcements again
 end
 redis.call('ZADD', ALIVE, ms + lease_ms, consumer)
@@ -291,6 +291,6 @@ if wants_all then
 end
 local unassigned = recovers and {} or redis.call('LRANGE', UNASSIGNED, 0, AT_ONCE - 1)
 return {
-  'OK', redis.call('HGET', META, 'born'), is_new and 1 or 0, next_ms, total, has, share, excess, more and 1 or 0,
+  'OK', redis.call('HGET', META, 'created'), is_new and 1 or 0, next_ms, total, has, share, excess, more and 1 or 0,
   newest(INPUT), newest(EVENTS), lost, late_ms, added, unassigned, all,
 }
