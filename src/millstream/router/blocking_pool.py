@@ -86,10 +86,10 @@ class Pool:
         """
         batch, worker.batch = worker.batch, []
         self._asked -= len(batch)
-        found = dict(reply or ()) if not isinstance(reply, Exception) else None
+        changed = dict(reply or ()) if not isinstance(reply, Exception) else None
         for cursor in batch:
             cursor.armed = False
-            if found is None or cursor.key in found:
+            if changed is None or cursor.key in changed:
                 self._changed(cursor)
             else:
                 self.arm(cursor)

@@ -138,18 +138,18 @@ class CursorTable:
         batch = batch_of(entries, self.budget)
         full = []
         for buffer in cursor.inboxes:
-            at = 0
+            first = 0
             if buffer.skip is not None:
                 limit = number(buffer.skip)
-                at = sum(number(entry[0]) <= limit for entry in entries)
-                if at == len(entries):
+                first = sum(number(entry[0]) <= limit for entry in entries)
+                if first == len(entries):
                     continue
                 buffer.skip = None
-            part = batch.part(at, len(entries)) if at else batch
+            part = batch.part(first, len(entries)) if first else batch
             if buffer.fits(part):
                 buffer.put(part)
             else:
-                full.append((buffer, at))
+                full.append((buffer, first))
             if buffer.waker is not None:
                 self._calls.wake(buffer)
         if cursor.anchor is None:
@@ -159,8 +159,8 @@ class CursorTable:
         cursor.scale = max(largest.bit_length() - 1, cursor.scale - 1)
         if cursor.ordinal is not None:
             cursor.ordinal += len(entries)
-        for buffer, at in full:  # last: a resume may follow at once and move the cursor back
-            self._overflow(cursor, buffer, batch, at, start)
+        for buffer, first in full:  # last: a resume may follow at once and move the cursor back
+            self._overflow(cursor, buffer, batch, first, start)
             self._calls.wake(buffer)
 
     def tell_gap(self, cursor: Cursor, reason: Reason, after: bytes, missed: int | None = None) -> None:
@@ -180,20 +180,20 @@ class CursorTable:
                 self._calls.wake(buffer)
 
     def _overflow(
-        self, cursor: Cursor, buffer: SubscriberBuffer, batch: Batch, at: int, start: tuple[bytes, int | None, bool]
+        self, cursor: Cursor, buffer: SubscriberBuffer, batch: Batch, first: int, start: tuple[bytes, int | None, bool]
     ) -> None:
-        """A batch does not fit into a buffer from the index `at` on.
+        """A batch does not fit into a buffer from the index `first` on.
 
         `start`: where the batch begins: the id before it, the ordinal of that id, and whether its entry was there.
         """
-        rest = batch.part(at, len(batch))
+        rest = batch.part(first, len(batch))
         if buffer.when_full == "drop-oldest":
             self._metrics.count(m.ROUTER_DROPPED, buffer.put_dropping(rest))
             return
         last, ordinal, proven = start
-        end = at + buffer.fitting(rest)
-        if end > at:
-            buffer.put(batch.part(at, end))
+        end = first + buffer.fitting(rest)
+        if end > first:
+            buffer.put(batch.part(first, end))
         reached = batch.entries[end - 1][0] if end else last
         if buffer.when_full == "disconnect":
             self.end(buffer, TooSlow(buffer.stream, reached.decode()))

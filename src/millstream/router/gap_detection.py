@@ -18,7 +18,7 @@ Entry = list[Any]
 
 
 def number(entry_id: bytes) -> tuple[int, int]:
-    """An id as a pair of numbers, which compare."""
+    """An id as a pair of numbers, for comparisons."""
     ms, _, seq = entry_id.partition(b"-")
     return int(ms), int(seq)
 

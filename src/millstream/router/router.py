@@ -85,8 +85,9 @@ class Router:
 
     Entered by `async with`, the router runs in the running event loop and needs no thread, which is fastest; a task
     that blocks the loop then blocks the router too. Otherwise (`with`, or neither) it has a thread of its own. Either
-    way any thread and any loop may subscribe. The first subscription opens the connections. Raises ConfigError for a
-    bad URL or reader.
+    way any thread and any loop may subscribe. The first subscription opens the connections.
+
+    Raises ConfigError for a bad URL or reader.
     """
 
     def __init__(

@@ -115,7 +115,7 @@ class StreamReader:
 
         `hung_up`: the server closed the connection, perhaps because of the reply to what is in flight.
         """
-        in_flight = [cursor for one in (*self._under_way, *self._once) if one for cursor in one.cursors]
+        in_flight = [cursor for request in (*self._under_way, *self._once) if request for cursor in request.cursors]
         for cursor in in_flight:
             cursor.asked = cursor.stale = False
         queued = [cursor for queue in self._queues for cursor in queue]
@@ -134,8 +134,8 @@ class StreamReader:
 
         They go first, or with many breaks they would starve.
         """
-        found, self._interrupted = self._interrupted, []
-        return found
+        interrupted, self._interrupted = self._interrupted, []
+        return interrupted
 
     def ask_once(self, cursors: Iterable[Cursor]) -> None:
         """Read cursors whose slot is migrating to this node (Redis Cluster, ASK)."""
@@ -296,9 +296,9 @@ class StreamReader:
             self._start_at_end(cursor, counters)
             return
         full = len(found) >= count
-        present_again = bool(found) and found[0][0] == cursor.last
-        entries = found[1:] if present_again else found
-        present = present_again or cursor.last == ZERO
+        still_there = bool(found) and found[0][0] == cursor.last
+        entries = found[1:] if still_there else found
+        present = still_there or cursor.last == ZERO
         if counters is not None and cursor.careful:
             if not self._judged(
                 cursor, ReadResult(cursor.last, cursor.ordinal, cursor.proven, present, entries, full), counters

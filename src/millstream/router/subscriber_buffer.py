@@ -20,10 +20,13 @@ _DROPPING = threading.Lock()
 
 
 class SubscriberBuffer:
-    """Entries and events for one subscriber: at most `limit` entries, and `limit_bytes` bytes and one entry more.
+    """Entries and events for one subscriber: at most `limit` entries and `limit_bytes` bytes.
 
-    While the `budget` of the whole router is spent, the buffer accepts LEAST_BYTES at most. `skip`: entries up to this
-    id are not for it. `ending`: None while the subscription runs; then True, or the error that ended it.
+    An entry larger than that is accepted once the buffer is `drained`. While the `budget` of the whole router is spent,
+    the buffer accepts LEAST_BYTES at most.
+
+    * `skip`: entries up to this id are not for it
+    * `ending`: None while the subscription runs; then True, or the error that ended it
     """
 
     __slots__ = (

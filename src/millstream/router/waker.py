@@ -60,7 +60,7 @@ class Waker:
         return self.loop
 
     def add_done_callback(self, wake: WakeCallback, *, context: Context) -> None:
-        """Call `wake` on the next wake-up."""
+        """Call `wake` when the waker is woken."""
         task = getattr(wake, "__self__", wake)
         if task is not self._task:  # the same task passes the same method at every wait
             self._task, self._wake, self._context = task, wake, context

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 _REFUSED_CODE = 4_000
 
 
-class _Name(Convertor[str]):
+class _AnyPath(Convertor[str]):
     """The rest of a path, whatever it contains: the default convertor ends at a line break."""
 
     regex = r"[\s\S]+"
@@ -47,7 +47,7 @@ class _Name(Convertor[str]):
         return value
 
 
-register_url_convertor("name", _Name())
+register_url_convertor("name", _AnyPath())
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -114,7 +114,7 @@ async def _serve(
         )
         server = Server(
             service, limits, metrics=recorder, stop_s=_SHUTDOWN_S, sockets=sockets,
-            ending=lambda: manager.close(serving.stop_s),
+            on_shutdown=lambda: manager.close(serving.stop_s),
         )  # fmt: skip
         on_ready(address(listener))
         await server.serve([listener])
@@ -143,8 +143,8 @@ async def _reload_tokens(access: Access, path: Path) -> None:
     known: tuple[int, ...] | None = ()  # not the current version: that may be newer than the one read at the start
     while True:
         await asyncio.sleep(_RELOAD_S)
-        if (found := _version(path)) != known:
-            known = found
+        if (version := _version(path)) != known:
+            known = version
             try:
                 access.renew(path)
             except ConfigError as error:
@@ -156,7 +156,7 @@ async def _reload_tokens(access: Access, path: Path) -> None:
 def _version(path: Path) -> tuple[int, int, int] | None:
     """A value that changes when the file is written or replaced."""
     try:
-        found = path.stat()
+        status = path.stat()
     except OSError:
         return None
-    return found.st_ino, found.st_mtime_ns, found.st_size
+    return status.st_ino, status.st_mtime_ns, status.st_size

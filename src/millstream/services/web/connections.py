@@ -56,7 +56,7 @@ class Connection:
 
     @property
     def unread(self) -> bool:
-        """Whether sent data is still unread by the client."""
+        """Whether data for the client is still unsent, as it has not read on."""
         return self._transport.get_write_buffer_size() > 0
 
     def abort(self) -> None:

@@ -139,17 +139,17 @@ class HttpProtocol(H11Protocol):
 class Server(uvicorn.Server):
     """Serves `app` at sockets until a signal comes.
 
-    * `ending`: ends connections that would never end by themselves, before the rest gets `stop_s` seconds
+    * `on_shutdown`: ends connections that would never end by themselves, before the rest gets `stop_s` seconds
     * `sockets`: options of WebSockets; None: no WebSockets
     """
 
     def __init__(
         self, app: "ASGIApp", limits: Limits, *, metrics: Metrics, stop_s: float, sockets: WebSockets | None = None,
-        ending: Callable[[], Awaitable[None]] | None = None,
+        on_shutdown: Callable[[], Awaitable[None]] | None = None,
     ) -> None:  # fmt: skip
         self._connections = Connections(limits, metrics=metrics)
         super().__init__(ServerConfig(app, self._connections, sockets, stop_s))
-        self._ending = ending
+        self._ending = on_shutdown
         self._stop_s = stop_s
         # uvicorn warns of each refused or malformed request, so any client could fill the log.
         logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
@@ -160,8 +160,8 @@ class Server(uvicorn.Server):
         A burst of new clients then delays no other client.
         """
         await super().startup(sockets)
-        for one in sockets or ():
-            one.listen(_BACKLOG)
+        for listener in sockets or ():
+            listener.listen(_BACKLOG)
         self._sweeping = asyncio.create_task(self._sweep())
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
@@ -171,9 +171,9 @@ class Server(uvicorn.Server):
         if self._ending is not None:
             await self._ending()
         self._connections.close_waiting()
-        last = asyncio.get_running_loop().call_later(self._stop_s, self._connections.abort_all)
+        abort_timer = asyncio.get_running_loop().call_later(self._stop_s, self._connections.abort_all)
         await super().shutdown(sockets)
-        last.cancel()
+        abort_timer.cancel()
         self._sweeping.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await self._sweeping

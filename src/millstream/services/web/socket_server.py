@@ -61,7 +61,7 @@ class SocketProtocol(WebSocketsSansIOProtocol):
                 self.handle_parser_exception()
 
     async def send(self, message: "ASGISendEvent") -> None:
-        """Send for the app. After a refusal or a close the server awaits that the client closes the connection."""
+        """Send for the app. After a refusal or a close the server waits for the client to close the connection."""
         await super().send(message)
         if message["type"] == "websocket.http.response.body" and self.close_sent:
             self.handshake_complete = True  # refused with a response: otherwise uvicorn logs a missing one
