@@ -59,9 +59,16 @@ class Balancer:
     """
 
     def __init__(
-        self, url: str, service: str, *, consumer: str | None = None, policy: BalancerPolicy | None = None,
-        replaces: bool = False, metrics: Metrics = NOBODY, clock: Clock = SYSTEM_CLOCK,
-    ) -> None:  # fmt: skip
+        self,
+        url: str,
+        service: str,
+        *,
+        consumer: str | None = None,
+        policy: BalancerPolicy | None = None,
+        replaces: bool = False,
+        metrics: Metrics = NOBODY,
+        clock: Clock = SYSTEM_CLOCK,
+    ) -> None:
         self._replaces = replaces
         self.policy = policy or BalancerPolicy()
         self.consumer = check_identifier("consumer name", consumer or host_name(100))

@@ -158,7 +158,8 @@ class Service:
                 raise AlreadyOwned(f"consumer {owner!r} owns stream {stream!r}", stream=stream, consumer=owner)
             case b"UNKNOWN":
                 raise StreamNotFound(
-                    f"{self.keys.label} has no stream {stream!r}: it is not announced, its announcement is unread, or it is done",
+                    f"{self.keys.label} has no stream {stream!r}: it is not announced, its announcement is unread, "
+                    "or it is done",
                     stream=stream,
                 )
         raise LeaseLost(

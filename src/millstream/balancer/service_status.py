@@ -98,9 +98,13 @@ def _consumer(name: str, record: bytes, streams: int, until_ms: float) -> Consum
     parsed = _CONSUMER.fullmatch(record)
     weight, limit = (float(parsed[1]), int(parsed[2])) if parsed else (0.0, 0)
     return ConsumerState(
-        name=name, streams=streams, weight=weight, limit=limit, until_ms=round(min(until_ms, _LATEST_MS)),
+        name=name,
+        streams=streams,
+        weight=weight,
+        limit=limit,
+        until_ms=round(min(until_ms, _LATEST_MS)),
         unreadable=parsed is None,
-    )  # fmt: skip
+    )
 
 
 def _pairs(client: Client, key: str) -> Iterator[tuple[bytes, bytes]]:

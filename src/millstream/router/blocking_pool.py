@@ -80,7 +80,7 @@ class Pool:
         return self._connect(self._link_policy, events, name)
 
     def returned(self, worker: "_Worker", reply: Any) -> None:
-        """A read has ended: `reply` names the streams that have changed; after an error the whole batch counts as changed.
+        """A read has ended: `reply` names the streams that have changed; after an error all of them count as changed.
 
         That includes a broken connection: the reply may have been too large, and would be again.
         """

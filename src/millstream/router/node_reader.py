@@ -62,9 +62,14 @@ class NodeReader:
         )
         self.link = self._connect(policy, own_events, name)
         self.lane = StreamReader(
-            self.link, cursors, callbacks,
-            streams=settings.read.streams, count=settings.read.count, reply_bytes=settings.read.reply_bytes, by_slot=by_slot,
-        )  # fmt: skip
+            self.link,
+            cursors,
+            callbacks,
+            streams=settings.read.streams,
+            count=settings.read.count,
+            reply_bytes=settings.read.reply_bytes,
+            by_slot=by_slot,
+        )
 
     @property
     def connections(self) -> int:

@@ -101,9 +101,16 @@ class ClusterNodes:
                 up=lambda: self._up(node), down=self._down, denied=self._shelf.end_all, refused=self._refused
             )
             node_reader = self._stations[node] = NodeReader(
-                self._pump, self._client, node, self._shelf, reader=self.reader, settings=self._settings,
-                callbacks=self._calls, events=events, metrics=self._metrics,
-            )  # fmt: skip
+                self._pump,
+                self._client,
+                node,
+                self._shelf,
+                reader=self.reader,
+                settings=self._settings,
+                callbacks=self._calls,
+                events=events,
+                metrics=self._metrics,
+            )
         return node_reader
 
     def _go(self) -> None:
@@ -204,9 +211,12 @@ class ClusterNodes:
         held = budget.balance()
         if budget.spent and not self._spent_was_said:
             logger.warning(
-                "router is at its budget: %d bytes buffered for slow subscribers, of %d (budget_bytes); reading ahead only "
-                "%d bytes or one message for each until a quarter of the budget is free", held, budget.most_bytes, LEAST_BYTES,
-            )  # fmt: skip
+                "router is at its budget: %d bytes buffered for slow subscribers, of %d (budget_bytes); "
+                "reading ahead only %d bytes or one message for each until a quarter of the budget is free",
+                held,
+                budget.most_bytes,
+                LEAST_BYTES,
+            )
             self._spent_was_said = True
             self._pump.later(_WARN_EVERY_MS, self._say_again)
         return held

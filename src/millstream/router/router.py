@@ -168,8 +168,13 @@ class Router:
         if self._state != "running":
             self._start()
         subscriber_buffer = SubscriberBuffer(
-            stream, self._shelf.budget, limit=buffer, limit_bytes=buffer_bytes, when_full=when_full, reports_start=report_start
-        )  # fmt: skip
+            stream,
+            self._shelf.budget,
+            limit=buffer,
+            limit_bytes=buffer_bytes,
+            when_full=when_full,
+            reports_start=report_start,
+        )
         self._pump.call(partial(self._shelf.add, subscriber_buffer, to_wire(stream), start_id))
         if self._state == "closed" or self._failure:  # closed meanwhile: end_all may have missed this one
             subscriber_buffer.ending = subscriber_buffer.ending or self._failure or True

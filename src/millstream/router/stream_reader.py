@@ -284,7 +284,8 @@ class StreamReader:
         if not self._warned:
             self._warned = True
             logger.warning(
-                "Redis evicts streams from its tracking table; raise tracking-table-max-keys above the number of streams"
+                "Redis evicts streams from its tracking table; "
+                "raise tracking-table-max-keys above the number of streams"
             )
 
     def _rested(self) -> None:

@@ -30,8 +30,8 @@ class SubscriberBuffer:
     """
 
     __slots__ = (
-        "at", "batch", "batches", "budget", "cursor", "dropped", "ending", "given", "given_bytes", "limit", "limit_bytes",
-        "paused", "skip", "stream", "taken", "taken_bytes", "tells_start", "waker", "when_full",
+        "at", "batch", "batches", "budget", "cursor", "dropped", "ending", "given", "given_bytes", "limit",
+        "limit_bytes", "paused", "skip", "stream", "taken", "taken_bytes", "tells_start", "waker", "when_full",
     )  # fmt: skip
 
     def __init__(

@@ -61,11 +61,15 @@ class Connection:
         pace = self._pace
         subscriptions = [
             self._router.subscribe(
-                stream, after=after, buffer=pace.buffer, buffer_bytes=pace.buffer_bytes, when_full=pace.when_full,
+                stream,
+                after=after,
+                buffer=pace.buffer,
+                buffer_bytes=pace.buffer_bytes,
+                when_full=pace.when_full,
                 report_start=True,
             )
             for stream, after in self._places
-        ]  # fmt: skip
+        ]
         tasks = [asyncio.create_task(self._attend())]
         tasks += [asyncio.create_task(self._follow(one, index)) for index, one in enumerate(subscriptions)]
         for task in tasks:

@@ -89,10 +89,12 @@ def make_service(parts: Parts) -> Starlette:
     if parts.origins:
         middleware.append(
             Middleware(
-                CORSMiddleware, allow_origins=parts.origins, allow_methods=["GET", "POST"],
+                CORSMiddleware,
+                allow_origins=parts.origins,
+                allow_methods=["GET", "POST"],
                 allow_headers=["Authorization", "Content-Type", "Last-Event-ID"],
             )
-        )  # fmt: skip
+        )
     service = Starlette(routes=routes, middleware=middleware)
     service.router.redirect_slashes = False
     explain(service, "the server")

@@ -98,10 +98,15 @@ async def _serve(
         manager = ConnectionManager(router, limits=serving.room, pace=serving.pace, metrics=recorder)
         service = make_service(
             Parts(
-                house=manager, access=serving.access, health=health, metrics=recorder, origins=serving.origins,
-                names=serving.names, pages=serving.pages,
+                house=manager,
+                access=serving.access,
+                health=health,
+                metrics=recorder,
+                origins=serving.origins,
+                names=serving.names,
+                pages=serving.pages,
             )
-        )  # fmt: skip
+        )
         background = [
             asyncio.create_task(_check_redis(client, progress)),
             asyncio.create_task(GcFreeze(lambda: manager.traffic).run()),
@@ -113,9 +118,13 @@ async def _serve(
             protocol=SocketProtocol, frame_bytes=_FRAME_BYTES, ping_s=pace.heartbeat_s, pong_s=pace.stall_s
         )
         server = Server(
-            service, limits, metrics=recorder, stop_s=_SHUTDOWN_S, sockets=sockets,
+            service,
+            limits,
+            metrics=recorder,
+            stop_s=_SHUTDOWN_S,
+            sockets=sockets,
             on_shutdown=lambda: manager.close(serving.stop_s),
-        )  # fmt: skip
+        )
         on_ready(address(listener))
         await server.serve([listener])
         health.stopping()

@@ -137,7 +137,8 @@ class Connections:
             waited_s = (now_ms - connection.since_ms) / 1000
             if waited_s < self.limits.request_s:
                 break  # all others began to wait later
-            # The kernel times out a client that reads nothing (TCP_USER_TIMEOUT); a late body gets a 408 before the cut.
+            # The kernel times out a client that reads nothing (TCP_USER_TIMEOUT).
+            # A late body gets a 408 before the cut.
             if connection.awaited != "reading" and not connection.unread:
                 allowed_s = self.limits.request_s * (1 if connection.awaited == "head" else 3)
                 late += [connection] if waited_s >= allowed_s else []

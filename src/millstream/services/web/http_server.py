@@ -55,15 +55,26 @@ class ServerConfig(uvicorn.Config):
         options: dict[str, Any] = {"ws": "none"}
         if sockets is not None:
             options = {
-                "ws": sockets.protocol, "ws_max_size": sockets.frame_bytes, "ws_per_message_deflate": False,
-                "ws_ping_interval": sockets.ping_s, "ws_ping_timeout": sockets.pong_s,
-            }  # fmt: skip
+                "ws": sockets.protocol,
+                "ws_max_size": sockets.frame_bytes,
+                "ws_per_message_deflate": False,
+                "ws_ping_interval": sockets.ping_s,
+                "ws_ping_timeout": sockets.pong_s,
+            }
         super().__init__(
-            RequestLimits(app, connections), http=HttpProtocol, log_config=None, access_log=False, server_header=False,
-            proxy_headers=False, lifespan="on", backlog=_ACCEPTED_AT_ONCE, h11_max_incomplete_event_size=connections.limits.head_bytes,
-            timeout_keep_alive=cast("int", connections.limits.request_s / 2), timeout_graceful_shutdown=cast("int", stop_s + 1),
+            RequestLimits(app, connections),
+            http=HttpProtocol,
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            proxy_headers=False,
+            lifespan="on",
+            backlog=_ACCEPTED_AT_ONCE,
+            h11_max_incomplete_event_size=connections.limits.head_bytes,
+            timeout_keep_alive=cast("int", connections.limits.request_s / 2),
+            timeout_graceful_shutdown=cast("int", stop_s + 1),
             **options,
-        )  # fmt: skip
+        )
         self.connections = connections
 
 
@@ -144,9 +155,15 @@ class Server(uvicorn.Server):
     """
 
     def __init__(
-        self, app: "ASGIApp", limits: Limits, *, metrics: Metrics, stop_s: float, sockets: WebSockets | None = None,
+        self,
+        app: "ASGIApp",
+        limits: Limits,
+        *,
+        metrics: Metrics,
+        stop_s: float,
+        sockets: WebSockets | None = None,
         on_shutdown: Callable[[], Awaitable[None]] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._connections = Connections(limits, metrics=metrics)
         super().__init__(ServerConfig(app, self._connections, sockets, stop_s))
         self._ending = on_shutdown

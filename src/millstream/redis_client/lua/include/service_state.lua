@@ -1,8 +1,8 @@
 -- State of a service: its streams, their owners and its consumers. KEYS  1 the input stream   2 meta (hash)
 --
 -- An entry of the input stream announces a stream. It is read once, and stays pending until the stream is done. From
--- then on the stream is in `streams`, and either has an owner (`owners`, and the owner's `of:` set) or is in `unassigned`.
--- `alive` holds one deadline in ms per consumer, which covers all its leases, so one step renews them all.
+-- then on the stream is in `streams`, and either has an owner (`owners`, and the owner's `of:` set) or is in
+-- `unassigned`. `alive` holds one deadline in ms per consumer, which covers all its leases: one step renews them all.
 local INPUT, META = KEYS[1], KEYS[2]
 local BASE = string.sub(META, 1, -5) -- without 'meta'
 local STREAMS, OWNERS, UNASSIGNED, LOSSES = BASE .. 'streams', BASE .. 'owners', BASE .. 'unassigned', BASE .. 'losses'
