@@ -125,7 +125,7 @@ class HandlerQuery(SupervisedQuery):
         job = Job(handler=handler, url=around.settings.url, token=token)
         aside = [name for name, standing in standings.items() if standing.lines]
         self._catch_up = DeferredJobs(job, around.spark, streams=aside, give_up=around.over.is_set, clock=around.clock)
-        engine = Engine(job, on_batch=self._batch_done, catch_up=self._catch_up)
+        engine = Engine(job, on_batch=self._batch_done, deferred_jobs=self._catch_up)
         frame = around.spark.readStream.format("redis-streams").options(**options).load()
         return self._started(frame.writeStream.foreachBatch(self._processing(engine)))
 
