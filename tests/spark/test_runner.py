@@ -94,7 +94,7 @@ def test_a_damaged_checkpoint_is_named_with_its_remedy(pipelines: Pipelines) -> 
     (offsets / ".0.crc").unlink()
     (offsets / "0").write_text("")
     with pytest.raises(
-        PipelineFailed, match=r"cannot go on from its checkpoint.*Incomplete log.*--from-frontier"
+        PipelineFailed, match=r"cannot resume from its checkpoint.*Incomplete log.*--from-frontier"
     ) as end:
         pipelines.once(app_of(nothing))
     assert "\n" not in str(end.value)
@@ -111,9 +111,9 @@ def test_a_machine_that_is_too_busy_to_start_python_is_not_taken_for_a_damaged_c
     late = failure_of(
         RuntimeError("job failed\norg.apache.spark.SparkException: Python worker failed to connect back.")
     )
-    assert late.reason.endswith("connect back within Spark's 10 seconds: has this machine too much to do?")
+    assert late.reason.endswith("connect back within Spark's 10 seconds: is this machine overloaded?")
     supervisor._give_up(resuming, late)
-    with pytest.raises(PipelineFailed, match="cannot go on from its checkpoint: OSError: Incomplete log"):
+    with pytest.raises(PipelineFailed, match="cannot resume from its checkpoint: OSError: Incomplete log"):
         supervisor._give_up(resuming, Failure(kind=None, reason="OSError: Incomplete log", of_checkpoint=True))
     resuming.failures = 11
     with pytest.raises(PipelineFailed, match="11 times in a row"):
