@@ -72,7 +72,7 @@ def test_a_batch_that_takes_long_is_told_of_at_ever_longer_intervals(pipelines: 
 def test_a_batch_that_takes_long_is_told_of_while_it_runs(
     pipelines: Pipelines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pipeline, "_FIRST_WORD_MS", 100.0)
+    monkeypatch.setattr(pipeline, "_FIRST_REPORT_MS", 100.0)
     ended = pipelines.folder / "ended"
 
     def slow(message: Message) -> None:
@@ -159,7 +159,7 @@ def test_a_checkpoint_that_cannot_be_one_is_refused(pipelines: Pipelines, place:
 
 
 def test_what_fails_each_time_is_given_up_and_named(pipelines: Pipelines, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runner, "_MOST_FAILURES_ONCE", 1)
+    monkeypatch.setattr(runner, "_MAX_FAILURES_ONCE", 1)
     lock = threading.Lock()  # cannot be sent to a worker
 
     def unsendable(message: Message) -> None:
