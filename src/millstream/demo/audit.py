@@ -137,7 +137,7 @@ def _publishing_faults(flights: int, published: Sequence[int]) -> Iterator[str]:
 def _wrong_dead_letters(unkeyed: set[int], dead: Iterable[tuple[int, str]]) -> Iterator[str]:
     for row, reason in dead:
         if row not in unkeyed or reason != "missing-key":
-            yield f"flight {row} is a dead letter ({reason}), expected {'missing-key' if row in unkeyed else 'an entry'}"
+            yield f"flight {row} is a dead letter ({reason}), not {'missing-key' if row in unkeyed else 'an entry'}"
 
 
 def _wrong_values(right: Mapping[int, Departure], departures: Iterable[Departure]) -> Iterator[str]:
