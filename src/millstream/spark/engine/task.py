@@ -57,8 +57,10 @@ logger = logging.getLogger(__name__)
 COMMIT_MESSAGES = 500
 COMMIT_BYTES = 1 << 20
 CAUTIOUS_MESSAGES = 4 * COMMIT_MESSAGES
-LINE_MESSAGES, LEAST_OF_LINE = 5_000, 10
-"""Messages that a task for deferred keys loads: so many over all its key queues, but at least so many of each."""
+LINE_MESSAGES = 5_000
+"""Messages that a task for deferred keys loads at most, over all its key queues..."""
+LEAST_OF_LINE = 10
+"""...but at least so many of each."""
 MOST_WAIT_MS = 1_000.0
 """Total back-off of one key that a batch waits out, in milliseconds; a key that needs longer is deferred."""
 
