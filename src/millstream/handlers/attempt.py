@@ -156,7 +156,7 @@ def _prepare(handler: Handler, message: Message, blob: bytes) -> tuple[State, di
     except DecodeError as error:
         return DeadLettered("undecodable", str(error))
     except ValueError as error:  # msgspec's own errors and invalid UTF-8
-        return DeadLettered("undecodable", f"the key's state in Redis is corrupt ({error}); see: millstream state show")
+        return DeadLettered("undecodable", f"the key's state in Redis is damaged ({error}); see: millstream state show")
 
 
 def _outcome_of(handler: Handler, message: Message, state: State, ended: Ended) -> Outcome:
