@@ -101,34 +101,36 @@ def load_app(target: str) -> App:
     a module, so the file must not share another module's name. Raises ConfigError with one line on what to change; for
     an error in the app's own code, the line names its file and line number.
     """
-    place, _, attribute = target.rpartition(":") if ":" in target else (target, "", "app")
+    location, _, attribute = target.rpartition(":") if ":" in target else (target, "", "app")
     attribute = attribute or "app"
-    module = _load_module(place, target)
+    module = _load_module(location, target)
     found = getattr(module, attribute, None)
     if isinstance(found, App):
         if not found.handlers and not found.stages:
-            raise ConfigError(f'app {found.name!r} in {place!r} has no handlers; add one with @app.handler("stream")')
+            raise ConfigError(
+                f'app {found.name!r} in {location!r} has no handlers; add one with @app.handler("stream")'
+            )
         return found
     apps = [name for name, value in vars(module).items() if isinstance(value, App)]
-    hint = f"it has {', '.join(apps)}: use {place}:{apps[0]}" if apps else 'define one with app = App("name")'
-    raise ConfigError(f"{place!r} has no App named {attribute!r}; {hint}")
+    hint = f"it has {', '.join(apps)}: use {location}:{apps[0]}" if apps else 'define one with app = App("name")'
+    raise ConfigError(f"{location!r} has no App named {attribute!r}; {hint}")
 
 
 def load_function(target: str) -> Callable[..., Any]:
     """Load the function `module:function` or `path/to/file.py:function`. Raises ConfigError as `load_app` does."""
-    place, _, attribute = target.rpartition(":")
-    if not place or not attribute:
+    location, _, attribute = target.rpartition(":")
+    if not location or not attribute:
         raise ConfigError(f"{target!r} does not name a function; use module:function or path/to/file.py:function")
-    found = getattr(_load_module(place, target), attribute, None)
+    found = getattr(_load_module(location, target), attribute, None)
     if not callable(found):
-        raise ConfigError(f"{place!r} has no function {attribute!r}")
+        raise ConfigError(f"{location!r} has no function {attribute!r}")
     return cast(Callable[..., Any], found)
 
 
 def app_folder(target: str) -> Path:
     """The folder that the app `target` adds to the import path."""
-    place = _place(target)
-    return Path(place).resolve().parent if place.endswith(".py") else Path.cwd()
+    location = _location(target)
+    return Path(location).resolve().parent if location.endswith(".py") else Path.cwd()
 
 
 def add_to_path(path: str) -> None:
@@ -142,17 +144,17 @@ def add_to_path(path: str) -> None:
     _add_to_import_path(found if found.suffix in (".zip", ".egg") else found.parent)
 
 
-def _place(target: str) -> str:
+def _location(target: str) -> str:
     return target.rpartition(":")[0] if ":" in target else target
 
 
-def _load_module(place: str, target: str) -> Any:
-    folder, module_name = app_folder(target), place
-    if place.endswith(".py"):
-        path = Path(place).resolve()
+def _load_module(location: str, target: str) -> Any:
+    folder, module_name = app_folder(target), location
+    if location.endswith(".py"):
+        path = Path(location).resolve()
         if not path.is_file():
             raise ConfigError(
-                f"file {place!r} does not exist; give the path of the app's file, like examples/airline.py:app"
+                f"file {location!r} does not exist; give the path of the app's file, like examples/airline.py:app"
             )
         _check_module_name(path)
         module_name = path.stem
@@ -206,8 +208,8 @@ def _import(module_name: str, target: str) -> Any:
             ) from error
         raise ConfigError(f"{target!r} needs the module {error.name!r}, which is not installed here") from error
     except SyntaxError as error:  # the place of the syntax error, in this file or one that it imports
-        place = f"{error.filename}, line {error.lineno}"
-        raise ConfigError(f"{target!r} cannot be imported: {type(error).__name__}: {error.msg} ({place})") from error
+        location = f"{error.filename}, line {error.lineno}"
+        raise ConfigError(f"{target!r} cannot be imported: {type(error).__name__}: {error.msg} ({location})") from error
     except (Exception, SystemExit) as error:  # the user's module may raise anything at import
         traceback = error.__traceback__
         line = ""

@@ -68,25 +68,25 @@ class ProgressView:
         if self._live:
             self._live.stop()
 
-    def show(self, sample: Sample, standing: Standing, batches: int) -> None:
+    def show(self, sample: Sample, progress: Standing, batches: int) -> None:
         """Show the current progress."""
         self._recent.append(sample)
         while sample.at_s - self._recent[0].at_s > _WINDOW_S:
             self._recent.popleft()
-        details = self._tell(standing, batches)
+        details = self._tell(progress, batches)
         if self._live:
-            self._bars.update(self._published, completed=standing.published)
-            self._bars.update(self._done, completed=standing.done, details=details)
+            self._bars.update(self._published, completed=progress.published)
+            self._bars.update(self._done, completed=progress.done, details=details)
         elif sample.at_s - self._line_at_s >= _LINE_EVERY_S:
             self._line_at_s = sample.at_s
-            share = f"{sample.at_s:6.1f} s  {standing.done:,} of {self._total:,} done  "
+            share = f"{sample.at_s:6.1f} s  {progress.done:,} of {self._total:,} done  "
             self._console.print(share + details, markup=False, highlight=False, soft_wrap=True)
 
-    def _tell(self, standing: Standing, batches: int) -> str:
+    def _tell(self, progress: Standing, batches: int) -> str:
         first, last = self._recent[0], self._recent[-1]
         rate = (last.done - first.done) / (last.at_s - first.at_s) if last.at_s > first.at_s else 0.0
-        left = f"  {(self._total - standing.done) / rate:,.0f} s left" if rate > 0 else ""
+        left = f"  {(self._total - progress.done) / rate:,.0f} s left" if rate > 0 else ""
         return (
-            f"{rate:,.0f} entries/s  lag {standing.published - standing.done:,}  {batches:,} batches  "
-            f"{standing.dead:,} dead letters{left}"
+            f"{rate:,.0f} entries/s  lag {progress.published - progress.done:,}  {batches:,} batches  "
+            f"{progress.dead:,} dead letters{left}"
         )

@@ -114,10 +114,10 @@ def _verdict(outcome: Outcome) -> Table:
 # --- What the flights say -----------------------------------------------------------------------------------
 
 
-def worst_aircraft(departures: Iterable[Departure], least: int = _ENOUGH_FLIGHTS) -> list[Departure]:
-    """The last departure of each aircraft with at least `least` flights, worst mean delay first."""
+def worst_aircraft(departures: Iterable[Departure], min_flights: int = _ENOUGH_FLIGHTS) -> list[Departure]:
+    """The last departure of each aircraft with at least `min_flights` flights, worst mean delay first."""
     last = {flight.tailnum: flight for flight in departures if flight.mean_delay is not None}
-    seasoned = [flight for flight in last.values() if flight.number >= least]
+    seasoned = [flight for flight in last.values() if flight.number >= min_flights]
     return sorted(seasoned or last.values(), key=lambda flight: flight.mean_delay or 0.0, reverse=True)
 
 

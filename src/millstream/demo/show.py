@@ -152,17 +152,17 @@ class _Run:
         while True:
             published = self._publisher.check()
             self._pipeline.check()
-            standing = read_standing(self._client)
-            self._check_progress(standing.published + standing.done)
-            sample = self._sample(standing)
-            is_finished = published and standing.caught_up
+            progress = read_standing(self._client)
+            self._check_progress(progress.published + progress.done)
+            sample = self._sample(progress)
+            is_finished = published and progress.caught_up
             if is_finished or self._clock.monotonic_ms() - shown_ms >= _SHOW_MS:
                 shown_ms = self._clock.monotonic_ms()
                 self.samples.append(sample)
-                view.show(sample, standing, self._pipeline.batches)
+                view.show(sample, progress, self._pipeline.batches)
             if is_finished:
                 return sample
-            if self._kills_to_come and standing.done >= self._kills_to_come[0]:
+            if self._kills_to_come and progress.done >= self._kills_to_come[0]:
                 self._kill()
             self._clock.sleep_ms(_POLL_MS)
 
@@ -173,8 +173,8 @@ class _Run:
         elif now_ms - self._progress_ms > _STALL_MS:
             raise PipelineFailed(f"no progress for {_STALL_MS / 60_000:.0f} minutes; see {self._pipeline.log_path}")
 
-    def _sample(self, standing: Standing) -> Sample:
-        return Sample(at_s=self._elapsed_s(), published=standing.published, done=standing.done)
+    def _sample(self, progress: Standing) -> Sample:
+        return Sample(at_s=self._elapsed_s(), published=progress.published, done=progress.done)
 
     def _elapsed_s(self) -> float:
         return (self._clock.monotonic_ms() - self._began_ms) / 1000

@@ -424,17 +424,17 @@ class _Decoder:
         if len(pairs) % 2:
             raise DecodeError("the last field has a name but no value")
         names = tuple(pairs[::2])
-        places = [-1] * len(self.readers)
-        for place, name in enumerate(names):
+        positions = [-1] * len(self.readers)
+        for position, name in enumerate(names):
             if (index := self.wanted.get(name)) is None:
                 continue
-            if places[index] >= 0:
+            if positions[index] >= 0:
                 raise DecodeError(f"field {self.readers[index].field.wire!r} appears twice")
-            places[index] = 2 * place + 1
-        for place, reader in zip(places, self.readers, strict=True):
-            if place < 0 and reader.absent is None:
+            positions[index] = 2 * position + 1
+        for position, reader in zip(positions, self.readers, strict=True):
+            if position < 0 and reader.absent is None:
                 raise DecodeError(f"field {reader.field.wire!r} is missing; it must be {reader.kind.expected}")
-        picker = _picker(places)
+        picker = _picker(positions)
         if len(self.layouts) >= MAX_LAYOUTS:
             self.layouts.clear()
         if sum(map(len, names)) <= MAX_LAYOUT_BYTES:
@@ -486,12 +486,12 @@ def decode(pairs):
         return typing.cast(Callable[[Sequence[bytes]], object], scope["decode"])
 
 
-def _picker(places: Sequence[int]) -> Picker:
-    """Return a function that picks the values at `places` of an entry; None for those at -1."""
-    if len(places) == 1:  # itemgetter returns one value bare
-        return lambda pairs: (pairs[places[0]] if places[0] >= 0 else None,)
-    pick: Any = operator.itemgetter(*places)
-    return pick if min(places) >= 0 else lambda pairs: pick((*pairs, None))
+def _picker(positions: Sequence[int]) -> Picker:
+    """Return a function that picks the values at `positions` of an entry; None for those at -1."""
+    if len(positions) == 1:  # itemgetter returns one value bare
+        return lambda pairs: (pairs[positions[0]] if positions[0] >= 0 else None,)
+    pick: Any = operator.itemgetter(*positions)
+    return pick if min(positions) >= 0 else lambda pairs: pick((*pairs, None))
 
 
 def _items(output: Any) -> Iterable[tuple[object, object]]:

@@ -236,9 +236,9 @@ class Finding:
     found: str
 
     def __str__(self) -> str:
-        place = " ".join(word for word in (self.handler, self.stream, self.ids[0]) if word)
+        location = " ".join(word for word in (self.handler, self.stream, self.ids[0]) if word)
         key = "" if self.key is None else f" of key {_escape(self.key)}"
-        return f"{self.fault}: {place}{key}: expected {self.expected}, found {self.found}"
+        return f"{self.fault}: {location}{key}: expected {self.expected}, found {self.found}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

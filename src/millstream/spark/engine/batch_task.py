@@ -30,18 +30,18 @@ class BatchTask(PartitionTask):
         if self._cautious_left or any(run.in_line for run in runs):
             await super()._drive_all(runs)
             return
-        waiting = _batches(runs, self._handler.batch_size)
+        remaining = _batches(runs, self._handler.batch_size)
         coroutines = self._handler.concurrency if self._handler.is_async else 1
         async with self._pulse.beating(), asyncio.TaskGroup() as group:
             for _ in range(min(coroutines, len(runs))):
-                group.create_task(self._work_through(waiting, group))
+                group.create_task(self._work_through(remaining, group))
 
-    async def _work_through(self, waiting: Iterator[list[KeyRun]], group: asyncio.TaskGroup) -> None:
-        for batch in waiting:
-            await self._drive_batch(batch, waiting, group)
+    async def _work_through(self, remaining: Iterator[list[KeyRun]], group: asyncio.TaskGroup) -> None:
+        for batch in remaining:
+            await self._drive_batch(batch, remaining, group)
 
     async def _drive_batch(
-        self, batch: list[KeyRun], waiting: Iterator[list[KeyRun]], group: asyncio.TaskGroup
+        self, batch: list[KeyRun], remaining: Iterator[list[KeyRun]], group: asyncio.TaskGroup
     ) -> None:
         """Run the handler on a batch, then on each failed message by itself."""
         stream, unpacked = batch[0].stream, [(run, *self._opened(run)) for run in batch]
@@ -70,7 +70,7 @@ class BatchTask(PartitionTask):
                     self._leave(run, DeferReason("later", round(outcome.delay_ms), run.attempt))
                 return
             self._flush()
-            group.create_task(self._work_through(waiting, group))  # other batches go on while these back off
+            group.create_task(self._work_through(remaining, group))  # other batches go on while these back off
             await self._wait(failed, outcome)
             for run in failed:
                 await self._drive(run, iter(()), group)

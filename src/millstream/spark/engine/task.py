@@ -254,18 +254,18 @@ class PartitionTask:
             self._rest()
 
     async def _drive_all(self, runs: list[KeyRun]) -> None:
-        waiting = iter(runs)
+        remaining = iter(runs)
         # Isolated messages run one at a time, so that a crash counts against the running message only.
         coroutines = self._handler.concurrency if self._handler.is_async and not self._cautious_left else 1
         async with self._pulse.beating(), asyncio.TaskGroup() as group:
             for _ in range(min(coroutines, len(runs))):
-                group.create_task(self._work(waiting, group))
+                group.create_task(self._work(remaining, group))
 
-    async def _work(self, waiting: Iterator[KeyRun], group: asyncio.TaskGroup) -> None:
-        for run in waiting:
-            await self._drive(run, waiting, group)
+    async def _work(self, remaining: Iterator[KeyRun], group: asyncio.TaskGroup) -> None:
+        for run in remaining:
+            await self._drive(run, remaining, group)
 
-    async def _drive(self, run: KeyRun, waiting: Iterator[KeyRun], group: asyncio.TaskGroup) -> None:
+    async def _drive(self, run: KeyRun, remaining: Iterator[KeyRun], group: asyncio.TaskGroup) -> None:
         """Run the handler on the messages of one key, one by one."""
         while run.entries:
             message, is_meant = self._opened(run)
@@ -285,7 +285,7 @@ class PartitionTask:
                 if run in self._refused:
                     return
                 # A new coroutine runs the other keys while this key backs off.
-                group.create_task(self._work(waiting, group))
+                group.create_task(self._work(remaining, group))
                 await self._wait([run], outcome)
                 continue
             if isinstance(outcome, Parked):

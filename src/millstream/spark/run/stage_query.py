@@ -104,10 +104,10 @@ class StageQuery(SupervisedQuery):
     def _made(self) -> DataStreamWriter:
         stage, begins_at = self._stage, self._around.wait_for(self._begins_at, self.label)
         try:
-            made = stage.function(*[self._frame(one, begins_at) for one in stage.inputs])
+            result = stage.function(*[self._frame(one, begins_at) for one in stage.inputs])
         except Exception as error:  # the user's function may raise anything
             raise ConfigError(f"{self.label} cannot be built: {_error_line(error, stage)}") from error
-        return self._checked(made)
+        return self._checked(result)
 
     def _frame(self, one: Input, begins_at: str) -> DataFrame:
         options = self._source()
@@ -120,16 +120,16 @@ class StageQuery(SupervisedQuery):
         reader = self._around.spark.readStream.format("redis-streams").options(**options)
         return (reader if one.schema is None else reader.schema(schema_of(one.schema))).load()
 
-    def _checked(self, made: Any) -> DataStreamWriter:
+    def _checked(self, result: Any) -> DataStreamWriter:
         """Return the writer to start. Raises ConfigError for any other result."""
         where, into = f"{self.label} ", self._stage.into
-        if isinstance(made, StreamingQuery):
-            made.stop()
+        if isinstance(result, StreamingQuery):
+            result.stop()
             raise ConfigError(f"{where}has started a query: return the writer, without .start() or .toTable()")
-        if made is None:
+        if result is None:
             raise ConfigError(f"{where}returns nothing: return a DataFrame, or df.writeStream with a format")
-        if isinstance(made, DataFrame):
-            if not made.isStreaming:
+        if isinstance(result, DataFrame):
+            if not result.isStreaming:
                 raise ConfigError(
                     f"{where}returns a DataFrame that is not streaming: build it from the DataFrames of its parameters"
                 )
@@ -138,12 +138,12 @@ class StageQuery(SupervisedQuery):
                     f'{where}returns a DataFrame, so its rows need a stream: give it into="stream", or return '
                     "df.writeStream with a format and its options"
                 )
-            made = made.writeStream
-        if not isinstance(made, DataStreamWriter):
-            raise ConfigError(f"{where}returns a {type(made).__name__}: return a DataFrame, or df.writeStream ...")
+            result = result.writeStream
+        if not isinstance(result, DataStreamWriter):
+            raise ConfigError(f"{where}returns a {type(result).__name__}: return a DataFrame, or df.writeStream ...")
         if into is None:
-            return made
-        return made.format("redis-streams").options(url=self._around.settings.url, stream=into)
+            return result
+        return result.format("redis-streams").options(url=self._around.settings.url, stream=into)
 
 
 def _error_line(error: Exception, stage: Stage) -> str:
