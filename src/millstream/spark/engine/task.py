@@ -413,8 +413,8 @@ class PartitionTask:
         run.take_line(queue)
 
     def _load_new(self, runs: list[KeyRun]) -> None:
-        # Before the states: a key whose queue empties in between has at most a newer state. In the other order a stale
-        # state could not be detected.
+        # Before the states: so the state of a key whose queue has just emptied is loaded after its last commit. In the
+        # other order a stale state would go undetected.
         deferred = self._waiting(runs)
         wanted: dict[str, tuple[list[bytes], list[bytes]]] = defaultdict(lambda: ([], []))
         for run in runs:
