@@ -102,17 +102,17 @@ class Supervisor:
         """
         try:
             make_active(self._spark)
-            for pipeline in self._pipelines:
-                self._around.wait_for(pipeline.join, pipeline.label)
-                self._around.wait_for(pipeline.prepare, pipeline.label)
+            for supervised in self._pipelines:
+                self._around.wait_for(supervised.join, supervised.label)
+                self._around.wait_for(supervised.prepare, supervised.label)
             threading.Thread(target=self._move_delayed, name="millstream-mover", daemon=True).start()
             threading.Thread(target=self._keep_present, name="millstream-presence", daemon=True).start()
-            for pipeline in self._pipelines:
-                pipeline.begin()
-            while not self._stopping.is_set() and not all(p.done for p in self._pipelines):
-                for pipeline in self._pipelines:
-                    pipeline.watch()
-                    self._tend(pipeline)
+            for supervised in self._pipelines:
+                supervised.begin()
+            while not self._stopping.is_set() and not all(supervised.done for supervised in self._pipelines):
+                for supervised in self._pipelines:
+                    supervised.watch()
+                    self._tend(supervised)
                 self._check_executors()
                 self._on_watch(self.lag())
                 self._stopping.wait(_WATCH_S)
@@ -132,12 +132,12 @@ class Supervisor:
         finally:
             self._over.set()
             drain_until_ms = self._clock.monotonic_ms() + _DRAIN_MS
-            for pipeline in self._pipelines:
-                pipeline.wind_up(max(0.0, drain_until_ms - self._clock.monotonic_ms()) / 1000)
+            for supervised in self._pipelines:
+                supervised.wind_up(max(0.0, drain_until_ms - self._clock.monotonic_ms()) / 1000)
             self._stop_queries()
-            for pipeline in self._pipelines:
-                pipeline.leave()
-            if any(pipeline.has_started for pipeline in self._pipelines):
+            for supervised in self._pipelines:
+                supervised.leave()
+            if any(supervised.has_started for supervised in self._pipelines):
                 self._on_event({"event": "stopped", **self._parked()})
             self._client.close()
 
@@ -146,7 +146,8 @@ class Supervisor:
         with Client(self._settings.url) as client:
             try:
                 DelayedMessages(client).keep_moving(
-                    lambda: sorted({name for pipeline in self._pipelines for name in pipeline.streams()}), self._over
+                    lambda: sorted({name for supervised in self._pipelines for name in supervised.streams()}),
+                    self._over,
                 )
             except (RedisError, ConfigError) as error:
                 logger.warning("this pipeline stops moving delayed messages to their streams: %s", error)
@@ -155,13 +156,13 @@ class Supervisor:
         """Announce the run in Redis, for `millstream info`."""
 
         def names() -> list[str]:
-            return [pipeline.name for pipeline in self._pipelines if not pipeline.done]
+            return [supervised.name for supervised in self._pipelines if not supervised.done]
 
         keep_announced(self._settings.url, self._app, names, self._over)
 
     def _stop_queries(self) -> None:
         """Stop all queries in parallel, since each waits for its batch; a late one ends with the session."""
-        queries = [pipeline.query for pipeline in self._pipelines if pipeline.query is not None]
+        queries = [supervised.query for supervised in self._pipelines if supervised.query is not None]
         stops = [threading.Thread(target=_stop, args=(query,), daemon=True) for query in queries]
         deadline_ms = self._clock.monotonic_ms() + _STOP_MS
         for stop in stops:
@@ -173,7 +174,7 @@ class Supervisor:
         """Return the parked keys and messages, for the stopped event; nothing while Redis is unavailable."""
         try:
             with Client(self._settings.url, timeout_ms=round(_DRAIN_MS)) as client:
-                found = {pipeline.name: pipeline.parked(client) for pipeline in self._pipelines}
+                found = {supervised.name: supervised.parked(client) for supervised in self._pipelines}
         except (RedisError, ConfigError) as error:
             logger.debug("parked keys are unknown, omitting them from the stopped event: %s", error)
             return {}
@@ -182,8 +183,8 @@ class Supervisor:
     def lag(self) -> int | None:
         """The lag in entries, over all handlers and stages; None until it is known."""
         total: int | None = None
-        for pipeline in self._pipelines:
-            progress = pipeline.query.lastProgress if pipeline.query is not None else None
+        for supervised in self._pipelines:
+            progress = supervised.query.lastProgress if supervised.query is not None else None
             for source in progress.sources if progress is not None else ():
                 counts = list(behind(source.endOffset, source.latestOffset).values())
                 known = [count for count in counts if count is not None]
@@ -191,35 +192,35 @@ class Supervisor:
                     total = (total or 0) + sum(known)
         return total
 
-    # One pipeline
+    # --- One query ---
 
-    def _tend(self, pipeline: SupervisedQuery) -> None:
+    def _tend(self, supervised: SupervisedQuery) -> None:
         """Start, restart or finish one query, by its state."""
-        if pipeline.broken is not None:
-            raise _ended(pipeline, pipeline.broken)
-        query = pipeline.query
-        if pipeline.done or (query is not None and query.isActive):
+        if supervised.broken is not None:
+            raise _ended(supervised, supervised.broken)
+        query = supervised.query
+        if supervised.done or (query is not None and query.isActive):
             return
         self._check_session()
-        pipeline.watch()  # its last batches
+        supervised.watch()  # its last batches
         error = query.exception() if query is not None else None
         if error is not None:
-            self._failed(pipeline, failure_of(pipeline.error or error))
+            self._failed(supervised, failure_of(supervised.error or error))
         elif query is not None:
             if not self._settings.once:
                 self._stopping.set()  # stopped from outside, by the session
             else:
-                pipeline.done = self._around.wait_for(pipeline.is_settled, pipeline.label)
-        elif self._clock.monotonic_ms() >= pipeline.retry_at_ms and self._starting() < _MAX_STARTING:
+                supervised.done = self._around.wait_for(supervised.is_settled, supervised.label)
+        elif self._clock.monotonic_ms() >= supervised.retry_at_ms and self._starting() < _MAX_STARTING:
             try:
                 if not self._settled:
                     settle_environment(self._spark)
                     self._settled = True
-                pipeline.query = pipeline.start()
+                supervised.query = supervised.start()
             except (PySparkException, Py4JJavaError, StaleOwner, AccessDenied, ConfigError, PipelineFailed) as refusal:
-                self._failed(pipeline, failure_of(refusal))
+                self._failed(supervised, failure_of(refusal))
             else:
-                pipeline.tell("started")
+                supervised.tell("started")
 
     def _check_session(self) -> None:
         """Raise SessionEnded if the session has stopped, so that no query can run."""
@@ -241,7 +242,7 @@ class Supervisor:
         self._look_due_ms = now_ms + _EXECUTOR_CHECK_MS
         is_idle = not has_executors(self._spark)
         self._had_executors = self._had_executors or not is_idle
-        if not (is_idle and self._had_executors and any(pipeline.batch for pipeline in self._pipelines)):
+        if not (is_idle and self._had_executors and any(supervised.batch for supervised in self._pipelines)):
             self._alone_since_ms = now_ms
         elif now_ms - self._alone_since_ms >= _MAX_NO_EXECUTORS_MS:
             raise SessionEnded(
@@ -251,43 +252,43 @@ class Supervisor:
 
     def _starting(self) -> int:
         """How many queries are still starting. A start takes seconds of a core, and Spark allows it only ten."""
-        queries = [pipeline.query for pipeline in self._pipelines if pipeline.query is not None]
+        queries = [supervised.query for supervised in self._pipelines if supervised.query is not None]
         return sum(query.isActive and query.status["message"] == _INITIALIZING for query in queries)
 
-    def _failed(self, pipeline: SupervisedQuery, failure: Failure) -> None:
+    def _failed(self, supervised: SupervisedQuery, failure: Failure) -> None:
         if failure.final:
-            raise _ended(pipeline, failure)
-        achieved = self._around.wait_for(pipeline.achieved, pipeline.label)
-        pipeline.failures = pipeline.failures + 1 if achieved == pipeline.before else 1
-        pipeline.before = achieved
-        self._give_up(pipeline, failure)
-        wait_ms = min(500.0 * 2 ** min(pipeline.failures, 6), 30_000.0)
-        pipeline.query = None
-        pipeline.retry_at_ms = self._clock.monotonic_ms() + wait_ms
-        logger.warning("%s failed, restarting in %.0f s: %s", pipeline.label, wait_ms / 1000, failure.reason)
-        pipeline.tell("restarting", reason=failure.reason)
+            raise _ended(supervised, failure)
+        progress = self._around.wait_for(supervised.achieved, supervised.label)
+        supervised.failures = supervised.failures + 1 if progress == supervised.before else 1
+        supervised.before = progress
+        self._give_up(supervised, failure)
+        wait_ms = min(500.0 * 2 ** min(supervised.failures, 6), 30_000.0)
+        supervised.query = None
+        supervised.retry_at_ms = self._clock.monotonic_ms() + wait_ms
+        logger.warning("%s failed, restarting in %.0f s: %s", supervised.label, wait_ms / 1000, failure.reason)
+        supervised.tell("restarting", reason=failure.reason)
 
-    def _give_up(self, pipeline: SupervisedQuery, failure: Failure) -> None:
+    def _give_up(self, supervised: SupervisedQuery, failure: Failure) -> None:
         """Raise PipelineFailed once the query has failed too often for another restart to help."""
         # If a Python worker starts too late, the machine is overloaded: the query gets all restarts, also with `once`.
         limit = _MAX_FAILURES_ONCE if self._settings.once and not failure.starved else MOST_FAILURES
-        label, checkpoint = pipeline.label, pipeline.checkpoint
-        at_first = pipeline.resumed and not pipeline.began and failure.of_checkpoint
-        if at_first and pipeline.failures > _MAX_CHECKPOINT_FAILURES:
-            changed = "If its stateful operators were changed, rename it. " if pipeline.kind == "stage" else ""
+        label, checkpoint = supervised.label, supervised.checkpoint
+        at_first = supervised.resumed and not supervised.began and failure.of_checkpoint
+        if at_first and supervised.failures > _MAX_CHECKPOINT_FAILURES:
+            changed = "If its stateful operators were changed, rename it. " if supervised.kind == "stage" else ""
             raise PipelineFailed(
-                f"{label} cannot resume from its checkpoint: {failure.reason}. {changed}If {checkpoint!r} is damaged, use a "
-                "new --checkpoint and --from-frontier"
+                f"{label} cannot resume from its checkpoint: {failure.reason}. {changed}If {checkpoint!r} is damaged, use "
+                "a new --checkpoint and --from-frontier"
             )
-        if pipeline.failures > limit:
+        if supervised.failures > limit:
             raise PipelineFailed(
-                f"{label} failed {pipeline.failures} times in a row with nothing committed in between: {failure.reason}"
+                f"{label} failed {supervised.failures} times in a row without a commit in between: {failure.reason}"
             )
 
 
-def _ended(pipeline: SupervisedQuery, failure: Failure) -> MillstreamError:
+def _ended(supervised: SupervisedQuery, failure: Failure) -> MillstreamError:
     kind = AccessDenied if failure.kind is AccessDenied else PipelineFailed
-    return kind(f"{pipeline.label} stopped: {failure.reason}")
+    return kind(f"{supervised.label} stopped: {failure.reason}")
 
 
 def _stop(query: StreamingQuery) -> None:
