@@ -66,8 +66,8 @@ class StreamFull(Unavailable):
 class NotReplicated(RedisError):
     """The primary has the entries, but fewer replicas than requested confirmed them in time.
 
-    `ids` are the entries. Publishing them again duplicates them, except with the same `dedupe_id`: that only repeats the
-    check of the replicas.
+    `ids` are the entries. Publishing them again duplicates them, except with the same `dedupe_id`: that only repeats
+    the check of the replicas.
     """
 
     def __init__(self, message: str, ids: Sequence[str] = ()) -> None:

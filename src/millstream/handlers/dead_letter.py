@@ -83,7 +83,7 @@ class DeadLetter:
 
     @classmethod
     def parse(cls, letter_id: bytes, items: Sequence[bytes]) -> "DeadLetter":
-        """Parse an entry of a dead-letter stream. Raises KeyError, ValueError or ConfigError if it is not a dead letter."""
+        """Parse an entry of a dead-letter stream. Raises KeyError, ValueError or ConfigError for any other entry."""
         values = {items[i].decode(): items[i + 1] for i in range(0, len(items), 2)}
         text = {name: values[name].decode("utf-8", "replace") for name in values if name not in ("key", "fields")}
         pairs = msgspec.msgpack.decode(values["fields"], type=list[bytes])

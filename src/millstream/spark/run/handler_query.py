@@ -164,7 +164,7 @@ class HandlerQuery(SupervisedQuery):
         def run() -> None:
             try:
                 work()
-            except Exception as error:  # noqa: BLE001 - after any error, a run without this thread must not look healthy
+            except Exception as error:  # noqa: BLE001 - without this thread, a run must not look healthy
                 self._break(error)
 
         thread = threading.Thread(target=run, name=name, daemon=True)

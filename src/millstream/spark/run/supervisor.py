@@ -233,8 +233,8 @@ class Supervisor:
     def _check_executors(self) -> None:
         """Raise SessionEnded if a batch waits for executors, and all former ones are gone for two minutes.
 
-        A standalone master that restarts without its recovery state kills the executors of applications that it does not
-        know, and assigns these no new ones.
+        A standalone master that restarts without its recovery state kills the executors of applications that it does
+        not know, and assigns these no new ones.
         """
         now_ms = self._clock.monotonic_ms()
         if now_ms < self._look_due_ms:
@@ -277,8 +277,8 @@ class Supervisor:
         if at_first and supervised.failures > _MAX_CHECKPOINT_FAILURES:
             changed = "If its stateful operators were changed, rename it. " if supervised.kind == "stage" else ""
             raise PipelineFailed(
-                f"{label} cannot resume from its checkpoint: {failure.reason}. {changed}If {checkpoint!r} is damaged, use "
-                "a new --checkpoint and --from-frontier"
+                f"{label} cannot resume from its checkpoint: {failure.reason}. {changed}If {checkpoint!r} is damaged, "
+                "use a new --checkpoint and --from-frontier"
             )
         if supervised.failures > limit:
             raise PipelineFailed(
