@@ -186,7 +186,7 @@ def test_a_dead_letter_with_a_reason_of_ones_own_is_refused_before_anything_is_c
     mine = worker(client)
     (found,) = mine.read(count=1)
     unparsable: Any = "unparsable"
-    with pytest.raises(ConfigError, match="the reason 'unparsable': take one of missing-key, undecodable, rejected"):
+    with pytest.raises(ConfigError, match="the reason 'unparsable': use one of missing-key, undecodable, rejected"):
         mine.dead_letter((found, mine.letter(found, reason=unparsable, error="no")))
     assert (client.execute("XLEN", KEYS.dead), pending(client)) == (0, [("1-0", "w1")])
 

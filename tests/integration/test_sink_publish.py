@@ -473,7 +473,7 @@ def test_an_id_that_another_writer_overtakes_stops_the_batch_until_that_is_mende
         (("0-0",), "from 0-1 on"),
         (("05-1",), "write milliseconds-sequence"),
         (("x",), "is not an entry id"),
-        ((f"{2**64}-0",), "is beyond all ids that Redis has"),
+        ((f"{2**64}-0",), "is beyond Redis' largest entry id"),
     ],
 )
 def test_ids_that_redis_would_refuse_are_refused_by_the_task(

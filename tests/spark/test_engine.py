@@ -113,7 +113,7 @@ def test_a_new_checkpoint_over_commits_is_refused_until_one_says_what_is_meant(p
     app = counting_app()
     pipelines.add("in", *steps(20))
     pipelines.once(app)
-    with pytest.raises(ConfigError, match="--from-frontier to go on there, --reprocess to forget"):
+    with pytest.raises(ConfigError, match="--from-frontier to continue there, --reprocess to delete"):
         pipelines.once(app, checkpoint="second")
     pipelines.add("in", *steps(10, start=20))
     pipelines.once(app, checkpoint="second", start="from-frontier")
