@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from millstream.lazy import names_of
+from millstream.lazy import lazy_names
 
 if TYPE_CHECKING:
     from millstream.app import App, load_app
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from millstream.handlers.stage import Rows
     from millstream.model import EntryId, Message, Retry, State
 else:
-    __getattr__, __dir__ = names_of(
+    __getattr__, __dir__ = lazy_names(
         __name__,
         {
             "millstream.app": ("App", "load_app"),

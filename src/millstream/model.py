@@ -119,7 +119,7 @@ class Retry:
         """Back-off in milliseconds after the failed `attempt` (1 = the first)."""
         return self._delay(attempt) * (1.0 + self.jitter * random.random())
 
-    def longest_delay_after(self, attempt: int) -> float:
+    def max_delay_after(self, attempt: int) -> float:
         """The largest value that `delay_after` may return, in milliseconds."""
         return self._delay(attempt) * (1.0 + self.jitter)
 

@@ -9,7 +9,7 @@ from pyspark.sql import SparkSession
 
 from millstream.redis_client.client import Client
 from millstream.redis_client.embedded_server import EmbeddedServer
-from millstream.testing.contract import Case, ContractBroken, Engine, judge, put_through
+from millstream.testing.contract import Case, ContractBroken, Engine, run_cases, verify
 from tests.contract.worker_app import ALL
 from tests.support.engines import Pipelines, WorkerCommand
 from tests.support.waiting import FAIL_SAFE_S
@@ -30,7 +30,7 @@ class Ran:
     def judge(self, case: Case) -> None:
         if case.name in self.broken:
             raise ContractBroken(self.broken[case.name])
-        judge(self.client, case)
+        verify(self.client, case)
 
 
 def ran(runs: Mapping[Engine, Sequence[Case]]) -> Iterator[Ran]:
@@ -38,7 +38,7 @@ def ran(runs: Mapping[Engine, Sequence[Case]]) -> Iterator[Ran]:
         broken: dict[str, str] = {}
         for engine, cases in runs.items():
             try:
-                put_through(engine, server.url, cases, within_s=FAIL_SAFE_S)
+                run_cases(engine, server.url, cases, within_s=FAIL_SAFE_S)
             except ContractBroken as error:
                 broken |= {case.name: str(error) for case in cases}
         yield Ran(client, broken)

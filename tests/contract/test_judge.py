@@ -9,7 +9,7 @@ from millstream import App, Message
 from millstream.delivery.commit_store import ENTRY_MARK, CommitStore, Effects
 from millstream.handlers.dead_letter import DeadLetter
 from millstream.redis_client.client import Arg, Client
-from millstream.testing.contract import APP, Case, ContractBroken, Letter, entry, entry_id, judge, publish, put_through
+from millstream.testing.contract import APP, Case, ContractBroken, Letter, entry, entry_id, publish, run_cases, verify
 
 pytestmark = [pytest.mark.worker, pytest.mark.keys, pytest.mark.spark]
 
@@ -59,7 +59,7 @@ def commit(client: Client, *units: Effects) -> None:
 
 def test_what_is_right_passes(client: Client) -> None:
     commit(client, unit(0, outputs=[FIRST]), unit(1, outputs=[SECOND]), unit(2, dead=letter()))
-    judge(client, CASE)
+    verify(client, CASE)
 
 
 @pytest.mark.parametrize(
@@ -87,7 +87,7 @@ def test_what_is_right_passes(client: Client) -> None:
 def test_what_is_wrong_is_named(client: Client, units: list[Effects], complaint: str) -> None:
     commit(client, *units)
     with pytest.raises(ContractBroken, match=f"case: a promise. But .*{complaint}"):
-        judge(client, CASE)
+        verify(client, CASE)
 
 
 def test_what_is_left_over_is_named(client: Client) -> None:
@@ -96,7 +96,7 @@ def test_what_is_left_over_is_named(client: Client) -> None:
     client.execute("XGROUP", "CREATE", CASE.stream, CASE.keys.group, 0)
     client.execute("XREADGROUP", "GROUP", CASE.keys.group, "w", "STREAMS", CASE.stream, ">")
     with pytest.raises(ContractBroken, match="3 entries are pending; crash counts are left"):
-        judge(client, CASE)
+        verify(client, CASE)
 
 
 def test_an_engine_that_does_nothing_is_told_how_far_it_is(millstream_url: str) -> None:
@@ -105,4 +105,4 @@ def test_an_engine_that_does_nothing_is_told_how_far_it_is(millstream_url: str) 
             pass
 
     with pytest.raises(ContractBroken, match=r"incomplete after 0 s: case 0/3"):
-        put_through(idle, millstream_url, [CASE], within_s=0.1)
+        run_cases(idle, millstream_url, [CASE], within_s=0.1)

@@ -107,7 +107,7 @@ def rows(client: Client, stream: str) -> list[dict[str, str]]:
 
 
 def executors(driver: Driver) -> list[psutil.Process]:
-    return [one for one in driver.family() if "CoarseGrainedExecutorBackend" in command_of(one)]
+    return [one for one in driver.descendants() if "CoarseGrainedExecutorBackend" in command_of(one)]
 
 
 def command_of(process: psutil.Process) -> str:

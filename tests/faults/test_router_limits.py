@@ -76,7 +76,7 @@ class ShortLived(Proxy):
 
     reads = 0
 
-    def fate(self, words: Sequence[bytes]) -> Side | None:
+    def cut_side(self, words: Sequence[bytes]) -> Side | None:
         if words[0].upper() != b"XREAD":
             return None
         self.reads += 1

@@ -205,7 +205,7 @@ def test_a_driver_that_is_stopped_and_wakes_after_another_took_over_changes_noth
     orders.publish()
     driver.start()
     await_progress(orders, driver, cluster)
-    zombie = [psutil.Process(driver.process.pid), *driver.family()]
+    zombie = [psutil.Process(driver.process.pid), *driver.descendants()]
     for one in zombie:
         one.suspend()
     cluster.start_worker()  # the zombie keeps its executors

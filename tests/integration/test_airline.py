@@ -14,14 +14,14 @@ import pytest
 from millstream.app import load_app
 from millstream.demo.audit import KEYS, OUTPUT, audit, read_results
 from millstream.demo.flights import Flights, load_flights
-from millstream.demo.pipeline import Pipeline, descendants
-from millstream.demo.progress import read_standing
+from millstream.demo.pipeline import RunProcess, descendants
+from millstream.demo.progress import read_progress
 from millstream.demo.publish import FlightPublisher
 from millstream.demo.reference import expected_results
 from millstream.demo.show import DemoSettings
 from millstream.demo.surroundings import clean, fresh_folder, require_unused
 from millstream.errors import ConfigError, PipelineFailed, WrongType
-from millstream.handlers.attempt import DeadLettered, letter, refuse_unkeyed
+from millstream.handlers.attempt import DeadLettered, check_key, dead_letter_of
 from millstream.handlers.decoding import encode_output
 from millstream.handlers.handler import Handler
 from millstream.model import Message, State
@@ -53,9 +53,9 @@ def processed(client: Client, flights: Flights, handler: Handler) -> Client:
     for entry_id, pairs in client.execute("XRANGE", KEYS.stream, "-", "+"):
         message = Message(KEYS.stream, entry_id.decode(), pairs)
         message.key = handler.key_of(message)
-        refusal = refuse_unkeyed(handler, message)
+        refusal = check_key(handler, message)
         if refusal is not None:
-            commands.append(("XADD", KEYS.dead, "*", *letter(handler, message, refusal).items()))
+            commands.append(("XADD", KEYS.dead, "*", *dead_letter_of(handler, message, refusal).items()))
         else:
             assert message.key is not None
             told = handler.function(**handler.bind(message, states[message.key]))
@@ -140,7 +140,7 @@ def test_the_audit_sees_a_dead_letter_too_many_and_a_state_that_is_off(
 ) -> None:
     entry_id, pairs = processed.execute("XRANGE", KEYS.stream, "-", "+", "COUNT", 1)[0]
     message = Message(KEYS.stream, entry_id.decode(), pairs, b"N14228")
-    dead = letter(handler, message, DeadLettered("failed", "ValueError: planted"))
+    dead = dead_letter_of(handler, message, DeadLettered("failed", "ValueError: planted"))
     processed.execute("XADD", KEYS.dead, "*", *dead.items())
     processed.execute("HSET", KEYS.state, "N14228", packed(State(number=1)))
     verdict = audit(expected_results(flights), read_results(processed))
@@ -149,14 +149,14 @@ def test_the_audit_sees_a_dead_letter_too_many_and_a_state_that_is_off(
 
 
 def test_progress_is_what_redis_says(client: Client) -> None:
-    assert not read_standing(client).caught_up
+    assert not read_progress(client).caught_up
     client.execute("XADD", KEYS.stream, "7-0", "row", "0")
     client.execute("XADD", KEYS.stream, "8-0", "row", "1")
     client.execute("HSET", KEYS.meta, "committed", 1, "dead", 1, "frontier", "7-0")
-    standing = read_standing(client)
+    standing = read_progress(client)
     assert (standing.published, standing.done, standing.dead, standing.caught_up) == (2, 1, 1, False)
     client.execute("HSET", KEYS.meta, "frontier", "8-0")
-    assert read_standing(client).caught_up
+    assert read_progress(client).caught_up
 
 
 # --- What it must not touch ---
@@ -240,7 +240,9 @@ def test_all_descendants_of_a_process_are_found_whatever_group_they_are_in() -> 
 
 def test_a_pipeline_that_ends_by_itself_is_an_error_with_the_end_of_its_log(tmp_path: Path, client: Client) -> None:
     log = tmp_path / "run.log"
-    pipeline = Pipeline(str(tmp_path / "none.py:app"), url=client.url, checkpoint=tmp_path / "checkpoint", log_path=log)
+    pipeline = RunProcess(
+        str(tmp_path / "none.py:app"), url=client.url, checkpoint=tmp_path / "checkpoint", log_path=log
+    )
     pipeline.start()
 
     def ended() -> bool:

@@ -13,7 +13,7 @@ from millstream.handlers.handler import Handler
 from millstream.model import EntryId
 from millstream.redis_client.client import Client
 from tests.support.keyed_fixtures import HOUR_MS, KEYS, MANY, line_of
-from tests.support.task_fixtures import Bench, Row
+from tests.support.task_fixtures import Row, TaskFixture
 
 pytestmark = [pytest.mark.keys, pytest.mark.spark]
 
@@ -27,7 +27,7 @@ def handle(message: Message) -> dict[str, object]:
     return {"k": message.key or b"", "n": message.text("n")}
 
 
-class Machine(Bench):
+class Machine(TaskFixture):
     """A stream that Spark and workers take from each other. `sent`: what was published of each key, and whether it fails."""
 
     def __init__(self, client: Client, chance: random.Random) -> None:
@@ -80,7 +80,7 @@ class Machine(Bench):
             self.begin()
         for name in self.client.execute("ZRANGE", KEYS.backoff, 0, -1):
             self.client.execute("ZADD", KEYS.backoff, 1, name)  # time flies
-        self.catch_up(self.runs)
+        self.process_deferred(self.runs)
 
     # Workers
 

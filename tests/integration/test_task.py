@@ -17,7 +17,7 @@ from millstream.model import EntryId
 from millstream.redis_client.client import Client
 from millstream.redis_client.key_names import REDRIVE_FIELD, HandlerKeys
 from tests.support.memory import relieved_once_refused
-from tests.support.task_fixtures import Bench, Item, Row, only
+from tests.support.task_fixtures import Item, Row, TaskFixture, only
 from tests.support.waiting import eventually_async
 
 pytestmark = [pytest.mark.spark]
@@ -27,8 +27,8 @@ ENDLESS_S = 1e6
 
 
 @pytest.fixture
-def bench(client: Client) -> Bench:
-    return Bench(client)
+def bench(client: Client) -> TaskFixture:
+    return TaskFixture(client)
 
 
 def back_off_until(monkeypatch: pytest.MonkeyPatch, happened: Callable[[], bool]) -> None:
@@ -42,7 +42,7 @@ def back_off_until(monkeypatch: pytest.MonkeyPatch, happened: Callable[[], bool]
     monkeypatch.setattr(asyncio, "sleep", until)
 
 
-def test_messages_of_a_key_run_in_order_and_their_state_is_kept(bench: Bench) -> None:
+def test_messages_of_a_key_run_in_order_and_their_state_is_kept(bench: TaskFixture) -> None:
     batch = bench.rows(*((n, b"ab"[n % 2 : n % 2 + 1], {"n": n}) for n in range(1, 2001)))
     report = bench.process(bench.handler(), batch)
     for key in (b"a", b"b"):
@@ -56,7 +56,7 @@ def test_messages_of_a_key_run_in_order_and_their_state_is_kept(bench: Bench) ->
 
 
 def test_a_failing_message_is_retried_at_the_head_of_its_key_while_other_keys_go_on(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
+    bench: TaskFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     back_off_until(monkeypatch, lambda: (b"k29", 29, 1) in bench.seen)
     slow = bench.handler(retry=Retry(attempts=3, delay_ms=150, jitter=0))
@@ -71,7 +71,7 @@ def test_a_failing_message_is_retried_at_the_head_of_its_key_while_other_keys_go
 
 
 def test_hundreds_of_keys_that_back_off_at_once_do_not_hold_up_another(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
+    bench: TaskFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     back_off_until(monkeypatch, lambda: (b"good", 999, 1) in bench.seen)
     handler = bench.handler(retry=Retry(attempts=2, delay_ms=200, jitter=0))
@@ -84,7 +84,7 @@ def test_hundreds_of_keys_that_back_off_at_once_do_not_hold_up_another(
 
 
 def test_after_the_last_attempt_the_message_is_a_dead_letter_its_traces_are_undone_and_its_key_goes_on(
-    bench: Bench,
+    bench: TaskFixture,
 ) -> None:
     report = bench.process(bench.handler(), bench.rows((1, b"a", {"n": 5, "fail": 9}), (2, b"a", {"n": 7})))
     (letter,) = bench.dead()
@@ -98,7 +98,7 @@ def test_after_the_last_attempt_the_message_is_a_dead_letter_its_traces_are_undo
     assert state == {"sum": 7}
 
 
-def test_processing_a_partition_twice_applies_it_once(bench: Bench) -> None:
+def test_processing_a_partition_twice_applies_it_once(bench: TaskFixture) -> None:
     handler, batch = bench.handler(), bench.rows(*((n, b"%d" % (n % 5), {"n": n}) for n in range(1, 101)))
     bench.process(handler, batch)
     again = bench.process(handler, batch)
@@ -107,7 +107,7 @@ def test_processing_a_partition_twice_applies_it_once(bench: Bench) -> None:
     assert len(bench.seen) == 100
 
 
-def test_what_the_frontier_covers_is_left_out(bench: Bench) -> None:
+def test_what_the_frontier_covers_is_left_out(bench: TaskFixture) -> None:
     handler = bench.handler()
     CommitStore(bench.client, app="app", handler="handle", token=1).advance({"in": EntryId(50, 0)})
     bench.process(handler, bench.rows(*((n, b"a", {"n": n}) for n in range(1, 101))))
@@ -115,10 +115,10 @@ def test_what_the_frontier_covers_is_left_out(bench: Bench) -> None:
 
 
 def test_a_twin_that_was_faster_in_mid_run_is_noticed_and_the_rest_is_done_from_its_state(
-    bench: Bench,
+    bench: TaskFixture,
 ) -> None:
     batch = bench.rows(*((n, b"a", {"n": n}) for n in range(1, 21)))
-    twin = Bench(bench.client)
+    twin = TaskFixture(bench.client)
     app = App("app")
 
     def handle(item: Item, state: State) -> dict[str, int]:
@@ -137,7 +137,7 @@ def test_a_twin_that_was_faster_in_mid_run_is_noticed_and_the_rest_is_done_from_
     assert state == {"sum": sum(range(1, 21))}
 
 
-def test_an_older_run_stops_and_writes_nothing(bench: Bench) -> None:
+def test_an_older_run_stops_and_writes_nothing(bench: TaskFixture) -> None:
     handler = bench.handler()
     CommitStore(bench.client, app="app", handler="handle", token=2).begin(["in"])
     with pytest.raises(StaleOwner):
@@ -145,7 +145,7 @@ def test_an_older_run_stops_and_writes_nothing(bench: Bench) -> None:
     assert bench.outputs() == []
 
 
-def test_a_message_without_its_key_is_a_dead_letter_or_unordered_as_the_handler_says(bench: Bench) -> None:
+def test_a_message_without_its_key_is_a_dead_letter_or_unordered_as_the_handler_says(bench: TaskFixture) -> None:
     rows: Sequence[Row] = [(1, None, {"n": 1}), (2, b"", {"n": 2}), (3, b"a", {"n": 3})]
     bench.process(bench.handler(), bench.rows(*rows))
     assert [(letter.reason, letter.id) for letter in bench.dead()] == [
@@ -159,7 +159,7 @@ def test_a_message_without_its_key_is_a_dead_letter_or_unordered_as_the_handler_
 
 
 def test_reject_undecodable_and_bad_output_are_dead_letters_at_once_with_their_bytes_kept(
-    bench: Bench,
+    bench: TaskFixture,
 ) -> None:
     app = App("app")
 
@@ -185,7 +185,7 @@ def test_reject_undecodable_and_bad_output_are_dead_letters_at_once_with_their_b
     assert bench.dead()[3].pairs == [b"n", b"six", b"\xff\x00", b"\xfe" * 10]
 
 
-def test_whatever_a_handler_raises_concerns_its_own_message_only(bench: Bench) -> None:
+def test_whatever_a_handler_raises_concerns_its_own_message_only(bench: TaskFixture) -> None:
     app = App("app")
     raised: list[type[BaseException]] = [
         SystemExit,
@@ -214,7 +214,7 @@ class Oddity(BaseException):
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), Oddity(), UnicodeDecodeError("utf-8", b"x", 0, 1, "\ud800")])
 @pytest.mark.parametrize("kind", ["plain", "async"])
 def test_an_error_of_any_kind_is_a_failed_message_with_its_reason(
-    bench: Bench, error: BaseException, kind: str
+    bench: TaskFixture, error: BaseException, kind: str
 ) -> None:
     app = App("app")
 
@@ -233,7 +233,7 @@ def test_an_error_of_any_kind_is_a_failed_message_with_its_reason(
     assert [(letter.id, letter.reason, letter.attempts) for letter in bench.dead()] == [("2-0", "failed", 2)]
 
 
-def test_a_handler_that_cancels_its_own_task_fails_and_the_rest_of_its_key_is_done(bench: Bench) -> None:
+def test_a_handler_that_cancels_its_own_task_fails_and_the_rest_of_its_key_is_done(bench: TaskFixture) -> None:
     app = App("app")
 
     @app.handler("in", key="k", name="handle", into="out", retry=Retry(attempts=1))
@@ -250,7 +250,7 @@ def test_a_handler_that_cancels_its_own_task_fails_and_the_rest_of_its_key_is_do
     assert [(letter.id, letter.reason) for letter in bench.dead()] == [("2-0", "failed")]
 
 
-def test_a_handler_that_cancels_others_fails_the_task_so_that_nothing_is_passed_over(bench: Bench) -> None:
+def test_a_handler_that_cancels_others_fails_the_task_so_that_nothing_is_passed_over(bench: TaskFixture) -> None:
     app = App("app")
 
     @app.handler("in", key="k", name="handle", into="out")
@@ -268,7 +268,7 @@ def test_a_handler_that_cancels_others_fails_the_task_so_that_nothing_is_passed_
 
 
 @pytest.mark.parametrize("kind", ["plain", "async"])
-def test_an_attempt_beyond_its_time_limit_has_failed_and_its_key_goes_on(bench: Bench, kind: str) -> None:
+def test_an_attempt_beyond_its_time_limit_has_failed_and_its_key_goes_on(bench: TaskFixture, kind: str) -> None:
     app = App("app")
 
     @app.handler("in", key="k", name="handle", into="out", retry=Retry(attempts=2, delay_ms=1), time_limit_ms=1_000)
@@ -290,7 +290,7 @@ def test_an_attempt_beyond_its_time_limit_has_failed_and_its_key_goes_on(bench: 
     assert [letter.error for letter in bench.dead()] == ["it took longer than its time limit of 1,000 ms"]
 
 
-def test_a_plain_handler_may_have_an_event_loop_of_its_own(bench: Bench) -> None:
+def test_a_plain_handler_may_have_an_event_loop_of_its_own(bench: TaskFixture) -> None:
     app = App("app")
 
     @app.handler("in", key="k", name="handle", into="out")
@@ -302,7 +302,7 @@ def test_a_plain_handler_may_have_an_event_loop_of_its_own(bench: Bench) -> None
 
 
 @pytest.mark.parametrize("mistake", ["\ud800", SystemExit(3), Oddity()])
-def test_a_key_function_that_fails_in_any_way_makes_a_dead_letter(bench: Bench, mistake: object) -> None:
+def test_a_key_function_that_fails_in_any_way_makes_a_dead_letter(bench: TaskFixture, mistake: object) -> None:
     app = App("app")
 
     def key(message: Message) -> str:
@@ -317,7 +317,7 @@ def test_a_key_function_that_fails_in_any_way_makes_a_dead_letter(bench: Bench, 
     assert [letter.reason for letter in bench.dead()] == ["undecodable"]
 
 
-def test_a_sibling_that_fails_the_task_makes_no_dead_letters_of_what_was_running(bench: Bench) -> None:
+def test_a_sibling_that_fails_the_task_makes_no_dead_letters_of_what_was_running(bench: TaskFixture) -> None:
     app = App("app")
 
     async def handle(item: Item) -> None:
@@ -339,13 +339,13 @@ def test_a_sibling_that_fails_the_task_makes_no_dead_letters_of_what_was_running
     assert bench.dead() == []
 
 
-def test_a_twin_that_comes_after_the_batch_has_ended_stops_at_once(bench: Bench) -> None:
+def test_a_twin_that_comes_after_the_batch_has_ended_stops_at_once(bench: TaskFixture) -> None:
     app = App("app")
 
     def handle(item: Item) -> dict[str, int]:
         bench.seen.append((None, item.n, 1))
         if len(bench.seen) == 1:
-            twin = Bench(bench.client)
+            twin = TaskFixture(bench.client)
             with ThreadPoolExecutor(1) as pool:
                 pool.submit(twin.process, twin.handler(), batch).result()
             CommitStore(bench.client, app="app", handler="handle", token=1).advance({"in": EntryId(3, 0)})
@@ -357,7 +357,7 @@ def test_a_twin_that_comes_after_the_batch_has_ended_stops_at_once(bench: Bench)
     assert len(bench.seen) == 3
 
 
-def test_state_with_a_name_that_is_not_text_is_bad_output_and_the_key_lives(bench: Bench) -> None:
+def test_state_with_a_name_that_is_not_text_is_bad_output_and_the_key_lives(bench: TaskFixture) -> None:
     app = App("app")
 
     def handle(item: Item, state: State) -> dict[str, int]:
@@ -370,7 +370,7 @@ def test_state_with_a_name_that_is_not_text_is_bad_output_and_the_key_lives(benc
     assert [letter.reason for letter in bench.dead()] == ["bad-output"]
 
 
-def test_damaged_state_makes_dead_letters_not_a_dead_task(bench: Bench) -> None:
+def test_damaged_state_makes_dead_letters_not_a_dead_task(bench: TaskFixture) -> None:
     for damaged in (b"\xc1", b"\x81\xa1\xff\x01"):
         bench.client.execute("FLUSHALL")
         bench.client.execute("HSET", HandlerKeys("app", "handle", "in").state, "a", damaged)
@@ -379,7 +379,7 @@ def test_damaged_state_makes_dead_letters_not_a_dead_task(bench: Bench) -> None:
         assert "damaged" in bench.dead()[0].error
 
 
-def test_async_handlers_of_different_keys_run_together_and_of_one_key_in_order(bench: Bench) -> None:
+def test_async_handlers_of_different_keys_run_together_and_of_one_key_in_order(bench: TaskFixture) -> None:
     app = App("app")
     active: set[int] = set()
     most = 0
@@ -402,7 +402,7 @@ def test_async_handlers_of_different_keys_run_together_and_of_one_key_in_order(b
         assert len(ours) == 5
 
 
-def test_unkeyed_messages_are_each_committed_once(bench: Bench) -> None:
+def test_unkeyed_messages_are_each_committed_once(bench: TaskFixture) -> None:
     app = App("app")
 
     def handle(item: Item) -> list[dict[str, int]]:
@@ -415,7 +415,7 @@ def test_unkeyed_messages_are_each_committed_once(bench: Bench) -> None:
     assert sorted(map(abs, bench.outputs())) == sorted([*range(1, 1201)] * 2)
 
 
-def test_a_redriven_entry_is_seen_by_its_own_handler_only_and_without_its_mark(bench: Bench) -> None:
+def test_a_redriven_entry_is_seen_by_its_own_handler_only_and_without_its_mark(bench: TaskFixture) -> None:
     app = App("app")
     pairs: list[Sequence[bytes]] = []
 
@@ -432,14 +432,14 @@ def test_a_redriven_entry_is_seen_by_its_own_handler_only_and_without_its_mark(b
     assert report["committed"] == 3
 
 
-def test_a_run_longer_than_a_commit_is_committed_in_parts(bench: Bench) -> None:
+def test_a_run_longer_than_a_commit_is_committed_in_parts(bench: TaskFixture) -> None:
     report = bench.process(bench.handler(), bench.rows(*((n, b"a", {"n": n}) for n in range(1, 1301))))
     assert bench.outputs() == list(range(1, 1301))
     assert report["committed"] == 1300
     assert report["refused"] == 0
 
 
-def test_the_task_waits_for_memory_and_goes_on_without_counting_an_attempt(bench: Bench) -> None:
+def test_the_task_waits_for_memory_and_goes_on_without_counting_an_attempt(bench: TaskFixture) -> None:
     with relieved_once_refused(bench.client.url):
         bench.process(bench.handler(), bench.rows((1, b"a", {"n": 1})))
     assert bench.seen == [(b"a", 1, 1)]

@@ -18,7 +18,7 @@ from millstream.handlers.handler import Handler
 from millstream.model import EntryId
 from millstream.redis_client.client import Client
 from millstream.redis_client.key_names import HandlerKeys
-from tests.support.task_fixtures import Bench, Item, Row, only
+from tests.support.task_fixtures import Item, Row, TaskFixture, only
 from tests.support.waiting import FAIL_SAFE_S
 
 pytestmark = [pytest.mark.spark]
@@ -28,7 +28,7 @@ HOUR_MS = 3_600_000.0
 A = b"kA"
 
 
-class Aside(Bench):
+class Aside(TaskFixture):
     """A bench whose entries are in the stream as well, and a run on Spark that has begun."""
 
     batch: list[Row]
@@ -92,7 +92,7 @@ def test_a_key_is_parked_after_its_last_attempt_and_what_comes_of_it_waits_while
     assert (bench.outputs(), bench.lines()) == ([2, 4, 7], {b"A": ("parked", 4)})
     (line,) = list_queues(bench.client, KEYS)
     assert (line.first, line.failed, line.parked) == ("1-0", 2, "failed: RuntimeError: attempt 2 fails")
-    assert bench.catch_up(handler) == {}
+    assert bench.process_deferred(handler) == {}
     bench.check()
 
 
@@ -106,7 +106,7 @@ def test_a_key_that_is_unparked_goes_on_in_order_with_its_state_and_attempts_ane
     (line,) = list_queues(bench.client, KEYS)
     assert line.why == "it waits for the run on Spark, as number 1 of the lines that do"
     bench.seen.clear()
-    bench.catch_up(works)
+    bench.process_deferred(works)
     assert [(n, attempt) for _, n, attempt in bench.seen] == [*((2, n + 1) for n in range(10)), (4, 1), (5, 1)]
     bench.run(works, bench.add(6, keys="A"))
     assert bench.outputs() == [1, 3, 2, 4, 5, 6]
@@ -119,7 +119,7 @@ def test_a_parked_key_that_fails_again_is_parked_again_and_one_that_is_skipped_s
     handler = parking(bench)
     bench.run(handler, bench.add(1, 2, keys="AA", fail=9))
     unpark(bench.client, KEYS, A)
-    assert bench.catch_up(handler)["aside"] == 1
+    assert bench.process_deferred(handler)["aside"] == 1
     assert (bench.lines(), skip(bench.client, KEYS, A, error="x")) == ({b"A": ("parked", 2)}, "1-0")
     assert bench.lines() == {b"A": ("parked", 1)}
     bench.check()
@@ -153,7 +153,7 @@ def test_what_a_person_parks_while_it_runs_is_not_committed_and_waits(bench: Asi
     report = bench.run(handler, bench.add(1, 2, 3, keys="AAB"))
     assert (bench.outputs(), report["aside"], bench.lines()) == ([3], 2, {b"A": ("parked", 2)})
     unpark(bench.client, KEYS, A)
-    bench.catch_up(replace(handler, function=lambda item, state: {"n": item.n}))
+    bench.process_deferred(replace(handler, function=lambda item, state: {"n": item.n}))
     assert bench.outputs() == [3, 1, 2]
     bench.check()
 
@@ -168,7 +168,7 @@ def test_what_is_skipped_while_it_runs_from_its_line_is_not_committed(bench: Asi
             assert skip(bench.client, KEYS, A, error="x")
         return {"n": item.n}
 
-    bench.catch_up(replace(handler, function=handle))
+    bench.process_deferred(replace(handler, function=handle))
     assert (bench.outputs(), [letter.id for letter in bench.dead()]) == ([2], ["1-0"])
     bench.check()
 
@@ -182,7 +182,7 @@ def test_what_is_parked_while_it_runs_from_its_line_is_not_committed(bench: Asid
         park(bench.client, KEYS, A, "stop it")
         return {"n": item.n}
 
-    bench.catch_up(replace(handler, function=handle))
+    bench.process_deferred(replace(handler, function=handle))
     assert (bench.outputs(), bench.lines()) == ([], {b"A": ("parked", 2)})
     bench.check()
 
@@ -193,12 +193,12 @@ def test_a_key_whose_attempts_are_far_apart_is_set_aside_and_its_attempts_count_
     report = bench.run(handler, bench.add(1, keys="A", fail=2) + bench.add(2, 3, keys="AB"))
     assert (report["committed"], report["aside"], report["retries"]) == (1, 2, 2)
     assert bench.lines() == {b"A": ("backing off", 2)}
-    ready = bench.ready(handler)
+    ready = bench.runnable(handler)
     assert ready.lines == []
     assert ready.wait_ms is not None
     assert 0 < ready.wait_ms <= HOUR_MS + 1
     bench.client.execute("ZADD", KEYS.backoff, 1, A)
-    bench.catch_up(handler)
+    bench.process_deferred(handler)
     assert (bench.outputs(), bench.seen[-2:]) == ([3, 1, 2], [(b"A", 1, 3), (b"A", 2, 1)])
     bench.check()
     assert bench.client.execute("EXISTS", KEYS.strikes) == 0
@@ -219,7 +219,7 @@ def test_a_message_without_a_key_that_waits_for_long_holds_up_nobody_and_workers
     bench.begin(handler)
     rows: list[Row] = [(n, None, fields) for n, _, fields in bench.add(1, 2, 3, keys="ABC", fail=9)]
     report = bench.run(handler, rows) if advance else bench.process(handler, bench.rows(*rows))
-    assert (report["committed"], report["aside"], bench.ready(handler).lines) == (2, 1, [])
+    assert (report["committed"], report["aside"], bench.runnable(handler).lines) == (2, 1, [])
     stream = ReliableStream(bench.client, "in", app="app", handler="handle", consumer="u1", into="out")
     stream.join()
     found = [*stream.read_pending(), *stream.read(count=10)]
@@ -252,7 +252,7 @@ def test_parked_keys_go_from_spark_to_workers_and_back_in_order(bench: Aside, ad
     report = bench.run(works, [*left, *bench.add(6, keys="A")])
     assert (bench.lines(), report["aside"]) == ({b"A": ("parked", 4)}, 1)
     unpark(bench.client, KEYS, A)
-    bench.catch_up(works)
+    bench.process_deferred(works)
     assert bench.outputs() == [3, 5, 1, 2, 4, 6]
     bench.check()
 
@@ -287,7 +287,7 @@ def test_an_entry_that_is_deleted_while_it_is_set_aside_is_named_and_the_next_go
     bench.client.execute("XDEL", "in", "1-0")
     unpark(bench.client, KEYS, A)
     with caplog.at_level(logging.WARNING):
-        bench.catch_up(replace(handler, retry=Retry(attempts=20, delay_ms=0)))
+        bench.process_deferred(replace(handler, retry=Retry(attempts=20, delay_ms=0)))
     assert (bench.outputs(), bench.dead()) == ([2], [])
     assert "were trimmed or deleted before processing; skipping them: 1-0" in caplog.text
     bench.check()
@@ -300,7 +300,7 @@ def test_to_set_aside_does_not_make_a_deleted_stream_anew(bench: Aside, caplog: 
     bench.run(handler, rows)
     assert bench.lines() == {b"A": ("parked", 1)}
     unpark(bench.client, KEYS, A)
-    bench.catch_up(handler)
+    bench.process_deferred(handler)
     assert "were trimmed or deleted before processing; skipping them: 1-0" in caplog.text
     assert (bench.outputs(), bench.lines(), bench.client.execute("EXISTS", "in")) == ([2], {}, 0)
 
@@ -319,7 +319,7 @@ def test_what_is_set_aside_is_not_trimmed_where_a_person_has_destroyed_the_group
     bench.client.execute("XGROUP", "DESTROY", "in", KEYS.group)
     bench.client.execute("XGROUP", "CREATE", "in", KEYS.group, "3-0")  # as the driver shows it again
     if seen_by == "the jobs":
-        assert bench.ready(handler).lines == []
+        assert bench.runnable(handler).lines == []
     else:
         bench.run(handler, bench.add(4, keys="A"))
     bench.client.script(TRIM, ("in",), (1_000, ""))
@@ -331,13 +331,13 @@ def test_a_group_that_is_destroyed_is_made_again_while_something_is_set_aside_an
     handler = parking(bench)
     bench.run(handler, bench.add(1, 2, keys="AB", fail=9))
     bench.client.execute("XGROUP", "DESTROY", "in", KEYS.group)
-    bench.ready(handler)
+    bench.runnable(handler)
     bench.check()
-    assert bench.ready(handler).entries == 1
+    assert bench.runnable(handler).entries == 1
     skip(bench.client, KEYS, A, error="x")
     unpark(bench.client, KEYS, A)
     bench.client.execute("XGROUP", "DESTROY", "in", KEYS.group)
-    bench.ready(handler)
+    bench.runnable(handler)
     assert bench.client.execute("XINFO", "GROUPS", "in") == []
 
 
@@ -357,7 +357,7 @@ def works_of(handler: Handler) -> Handler:
 def make_due_and_work_off(bench: Aside, handler: Handler) -> None:
     """As a job does that works lines off, at whatever moment of a batch."""
     bench.client.execute("ZADD", KEYS.backoff, "XX", 1, A)
-    thread = threading.Thread(target=bench.catch_up, args=(handler,))  # it has an event loop of its own
+    thread = threading.Thread(target=bench.process_deferred, args=(handler,))  # it has an event loop of its own
     thread.start()
     thread.join(FAIL_SAFE_S)
     assert not thread.is_alive()
@@ -386,7 +386,7 @@ def test_a_line_that_is_worked_off_while_a_batch_begins_leaves_it_no_old_state(
 
     monkeypatch.setattr(CommitStore, CommitStore.load.__name__, meanwhile)
     bench.run(works, bench.add(2, keys="A"))
-    bench.catch_up(works)
+    bench.process_deferred(works)
     assert (bench.outputs(), sums(bench), bench.lines()) == ([1, 2], b"\x81\xa3sum\x03", {})
     bench.check()
 

@@ -13,7 +13,7 @@ from millstream.delivery.commit_store import ENTRY_MARK, CommitStore, Effects
 from millstream.handlers.handler import Handler
 from millstream.redis_client.client import Client
 from millstream.redis_client.key_names import REDRIVE_FIELD
-from tests.support.task_fixtures import Bench, Item, Row, only
+from tests.support.task_fixtures import Item, Row, TaskFixture, only
 
 pytestmark = [pytest.mark.spark]
 
@@ -24,8 +24,8 @@ KINDS = pytest.mark.parametrize("kind", ["plain", "async"])
 
 
 @pytest.fixture
-def bench(client: Client) -> Bench:
-    return Bench(client)
+def bench(client: Client) -> TaskFixture:
+    return TaskFixture(client)
 
 
 def listing(kind: str, took: list[list[int]], **options: Any) -> Handler:
@@ -51,7 +51,7 @@ def numbered(count: int) -> list[Row]:
 
 
 @KINDS
-def test_a_list_holds_what_a_stream_has_and_each_message_is_committed_once(bench: Bench, kind: str) -> None:
+def test_a_list_holds_what_a_stream_has_and_each_message_is_committed_once(bench: TaskFixture, kind: str) -> None:
     took: list[list[int]] = []
     handler = listing(kind, took)
     report = bench.process(handler, bench.rows(*numbered(12)), bench.rows(*numbered(12)))
@@ -61,7 +61,7 @@ def test_a_list_holds_what_a_stream_has_and_each_message_is_committed_once(bench
 
 
 @KINDS
-def test_only_the_guilty_one_of_a_list_dies(bench: Bench, kind: str) -> None:
+def test_only_the_guilty_one_of_a_list_dies(bench: TaskFixture, kind: str) -> None:
     took: list[list[int]] = []
     report = bench.process(listing(kind, took), bench.rows(*numbered(16)))
     assert sorted(took, key=len) == [*([n] for n in range(9, 17)), list(range(1, 9)), list(range(9, 17))]
@@ -72,7 +72,7 @@ def test_only_the_guilty_one_of_a_list_dies(bench: Bench, kind: str) -> None:
 
 
 @KINDS
-def test_what_cannot_be_decoded_or_is_meant_for_another_is_not_in_the_list(bench: Bench, kind: str) -> None:
+def test_what_cannot_be_decoded_or_is_meant_for_another_is_not_in_the_list(bench: TaskFixture, kind: str) -> None:
     took: list[list[int]] = []
     rows = numbered(3)
     rows[0] = (1, None, {"n": "one"})
@@ -84,7 +84,7 @@ def test_what_cannot_be_decoded_or_is_meant_for_another_is_not_in_the_list(bench
 
 
 @KINDS
-def test_lists_are_of_one_stream_each(bench: Bench, kind: str) -> None:
+def test_lists_are_of_one_stream_each(bench: TaskFixture, kind: str) -> None:
     took: list[list[int]] = []
     handler = listing(kind, took)
     task = bench.task(handler)
@@ -93,7 +93,7 @@ def test_lists_are_of_one_stream_each(bench: Bench, kind: str) -> None:
     assert len(task.report()) == 2
 
 
-def test_a_list_is_committed_as_a_whole_or_run_again_without_what_is_done(bench: Bench) -> None:
+def test_a_list_is_committed_as_a_whole_or_run_again_without_what_is_done(bench: TaskFixture) -> None:
     took: list[list[int]] = []
     handler = listing("plain", took)
     rival = CommitStore(bench.client, app="app", handler="handle", token=bench.token)
@@ -111,7 +111,7 @@ def test_a_list_is_committed_as_a_whole_or_run_again_without_what_is_done(bench:
     assert (report["committed"], report["refused"]) == (3, 1)
 
 
-def test_a_list_without_outputs_is_committed_message_by_message(bench: Bench) -> None:
+def test_a_list_without_outputs_is_committed_message_by_message(bench: TaskFixture) -> None:
     def handle(items: list[Item]) -> None: ...
 
     report = bench.process(only(App("app"), handle, name="handle"), bench.rows(*numbered(30)))
@@ -119,7 +119,7 @@ def test_a_list_without_outputs_is_committed_message_by_message(bench: Bench) ->
 
 
 @KINDS
-def test_a_list_beyond_its_time_limit_is_split_and_the_guilty_one_dies(bench: Bench, kind: str) -> None:
+def test_a_list_beyond_its_time_limit_is_split_and_the_guilty_one_dies(bench: TaskFixture, kind: str) -> None:
     def handle(items: list[Item]) -> list[dict[str, int]]:
         if any(item.n == 3 for item in items):
             time.sleep(ENDLESS_S)
@@ -138,7 +138,7 @@ def test_a_list_beyond_its_time_limit_is_split_and_the_guilty_one_dies(bench: Be
     assert [letter.id for letter in bench.dead()] == ["3-0"]
 
 
-def test_after_a_crash_each_message_of_a_list_is_tried_by_itself(bench: Bench) -> None:
+def test_after_a_crash_each_message_of_a_list_is_tried_by_itself(bench: TaskFixture) -> None:
     took: list[list[int]] = []
     bench.process(listing("plain", took), bench.rows(*numbered(4)), retried=True)
     assert took == [[1], [2], [3], [4]]
@@ -147,7 +147,7 @@ def test_after_a_crash_each_message_of_a_list_is_tried_by_itself(bench: Bench) -
 # A rate
 
 
-def test_tasks_keep_a_rate_together_and_nothing_is_reserved_in_vain(bench: Bench) -> None:
+def test_tasks_keep_a_rate_together_and_nothing_is_reserved_in_vain(bench: TaskFixture) -> None:
     def handle(message: Message) -> None: ...
 
     handler = only(App("app"), handle, name="handle", rate=50)
@@ -163,7 +163,7 @@ def test_tasks_keep_a_rate_together_and_nothing_is_reserved_in_vain(bench: Bench
 
 
 @KINDS
-def test_a_list_waits_for_the_rate_of_all_its_messages(bench: Bench, kind: str) -> None:
+def test_a_list_waits_for_the_rate_of_all_its_messages(bench: TaskFixture, kind: str) -> None:
     took: list[list[int]] = []
     began = time.monotonic()
     bench.process(
@@ -175,7 +175,7 @@ def test_a_list_waits_for_the_rate_of_all_its_messages(bench: Bench, kind: str) 
     assert time.monotonic() - began >= 12 / 40
 
 
-def test_an_attempt_that_is_repeated_takes_nothing_of_the_rate(bench: Bench) -> None:
+def test_an_attempt_that_is_repeated_takes_nothing_of_the_rate(bench: TaskFixture) -> None:
     tried: list[int] = []
 
     def handle(message: Message) -> None:

@@ -17,29 +17,29 @@ from millstream.delivery.commit_store import CommitStore
 from millstream.redis_client.client import Client
 from millstream.redis_client.key_names import HandlerKeys
 from millstream.spark.engine.watchdog import hard_limit_ms
-from tests.support.task_fixtures import Bench, Item, only
+from tests.support.task_fixtures import Item, TaskFixture, only
 
 pytestmark = [pytest.mark.spark]
 
 
 @pytest.fixture
-def bench(client: Client) -> Bench:
-    return Bench(client)
+def bench(client: Client) -> TaskFixture:
+    return TaskFixture(client)
 
 
-def run_in_a_process(bench: Bench, work: Callable[[Bench], object]) -> int:
+def run_in_a_process(bench: TaskFixture, work: Callable[[TaskFixture], object]) -> int:
     """Run `work` in a process of its own and return how that ended."""
     child = os.fork()
     if child == 0:
         try:
-            work(Bench(Client(bench.client.url)))
+            work(TaskFixture(Client(bench.client.url)))
         finally:
             os._exit(0)
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
 def test_a_message_that_killed_its_task_before_is_struck_and_dies_while_its_neighbours_live(
-    bench: Bench,
+    bench: TaskFixture,
 ) -> None:
     batch = bench.rows(*((n, b"a", {"n": n}) for n in range(1, 6)))
     killer = App("app")
@@ -74,7 +74,7 @@ def backtrack_for_ever() -> None:
     ("is_async", "never_ends"), [(False, consume_for_ever), (True, consume_for_ever), (True, backtrack_for_ever)]
 )
 def test_a_handler_that_keeps_the_interpreter_is_ended_with_its_process_and_only_its_message_dies(
-    bench: Bench, is_async: bool, never_ends: Callable[[], None]
+    bench: TaskFixture, is_async: bool, never_ends: Callable[[], None]
 ) -> None:
     batch = bench.rows(*((n, b"%d" % n, {"n": n}) for n in range(1, 6)))
     app = App("app")
@@ -100,7 +100,7 @@ def test_a_handler_that_keeps_the_interpreter_is_ended_with_its_process_and_only
 
 @pytest.mark.parametrize("is_async", [False, True])
 def test_a_task_that_waits_for_redis_longer_than_an_attempt_may_take_is_not_ended(
-    bench: Bench, is_async: bool, monkeypatch: pytest.MonkeyPatch
+    bench: TaskFixture, is_async: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     batch = bench.rows((1, b"a", {"n": 1}))
     app = App("app")
@@ -114,7 +114,7 @@ def test_a_task_that_waits_for_redis_longer_than_an_attempt_may_take_is_not_ende
 
     handler = only(app, handle_soon if is_async else handle, name="handle", key="k", into="out", time_limit_ms=1)
 
-    def outlast(own: Bench) -> None:
+    def outlast(own: TaskFixture) -> None:
         commit = CommitStore.commit
 
         def late(*args: Any) -> Any:
@@ -130,7 +130,7 @@ def test_a_task_that_waits_for_redis_longer_than_an_attempt_may_take_is_not_ende
 
 @pytest.mark.parametrize("is_async", [False, True])
 def test_a_message_that_waits_for_its_next_attempt_is_not_blamed_for_the_death_of_the_process(
-    bench: Bench, is_async: bool
+    bench: TaskFixture, is_async: bool
 ) -> None:
     batch = bench.rows((1, b"a", {"n": 1}), (2, b"b", {"n": 2}), (3, b"c", {"n": 3}))
     app = App("app")
@@ -162,7 +162,7 @@ def test_a_message_that_waits_for_its_next_attempt_is_not_blamed_for_the_death_o
     assert sorted(bench.outputs()) == [1, 3]
 
 
-def test_an_attempt_after_a_failed_one_is_struck_as_well(bench: Bench) -> None:
+def test_an_attempt_after_a_failed_one_is_struck_as_well(bench: TaskFixture) -> None:
     batch = bench.rows((1, b"a", {"n": 1}), (2, b"b", {"n": 2}))
 
     def handle(item: Item, message: Message) -> dict[str, int]:
@@ -180,7 +180,7 @@ def test_an_attempt_after_a_failed_one_is_struck_as_well(bench: Bench) -> None:
     assert bench.outputs() == [2]
 
 
-def test_a_failing_message_in_a_retried_task_is_retried_as_ever_and_not_taken_for_a_killer(bench: Bench) -> None:
+def test_a_failing_message_in_a_retried_task_is_retried_as_ever_and_not_taken_for_a_killer(bench: TaskFixture) -> None:
     report = bench.process(
         bench.handler(), bench.rows((1, b"a", {"n": 1, "fail": 2}), (2, b"a", {"n": 2, "fail": 9})), retried=True
     )

@@ -97,7 +97,7 @@ class Pipeline:
     def catch_up(self) -> bool:
         found = runnable_keys(self.ledger, self.streams, 100)
         rows = [{"stream": stream, "line": line} for stream, ready in found.items() for line in ready.lines]
-        asyncio.run(self._task().catch_up([pa.RecordBatch.from_pylist(rows, schema=LINES)] if rows else []))
+        asyncio.run(self._task().process_deferred([pa.RecordBatch.from_pylist(rows, schema=LINES)] if rows else []))
         return bool(rows)
 
     def move(self) -> bool:
@@ -184,9 +184,9 @@ def test_a_run_is_not_settled_while_keys_that_move_wait_and_no_batch_waits_for_t
         job = Job(handler=pipeline.handler, url=millstream_url, token=pipeline.token)
         catch_up = DeferredJobs(job, None, streams=pipeline.streams, give_up=lambda: False)  # type: ignore[arg-type]
         assert client.execute("XLEN", "out") < 2 * len(string.ascii_letters)
-        assert not catch_up.is_settled()
+        assert not catch_up.is_finished()
         monkeypatch.setattr("millstream.spark.engine.deferred_jobs.LOOK_AHEAD", 1)
-        catch_up.wait_for_room()
+        catch_up.wait_for_capacity()
 
 
 def test_streams_on_which_nothing_can_be_run_are_asked_together_and_seldom(millstream_url: str) -> None:
@@ -212,12 +212,12 @@ def test_streams_on_which_nothing_can_be_run_are_asked_together_and_seldom(mills
         assert catch_up.run() is None
         assert asked() == 250
         assert catch_up.run() is None
-        catch_up.wait_for_room()
+        catch_up.wait_for_capacity()
         assert asked() == 0
-        catch_up.look_at(["s3"])
+        catch_up.add_streams(["s3"])
         assert catch_up.run() is None
         assert asked() == 1
-        assert catch_up.is_settled()
+        assert catch_up.is_finished()
         assert asked() == 250, "the end is not told from what was seen before"
         clock.now_ms += 1_000.0
         unpark(client, HandlerKeys("app", "handle", "s7"), b"kA")

@@ -16,7 +16,7 @@ from millstream.clock import SYSTEM_CLOCK
 from millstream.delivery.commit_store import CommitStore, Effects
 from millstream.delivery.reliable_stream import Delivery, ReliableStream
 from millstream.errors import HandlerStuck, Unfinished
-from millstream.handlers.attempt import NOTHING
+from millstream.handlers.attempt import NO_EFFECTS
 from millstream.observability import metrics as m
 from millstream.observability.health import Health
 from millstream.observability.metrics import Recorder
@@ -282,7 +282,7 @@ def test_while_one_stream_cannot_be_committed_what_the_others_have_is_still_kept
         return commit(*args, **options)
 
     streams[0].commit = late  # type: ignore[method-assign]
-    thread = threading.Thread(target=settler.settle, args=([((one,), NOTHING) for one in found],))
+    thread = threading.Thread(target=settler.settle, args=([((one,), NO_EFFECTS) for one in found],))
     thread.start()
     eventually(waiting.is_set)
     assert [one.settling for one in found] == [True, False]

@@ -128,7 +128,7 @@ def test_a_new_checkpoint_over_commits_is_refused_until_one_says_what_is_meant(p
 def test_a_start_at_the_latest_entry_is_kept_from_the_first_moment_on(pipelines: Pipelines) -> None:
     app = counting_app()
     old = pipelines.add("in", *steps(10))
-    runner = pipelines.runner(app, start_at="latest", once=True)
+    runner = pipelines.supervisor(app, start_at="latest", once=True)
     runner.stop()
     runner.run()  # ends before its first batch
     assert pipelines.meta("app", "count", "in")["frontier"] == old[-1]

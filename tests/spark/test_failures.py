@@ -13,7 +13,7 @@ from pyspark.sql import functions as F
 
 from millstream import App, Rows
 from millstream.spark.run.failures import Failure, failure_of
-from millstream.spark.run.session import settle_environment
+from millstream.spark.run.session import prefill_environment
 from tests.support.pipelines import Pipelines
 from tests.support.sources import Bench
 from tests.support.waiting import eventually
@@ -36,7 +36,7 @@ def environment_of(spark: SparkSession) -> Any:
 def miscounted(spark: SparkSession) -> Iterator[Callable[[], None]]:
     """That map counts an entry too many, as when two threads have put the same one; what is given mends it."""
     environment = environment_of(spark)
-    settle_environment(spark)
+    prefill_environment(spark)
 
     def field(of: Any, name: str) -> Any:
         kind = of.getClass()
@@ -75,11 +75,11 @@ def test_a_run_that_spark_cannot_serialise_for_waits_and_tries_again_whatever_it
     pipelines.once(copies())
     pipelines.add("in", {"n": 2})
     with miscounted(pipelines.spark) as mend, pipelines.running(copies()) as run:
-        eventually(lambda: len(pipelines.told("restarting")) >= 3 or run.error, "three failures")
+        eventually(lambda: len(pipelines.events_named("restarting")) >= 3 or run.error, "three failures")
         mend()
         eventually(lambda: len(pipelines.entries("out")) == 2 or run.error, "the second row")
     assert run.error is None
-    for told in pipelines.told("restarting"):
+    for told in pipelines.events_named("restarting"):
         assert "Task not serializable (java.lang.IllegalStateException: Illegal size" in told["reason"]
 
 
@@ -87,7 +87,7 @@ def test_what_spark_puts_beside_the_source_for_each_query_is_there_before_the_fi
     environment = environment_of(bench.spark)
     for name in list(environment):
         environment.remove(name)
-    settle_environment(bench.spark)
+    prefill_environment(bench.spark)
     before = set(environment)
     bench.add("s", 3)
     assert bench.take(bench.stream("s", startingOffsets="earliest")).numbers == [0, 1, 2]
@@ -152,7 +152,7 @@ def test_what_spark_finds_damaged_in_a_checkpoint_is_told_from_all_else(
     assert files
     damage(files)
     found = outcome(bench, unique(bench))
-    assert found.of_checkpoint, found
+    assert found.in_checkpoint, found
 
 
 def test_an_error_of_rows_of_a_batch_or_of_serialising_is_not_of_the_checkpoint_that_it_goes_on_from(
@@ -183,6 +183,6 @@ def test_an_error_of_rows_of_a_batch_or_of_serialising_is_not_of_the_checkpoint_
     with miscounted(bench.spark):
         serialising = outcome(bench, unique(bench))
     for found in (rows, batch, serialising):
-        assert not found.of_checkpoint, found
+        assert not found.in_checkpoint, found
     assert "no" in rows.reason
     assert "no" in batch.reason

@@ -9,7 +9,7 @@ import pytest
 from millstream.observability import metrics as m
 from millstream.observability.metrics import Recorder
 from millstream.redis_client.client import Client
-from millstream.spark.run.offsets_behind import behind
+from millstream.spark.run.offsets_behind import entries_behind
 from millstream.spark.run.query_metrics import QueryMetrics
 from tests.support.commandline import free_port
 from tests.support.drivers import Driver
@@ -22,9 +22,9 @@ pytestmark = [pytest.mark.spark]
 def test_how_far_behind_follows_from_the_counts_in_two_offsets() -> None:
     latest = '{"a": ["9-0", 9], "b": ["5-0", 5], "new": ["3-0", 3], "odd": ["1-0", null]}'
     end = '{"a": ["4-0", 4], "b": ["6-0", 6], "odd": ["1-0", 1], "old": ["8-0", 8]}'
-    assert behind(end, latest) == {"a": 5, "b": 0, "new": 3, "odd": None}
+    assert entries_behind(end, latest) == {"a": 5, "b": 0, "new": 3, "odd": None}
     for other in (None, "", "7", '{"topic": {"0": 12}}', "[1, 2]"):
-        assert behind(end, other) == behind(other, latest) == {}
+        assert entries_behind(end, other) == entries_behind(other, latest) == {}
 
 
 class Figures:
@@ -104,7 +104,7 @@ def test_the_run_command_serves_its_figures(millstream_url: str, tmp_path: Path)
 
     driver.start()
     try:
-        eventually(lambda: driver.has_told("batch"), "a batch", log=driver.errors)
+        eventually(lambda: driver.has_emitted("batch"), "a batch", log=driver.errors)
         eventually(lambda: "millstream_spark_batch_seconds_count" in page(), "Spark has told", log=driver.errors)
         text = page()
         for line in (

@@ -61,9 +61,9 @@ def test_a_stop_that_reaches_all_of_its_group_is_quiet_too(millstream_url: str, 
         client.execute("XADD", "in", "*", "k", 1)
         driver.start()
         try:
-            eventually(lambda: driver.has_told("batch"), "a batch", log=driver.errors)
+            eventually(lambda: driver.has_emitted("batch"), "a batch", log=driver.errors)
             group = os.getpgid(driver.process.pid)
-            for pid in [*(one.pid for one in driver.family()), driver.process.pid]:
+            for pid in [*(one.pid for one in driver.descendants()), driver.process.pid]:
                 with suppress(ProcessLookupError):
                     if os.getpgid(pid) == group:
                         os.kill(pid, signal.SIGTERM)
@@ -75,7 +75,7 @@ def test_a_stop_that_reaches_all_of_its_group_is_quiet_too(millstream_url: str, 
 
 
 def test_a_java_process_that_is_killed_ends_the_run_with_one_line(asleep: Driver) -> None:
-    java = next(process for process in asleep.family() if "java" in process.name())
+    java = next(process for process in asleep.descendants() if "java" in process.name())
     java.kill()
     assert asleep.ended() == 1
     assert asleep.errors().startswith("error: Spark's Java process has ended")

@@ -38,13 +38,13 @@ def test_what_trying_again_cannot_mend_is_final_whichever_process_it_comes_from(
     told = f"Traceback ...\n  File x\nmillstream.errors.{kind.__name__}: the reason\n\tat org.apache.spark\n"
     for error in (kind("the reason"), RuntimeError(told)):
         failure = failure_of(error)
-        assert (failure.kind, failure.reason, failure.final) == (kind, "the reason", True)
+        assert (failure.kind, failure.reason, failure.is_final) == (kind, "the reason", True)
 
 
 def test_any_other_failure_is_tried_again_and_told_in_one_line() -> None:
-    assert not failure_of(Unavailable("away")).final
+    assert not failure_of(Unavailable("away")).is_final
     told = failure_of(RuntimeError("job failed\njava.io.IOException: disk full\n\tat x\n"))
-    assert (told.kind, told.reason, told.final) == (None, "IOException: disk full", False)
+    assert (told.kind, told.reason, told.is_final) == (None, "IOException: disk full", False)
     assert failure_of(ValueError("")).reason == "ValueError:"
 
 
@@ -58,7 +58,7 @@ def test_a_batch_that_takes_long_is_told_of_at_ever_longer_intervals(pipelines: 
     watched = runner.Supervisor(
         app_of(nothing), pipelines.spark, settings, on_event=pipelines.events.append, clock=clock
     )
-    (watching,) = watched._pipelines
+    (watching,) = watched._supervised
     watching.batch = pipeline.Batch(7, clock.monotonic_ms())
     for _ in range(1_000):
         watching.watch()
@@ -81,10 +81,10 @@ def test_a_batch_that_takes_long_is_told_of_while_it_runs(
 
     pipelines.add("in", {"n": 1})
     with pipelines.running(app_of(slow)):
-        eventually(lambda: len(pipelines.told("running")) >= 2, "words about it")
+        eventually(lambda: len(pipelines.events_named("running")) >= 2, "words about it")
         ended.touch()
-        eventually(lambda: pipelines.told("batch"), "its end")
-    assert {(word["handler"], word["batch"]) for word in pipelines.told("running")} == {("handle", 0)}
+        eventually(lambda: pipelines.events_named("batch"), "its end")
+    assert {(word["handler"], word["batch"]) for word in pipelines.events_named("running")} == {("handle", 0)}
 
 
 def test_a_damaged_checkpoint_is_named_with_its_remedy(pipelines: Pipelines) -> None:
@@ -106,28 +106,28 @@ def test_a_damaged_checkpoint_is_named_with_its_remedy(pipelines: Pipelines) -> 
 def test_a_machine_that_is_too_busy_to_start_python_is_not_taken_for_a_damaged_checkpoint(pipelines: Pipelines) -> None:
     settings = runner.RunSettings(url=pipelines.url, checkpoint=str(pipelines.folder / "checkpoint"))
     supervisor = runner.Supervisor(app_of(nothing), pipelines.spark, settings, on_event=pipelines.events.append)
-    (resuming,) = supervisor._pipelines
+    (resuming,) = supervisor._supervised
     resuming.resumed, resuming.failures = True, 3
     late = failure_of(
         RuntimeError("job failed\norg.apache.spark.SparkException: Python worker failed to connect back.")
     )
     assert late.reason.endswith("connect back within Spark's 10 seconds: is this machine overloaded?")
-    supervisor._give_up(resuming, late)
+    supervisor._check_failures(resuming, late)
     with pytest.raises(PipelineFailed, match="cannot resume from its checkpoint: OSError: Incomplete log"):
-        supervisor._give_up(resuming, Failure(kind=None, reason="OSError: Incomplete log", of_checkpoint=True))
+        supervisor._check_failures(resuming, Failure(kind=None, reason="OSError: Incomplete log", in_checkpoint=True))
     resuming.failures = 11
     with pytest.raises(PipelineFailed, match="11 times in a row"):
-        supervisor._give_up(resuming, late)
+        supervisor._check_failures(resuming, late)
 
 
 def test_a_busy_machine_costs_a_query_that_runs_once_none_of_its_tries(pipelines: Pipelines) -> None:
     settings = runner.RunSettings(url=pipelines.url, checkpoint=str(pipelines.folder / "checkpoint"), once=True)
     supervisor = runner.Supervisor(app_of(nothing), pipelines.spark, settings, on_event=pipelines.events.append)
-    (running,) = supervisor._pipelines
+    (running,) = supervisor._supervised
     running.failures = 6
-    supervisor._give_up(running, failure_of(RuntimeError("Python worker failed to connect back.")))
+    supervisor._check_failures(running, failure_of(RuntimeError("Python worker failed to connect back.")))
     with pytest.raises(PipelineFailed, match="6 times in a row"):
-        supervisor._give_up(running, failure_of(OSError("disk full")))
+        supervisor._check_failures(running, failure_of(OSError("disk full")))
 
 
 def test_a_query_that_died_while_it_wrote_its_first_batch_goes_on_from_its_checkpoint(pipelines: Pipelines) -> None:
@@ -180,7 +180,7 @@ def test_what_cannot_be_run_of_what_was_set_aside_ends_the_run(pipelines: Pipeli
 
     pipelines.add("in", {"k": "a"})
     with pipelines.running(app) as background:
-        eventually(lambda: pipelines.told("batch"), "the batch that sets it aside")
+        eventually(lambda: pipelines.events_named("batch"), "the batch that sets it aside")
         CommitStore(pipelines.client, app="app", handler="handle", token=9_000_000_000_000_000, keyed=True).begin(
             ["in"]
         )
@@ -208,7 +208,7 @@ def test_handlers_stop_together(pipelines: Pipelines, monkeypatch: pytest.Monkey
         app.handler("in", name=name)(slow)
     pipelines.add("in", {"n": 1})
     with pipelines.running(app) as background:
-        eventually(lambda: all(p.batch for p in background.runner._pipelines), "three batches at work")
+        eventually(lambda: all(p.batch for p in background.supervisor._supervised), "three batches at work")
     assert background.error is None
     assert len(stopped) == 3
 

@@ -120,7 +120,7 @@ def test_a_stage_that_fails_starts_again_and_stops_with_the_rest(pipelines: Pipe
         mended.touch()
         eventually(lambda: "the table is away" in str(pipelines.events), "its failure to begin anew")
         eventually(lambda: len(pipelines.entries("out")) == 10, "the rest")
-        eventually(lambda: background.runner.lag() == 0, "no lag")
+        eventually(lambda: background.supervisor.lag() == 0, "no lag")
     assert background.error is None
     assert [fields["n"] for _, fields in pipelines.entries("out")] == [str(n) for n in range(10)]
     told = [(event["event"], event.get("stage")) for event in pipelines.events]
@@ -153,10 +153,10 @@ def test_a_stage_keeps_the_place_where_it_began_even_if_it_has_had_no_batch_yet(
     pipelines.add("in", {"n": 1})
     with pipelines.running(app, start_at="latest") as background:
         eventually(lambda: pipelines.client.execute("XINFO", "GROUPS", "in"), "its place")
-        failed = copy.copy(background.runner._pipelines[0])
+        failed = copy.copy(background.supervisor._supervised[0])
         failed.query = None
         assert isinstance(failed, StageQuery)
-        assert failed._begins_at() == "group", "where it began, also if it is started again"
+        assert failed._starting_offsets() == "group", "where it began, also if it is started again"
     pipelines.add("in", {"n": 2})
     pipelines.once(app, start_at="latest")
     assert [fields["n"] for _, fields in pipelines.entries("out")] == ["2"]

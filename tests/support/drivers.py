@@ -65,7 +65,7 @@ class Driver:
         """The end of its stderr."""
         return (self.folder / "stderr.log").read_text()[-3000:]
 
-    def family(self) -> list[psutil.Process]:
+    def descendants(self) -> list[psutil.Process]:
         """The driver's descendants: the JVM and its Python workers."""
         try:
             return psutil.Process(self.process.pid).children(recursive=True)
@@ -75,7 +75,7 @@ class Driver:
     def workers(self) -> list[psutil.Process]:
         """The Python workers that run tasks: children of Spark's Python daemon."""
         found = []
-        for process in self.family():
+        for process in self.descendants():
             try:
                 if "pyspark.daemon" in " ".join(process.cmdline()) and "pyspark.daemon" in " ".join(
                     (process.parent() or process).cmdline()
@@ -87,7 +87,7 @@ class Driver:
 
     def kill(self) -> None:
         """SIGKILL the driver, and check that all its descendants end by themselves."""
-        orphans = self.family()
+        orphans = self.descendants()
         self.process.kill()
         self.process.wait()
         _, left = psutil.wait_procs(orphans, timeout=FAIL_SAFE_S)
@@ -105,6 +105,6 @@ class Driver:
         self._listener.join(FAIL_SAFE_S)
         return code
 
-    def has_told(self, event: str) -> bool:
+    def has_emitted(self, event: str) -> bool:
         """Whether the driver has emitted this event."""
         return any(one["event"] == event for one in self.events)

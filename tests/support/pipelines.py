@@ -28,28 +28,28 @@ class Pipelines:
     client: Client
     events: list[Mapping[str, Any]] = field(default_factory=list)
 
-    def runner(self, app: App, *, checkpoint: str = "checkpoint", **settings: Any) -> Supervisor:
+    def supervisor(self, app: App, *, checkpoint: str = "checkpoint", **settings: Any) -> Supervisor:
         """A supervisor of `app`; its events are collected."""
         run = RunSettings(url=self.url, checkpoint=str(self.folder / checkpoint), **settings)
         return Supervisor(app, self.spark, run, on_event=self.events.append)
 
     def once(self, app: App, **settings: Any) -> None:
         """Process all entries that are there now."""
-        self.runner(app, once=True, **settings).run()
+        self.supervisor(app, once=True, **settings).run()
 
     @contextmanager
     def running(self, app: App, **settings: Any) -> Iterator["Background"]:
         """Run the app in the background until the block ends."""
-        background = Background(self.runner(app, **settings))
+        background = Background(self.supervisor(app, **settings))
         background.start()
         try:
             yield background
         finally:
-            background.runner.stop()
+            background.supervisor.stop()
             background.join(FAIL_SAFE_S)
         assert not background.is_alive(), "the supervisor did not stop"
 
-    def told(self, event: str) -> list[Mapping[str, Any]]:
+    def events_named(self, event: str) -> list[Mapping[str, Any]]:
         """The events of this name so far."""
         return [one for one in self.events if one["event"] == event]
 
@@ -89,12 +89,12 @@ class Background(threading.Thread):
 
     def __init__(self, runner: Supervisor) -> None:
         super().__init__(daemon=True)
-        self.runner = runner
+        self.supervisor = runner
         self.error: BaseException | None = None
 
     def run(self) -> None:
         """Run until stopped."""
         try:
-            self.runner.run()
+            self.supervisor.run()
         except BaseException as error:  # noqa: BLE001 - the test checks it
             self.error = error

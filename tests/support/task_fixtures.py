@@ -38,7 +38,7 @@ class Item:
     k: str | None = None
 
 
-class Bench:
+class TaskFixture:
     """Runs rows through tasks of the engine against one Redis."""
 
     def __init__(self, client: Client) -> None:
@@ -72,16 +72,16 @@ class Bench:
         rows = task.report().to_pylist()
         return rows[0] if rows else {}
 
-    def ready(self, handler: Handler) -> RunnableKeys:
+    def runnable(self, handler: Handler) -> RunnableKeys:
         """The runnable deferred keys."""
         commit_store = CommitStore(self.client, app=handler.app, handler=handler.name, token=self.token)
         return runnable_keys(commit_store, ["in"], 100)["in"]
 
-    def catch_up(self, handler: Handler) -> dict[str, Any]:
+    def process_deferred(self, handler: Handler) -> dict[str, Any]:
         """Run the runnable deferred keys."""
-        rows = [{"stream": "in", "line": line} for line in self.ready(handler).lines]
+        rows = [{"stream": "in", "line": line} for line in self.runnable(handler).lines]
         task = self.task(handler)
-        asyncio.run(task.catch_up([pa.RecordBatch.from_pylist(rows, schema=LINES)] if rows else []))
+        asyncio.run(task.process_deferred([pa.RecordBatch.from_pylist(rows, schema=LINES)] if rows else []))
         found = task.report().to_pylist()
         return found[0] if found else {}
 

@@ -359,7 +359,7 @@ def test_what_a_models_own_code_raises_is_a_decode_error() -> None:
 
 KINDS = (str, int, float, bytes, str | None, int | None, float | None, bool, Decimal, Colour, Point)
 MODELS = [decoding._Decoder(dataclasses.make_dataclass("M", [("f", kind)])) for kind in KINDS]
-DECODERS = [(decoder.slowly, decoder.generate()) for decoder in MODELS]
+DECODERS = [(decoder.decode_slowly, decoder.generate()) for decoder in MODELS]
 
 NUMERALS = st.text("0123456789+-.eE_ \n", max_size=8).map(str.encode)
 

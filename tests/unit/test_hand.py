@@ -13,7 +13,7 @@ from millstream import App, Message, Retry
 from millstream.clock import SYSTEM_CLOCK
 from millstream.delivery.keyed_stream import KeyLease
 from millstream.delivery.reliable_stream import Delivery, ReliableStream
-from millstream.handlers.attempt import NOTHING, Outcome
+from millstream.handlers.attempt import NO_EFFECTS, Outcome
 from millstream.redis_client.client import Client
 from millstream.worker import HandlerSteps, WorkerPolicy
 from millstream.worker.in_flight import InFlight
@@ -272,7 +272,7 @@ class Alone:
 
     def alone(self, _: Delivery) -> Outcome:
         self.saw.append(any(one.running and not one.ran for hand in self._others for one in hand.deliveries))
-        return NOTHING
+        return NO_EFFECTS
 
 
 class Unmarked(ReliableStream):

@@ -11,7 +11,7 @@ import pytest
 
 from millstream import App, Message, Rows, load_app
 from millstream.errors import ConfigError
-from millstream.spark.run.app_archive import loaded_from, pack
+from millstream.spark.run.app_archive import loaded_modules, pack
 from millstream.spark.source.schema import schema_of
 from millstream.worker.process.worker_process import WorkerProcess, WorkerSettings
 
@@ -146,7 +146,7 @@ def test_an_app_is_packed_with_what_it_has_imported_from_its_own_folder(
     )
     load_app(str(tmp_path / "packed_app_of_this_test.py"))
     (tmp_path / "packed_app_of_this_test").mkdir()  # data, which Python does not take for a package beside the module
-    found = loaded_from(tmp_path)
+    found = loaded_modules(tmp_path)
     assert [path.name for path in found] == ["package_of_this_test", "packed_app_of_this_test.py"]
     pack(found, tmp_path / "app.zip")
     code = (

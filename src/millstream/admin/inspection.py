@@ -10,7 +10,7 @@ from millstream.admin.liveness import find_runs, find_workers
 from millstream.admin.reports import Engine, GroupReport, HandlerReport, Inspection, StreamReport
 from millstream.clock import SYSTEM_CLOCK, Clock
 from millstream.errors import AccessDenied, ConfigError, DecodeError, GroupMissing, RedisError, WrongType
-from millstream.handlers.attempt import load_state
+from millstream.handlers.attempt import parse_state
 from millstream.model import EntryId
 from millstream.redis_client.client import Arg, Client, Reply, raise_if_error
 from millstream.redis_client.key_names import PREFIX, HandlerKeys, from_wire, run_name, to_wire
@@ -108,7 +108,7 @@ def list_states(client: Client, keys: HandlerKeys, match: str = "*") -> Iterator
 def decode_state(key: bytes, blob: bytes) -> dict[str, Any]:
     """Read a state as it stands in Redis. Raises DecodeError if it is damaged."""
     try:
-        return load_state(blob)
+        return parse_state(blob)
     except ValueError as error:  # msgspec's own errors and invalid UTF-8
         raise DecodeError(f"the state of {key!r} is damaged ({error}); reset it to begin anew") from error
 

@@ -295,9 +295,9 @@ def _session(
     On a cluster executors are given `code`: the folder of the app and what was named beside it.
     """
     from millstream.spark.run.app_archive import ship
-    from millstream.spark.run.session import close_session, is_cluster, open_session, task_tries
+    from millstream.spark.run.session import close_session, is_cluster, open_session, task_attempts
 
-    tries = task_tries(app.handlers.values())
+    tries = task_attempts(app.handlers.values())
     master = master or f"local[*,{tries}]"
     conf = {"spark.task.maxFailures": str(tries), **conf}
     spark = None

@@ -7,7 +7,7 @@ from itertools import chain
 from typing import Any, get_args, get_type_hints
 
 from millstream.demo.reference import Departure, Expected
-from millstream.handlers.attempt import load_state
+from millstream.handlers.attempt import parse_state
 from millstream.handlers.dead_letter import DeadLetter
 from millstream.redis_client.client import Client
 from millstream.redis_client.key_names import HandlerKeys
@@ -208,6 +208,6 @@ def _read_states(client: Client) -> dict[str, Mapping[str, Any]]:
     cursor: bytes | int = 0
     while True:
         cursor, pairs = client.execute("HSCAN", KEYS.state, cursor, "COUNT", _CHUNK)
-        states |= {k.decode(): load_state(v) for k, v in zip(pairs[::2], pairs[1::2], strict=True)}
+        states |= {k.decode(): parse_state(v) for k, v in zip(pairs[::2], pairs[1::2], strict=True)}
         if int(cursor) == 0:
             return states

@@ -36,7 +36,7 @@ class Process:
     command: str
 
 
-class Pipeline:
+class RunProcess:
     """A `millstream run` process for `target`; each start appends its log to `log_path`.
 
     `batches` counts finished batches over all starts; `consuming` is True once a query has started.
@@ -86,7 +86,7 @@ class Pipeline:
 
     def kill_worker(self) -> int | None:
         """Kill the Python worker with the most CPU time; return its process id, or None while there is none."""
-        family = self._family()
+        family = self._descendants()
         # Workers are forks of a daemon and keep its command line; daemons of other modules serve the source.
         daemons = {process.pid for process in family if "pyspark.daemon pyspark.worker" in process.command}
         workers = [process for process in family if process.parent in daemons]
@@ -100,32 +100,32 @@ class Pipeline:
     def kill_driver(self) -> list[int]:
         """Kill the driver, Python and JVM, and wait for its workers to end; return the process ids."""
         assert self._process is not None
-        family = self._family()
+        family = self._descendants()
         driver = [self._process.pid, *(p.pid for p in family if p.parent == self._process.pid)]
         for pid in driver:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        self._bury(family)
+        self._await_exit(family)
         return driver
 
     def stop(self) -> None:
         """Stop the process with SIGTERM; after half a minute, kill it and its descendants."""
         if self._process is None:
             return
-        family = self._family()
+        family = self._descendants()
         self._process.terminate()
         try:
             self._process.wait(_STOP_MS / 1000)
         except subprocess.TimeoutExpired:
-            family = self._family()
+            family = self._descendants()
             self._process.kill()
-        self._bury(family)
+        self._await_exit(family)
 
-    def _family(self) -> list[Process]:
+    def _descendants(self) -> list[Process]:
         assert self._process is not None
         return descendants(self._process.pid)
 
-    def _bury(self, family: Sequence[Process]) -> None:
+    def _await_exit(self, family: Sequence[Process]) -> None:
         """Wait for the process and its former `family` to end; after 15 s, kill the remaining ones."""
         assert self._process is not None
         self._process.wait()

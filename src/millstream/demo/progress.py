@@ -16,7 +16,7 @@ _LINE_EVERY_S = 3.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Standing:
+class RunProgress:
     """Progress in Redis: entries published, done and dead; `caught_up`: the committed offset is the last entry."""
 
     published: int
@@ -25,7 +25,7 @@ class Standing:
     caught_up: bool
 
 
-def read_standing(client: Client) -> Standing:
+def read_progress(client: Client) -> RunProgress:
     """Read the pipeline's progress from Redis. Raises RedisError."""
     replies = client.pipeline(
         [
@@ -36,7 +36,7 @@ def read_standing(client: Client) -> Standing:
     )
     published, last, (done, dead, committed_id) = (raise_if_error(reply) for reply in replies)
     caught_up = bool(last) and last[0][0] == committed_id
-    return Standing(published=published, done=int(done or 0), dead=int(dead or 0), caught_up=caught_up)
+    return RunProgress(published=published, done=int(done or 0), dead=int(dead or 0), caught_up=caught_up)
 
 
 class ProgressView:
@@ -68,12 +68,12 @@ class ProgressView:
         if self._live:
             self._live.stop()
 
-    def show(self, sample: Sample, progress: Standing, batches: int) -> None:
+    def show(self, sample: Sample, progress: RunProgress, batches: int) -> None:
         """Show the current progress."""
         self._recent.append(sample)
         while sample.at_s - self._recent[0].at_s > _WINDOW_S:
             self._recent.popleft()
-        details = self._tell(progress, batches)
+        details = self._describe(progress, batches)
         if self._live:
             self._bars.update(self._published, completed=progress.published)
             self._bars.update(self._done, completed=progress.done, details=details)
@@ -82,7 +82,7 @@ class ProgressView:
             share = f"{sample.at_s:6.1f} s  {progress.done:,} of {self._total:,} done  "
             self._console.print(share + details, markup=False, highlight=False, soft_wrap=True)
 
-    def _tell(self, progress: Standing, batches: int) -> str:
+    def _describe(self, progress: RunProgress, batches: int) -> str:
         first, last = self._recent[0], self._recent[-1]
         rate = (last.done - first.done) / (last.at_s - first.at_s) if last.at_s > first.at_s else 0.0
         left = f"  {(self._total - progress.done) / rate:,.0f} s left" if rate > 0 else ""

@@ -14,8 +14,8 @@ from millstream.clock import SYSTEM_CLOCK, Clock
 from millstream.demo.audit import audit, read_results
 from millstream.demo.chart import draw_chart, require_matplotlib
 from millstream.demo.flights import Flights, load_flights
-from millstream.demo.pipeline import Pipeline
-from millstream.demo.progress import ProgressView, Standing, read_standing
+from millstream.demo.pipeline import RunProcess
+from millstream.demo.progress import ProgressView, RunProgress, read_progress
 from millstream.demo.publish import FlightPublisher
 from millstream.demo.reference import expected_results
 from millstream.demo.report import Kill, Outcome, Sample
@@ -75,9 +75,9 @@ def run_demo(settings: DemoSettings, console: Console, *, clock: Clock = SYSTEM_
         checkpoint = data_dir / "checkpoint"
         if not settings.keep:
             stack.callback(shutil.rmtree, checkpoint, ignore_errors=True)
-        pipeline = Pipeline(target, url=url, checkpoint=checkpoint, log_path=data_dir / "run.log")
+        pipeline = RunProcess(target, url=url, checkpoint=checkpoint, log_path=data_dir / "run.log")
         run = _Run(settings, console, clock, client, pipeline, url, flights)
-        finished = run.to_its_end()
+        finished = run.run_to_end()
         console.print("checking every flight")
         results = read_results(client)
         verdict = audit(expected_results(flights), results)
@@ -104,7 +104,7 @@ class _Run:
         console: Console,
         clock: Clock,
         client: Client,
-        pipeline: Pipeline,
+        pipeline: RunProcess,
         url: str,
         flights: Flights,
     ) -> None:
@@ -122,7 +122,7 @@ class _Run:
         self.samples: list[Sample] = []
         self.kills: list[Kill] = []
 
-    def to_its_end(self) -> Sample:
+    def run_to_end(self) -> Sample:
         """Process all flights; return the sample taken when everything was committed."""
         try:
             self._start_pipeline()
@@ -152,7 +152,7 @@ class _Run:
         while True:
             published = self._publisher.check()
             self._pipeline.check()
-            progress = read_standing(self._client)
+            progress = read_progress(self._client)
             self._check_progress(progress.published + progress.done)
             sample = self._sample(progress)
             is_finished = published and progress.caught_up
@@ -173,7 +173,7 @@ class _Run:
         elif now_ms - self._progress_ms > _STALL_MS:
             raise PipelineFailed(f"no progress for {_STALL_MS / 60_000:.0f} minutes; see {self._pipeline.log_path}")
 
-    def _sample(self, progress: Standing) -> Sample:
+    def _sample(self, progress: RunProgress) -> Sample:
         return Sample(at_s=self._elapsed_s(), published=progress.published, done=progress.done)
 
     def _elapsed_s(self) -> float:
@@ -184,16 +184,16 @@ class _Run:
         worker = self._pipeline.kill_worker()
         if worker is None:
             return  # Spark is about to start one: `_watch` tries again
-        self._note("a Python worker of Spark", [worker])
-        self._note("the driver, Python and JVM", self._pipeline.kill_driver())
+        self._record_kills("a Python worker of Spark", [worker])
+        self._record_kills("the driver, Python and JVM", self._pipeline.kill_driver())
         self._kills_to_come.pop(0)
         self._pipeline.start()
         self._console.print("restarting millstream run with the same checkpoint")
         if not self._kills_to_come:
             self._publisher.release()
 
-    def _note(self, what: str, pids: list[int]) -> None:
-        sample = self._sample(read_standing(self._client))
+    def _record_kills(self, what: str, pids: list[int]) -> None:
+        sample = self._sample(read_progress(self._client))
         for pid in pids:
             self.kills.append(Kill(at_s=sample.at_s, what=what, pid=pid, done=sample.done))
         numbers = " ".join(map(str, pids))

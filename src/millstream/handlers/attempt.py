@@ -62,16 +62,16 @@ class Parked:
 Outcome = Done | DeadLettered | RetryLater | Parked
 Outputs = Sequence[Sequence[bytes]]
 
-NOTHING = Done((), b"")
+NO_EFFECTS = Done((), b"")
 """The outcome of a message that the handler does not have to see."""
 
 BatchOutcome = tuple[list[DeadLettered | None], Outcome]
 """The dead letter of each message that could not be decoded, else None; and the common outcome of the others."""
 
-Ended = tuple[Outputs, BaseException | None]
+RunResult = tuple[Outputs, BaseException | None]
 """The outputs of a handler, and the exception that it raised, if any."""
 
-Guard = Callable[[Callable[[], Ended], float], Ended]
+TimeLimiter = Callable[[Callable[[], RunResult], float], RunResult]
 """How an engine calls a plain function under a time limit in milliseconds, which it enforces as well as it can, by
 raising TimeLimit in the function."""
 
@@ -83,7 +83,7 @@ class TimeLimit(BaseException):
 _NO_STATE = State()
 
 
-def load_state(blob: bytes) -> State:
+def parse_state(blob: bytes) -> State:
     """Decode a key's state as stored in Redis; b"" is an empty one."""
     return State(_decode_state(blob)) if blob else State()
 
@@ -101,7 +101,7 @@ async def attempt(handler: Handler, message: Message, blob: bytes) -> Outcome:
     return _outcome_of(handler, message, state, await _run(handler, arguments))
 
 
-def attempt_plain(handler: Handler, message: Message, blob: bytes, guard: Guard | None = None) -> Outcome:
+def attempt_plain(handler: Handler, message: Message, blob: bytes, guard: TimeLimiter | None = None) -> Outcome:
     """Run a plain `handler` once, under `guard` if given, and return the outcome. Never raises."""
     prepared = _prepare(handler, message, blob)
     if isinstance(prepared, DeadLettered):
@@ -110,7 +110,7 @@ def attempt_plain(handler: Handler, message: Message, blob: bytes, guard: Guard 
     return _outcome_of(handler, message, state, _run_plain(handler, arguments, guard))
 
 
-def overdue(handler: Handler, message: Message, *, alone: bool = True) -> Outcome:
+def timed_out(handler: Handler, message: Message, *, alone: bool = True) -> Outcome:
     """Return the outcome of an attempt, `alone` or in a batch, that exceeded its time limit and did not end."""
     return _failure_outcome(handler, message, TimeLimit()) if alone else _retry_singly(handler, TimeLimit())
 
@@ -118,13 +118,15 @@ def overdue(handler: Handler, message: Message, *, alone: bool = True) -> Outcom
 async def attempt_batch(handler: Handler, messages: Sequence[Message]) -> BatchOutcome:
     """Run an async `handler` once on all of `messages` that can be decoded. Never raises; call it as `attempt`."""
     run, dead, arguments = _prepare_batch(handler, messages)
-    return dead, _batch_outcome(handler, run, await _run(handler, arguments)) if run else NOTHING
+    return dead, _batch_outcome(handler, run, await _run(handler, arguments)) if run else NO_EFFECTS
 
 
-def attempt_batch_plain(handler: Handler, messages: Sequence[Message], guard: Guard | None = None) -> BatchOutcome:
+def attempt_batch_plain(
+    handler: Handler, messages: Sequence[Message], guard: TimeLimiter | None = None
+) -> BatchOutcome:
     """Run a plain `handler` once, under `guard` if given, on all of `messages` that can be decoded. Never raises."""
     run, dead, arguments = _prepare_batch(handler, messages)
-    return dead, _batch_outcome(handler, run, _run_plain(handler, arguments, guard)) if run else NOTHING
+    return dead, _batch_outcome(handler, run, _run_plain(handler, arguments, guard)) if run else NO_EFFECTS
 
 
 def _prepare_batch(
@@ -137,7 +139,7 @@ def _prepare_batch(
     return run, dead, {name: [arguments[name] for arguments in bound] for name, _ in handler.arguments}
 
 
-def _batch_outcome(handler: Handler, messages: Sequence[Message], ended: Ended) -> Outcome:
+def _batch_outcome(handler: Handler, messages: Sequence[Message], ended: RunResult) -> Outcome:
     _, raised = ended
     if len(messages) > 1 and raised is not None:
         return _retry_singly(handler, raised)
@@ -151,7 +153,7 @@ def _retry_singly(handler: Handler, error: BaseException) -> RetryLater:
 
 def _prepare(handler: Handler, message: Message, blob: bytes) -> tuple[State, dict[str, Any]] | DeadLettered:
     try:
-        state = load_state(blob) if handler.wants_state else _NO_STATE
+        state = parse_state(blob) if handler.wants_state else _NO_STATE
         return state, handler.bind(message, state)
     except DecodeError as error:
         return DeadLettered("undecodable", str(error))
@@ -159,12 +161,12 @@ def _prepare(handler: Handler, message: Message, blob: bytes) -> tuple[State, di
         return DeadLettered("undecodable", f"the key's state in Redis is damaged ({error}); see: millstream state show")
 
 
-def _outcome_of(handler: Handler, message: Message, state: State, ended: Ended) -> Outcome:
+def _outcome_of(handler: Handler, message: Message, state: State, ended: RunResult) -> Outcome:
     outputs, raised = ended
     if raised is not None:
         return _error_outcome(handler, message, raised)
     if not handler.wants_state:
-        return Done(outputs, b"") if outputs else NOTHING
+        return Done(outputs, b"") if outputs else NO_EFFECTS
     try:
         if not all(type(name) is str for name in state):
             raise TypeError("a name is not text")
@@ -183,7 +185,7 @@ def _error_outcome(handler: Handler, message: Message, raised: BaseException) ->
     return _failure_outcome(handler, message, raised)
 
 
-async def _run(handler: Handler, arguments: dict[str, Any]) -> Ended:
+async def _run(handler: Handler, arguments: dict[str, Any]) -> RunResult:
     """Await the handler's coroutine in the current task, for at most its time limit."""
     loop = asyncio.get_running_loop()
     task = asyncio.current_task(loop)
@@ -197,7 +199,7 @@ async def _run(handler: Handler, arguments: dict[str, Any]) -> Ended:
     # asyncio.timeout does the same at three times the cost.
     timer = loop.call_later(handler.time_limit_ms / 1000, expire)
     try:
-        ended: Ended = encode_results(handler, await handler.function(**arguments)), None
+        ended: RunResult = encode_results(handler, await handler.function(**arguments)), None
     except BaseException as error:
         if isinstance(error, GeneratorExit) and asyncio.current_task(loop) is not task:
             raise  # the handler did not raise it: the loop is closed
@@ -209,7 +211,7 @@ async def _run(handler: Handler, arguments: dict[str, Any]) -> Ended:
     return ended
 
 
-def _run_plain(handler: Handler, arguments: dict[str, Any], guard: Guard | None) -> Ended:
+def _run_plain(handler: Handler, arguments: dict[str, Any], guard: TimeLimiter | None) -> RunResult:
     if guard is None:
         return _call(handler, arguments)
     try:
@@ -218,7 +220,7 @@ def _run_plain(handler: Handler, arguments: dict[str, Any], guard: Guard | None)
         return (), error
 
 
-def _call(handler: Handler, arguments: dict[str, Any]) -> Ended:
+def _call(handler: Handler, arguments: dict[str, Any]) -> RunResult:
     # Errors are returned, not raised: a StopIteration, for one, cannot pass through a coroutine.
     try:
         return encode_results(handler, handler.function(**arguments)), None
@@ -242,7 +244,7 @@ def encode_results(handler: Handler, result: object) -> Outputs:
     return entries
 
 
-def letter(handler: Handler, message: Message, dead: DeadLettered) -> DeadLetter:
+def dead_letter_of(handler: Handler, message: Message, dead: DeadLettered) -> DeadLetter:
     """Return the dead letter of `message`."""
     return DeadLetter(
         stream=message.stream,
@@ -259,7 +261,7 @@ def letter(handler: Handler, message: Message, dead: DeadLettered) -> DeadLetter
     )
 
 
-def refuse_unkeyed(handler: Handler, message: Message) -> DeadLettered | None:
+def check_key(handler: Handler, message: Message) -> DeadLettered | None:
     """Dead-letter a keyed handler's message without a key; None if the handler may process it."""
     if handler.key is None or message.key is not None:
         return None
@@ -269,7 +271,7 @@ def refuse_unkeyed(handler: Handler, message: Message) -> DeadLettered | None:
         return DeadLettered("undecodable", str(error))
     if handler.missing_key == "unordered":
         return None
-    missing: MissingKey = handler.missing()
+    missing: MissingKey = handler.missing_key_error()
     return DeadLettered("missing-key", str(missing))
 
 
@@ -283,12 +285,12 @@ def _failure_outcome(handler: Handler, message: Message, error: BaseException) -
         if frame.tb_frame.f_globals is globals():
             user_frames = frame.tb_next
         frame = frame.tb_next
-    return given_up(
+    return outcome_after_last_attempt(
         handler, DeadLettered("failed", text, "".join(traceback.format_exception(type(error), error, user_frames)))
     )
 
 
-def given_up(handler: Handler, dead: DeadLettered) -> DeadLettered | Parked:
+def outcome_after_last_attempt(handler: Handler, dead: DeadLettered) -> DeadLettered | Parked:
     """Return the outcome of a message after its last failed attempt, or after it crashed its process too often.
 
     A poison pill parks its key even under `then="block"`: retried without end, it would kill process after process.

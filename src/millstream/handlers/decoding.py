@@ -13,7 +13,7 @@ Redis stores only bytes, so every value has one text form. Each type accepts:
     list, dict, ...     JSON: collections and nested models, checked against the annotation
     T | None            None if the field is empty, or absent without a default
 
-A decoder has two implementations that must agree. `_Decoder.slowly` is the definition and gives the reasons. A function
+A decoder has two implementations that must agree. `_Decoder.decode_slowly` is the definition and gives the reasons. A function
 generated for the model, as `dataclasses` and `attrs` generate theirs, runs first: it may fail on anything unusual, but
 must never return anything else than the slow one would.
 """
@@ -419,7 +419,7 @@ class _Decoder:
         self.wanted = {field.wire.encode(): index for index, field in enumerate(fields)}
         self.layouts: dict[tuple[bytes, ...], Picker] = {}
 
-    def learn(self, pairs: Sequence[bytes]) -> Picker:
+    def find_fields(self, pairs: Sequence[bytes]) -> Picker:
         """Find the wanted fields in an entry, and cache them for entries with the same names in the same order."""
         if len(pairs) % 2:
             raise DecodeError("the last field has a name but no value")
@@ -441,9 +441,9 @@ class _Decoder:
             self.layouts[names] = picker
         return picker
 
-    def slowly(self, pairs: Sequence[bytes]) -> object:
+    def decode_slowly(self, pairs: Sequence[bytes]) -> object:
         """Decode one message field by field. Raises DecodeError with the reason."""
-        raws = self.learn(pairs)(pairs)
+        raws = self.find_fields(pairs)(pairs)
         values = [reader.read(raw) for reader, raw in zip(self.readers, raws, strict=True)]
         keywords = [reader.field.name for reader in self.readers if reader.field.keyword]
         count = len(values) - len(keywords)  # the keyword fields are the last
@@ -456,7 +456,7 @@ class _Decoder:
 
     def generate(self) -> Callable[[Sequence[bytes]], object]:
         """Generate the fast function: the call that builds the model, with one expression per field."""
-        ours = {"build": self.build, "layouts": self.layouts, "learn": self.learn, "slowly": self.slowly}
+        ours = {"build": self.build, "layouts": self.layouts, "learn": self.find_fields, "slowly": self.decode_slowly}
         scope: dict[str, Any] = _SHORTCUT_WORDS | ours
         raws, positional, keywords = "", "", ""
         for index, reader in enumerate(self.readers):

@@ -128,7 +128,7 @@ class Handler:
                 bound[name] = message if source == "message" else state
         return bound
 
-    def missing(self) -> MissingKey:
+    def missing_key_error(self) -> MissingKey:
         """Return the error of a message that lacks its key."""
         wanted = f"field {self.key!r}" if isinstance(self.key, str) else "key: the key function returned none"
         return MissingKey(f"the message has no {wanted}, which {self.label} is keyed by")
@@ -274,7 +274,7 @@ def _check_partitions(where: str, streams: tuple[str, ...], options: Mapping[str
     if not streams:
         raise ConfigError(f"{where}: partitions need the name of a base stream, not a pattern")
     try:
-        check_count(options["partitions"])
+        check_partition_count(options["partitions"])
         for stream in streams:
             check_base(stream)
     except ConfigError as error:
@@ -321,11 +321,11 @@ def _arguments(where: str, function: Callable[..., Any]) -> tuple[tuple[tuple[st
     return tuple(found), model, lists > 0
 
 
-MOST_PARTITIONS = 4_096
+MAX_PARTITIONS = 4_096
 
 
-def check_count(count: int) -> int:
+def check_partition_count(count: int) -> int:
     """Return `count` if it is a valid number of partitions. Raises ConfigError otherwise."""
-    if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= MOST_PARTITIONS:
-        raise ConfigError(f"partitions={count!r}: use a whole number from 1 to {MOST_PARTITIONS:,}")
+    if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= MAX_PARTITIONS:
+        raise ConfigError(f"partitions={count!r}: use a whole number from 1 to {MAX_PARTITIONS:,}")
     return count

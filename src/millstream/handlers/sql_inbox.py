@@ -109,8 +109,8 @@ class Inbox:
         self._table = table
         self.schema = self._sql(_SCHEMA)
         """The statements that create its tables, for use in the application's own migrations."""
-        self._note, self._hold = self._sql(_RECORD), self._sql(_FENCE)
-        self._forget = (self._sql(_PURGE_INBOX), self._sql(_PURGE_FENCE))
+        self._record, self._set_fence = self._sql(_RECORD), self._sql(_FENCE)
+        self._purge = (self._sql(_PURGE_INBOX), self._sql(_PURGE_FENCE))
 
     def create_tables(self, connection: Connection) -> None:
         """Create missing tables, and commit."""
@@ -147,11 +147,13 @@ class Inbox:
         now_ms = time.time_ns() // 1_000_000
         if message.key is not None:
             key = blake2b(message.key, digest_size=16).hexdigest()
-            if not self._changed(connection, self._hold, (self._consumer, stream, key, message.fence, now_ms)):
+            if not self._execute_counted(
+                connection, self._set_fence, (self._consumer, stream, key, message.fence, now_ms)
+            ):
                 raise StaleOwner(
                     f"a newer owner has recorded the key of {message.stream} {message.id}; nothing was written"
                 )
-        return self._changed(connection, self._note, (self._consumer, stream, message.id, now_ms)) == 1
+        return self._execute_counted(connection, self._record, (self._consumer, stream, message.id, now_ms)) == 1
 
     def purge(self, connection: Connection, *, older_than_ms: float, batch: int = 1_000) -> int:
         """Delete records older than `older_than_ms` milliseconds; return the number of rows deleted.
@@ -164,10 +166,10 @@ class Inbox:
         if batch < 1:
             raise ConfigError(f"purge(batch={batch}): at least 1 row at a time")
         total = 0
-        for statement in self._forget:
+        for statement in self._purge:
             deleted = batch
             while deleted == batch:
-                deleted = self._changed(connection, statement, (self._consumer, before_ms, batch))
+                deleted = self._execute_counted(connection, statement, (self._consumer, before_ms, batch))
                 connection.commit()
                 total += deleted
         return total
@@ -180,7 +182,7 @@ class Inbox:
         bare = {"index": self._table.rpartition(".")[2], "fence_name": fence.rpartition(".")[2]}
         return text.format(*markers, **names, **bare)
 
-    def _changed(self, connection: Connection, statement: str, values: Sequence[str | int]) -> int:
+    def _execute_counted(self, connection: Connection, statement: str, values: Sequence[str | int]) -> int:
         changed = self._execute(connection, statement, values)
         if changed < 0:  # PEP 249 allows it, and it must not pass for "fresh"
             raise ConfigError("the database driver reports no rowcount: the inbox needs a driver that does")

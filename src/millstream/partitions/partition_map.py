@@ -13,7 +13,7 @@ from typing import NamedTuple
 import msgspec
 
 from millstream.errors import ConfigError
-from millstream.handlers.handler import check_count
+from millstream.handlers.handler import check_partition_count
 from millstream.redis_client.key_names import partition_name
 
 _MASK = (1 << 64) - 1
@@ -108,7 +108,7 @@ class _Packed(msgspec.Struct):
 
 def check_growth(layout: PartitionMap, count: int) -> None:
     """Raise ConfigError if the partitions cannot become `count`."""
-    check_count(count)
+    check_partition_count(count)
     if count < layout.count:
         raise ConfigError(
             f"{layout.base!r} has {layout.count} partitions and cannot have fewer: keys move to new partitions only"

@@ -8,7 +8,7 @@ from typing import NamedTuple, TypeVar
 
 from millstream.errors import NotReplicated, OutputError, Sealed
 from millstream.handlers.decoding import encode_output
-from millstream.handlers.handler import check_count
+from millstream.handlers.handler import check_partition_count
 from millstream.observability.metrics import NOBODY, Metrics
 from millstream.partitions.partition_map import PartitionMap
 from millstream.partitions.partitions import Partitions
@@ -73,7 +73,7 @@ class PartitionedProducer(Publishing):
         self._partitions = Partitions(self._client, base)
         self._base = base
         self._key = key
-        self._count = partitions if partitions is None else check_count(partitions)
+        self._count = partitions if partitions is None else check_partition_count(partitions)
         self._layout: PartitionMap | None = None
         self._turns = count()
 

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable
 
 from millstream.errors import ConfigError
-from millstream.handlers.handler import check_count
+from millstream.handlers.handler import check_partition_count
 from millstream.partitions.partition_map import PartitionMap, check_growth
 from millstream.redis_client.client import Client, Script
 from millstream.redis_client.key_names import StreamKeys, check_base, to_wire
@@ -52,7 +52,7 @@ class Partitions:
         known = self.find()
         if known is not None:
             return known
-        fresh = PartitionMap(base=self.base, counts=(check_count(count),))
+        fresh = PartitionMap(base=self.base, counts=(check_partition_count(count),))
         self._swap(None, fresh)
         return self.found()
 

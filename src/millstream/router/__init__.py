@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from millstream.lazy import names_of
+from millstream.lazy import lazy_names
 
 if TYPE_CHECKING:
     from millstream.groups.entries import BEGINNING, END
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from millstream.router.stream_events import Dropped, Gap, Item, Start, TooSlow, WhenFull
     from millstream.router.subscription import Subscription
 else:
-    __getattr__, __dir__ = names_of(
+    __getattr__, __dir__ = lazy_names(
         __name__,
         {
             "millstream.groups.entries": ("BEGINNING", "END"),

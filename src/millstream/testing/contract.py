@@ -129,7 +129,7 @@ def app_of(cases: Iterable[Case]) -> App:
     return app
 
 
-def put_through(engine: Engine, url: str, cases: Sequence[Case], *, within_s: float = 120.0) -> None:
+def run_cases(engine: Engine, url: str, cases: Sequence[Case], *, within_s: float = 120.0) -> None:
     """Publish the entries of `cases` to an empty Redis and run `engine` until all entries are committed.
 
     Verify each case afterwards. Raises ContractBroken if entries are left after `within_s` seconds, or if a case with
@@ -171,7 +171,7 @@ def publish(client: Client, case: Case) -> None:
         announce(client, case.options["announced"], case.stream)
 
 
-def judge(client: Client, case: Case) -> None:
+def verify(client: Client, case: Case) -> None:
     """Raise ContractBroken unless `case` holds: its outputs, its dead letters, and nothing left over."""
     problems = [*_wrong_outputs(client, case), *_wrong_letters(client, case), *_leftovers(client, case)]
     if problems:

@@ -347,7 +347,7 @@ def check(
     for (stream, handler), source in _accounts(entries, actions, handlers or {}).items():
         mine = actions.get((stream, handler), [])
         account = _Account(handler, stream, source, EntryId.parse)
-        findings += account.judge(mine, drained=drained, overlap=overlap)
+        findings += account.verify(mine, drained=drained, overlap=overlap)
         starts = [event.id for event in mine if event.kind == "started"]
         counts["retries"] += len(starts) - len(set(starts))
     return _report(findings, counts, events.torn if isinstance(events, EventLog) else ())
@@ -383,8 +383,8 @@ def check_outputs(
     for effect in effects + deaths:
         is_known = effect.id in source and source[effect.id] == effect.key
         (known if is_known else unknown).append(effect)
-    findings = [*account.settle(known, unknown), *account.lost()]
-    findings += account.disorder([effect for effect in known if effect.kind == "committed"])
+    findings = [*account.match_effects(known, unknown), *account.lost()]
+    findings += account.out_of_order([effect for effect in known if effect.kind == "committed"])
     counts = Counter(enqueued=len(source), committed=len(effects), dead=len(deaths))
     return _report(findings, counts, ())
 
@@ -425,30 +425,30 @@ class _Account:
         self._source = source
         self._rank = rank
         self._keys = dict(source)
-        self._settled: set[str] = set()
+        self._completed: set[str] = set()
 
     # The methods are generators: `lost` relies on the state that `settle` leaves once it is exhausted.
 
-    def judge(self, events: Sequence[Event], *, drained: bool, overlap: bool) -> Iterator[Finding]:
+    def verify(self, events: Sequence[Event], *, drained: bool, overlap: bool) -> Iterator[Finding]:
         self._keys.update({event.id: event.key for event in events if event.key is not None})
         effects = [event for event in events if event.kind in _EFFECTS]
         known = [event for event in effects if event.id in self._source]
-        yield from self.settle(known, [event for event in effects if event.id not in self._source])
+        yield from self.match_effects(known, [event for event in effects if event.id not in self._source])
         if drained:
             yield from self.lost()
-            yield from self.disorder(known)
+            yield from self.out_of_order(known)
         else:
-            incomplete = [entry for entry in self._source if entry not in self._settled]
-            yield from self.disorder(known, incomplete)
+            incomplete = [entry for entry in self._source if entry not in self._completed]
+            yield from self.out_of_order(known, incomplete)
         if overlap:
             for key, runs in self._by_key(event for event in events if event.kind in _RUNS).items():
                 yield from self._overlaps(key, runs)
         for key, holders in self._by_key(event for event in events if event.token is not None).items():
             yield from self._stale(key, holders)
 
-    def settle(self, known: Iterable[Event], unknown: Iterable[Event]) -> Iterator[Finding]:
+    def match_effects(self, known: Iterable[Event], unknown: Iterable[Event]) -> Iterator[Finding]:
         known_by_id, unknown_by_id = _by_id(known), _by_id(unknown)
-        self._settled = set(known_by_id)
+        self._completed = set(known_by_id)
         for entry, effects in unknown_by_id.items():
             expected = "no effect: it was not enqueued here"
             yield self._finding("unexpected", effects[0].key, (entry,), expected, _kinds(effects))
@@ -460,10 +460,10 @@ class _Account:
 
     def lost(self) -> Iterator[Finding]:
         for entry in self._source:
-            if entry not in self._settled:
+            if entry not in self._completed:
                 yield self._finding("lost", self._keys[entry], (entry,), "an effect", "none")
 
-    def disorder(self, effects: Iterable[Event], incomplete: Iterable[str] = ()) -> Iterator[Finding]:
+    def out_of_order(self, effects: Iterable[Event], incomplete: Iterable[str] = ()) -> Iterator[Finding]:
         incomplete_of: dict[bytes | None, list[str]] = defaultdict(list)
         for entry in incomplete:
             incomplete_of[self._keys[entry]].append(entry)

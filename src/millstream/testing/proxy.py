@@ -31,7 +31,7 @@ class _Cut:
     side: Side
     times: int
 
-    def meets(self, words: Sequence[bytes]) -> bool:
+    def matches(self, words: Sequence[bytes]) -> bool:
         return self.times > 0 and words[0].upper() == self.name and any(self.containing in word for word in words)
 
 
@@ -120,10 +120,10 @@ class Proxy:
 
     # --- Called by connections ---
 
-    def fate(self, words: Sequence[bytes]) -> Side | None:
+    def cut_side(self, words: Sequence[bytes]) -> Side | None:
         """Return whether the connection is cut before or after this command, or not at all. Counts the cut."""
         with self._lock:
-            side = self._planned(words) or self._drawn(words)
+            side = self._planned_cut(words) or self._random_cut(words)
             if side:
                 self.cuts[side, words[0].decode("ascii", "replace").upper()] += 1
             return side
@@ -132,7 +132,7 @@ class Proxy:
         """Wait while the proxy is frozen."""
         self._flowing.wait()
 
-    def forget(self, link: "_Link") -> None:
+    def remove_link(self, link: "_Link") -> None:
         """Remove a closed connection."""
         with self._lock:
             self._links.discard(link)
@@ -144,14 +144,14 @@ class Proxy:
         with self._lock:
             self._plan.append(_Cut(name.upper().encode(), wanted, side, times))
 
-    def _planned(self, words: Sequence[bytes]) -> Side | None:
+    def _planned_cut(self, words: Sequence[bytes]) -> Side | None:
         for cut in self._plan:
-            if cut.meets(words):
+            if cut.matches(words):
                 cut.times -= 1
                 return cut.side
         return None
 
-    def _drawn(self, words: Sequence[bytes]) -> Side | None:
+    def _random_cut(self, words: Sequence[bytes]) -> Side | None:
         if self._drawn_name not in (b"", words[0].upper()):
             return None
         drawn = self._chance.random()
@@ -210,7 +210,7 @@ class _Link:
             self._replies.join()
             self._client.close()
             self._server.close()
-            self._proxy.forget(self)
+            self._proxy.remove_link(self)
 
     def _forward(self) -> None:
         buffer = bytearray()
@@ -220,7 +220,7 @@ class _Link:
             parsed = 0  # so many bytes are complete commands to forward
             while (found := _command(buffer, parsed)) is not None:
                 words, end = found
-                side = self._proxy.fate(words)
+                side = self._proxy.cut_side(words)
                 if side:
                     self._cut(side, bytes(buffer[:parsed]), bytes(buffer[parsed:end]))
                     return

@@ -17,8 +17,8 @@ from millstream.handlers.attempt import (
     attempt_batch,
     attempt_batch_plain,
     attempt_plain,
-    letter,
-    refuse_unkeyed,
+    check_key,
+    dead_letter_of,
 )
 from millstream.handlers.dead_letter import DeadLetter
 from millstream.handlers.handler import Handler
@@ -68,7 +68,7 @@ class HandlerSteps:
 
         `state`: the state of its key.
         """
-        if self._has_key and (refusal := refuse_unkeyed(self.handler, message)) is not None:
+        if self._has_key and (refusal := check_key(self.handler, message)) is not None:
             return refusal
         if self._tracing is UNTRACED:
             return attempt_plain(self.handler, message, state)
@@ -77,7 +77,7 @@ class HandlerSteps:
 
     async def run_async(self, message: Message, state: bytes = b"") -> Outcome:
         """Run an async handler once."""
-        if self._has_key and (refusal := refuse_unkeyed(self.handler, message)) is not None:
+        if self._has_key and (refusal := check_key(self.handler, message)) is not None:
             return refusal
         if self._tracing is UNTRACED:
             return await attempt(self.handler, message, state)
@@ -133,7 +133,7 @@ class HandlerSteps:
     def dead_letter_of(self, delivery: Delivery, dead: DeadLettered) -> DeadLetter:
         """Return the dead letter of an entry."""
         pairs = delivery.pairs[2:] if delivery.pairs[0] == REDRIVE_FIELD else delivery.pairs
-        return letter(self.handler, _message(delivery, pairs), dead)
+        return dead_letter_of(self.handler, _message(delivery, pairs), dead)
 
     def retry(self, delivery: Delivery, retry_later: RetryLater) -> float:
         """Return how long a message waits before its next attempt, in milliseconds."""

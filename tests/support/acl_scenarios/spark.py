@@ -10,7 +10,7 @@ from millstream.model import EntryId
 from millstream.partitions.partitions import Partitions
 from millstream.redis_client.client import Client
 from millstream.redis_client.key_names import REDRIVE_FIELD, HandlerKeys
-from millstream.spark.engine.key_migration import PartitionMigration, keep_moving
+from millstream.spark.engine.key_migration import PartitionMigration, keep_migrating
 from tests.support.acl_scenarios.worker import (
     KEYS,
     add,
@@ -109,14 +109,14 @@ def move_keys(client: Client, admin: Client, app: str, handler: str) -> None:
     ledger.begin(layout.streams)
     home = layout.stream(layout.place(key.encode()))
     moves = PartitionMigration(client, compiled)
-    moves.expect(home, [b"k" + key.encode()])
+    moves.await_keys(home, [b"k" + key.encode()])
     new = admin.execute("XADD", home, "*", "k", key).decode()
     assert defer(ledger, home, [Deferral(line=b"k" + key.encode(), expected=b"", ids=[new])]) == []
     pairs = [REDRIVE_FIELD, f"{app}.{handler}".encode(), b"k", key.encode()]
-    assert moves.send_on(old.stream(old.place(key.encode())), key.encode(), "1-0", pairs)
+    assert moves.forward(old.stream(old.place(key.encode())), key.encode(), "1-0", pairs)
     for stream in old.streams:
         last = admin.execute("XREVRANGE", stream, "+", "-", "COUNT", 1)
         admin.execute("HSET", HandlerKeys(app, handler, stream).meta, "frontier", last[0][0] if last else "0-0")
         admin.execute("HSET", HandlerKeys(app, handler, stream).state, key, b"\x80")
     over = threading.Event()
-    keep_moving(client, compiled, over, lambda streams: over.set())
+    keep_migrating(client, compiled, over, lambda streams: over.set())

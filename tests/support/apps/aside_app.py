@@ -74,9 +74,9 @@ def _told(step: Callable[..., Any], *, lines: bool) -> Any:
 _task: Any = task
 _ledger: Any = CommitStore
 _task.PartitionTask.process = _told(_task.PartitionTask.process, lines=False)
-_task.PartitionTask.catch_up = _told(_task.PartitionTask.catch_up, lines=True)
-_task.set_aside = _around(_task.set_aside, "before-aside", "after-aside", lines=False)
-_task.read_line = _around(_task.read_line, after="line-loaded")
+_task.PartitionTask.process_deferred = _told(_task.PartitionTask.process_deferred, lines=True)
+_task.defer = _around(_task.defer, "before-aside", "after-aside", lines=False)
+_task.read_queue = _around(_task.read_queue, after="line-loaded")
 _ledger.commit = _around(_ledger.commit, "line-run", "line-committed", lines=True)
 _ledger.advance = _around(_ledger.advance, "before-advance", "after-advance")
 

@@ -10,7 +10,7 @@ from itertools import groupby, islice
 from operator import attrgetter
 
 from millstream.handlers.attempt import (
-    NOTHING,
+    NO_EFFECTS,
     BatchOutcome,
     Done,
     Outcome,
@@ -26,75 +26,75 @@ from millstream.spark.engine.task import DeferReason, KeyRun, PartitionTask
 class BatchTask(PartitionTask):
     """PartitionTask for a batch handler. Its messages have no keys: each is a run of its own."""
 
-    async def _drive_all(self, runs: list[KeyRun]) -> None:
-        if self._cautious_left or any(run.in_line for run in runs):
-            await super()._drive_all(runs)
+    async def _run_all(self, runs: list[KeyRun]) -> None:
+        if self._isolated_left or any(run.from_queue for run in runs):
+            await super()._run_all(runs)
             return
         remaining = _batches(runs, self._handler.batch_size)
         coroutines = self._handler.concurrency if self._handler.is_async else 1
-        async with self._pulse.beating(), asyncio.TaskGroup() as group:
+        async with self._heartbeat.watched(), asyncio.TaskGroup() as group:
             for _ in range(min(coroutines, len(runs))):
-                group.create_task(self._work_through(remaining, group))
+                group.create_task(self._run_batches(remaining, group))
 
-    async def _work_through(self, remaining: Iterator[list[KeyRun]], group: asyncio.TaskGroup) -> None:
+    async def _run_batches(self, remaining: Iterator[list[KeyRun]], group: asyncio.TaskGroup) -> None:
         for batch in remaining:
-            await self._drive_batch(batch, remaining, group)
+            await self._run_batch(batch, remaining, group)
 
-    async def _drive_batch(
+    async def _run_batch(
         self, batch: list[KeyRun], remaining: Iterator[list[KeyRun]], group: asyncio.TaskGroup
     ) -> None:
         """Run the handler on a batch, then on each failed message by itself."""
-        stream, unpacked = batch[0].stream, [(run, *self._opened(run)) for run in batch]
+        stream, unpacked = batch[0].stream, [(run, *self._unpack_next(run)) for run in batch]
         wanted = [(run, message) for run, message, is_meant in unpacked if is_meant]
         for run, message, is_meant in unpacked:
             if not is_meant:
-                self._finish([(run, message)], NOTHING)
+                self._stage_together([(run, message)], NO_EFFECTS)
         if not wanted:
             return
-        await self._pace.wait(stream, len(wanted))
-        dead, outcome = await self._attempt_all([message for _, message in wanted])
+        await self._rate_limit.acquire(stream, len(wanted))
+        dead, outcome = await self._attempt_batch([message for _, message in wanted])
         outcomes = [(run, message, refusal or outcome) for (run, message), refusal in zip(wanted, dead, strict=True)]
         done = [(run, message) for run, message, one in outcomes if isinstance(one, Done)]
         has_outputs = isinstance(outcome, Done) and outcome.outputs
         for some in [done] * bool(done) if has_outputs else [[one] for one in done]:
-            self._finish(some, outcome)
+            self._stage_together(some, outcome)
         for run, message, one in outcomes:
             if not isinstance(one, (Done, RetryLater)):
-                self._finish([(run, message)], one)
+                self._stage_together([(run, message)], one)
         self._flush_if_full()
         failed = [run for run, _, one in outcomes if isinstance(one, RetryLater)]
         if failed and isinstance(outcome, RetryLater):
-            self._tallies[stream].retries += len(failed)
-            if self._has_to_leave(failed[0], outcome):
+            self._metrics[stream].retries += len(failed)
+            if self._must_defer(failed[0], outcome):
                 for run in failed:
-                    self._leave(run, DeferReason("later", round(outcome.delay_ms), run.attempt))
+                    self._defer_later(run, DeferReason("later", round(outcome.delay_ms), run.attempt))
                 return
             self._flush()
-            group.create_task(self._work_through(remaining, group))  # other batches go on while these back off
-            await self._wait(failed, outcome)
+            group.create_task(self._run_batches(remaining, group))  # other batches go on while these back off
+            await self._back_off(failed, outcome)
             for run in failed:
-                await self._drive(run, iter(()), group)
+                await self._run_key(run, iter(()), group)
 
-    def _finish(self, some: Sequence[tuple[KeyRun, Message]], outcome: Outcome) -> None:
+    def _stage_together(self, some: Sequence[tuple[KeyRun, Message]], outcome: Outcome) -> None:
         """Stage processed messages as one commit: the effects of the first run cover the others too."""
         assert not isinstance(outcome, (RetryLater, Parked))
         ((lead, message), *rest) = some
-        self._settle(lead, message, outcome)
-        lead.unit.others = [other.id for _, other in rest]
-        lead.unit.messages += len(rest)
+        self._add_outcome(lead, message, outcome)
+        lead.effects.others = [other.id for _, other in rest]
+        lead.effects.messages += len(rest)
         lead.others = [run for run, _ in rest]
         for run in lead.others:
             run.covered.append(run.entries.popleft())
-        self._post(lead)
+        self._stage_commit(lead)
 
     async def _attempt(self, run: KeyRun, message: Message) -> Outcome:
-        (dead,), outcome = await self._attempt_all([message])
+        (dead,), outcome = await self._attempt_batch([message])
         return dead or outcome
 
-    async def _attempt_all(self, messages: Sequence[Message]) -> BatchOutcome:
+    async def _attempt_batch(self, messages: Sequence[Message]) -> BatchOutcome:
         if self._handler.is_async:
-            return await self._in_a_task(attempt_batch(self._handler, messages))
-        return attempt_batch_plain(self._handler, messages, self._alarm.guard)
+            return await self._run_in_task(attempt_batch(self._handler, messages))
+        return attempt_batch_plain(self._handler, messages, self._time_limit.guard)
 
 
 def _batches(runs: Sequence[KeyRun], size: int) -> Iterator[list[KeyRun]]:

@@ -22,13 +22,13 @@ from millstream.errors import Unfinished
 from millstream.redis_client.client import shared_client
 from millstream.spark.engine.entry_points import run_deferred
 from millstream.spark.engine.task import Job
-from millstream.spark.engine.task_metrics import TALLY_SCHEMA, Totals, sums
+from millstream.spark.engine.task_metrics import METRICS_SCHEMA, Totals, sum_counters
 
 logger = logging.getLogger(__name__)
 
-MOST_LINES = 1_000
+MAX_KEYS_PER_JOB = 1_000
 """Keys that one job runs at most."""
-LOOK_AHEAD = 250_000
+MAX_DEFERRED_ENTRIES = 250_000
 """Deferred entries of a stream above which batches wait, too."""
 
 _CAPACITY_POLL_MS = 500.0
@@ -39,8 +39,8 @@ _SCHEMA = "stream string, line binary"
 class _Snapshot(NamedTuple):
     """The deferred keys of a stream as read at `at_ms`; `times`: how often the stream had been notified by then."""
 
-    times: int
-    ready: RunnableKeys
+    notified: int
+    runnable: RunnableKeys
     at_ms: float
 
 
@@ -60,25 +60,25 @@ class DeferredJobs:
         self._give_up = give_up
         self._clock = clock
         self._client = shared_client(job.url)
-        self._ledger = CommitStore(self._client, app=job.handler.app, handler=job.handler.name, token=job.token)
-        self._told = Counter(streams)  # counted: a notification during a refresh must not be lost
-        self._seen: dict[str, _Snapshot] = {}
-        self._all_due_ms = 0.0
+        self._commit_store = CommitStore(self._client, app=job.handler.app, handler=job.handler.name, token=job.token)
+        self._notified = Counter(streams)  # counted: a notification during a refresh must not be lost
+        self._snapshots: dict[str, _Snapshot] = {}
+        self._full_refresh_at_ms = 0.0
         self._lock = threading.Lock()
 
-    def tell(self, rows: Iterable[Row]) -> None:
+    def notify(self, rows: Iterable[Row]) -> None:
         """Add the streams that, by the tasks' reports in `rows`, have deferred keys."""
-        self.look_at([row["stream"] for row in rows if row["lines"]])
+        self.add_streams([row["stream"] for row in rows if row["lines"]])
 
-    def look_at(self, streams: Sequence[str]) -> None:
+    def add_streams(self, streams: Sequence[str]) -> None:
         """Add streams whose deferred keys may be runnable by now."""
         with self._lock:
-            self._told.update(streams)
+            self._notified.update(streams)
 
     def streams(self) -> list[str]:
         """The streams that, as far as is known, have deferred keys."""
         with self._lock:
-            return sorted(self._told)
+            return sorted(self._notified)
 
     def run(self) -> Totals | None:
         """Run the head of each runnable key queue in one job; None if there is none. Also raises what fails the job.
@@ -86,31 +86,33 @@ class DeferredJobs:
         The totals count no `messages`: the batch that read them has counted them.
         """
         began_ms = self._clock.monotonic_ms()
-        queues = _round_robin(self._unpaused(self._look()))[:MOST_LINES]
+        queues = _round_robin(self._without_paused(self._refresh()))[:MAX_KEYS_PER_JOB]
         if not queues:
             return None
-        rows = self._work_off(queues)
-        self.tell(rows)
+        rows = self._run_job(queues)
+        self.notify(rows)
         return Totals(
-            handler=self._job.handler.name, seconds=(self._clock.monotonic_ms() - began_ms) / 1000, **sums(rows)
+            handler=self._job.handler.name, seconds=(self._clock.monotonic_ms() - began_ms) / 1000, **sum_counters(rows)
         )
 
-    def is_settled(self) -> bool:
+    def is_finished(self) -> bool:
         """Whether no deferred key will make progress by itself: each is parked, paused, or retried without end."""
         is_bounded = self._job.handler.retry.then != "block"
-        found = self._unpaused(self._look(refresh_all=True))
+        found = self._without_paused(self._refresh(refresh_all=True))
         return not any(ready.lines or ready.moving or (is_bounded and ready.wait_ms is not None) for _, ready in found)
 
-    def wait_for_room(self) -> None:
+    def wait_for_capacity(self) -> None:
         """Wait until few enough entries are deferred for another batch. Raises Unfinished once `give_up()` is true."""
         is_logged = False
         # While keys migrate, the entries that their deferred keys wait for are in later batches.
-        while full := [stream for stream, ready in self._look() if ready.entries >= LOOK_AHEAD and not ready.moving]:
+        while full := [
+            stream for stream, ready in self._refresh() if ready.entries >= MAX_DEFERRED_ENTRIES and not ready.moving
+        ]:
             if not is_logged:
                 is_logged = True
                 logger.warning(
                     "%s: %d or more entries of %s are deferred; reading no more until they are fewer: millstream keys",
-                    self._job.handler.label, LOOK_AHEAD, ", ".join(full[:10]),
+                    self._job.handler.label, MAX_DEFERRED_ENTRIES, ", ".join(full[:10]),
                 )  # fmt: skip
             if self._give_up():
                 raise Unfinished(
@@ -118,47 +120,52 @@ class DeferredJobs:
                 )
             self._clock.sleep_ms(_CAPACITY_POLL_MS)
 
-    def _look(self, *, refresh_all: bool = False) -> list[tuple[str, RunnableKeys]]:
+    def _refresh(self, *, refresh_all: bool = False) -> list[tuple[str, RunnableKeys]]:
         """Return the deferred keys of each stream, re-read where they may have changed, or all with `refresh_all`."""
         now_ms = self._clock.monotonic_ms()
-        refresh_all = refresh_all or now_ms >= self._all_due_ms
+        refresh_all = refresh_all or now_ms >= self._full_refresh_at_ms
         with self._lock:
-            notified = sorted(self._told.items())
+            notified = sorted(self._notified.items())
             refreshed = {
-                stream: times for stream, times in notified if refresh_all or self._is_due(stream, times, now_ms)
+                stream: times for stream, times in notified if refresh_all or self._needs_refresh(stream, times, now_ms)
             }
-        found = self._ready(list(refreshed))
+        found = self._fetch_runnable(list(refreshed))
         then_ms = self._clock.monotonic_ms()
         if refresh_all:  # an operator's unpark notifies no stream, so all are refreshed now and then
-            self._all_due_ms = then_ms + max(_REFRESH_MS, _REFRESH_SHARE * (then_ms - now_ms))
+            self._full_refresh_at_ms = then_ms + max(_REFRESH_MS, _REFRESH_SHARE * (then_ms - now_ms))
         with self._lock:
             for stream, ready in found.items():
-                self._seen[stream] = _Snapshot(refreshed[stream], ready, now_ms)
-                if not ready.any and self._told[stream] in (0, refreshed[stream]):  # 0: another thread removed it
-                    del self._told[stream], self._seen[stream]
-            return [(stream, self._seen[stream].ready) for stream, _ in notified if stream in self._seen]
+                self._snapshots[stream] = _Snapshot(refreshed[stream], ready, now_ms)
+                if not ready.any and self._notified[stream] in (0, refreshed[stream]):  # 0: another thread removed it
+                    del self._notified[stream], self._snapshots[stream]
+            return [(stream, self._snapshots[stream].runnable) for stream, _ in notified if stream in self._snapshots]
 
-    def _unpaused(self, found: Sequence[tuple[str, RunnableKeys]]) -> list[tuple[str, RunnableKeys]]:
+    def _without_paused(self, found: Sequence[tuple[str, RunnableKeys]]) -> list[tuple[str, RunnableKeys]]:
         """Leave out the streams on which the handler is paused."""
         some = [stream for stream, ready in found if ready.any]
-        read = partial(self._ledger.paused, some)
+        read = partial(self._commit_store.paused, some)
         paused = self._client.patiently(read, what=self._job.handler.label, give_up=self._give_up) if some else set()
         return [(stream, ready) for stream, ready in found if stream not in paused]
 
-    def _is_due(self, stream: str, times: int, now_ms: float) -> bool:
-        seen = self._seen.get(stream)
-        if seen is None or seen.times != times or seen.ready.lines or seen.ready.entries >= LOOK_AHEAD:
+    def _needs_refresh(self, stream: str, times: int, now_ms: float) -> bool:
+        seen = self._snapshots.get(stream)
+        if (
+            seen is None
+            or seen.notified != times
+            or seen.runnable.lines
+            or seen.runnable.entries >= MAX_DEFERRED_ENTRIES
+        ):
             return True
-        return seen.ready.wait_ms is not None and now_ms >= seen.at_ms + seen.ready.wait_ms
+        return seen.runnable.wait_ms is not None and now_ms >= seen.at_ms + seen.runnable.wait_ms
 
-    def _ready(self, streams: Sequence[str]) -> dict[str, RunnableKeys]:
+    def _fetch_runnable(self, streams: Sequence[str]) -> dict[str, RunnableKeys]:
         return self._client.patiently(
-            lambda: runnable_keys(self._ledger, streams, MOST_LINES),
+            lambda: runnable_keys(self._commit_store, streams, MAX_KEYS_PER_JOB),
             what=self._job.handler.label,
             give_up=self._give_up,
         )
 
-    def _work_off(self, queues: Sequence[tuple[str, bytes]]) -> list[Row]:
+    def _run_job(self, queues: Sequence[tuple[str, bytes]]) -> list[Row]:
         job = self._job
 
         def run(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
@@ -166,7 +173,7 @@ class DeferredJobs:
 
         tasks = min(self._spark.sparkContext.defaultParallelism, len(queues))
         frame = self._spark.createDataFrame(queues, _SCHEMA).repartition(tasks)
-        return frame.mapInArrow(run, from_arrow_schema(TALLY_SCHEMA)).collect()
+        return frame.mapInArrow(run, from_arrow_schema(METRICS_SCHEMA)).collect()
 
 
 def _round_robin(found: Iterable[tuple[str, RunnableKeys]]) -> list[tuple[str, bytes]]:

@@ -21,7 +21,7 @@ def run_partition(job: Job, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.Re
 def run_deferred(job: Job, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
     """Run deferred keys, one per row of `batches`, and yield metrics as `run_partition` does (for `mapInArrow`)."""
     task = _current_task(job)
-    asyncio.run(task.catch_up(batches))
+    asyncio.run(task.process_deferred(batches))
     yield task.report()
 
 

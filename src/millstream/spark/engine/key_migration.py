@@ -13,7 +13,7 @@ from millstream.redis_client.key_names import HandlerKeys
 _MIN_WAIT_S, _MAX_WAIT_S = 0.05, 0.5
 
 
-def partitions_of(client: Client, handler: Handler) -> list[PartitionMap]:
+def partition_maps_of(client: Client, handler: Handler) -> list[PartitionMap]:
     """Return the partition map of each of the handler's bases, creating missing ones. Raises RedisError."""
     return [Partitions(client, base).made(handler.partitions or 1) for base in handler.streams]
 
@@ -27,26 +27,26 @@ class PartitionMigration:
     def __init__(self, client: Client, handler: Handler) -> None:
         self._client = client
         self._handler = handler
-        self._moves: dict[str, tuple[KeyMigration, int]] = {}
-        for partition_map in partitions_of(client, handler):
+        self._migrations: dict[str, tuple[KeyMigration, int]] = {}
+        for partition_map in partition_maps_of(client, handler):
             migration = KeyMigration(client, partition_map, app=handler.app, handler=handler.name)
-            self._moves |= {
+            self._migrations |= {
                 partition_map.stream(partition): (migration, partition) for partition in range(partition_map.count)
             }
 
-    def expect(self, stream: str, queues: Sequence[bytes]) -> None:
+    def await_keys(self, stream: str, queues: Sequence[bytes]) -> None:
         """Defer those of the key queues `queues` whose keys may still have entries in an older partition."""
-        migration, partition = self._moves[stream]
+        migration, partition = self._migrations[stream]
         migration.expect(partition, queues)
 
-    def send_on(self, stream: str, key: bytes, entry_id: str, pairs: Sequence[bytes]) -> bool:
+    def forward(self, stream: str, key: bytes, entry_id: str, pairs: Sequence[bytes]) -> bool:
         """Forward a redriven entry to its key's current partition; False if that is `stream`."""
-        migration, _ = self._moves[stream]
+        migration, _ = self._migrations[stream]
         keys = HandlerKeys(self._handler.app, self._handler.name, stream)
         return send_on(self._client, migration.layout.base, keys, key, entry_id.encode(), pairs)
 
 
-def keep_moving(
+def keep_migrating(
     client: Client, handler: Handler, ended: threading.Event, on_runnable: Callable[[Sequence[str]], None]
 ) -> None:
     """Import migrating keys until `ended`; pass partitions with runnable keys to `on_runnable`. Raises RedisError."""
@@ -54,7 +54,7 @@ def keep_moving(
     wait_s = _MIN_WAIT_S
     while not ended.wait(wait_s):
         wait_s = min(2 * wait_s, _MAX_WAIT_S)
-        for partition_map in partitions_of(client, handler):
+        for partition_map in partition_maps_of(client, handler):
             migration = migrations.setdefault(
                 partition_map.base, KeyMigration(client, partition_map, app=handler.app, handler=handler.name)
             )

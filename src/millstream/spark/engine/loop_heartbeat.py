@@ -16,42 +16,42 @@ class LoopHeartbeat:
     """
 
     def __init__(self, limit_ms: float | None) -> None:
-        self._within_ms = None if limit_ms is None else hard_limit_ms(limit_ms) + _HEARTBEAT_S * 1000
+        self._timeout_ms = None if limit_ms is None else hard_limit_ms(limit_ms) + _HEARTBEAT_S * 1000
         self._watchdog = watchdog()
-        self._beats = False
+        self._is_active = False
 
     @asynccontextmanager
-    async def beating(self) -> AsyncIterator[None]:
+    async def watched(self) -> AsyncIterator[None]:
         """Watch the running loop within the block."""
-        if self._within_ms is None:
+        if self._timeout_ms is None:
             yield
             return
-        heartbeat = asyncio.create_task(self._beat())
+        heartbeat = asyncio.create_task(self._send_heartbeats())
         try:
             yield
         finally:
             heartbeat.cancel()
-            self._beats = False
-            self._watchdog.rest()
+            self._is_active = False
+            self._watchdog.disarm()
 
     @contextmanager
-    def held(self) -> Iterator[None]:
+    def paused(self) -> Iterator[None]:
         """Pause the watch within the block, which may block the loop."""
-        if not self._beats:
+        if not self._is_active:
             yield
             return
-        self._watchdog.rest()
+        self._watchdog.disarm()
         try:
             yield
         finally:
-            self._expect()
+            self._arm()
 
-    async def _beat(self) -> None:
-        self._beats = True
+    async def _send_heartbeats(self) -> None:
+        self._is_active = True
         while True:
-            self._expect()
+            self._arm()
             await asyncio.sleep(_HEARTBEAT_S)
 
-    def _expect(self) -> None:
-        assert self._within_ms is not None
-        self._watchdog.expect(self._within_ms)
+    def _arm(self) -> None:
+        assert self._timeout_ms is not None
+        self._watchdog.arm(self._timeout_ms)

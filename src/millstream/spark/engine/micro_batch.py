@@ -20,8 +20,8 @@ from millstream.model import EntryId, Message
 from millstream.redis_client.client import shared_client
 from millstream.spark.engine.deferred_jobs import DeferredJobs
 from millstream.spark.engine.entry_points import run_partition
-from millstream.spark.engine.task import Job, open_fields
-from millstream.spark.engine.task_metrics import TALLY_SCHEMA, BatchTotals, sums
+from millstream.spark.engine.task import Job, unpack_fields
+from millstream.spark.engine.task_metrics import METRICS_SCHEMA, BatchTotals, sum_counters
 
 
 class Engine:
@@ -33,20 +33,22 @@ class Engine:
 
     def __init__(self, job: Job, *, on_batch: Callable[[BatchTotals], None], deferred_jobs: DeferredJobs) -> None:
         self._job = job
-        self._catch_up = deferred_jobs
+        self._deferred_jobs = deferred_jobs
         self._on_batch = on_batch
         self._client = shared_client(job.url)
-        self._ledger = CommitStore(self._client, app=job.handler.app, handler=job.handler.name, token=job.token)
+        self._commit_store = CommitStore(self._client, app=job.handler.app, handler=job.handler.name, token=job.token)
 
     def __call__(self, frame: DataFrame, batch_id: int) -> None:
         """Process one micro-batch completely. Raises whatever fails it, so that Spark repeats it."""
-        self._catch_up.wait_for_room()
+        self._deferred_jobs.wait_for_capacity()
         began_s = time.monotonic()
         rows = self._run(frame)
-        self._catch_up.tell(rows)
+        self._deferred_jobs.notify(rows)
         self._advance(rows)
         seconds = time.monotonic() - began_s
-        self._on_batch(BatchTotals(handler=self._job.handler.name, batch=batch_id, seconds=seconds, **sums(rows)))
+        self._on_batch(
+            BatchTotals(handler=self._job.handler.name, batch=batch_id, seconds=seconds, **sum_counters(rows))
+        )
 
     def _run(self, frame: DataFrame) -> list[Row]:
         job = self._job
@@ -63,14 +65,14 @@ class Engine:
         def run(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
             return run_partition(job, batches)
 
-        return frame.mapInArrow(run, from_arrow_schema(TALLY_SCHEMA)).collect()
+        return frame.mapInArrow(run, from_arrow_schema(METRICS_SCHEMA)).collect()
 
     def _advance(self, rows: Iterable[Row]) -> None:
         ends: dict[str, EntryId] = {}
         for row in rows:
             last = EntryId.parse(row["last_id"])
             ends[row["stream"]] = max(last, ends.get(row["stream"], last))
-        self._client.patiently(lambda: self._ledger.advance(ends), what=self._job.handler.label)
+        self._client.patiently(lambda: self._commit_store.advance(ends), what=self._job.handler.label)
 
 
 class _KeyColumn:
@@ -87,7 +89,7 @@ class _KeyColumn:
             yield batch.set_column(index, batch.schema.field(index), pa.array(keys, pa.binary()))
 
     def _key(self, stream: str, ms: int, seq: int, packed: bytes) -> bytes | None:
-        message = Message(stream, f"{ms}-{seq}", open_fields(packed)[0])
+        message = Message(stream, f"{ms}-{seq}", unpack_fields(packed)[0])
         try:
             return self._handler.key_of(message)
         except DecodeError:

@@ -25,26 +25,26 @@ class RateLimit:
         sleep: Callable[[float], Awaitable[None]],
     ) -> None:
         self._rate = rate
-        self._ledger = commit_store
-        self._ask, self._sleep = call, sleep
+        self._commit_store = commit_store
+        self._call, self._sleep = call, sleep
         self._expected: Counter[str] = Counter()
-        self._left: Counter[str] = Counter()
+        self._reserved: Counter[str] = Counter()
         self._locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
 
-    def expect(self, messages: Mapping[str, int]) -> None:
+    def add_expected(self, messages: Mapping[str, int]) -> None:
         """Add messages, by stream, that the task is about to run."""
         self._expected.update(messages)
 
-    async def wait(self, stream: str, count: int = 1) -> None:
+    async def acquire(self, stream: str, count: int = 1) -> None:
         """Return once the next `count` messages of a stream may run. Raises RedisError."""
         if self._rate is None:
             return
         async with self._locks[stream]:
-            if self._left[stream] < count:
+            if self._reserved[stream] < count:
                 reserved = max(count, min(reservation_size(self._rate), self._expected[stream]))
-                reserve = partial(self._ledger.reserve, stream, self._rate, reserved)
-                wait_ms = self._ask(reserve)
-                self._left[stream] += reserved
+                reserve = partial(self._commit_store.reserve, stream, self._rate, reserved)
+                wait_ms = self._call(reserve)
+                self._reserved[stream] += reserved
                 await self._sleep(wait_ms)
-            self._left[stream] -= count
+            self._reserved[stream] -= count
             self._expected[stream] -= count

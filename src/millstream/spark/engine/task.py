@@ -36,9 +36,9 @@ from millstream.handlers.attempt import (
     RetryLater,
     attempt,
     attempt_plain,
-    given_up,
-    letter,
-    refuse_unkeyed,
+    check_key,
+    dead_letter_of,
+    outcome_after_last_attempt,
 )
 from millstream.handlers.handler import Handler
 from millstream.model import ZERO_ID, EntryId, Message
@@ -46,7 +46,7 @@ from millstream.redis_client.client import Arg, Client
 from millstream.redis_client.key_names import REDRIVE_FIELD
 from millstream.spark.engine.loop_heartbeat import LoopHeartbeat
 from millstream.spark.engine.rate_limit import RateLimit
-from millstream.spark.engine.task_metrics import COUNTED, TALLY_SCHEMA, TaskMetrics
+from millstream.spark.engine.task_metrics import COUNTERS, METRICS_SCHEMA, TaskMetrics
 from millstream.spark.engine.time_limit import AttemptTimeLimit
 
 if TYPE_CHECKING:
@@ -56,12 +56,12 @@ logger = logging.getLogger(__name__)
 
 COMMIT_MESSAGES = 500
 COMMIT_BYTES = 1 << 20
-CAUTIOUS_MESSAGES = 4 * COMMIT_MESSAGES
-LINE_MESSAGES = 5_000
+ISOLATED_MESSAGES = 4 * COMMIT_MESSAGES
+QUEUE_MESSAGES = 5_000
 """Messages that a task for deferred keys loads at most, over all its key queues..."""
-LEAST_OF_LINE = 10
+MIN_QUEUE_MESSAGES = 10
 """...but at least so many of each."""
-MOST_WAIT_MS = 1_000.0
+MAX_BACKOFF_MS = 1_000.0
 """Total back-off of one key that a batch waits out, in milliseconds; a key that needs longer is deferred."""
 
 _MAX_SLEEP_S = 1.0
@@ -93,9 +93,9 @@ class Entry:
 class DeferReason(NamedTuple):
     """Why the rest of a run is deferred; the default: its key already has deferred messages. See `Deferral`."""
 
-    how: How = "join"
+    mode: How = "join"
     detail: Arg = ""
-    failed: int | None = None
+    failed_attempts: int | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -112,17 +112,17 @@ class KeyRun:
 
     stream: str
     key: bytes | None
-    mark: bytes
+    offset_field: bytes
     entries: deque[Entry]
     covered: list[Entry] = field(default_factory=list)
-    unit: Effects = field(default_factory=lambda: Effects(b"", b""))
+    effects: Effects = field(default_factory=lambda: Effects(b"", b""))
     state: bytes = b""
     committed_state: bytes = b""
     attempt: int = 1
     others: list["KeyRun"] = field(default_factory=list)
-    in_line: bool = False
+    from_queue: bool = False
     waited_ms: float = 0.0
-    leaving: DeferReason = field(default_factory=DeferReason)
+    defer_reason: DeferReason = field(default_factory=DeferReason)
 
     def resume(self, key_offset: bytes, state: bytes, committed_id: EntryId | None) -> None:
         """Start, or restart, after the last committed entry."""
@@ -132,39 +132,39 @@ class KeyRun:
         while self.entries and self.entries[0].id <= last_done:
             self.entries.popleft()
             self.attempt = 1
-        self._begin(state, key_offset)
+        self._reset(state, key_offset)
 
-    def take_line(self, queue: DeferredKey) -> None:
+    def load_queue(self, queue: DeferredKey) -> None:
         """Start, or restart, with the entries of its key queue."""
         self.entries = deque(
             Entry(EntryId.parse(one), _DELETED if pairs is None else _pack(pairs)) for one, pairs in queue.entries
         )
         self.attempt = queue.failed + 1
-        self._begin(queue.state, b"")
+        self._reset(queue.state, b"")
 
-    def _begin(self, state: bytes, key_offset: bytes) -> None:
+    def _reset(self, state: bytes, key_offset: bytes) -> None:
         self.state = self.committed_state = state
-        self.leaving = DeferReason()
-        self._begin_unit(key_offset)
+        self.defer_reason = DeferReason()
+        self._reset_effects(key_offset)
 
-    def aside(self) -> Deferral:
+    def deferral(self) -> Deferral:
         """The deferral of its remaining entries; valid once its effects are committed."""
         ids = [str(entry.id) for entry in self.entries]
-        how, detail, failed = self.leaving
+        how, detail, failed = self.defer_reason
         return Deferral(
-            line=self.mark, expected=self.unit.expected, how=how, detail=detail, failed=failed,
-            ids=ids[:1] if self.in_line else ids,
+            line=self.offset_field, expected=self.effects.expected, how=how, detail=detail, failed=failed,
+            ids=ids[:1] if self.from_queue else ids,
         )  # fmt: skip
 
-    def accepted(self) -> None:
+    def on_committed(self) -> None:
         """Continue after a successful commit of its effects."""
         self.committed_state = self.state
-        self._begin_unit(self.unit.last_id.encode())
+        self._reset_effects(self.effects.last_id.encode())
 
-    def _begin_unit(self, key_offset: bytes) -> None:
+    def _reset_effects(self, key_offset: bytes) -> None:
         self.covered = []
         self.others = []
-        self.unit = Effects(self.mark, IN_LINE if self.in_line else key_offset, self.key or b"")
+        self.effects = Effects(self.offset_field, IN_LINE if self.from_queue else key_offset, self.key or b"")
 
 
 def _check_finished(runs: Iterable[KeyRun]) -> None:
@@ -183,7 +183,7 @@ def _partition_migration(client: Client, handler: Handler) -> "PartitionMigratio
     return PartitionMigration(client, handler)
 
 
-def open_fields(packed: bytes) -> tuple[list[bytes], bytes | None]:
+def unpack_fields(packed: bytes) -> tuple[list[bytes], bytes | None]:
     """Unpack an entry's fields; return them and, if it was redriven, the handler that it was redriven for."""
     pairs = _unpack(packed)
     if pairs and pairs[0] == REDRIVE_FIELD:
@@ -198,7 +198,7 @@ class PartitionTask:
         handler = job.handler
         self._handler = handler
         self._client = client
-        self._ledger = CommitStore(
+        self._commit_store = CommitStore(
             client,
             app=handler.app,
             handler=handler.name,
@@ -210,112 +210,114 @@ class PartitionTask:
         self._token = job.token
         self._label = handler.label.encode()
         # While this is above 0, any message may be the poison pill that killed an earlier attempt: each runs isolated.
-        self._cautious_left = CAUTIOUS_MESSAGES if retried else 0
-        self._standings: dict[str, CommittedPosition] = {}
-        self._tallies: dict[str, TaskMetrics] = {}
-        self._outbox: list[KeyRun] = []
-        self._leavers: list[KeyRun] = []
-        self._outbox_messages = 0
-        self._outbox_bytes = 0
+        self._isolated_left = ISOLATED_MESSAGES if retried else 0
+        self._positions: dict[str, CommittedPosition] = {}
+        self._metrics: dict[str, TaskMetrics] = {}
+        self._staged: list[KeyRun] = []
+        self._to_defer: list[KeyRun] = []
+        self._staged_messages = 0
+        self._staged_bytes = 0
         self._refused: list[KeyRun] = []
-        self._alarm = AttemptTimeLimit()
+        self._time_limit = AttemptTimeLimit()
         self._slots = asyncio.Semaphore(handler.concurrency)
-        self._alone = asyncio.Lock()
-        self._pulse = LoopHeartbeat(handler.time_limit_ms if handler.is_async else None)
-        self._pace = RateLimit(handler.rate, self._ledger, call=self._patiently, sleep=self._sleep)
-        self._moves: PartitionMigration | None = None
+        self._isolation_lock = asyncio.Lock()
+        self._heartbeat = LoopHeartbeat(handler.time_limit_ms if handler.is_async else None)
+        self._rate_limit = RateLimit(
+            handler.rate, self._commit_store, call=self._retry_while_unavailable, sleep=self._sleep
+        )
+        self._migration: PartitionMigration | None = None
         if handler.partitions is not None:
-            self._moves = self._patiently(lambda: _partition_migration(client, handler))
+            self._migration = self._retry_while_unavailable(lambda: _partition_migration(client, handler))
 
     # --- Processing ---
 
     async def process(self, batches: Iterable[pa.RecordBatch]) -> None:
         """Run every message of `batches` and commit its effects."""
         for batch in batches:
-            self._pace.expect(Counter(batch.column("stream").to_pylist()) if self._handler.rate else {})
-            await self._work_off(self._runs_of(batch))
+            self._rate_limit.add_expected(Counter(batch.column("stream").to_pylist()) if self._handler.rate else {})
+            await self._process_runs(self._split_into_runs(batch))
 
-    async def catch_up(self, batches: Iterable[pa.RecordBatch]) -> None:
+    async def process_deferred(self, batches: Iterable[pa.RecordBatch]) -> None:
         """Run deferred keys; `batches` have the columns `stream` and `line`. Runs the head of each key queue only."""
         for batch in batches:
-            await self._work_off([self._run_of_line(**row) for row in batch.to_pylist()])
+            await self._process_runs([self._run_of_queue(**row) for row in batch.to_pylist()])
 
-    async def _work_off(self, runs: list[KeyRun]) -> None:
-        self._begin_streams({run.stream for run in runs})
+    async def _process_runs(self, runs: list[KeyRun]) -> None:
+        self._load_positions({run.stream for run in runs})
         try:
             while runs:
-                self._load(runs)
-                await self._drive_all([run for run in runs if run not in self._refused])
+                self._load_runs(runs)
+                await self._run_all([run for run in runs if run not in self._refused])
                 self._flush()
                 _check_finished(run for run in runs if run not in self._refused)
                 runs, self._refused = self._refused, []
-                self._begin_streams({run.stream for run in runs}, again=True)
+                self._load_positions({run.stream for run in runs}, again=True)
         finally:
-            self._rest()
+            self._disarm()
 
-    async def _drive_all(self, runs: list[KeyRun]) -> None:
+    async def _run_all(self, runs: list[KeyRun]) -> None:
         remaining = iter(runs)
         # Isolated messages run one at a time, so that a crash counts against the running message only.
-        coroutines = self._handler.concurrency if self._handler.is_async and not self._cautious_left else 1
-        async with self._pulse.beating(), asyncio.TaskGroup() as group:
+        coroutines = self._handler.concurrency if self._handler.is_async and not self._isolated_left else 1
+        async with self._heartbeat.watched(), asyncio.TaskGroup() as group:
             for _ in range(min(coroutines, len(runs))):
-                group.create_task(self._work(remaining, group))
+                group.create_task(self._run_worker(remaining, group))
 
-    async def _work(self, remaining: Iterator[KeyRun], group: asyncio.TaskGroup) -> None:
+    async def _run_worker(self, remaining: Iterator[KeyRun], group: asyncio.TaskGroup) -> None:
         for run in remaining:
-            await self._drive(run, remaining, group)
+            await self._run_key(run, remaining, group)
 
-    async def _drive(self, run: KeyRun, remaining: Iterator[KeyRun], group: asyncio.TaskGroup) -> None:
+    async def _run_key(self, run: KeyRun, remaining: Iterator[KeyRun], group: asyncio.TaskGroup) -> None:
         """Run the handler on the messages of one key, one by one."""
         while run.entries:
-            message, is_meant = self._opened(run)
+            message, is_meant = self._unpack_next(run)
             if is_meant:
                 if run.attempt == 1:
-                    await self._pace.wait(run.stream)
-                outcome = await self._outcome(run, message)
+                    await self._rate_limit.acquire(run.stream)
+                outcome = await self._run_message(run, message)
             else:
                 outcome = Done((), run.state)
             if isinstance(outcome, RetryLater):
-                self._tallies[run.stream].retries += 1
-                if self._has_to_leave(run, outcome):
-                    self._leave(run, DeferReason("later", round(outcome.delay_ms), message.attempt))
+                self._metrics[run.stream].retries += 1
+                if self._must_defer(run, outcome):
+                    self._defer_later(run, DeferReason("later", round(outcome.delay_ms), message.attempt))
                     return
-                self._post(run)
+                self._stage_commit(run)
                 self._flush()
                 if run in self._refused:
                     return
                 # A new coroutine runs the other keys while this key backs off.
-                group.create_task(self._work(remaining, group))
-                await self._wait([run], outcome)
+                group.create_task(self._run_worker(remaining, group))
+                await self._back_off([run], outcome)
                 continue
             if isinstance(outcome, Parked):
-                self._leave(run, DeferReason("park", f"{outcome.reason}: {outcome.error}", message.attempt))
+                self._defer_later(run, DeferReason("park", f"{outcome.reason}: {outcome.error}", message.attempt))
                 return
-            self._settle(run, message, outcome)
-            if self._cautious_left > 0 or run.unit.messages >= COMMIT_MESSAGES or self._outbox_bytes >= COMMIT_BYTES:
-                self._cautious_left = max(0, self._cautious_left - 1)
-                self._post(run)
+            self._add_outcome(run, message, outcome)
+            if self._isolated_left > 0 or run.effects.messages >= COMMIT_MESSAGES or self._staged_bytes >= COMMIT_BYTES:
+                self._isolated_left = max(0, self._isolated_left - 1)
+                self._stage_commit(run)
                 self._flush()
                 if run in self._refused:
                     return
-        self._post(run)
+        self._stage_commit(run)
         self._flush_if_full()
 
-    def _has_to_leave(self, run: KeyRun, outcome: RetryLater) -> bool:
-        return run.waited_ms + outcome.delay_ms > MOST_WAIT_MS
+    def _must_defer(self, run: KeyRun, outcome: RetryLater) -> bool:
+        return run.waited_ms + outcome.delay_ms > MAX_BACKOFF_MS
 
-    def _leave(self, run: KeyRun, reason: DeferReason) -> None:
+    def _defer_later(self, run: KeyRun, reason: DeferReason) -> None:
         """Defer the remaining entries of a run once its processed ones are committed."""
-        run.leaving = reason
-        self._post(run)
-        self._leavers.append(run)
-        self._outbox_messages += 1
-        if self._cautious_left > 0:
+        run.defer_reason = reason
+        self._stage_commit(run)
+        self._to_defer.append(run)
+        self._staged_messages += 1
+        if self._isolated_left > 0:
             self._flush()
         else:
             self._flush_if_full()
 
-    async def _wait(self, runs: Iterable[KeyRun], outcome: RetryLater) -> None:
+    async def _back_off(self, runs: Iterable[KeyRun], outcome: RetryLater) -> None:
         """Back off before the next attempt on the first message of each run."""
         await self._sleep(outcome.delay_ms)
         for run in runs:
@@ -326,35 +328,35 @@ class PartitionTask:
         """Sleep, disarming the time limit that other attempts leave armed when they end meanwhile."""
         until_s = asyncio.get_running_loop().time() + duration_ms / 1000
         while (left_s := until_s - asyncio.get_running_loop().time()) > 0:
-            self._rest()
+            self._disarm()
             await asyncio.sleep(min(left_s, _MAX_SLEEP_S))
 
-    def _rest(self) -> None:
+    def _disarm(self) -> None:
         if not self._handler.is_async:  # the heartbeat of an async handler's loop goes on
-            self._alarm.rest()
+            self._time_limit.disarm()
 
-    def _patiently(self, call: Callable[[], T]) -> T:
+    def _retry_while_unavailable(self, call: Callable[[], T]) -> T:
         """Call Redis until it answers. The watchdog pauses meanwhile: the call blocks the loop, not a handler."""
-        self._rest()
-        with self._pulse.held():
+        self._disarm()
+        with self._heartbeat.paused():
             return self._client.patiently(call, what=self._handler.label)
 
     # --- Loading ---
 
-    def _opened(self, run: KeyRun) -> tuple[Message, bool]:
+    def _unpack_next(self, run: KeyRun) -> tuple[Message, bool]:
         """The next message of a run, and False if it was redriven for another handler of the stream."""
         entry = run.entries[0]
-        pairs, meant_for = open_fields(entry.packed)
+        pairs, meant_for = unpack_fields(entry.packed)
         message = Message(run.stream, str(entry.id), pairs, run.key, run.attempt, self._token)
         if meant_for is None:
             return message, True
-        if meant_for == self._label and self._moves is not None and run.key is not None:
+        if meant_for == self._label and self._migration is not None and run.key is not None:
             # A dead letter is redriven to its old partition, and its key may have migrated since.
-            forward = partial(self._moves.send_on, run.stream, run.key, message.id, _unpack(entry.packed))
-            return message, not self._patiently(forward)
+            forward = partial(self._migration.forward, run.stream, run.key, message.id, _unpack(entry.packed))
+            return message, not self._retry_while_unavailable(forward)
         return message, meant_for == self._label
 
-    def _runs_of(self, batch: pa.RecordBatch) -> list[KeyRun]:
+    def _split_into_runs(self, batch: pa.RecordBatch) -> list[KeyRun]:
         """Split a sorted batch into runs of one stream and key; each message without a key is a run of its own."""
         runs: list[KeyRun] = []
         last: tuple[str, bytes | None] | None = None
@@ -368,89 +370,89 @@ class PartitionTask:
                 offset_field = KEY_MARK + key if key is not None else ENTRY_MARK + str(entry.id).encode()
                 runs.append(KeyRun(stream, key, offset_field, deque((entry,))))
                 last = (stream, key)
-            metrics = self._tally(stream, entry.id)
+            metrics = self._metrics_of(stream, entry.id)
             metrics.messages += 1
             if entry.id > metrics.last_id:
                 metrics.last_id = entry.id
         return runs
 
-    def _run_of_line(self, stream: str, line: bytes) -> KeyRun:
-        self._tally(stream, ZERO_ID)
-        return KeyRun(stream, line[1:] if line.startswith(KEY_MARK) else None, line, deque(), in_line=True)
+    def _run_of_queue(self, stream: str, line: bytes) -> KeyRun:
+        self._metrics_of(stream, ZERO_ID)
+        return KeyRun(stream, line[1:] if line.startswith(KEY_MARK) else None, line, deque(), from_queue=True)
 
-    def _tally(self, stream: str, entry_id: EntryId) -> TaskMetrics:
-        metrics = self._tallies.get(stream)
+    def _metrics_of(self, stream: str, entry_id: EntryId) -> TaskMetrics:
+        metrics = self._metrics.get(stream)
         if metrics is None:
-            metrics = self._tallies[stream] = TaskMetrics(entry_id)
+            metrics = self._metrics[stream] = TaskMetrics(entry_id)
         return metrics
 
-    def _begin_streams(self, streams: set[str], *, again: bool = False) -> None:
+    def _load_positions(self, streams: set[str], *, again: bool = False) -> None:
         """Load the committed positions of `streams`; `again` after a refusal, as a batch may have ended meanwhile."""
-        missing = sorted(streams if again else streams - self._standings.keys())
+        missing = sorted(streams if again else streams - self._positions.keys())
         if missing:
-            positions = self._patiently(lambda: self._ledger.begin(missing))
-            self._standings |= positions
+            positions = self._retry_while_unavailable(lambda: self._commit_store.begin(missing))
+            self._positions |= positions
             if any(position.struck for position in positions.values()):
-                self._cautious_left = CAUTIOUS_MESSAGES
+                self._isolated_left = ISOLATED_MESSAGES
 
-    def _load(self, runs: list[KeyRun]) -> None:
+    def _load_runs(self, runs: list[KeyRun]) -> None:
         """Load key offsets and states, drop committed entries, and defer runs of keys with deferred messages."""
-        queued = [run for run in runs if run.in_line]
+        queued = [run for run in runs if run.from_queue]
         for run in queued:
-            self._load_line(run, max(LEAST_OF_LINE, LINE_MESSAGES // len(queued)))
-        self._load_new([run for run in runs if not run.in_line])
+            self._load_queue(run, max(MIN_QUEUE_MESSAGES, QUEUE_MESSAGES // len(queued)))
+        self._load_keys([run for run in runs if not run.from_queue])
 
-    def _load_line(self, run: KeyRun, limit: int) -> None:
-        keys = self._ledger.keys(run.stream)
-        read = partial(read_queue, self._client, keys, run.mark, limit)
-        queue = self._patiently(read)
+    def _load_queue(self, run: KeyRun, limit: int) -> None:
+        keys = self._commit_store.keys(run.stream)
+        read = partial(read_queue, self._client, keys, run.offset_field, limit)
+        queue = self._retry_while_unavailable(read)
         deleted = [one for one, pairs in queue.entries if pairs is None]
         if deleted:
             logger.warning(
                 "%d deferred messages of stream %s were trimmed or deleted before processing; skipping them: %s",
                 len(deleted), run.stream, ", ".join(deleted[:10]),
             )  # fmt: skip
-        run.take_line(queue)
+        run.load_queue(queue)
 
-    def _load_new(self, runs: list[KeyRun]) -> None:
+    def _load_keys(self, runs: list[KeyRun]) -> None:
         # Before the states: so the state of a key whose queue has just emptied is loaded after its last commit. In the
         # other order a stale state would go undetected.
-        deferred = self._waiting(runs)
+        deferred = self._deferred_queues(runs)
         wanted: dict[str, tuple[list[bytes], list[bytes]]] = defaultdict(lambda: ([], []))
         for run in runs:
             offset_fields, keys = wanted[run.stream]
-            offset_fields.append(run.mark)
+            offset_fields.append(run.offset_field)
             if self._handler.wants_state and run.key is not None:
                 keys.append(run.key)
-        loaded = self._patiently(lambda: self._ledger.load(wanted))
-        self._leave_out_done(runs)
+        loaded = self._retry_while_unavailable(lambda: self._commit_store.load(wanted))
+        self._drop_committed(runs)
         for run in runs:
             values = loaded[run.stream]
             state = values.get(b"s" + run.key, b"") if run.key is not None else b""
-            run.resume(values.get(run.mark, b""), state, self._standings[run.stream].frontier)
-        self._put_aside([run for run in runs if run.entries and (run.stream, run.mark) in deferred])
+            run.resume(values.get(run.offset_field, b""), state, self._positions[run.stream].frontier)
+        self._defer([run for run in runs if run.entries and (run.stream, run.offset_field) in deferred])
 
-    def _waiting(self, runs: Iterable[KeyRun]) -> set[tuple[str, bytes]]:
+    def _deferred_queues(self, runs: Iterable[KeyRun]) -> set[tuple[str, bytes]]:
         """Stream and key queue of the runs whose key already has deferred messages."""
         queues: dict[str, list[bytes]] = defaultdict(list)
         for run in runs:
-            if run.key is not None and (self._moves is not None or self._may_wait(run.stream)):
-                queues[run.stream].append(run.mark)
+            if run.key is not None and (self._migration is not None or self._may_have_queues(run.stream)):
+                queues[run.stream].append(run.offset_field)
         deferred: set[tuple[str, bytes]] = set()
         for stream, names in queues.items():
-            if self._moves is not None:
-                await_keys = partial(self._moves.expect, stream, names)
-                self._patiently(await_keys)
-            read = partial(deferred_keys, self._ledger, stream, names)
-            deferred |= {(stream, name) for name in self._patiently(read)}
+            if self._migration is not None:
+                await_keys = partial(self._migration.await_keys, stream, names)
+                self._retry_while_unavailable(await_keys)
+            read = partial(deferred_keys, self._commit_store, stream, names)
+            deferred |= {(stream, name) for name in self._retry_while_unavailable(read)}
         return deferred
 
-    def _may_wait(self, stream: str) -> bool:
-        return self._standings[stream].lines or self._tallies[stream].aside > 0
+    def _may_have_queues(self, stream: str) -> bool:
+        return self._positions[stream].lines or self._metrics[stream].aside > 0
 
-    def _leave_out_done(self, runs: list[KeyRun]) -> None:
+    def _drop_committed(self, runs: list[KeyRun]) -> None:
         """Drop entries that workers committed beyond the committed offset before this run took over from them."""
-        takeover_ids = {stream: position.floor for stream, position in self._standings.items() if position.floor}
+        takeover_ids = {stream: position.floor for stream, position in self._positions.items() if position.floor}
         affected = [
             run
             for run in runs
@@ -459,113 +461,113 @@ class PartitionTask:
         for stream in {run.stream for run in affected}:
             some = [run for run in affected if run.stream == stream]
             ids = [str(entry.id) for run in some for entry in run.entries if entry.id <= takeover_ids[stream]]
-            incomplete = partial(self._ledger.still_open, stream, ids)
-            committed = set(ids) - self._patiently(incomplete)
+            incomplete = partial(self._commit_store.still_open, stream, ids)
+            committed = set(ids) - self._retry_while_unavailable(incomplete)
             for run in some:
                 run.entries = deque(entry for entry in run.entries if str(entry.id) not in committed)
 
     # --- Attempts ---
 
-    async def _outcome(self, run: KeyRun, message: Message) -> Outcome:
-        refusal = refuse_unkeyed(self._handler, message)
+    async def _run_message(self, run: KeyRun, message: Message) -> Outcome:
+        refusal = check_key(self._handler, message)
         if refusal is not None:
             return refusal
-        if self._cautious_left > 0:
-            async with self._alone:
-                return await self._struck_attempt(run, message)
+        if self._isolated_left > 0:
+            async with self._isolation_lock:
+                return await self._isolated_attempt(run, message)
         return await self._attempt(run, message)
 
-    async def _struck_attempt(self, run: KeyRun, message: Message) -> Outcome:
+    async def _isolated_attempt(self, run: KeyRun, message: Message) -> Outcome:
         """Attempt a message in isolation: its crash count goes up first, and stays up if the process dies."""
-        count_crash = partial(self._ledger.strike, message.stream, message.id)
-        crashes = self._patiently(count_crash)
+        count_crash = partial(self._commit_store.strike, message.stream, message.id)
+        crashes = self._retry_while_unavailable(count_crash)
         if crashes >= max(1, self._handler.retry.attempts - 1):
             message.attempt = crashes + 1
             dead = DeadLettered("crashed", f"the process ended in each of the {crashes + 1} attempts on this message")
-            return dead if self._handler.key is None else given_up(self._handler, dead)
+            return dead if self._handler.key is None else outcome_after_last_attempt(self._handler, dead)
         outcome = await self._attempt(run, message)
         if isinstance(outcome, RetryLater):  # while it backs off, another message may kill the process
-            self._patiently(partial(count_crash, by=-1))
+            self._retry_while_unavailable(partial(count_crash, by=-1))
         return outcome
 
     async def _attempt(self, run: KeyRun, message: Message) -> Outcome:
         if not self._handler.is_async:
-            return attempt_plain(self._handler, message, run.state, self._alarm.guard)
-        return await self._in_a_task(attempt(self._handler, message, run.state))
+            return attempt_plain(self._handler, message, run.state, self._time_limit.guard)
+        return await self._run_in_task(attempt(self._handler, message, run.state))
 
-    async def _in_a_task(self, run: Coroutine[Any, Any, T]) -> T:
+    async def _run_in_task(self, run: Coroutine[Any, Any, T]) -> T:
         async with self._slots:
             outcome = await asyncio.create_task(run)
         if (task := asyncio.current_task()) is not None and task.cancelling():
             raise asyncio.CancelledError  # a sibling failed: the whole Spark task fails, not this message
         return outcome
 
-    def _settle(self, run: KeyRun, message: Message, outcome: Done | DeadLettered) -> None:
+    def _add_outcome(self, run: KeyRun, message: Message, outcome: Done | DeadLettered) -> None:
         """Add a processed message's outcome to its run's effects."""
-        effects = run.unit
+        effects = run.effects
         effects.cover(message.id)
-        if self._cautious_left > 0:
+        if self._isolated_left > 0:
             effects.end_strikes(message.id)
-        if run.in_line and message.attempt > 1:
+        if run.from_queue and message.attempt > 1:
             effects.end_strikes(message.id + FAILED)
         if isinstance(outcome, DeadLettered):
-            effects.add_dead(letter(self._handler, message, outcome).items())
-            self._outbox_bytes += sum(map(len, message.pairs))
+            effects.add_dead(dead_letter_of(self._handler, message, outcome).items())
+            self._staged_bytes += sum(map(len, message.pairs))
         else:
             effects.add_outputs(outcome.outputs)
-            self._outbox_bytes += len(outcome.state) + sum(sum(map(len, items)) for items in outcome.outputs)
+            self._staged_bytes += len(outcome.state) + sum(sum(map(len, items)) for items in outcome.outputs)
             run.state = outcome.state
         run.covered.append(run.entries.popleft())
         run.attempt = 1
 
     # --- Committing ---
 
-    def _post(self, run: KeyRun) -> None:
+    def _stage_commit(self, run: KeyRun) -> None:
         """Add a run's effects to the commit buffer."""
-        if run.unit.messages:
+        if run.effects.messages:
             if run.key is not None and run.state != run.committed_state:
-                run.unit.state = run.state
-            self._outbox.append(run)
-            self._outbox_messages += run.unit.messages
+                run.effects.state = run.state
+            self._staged.append(run)
+            self._staged_messages += run.effects.messages
 
     def _flush_if_full(self) -> None:
-        if self._outbox_messages >= COMMIT_MESSAGES or self._outbox_bytes >= COMMIT_BYTES:
+        if self._staged_messages >= COMMIT_MESSAGES or self._staged_bytes >= COMMIT_BYTES:
             self._flush()
 
     def _flush(self) -> None:
         """Commit the buffer, then defer. Repeating is safe: Redis refuses what is committed, the reload drops it."""
-        runs, self._outbox, self._outbox_messages, self._outbox_bytes = self._outbox, [], 0, 0
+        runs, self._staged, self._staged_messages, self._staged_bytes = self._staged, [], 0, 0
         if runs:
             self._commit(runs)
-        deferred, self._leavers = self._leavers, []
-        self._put_aside([run for run in deferred if run not in self._refused])
+        deferred, self._to_defer = self._to_defer, []
+        self._defer([run for run in deferred if run not in self._refused])
 
     def _commit(self, runs: Sequence[KeyRun]) -> None:
         effects: dict[str, list[Effects]] = defaultdict(list)
         for run in runs:
-            effects[run.stream].append(run.unit)
-        refused = {id(one) for one in self._patiently(lambda: self._ledger.commit(effects))}
+            effects[run.stream].append(run.effects)
+        refused = {id(one) for one in self._retry_while_unavailable(lambda: self._commit_store.commit(effects))}
         for run in runs:
-            metrics = self._tallies[run.stream]
-            if id(run.unit) in refused:
+            metrics = self._metrics[run.stream]
+            if id(run.effects) in refused:
                 metrics.refused += 1
                 self._refused += (run, *run.others)
             else:
-                metrics.committed += run.unit.messages
-                metrics.dead += len(run.unit.dead)
+                metrics.committed += run.effects.messages
+                metrics.dead += len(run.effects.dead)
                 for other in run.others:
                     other.covered = []
-                run.accepted()
+                run.on_committed()
 
-    def _put_aside(self, runs: Iterable[KeyRun]) -> None:
+    def _defer(self, runs: Iterable[KeyRun]) -> None:
         """Defer the remaining entries of `runs`, whose processed entries are all committed."""
         by_stream: dict[str, list[tuple[KeyRun, Deferral]]] = defaultdict(list)
         for run in runs:
-            by_stream[run.stream].append((run, run.aside()))
+            by_stream[run.stream].append((run, run.deferral()))
         for stream, some in by_stream.items():
-            defer_all = partial(defer, self._ledger, stream, [deferral for _, deferral in some])
-            refused = {id(deferral) for deferral in self._patiently(defer_all)}
-            metrics = self._tallies[stream]
+            defer_all = partial(defer, self._commit_store, stream, [deferral for _, deferral in some])
+            refused = {id(deferral) for deferral in self._retry_while_unavailable(defer_all)}
+            metrics = self._metrics[stream]
             for run, deferral in some:
                 if id(deferral) in refused:
                     metrics.refused += 1
@@ -580,9 +582,9 @@ class PartitionTask:
             {
                 "stream": stream,
                 "last_id": str(metrics.last_id),
-                **{name: getattr(metrics, name) for name in COUNTED},
-                "lines": self._may_wait(stream),
+                **{name: getattr(metrics, name) for name in COUNTERS},
+                "lines": self._may_have_queues(stream),
             }
-            for stream, metrics in self._tallies.items()
+            for stream, metrics in self._metrics.items()
         ]
-        return pa.RecordBatch.from_pylist(rows, schema=TALLY_SCHEMA)
+        return pa.RecordBatch.from_pylist(rows, schema=METRICS_SCHEMA)

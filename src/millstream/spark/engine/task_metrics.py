@@ -11,14 +11,14 @@ from millstream.model import EntryId
 if TYPE_CHECKING:
     from pyspark.sql import Row
 
-COUNTED = ("messages", "committed", "dead", "retries", "refused", "aside")
+COUNTERS = ("messages", "committed", "dead", "retries", "refused", "aside")
 """The counters of a task on each stream."""
 
-TALLY_SCHEMA = pa.schema(
+METRICS_SCHEMA = pa.schema(
     [
         ("stream", pa.string()),
         ("last_id", pa.string()),
-        *((name, pa.int64()) for name in COUNTED),
+        *((name, pa.int64()) for name in COUNTERS),
         ("lines", pa.bool_()),
     ]
 )
@@ -58,10 +58,10 @@ class BatchTotals(Totals):
     batch: int
 
 
-def sums(rows: "Iterable[Row]") -> dict[str, int]:
+def sum_counters(rows: "Iterable[Row]") -> dict[str, int]:
     """Sum the counters of all rows that tasks report."""
-    totals = dict.fromkeys(COUNTED, 0)
+    totals = dict.fromkeys(COUNTERS, 0)
     for row in rows:
-        for name in COUNTED:
+        for name in COUNTERS:
             totals[name] += row[name]
     return totals

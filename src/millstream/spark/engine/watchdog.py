@@ -51,20 +51,20 @@ class Watchdog:
             _CLOCK_MONOTONIC, ctypes.byref(event), ctypes.byref(self._timer)
         )
 
-    def expect(self, within_ms: float) -> None:
+    def arm(self, within_ms: float) -> None:
         """Kill this process in `within_ms` to `within_ms` + 500 milliseconds, unless armed again or disarmed first."""
         now_s = time.monotonic()
         if now_s >= self._renew_at_s:
             self._renew_at_s = now_s + _RENEW_S
-            self._set(within_ms / 1000 + _RENEW_S)
+            self._set_timer(within_ms / 1000 + _RENEW_S)
 
-    def rest(self) -> None:
+    def disarm(self) -> None:
         """Stop the timer."""
         if self._armed:
             self._renew_at_s = float("-inf")
-            self._set(0.0)
+            self._set_timer(0.0)
 
-    def _set(self, seconds: float) -> None:
+    def _set_timer(self, seconds: float) -> None:
         self._armed = seconds > 0
         if self._usable:
             whole = int(seconds)

@@ -23,12 +23,12 @@ def ship(spark: SparkSession, folder: Path, more: Sequence[str] = ()) -> None:
     context = spark.sparkContext
     extra = [Path(path).resolve() for path in more]
     archive = Path(str(context._temp_dir)) / "app.zip"  # deleted with the session
-    pack([*loaded_from(folder), *(path for path in extra if path.suffix not in _ZIPS)], archive)
+    pack([*loaded_modules(folder), *(path for path in extra if path.suffix not in _ZIPS)], archive)
     for path in (archive, *(path for path in extra if path.suffix in _ZIPS)):
         context.addPyFile(str(path))
 
 
-def loaded_from(folder: Path) -> list[Path]:
+def loaded_modules(folder: Path) -> list[Path]:
     """The modules, and whole packages, that this process has imported from `folder`."""
     found = set()
     for name, module in list(sys.modules.items()):

@@ -47,15 +47,15 @@ class Failure:
 
     kind: type[MillstreamError] | None
     reason: str
-    of_checkpoint: bool = False
+    in_checkpoint: bool = False
 
     @property
-    def final(self) -> bool:
+    def is_final(self) -> bool:
         """Whether an operator has to change something first."""
         return (self.kind is not None and issubclass(self.kind, _FINAL)) or _USE_APPEND in self.reason
 
     @property
-    def starved(self) -> bool:
+    def is_worker_late(self) -> bool:
         """Whether a Python process did not start within Spark's ten seconds, which no setting changes."""
         return _PYTHON_LATE in self.reason
 
@@ -123,4 +123,4 @@ def _failure(kind: type[MillstreamError] | None, reason: str, *, in_checkpoint: 
     line = reason.strip().partition("\n")[0].rstrip(".")[:_REASON_CHARS]
     hint = " within Spark's 10 seconds: is this machine overloaded?" if line.endswith(_PYTHON_LATE) else ""
     hint = _USE_APPEND if _OUTPUT_MODE.search(line) else hint
-    return Failure(kind=kind, reason=line + hint, of_checkpoint=in_checkpoint)
+    return Failure(kind=kind, reason=line + hint, in_checkpoint=in_checkpoint)

@@ -51,10 +51,10 @@ def prepare_new(
             )
     if start_at == "latest":
         known = commit_store.frontiers(streams)
-        _begin_at_latest(client, commit_store, [stream for stream in streams if stream not in known])
+        _start_at_latest(client, commit_store, [stream for stream in streams if stream not in known])
 
 
-def _begin_at_latest(client: Client, commit_store: CommitStore, streams: Sequence[str]) -> None:
+def _start_at_latest(client: Client, commit_store: CommitStore, streams: Sequence[str]) -> None:
     """Commit the current end of each stream: otherwise the start position would move if the first batch failed."""
     tails = client.pipeline([("XREVRANGE", stream, "+", "-", "COUNT", 1) for stream in streams])
     ends = {

@@ -18,13 +18,13 @@ from millstream.handlers.handler import Handler
 from millstream.redis_client.client import Client, raise_if_error
 from millstream.redis_client.key_names import HandlerKeys
 from millstream.spark.engine.deferred_jobs import DeferredJobs
-from millstream.spark.engine.key_migration import keep_moving, partitions_of
+from millstream.spark.engine.key_migration import keep_migrating, partition_maps_of
 from millstream.spark.engine.micro_batch import Engine
 from millstream.spark.engine.task import Job
 from millstream.spark.engine.task_metrics import BatchTotals
 from millstream.spark.run.failures import failure_of
 from millstream.spark.run.first_start import check_slots, commit_store_of, prepare_new
-from millstream.spark.run.query import MOST_FAILURES, Batch, RunContext, SupervisedQuery
+from millstream.spark.run.query import MAX_FAILURES, Batch, RunContext, SupervisedQuery
 from millstream.spark.run.service_membership import ServiceMembership, announced_streams
 
 logger = logging.getLogger(__name__)
@@ -44,25 +44,25 @@ class HandlerQuery(SupervisedQuery):
     def __init__(self, context: RunContext, handler: Handler) -> None:
         super().__init__(context, handler.app, handler.name)
         self._handler = handler
-        self._ledger = commit_store_of(context.client, handler)
-        self._catch_up: DeferredJobs | None = None
+        self._commit_store = commit_store_of(context.client, handler)
+        self._deferred_jobs: DeferredJobs | None = None
         self._membership: ServiceMembership | None = None
-        self._keeping_up: threading.Thread | None = None
+        self._deferred_thread: threading.Thread | None = None
 
     def streams(self) -> list[str]:
         """The streams that it names, that match its pattern, its partitions, or the announced ones, as of now."""
-        handler, client = self._handler, self._around.client
+        handler, client = self._handler, self._context.client
         if handler.announced is not None:
             return announced_streams(client, handler.announced)
         if handler.partitions is not None:
-            return [stream for base in partitions_of(client, handler) for stream in base.streams]
+            return [stream for base in partition_maps_of(client, handler) for stream in base.streams]
         return list(handler.streams) or client.scan_streams(handler.pattern or "*")
 
     def join(self) -> None:
         """Join the service that its streams are announced to, as a consumer."""
         if self._handler.announced is not None:
             self._membership = self._membership or ServiceMembership(
-                self._around.client, self._handler, on_ended=self._break
+                self._context.client, self._handler, on_ended=self._on_background_error
             )
             self._membership.join()
 
@@ -73,47 +73,47 @@ class HandlerQuery(SupervisedQuery):
 
     def prepare(self) -> None:
         """Compare the checkpoint with the committed offsets, and record where a new checkpoint starts."""
-        client, settings, streams = self._around.client, self._around.settings, self.streams()
+        client, settings, streams = self._context.client, self._context.settings, self.streams()
         if client.is_cluster:
             check_slots(self._handler, streams)
-        self._look_at_checkpoint("offsets")
+        self._check_checkpoint("offsets")
         if not self.resumed:
             start, start_at = settings.start, settings.start_at
             prepare_new(client, self._handler, streams, self.checkpoint, start=start, start_at=start_at)
 
-    def begin(self) -> None:
+    def start_background(self) -> None:
         """Start the threads that run deferred keys and migrate keys."""
-        self._keeping_up = self._beside(self._keep_up, "millstream-lines")
+        self._deferred_thread = self._start_thread(self._run_deferred, "millstream-lines")
         if self._handler.partitions is not None:
-            self._beside(self._move_keys, "millstream-keys")
+            self._start_thread(self._migrate_keys, "millstream-keys")
 
-    def wind_up(self, within_s: float) -> None:
+    def drain(self, within_s: float) -> None:
         """Wait for the deferred keys' thread, so that its last event is emitted."""
-        if self._keeping_up is not None:
-            self._keeping_up.join(within_s)
+        if self._deferred_thread is not None:
+            self._deferred_thread.join(within_s)
 
-    def is_settled(self) -> bool:
+    def is_finished(self) -> bool:
         """Whether no deferred key will make progress by itself."""
-        return self._catch_up is not None and self._catch_up.is_settled()
+        return self._deferred_jobs is not None and self._deferred_jobs.is_finished()
 
-    def achieved(self) -> int:
+    def progress_count(self) -> int:
         """How many messages the handler has committed in total."""
         keys = [HandlerKeys(self._handler.app, self.name, stream).meta for stream in self.streams()]
-        replies = self._around.client.pipeline([("HGET", key, "committed") for key in keys])
+        replies = self._context.client.pipeline([("HGET", key, "committed") for key in keys])
         return sum(int(raise_if_error(reply) or 0) for reply in replies)
 
-    def parked(self, client: Client) -> tuple[int, int]:
+    def count_parked(self, client: Client) -> tuple[int, int]:
         """See SupervisedQuery."""
-        streams = [] if self._catch_up is None else self._catch_up.streams()
+        streams = [] if self._deferred_jobs is None else self._deferred_jobs.streams()
         return count_parked(client, [HandlerKeys(self._handler.app, self.name, stream) for stream in streams])
 
     def start(self) -> StreamingQuery:
         """Take over from any earlier run of the handler, and start the query."""
-        handler, context = self._handler, self._around
-        self.error = self._catch_up = None
-        token, positions = context.wait_for(self._take_over, self.label)
+        handler, context = self._handler, self._context
+        self.error = self._deferred_jobs = None
+        token, positions = context.retry_while_unavailable(self._take_over, self.label)
         options = {
-            **self._source(),
+            **self._source_options(),
             **_subscription(handler),
             "layout": "packed",
             "frontierApp": handler.app,
@@ -124,30 +124,30 @@ class HandlerQuery(SupervisedQuery):
         }
         job = Job(handler=handler, url=context.settings.url, token=token)
         deferred = [stream for stream, position in positions.items() if position.lines]
-        self._catch_up = DeferredJobs(
-            job, context.spark, streams=deferred, give_up=context.over.is_set, clock=context.clock
+        self._deferred_jobs = DeferredJobs(
+            job, context.spark, streams=deferred, give_up=context.ended.is_set, clock=context.clock
         )
-        engine = Engine(job, on_batch=self._batch_done, deferred_jobs=self._catch_up)
+        engine = Engine(job, on_batch=self._on_batch, deferred_jobs=self._deferred_jobs)
         frame = context.spark.readStream.format("redis-streams").options(**options).load()
-        return self._started(frame.writeStream.foreachBatch(self._processing(engine)))
+        return self._start_query(frame.writeStream.foreachBatch(self._batch_function(engine)))
 
     def _take_over(self) -> tuple[int, dict[str, CommittedPosition]]:
         """Begin a run; return its token and its streams' committed positions. It continues after workers' commits."""
         streams = self.streams()
-        token = self._ledger.new_token(streams)
+        token = self._commit_store.new_token(streams)
         # Before the query plans: the source sees of workers' commits only the committed offset that `begin` writes.
-        return token, self._ledger.renewed(token).begin(streams)
+        return token, self._commit_store.renewed(token).begin(streams)
 
-    def _batch_done(self, batch: BatchTotals) -> None:
+    def _on_batch(self, batch: BatchTotals) -> None:
         self.failures = 0
-        self._around.on_event({"event": "batch", **asdict(batch)})
+        self._context.on_event({"event": "batch", **asdict(batch)})
 
-    def _processing(self, engine: Engine) -> Callable[[DataFrame, int], None]:
+    def _batch_function(self, engine: Engine) -> Callable[[DataFrame, int], None]:
         """Return the function that Spark calls for each batch: `engine`, with bookkeeping for the supervisor."""
 
         def process(frame: DataFrame, number: int) -> None:
-            self.began = True
-            self.batch = Batch(number, self._around.clock.monotonic_ms())
+            self.batch_started = True
+            self.batch = Batch(number, self._context.clock.monotonic_ms())
             try:
                 engine(frame, number)
             except Exception as error:  # noqa: BLE001 - any error ends the query; the supervisor classifies it
@@ -160,34 +160,34 @@ class HandlerQuery(SupervisedQuery):
 
     # --- Background threads ---
 
-    def _beside(self, work: Callable[[], None], name: str) -> threading.Thread:
+    def _start_thread(self, work: Callable[[], None], name: str) -> threading.Thread:
         def run() -> None:
             try:
                 work()
             except Exception as error:  # noqa: BLE001 - without this thread, a run must not look healthy
-                self._break(error)
+                self._on_background_error(error)
 
         thread = threading.Thread(target=run, name=name, daemon=True)
         thread.start()
         return thread
 
-    def _keep_up(self) -> None:
+    def _run_deferred(self) -> None:
         """Run deferred keys once they are runnable."""
-        ended, wait_s, failures = self._around.over, _WATCH_S, 0
+        ended, wait_s, failures = self._context.ended, _WATCH_S, 0
         while not ended.wait(wait_s):
-            wait_s, deferred_jobs = _WATCH_S, self._catch_up  # each start of the query has its own
+            wait_s, deferred_jobs = _WATCH_S, self._deferred_jobs  # each start of the query has its own
             if deferred_jobs is None:
                 continue
             try:
                 totals = deferred_jobs.run()
             except (MillstreamError, PySparkException, Py4JError, OSError) as error:
-                if ended.is_set() or self._around.stopping.is_set():
+                if ended.is_set() or self._context.stopping.is_set():
                     return
-                if deferred_jobs is not self._catch_up:
+                if deferred_jobs is not self._deferred_jobs:
                     continue  # its query has ended, and the restarted one has taken over
                 failure, failures = failure_of(error), failures + 1
-                if failure.final or failures > MOST_FAILURES:
-                    self._break(error)
+                if failure.is_final or failures > MAX_FAILURES:
+                    self._on_background_error(error)
                     return
                 wait_s = min(0.5 * 2**failures, _MAX_WAIT_S)
                 logger.warning(
@@ -197,23 +197,23 @@ class HandlerQuery(SupervisedQuery):
                 failures = 0
                 if totals:
                     wait_s = 0.0
-                    self._around.on_event({"event": "caught-up", **asdict(totals)})
+                    self._context.on_event({"event": "caught-up", **asdict(totals)})
 
-    def _break(self, error: Exception) -> None:
-        self.broken = failure_of(error)
+    def _on_background_error(self, error: Exception) -> None:
+        self.background_failure = failure_of(error)
 
-    def _move_keys(self) -> None:
+    def _migrate_keys(self) -> None:
         """Import the keys that migrate between the handler's partitions."""
 
         def on_runnable(streams: Sequence[str]) -> None:
-            if self._catch_up is not None:
-                self._catch_up.look_at(streams)
+            if self._deferred_jobs is not None:
+                self._deferred_jobs.add_streams(streams)
 
-        ended = self._around.over
-        with Client(self._around.settings.url) as client:
+        ended = self._context.ended
+        with Client(self._context.settings.url) as client:
             while not ended.wait(_WATCH_S):
                 try:
-                    keep_moving(client, self._handler, ended, on_runnable)
+                    keep_migrating(client, self._handler, ended, on_runnable)
                 except MillstreamError as error:
                     wait_s = _MAX_WAIT_S / 10
                     logger.warning("cannot migrate keys of %s, retrying in %.0f s: %s", self.label, wait_s, error)

@@ -5,7 +5,7 @@ import json
 from millstream.spark.source.offsets import unpack
 
 
-def behind(end: str | None, latest: str | None) -> dict[str, int | None]:
+def entries_behind(end: str | None, latest: str | None) -> dict[str, int | None]:
     """Return the entries between two offsets of the source, as in Spark's progress reports, by stream.
 
     None where unknown; empty before the first report, and for offsets of another source.

@@ -20,7 +20,7 @@ from millstream.spark.run.session import checkpoint_begun, clear_unfinished, has
 Event = Mapping[str, Any]
 T = TypeVar("T")
 
-MOST_FAILURES = 10
+MAX_FAILURES = 10
 """Failures in a row, without progress, after which the run stops."""
 
 _FIRST_REPORT_MS, _MAX_REPORT_INTERVAL_MS = 10_000.0, 300_000.0
@@ -70,10 +70,10 @@ class RunContext:
     client: Client
     clock: Clock
     stopping: Flag
-    over: Flag
+    ended: Flag
     on_event: Callable[[Event], None]
 
-    def wait_for(self, operation: Callable[[], T], what: str) -> T:
+    def retry_while_unavailable(self, operation: Callable[[], T], what: str) -> T:
         """Run `operation`, repeating it while Redis is unavailable. Raises Unavailable once the run is stopping."""
         return self.client.patiently(operation, what=what, give_up=self.stopping.is_set)
 
@@ -84,7 +84,7 @@ class Batch:
 
     number: int | None
     began_ms: float
-    next_word_ms: float = field(default_factory=lambda: _FIRST_REPORT_MS)
+    next_report_ms: float = field(default_factory=lambda: _FIRST_REPORT_MS)
 
 
 class SupervisedQuery(ABC):
@@ -106,15 +106,15 @@ class SupervisedQuery(ABC):
         self.query: StreamingQuery | None = None
         self.batch: Batch | None = None
         self.error: Exception | None = None
-        self.broken: Failure | None = None
+        self.background_failure: Failure | None = None
         self.has_started = False
         self.resumed = False
-        self.began = False
+        self.batch_started = False
         self.failures = 0
-        self.before = 0
+        self.last_progress = 0
         self.retry_at_ms = 0.0
         self.done = False
-        self._around = context
+        self._context = context
 
     @abstractmethod
     def streams(self) -> list[str]:
@@ -133,22 +133,22 @@ class SupervisedQuery(ABC):
         """Start its query. Raises what pyspark does, StaleOwner, AccessDenied or ConfigError."""
 
     @abstractmethod
-    def achieved(self) -> int:
+    def progress_count(self) -> int:
         """A progress counter: it has grown if anything was committed since the last call."""
 
-    def begin(self) -> None:
+    def start_background(self) -> None:
         """Start the background threads that work beside the query until the run ends."""
         return
 
-    def is_settled(self) -> bool:
+    def is_finished(self) -> bool:
         """Whether no work is left once its query has ended."""
         return True
 
-    def parked(self, client: Client) -> tuple[int, int]:
+    def count_parked(self, client: Client) -> tuple[int, int]:
         """Return the number of parked keys, and of messages in their queues, read by `client`. Raises RedisError."""
         return 0, 0
 
-    def wind_up(self, within_s: float) -> None:
+    def drain(self, within_s: float) -> None:
         """Wait, after the run has ended, at most so many seconds for the background threads to report."""
         return
 
@@ -161,26 +161,26 @@ class SupervisedQuery(ABC):
         batch = self.batch
         if batch is None:
             return
-        elapsed_ms = self._around.clock.monotonic_ms() - batch.began_ms
-        if elapsed_ms >= batch.next_word_ms:
-            batch.next_word_ms += min(batch.next_word_ms, _MAX_REPORT_INTERVAL_MS)
+        elapsed_ms = self._context.clock.monotonic_ms() - batch.began_ms
+        if elapsed_ms >= batch.next_report_ms:
+            batch.next_report_ms += min(batch.next_report_ms, _MAX_REPORT_INTERVAL_MS)
             numbered = {} if batch.number is None else {"batch": batch.number}
-            idle = {} if has_executors(self._around.spark) else {"reason": _NO_EXECUTOR}
-            self.tell("running", **numbered, seconds=round(elapsed_ms / 1000), **idle)
+            idle = {} if has_executors(self._context.spark) else {"reason": _NO_EXECUTOR}
+            self.emit("running", **numbered, seconds=round(elapsed_ms / 1000), **idle)
 
-    def tell(self, event: str, **more: Any) -> None:
+    def emit(self, event: str, **more: Any) -> None:
         """Emit an event of this query."""
-        self._around.on_event({"event": event, self.kind: self.name, **more})
+        self._context.on_event({"event": event, self.kind: self.name, **more})
 
-    def _look_at_checkpoint(self, marker: str) -> None:
+    def _check_checkpoint(self, marker: str) -> None:
         """Find out whether the query resumes: one that has begun leaves `marker` in its checkpoint."""
-        self.resumed = checkpoint_begun(self._around.spark, self.checkpoint, marker)
-        if self.resumed and self._around.settings.start == "reprocess":
+        self.resumed = checkpoint_begun(self._context.spark, self.checkpoint, marker)
+        if self.resumed and self._context.settings.start == "reprocess":
             raise ConfigError(f"reprocessing {self.label} needs a new --checkpoint: this one records what is processed")
 
-    def _source(self) -> dict[str, Any]:
+    def _source_options(self) -> dict[str, Any]:
         """The source options that handlers and stages share."""
-        settings, context = self._around.settings, self._around.spark.sparkContext
+        settings, context = self._context.settings, self._context.spark.sparkContext
         return {
             "url": settings.url,
             "maxOffsetsPerTrigger": settings.max_per_batch,
@@ -190,15 +190,15 @@ class SupervisedQuery(ABC):
             **({"minPartitions": context.defaultParallelism} if is_cluster(str(context.master)) else {}),
         }
 
-    def _started(self, writer: DataStreamWriter) -> StreamingQuery:
+    def _start_query(self, writer: DataStreamWriter) -> StreamingQuery:
         """Start the query of `writer` with the label as its name, the checkpoint, and the trigger of the settings."""
-        settings = self._around.settings
+        settings = self._context.settings
         writer = writer.queryName(self.label).option("checkpointLocation", self.checkpoint)
         if settings.once:
             writer = writer.trigger(availableNow=True)
         elif settings.interval_ms:
             writer = writer.trigger(processingTime=f"{settings.interval_ms} milliseconds")
-        clear_unfinished(self._around.spark, self.checkpoint)
+        clear_unfinished(self._context.spark, self.checkpoint)
         query = writer.start()
         self.has_started = True
         return query

@@ -14,7 +14,7 @@ from pyspark.sql.streaming.listener import (
 )
 
 from millstream.observability import metrics as m
-from millstream.spark.run.offsets_behind import behind
+from millstream.spark.run.offsets_behind import entries_behind
 
 
 class QueryMetrics(StreamingQueryListener):
@@ -28,7 +28,7 @@ class QueryMetrics(StreamingQueryListener):
         self._metrics = metrics
         self._streams = streams
         self._names: dict[str, str] = {}
-        self._shown: dict[str, set[str]] = {}
+        self._reported: dict[str, set[str]] = {}
 
     def onQueryStarted(self, event: QueryStartedEvent) -> None:  # noqa: N802 - Spark's names
         """Store the query's name, which the termination event lacks."""
@@ -42,7 +42,7 @@ class QueryMetrics(StreamingQueryListener):
             self._metrics.count(m.SPARK_ROWS, progress.numInputRows, query=query)
             self._metrics.observe(m.SPARK_BATCH_SECONDS, progress.batchDuration / 1000, query=query)
         if lags := _lags(progress):
-            self._behind(query, lags)
+            self._report_lag(query, lags)
 
     def onQueryIdle(self, event: QueryIdleEvent) -> None:  # noqa: N802
         """Do nothing: the last values stay valid."""
@@ -50,10 +50,10 @@ class QueryMetrics(StreamingQueryListener):
     def onQueryTerminated(self, event: QueryTerminatedEvent) -> None:  # noqa: N802
         """Remove the query's metrics of streams."""
         query = self._names.pop(str(event.runId), str(event.id))
-        for stream in self._shown.pop(query, ()):
+        for stream in self._reported.pop(query, ()):
             self._metrics.forget(m.SPARK_STREAM_BEHIND, query=query, stream=stream)
 
-    def _behind(self, query: str, lags: Mapping[str, int | None]) -> None:
+    def _report_lag(self, query: str, lags: Mapping[str, int | None]) -> None:
         known = {stream: count for stream, count in lags.items() if count is not None}
         counts: list[float] = list(known.values()) or [math.nan]
         figures = {
@@ -65,18 +65,18 @@ class QueryMetrics(StreamingQueryListener):
         for of, value in figures.items():
             self._metrics.set(m.SPARK_BEHIND, value, query=query, of=of)
         worst = set(sorted(known, key=lambda stream: (-known[stream], stream))[: self._streams])
-        for stream in self._shown.get(query, set()) - worst:
+        for stream in self._reported.get(query, set()) - worst:
             self._metrics.forget(m.SPARK_STREAM_BEHIND, query=query, stream=stream)
         for stream in worst:
             self._metrics.set(m.SPARK_STREAM_BEHIND, known[stream], query=query, stream=stream)
-        self._shown[query] = worst
+        self._reported[query] = worst
 
 
 def _lags(progress: StreamingQueryProgress) -> dict[str, int | None]:
     """Return the lag of the query in each stream of all its sources."""
     found: dict[str, int | None] = {}
     for source in progress.sources:
-        found |= behind(source.endOffset, source.latestOffset)
+        found |= entries_behind(source.endOffset, source.latestOffset)
     return found
 
 

@@ -48,9 +48,9 @@ class ServiceMembership:
         """Join the service. Raises ConfigError if it belongs to another handler, RedisError."""
         claim_service(self._client, self._service, self._handler.label)
         self._balancer.start()
-        threading.Thread(target=self._attend, name="millstream-leases", daemon=True).start()
+        threading.Thread(target=self._handle_notifications, name="millstream-leases", daemon=True).start()
 
-    def _attend(self) -> None:
+    def _handle_notifications(self) -> None:
         """Release leases that are rebalanced to other consumers."""
         for notification in self._balancer:
             try:

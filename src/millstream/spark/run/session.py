@@ -38,7 +38,7 @@ _NO_MASTER = "Cannot call methods on a stopped SparkContext."
 _FORMAT = "redis-streams"
 
 
-def task_tries(handlers: Iterable[Handler]) -> int:
+def task_attempts(handlers: Iterable[Handler]) -> int:
     """Return the attempts per Spark task that a poison pill may need to become a dead letter: from 4 to 10."""
     attempts = max((handler.retry.attempts for handler in handlers), default=1) + 1
     return min(max(attempts, 4), 10)
@@ -113,7 +113,7 @@ def make_active(spark: SparkSession) -> None:
     SparkSession._get_j_spark_session_class(jvm).setActiveSession(spark._jsparkSession)
 
 
-def settle_environment(spark: SparkSession) -> None:
+def prefill_environment(spark: SparkSession) -> None:
     """Put the variables that Spark adds to our data source's environment there before any query starts.
 
     Spark keeps one Python function of a data source for all queries of a Java process. Each starting query puts the
@@ -245,7 +245,7 @@ class _JavaLog(threading.Thread):
         self._reader = reader
         self._lock = threading.Lock()
         self._released = False
-        self.held: deque[str] = deque(maxlen=_KEPT_LINES)
+        self.buffered: deque[str] = deque(maxlen=_KEPT_LINES)
 
     def run(self) -> None:
         """Forward or buffer lines until the Java process closes stderr."""
@@ -255,22 +255,22 @@ class _JavaLog(threading.Thread):
                     continue
                 with self._lock:
                     if not self._released:
-                        self.held.append(line.decode("utf-8", "replace").strip())
+                        self.buffered.append(line.decode("utf-8", "replace").strip())
                         continue
                 _forward(line)
 
     def reason(self) -> str:
         """Return the buffered lines, without stack frames."""
         with self._lock:
-            lines = [line for line in self.held if line and not line.startswith(("at ", "..."))]
+            lines = [line for line in self.buffered if line and not line.startswith(("at ", "..."))]
         return "; ".join(line.removeprefix('Exception in thread "main" ') for line in lines)
 
     def release(self) -> None:
         """Forward the buffered lines, and from now on every line."""
         with self._lock:
-            for held in self.held:
+            for held in self.buffered:
                 _forward(f"{held}\n".encode())
-            self.held.clear()
+            self.buffered.clear()
             self._released = True
 
 

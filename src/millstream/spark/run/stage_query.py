@@ -31,19 +31,19 @@ class StageQuery(SupervisedQuery):
         self._stage = stage
         self._group = stage_group(stage.app, stage.name)
         self._writer: DataStreamWriter | None = None
-        self._last = -1
-        self._batches = 0
+        self._last_batch = -1
+        self._batch_count = 0
 
     def streams(self) -> list[str]:
         """The streams that its inputs name, or that match their patterns now."""
-        scan = self._around.client.scan_streams
+        scan = self._context.client.scan_streams
         return [name for one in self._stage.inputs for name in (one.streams or scan(one.pattern or "*"))]
 
     def prepare(self) -> None:
         """Compare the checkpoint with the progress group, and build the query."""
         # The query's metadata exists from its start; offsets only from its first batch, which may come much later.
-        self._look_at_checkpoint("metadata")
-        known = {} if self.resumed or self._around.settings.start != "resume" else self._standings()
+        self._check_checkpoint("metadata")
+        known = {} if self.resumed or self._context.settings.start != "resume" else self._group_positions()
         for stream, found in known.items():
             if found.position.id > ZERO_ID:
                 raise ConfigError(
@@ -52,32 +52,32 @@ class StageQuery(SupervisedQuery):
                     "--reprocess to start from the beginning, or give the old --checkpoint"
                 )
         try:
-            self._writer = self._made()
+            self._writer = self._build_writer()
         except ConfigError as error:
-            if not failure_of(error).starved:  # otherwise each start of the query builds it again
+            if not failure_of(error).is_worker_late:  # otherwise each start of the query builds it again
                 raise
 
-    def _standings(self) -> Mapping[str, GroupPosition]:
-        return group_positions(self._around.client, self._group, self.streams())
+    def _group_positions(self) -> Mapping[str, GroupPosition]:
+        return group_positions(self._context.client, self._group, self.streams())
 
-    def _begins_at(self) -> str:
+    def _starting_offsets(self) -> str:
         """Where Spark starts without a checkpointed offset: a position that the group has shown does not move."""
-        continues = self.resumed or self.has_started or self._around.settings.start == "from-frontier"
-        return "group" if continues and self._standings() else self._around.settings.start_at
+        continues = self.resumed or self.has_started or self._context.settings.start == "from-frontier"
+        return "group" if continues and self._group_positions() else self._context.settings.start_at
 
-    def achieved(self) -> int:
+    def progress_count(self) -> int:
         """How many batches have succeeded in this run."""
         self.watch()
-        return self._batches
+        return self._batch_count
 
     def start(self) -> StreamingQuery:
         """Start the query that `prepare` built; every later start builds it again."""
         try:
-            writer, self._writer = self._writer or self._made(), None
+            writer, self._writer = self._writer or self._build_writer(), None
         except ConfigError as error:  # it could be built before: something that its function needs may be unavailable
             raise PipelineFailed(str(error)) from error
         try:
-            return self._started(writer)
+            return self._start_query(writer)
         except AnalysisException as error:
             raise ConfigError(failure_of(error).reason) from error
 
@@ -87,40 +87,40 @@ class StageQuery(SupervisedQuery):
         if query is None:
             return
         for progress in query.recentProgress:
-            if progress.batchId > self._last and "addBatch" in progress.durationMs:
-                self._last, self.began, self.failures, self.batch = progress.batchId, True, 0, None
-                self._batches += 1
+            if progress.batchId > self._last_batch and "addBatch" in progress.durationMs:
+                self._last_batch, self.batch_started, self.failures, self.batch = progress.batchId, True, 0, None
+                self._batch_count += 1
                 seconds = progress.batchDuration / 1000
-                self.tell("batch", batch=progress.batchId, messages=progress.numInputRows, seconds=seconds)
+                self.emit("batch", batch=progress.batchId, messages=progress.numInputRows, seconds=seconds)
         status = query.status
         if not (query.isActive and status["isTriggerActive"] and status["isDataAvailable"]):
             self.batch = None
         elif self.batch is None:
-            self.batch = Batch(None, self._around.clock.monotonic_ms())
+            self.batch = Batch(None, self._context.clock.monotonic_ms())
         super().watch()
 
     # --- Building the query ---
 
-    def _made(self) -> DataStreamWriter:
-        stage, begins_at = self._stage, self._around.wait_for(self._begins_at, self.label)
+    def _build_writer(self) -> DataStreamWriter:
+        stage, begins_at = self._stage, self._context.retry_while_unavailable(self._starting_offsets, self.label)
         try:
-            result = stage.function(*[self._frame(one, begins_at) for one in stage.inputs])
+            result = stage.function(*[self._read_input(one, begins_at) for one in stage.inputs])
         except Exception as error:  # the user's function may raise anything
             raise ConfigError(f"{self.label} cannot be built: {_error_line(error, stage)}") from error
-        return self._checked(result)
+        return self._check_result(result)
 
-    def _frame(self, one: Input, begins_at: str) -> DataFrame:
-        options = self._source()
+    def _read_input(self, one: Input, begins_at: str) -> DataFrame:
+        options = self._source_options()
         options |= {"subscribe": ",".join(one.streams)} if one.streams else {"subscribePattern": one.pattern}
         # A redriven entry is meant for the handler that failed on it; the stage has read the original.
         options |= {"group": self._group, "startingOffsets": begins_at, "redriven": "skip"}
         options |= one.options
         # Checked now: Spark parses the options only when the query starts.
         parse({name: text_of_option(value) for name, value in options.items() if value is not None})
-        reader = self._around.spark.readStream.format("redis-streams").options(**options)
+        reader = self._context.spark.readStream.format("redis-streams").options(**options)
         return (reader if one.schema is None else reader.schema(schema_of(one.schema))).load()
 
-    def _checked(self, result: Any) -> DataStreamWriter:
+    def _check_result(self, result: Any) -> DataStreamWriter:
         """Return the writer to start. Raises ConfigError for any other result."""
         where, into = f"{self.label} ", self._stage.into
         if isinstance(result, StreamingQuery):
@@ -143,7 +143,7 @@ class StageQuery(SupervisedQuery):
             raise ConfigError(f"{where}returns a {type(result).__name__}: return a DataFrame, or df.writeStream ...")
         if into is None:
             return result
-        return result.format("redis-streams").options(url=self._around.settings.url, stream=into)
+        return result.format("redis-streams").options(url=self._context.settings.url, stream=into)
 
 
 def _error_line(error: Exception, stage: Stage) -> str:

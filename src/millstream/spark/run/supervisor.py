@@ -31,9 +31,9 @@ from millstream.spark.run.connect_guard import refuse_session
 from millstream.spark.run.failures import Failure, failure_of
 from millstream.spark.run.handler_query import HandlerQuery
 from millstream.spark.run.liveness import keep_announced
-from millstream.spark.run.offsets_behind import behind
-from millstream.spark.run.query import MOST_FAILURES, Event, RunContext, RunSettings, SupervisedQuery
-from millstream.spark.run.session import has_executors, has_stopped, java_has_ended, make_active, settle_environment
+from millstream.spark.run.offsets_behind import entries_behind
+from millstream.spark.run.query import MAX_FAILURES, Event, RunContext, RunSettings, SupervisedQuery
+from millstream.spark.run.session import has_executors, has_stopped, java_has_ended, make_active, prefill_environment
 from millstream.spark.run.stage_query import StageQuery
 
 __all__ = ["RunSettings", "Supervisor"]
@@ -79,16 +79,16 @@ class Supervisor:
         self._clock = clock
         self._client = Client(settings.url)
         self._stopping = stopping or threading.Event()
-        self._over = threading.Event()
-        self._settled = self._had_executors = False
-        self._look_due_ms = self._alone_since_ms = float("-inf")
-        self._around = around = RunContext(
-            spark=spark, settings=settings, client=self._client, clock=clock, stopping=self._stopping, over=self._over,
+        self._ended = threading.Event()
+        self._environment_ready = self._had_executors = False
+        self._executor_check_due_ms = self._no_executors_since_ms = float("-inf")
+        self._context = around = RunContext(
+            spark=spark, settings=settings, client=self._client, clock=clock, stopping=self._stopping, ended=self._ended,
             on_event=on_event,
         )  # fmt: skip
         # Stages first: Spark's own errors about them are raised before a handler has processed anything.
-        self._pipelines: list[SupervisedQuery] = [StageQuery(around, stage) for stage in app.stages.values()]
-        self._pipelines += [HandlerQuery(around, handler) for handler in app.handlers.values()]
+        self._supervised: list[SupervisedQuery] = [StageQuery(around, stage) for stage in app.stages.values()]
+        self._supervised += [HandlerQuery(around, handler) for handler in app.handlers.values()]
 
     def stop(self) -> None:
         """Make `run` end; safe to call from a signal handler. The next run repeats whatever is not committed."""
@@ -102,17 +102,17 @@ class Supervisor:
         """
         try:
             make_active(self._spark)
-            for supervised in self._pipelines:
-                self._around.wait_for(supervised.join, supervised.label)
-                self._around.wait_for(supervised.prepare, supervised.label)
+            for supervised in self._supervised:
+                self._context.retry_while_unavailable(supervised.join, supervised.label)
+                self._context.retry_while_unavailable(supervised.prepare, supervised.label)
             threading.Thread(target=self._move_delayed, name="millstream-mover", daemon=True).start()
-            threading.Thread(target=self._keep_present, name="millstream-presence", daemon=True).start()
-            for supervised in self._pipelines:
-                supervised.begin()
-            while not self._stopping.is_set() and not all(supervised.done for supervised in self._pipelines):
-                for supervised in self._pipelines:
+            threading.Thread(target=self._announce, name="millstream-presence", daemon=True).start()
+            for supervised in self._supervised:
+                supervised.start_background()
+            while not self._stopping.is_set() and not all(supervised.done for supervised in self._supervised):
+                for supervised in self._supervised:
                     supervised.watch()
-                    self._tend(supervised)
+                    self._advance_query(supervised)
                 self._check_executors()
                 self._on_watch(self.lag())
                 self._stopping.wait(_WATCH_S)
@@ -130,15 +130,15 @@ class Supervisor:
                     "messages are not repeated"
                 ) from error
         finally:
-            self._over.set()
+            self._ended.set()
             drain_until_ms = self._clock.monotonic_ms() + _DRAIN_MS
-            for supervised in self._pipelines:
-                supervised.wind_up(max(0.0, drain_until_ms - self._clock.monotonic_ms()) / 1000)
+            for supervised in self._supervised:
+                supervised.drain(max(0.0, drain_until_ms - self._clock.monotonic_ms()) / 1000)
             self._stop_queries()
-            for supervised in self._pipelines:
+            for supervised in self._supervised:
                 supervised.leave()
-            if any(supervised.has_started for supervised in self._pipelines):
-                self._on_event({"event": "stopped", **self._parked()})
+            if any(supervised.has_started for supervised in self._supervised):
+                self._on_event({"event": "stopped", **self._parked_event()})
             self._client.close()
 
     def _move_delayed(self) -> None:
@@ -146,23 +146,23 @@ class Supervisor:
         with Client(self._settings.url) as client:
             try:
                 DelayedMessages(client).keep_moving(
-                    lambda: sorted({name for supervised in self._pipelines for name in supervised.streams()}),
-                    self._over,
+                    lambda: sorted({name for supervised in self._supervised for name in supervised.streams()}),
+                    self._ended,
                 )
             except (RedisError, ConfigError) as error:
                 logger.warning("this pipeline stops moving delayed messages to their streams: %s", error)
 
-    def _keep_present(self) -> None:
+    def _announce(self) -> None:
         """Announce the run in Redis, for `millstream info`."""
 
         def names() -> list[str]:
-            return [supervised.name for supervised in self._pipelines if not supervised.done]
+            return [supervised.name for supervised in self._supervised if not supervised.done]
 
-        keep_announced(self._settings.url, self._app, names, self._over)
+        keep_announced(self._settings.url, self._app, names, self._ended)
 
     def _stop_queries(self) -> None:
         """Stop all queries in parallel, since each waits for its batch; a late one ends with the session."""
-        queries = [supervised.query for supervised in self._pipelines if supervised.query is not None]
+        queries = [supervised.query for supervised in self._supervised if supervised.query is not None]
         stops = [threading.Thread(target=_stop, args=(query,), daemon=True) for query in queries]
         deadline_ms = self._clock.monotonic_ms() + _STOP_MS
         for stop in stops:
@@ -170,11 +170,11 @@ class Supervisor:
         for stop in stops:
             stop.join(max(0.0, deadline_ms - self._clock.monotonic_ms()) / 1000)
 
-    def _parked(self) -> Event:
+    def _parked_event(self) -> Event:
         """Return the parked keys and messages, for the stopped event; nothing while Redis is unavailable."""
         try:
             with Client(self._settings.url, timeout_ms=round(_DRAIN_MS)) as client:
-                found = {supervised.name: supervised.parked(client) for supervised in self._pipelines}
+                found = {supervised.name: supervised.count_parked(client) for supervised in self._supervised}
         except (RedisError, ConfigError) as error:
             logger.debug("parked keys are unknown, omitting them from the stopped event: %s", error)
             return {}
@@ -183,10 +183,10 @@ class Supervisor:
     def lag(self) -> int | None:
         """The lag in entries, over all handlers and stages; None until it is known."""
         total: int | None = None
-        for supervised in self._pipelines:
+        for supervised in self._supervised:
             progress = supervised.query.lastProgress if supervised.query is not None else None
             for source in progress.sources if progress is not None else ():
-                counts = list(behind(source.endOffset, source.latestOffset).values())
+                counts = list(entries_behind(source.endOffset, source.latestOffset).values())
                 known = [count for count in counts if count is not None]
                 if counts and len(known) == len(counts):
                     total = (total or 0) + sum(known)
@@ -194,10 +194,10 @@ class Supervisor:
 
     # --- One query ---
 
-    def _tend(self, supervised: SupervisedQuery) -> None:
+    def _advance_query(self, supervised: SupervisedQuery) -> None:
         """Start, restart or finish one query, by its state."""
-        if supervised.broken is not None:
-            raise _ended(supervised, supervised.broken)
+        if supervised.background_failure is not None:
+            raise _ended(supervised, supervised.background_failure)
         query = supervised.query
         if supervised.done or (query is not None and query.isActive):
             return
@@ -205,22 +205,22 @@ class Supervisor:
         supervised.watch()  # its last batches
         error = query.exception() if query is not None else None
         if error is not None:
-            self._failed(supervised, failure_of(supervised.error or error))
+            self._on_failure(supervised, failure_of(supervised.error or error))
         elif query is not None:
             if not self._settings.once:
                 self._stopping.set()  # stopped from outside, by the session
             else:
-                supervised.done = self._around.wait_for(supervised.is_settled, supervised.label)
-        elif self._clock.monotonic_ms() >= supervised.retry_at_ms and self._starting() < _MAX_STARTING:
+                supervised.done = self._context.retry_while_unavailable(supervised.is_finished, supervised.label)
+        elif self._clock.monotonic_ms() >= supervised.retry_at_ms and self._count_starting() < _MAX_STARTING:
             try:
-                if not self._settled:
-                    settle_environment(self._spark)
-                    self._settled = True
+                if not self._environment_ready:
+                    prefill_environment(self._spark)
+                    self._environment_ready = True
                 supervised.query = supervised.start()
             except (PySparkException, Py4JJavaError, StaleOwner, AccessDenied, ConfigError, PipelineFailed) as refusal:
-                self._failed(supervised, failure_of(refusal))
+                self._on_failure(supervised, failure_of(refusal))
             else:
-                supervised.tell("started")
+                supervised.emit("started")
 
     def _check_session(self) -> None:
         """Raise SessionEnded if the session has stopped, so that no query can run."""
@@ -237,43 +237,43 @@ class Supervisor:
         not know, and assigns these no new ones.
         """
         now_ms = self._clock.monotonic_ms()
-        if now_ms < self._look_due_ms:
+        if now_ms < self._executor_check_due_ms:
             return
-        self._look_due_ms = now_ms + _EXECUTOR_CHECK_MS
+        self._executor_check_due_ms = now_ms + _EXECUTOR_CHECK_MS
         is_idle = not has_executors(self._spark)
         self._had_executors = self._had_executors or not is_idle
-        if not (is_idle and self._had_executors and any(supervised.batch for supervised in self._pipelines)):
-            self._alone_since_ms = now_ms
-        elif now_ms - self._alone_since_ms >= _MAX_NO_EXECUTORS_MS:
+        if not (is_idle and self._had_executors and any(supervised.batch for supervised in self._supervised)):
+            self._no_executors_since_ms = now_ms
+        elif now_ms - self._no_executors_since_ms >= _MAX_NO_EXECUTORS_MS:
             raise SessionEnded(
                 "all executors are gone, and the cluster assigns no new ones: the master may have restarted. "
                 "Run the same command again: committed messages are not repeated"
             )
 
-    def _starting(self) -> int:
+    def _count_starting(self) -> int:
         """How many queries are still starting. A start takes seconds of a core, and Spark allows it only ten."""
-        queries = [supervised.query for supervised in self._pipelines if supervised.query is not None]
+        queries = [supervised.query for supervised in self._supervised if supervised.query is not None]
         return sum(query.isActive and query.status["message"] == _INITIALIZING for query in queries)
 
-    def _failed(self, supervised: SupervisedQuery, failure: Failure) -> None:
-        if failure.final:
+    def _on_failure(self, supervised: SupervisedQuery, failure: Failure) -> None:
+        if failure.is_final:
             raise _ended(supervised, failure)
-        progress = self._around.wait_for(supervised.achieved, supervised.label)
-        supervised.failures = supervised.failures + 1 if progress == supervised.before else 1
-        supervised.before = progress
-        self._give_up(supervised, failure)
+        progress = self._context.retry_while_unavailable(supervised.progress_count, supervised.label)
+        supervised.failures = supervised.failures + 1 if progress == supervised.last_progress else 1
+        supervised.last_progress = progress
+        self._check_failures(supervised, failure)
         wait_ms = min(500.0 * 2 ** min(supervised.failures, 6), 30_000.0)
         supervised.query = None
         supervised.retry_at_ms = self._clock.monotonic_ms() + wait_ms
         logger.warning("%s failed, restarting in %.0f s: %s", supervised.label, wait_ms / 1000, failure.reason)
-        supervised.tell("restarting", reason=failure.reason)
+        supervised.emit("restarting", reason=failure.reason)
 
-    def _give_up(self, supervised: SupervisedQuery, failure: Failure) -> None:
+    def _check_failures(self, supervised: SupervisedQuery, failure: Failure) -> None:
         """Raise PipelineFailed once the query has failed too often for another restart to help."""
         # If a Python worker starts too late, the machine is overloaded: the query gets all restarts, also with `once`.
-        limit = _MAX_FAILURES_ONCE if self._settings.once and not failure.starved else MOST_FAILURES
+        limit = _MAX_FAILURES_ONCE if self._settings.once and not failure.is_worker_late else MAX_FAILURES
         label, checkpoint = supervised.label, supervised.checkpoint
-        at_first = supervised.resumed and not supervised.began and failure.of_checkpoint
+        at_first = supervised.resumed and not supervised.batch_started and failure.in_checkpoint
         if at_first and supervised.failures > _MAX_CHECKPOINT_FAILURES:
             changed = "If its stateful operators were changed, rename it. " if supervised.kind == "stage" else ""
             raise PipelineFailed(

@@ -8,7 +8,7 @@ Transaction Commit"). `docs/spark-sink.md` describes the protocol step by step.
 
 from typing import TYPE_CHECKING
 
-from millstream.lazy import names_of
+from millstream.lazy import lazy_names
 
 if TYPE_CHECKING:
     from millstream.spark.sink.manifest import StagedTask
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from millstream.spark.sink.staging import Row, Stage, begin, raw, token_of
     from millstream.spark.sink.write_options import WriteOptions
 else:
-    __getattr__, __dir__ = names_of(
+    __getattr__, __dir__ = lazy_names(
         __name__,
         {
             "millstream.spark.sink.manifest": ("StagedTask",),

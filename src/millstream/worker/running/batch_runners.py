@@ -11,7 +11,7 @@ from queue import Empty
 
 from millstream.clock import Clock
 from millstream.delivery.reliable_stream import Delivery
-from millstream.handlers.attempt import NOTHING, BatchOutcome, Done, Outcome
+from millstream.handlers.attempt import NO_EFFECTS, BatchOutcome, Done, Outcome
 from millstream.model import Message
 from millstream.worker.completion_queue import FinishedRun
 from millstream.worker.handler_steps import HandlerSteps
@@ -60,7 +60,7 @@ class _Batch:
         """Add an entry that has started; without a message, it was redriven for another handler."""
         if message is None:
             delivery.ran = True
-            self._finished.append(((delivery,), NOTHING))
+            self._finished.append(((delivery,), NO_EFFECTS))
         else:
             self._deliveries.append(delivery)
             self.messages.append(message)
@@ -124,7 +124,7 @@ class ThreadBatchRunner(ThreadRunner):
         batch = _Batch(self._clock)
         for delivery in deliveries:
             batch.add(delivery, self._steps.decode(delivery))
-        return batch.outcomes(self._steps.run_batch(batch.messages) if batch.messages else ([], NOTHING))
+        return batch.outcomes(self._steps.run_batch(batch.messages) if batch.messages else ([], NO_EFFECTS))
 
     def _run_message(self, delivery: Delivery) -> Outcome:
         return self._run_batch([delivery])[0][1]
@@ -175,7 +175,7 @@ class AsyncBatchRunner(AsyncRunner):
         batch = _Batch(self._clock)
         for delivery in deliveries:
             batch.add(delivery, self._steps.decode(delivery))
-        return batch.outcomes(await self._steps.run_batch_async(batch.messages) if batch.messages else ([], NOTHING))
+        return batch.outcomes(await self._steps.run_batch_async(batch.messages) if batch.messages else ([], NO_EFFECTS))
 
     async def _run_message(self, delivery: Delivery) -> Outcome:
         return (await self._run_batch([delivery]))[0][1]

@@ -11,7 +11,7 @@ from queue import Empty, SimpleQueue
 from millstream.clock import Clock
 from millstream.delivery.reliable_stream import Delivery
 from millstream.errors import HandlerStuck, Unavailable
-from millstream.handlers.attempt import DeadLettered, Outcome, given_up
+from millstream.handlers.attempt import DeadLettered, Outcome, outcome_after_last_attempt
 from millstream.handlers.handler import Handler
 from millstream.model import Retry
 from millstream.worker.in_flight import InFlight
@@ -138,7 +138,7 @@ class PoisonIsolation:
             "crashed",
             f"{deaths} processes crashed while they ran this message and nothing else; the last {cause}",
         )
-        outcome: Outcome = dead if delivery.lease is None else given_up(self._handler, dead)
+        outcome: Outcome = dead if delivery.lease is None else outcome_after_last_attempt(self._handler, dead)
         self._in_flight.complete(delivery, outcome)
 
     def _run_isolated(self, delivery: Delivery) -> None:

@@ -18,7 +18,7 @@ from typing import NamedTuple, Protocol
 from millstream.clock import Clock
 from millstream.delivery.reliable_stream import Delivery
 from millstream.errors import Unfinished
-from millstream.handlers.attempt import NOTHING, Outcome
+from millstream.handlers.attempt import NO_EFFECTS, Outcome
 from millstream.worker.handler_steps import HandlerSteps
 from millstream.worker.in_flight import InFlight
 from millstream.worker.loop_metrics import LoopMetrics
@@ -198,7 +198,7 @@ class ThreadRunner(_Start):
     def _run_message(self, delivery: Delivery) -> Outcome:
         message = self._steps.decode(delivery)
         if message is None:
-            outcome: Outcome = NOTHING
+            outcome: Outcome = NO_EFFECTS
         elif delivery.lease is None:
             outcome = self._steps.run(message)
         else:
@@ -338,7 +338,7 @@ class AsyncRunner(_Start):
     async def _run_message(self, delivery: Delivery) -> Outcome:
         message = self._steps.decode(delivery)
         if message is None:
-            outcome: Outcome = NOTHING
+            outcome: Outcome = NO_EFFECTS
         elif delivery.lease is None:
             outcome = await self._steps.run_async(message)
         else:

@@ -9,7 +9,7 @@ from millstream.clock import Clock
 from millstream.delivery.commit_store import Effects
 from millstream.delivery.reliable_stream import Delivery, ReliableStream
 from millstream.errors import HandlerStuck, OutOfMemory, Unavailable
-from millstream.handlers.attempt import DeadLettered, overdue
+from millstream.handlers.attempt import DeadLettered, timed_out
 from millstream.handlers.handler import Handler
 from millstream.redis_client.client import Client, Reply
 from millstream.worker.handler_steps import HandlerSteps
@@ -259,7 +259,7 @@ class ClaimRenewal:
         stream = delivery.stream
         message = self._steps.decode(delivery)
         if message is not None:
-            outcome = overdue(self._steps.handler, message, alone=not delivery.in_batch)
+            outcome = timed_out(self._steps.handler, message, alone=not delivery.in_batch)
             if isinstance(outcome, DeadLettered):
                 effects: Effects = self._steps.dead_letter(delivery, outcome)
                 if not stream.commit([effects]):
@@ -286,6 +286,6 @@ def _longest_in_flight_ms(handler: Handler, policy: WorkerPolicy) -> float:
     times.
     """
     retry = handler.retry
-    waits_ms = sum(map(retry.longest_delay_after, range(1, retry.attempts)))
+    waits_ms = sum(map(retry.max_delay_after, range(1, retry.attempts)))
     runs_ms = retry.attempts * _RUNS_IN_FLIGHT * (handler.time_limit_ms + _GRACE_MS)
     return runs_ms + waits_ms + _CLAIMS_IN_FLIGHT * policy.claim_ms

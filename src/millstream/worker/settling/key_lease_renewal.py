@@ -9,7 +9,7 @@ from typing import Any
 from millstream.delivery.keyed_stream import KeyedStream, KeyLease, LeaseRelease, lease_of
 from millstream.delivery.reliable_stream import Delivery, ReliableStream
 from millstream.errors import HandlerStuck
-from millstream.handlers.attempt import DeadLettered, Done, RetryLater, overdue
+from millstream.handlers.attempt import DeadLettered, Done, RetryLater, timed_out
 from millstream.worker.settling.claim_renewal import ClaimRenewal
 from millstream.worker.stream_exclusion import exclude_on_error
 
@@ -123,7 +123,7 @@ class KeyLeaseRenewal(ClaimRenewal):
         message = self._steps.decode(delivery)
         assert message is not None
         lease.ending = True
-        outcome = overdue(self._steps.handler, message)
+        outcome = timed_out(self._steps.handler, message)
         if isinstance(outcome, DeadLettered):
             if not lease.stream.commit([self._steps.commit_key(lease, [(delivery, outcome)])]):
                 self._loop_metrics.count_committed([delivery], [outcome.reason], 0.0)
