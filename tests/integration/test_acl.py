@@ -231,7 +231,7 @@ def test_what_an_operator_has_no_right_to_see_is_left_out_and_that_is_said(admin
     ReliableStream(admin, "tickets", app="shop", handler="pay", consumer="w").join()
     admin.execute("HSET", HandlerKeys("shop", "pay", "tickets").meta, "frontier", "0-0")
     url = login(admin, printed("operator", "--stream", "orders"))
-    words = "left out: 1 stream and 1 handler on a stream that this Redis user has no right to see\n"
+    words = "not shown: 1 stream and 1 handler on a stream that this Redis user may not access\n"
     for more in ("", "shop"):  # with nothing that it may see, and with something
         shown = call("info", *more.split(), url=url)
         assert (shown.code, shown.err.startswith(words)) == (0, True)

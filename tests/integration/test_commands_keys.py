@@ -56,12 +56,12 @@ def test_keys_says_of_each_key_what_it_waits_for(client: Client, stream: KeyedSt
 
 
 def test_keys_says_when_so_much_waits_that_other_keys_will_not_go_on(client: Client, stream: KeyedStream) -> None:
-    assert asked(client, "keys", "pay")["streams"] == {"orders": {"waiting": 11, "look_ahead": 1_000}}
+    assert asked(client, "keys", "pay")["streams"] == {"orders": {"queued": 11, "look_ahead": 1_000}}
     assert "--look-ahead" not in call("keys", "pay", url=client.url).err
     client.execute("XADD", "orders", "*", "key", "d", "n", 9)
     stream.route(count=100, most_pending=14)
     said = call("keys", "pay", url=client.url).err
-    assert "12 messages of orders wait in the lines of its keys, of at most 14" in said
+    assert "12 messages of orders are in key queues, of at most 14" in said
     assert "give the workers a greater --look-ahead" in said
 
 

@@ -59,7 +59,7 @@ def test_streams_are_announced_shown_released_and_done(client: Client) -> None:
 def test_what_is_not_known_is_named(client: Client) -> None:
     url = ("--url", client.url)
     unknown = call("streams", "cals", *url)
-    assert (unknown.code, "nothing was ever announced to 'cals'" in unknown.err) == (2, True)
+    assert (unknown.code, "unknown service 'cals'" in unknown.err) == (2, True)
     call("announce", "calls", "call:1", *url)
     not_read = call("release", "calls", "call:1", "call:9", *url)
     assert (not_read.code, "'call:1', 'call:9'" in not_read.err) == (2, True)
@@ -84,7 +84,7 @@ def test_many_streams_are_announced_at_once_or_none(client: Client) -> None:
     url = ("--url", client.url)
     first = call("announce", "calls", "call:1", "call:2", *url)
     assert first.out == "call:1 is announced to calls\ncall:2 is announced to calls\n"
-    assert "'calls' is new here" in first.err
+    assert "'calls' is a new service" in first.err
     assert call("announce", "calls", "-", *url, stdin=b"call:3\ncall:4\n").code == 0
     assert call("announce", "calls", "call:5", "call:a}b", *url).code == 2
     assert client.execute("XLEN", KEYS.input) == 4
@@ -106,11 +106,11 @@ def test_a_handler_is_announced_to_where_it_listens(client: Client) -> None:
             client.execute("XADD", f"line:{listens}", "*", "n", 7)
             said = call("announce", "app.handle", f"line:{listens}", *url)
             own = listens != "plant"
-            assert said.out.endswith("to app.handle\n" if own else "to plant, where app.handle listens\n")
+            assert said.out.endswith("to app.handle\n" if own else "to plant, the service of app.handle\n")
             eventually(partial(_has_outputs, client, 1 + own))
             assert call("release", "app.handle", f"line:{listens}", *url).code == 0
             unknown = call("release", "app.handle", "nope", *url)
-            assert "app.handle does not know 'nope'" in unknown.err
+            assert "unknown streams of app.handle: 'nope'" in unknown.err
             assert "1 stream" in call("streams", "app.handle", *url).out
 
 

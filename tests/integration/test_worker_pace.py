@@ -234,7 +234,7 @@ def test_the_commands_pause_and_resume_a_handler_on_its_streams_and_info_shows_i
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (("bill",), "bank and shop have a handler 'bill' each: write bank.bill"),
+        (("bill",), "several apps have a handler 'bill', bank and shop: write bank.bill"),
         (("shop.bill", "--stream", "z"), "no handler 'shop.bill' has run on 'z'"),
         (("nobody",), "no handler 'nobody' has run on this Redis"),
     ],

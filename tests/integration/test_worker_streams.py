@@ -262,9 +262,9 @@ def test_one_stream_that_cannot_be_worked_on_is_nobody_elses_trouble_and_comes_b
 
 
 def left_out(client: Client, service: str) -> dict[str, str | None]:
-    """What the command says of each stream that is left out, and why."""
+    """The excluded streams that the command shows, each with its reason."""
     found = call("streams", service, "--json", "--url", client.url).json()
-    return {row["stream"]: row["left_out"] for row in found["shown"] if row["state"] == "left out"}
+    return {row["stream"]: row["why_excluded"] for row in found["shown"] if row["state"] == "excluded"}
 
 
 def test_what_is_announced_and_is_no_stream_is_left_out_until_it_is_one(
