@@ -223,7 +223,7 @@ def test_a_redis_that_evicts_keys_is_warned_of_once(millstream_fresh_server: Emb
         with running("worker", app, "--processes", "2", url=client.url) as worker:
             eventually(lambda: done(client) or worker.poll() is not None, "the message")
             outcome = end(worker)
-    assert (outcome.code, outcome.err.count("evicts keys when it is full")) == (0, 1)
+    assert (outcome.code, outcome.err.count("evicts keys at maxmemory")) == (0, 1)
 
 
 def test_the_processes_find_the_modules_that_their_supervisor_finds(
