@@ -76,7 +76,7 @@ def webhook(*statuses: int, delay_s: float = 0.0) -> Iterator[Webhook]:
 @pytest.fixture
 def quick_tries(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tries follow each other soon."""
-    monkeypatch.setattr("millstream.observability.dead_letter_alerts._WAITS_S", (0.0, 0.05, 0.1))
+    monkeypatch.setattr("millstream.observability.dead_letter_alerts._RETRY_WAITS_S", (0.0, 0.05, 0.1))
 
 
 def close(bell: DeadLetterAlerts) -> None:

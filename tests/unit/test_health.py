@@ -173,7 +173,7 @@ def test_other_pages_and_methods_are_refused(server: HealthServer) -> None:
 
 
 def test_a_caller_that_says_nothing_holds_up_no_other(server: HealthServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("millstream.observability.health._CALLER_S", 10 * FAIL_SAFE_S)
+    monkeypatch.setattr("millstream.observability.health._CLIENT_TIMEOUT_S", 10 * FAIL_SAFE_S)
     host, _, port = server.url.removeprefix("http://").partition(":")
     with socket.create_connection((host, int(port))):
         assert httpx.get(f"{server.url}/healthz", timeout=FAIL_SAFE_S).status_code == 200
