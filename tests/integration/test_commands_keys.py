@@ -70,7 +70,7 @@ def test_keys_shows_one_key_and_one_state_on_request(client: Client, stream: Key
     assert [row["key"] for row in asked(client, "keys", "pay", "--state", "parked")["shown"]] == ["c"]
     text = call("keys", "shop.pay", "--count", "1", url=client.url)
     assert "4 keys with 11 messages" in text.out
-    assert "3 more; --count shows them" in text.err
+    assert "3 more; use --count to show them" in text.err
     assert stream.check() == []
 
 
@@ -100,7 +100,7 @@ def test_a_key_that_is_parked_before_it_has_messages_is_shown(client: Client, st
     [
         (("unpark", "pay", "a"), "it is not parked"),
         (("park", "pay", "c"), "it is parked already"),
-        (("skip", "pay", "nobody", "--yes"), "none of its messages waits"),
+        (("skip", "pay", "nobody", "--yes"), "none of its messages is queued"),
         (("keys", "nothing"), "no handler 'nothing' has run"),
     ],
 )
