@@ -98,7 +98,16 @@ class Sealed(RedisError):
 
 
 class CommandFailed(RedisError):
-    """Redis refused the command for any other reason."""
+    """Redis refused the command for any other reason.
+
+    * `code`: the first word of the error reply, such as `BUSYGROUP`, or `STALE` of a script; "" if the reply has none
+    * `detail`: the rest of the error reply
+    """
+
+    def __init__(self, message: str, *, code: str = "", detail: str = "") -> None:
+        super().__init__(message)
+        self.code = code
+        self.detail = detail
 
 
 class ScriptMissing(CommandFailed):

@@ -320,7 +320,7 @@ def test_a_handlers_group_without_a_ledger_is_not_destroyed_as_it_would_begin_an
     add(client, 5)
     Group(client, "s", KEYS.group).create("3-0")
     refusal = call("groups", "destroy", "s", KEYS.group, "--yes", url=client.url)
-    assert (refusal.code, "begin anew" in refusal.err) == (2, True)
+    assert (refusal.code, "start again from the beginning" in refusal.err) == (2, True)
     assert Group(client, "s", KEYS.group).info() is not None
 
 

@@ -223,7 +223,7 @@ def test_a_consumer_that_holds_an_entry_or_whose_name_is_held_stays_however_sile
     fill(client, 1)
     worker(client, "holds").read(count=1)
     names = StaticMembership(client, "app", "pod")
-    for name in [*names.take(2), "gone"]:
+    for name in [*names.acquire(2), "gone"]:
         Group(client, "in", KEYS.group).create_consumer(name)
     assert mine.dismiss_silent() == ["gone"]
     assert consumers(client) == {"holds", "pod-0", "pod-1"}
@@ -291,7 +291,7 @@ def test_on_a_cluster_names_and_groups_are_asked_for_wherever_they_are(
 ) -> None:
     monkeypatch.setattr(ReliableStream, "silent_ms", 0)
     with Client(lent_cluster(request).url) as client:
-        held = StaticMembership(client, "app", "pod").take(1)
+        held = StaticMembership(client, "app", "pod").acquire(1)
         streams = [
             ReliableStream(client, name, app="app", handler="handle", consumer="w1") for name in ("a", "b", "c", "d")
         ]

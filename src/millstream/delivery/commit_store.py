@@ -480,9 +480,9 @@ class CommitStore:
         try:
             return self._client.scripts([(script, keys, args) for keys, args in calls])
         except CommandFailed as error:
-            if "STALE" in str(error):
+            if error.code == "STALE":
                 raise self._taken_over() from error
-            if "PARKED" in str(error):
+            if error.code == "PARKED":
                 raise ConfigError(
                     f"{'.'.join(self._owner)} has parked keys, which only a handler with a key can wait with: "
                     "see `millstream keys`, and unpark them or skip their messages first"

@@ -248,12 +248,12 @@ def _steer(client: Client, keys: HandlerKeys, args: Sequence[Arg]) -> Reply:
     try:
         return client.script(PARK_UNPARK_SKIP, _keys_of(keys), (keys.group, *args))
     except CommandFailed as error:
-        if "NOTKEYED" in str(error):
+        if error.code == "NOTKEYED":
             raise ConfigError(
                 f"{keys.app}.{keys.handler} has not begun on {keys.stream} as a handler with a key, so that its keys cannot "
                 "be parked, unparked or skipped: start it first, with `millstream worker` or `millstream run`"
             ) from error
-        if "MOVING" in str(error):
+        if error.code == "MOVING":
             raise ConfigError(
                 f"the key goes on in {keys.stream} by itself, when its messages in its earlier partition are done"
             ) from error

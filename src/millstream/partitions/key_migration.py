@@ -282,7 +282,7 @@ def send_on(client: Client, base: str, keys: HandlerKeys, key: bytes, entry_id: 
     try:
         client.script(FORWARD_ENTRY, tuple(names), (layout.generation, _SENT_ON_MS, *pairs))
     except CommandFailed as error:
-        if "SEALED" not in str(error):
+        if error.code != "SEALED":
             raise
         raise Unavailable(f"{home} has been sealed this moment; tried again") from error
     return True

@@ -176,16 +176,15 @@ class ProducerSession:
                 PUBLISH, keys, args, replicas=terms.replicas, timeout_ms=terms.timeout_ms
             )
         except CommandFailed as error:
-            _, full, held = str(error).partition("script: FULL ")
-            if "script: SEALED " in str(error):
+            if error.code == "SEALED":
                 raise Sealed(f"{self._stream} is sealed: there are more partitions now") from error
-            if "script: PARTITIONED " in str(error):
+            if error.code == "PARTITIONED":
                 raise ConfigError(
                     f"{self._stream} is a partition: publish with a PartitionedProducer, which knows where each key goes"
                 ) from error
-            if full:
+            if error.code == "FULL":
                 raise StreamFull(
-                    f"{self._stream} holds {held} entries and may hold {self._max_length}: publish again when some "
+                    f"{self._stream} holds {error.detail} entries and may hold {self._max_length}: publish again when some "
                     "are processed and removed"
                 ) from error
             raise

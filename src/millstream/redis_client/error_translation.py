@@ -34,6 +34,7 @@ _DENIED_IN_SCRIPT = ("The user executing the script can't", "ACL failure in scri
 """Texts of Redis 7.0, and of later versions and Valkey, for a command in a script that its user may not run."""
 
 _PLACE_IN_SCRIPT = re.compile(r"script: (?:([0-9a-f]{40}), )?on @user_script:(\d+)\.?")  # Valkey 9 omits the hash
+_CODE = re.compile("[A-Z]{2,}")
 _COMMAND_IN_LUA = re.compile(r"\('([A-Z]+)'(?:, '([A-Z]+)')?")
 _TYPES = {"X": "stream", "H": "hash", "Z": "zset", "B": "list", "L": "list", "R": "list", "S": "set"}
 """The type of key that a command needs, by the first letter of its name."""
@@ -154,7 +155,10 @@ def _of_command(error: Exception, text: str, where: str, name: str) -> RedisErro
         return GroupMissing(text)
     if text.startswith(_AWAY):
         return Unavailable(f"Redis at {where} is temporarily unavailable: {text}")
-    return CommandFailed(f"{name}: {text}")
+    code, _, detail = text.partition(" ")
+    if not _CODE.fullmatch(code):
+        return CommandFailed(f"{name}: {text}", detail=text)
+    return CommandFailed(f"{name}: {text}", code=code, detail=detail)
 
 
 # --- Scripts and keys ---

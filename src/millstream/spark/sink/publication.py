@@ -87,10 +87,9 @@ class Publication:
         try:
             return self._patiently(lambda: self._client.script(script, (self._record, self._staged), args))
         except CommandFailed as error:
-            _, behind, last = str(error).partition("BEHIND ")
-            if behind:
+            if error.code == "BEHIND":
                 raise StaleOwner(
-                    f"batch {args[1]!s} comes before the last one that the sink {self._sink} has published, {last}: this is "
+                    f"batch {args[1]!s} comes before the last one that the sink {self._sink} has published, {error.detail}: this is "
                     "an old run, or its checkpoint was set back; start with a new checkpoint to publish it all again"
                 ) from error
             raise stale(self._sink, error) from error
@@ -140,15 +139,13 @@ class Publication:
         try:
             return self._patiently(operation)
         except CommandFailed as error:
-            _, lost, what = str(error).partition("LOST ")
-            if lost:
+            if error.code == "LOST":
                 raise DataLoss(
-                    f"Redis has forgotten rows that were staged ({what}): they expire after {STAGED_S} s, are evicted under "
+                    f"Redis has forgotten rows that were staged ({error.detail}): they expire after {STAGED_S} s, are evicted under "
                     "a maxmemory-policy of allkeys-*, and are lost with a failover"
                 ) from error
-            _, topped, what = str(error).partition("TOPPED ")
-            if topped:
-                last, _, stream = what.partition(" ")
+            if error.code == "TOPPED":
+                last, _, stream = error.detail.partition(" ")
                 raise OutputError(
                     f"the stream {stream!r} has reached the id {last}, and the next row's is not above it: the sink must be the only "
                     'writer of a stream whose ids it gives; option("existingIds", "skip") passes such rows over'

@@ -61,7 +61,7 @@ def begin(client: Client, sink: str, run: str) -> int:
 
 def stale(sink: str, error: CommandFailed) -> Exception:
     """What a refusal by the record of a sink means."""
-    if "STALE" in str(error):
+    if error.code == "STALE":
         return StaleOwner(f"a newer run of the sink {sink} has taken over; this one stops, and publishes nothing more")
     return error
 
@@ -205,7 +205,7 @@ class Stage:
         try:
             self._client.patiently(stage, what=f"staging for the sink {self._sink}", limit_ms=self._patience_ms)
         except CommandFailed as error:
-            if "LOST" in str(error):
+            if error.code == "LOST":
                 raise DataLoss(f"Redis has forgotten rows that this task has staged: {error}") from error
             raise
         for stream, chunks in calls:

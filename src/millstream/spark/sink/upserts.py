@@ -33,10 +33,9 @@ def upsert(
         try:
             replies = client.patiently(partial(client.scripts, some), what="the sink", limit_ms=patience_ms)
         except CommandFailed as error:
-            _, unguarded, key = str(error).partition("UNGUARDED ")
-            if unguarded:
+            if error.code == "UNGUARDED":
                 raise ConfigError(
-                    f"the key {key!r} holds something that was written without the guard {guard_field!r}, so it is not "
+                    f"the key {error.detail!r} holds something that was written without the guard {guard_field!r}, so it is not "
                     "overwritten: use another keyPrefix, or delete it"
                 ) from error
             raise

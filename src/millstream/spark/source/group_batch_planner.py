@@ -182,7 +182,7 @@ class GroupBatchPlanner:
             ],
         )
         for reply in made:
-            if not (isinstance(reply, CommandFailed) and "BUSYGROUP" in str(reply)):
+            if not (isinstance(reply, CommandFailed) and reply.code == "BUSYGROUP"):
                 raise_if_error(reply)
         if not self._looked and (names := [*standing, *places]):
             self._batches.may_read(names[0])

@@ -254,7 +254,7 @@ class Batches:
                 for reply in self._client.scripts(calls[at : at + _CALLS_PER_TRIP])
             ]
         except CommandFailed as error:
-            if "STALE" in str(error):
+            if error.code == "STALE":
                 raise StaleOwner(
                     f"a newer run takes entries from the group {self._group!r} as the consumer {self._consumer!r}; this "
                     "one stops. If they are two queries, give each a consumer name of its own"

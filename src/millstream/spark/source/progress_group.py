@@ -115,7 +115,11 @@ class ProgressGroup:
     def _made(self, new: Offsets) -> set[str]:
         """Make the group on streams that may not have it yet; return those that had none. Raises ConfigError."""
         replies = self._sent("CREATE", new)
-        existing = [stream for stream, reply in replies.items() if "BUSYGROUP" in str(reply)]
+        existing = [
+            stream
+            for stream, reply in replies.items()
+            if isinstance(reply, CommandFailed) and reply.code == "BUSYGROUP"
+        ]
         if not self._ours:  # a worker may read once more before it sees that it is not in charge any more
             self._refuse_foreign(existing)
         return new.keys() - existing
