@@ -43,7 +43,7 @@ def test_streams_are_announced_shown_released_and_done(client: Client) -> None:
         hint = call("streams", "calls", "--group", "nosuch", *url).err
         assert "none of these streams has a group 'nosuch'; see: millstream groups list STREAM" in hint
         shown = call("streams", "calls", *url).out
-        assert "2 streams: 2 with an owner, 0 free; 0 announced and not read yet, 0 dead letters" in shown
+        assert "2 streams: 2 with an owner, 0 free; 0 announced but not read yet, 0 dead letters" in shown
         assert call("release", "calls", "call:1", *url).out == "call:1 is released\n"
         told = [balancer.next(FAIL_SAFE_S) for _ in range(2)]
         assert any(isinstance(one, StreamDisowned) and one.lease == leases["call:1"] for one in told)
