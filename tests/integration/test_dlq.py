@@ -398,7 +398,7 @@ def test_a_stream_that_became_something_else_loses_no_letter(client: Client) -> 
     why = "nothing can be added to flights: the key holds no stream"
     assert [(one.new_id, one.problem) for one in box.redrive(box.select(DeadLetterFilter()))] == [(None, why)] * 2
     done = call("dlq", "redrive", "--all", "--yes", url=client.url)
-    assert (done.code, done.err.count(f"stays: {why}\n")) == (1, 2)
+    assert (done.code, done.err.count(f"was not redriven: {why}\n")) == (1, 2)
     assert client.execute("XLEN", KEYS.dead) == 2
 
 

@@ -283,7 +283,7 @@ def _details_of(letter: DeadLetter) -> list[tuple[str, str]]:
         ("reason", letter.reason),
         ("error", visible(letter.error)),
         ("attempts", str(letter.attempts)),
-        ("dead-lettered", f"{dead_lettered} ({age(max(0.0, time.time() * 1000 - letter.time_ms))} ago)"),
+        ("time", f"{dead_lettered} ({age(max(0.0, time.time() * 1000 - letter.time_ms))} ago)"),
     ]
 
 
