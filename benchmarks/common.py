@@ -86,7 +86,7 @@ def raw_redis_py_loop(url: str, stream: str) -> float:
 
 
 def raw_streams(client: Client, streams: Sequence[str]) -> float:
-    """Entries per second of pipelined XRANGEs of whole streams, 100 per round trip, discarded; few streams one by one."""
+    """Entries per second of pipelined XRANGEs of whole streams, 100 per round trip, discarded; few streams singly."""
     count = 0
     began = time.perf_counter()
     if len(streams) < STREAMS_PER_TRIP:

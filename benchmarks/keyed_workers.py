@@ -2,11 +2,11 @@
 
 `rate`: 50,000 messages over 1,000 keys, a handler that only records each message, 4 processes of `millstream worker`,
 measured from when all of them process messages to the last commit; the order of each key is checked. The raw loop
-(redis-py, XREADGROUP and XACK, 1,000 at a time) reads as many in the same run. `efficiency_*`: measured rate / (messages
-at once / service time), for a handler that waits 1, 10 and 100 ms, in each of 4 processes over 1,000 keys. The service
-time is the real duration of such a wait in event loops that do nothing else, as many at once in as many processes, in
-the same run (`service_ms`): a timer of 1 ms takes 1.1 ms there. `nominal_*` uses the requested time instead.
-`kilobytes_idle`: memory of the handler's keys in Redis when all messages are done.
+(redis-py, XREADGROUP and XACK, 1,000 at a time) reads as many in the same run. `efficiency_*`: measured rate /
+(messages at once / service time), for a handler that waits 1, 10 and 100 ms, in each of 4 processes over 1,000 keys.
+The service time is the real duration of such a wait in event loops that do nothing else, as many at once in as many
+processes, in the same run (`service_ms`): a timer of 1 ms takes 1.1 ms there. `nominal_*` uses the requested time
+instead. `kilobytes_idle`: memory of the handler's keys in Redis when all messages are done.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""Time from the expiry of a dead consumer's leases to their reassignment, compared with keyspace events in the same run.
+"""Time from the expiry of a dead consumer's leases to their reassignment, compared with keyspace events.
 
 A consumer process is killed with kill -9; the expiry of its leases is read from the server. The raw side waits for the
 `expired` keyspace event of a key that is no longer renewed, on a server that sends these events.

@@ -1,10 +1,10 @@
 """A master with consumers that only read and acknowledge, compared with the same loop without a master.
 
-The consumers are a second process: each reads its assigned messages (XREADGROUP 0) and acknowledges with an HTTP call to
-a `millstream master` process. The cost is the total CPU time of the master's process: HTTP, health checks, delegation
-loop. The raw loop is as many consumers on bare connections with XREADGROUP and XACK, also one message at a time, without
-an order per ticket; both are measured in the same run. `batch`: consumers with ten messages at once, acknowledged in one
-call.
+The consumers are a second process: each reads its assigned messages (XREADGROUP 0) and acknowledges with an HTTP call
+to a `millstream master` process. The cost is the total CPU time of the master's process: HTTP, health checks,
+delegation loop. The raw loop is as many consumers on bare connections with XREADGROUP and XACK, also one message at a
+time, without an order per ticket; both are measured in the same run. `batch`: consumers with ten messages at once,
+acknowledged in one call.
 """
 
 import asyncio

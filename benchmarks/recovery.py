@@ -1,11 +1,12 @@
 """Takeover time of a lost worker's messages, compared with the lease time or claim time.
 
-Two `millstream worker` processes, each with its own supervisor, share a backlog. One is killed with kill -9 together with
-its supervisor, so that no process reuses its name: its messages are taken over when its leases have expired. `ratio`:
-from the death to the first commit on each key queue that it had leased, p99, over the lease time; `streams_ratio`: the
-same for whole streams (`order="stream"`); `entries_ratio`: to the first commit of an unkeyed entry that it had in flight,
-over the claim time. `handed_on_ms`: from SIGTERM until another worker has started all messages that were in flight and not
-started. `joined_ms`: a worker joins a busy one with keys; from the first message published then to its first commit.
+Two `millstream worker` processes, each with its own supervisor, share a backlog. One is killed with kill -9 together
+with its supervisor, so that no process reuses its name: its messages are taken over when its leases have expired.
+`ratio`: from the death to the first commit on each key queue that it had leased, p99, over the lease time;
+`streams_ratio`: the same for whole streams (`order="stream"`); `entries_ratio`: to the first commit of an unkeyed entry
+that it had in flight, over the claim time. `handed_on_ms`: from SIGTERM until another worker has started all messages
+that were in flight and not started. `joined_ms`: a worker joins a busy one with keys; from the first message published
+then to its first commit.
 """
 
 import os
@@ -156,7 +157,7 @@ def _lines(client: Client, after: int, dead: int) -> dict[bytes, int]:
 
 
 def _handed_on() -> float:
-    """Milliseconds from SIGTERM until another worker has started all messages that this one had in flight but not started."""
+    """Milliseconds from SIGTERM until another worker has started all in-flight messages that this one had not."""
     one = ("--threads", "1", "--claim-s", "600")
     with server() as client, _worker(client, "plain", "leaving", *one) as (boss, pid):
         client.pipeline(

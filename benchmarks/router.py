@@ -1,7 +1,7 @@
 """The router over a grid of stream counts and rates, compared with the article's pool and a plain pub/sub listener.
 
-`ratio`: the pub/sub listener's p99 at 100,000 streams and 2,000 messages per second, divided by the router's. `cells` has
-the results of each way; `python -m benchmarks.router` prints them as they are measured.
+`ratio`: the pub/sub listener's p99 at 100,000 streams and 2,000 messages per second, divided by the router's. `cells`
+has the results of each way; `python -m benchmarks.router` prints them as they are measured.
 """
 
 import asyncio

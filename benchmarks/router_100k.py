@@ -1,4 +1,4 @@
-"""100,000 streams followed in one process: the router compared with the article's pool of blocking reads, in the same run.
+"""100,000 streams followed in one process: the router compared with the article's pool of blocking reads.
 
 `ratio`: the article's p99 at its better block time, divided by the router's.
 """

@@ -1,8 +1,8 @@
 """`millstream serve` with many clients of server-sent events, without and with 1 % of stalled clients.
 
 Latencies are from the publisher's clock to the client, in milliseconds. `ratio`: the p99 of the other clients with
-stalled ones, divided by their p99 without. A stalled client reads nothing of a large and busy stream, so that all buffers
-on its way are full within a second; it is connected for the whole run.
+stalled ones, divided by their p99 without. A stalled client reads nothing of a large and busy stream, so that all
+buffers on its way are full within a second; it is connected for the whole run.
 """
 
 import asyncio

@@ -2,8 +2,8 @@
 
 A flight is read, decoded and handled in the order of its aircraft, and its output entry, state and key offset are
 committed in one atomic step; the raw loop (redis-py, XREADGROUP and XACK, 1,000 at a time) only reads and acknowledges
-the same stream in the same run. The streams are filled first. The session is warm: each run is timed from the end of its
-first batch to the end of its last. All figures are the best of several interleaved rounds.
+the same stream in the same run. The streams are filled first. The session is warm: each run is timed from the end of
+its first batch to the end of its last. All figures are the best of several interleaved rounds.
 
 Two more pairs of runs show the cost per message with a backlog, and with a number of keys, ten times as large. In the
 second pair the batches grow with the keys, so that each has as many messages per key as before.

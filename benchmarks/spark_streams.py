@@ -1,10 +1,10 @@
 """Many streams drained by one streaming query in limited batches, compared with a pipelined raw XRANGE of each.
 
 Figures without a number are for 10,000 streams; those that end in 1, 16 and 100000 for as many, with 500,000 entries in
-total. `python -m benchmarks.spark_streams STREAMS [ENTRIES_EACH]` measures another number of them alone.
-`plan_seconds` is the longest time that Spark waited for the source to plan a batch (its end offsets and partitions),
-from its own progress reports; `first_plan_seconds` that of the first batch, which starts a process and reads the start of
-each stream. The session is warm; the raw loop reads 100 streams per round trip. Without Spark, a planner alone measures a
+total. `python -m benchmarks.spark_streams STREAMS [ENTRIES_EACH]` measures another number of them alone. `plan_seconds`
+is the longest time that Spark waited for the source to plan a batch (its end offsets and partitions), from its own
+progress reports; `first_plan_seconds` that of the first batch, which starts a process and reads the start of each
+stream. The session is warm; the raw loop reads 100 streams per round trip. Without Spark, a planner alone measures a
 refresh without changes (`idle_ms`), and planning a batch after an entry in every twentieth stream (`changed_ms`).
 """
 
@@ -32,7 +32,7 @@ _CHANGED = 20
 
 
 def run(*, streams: int = 10_000, entries_each: int | None = None, batches: int = 5, rounds: int = 2) -> dict[str, Any]:
-    """Measure `streams` streams of `entries_each` entries, and if these are 10,000, OTHERS too, drained in about `batches` batches."""
+    """Measure `streams` streams of `entries_each` entries in about `batches` batches; for 10,000 streams, OTHERS, too."""
     entries_each = entries_each or ENTRIES // streams
     with laboratory("spark_streams") as (client, spark):
         result = {"name": "spark_streams"} | _measure(client, spark, streams, entries_each, batches, rounds)
@@ -73,7 +73,7 @@ def _measure(
 
 
 def _drain(spark: SparkSession, url: str, total: int, per_batch: int) -> tuple[float, float, float]:
-    """Entries per second over all batches, the planning time of the first, and the longest of the others, in seconds."""
+    """Entries per second over all batches, planning seconds of the first, and the longest of the others."""
     frame = (
         spark.readStream.format("redis-streams")
         .options(url=url, subscribePattern="stream:*", startingOffsets="earliest", maxOffsetsPerTrigger=per_batch)

@@ -1,10 +1,10 @@
-"""The Yahoo Streaming Benchmark: ad events from a stream, their campaigns looked up in Redis, views per campaign and 10 s in Redis.
+"""The Yahoo Streaming Benchmark: ad events from a stream, campaigns from Redis, views per campaign and 10 s in Redis.
 
 The application is that of S. Chintapalli et al., "Benchmarking Streaming Computation Engines" (2016): it keeps the view
 events, looks up each ad's campaign, and counts views per campaign and window of event time. `rate`: a backlog, from the
 start of its batch to its end, in a session that has run it before. The raw loop does the same with redis-py, XREADGROUP
-and XACK, 1,000 at a time, and a dictionary. `p50_ms`, `p99_ms`: at a fixed rate, from when an event was in Redis to when
-the counts with it were. Every count is compared with the published events.
+and XACK, 1,000 at a time, and a dictionary. `p50_ms`, `p99_ms`: at a fixed rate, from when an event was in Redis to
+when the counts with it were. Every count is compared with the published events.
 """
 
 import json

@@ -203,7 +203,7 @@ def test_info_counts_consumers_that_were_heard_of_or_whose_name_is_held(client: 
     def found() -> Collection[str]:
         client.execute("XADD", "in", "*", "n", 1)
         client.execute("XREADGROUP", "GROUP", keys.group, "heard", "COUNT", 1, "STREAMS", "in", ">")
-        return find_workers(client, [keys], heard_ms=500)[keys]
+        return find_workers(client, [keys], idle_ms=500)[keys]
 
     eventually(lambda: found() == {"held", "heard"})
     assert find_workers(client, [keys]) == {keys: {"quiet", "held", "heard"}}

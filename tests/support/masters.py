@@ -27,7 +27,7 @@ KEYS = HandlerKeys("master", GROUP, STREAM)
 QUICK = ("--ping-interval-s", "0.2", "--ping-failures", "2", "--min-idle-time-s", "0.5", "--retry-delay-s", "0.05")
 
 PATIENT = ("--ping-failures", "100000")
-"""With these options a master checks as often, but does not declare a consumer dead whose process gets no CPU for a while."""
+"""With these options a master checks as often, but declares no consumer dead whose process gets no CPU for a while."""
 
 Pair = tuple[str, dict[str, str]]
 

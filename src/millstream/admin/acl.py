@@ -349,8 +349,8 @@ def rule(
     * `streams`: names or glob patterns of the streams to read or publish to
     * `outputs`: streams that handlers write to
     * `app`: the app of the handlers; None for all apps
-    * `services`: services to which streams are announced, ANY for all. Those of handlers are included if `app` is given,
-      or for the role `leases` if no services are
+    * `services`: services to which streams are announced, ANY for all. Those of handlers are included if `app` is
+      given, or for the role `leases` if no services are
     * `cluster`: include the commands of a client of Redis Cluster
     * `replicas`: include the commands of a Spark program that reads from replicas
 

@@ -21,8 +21,8 @@ class ReaderReport:
     * `modes`: how it reads, all of them if streams differ: "workers" or "spark", with "by key"; "spark, stage";
       "consumers", or "spark, readAs=group" if a query is one of the consumers
     * `alive`: number of live workers, runs or consumers
-    * `lag`: uncommitted entries over all its streams: a lower bound unless `lag_exact`; None if unknown for all streams.
-      `lag_min`, `lag_avg`, `lag_max`: the same per stream
+    * `lag`: uncommitted entries over all its streams: a lower bound unless `lag_exact`; None if unknown for all
+      streams. `lag_min`, `lag_avg`, `lag_max`: the same per stream
     * `largest_lags`: the streams with the largest lags, and these, up to twenty
     * `oldest_age_ms`: age of the first uncommitted entry
     * `pending`: entries in flight, or deferred by Spark

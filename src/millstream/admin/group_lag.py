@@ -1,4 +1,4 @@
-"""Lag and live consumers of the groups that are not handlers': those of stages, of queries (readAs=group), and others."""
+"""Lag and live consumers of groups that are not handlers': those of stages, of queries (readAs=group), and others."""
 
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import replace
@@ -72,7 +72,7 @@ def _first_pending(client: Client, places: Sequence[Place]) -> dict[Place, str]:
 
 
 def _queries(client: Client, consumers: Mapping[Place, Iterable[str]]) -> set[Place]:
-    """Group and consumer of each Spark query that shares a group. A query keeps a record beside each stream it fetches."""
+    """Group and consumer of each Spark query that shares a group. A query keeps a record beside each of its streams."""
     records: dict[Place, Command] = {}
     for (stream, group), names in consumers.items():
         for name in names:

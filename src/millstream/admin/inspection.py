@@ -52,7 +52,7 @@ def inspect(
 def inspect_handlers(
     client: Client, found: Sequence[HandlerKeys], *, budget_ms: float = 1_000.0, clock: Clock = SYSTEM_CLOCK
 ) -> Sequence[HandlerReport]:
-    """Inspect only these handlers. Omits those that this user may not access; raises AccessDenied if that is all of them."""
+    """Inspect only these handlers. Omits those that this user may not access; raises AccessDenied if none remains."""
     hidden: list[AccessDenied] = []
     streams = {stream.name: stream for stream in _streams(client, [keys.stream for keys in found], hidden)}
     return _seen([*_handler_reports(client, found, streams, budget_ms, clock, hidden)], hidden)

@@ -19,17 +19,17 @@ Place = tuple[str, str]
 
 
 def find_workers(
-    client: Client, found: Sequence[HandlerKeys], *, heard_ms: float = _LIVE_MS
+    client: Client, found: Sequence[HandlerKeys], *, idle_ms: float = _LIVE_MS
 ) -> Mapping[HandlerKeys, frozenset[str]]:
     """The live workers of each handler on a stream.
 
     If workers lease whole streams, it is the owner. Otherwise it is each consumer of the group with an idle time below
-    `heard_ms`, in milliseconds, or whose name a supervisor holds. Raises RedisError, except AccessDenied.
+    `idle_ms`, in milliseconds, or whose name a supervisor holds. Raises RedisError, except AccessDenied.
     """
     owners = {label: _owners(client, label) for label in {_label(keys) for keys in found}}
     consumers = _consumers(client, [(keys.stream, keys.group) for keys in found])
     idle = {keys: consumers[keys.stream, keys.group] for keys in found}
-    silent = {(keys.app, name) for keys, some in idle.items() for name, ms in some.items() if ms >= heard_ms}
+    silent = {(keys.app, name) for keys, some in idle.items() for name, ms in some.items() if ms >= idle_ms}
     gone = silent - _holders(client, silent)
     alive: dict[HandlerKeys, frozenset[str]] = {}
     for keys, some in idle.items():

@@ -60,11 +60,13 @@ class HandlerReport:
     * `consumers`: number of live workers, or runs on Spark; `workers`: their names
     * `pending`: entries in flight on all workers, or deferred by Spark
     * `oldest_pending_age_ms`: age of the first pending entry
-    * `committed`, `written`, `dead`, `refused`: totals of committed messages, written outputs, dead letters, and commits
-      refused because another run had made them
-    * `dead_letters`: dead letters in its queue now; `parked`: keys that are parked, or wait to move to another partition
+    * `committed`, `written`, `dead`, `refused`: totals of committed messages, written outputs, dead letters, and
+      commits refused because another run had made them
+    * `dead_letters`: dead letters in its queue now; `parked`: keys that are parked, or wait to move to another
+      partition
     * `paused`: its workers read no new entries
-    * `problem`: unreadable data in its keys, which no handler has written, so that the rest is unknown; None if readable
+    * `problem`: unreadable data in its keys, which no handler has written, so that the rest is unknown; None if
+      readable
     """
 
     app: str

@@ -57,8 +57,8 @@ def claim(
         of = Group(client, stream, group)
         if not create and consumer not in {one.name for one in of.consumers()}:
             raise ConfigError(
-                f"there is no consumer {consumer!r} in group {group!r}, so claimed entries might never be processed: see "
-                "`millstream groups consumers`, or add --create"
+                f"there is no consumer {consumer!r} in group {group!r}, so claimed entries might never be processed: "
+                "see `millstream groups consumers`, or add --create"
             )
         if ids:
             done = _claim_ids(client, of, consumer, ids, idle_ms, dry_run=dry_run)
@@ -68,7 +68,8 @@ def claim(
             done = _claim_idle(of, consumer, idle_ms)
     if handler_of(stream, group):
         talk(
-            "the workers of this handler claim idle entries by themselves; a worker that loses an entry cannot commit it"
+            "the workers of this handler claim idle entries by themselves; "
+            "a worker that loses an entry cannot commit it"
         )
     _report(done, consumer, dry_run=dry_run, as_json=as_json)
     if done.not_idle or done.not_pending:

@@ -25,9 +25,9 @@ Places = Callable[[Sequence[str]], Mapping[str, str]]
 class Follower:
     """Passes the entries of streams to `show`, until it returns True.
 
-    `places` gives the ids after which to start on the streams that exist at first. Streams of a pattern that are created
-    later are followed from their beginning, as all of their entries are new. `on_begun` is called once with the number of
-    followed streams: every entry added from then on is shown.
+    `places` gives the ids after which to start on the streams that exist at first. Streams of a pattern that are
+    created later are followed from their beginning, as all of their entries are new. `on_begun` is called once with the
+    number of followed streams: every entry added from then on is shown.
     """
 
     def __init__(

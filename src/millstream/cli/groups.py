@@ -23,7 +23,9 @@ At = Annotated[
     str, typer.Option("--at", metavar="WHERE", help="Deliver entries after this: an id, earliest or latest.")
 ]
 
-_NOT_CREATED = "its workers and pipelines create it themselves; choose its start with --start of millstream worker or millstream run"
+_NOT_CREATED = (
+    "its workers and pipelines create it themselves; choose its start with --start of millstream worker or run"
+)
 _NOT_MOVED = (
     "its progress is in the commit store. Moved back, the group would repeat nothing; moved on, it would skip messages "
     "for good. To process all of a stream again: millstream run --reprocess with a new --checkpoint. To process some of "
@@ -142,7 +144,7 @@ def set_id(
     url: Url = DEFAULT_URL,
     as_json: Json = False,
 ) -> None:
-    """Set the last delivered id of a group: a lower one delivers entries again, a higher one skips. Pending entries stay."""
+    """Set the last delivered id of a group: a lower one delivers again, a higher one skips. Pending entries stay."""
     _refuse_handlers(stream, group, _NOT_MOVED)
     new_id = _group_id(at)
     with Client(url) as client:
@@ -204,7 +206,7 @@ def delete_consumer(
     url: Url = DEFAULT_URL,
     as_json: Json = False,
 ) -> None:
-    """Delete a consumer. Its pending entries are never dropped: the heir gets them, with idle times and delivery counts."""
+    """Delete a consumer. Its pending entries are never dropped: the heir gets them, with idle times and counts."""
     with Client(url) as client:
         of = Group(client, stream, group)
         pending = next((one.pending for one in of.consumers() if one.name == consumer), None)

@@ -38,7 +38,8 @@ def info(
 ) -> None:
     """Show readers, their lag, live workers and dead letters.
 
-    First handlers, stages and other groups, summed up over their streams; then handlers stream by stream; then the streams.
+    First handlers, stages and other groups, summed up over their streams; then handlers stream by stream; then the
+    streams.
 
     A > before a number marks a lower bound, as counting was cut short; ? means unknown.
     """

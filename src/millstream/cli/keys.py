@@ -39,7 +39,7 @@ def keys(
     handler: Name, state: State = None, key: One = None, count: Count = 20, stream: Stream = None,
     url: Url = DEFAULT_URL, as_json: Json = False,
 ) -> None:  # fmt: skip
-    """Show the keys of a handler that are in progress, queued or parked, why they wait, and how many messages each has."""
+    """Show the keys of a handler that are in progress, queued or parked, why they wait, and their numbers of messages."""
     wanted = None if key is None else unescape(key)
     found: list[tuple[HandlerKeys, KeyQueue]] = []
     refusals: list[AccessDenied] = []
@@ -75,8 +75,8 @@ def keys(
     for name, (queued, most) in used.items():
         if queued >= _CROWDED * most:
             talk(
-                f"{queued:,} messages of {visible(name)} are in key queues, of at most {most:,}: at the limit no new key "
-                "is read. Resolve the keys with most messages, or give the workers a greater --look-ahead"
+                f"{queued:,} messages of {visible(name)} are in key queues, of at most {most:,}: at the limit no new "
+                "key is read. Resolve the keys with most messages, or give the workers a greater --look-ahead"
             )
     if len(shown) > count:
         talk(f"{len(shown) - count:,} more; use --count to show them")

@@ -102,7 +102,7 @@ def master(
     as_json: Json = False,
     config: Config = None,  # noqa: ARG001 - handled by its callback
 ) -> None:
-    """Delegate a group's messages to consumers in any language, one at a time per ticket. Any number of masters may run."""
+    """Delegate a group's messages to consumers in any language, one at a time per ticket. Several masters may run."""
     needs("master", "fastapi", "uvicorn")
     from millstream.services.master.health_url_allowlist import LOOPBACK, AllowList
     from millstream.services.master.server import Serving, run_master

@@ -96,11 +96,12 @@ def serve(
     if not tokens and not insecure_no_token and (token_file is not None or host not in LOOPBACK):
         raise ConfigError("give --token-file: without a token every client may read all streams (--insecure-no-token)")
     serving = Serving(
-        url=url, access=Access(tokens, ticket_s=ticket_s), token_file=token_file, host=host, port=port, origins=allow_origin or (), pages=page,
-        names=None if tokens or insecure_no_token else LOOPBACK, health_port=health_port, request_s=request_s, stop_s=stop_s,
+        url=url, access=Access(tokens, ticket_s=ticket_s), token_file=token_file, host=host, port=port,
+        origins=allow_origin or (), pages=page, names=None if tokens or insecure_no_token else LOOPBACK,
+        health_port=health_port, request_s=request_s, stop_s=stop_s,
         pace=Pace(
-            heartbeat_s=heartbeat_s, stall_s=stall_s, buffer=buffer, buffer_bytes=buffer_bytes, budget_bytes=budget_bytes,
-            when_full=when_full,
+            heartbeat_s=heartbeat_s, stall_s=stall_s, buffer=buffer, buffer_bytes=buffer_bytes,
+            budget_bytes=budget_bytes, when_full=when_full,
         ),
         room=ConnectionLimits(connections=connections, per_token=per_token or connections),
     )  # fmt: skip

@@ -62,8 +62,9 @@ def streams(
     )
     if found.dead:
         talk(
-            f"dead letters are unreadable announcements, and streams whose owners were lost too often. To see why: millstream "
-            f"tail --no-follow '{ServiceKeys(name).dead}'; to add a stream again: millstream announce {service} STREAM"
+            "dead letters are unreadable announcements, and streams whose owners were lost too often. To see why: "
+            f"millstream tail --no-follow '{ServiceKeys(name).dead}'; "
+            f"to add a stream again: millstream announce {service} STREAM"
         )
     now_ms = time.time() * 1000
     rows = [
@@ -169,8 +170,8 @@ def announce(
             name = _known(client, service)
         if name is None:
             talk(
-                f"{service!r} is a new service: start its consumers, or a pipeline with announced=... for it. If it is a "
-                "handler whose workers never ran, start them and announce again"
+                f"{service!r} is a new service: start its consumers, or a pipeline with announced=... for it. "
+                "If it is a handler whose workers never ran, start them and announce again"
             )
         ids = announce_all(client, name or service, wanted, about)
     label = ServiceKeys(name or service).label
@@ -210,13 +211,13 @@ def _end(service: str, names: Sequence[str], how: Literal["done", "released"], u
     if unknown:
         kind = MillstreamError if ended else ConfigError  # ConfigError: nothing was changed
         raise kind(
-            f"unknown streams of {service}: {', '.join(map(repr, sorted(unknown)))} (not announced, not read yet, or done); "
-            f"see: millstream streams {service}"
+            f"unknown streams of {service}: {', '.join(map(repr, sorted(unknown)))} "
+            f"(not announced, not read yet, or done); see: millstream streams {service}"
         )
 
 
 def _meant(client: Client, service: str) -> str:
-    """The service of this name, or of the handler of this name. Raises ConfigError if there is neither, and RedisError."""
+    """The service of this name, or of the handler of this name. Raises ConfigError if neither exists, and RedisError."""
     name = _known(client, service)
     if name is None:
         raise ConfigError(f"unknown service {service!r}: no stream was announced to it; check the name and --url")

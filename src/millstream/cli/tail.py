@@ -54,7 +54,7 @@ def tail(
     url: Url = DEFAULT_URL,
     as_json: Annotated[bool, typer.Option("--json", help="Print an object per entry, on a line of its own.")] = False,
 ) -> None:
-    """Print the entries of streams and follow them, also after outages of Redis; patterns also match streams created later.
+    """Print the entries of streams and follow them, also after outages of Redis; patterns match new streams, too.
 
     Unprintable bytes are escaped. --json is lossless: values that are not UTF-8 become {"hex": "..."}.
     """
@@ -88,7 +88,7 @@ def _tell_begun(patterns: Sequence[str], count: int) -> None:
 
 
 def _places(client: Client, after_id: EntryId | None, names: Sequence[str]) -> Mapping[str, str]:
-    """The ids after which the router starts, capped at the streams' ends: to it, a greater id means a recreated stream."""
+    """The ids after which the router starts, capped at the streams' ends: a greater id would mean a recreated stream."""
     if after_id is None:
         return dict.fromkeys(names, END)
     ends = (ZERO_ID if isinstance(found, Exception) else _last_of(found) for found in _last_entries(client, names))

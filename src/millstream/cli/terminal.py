@@ -51,7 +51,7 @@ def talk_lines(text: str) -> None:
 
 
 class OneLine(logging.Formatter):
-    """Formats a log message as one line, whatever it contains, followed by its traceback; removes passwords from both."""
+    """Formats a log message as one line, whatever it contains, then its traceback; removes passwords from both."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - logging's own name
         """See logging.Formatter."""
@@ -65,7 +65,8 @@ class OneLine(logging.Formatter):
 def log_to_stderr(*, debug: bool) -> None:
     """Log to stderr; with `debug`, at level DEBUG for millstream but not for other libraries.
 
-    Some libraries log everything they send. py4j, for example, logs Redis' URL and the token by which it logs in to Java.
+    Some libraries log everything they send. py4j, for example, logs Redis' URL and the token by which it logs in to
+    Java.
     """
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(OneLine("%(levelname)s %(message)s"))

@@ -72,7 +72,7 @@ class Progress:
         if silent_ms > self._read_within_ms and not stopping:
             yield f"Redis has not answered a read for {silent_ms / 1000:.1f} s"
         if running and stuck_ms > self._run_within_ms:
-            yield f"{running} messages are running, and no run has ended for {stuck_ms / 1000:.1f} s"
+            yield f"no run has ended for {stuck_ms / 1000:.1f} s, with {running} in progress"
 
     @property
     def ever_read(self) -> bool:
@@ -80,7 +80,7 @@ class Progress:
         return self._ever_read
 
     def figures(self) -> dict[str, float]:
-        """The figures of the health page: running messages, and seconds since the last read and the last end of a run."""
+        """The figures of the health page: running messages, and seconds since the last read and end of a run."""
         with self._lock:
             now_ms = self._clock.monotonic_ms()
             return {

@@ -139,7 +139,7 @@ class _ClusterRoute:
 
 
 def _connection_settings(url: str) -> dict[str, Any]:
-    """The connection settings of a plain `url`. Raises ValueError, also for errors that redis-py ignores or finds late."""
+    """The connection settings of a plain `url`. Raises ValueError, also for errors that redis-py ignores or defers."""
     parts = urlsplit(url)
     try:
         _ = parts.port
@@ -161,9 +161,9 @@ def _connection_settings(url: str) -> dict[str, Any]:
 def _no_setinfo(scheme: str, *, logs_in: bool) -> dict[str, Any]:
     """Settings that suppress CLIENT SETINFO, where possible.
 
-    Redis 7.2 and later log it as denied for each user with minimal rights. Over TLS, redis-py needs one answered command
-    before it calls a connection ready: it checks for unexpected data, and TLS session tickets are such data. A login is
-    an answered command.
+    Redis 7.2 and later log it as denied for each user with minimal rights. Over TLS, redis-py needs one answered
+    command before it calls a connection ready: it checks for unexpected data, and TLS session tickets are such data. A
+    login is an answered command.
     """
     return {} if scheme == "rediss" and not logs_in else {"driver_info": None}
 
@@ -289,8 +289,8 @@ class Client:
     def dial(self, node: Node | None = None) -> RespConnection:
         """Open one more connection, which the caller reads itself; redirections are not followed.
 
-        `node`: a node of a cluster; None: the server, or the primary that Sentinel names now. Error replies on it are of
-        the classes that `execute` raises, or `Redirection`. Raises RedisError.
+        `node`: a node of a cluster; None: the server, or the primary that Sentinel names now. Error replies on it are
+        of the classes that `execute` raises, or `Redirection`. Raises RedisError.
         """
         with self._lock:
             pool = self._guarded(lambda: self._route.node_pool(*node) if node else self._route.pool(None), None)
@@ -367,8 +367,9 @@ class Client:
     ) -> tuple[Reply, int]:
         """Run `script`; return its reply and the number of replicas that confirmed it within `timeout_ms` (Redis WAIT).
 
-        WAIT covers the writes of its own connection only, so both are sent together. Raises Unavailable also if a cluster
-        has moved the keys, as nothing is confirmed then, and ConfigError for a `timeout_ms` beyond the client's own.
+        WAIT covers the writes of its own connection only, so both are sent together. Raises Unavailable also if a
+        cluster has moved the keys, as nothing is confirmed then, and ConfigError for a `timeout_ms` beyond the client's
+        own.
         """
         if not 0 < timeout_ms < self.timeout_ms:
             raise ConfigError(f"a wait for replicas of {timeout_ms} ms: use 1 to {self.timeout_ms - 1:,}")
@@ -412,9 +413,9 @@ class Client:
     ) -> T:  # fmt: skip
         """Run `operation` until Redis answers. It must be idempotent.
 
-        Waits with back-off (50 ms to 1 s) while Redis is Unavailable, and logs the start of the outage, its duration every
-        five seconds, and its end. After `limit_ms` milliseconds, or once `give_up` returns True, the last error is
-        raised.
+        Waits with back-off (50 ms to 1 s) while Redis is Unavailable, and logs the start of the outage, its duration
+        every five seconds, and its end. After `limit_ms` milliseconds, or once `give_up` returns True, the last error
+        is raised.
         """
         began = self._clock.monotonic_ms()
         wait_ms, next_log_ms = 50.0, 0.0
@@ -462,7 +463,7 @@ class Client:
     def _spread(
         self, commands: Sequence[Command], silent: Sequence[Command], meter: ReplySize | None = None
     ) -> list[Reply]:
-        """Send each command to its node. Each command in `silent` precedes the one in `commands` with the same index."""
+        """Send each command to its node. A command in `silent` precedes the one in `commands` with the same index."""
         with self._lock:
             by_pool: dict[int, tuple[ConnectionPool, list[int]]] = {}
             only_pool = self._only_pool()
@@ -568,5 +569,5 @@ class Client:
 
 @functools.cache
 def shared_client(url: str) -> Client:
-    """The process-wide client for `url`. Spark reuses its Python workers from batch to batch, and so this connection."""
+    """The process-wide client for `url`. Spark reuses its Python workers, and so this connection, for all batches."""
     return Client(url)

@@ -127,8 +127,8 @@ def _of_connection(error: Exception, text: str, where: str) -> RedisError | None
         return OutOfMemory(f"Redis at {where} has reached maxmemory and refuses writes: free memory or raise it")
     if isinstance(error, redis.exceptions.ReadOnlyError) and "+" not in where.partition("://")[0]:
         return Unavailable(
-            f"Redis at {where} is a replica, which accepts no writes: connect to its primary, or let Sentinel or the cluster "
-            "find it (redis+sentinel://, redis+cluster://)"
+            f"Redis at {where} is a replica, which accepts no writes: connect to its primary, "
+            "or let Sentinel or the cluster find it (redis+sentinel://, redis+cluster://)"
         )
     if isinstance(error, (redis.exceptions.ReadOnlyError, redis.exceptions.ClusterError)):
         return Unavailable(f"Redis at {where} is failing over: {text}")

@@ -87,7 +87,8 @@ def json_fields(pairs: Sequence[bytes]) -> dict[str, Any]:
 def json_fields_in_parts(pairs: Sequence[bytes], part_bytes: int = PART_BYTES) -> Iterator[bytes]:
     """`json_fields(pairs)` as ASCII JSON without its braces, in parts, for entries that would block other tasks.
 
-    Each part comes from at most `part_bytes` bytes of a value. An empty part means that as many bytes were only validated.
+    Each part comes from at most `part_bytes` bytes of a value. An empty part means that as many bytes were only
+    validated.
     """
     shown, names = _names(pairs[::2])
     last = dict(zip(shown, pairs[1::2], strict=True))

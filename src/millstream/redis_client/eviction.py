@@ -24,8 +24,8 @@ def warn_if_evicting(client: Client) -> None:
         policy = values.get(b"maxmemory_policy", b"noeviction").decode()
         if policy != "noeviction" and int(values.get(b"maxmemory", 0)):
             logger.warning(
-                "Redis at %s evicts keys at maxmemory (maxmemory-policy %s): messages, states and progress would be lost "
-                "silently; set maxmemory-policy noeviction",
+                "Redis at %s evicts keys at maxmemory (maxmemory-policy %s): messages, states and progress would be "
+                "lost silently; set maxmemory-policy noeviction",
                 redact(client.url), policy,
             )  # fmt: skip
 

@@ -83,7 +83,7 @@ def acknowledge(client: Client, desk: Delegator, name: str, message_id: str) -> 
 
 
 def take_in(client: Client, desk: Delegator, registry: Registry, admin: Client) -> None:
-    """The calls of consumers about their messages; the first acknowledges as many as are kept in the list of done messages."""
+    """The calls of consumers about their messages; the first acknowledges as many as the list of done messages keeps."""
     admin.execute("HSET", f"{KEYS.base}:done", *(part for number in range(19_999) for part in (number, "c9")))
     publish(admin, "A", "A", "B", "C", "D")
     a, b, c, d = give(desk, registry, "c1")

@@ -1,4 +1,4 @@
-"""Acknowledger: acknowledges messages for consumers, many calls at a time, and assigns each consumer its next messages."""
+"""Acknowledger: acknowledges messages for consumers, many calls at a time, and assigns them their next messages."""
 
 import logging
 from collections import Counter
@@ -124,7 +124,7 @@ class Acknowledger:
         raise self._desk.not_held(name, entry_id, outcome, other)
 
     def _revived(self, registered: dict[str, Registration]) -> dict[str, Registration]:
-        """Mark stuck consumers as alive again, as they have just finished a message; return the current registrations."""
+        """Mark stuck consumers, which have just finished a message, as alive; return the current registrations."""
         for name, found in list(registered.items()):
             if found.state == "stuck":
                 self._registry.mark(name, "alive")

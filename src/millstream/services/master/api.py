@@ -184,7 +184,7 @@ def _add_query_routes(api: FastAPI, parts: Parts) -> None:
 
     @api.get("/api/health", responses={503: {"model": Standing}})
     async def health(response: Response) -> Standing:
-        """Whether this master's delegation loop makes progress. Runs on no pool thread: all may be waiting for Redis."""
+        """Whether this master's delegation loop makes progress. Uses no pool thread: all may be waiting for Redis."""
         reasons = parts.health.failures()
         response.status_code = 503 if reasons else 200
         return Standing(status="failing" if reasons else "ok", master=parts.settings.master, reasons=reasons)

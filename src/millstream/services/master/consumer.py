@@ -162,7 +162,7 @@ class DelegatedConsumer:
             self._register()
 
     def _tell(self, outcome: str, entry_id: bytes, **more: object) -> None:
-        """Report a message's outcome to a master. A lost `acknowledge` is harmless: masters also see the XACK in Redis."""
+        """Report a message's outcome to a master. A lost `acknowledge` is harmless: masters also detect the XACK."""
         urls = [sibling(url, outcome) for url in self._settings.acknowledge_urls]
         body = {"consumer": self._settings.consumer, "message_id": entry_id.decode(), **more}
         answer = self._calls.post(urls, body, for_s=_REPORT_FOR_S)

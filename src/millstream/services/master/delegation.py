@@ -51,18 +51,18 @@ class Delegator:
 
     # Assignment
 
-    def deal(self, name: str, found: Registration | None, *, count: int) -> list[bytes]:
+    def deal(self, name: str, registration: Registration | None, *, count: int) -> list[bytes]:
         """Assign up to `count` more messages to a consumer, within its `max_tickets`; return their ids."""
-        return [] if found is None else self.deal_all([(name, found, count)]).get(name, [])
+        return [] if registration is None else self.deal_all([(name, registration, count)]).get(name, [])
 
     def deal_all(self, wanted: Sequence[tuple[str, Registration, int]]) -> dict[str, list[bytes]]:
         """Assign messages to many consumers in one round trip; return the ids per consumer."""
         if self.stream.paused:
             return {}
         requests = [
-            (name, self._stream_of(name, found), count, found.max_tickets)
-            for name, found, count in wanted
-            if found.state == "alive"
+            (name, self._stream_of(name, registration), count, registration.max_tickets)
+            for name, registration, count in wanted
+            if registration.state == "alive"
         ]
         replies = self._client.pipeline([stream.to_deal(count, most) for _, stream, count, most in requests])
         assigned: dict[str, list[bytes]] = {}
@@ -74,10 +74,10 @@ class Delegator:
             self._lines.clear()
         return assigned
 
-    def _stream_of(self, name: str, found: Registration) -> ConsumerStream:
+    def _stream_of(self, name: str, registration: Registration) -> ConsumerStream:
         stream = self._streams.get(name)
-        if stream is None or stream.incarnation != found.incarnation:
-            stream = self._streams[name] = ConsumerStream(self._client, self._settings, name, found.incarnation)
+        if stream is None or stream.incarnation != registration.incarnation:
+            stream = self._streams[name] = ConsumerStream(self._client, self._settings, name, registration.incarnation)
             stream.join_as(self.stream)
         return stream
 
@@ -124,21 +124,21 @@ class Delegator:
         Return "retry", "dead-letter" or "park", and the ids of the consumer's next messages. Raises Refused if the
         consumer does not have the message, as when the call is repeated.
         """
-        held = self._held(name, message_id)
-        if held is None:
+        lease = self._held(name, message_id)
+        if lease is None:
             raise self._lost(name, message_id)
         policy = self._settings.retry
-        attempts = held.waiting[0].attempt
+        attempts = lease.waiting[0].attempt
         if retry and (attempts < policy.attempts or policy.then == "block"):
-            outcome, result = "retry", LeaseRelease(held, "later", round(policy.delay_after(attempts)), attempts)
+            outcome, result = "retry", LeaseRelease(lease, "later", round(policy.delay_after(attempts)), attempts)
             self._metrics.count(m.RETRIED, handler=self._settings.label)
         elif policy.then == "dead-letter" or not retry:
-            letter = self.letter(held.waiting[0], "failed" if retry else "rejected", error)
-            if not self._bury(held, letter):
+            letter = self.letter(lease.waiting[0], "failed" if retry else "rejected", error)
+            if not self._bury(lease, letter):
                 raise self._lost(name, message_id)
             return "dead-letter", self._next(name)
         else:
-            outcome, result = "park", LeaseRelease(held, "park", error, attempts)
+            outcome, result = "park", LeaseRelease(lease, "park", error, attempts)
             self._metrics.count(m.PARKED, handler=self._settings.label)
         if self.stream.release([result]):
             raise self._lost(name, message_id)
@@ -147,8 +147,8 @@ class Delegator:
     def release(self, name: str, message_id: str | None = None) -> int:
         """Release one message of a consumer, or all of them, without counting an attempt; return their number."""
         if message_id is not None:
-            held = self._held(name, message_id)
-            leases = [held] if held else []
+            lease = self._held(name, message_id)
+            leases = [lease] if lease else []
         else:
             leases = self.held_by(name)
         refused = self.stream.release([LeaseRelease(lease, "first") for lease in leases])
@@ -160,9 +160,9 @@ class Delegator:
         """The leases of a consumer."""
         owners = self._client.execute("HGETALL", self._keys.owners)
         pairs = zip(owners[::2], owners[1::2], strict=True)
-        found = [(queue, token) for queue, token in pairs if holder_of(token) == name]
-        heads = self._client.pipeline([("LINDEX", self._keys.line(queue), 0) for queue, _ in found])
-        return [self._lease(*one, head, ()) for one, head in zip(found, heads, strict=True) if isinstance(head, bytes)]
+        owned = [(queue, token) for queue, token in pairs if holder_of(token) == name]
+        heads = self._client.pipeline([("LINDEX", self._keys.line(queue), 0) for queue, _ in owned])
+        return [self._lease(*one, head, ()) for one, head in zip(owned, heads, strict=True) if isinstance(head, bytes)]
 
     def letter(self, delivery: Delivery, reason: Reason, error: str) -> DeadLetter:
         """The dead letter of a message."""
@@ -203,26 +203,26 @@ class Delegator:
         lease.waiting.append(Delivery(self.stream, head, pairs, attempt, 2, lease=lease))
         return lease
 
-    def _bury(self, held: KeyLease, letter: DeadLetter) -> bool:
+    def _bury(self, lease: KeyLease, letter: DeadLetter) -> bool:
         """Dead-letter a message and release its lease. False if the lease was lost."""
-        effects = self.stream.unit_of(held, list(held.waiting))
+        effects = self.stream.unit_of(lease, list(lease.waiting))
         effects.add_dead(letter.items())
         if self.stream.commit([effects]):
             return False
         self._metrics.count(m.DEAD, handler=self._settings.label, reason=letter.reason)
-        self.stream.release([LeaseRelease(held, "next")])
+        self.stream.release([LeaseRelease(lease, "next")])
         return True
 
     def _next(self, name: str) -> list[bytes]:
-        found = self._registry.get(name)
-        if found is not None and found.state == "stuck":
+        registration = self._registry.get(name)
+        if registration is not None and registration.state == "stuck":
             self._registry.mark(name, "alive")
-            found = self._registry.get(name)
-        return self.deal(name, found, count=1)
+            registration = self._registry.get(name)
+        return self.deal(name, registration, count=1)
 
     def _lost(self, name: str, message_id: str) -> Refused:
-        found = self._registry.get(name)
-        if found is not None and found.state == "stuck":
+        registration = self._registry.get(name)
+        if registration is not None and registration.state == "stuck":
             self._registry.mark(name, "alive")
         return self._refused(name, message_id, "the message may be processed again")
 

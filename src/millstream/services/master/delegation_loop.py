@@ -56,7 +56,7 @@ class DelegationLoop:
         self._tended_ms = float("-inf")
 
     def run(self, stopping: threading.Event) -> None:
-        """Run until `stopping` is set. Waits while Redis is unavailable; raises StaleOwner and the other RedisErrors."""
+        """Run until `stopping` is set. Waits while Redis is unavailable; raises StaleOwner and other RedisErrors."""
         try:
             self._patiently(self._desk.join, stopping)
             while not stopping.is_set():

@@ -191,7 +191,7 @@ class HealthChecker:
 
 
 def open_transport() -> httpx.AsyncHTTPTransport:
-    """The HTTP transport of the checks, one connection each. Unlike an httpx client it has no redirects and no cookies."""
+    """The HTTP transport of the checks, one connection each. Unlike an httpx client it has no redirects or cookies."""
     return httpx.AsyncHTTPTransport(
         trust_env=False, limits=httpx.Limits(max_connections=None, max_keepalive_connections=0)
     )

@@ -146,7 +146,7 @@ class ConsumerStream(KeyedStream):
         return self._incarnation
 
     def to_deal(self, count: int, most: int) -> Command:
-        """The command that leases up to `count` ready key queues to the consumer, as long as it holds at most `most`."""
+        """The command that leases up to `count` ready key queues to the consumer, which may hold `most` in total."""
         args = self._taking(count, count, 1, self._lease_ms, False, (NO_LIMIT, True))
         return self._ledger.command(LEASE_KEYS, self.stream, (*args, most))
 
@@ -158,7 +158,7 @@ class ConsumerStream(KeyedStream):
 
 
 class LineOf:
-    """Names the key queue of an entry by its field `key`; b"" for one that was redriven for another handler than `label`."""
+    """Names the key queue of an entry by its field `key`; b"" if it was redriven for another handler than `label`."""
 
     def __init__(self, key: bytes, label: bytes) -> None:
         self._key = key

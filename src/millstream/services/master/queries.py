@@ -20,7 +20,7 @@ _READ_AT_ONCE, _MOST_READ = 100, 1_000
 
 
 class Queries:
-    """Pages of tickets and consumers, ordered by name. Every method raises RedisError, and Refused for a wrong cursor."""
+    """Pages of tickets and consumers, ordered by name. Methods raise RedisError, and Refused for a wrong cursor."""
 
     def __init__(
         self, client: Client, registry: Registry, settings: MasterSettings, *, clock: Clock = SYSTEM_CLOCK

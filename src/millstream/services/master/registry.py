@@ -19,7 +19,7 @@ from millstream.services.web.errors import Refused
 COMPARE_AND_SET = Script("shared/compare_and_set")
 
 State = Literal["alive", "stuck", "dead"]
-"""alive: gets messages; stuck: held one too long, and gets none until it finishes one; dead: gets none until healthy."""
+"""alive: gets messages. stuck: held one too long; gets none until it finishes one. dead: gets none until healthy."""
 
 MOST_CONSUMERS = 1_000
 FORGOTTEN_MS = 24 * 3_600_000

@@ -1,4 +1,4 @@
-"""BodyRoute: API calls with a JSON body, without FastAPI's dependency injection, which costs more than the call itself."""
+"""BodyRoute: API calls with a JSON body, without FastAPI's dependency injection, which costs more than the call."""
 
 import inspect
 from collections.abc import Awaitable, Callable, Coroutine

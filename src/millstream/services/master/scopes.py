@@ -7,7 +7,7 @@ from millstream.errors import ConfigError
 from millstream.services.web.bearer_tokens import TokenBook
 
 Scope = Literal["register", "acknowledge", "read", "admin"]
-"""register: register consumers and send heartbeats; acknowledge: report results and release; read: query; admin: all."""
+"""register: register and send heartbeats; acknowledge: report results and release; read: query; admin: everything."""
 
 SCOPES: tuple[Scope, ...] = get_args(Scope)
 

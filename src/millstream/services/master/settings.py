@@ -19,7 +19,8 @@ class MasterSettings:
     * `ticket_stream`, `group`: the stream and its consumer group
     * `master`: this master's name, shown to operators
     * `key`: the field that messages are ordered by
-    * `ping_ms`, `ping_failures`: interval of the health checks, and the number of failures after which a consumer is dead
+    * `ping_ms`, `ping_failures`: interval of the health checks, and the number of failures after which a consumer is
+      dead
     * `min_idle_ms`: idle time after which a message that is pending outside all key queues is claimed
     * `lease_ms`: lease time shown in Redis, from the last renewal; no master ends a lease because it has passed
     * `delegation_ms`: how long even a healthy consumer may hold one message

@@ -5,14 +5,14 @@
 -- ARGV  1 token: the workers' epoch   2 consumer group   3 lease in milliseconds from now
 --       4 maximum age of a lease in milliseconds, after which it is revoked
 --       5 number of leases lost on one entry at which its key queue is parked (0 = never)   6 the reason for that
--- REPLY number of renewed leases; ids of entries found acknowledged; then for each revoked lease: name of the key queue,
---       id of its first entry, holder, 'gone' (not registered, or a new incarnation) or 'stuck' (over the maximum age)
+-- REPLY number of renewed leases; ids of entries found acknowledged; then for each revoked lease: name of the key
+--       queue, id of its first entry, holder, 'gone' (not registered, or a new incarnation) or 'stuck' (over age)
 -- ERROR STALE when a newer run has taken over; NOGROUP when the group is gone
 --
 -- INVARIANTS
---   A consumer in any language acknowledges with XACK and then calls a master; that call may be lost. So an entry that was
---   pending with its holder and is no longer pending is done. This is checked before a lease is revoked, in the same script,
---   so no acknowledged entry is assigned again.
+--   A consumer in any language acknowledges with XACK and then calls a master; that call may be lost. So an entry that
+--   was pending with its holder and is no longer pending is done. This is checked before a lease is revoked, in the
+--   same script, so no acknowledged entry is assigned again.
 --   A leased entry that another consumer has claimed is claimed back for its holder.
 --   A leased entry that is pending with WAITING may be the next one of its key queue, while a master commits the one
 --   before and ends the lease: it is claimed for the holder only if it is still so after STRAY_MS.
