@@ -15,6 +15,7 @@ from millstream.errors import OutOfMemory, Unavailable
 from millstream.redis_client.client import Client
 from millstream.redis_client.embedded_server import EmbeddedServer
 from millstream.redis_client.key_names import HandlerKeys
+from millstream.redis_client.key_tracking import KeyTracker
 from millstream.worker import WorkerPolicy
 from millstream.worker.fetching.owned_key_router import OwnedKeyRouter
 from tests.support.waiting import eventually
@@ -70,7 +71,7 @@ def test_large_entries_of_many_streams_are_read_a_few_at_a_time(
         trips.append(sum(len(part) for _, entries in found.values() for _, pairs in entries for part in pairs))
         return found.items()
 
-    monkeypatch.setattr(routing.router._tracker, "read", weighed)
+    monkeypatch.setattr(routing.router._tracker, KeyTracker.read.__name__, weighed)
     assert routing.woken_by(60) == set(routing.names)
     assert sum(trips) == 50 * 40 * 60_007
     assert max(trips) <= READ_BYTES, "also in the first read, when no size is known yet"

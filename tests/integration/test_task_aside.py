@@ -384,7 +384,7 @@ def test_a_line_that_is_worked_off_while_a_batch_begins_leaves_it_no_old_state(
             make_due_and_work_off(bench, works)
         return load(ledger, wanted) if found is None else found
 
-    monkeypatch.setattr(CommitStore, "load", meanwhile)
+    monkeypatch.setattr(CommitStore, CommitStore.load.__name__, meanwhile)
     bench.run(works, bench.add(2, keys="A"))
     bench.catch_up(works)
     assert (bench.outputs(), sums(bench), bench.lines()) == ([1, 2], b"\x81\xa3sum\x03", {})

@@ -46,7 +46,7 @@ def count_reservations(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
         reserved[stream.stream] += count
         return reserve(stream, rate, count)
 
-    monkeypatch.setattr(ReliableStream, "reserve", counted)
+    monkeypatch.setattr(ReliableStream, ReliableStream.reserve.__name__, counted)
     return reserved
 
 

@@ -371,7 +371,7 @@ def test_large_effects_of_many_streams_are_committed_a_few_at_a_time(
         trips.append(sum(len(arg) for command in commands for arg in command if isinstance(arg, str | bytes)))
         return send(self, commands, *more)
 
-    monkeypatch.setattr(Client, "pipeline", weighed)
+    monkeypatch.setattr(Client, Client.pipeline.__name__, weighed)
     with working(client, make(enlarge, pattern="s:*", order="stream"), policy=replace(QUICK, threads=8)):
         eventually(lambda: len(rows(client)) == 16)
     assert max(trips) < 9 << 20

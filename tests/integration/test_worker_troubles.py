@@ -173,7 +173,7 @@ def test_what_takes_too_long_to_send_in_one_call_is_committed_in_several(
         sent.append(sum(unit.size for some in units.values() for unit in some))
         return commit(ledger, units, **options)
 
-    monkeypatch.setattr(CommitStore, "commit", late)
+    monkeypatch.setattr(CommitStore, CommitStore.commit.__name__, late)
     fill(client, 1_000)
     with working(client, make(run, key=key)) as loop:
         eventually(lambda: loop.loop_metrics.committed == 1_000)
@@ -245,7 +245,7 @@ def test_streams_are_looked_for_the_less_often_the_longer_that_takes_and_nobody_
                 release.wait(FAIL_SAFE_S)
         return scan(self, pattern)
 
-    monkeypatch.setattr(Client, "scan_streams", slow)
+    monkeypatch.setattr(Client, Client.scan_streams.__name__, slow)
     fill(client, 1, stream="in.a")
     # No message that runs while the clock leaps has run for too long.
     with working(client, make(double, pattern="in.*", time_limit_ms=3_600_000), clock=clock) as loop:

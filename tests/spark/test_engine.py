@@ -157,7 +157,7 @@ def test_a_stream_made_anew_below_what_is_committed_stops_the_run_and_is_never_p
     pipelines.client.execute("DEL", "in")
     pipelines.client.execute("XADD", "in", "5-1", "key", "a", "n", 1)
     for settings in ({"fail_on_data_loss": False}, {"checkpoint": "second", "start": "from-frontier"}):
-        with pytest.raises(PipelineFailed, match=r"made anew with ids below .* --reprocess"):
+        with pytest.raises(PipelineFailed, match=r"recreated with ids below .* --reprocess"):
             pipelines.once(app, **settings)
     pipelines.once(app, checkpoint="third", start="reprocess")
     assert numbers(pipelines, "a") == [1]

@@ -2,7 +2,7 @@
 
 import json
 
-from millstream.spark.source.offsets import readable
+from millstream.spark.source.offsets import unpack
 
 
 def behind(end: str | None, latest: str | None) -> dict[str, int | None]:
@@ -22,7 +22,7 @@ def _between(reached: int | None, newest: int | None) -> int | None:
 
 def _counts(text: str | None) -> dict[str, int | None]:
     try:
-        raw = readable(json.loads(text or "null"))
+        raw = unpack(json.loads(text or "null"))
         return {stream: count for stream, (_, count) in raw.items() if count is None or isinstance(count, int)}
     except (AttributeError, TypeError, ValueError):
         return {}

@@ -45,9 +45,9 @@ class StageQuery(SupervisedQuery):
         self._look_at_checkpoint("metadata")
         known = {} if self.resumed or self._around.settings.start != "resume" else self._standings()
         for stream, standing in known.items():
-            if standing.at.id > ZERO_ID:
+            if standing.position.id > ZERO_ID:
                 raise ConfigError(
-                    f"{self.label} has read {stream!r} up to {standing.at.id}, but the checkpoint {self.checkpoint!r} is "
+                    f"{self.label} has read {stream!r} up to {standing.position.id}, but the checkpoint {self.checkpoint!r} is "
                     "new: use --from-frontier to go on there, without what its windows and joins held, --reprocess to "
                     "begin anew, or give the old --checkpoint"
                 )
