@@ -285,7 +285,7 @@ def test_each_role_has_a_user_of_its_own_by_default() -> None:
     users = [line.split()[2] for line in outcome.out.splitlines()]
     assert users == [f"millstream-{role}" for role in RoleName]
     assert all(line.endswith(" ~*") for line in outcome.out.splitlines())
-    assert "narrow" in outcome.err
+    assert "restrict" in outcome.err
     assert call("acl", "nobody").code == 2
     assert call("acl", "--app", "a.b").code == 2
 

@@ -278,7 +278,7 @@ def test_what_is_announced_and_is_no_stream_is_left_out_until_it_is_one(
         eventually(lambda: len(rows(client)) == 1)
         eventually(lambda: "te\nxt" in left_out(client, "calls"))
         assert "holds a string where a stream is needed" in (left_out(client, "calls")["te\nxt"] or "")
-        assert "left out" in call("streams", "calls", "--url", client.url).out
+        assert "excluded" in call("streams", "calls", "--url", client.url).out
         assert r"cannot process stream 'te\nxt'" in caplog.text
         assert r"run: millstream done calls 'te\nxt'" in caplog.text
         client.execute("DEL", "te\nxt")
