@@ -134,9 +134,9 @@ MaxPerBatch = Annotated[int, typer.Option(help="Maximum number of entries of a m
 IntervalMs = Annotated[int, typer.Option(help="Minimum time between the starts of two micro-batches, in milliseconds.")]
 Once = Annotated[bool, typer.Option("--once", help="Process the available entries, then end.")]
 Start = Annotated[Literal["earliest", "latest"], typer.Option(help="Where a handler or stage that never ran starts.")]
-Only = Annotated[list[str] | None, typer.Option("--only", help="Run only this handler or stage; may be repeated.")]
+Only = Annotated[list[str] | None, typer.Option("--only", help="Run only this handler or stage; repeatable.")]
 PyFiles = Annotated[
-    list[str] | None, typer.Option(help="A module, folder of modules or zip for the executors; may be repeated.")
+    list[str] | None, typer.Option(help="A module, folder of modules or zip for the executors; repeatable.")
 ]
 FromFrontier = Annotated[
     bool, typer.Option("--from-frontier", help="With a new checkpoint: continue after the committed entries.")
@@ -150,7 +150,7 @@ ReadFrom = Annotated[
 AllowLoss = Annotated[
     bool, typer.Option("--allow-data-loss", help="Count entries that were trimmed unread instead of stopping.")
 ]
-Conf = Annotated[list[str] | None, typer.Option(help="A Spark setting, KEY=VALUE; may be repeated.")]
+Conf = Annotated[list[str] | None, typer.Option(help="A Spark setting, KEY=VALUE; repeatable.")]
 BellUrl = Annotated[str, typer.Option(help="POST a JSON summary to this URL when messages are dead-lettered.")]
 BellCommand = Annotated[str, typer.Option(help="Run this command, with the summary on its stdin.")]
 MetricsPort = Annotated[int, typer.Option(help="Serve /metrics for Prometheus on 127.0.0.1 at this port.")]

@@ -42,7 +42,7 @@ from millstream.worker.static_membership import StaticMembership
 Target = Annotated[str, typer.Argument(help="The app: module:app or path/to/file.py:app", metavar="APP")]
 Processes = Annotated[int, typer.Option(help="Number of worker processes; each runs all handlers.", min=1)]
 Name = Annotated[str, typer.Option(help="Name of this worker in the groups; default: the host's name.")]
-Only = Annotated[list[str] | None, typer.Option("--handler", help="Run only this handler; may be repeated.")]
+Only = Annotated[list[str] | None, typer.Option("--handler", help="Run only this handler; repeatable.")]
 Start = Annotated[Literal["earliest", "latest"], typer.Option(help="Where a handler that never ran starts.")]
 Threads = Annotated[int, typer.Option(help="Messages that a plain handler processes at once.", min=1)]
 Prefetch = Annotated[int, typer.Option(help="Maximum number of messages in flight in a process.", min=1)]
