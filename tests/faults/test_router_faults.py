@@ -214,6 +214,6 @@ def test_where_tracking_is_refused_the_pool_takes_over(caplog: pytest.LogCapture
             publish(client, ["s"], [0])
             taken(subscription, 1)
             assert router.reader == "pool"
-        assert "tracking is refused" in caplog.text
+        assert "CLIENT TRACKING refused" in caplog.text
         with Router(url, reader="tracking") as strict, pytest.raises(Exception, match="tracking"):
             strict.subscribe("s").get(1000 * FAIL_SAFE_S)

@@ -253,7 +253,7 @@ def test_it_is_read_in_an_event_loop(client: Client) -> None:
 
 
 def test_it_is_started_once_and_ends_even_if_it_never_was(millstream_url: str) -> None:
-    with joined(millstream_url, "a") as balancer, pytest.raises(ConfigError, match="started once"):
+    with joined(millstream_url, "a") as balancer, pytest.raises(ConfigError, match="started already"):
         balancer.start()
     idle = Balancer(millstream_url, SERVICE, consumer="idle")
     assert idle.close() == 0
@@ -308,7 +308,7 @@ def test_a_consumer_has_a_name_that_keys_can_hold(name: str) -> None:
 def test_an_announcement_must_be_one(client: Client) -> None:
     with pytest.raises(ConfigError, match="must have a name"):
         announce(client, SERVICE, "")
-    with pytest.raises(ConfigError, match="cannot be announced"):
+    with pytest.raises(ConfigError, match="is not JSON"):
         announce(client, SERVICE, "s", object())
     assert client.execute("EXISTS", KEYS.input) == 0
 
@@ -373,10 +373,10 @@ def test_only_what_is_found_after_the_end_of_its_lease_is_measured_as_recovered(
     round_of(client, "b")
     check_lateness(client, "b", finder="b", life="i2")  # nor is the end of an earlier life under its name left out
     expire(client, "b")
-    assert peer(client, "c").round(bid(take=0)).found_lost == 2
-    round_of(client, "nothing at all", take=0)
+    assert peer(client, "c").round(bid(most_new=0)).found_lost == 2
+    round_of(client, "nothing at all", most_new=0)
     expire(client, "nothing at all")
-    assert peer(client, "c").round(bid(take=0)).late_ms is None
+    assert peer(client, "c").round(bid(most_new=0)).late_ms is None
 
 
 def check_lateness(client: Client, dead_one: str, *, finder: str, life: str) -> None:

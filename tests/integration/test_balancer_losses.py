@@ -107,7 +107,7 @@ def test_who_has_which_announcement_is_shown_again_after_the_group_was_lost(clie
     peer(client, "a").hand_in("released", held[:1])
     client.execute("XGROUP", "DESTROY", KEYS.input, KEYS.group)
     assert [lease.stream for lease in round_of(client, "b", recovers=False).given] == ["s0002"]
-    assert sorted(pending(client).values()) == ["a", "b", "waiting"]
+    assert sorted(pending(client).values()) == ["a", "b", "unassigned"]
     assert client.execute("XLEN", KEYS.input) == 3
 
 
@@ -267,4 +267,4 @@ def test_it_needs_no_right_to_configure_subscribe_or_look_at_other_keys() -> Non
             hear(balancer, StreamAdded)
             balancer.done("s1", "s2", "s3")
         assert boss.execute("ACL", "LOG") == []
-        assert group_consumers(boss) <= {"waiting"}
+        assert group_consumers(boss) <= {"unassigned"}

@@ -82,28 +82,28 @@ class BalancerMachine(RuleBasedStateMachine):
     # What consumers do
 
     @rule(
-        who=WHO, take=st.sampled_from([0, 1, 1_000, 1_000]), limit=st.sampled_from([None, None, 1, 3]),
+        who=WHO, most_new=st.sampled_from([0, 1, 1_000, 1_000]), limit=st.sampled_from([None, None, 1, 3]),
         weight=st.sampled_from([1.0, 1.0, 3.0]), recovers=st.sampled_from([True, True, False]),
         moves=st.sampled_from([0, 0.2, 1.0]), expired=st.sampled_from([None, None, 0, 1]),
         most_losses=st.sampled_from([None, None, 3]), gives=st.booleans(), why=st.sampled_from(["stuck", "overran"]),
     )  # fmt: skip
     def round(
-        self, who: str, take: int, limit: int | None, weight: float, recovers: bool, moves: float, expired: int | None,
-        most_losses: int | None, gives: bool, why: str,
+        self, who: str, most_new: int, limit: int | None, weight: float, recovers: bool, moves: float,
+        expired: int | None, most_losses: int | None, gives: bool, why: str,
     ) -> None:  # fmt: skip
         service = self.service(who)
         before = len(dead(self.client))
         late = [lease for other, lease in self.leases if other.consumer == who][-1 - (expired or 0) :][:1]
         changes: dict[str, Any] = {
-            "take": take, "limit": limit, "weight": weight, "recovers": recovers, "moves": moves, "wants_all": True,
-            "most_losses": most_losses, why: late if expired is not None else (),
+            "most_new": most_new, "limit": limit, "weight": weight, "recovers": recovers, "moves": moves,
+            "requests_all": True, "most_losses": most_losses, why: late if expired is not None else (),
         }  # fmt: skip
         try:
             found = service.round(bid(**changes))
         except NameHeld:
             return
         self.heard(service, found.given)
-        assert len(found.given) <= take
+        assert len(found.given) <= most_new
         assert limit is None or found.has <= limit or not found.given
         assert {lease.stream: lease.token for lease in found.all} == self.tokens_of(who)
         self.given_up(before)
@@ -195,13 +195,13 @@ class BalancerMachine(RuleBasedStateMachine):
     def redis_is_away(self) -> None:
         expire(self.client, *filter(self.is_known, NAMES))
         if self.client.execute("EXISTS", KEYS.meta):
-            self.client.execute("HINCRBY", KEYS.meta, "pulse", -LONG_MS)
+            self.client.execute("HINCRBY", KEYS.meta, "heartbeat", -LONG_MS)
         before = owners(self.client)
         for name in NAMES:
             known = self.client.execute("HGET", KEYS.consumers, name)
             if known:
                 life = int(known.split()[0].removeprefix(b"i"))
-                found = self.service(name, life).round(bid(take=0))
+                found = self.service(name, life).round(bid(most_new=0))
                 assert (found.is_new, found.found_lost) == (False, 0), "Redis was away, not they"
         assert owners(self.client) == before
 
@@ -263,7 +263,7 @@ class BalancerMachine(RuleBasedStateMachine):
         }
         if self.client.execute("EXISTS", KEYS.meta) and not self.disturbed:
             shown = pending(self.client)
-            assert shown == {entry: owned.get(stream, "waiting") for stream, entry in ids.items()}
+            assert shown == {entry: owned.get(stream, "unassigned") for stream, entry in ids.items()}
 
     @invariant()
     def no_token_goes_back(self) -> None:
@@ -284,7 +284,7 @@ class BalancerMachine(RuleBasedStateMachine):
             return
         found = {
             name: peer(self.client, name, life).round(
-                bid(take=0, moves=0, weight=float(weight), limit=int(limit) or None)
+                bid(most_new=0, moves=0, weight=float(weight), limit=int(limit) or None)
             )
             for name, (life, weight, limit) in living.items()
         }
@@ -300,11 +300,11 @@ class BalancerMachine(RuleBasedStateMachine):
         if not hasattr(self, "open"):
             return
         last = self.service("last", 0)
-        last.round(bid(take=0))
+        last.round(bid(most_new=0))
         expire(self.client, *NAMES)
         leases: list[Lease] = []
         for _ in range(4):
-            leases = list(last.round(bid(wants_all=True)).all)
+            leases = list(last.round(bid(requests_all=True)).all)
         assert {lease.stream for lease in leases} == self.open
         assert last.hand_in("done", leases) == set()
         assert self.client.execute("XLEN", KEYS.input) == 0

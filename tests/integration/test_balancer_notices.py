@@ -268,7 +268,7 @@ def test_without_redis_the_streams_are_disowned_when_the_lease_ends_and_added_ag
         old = hear(balancer, StreamAdded).lease
         assert old.losses == 1
         proxy.freeze()
-        eventually(lambda: "a cannot be heard of" in caplog.text, "it to notice")
+        eventually(lambda: "consumer a lost contact with Redis" in caplog.text, "it to notice")
         clock.now_ms += LEASE_MS - 1
         looks = clock.looks
         eventually(lambda: clock.looks >= looks + 10, "it to have tried again, and looked whether the lease holds")

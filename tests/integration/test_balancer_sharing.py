@@ -65,7 +65,7 @@ def test_shares_follow_weights_and_limits_and_the_rest_is_taken_by_those_without
     options = {"a": {"weight": 3.0}, "b": {"weight": 1.0}, "c": {"weight": 6.0, "limit": 10}}
     for _ in range(8):
         for name, option in options.items():
-            found = round_of(client, name, wants_all=True, **option)
+            found = round_of(client, name, requests_all=True, **option)
             peer(client, name).hand_in("released", found.all[: found.excess])
     assert counts(client) == {"a": 68, "b": 22, "c": 10} or counts(client) == {"a": 67, "b": 23, "c": 10}
 
@@ -76,7 +76,7 @@ def test_a_limit_that_is_just_met_is_kept_and_no_stream_stays_behind(client: Cli
     options = {"a": {"weight": 2.0, "limit": 2}, "b": {"weight": 2.5}, "c": {"weight": 2.5}}
     round_of(client, "a", **options["a"])
     for name in "bc":
-        round_of(client, name, take=0, **options[name])
+        round_of(client, name, most_new=0, **options[name])
     for _ in range(3):
         shares = {name: round_of(client, name, **option).share for name, option in options.items()}
     assert shares["a"] == 2
@@ -108,7 +108,7 @@ def test_shares_add_up_to_all_streams_within_the_limits(
         announced(client, *names(total))
         for _ in range(2):  # in the second each knows of all others
             shares = [
-                round_of(client, f"c{n}", weight=weight, limit=limit or None, take=0).share
+                round_of(client, f"c{n}", weight=weight, limit=limit or None, most_new=0).share
                 for n, (weight, limit) in enumerate(bids)
             ]
         assert all(0 <= share <= (limit or total) for share, (_, limit) in zip(shares, bids, strict=True))
@@ -181,10 +181,10 @@ def test_no_more_than_a_part_of_the_streams_moves_in_a_second(client: Client) ->
     assert round_of(client, "a", moves=0.07).excess == 8
     assert client.execute("GET", moved) == b"28"
     client.execute("DEL", moved)
-    assert round_of(client, "a", moves=0.05, leaving=7).excess == 20
+    assert round_of(client, "a", moves=0.05, releasing=7).excess == 20
     eventually(lambda: not client.execute("EXISTS", moved), "the end of that second")
-    assert round_of(client, "a", moves=1.0, leaving=199).excess == 1, "what is on its way counts"
-    assert round_of(client, "a", moves=1.0, leaving=200).excess == 0
+    assert round_of(client, "a", moves=1.0, releasing=199).excess == 1, "what is on its way counts"
+    assert round_of(client, "a", moves=1.0, releasing=200).excess == 0
     assert counts(client) == {"a": 400}, "until it is released"
 
 
@@ -198,9 +198,9 @@ def test_ten_streams_may_move_in_any_case(client: Client) -> None:
 def test_one_stream_at_least_moves_and_nothing_does_while_others_are_free(client: Client) -> None:
     announced(client, *names(4))
     held = round_of(client, "a").given
-    round_of(client, "b", take=0)
+    round_of(client, "b", most_new=0)
     peer(client, "a").hand_in("released", held[:1])
-    assert round_of(client, "a", take=0, moves=0.05).excess == 0
+    assert round_of(client, "a", most_new=0, moves=0.05).excess == 0
     round_of(client, "b")
     assert round_of(client, "a", moves=0.05).excess == 1
 
@@ -293,7 +293,7 @@ def test_a_stream_that_kills_its_owners_is_given_up_as_a_dead_letter(client: Cli
     for n, name in enumerate("abc"):
         given = {lease.stream: lease.losses for lease in round_of(client, name, most_losses=3).given}
         assert given == {"poison": n, "good": 0}
-        lease = next(lease for lease in round_of(client, name, wants_all=True).all if lease.stream == "good")
+        lease = next(lease for lease in round_of(client, name, requests_all=True).all if lease.stream == "good")
         expire(client, name)
         peer(client, name).hand_in("released", [lease])
     found = round_of(client, "d", most_losses=3)
@@ -303,7 +303,7 @@ def test_a_stream_that_kills_its_owners_is_given_up_as_a_dead_letter(client: Cli
     assert "3 times" in letter["reason"]
     assert '"poison"' in letter["lbs-input"]
     assert list(pending(client)) == [other]
-    assert client.execute("HEXISTS", KEYS.base + ":falls", "poison") == 0
+    assert client.execute("HEXISTS", KEYS.base + ":losses", "poison") == 0
     announced(client, "poison")
     assert round_of(client, "d", most_losses=3).given[0].losses == 0
 
@@ -327,7 +327,7 @@ def test_to_overrun_the_time_to_give_back_neither_adds_to_the_losses_nor_wipes_t
     for _ in range(3):
         (lease,) = round_of(client, "a", most_losses=2).given
         assert lease.losses == 1
-        found = round_of(client, "a", most_losses=2, overran=[lease], take=0)
+        found = round_of(client, "a", most_losses=2, overran=[lease], most_new=0)
         assert (found.has, found.found_lost) == (0, 0)
     assert dead(client) == []
 
@@ -369,16 +369,16 @@ def test_a_balancer_gives_up_what_is_stuck_too_often(client: Client) -> None:
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ("no JSON", "no JSON object"),
-        ("[1]", "no JSON object"),
-        ('"text"', "no JSON object"),
-        ("", "no JSON object"),
-        ('{"Info": 1}', "no JSON object"),
-        ('{"DataStreamName": 7}', "no JSON object"),
-        ('{"DataStreamName": ""}', "no JSON object"),
-        ('{"DataStreamName": null}', "no JSON object"),
-        (b'{"DataStreamName": "\xff', "no JSON object"),
-        ("[" * 5_000, "no JSON object"),
+        ("no JSON", "not a JSON object"),
+        ("[1]", "not a JSON object"),
+        ('"text"', "not a JSON object"),
+        ("", "not a JSON object"),
+        ('{"Info": 1}', "not a JSON object"),
+        ('{"DataStreamName": 7}', "not a JSON object"),
+        ('{"DataStreamName": ""}', "not a JSON object"),
+        ('{"DataStreamName": null}', "not a JSON object"),
+        (b'{"DataStreamName": "\xff', "not a JSON object"),
+        ("[" * 5_000, "not a JSON object"),
     ],
 )
 def test_what_is_no_announcement_is_a_dead_letter(client: Client, text: str | bytes, reason: str) -> None:
@@ -411,10 +411,10 @@ def test_any_number_of_announcements_that_give_nothing_is_read_in_calls_that_end
     round_of(client, "a")
     if text is None:
         client.pipeline([("XADD", KEYS.input, "*", FIELD, f'{{"DataStreamName": "{one}"}}') for one in names(count, 1)])
-        while round_of(client, "dying", weight=1e6, take=1_000).more:
+        while round_of(client, "dying", weight=1e6, most_new=1_000).more:
             pass
         expire(client, "dying")
-        while peer(client, "b").round(bid(take=0)).more:
+        while peer(client, "b").round(bid(most_new=0)).more:
             pass
     else:
         client.pipeline([("XADD", KEYS.input, "*", FIELD, text)] * count)
@@ -431,13 +431,13 @@ def test_any_number_of_announcements_that_give_nothing_is_read_in_calls_that_end
 
 
 @pytest.mark.parametrize(
-    "key", ["dead", "events", "falls", "free", "streams", "owners", "returned", "troubles", "consumers"]
+    "key", ["dead", "events", "losses", "unassigned", "streams", "owners", "released", "errors", "consumers"]
 )
 def test_a_key_of_the_wrong_type_is_named_before_anything_is_taken(client: Client, key: str) -> None:
     announced(client, "fallen")
     round_of(client, "dies")
     expire(client, "dies")
-    round_of(client, "a", take=0)
+    round_of(client, "a", most_new=0)
     bad = add_raw(client, "no JSON")
     announced(client, "new")
     place = f"{KEYS.base}:{key}"

@@ -127,7 +127,7 @@ def test_a_release_whose_reply_was_lost_may_be_repeated(client: Client, proxy: P
         (proxy.cut_before if side == "before" else proxy.cut_after)("EVALSHA", containing=END_LEASES.sha)
         with pytest.raises(Unavailable):
             peer(cut, "a").hand_in("released", leases)
-        round_of(client, "b", take=0)
+        round_of(client, "b", most_new=0)
         taken = [peer(client, "b").claim(stream) for stream in free(client)]  # others may have it meanwhile
         assert {lease.stream for lease in taken} == (set() if side == "before" else {"s1", "s2"})
         assert peer(cut, "a").hand_in("released", leases) == set()
@@ -173,7 +173,10 @@ def test_to_close_takes_no_longer_than_it_is_given_and_what_is_left_is_said(
         began_s = time.monotonic()
         assert balancer.close(timeout_s=0.5) == 0  # without an answer, which comes below
         assert time.monotonic() - began_s >= 0.5
-        assert "a leaves 2 streams to others when its leases end (no answer within 0.5 s)" in caplog.text
+        assert (
+            "consumer a left without releasing 2 streams: they are reassigned when its leases expire (no answer within 0.5 s)"
+            in caplog.text
+        )
         assert balancer.leases == []
         assert isinstance(balancer.next(0), Terminated)
         assert balancer.next(0) is None
@@ -228,11 +231,11 @@ def test_a_redis_that_is_away_for_all_costs_nobody_a_stream(client: Client) -> N
     held = round_of(client, "a").given
     round_of(client, "b")
     expire(client, "a", "b", ago_ms=LONG_MS)
-    client.execute("HINCRBY", KEYS.meta, "pulse", -LONG_MS)
+    client.execute("HINCRBY", KEYS.meta, "heartbeat", -LONG_MS)
     found = round_of(client, "b")
     assert (found.is_new, found.found_lost) == (False, 0)
     assert found.next_ms == LONG_MS + 1, "a has a lease more"
-    found = round_of(client, "a", wants_all=True)
+    found = round_of(client, "a", requests_all=True)
     assert found.is_new is False
     assert {lease.token for lease in found.all} == {lease.token for lease in held}
     expire(client, "a")
@@ -244,10 +247,10 @@ def test_who_was_away_itself_claims_nothing_of_those_who_were_away_with_it(clien
     round_of(client, "a")
     round_of(client, "b")
     expire(client, "a", "b")
-    with pytest.raises(LeaseLost, match="joins again"):
+    with pytest.raises(LeaseLost, match="is rejoining"):
         peer(client, "b").claim("s")
     assert owners(client) == {"s": "a"}
-    round_of(client, "b", take=0)
+    round_of(client, "b", most_new=0)
     assert free(client) == ["s"]
     assert peer(client, "b").claim("s").losses == 1
 

@@ -236,9 +236,9 @@ def test_15_the_dead_are_removed_from_the_group(client: Client) -> None:
         expire(client, name)
     assert "c" in group_consumers(client)
     round_of(client, "d", limit=2)
-    assert group_consumers(client) == {"d", "waiting"}
+    assert group_consumers(client) == {"d", "unassigned"}
     peer(client, "d").retire()
-    assert group_consumers(client) == {"waiting"}
+    assert group_consumers(client) == {"unassigned"}
     assert client.execute("HLEN", KEYS.consumers) == client.execute("ZCARD", KEYS.alive) == 0
 
 

@@ -506,8 +506,8 @@ def test_a_pool_that_does_not_block_works_too(client: Client, millstream_url: st
 def test_who_begins_at_the_end_is_told_which_id_that_was(client: Client, router: Router) -> None:
     publish(client, ["s"], range(3))
     subscription, empty = (
-        router.subscribe("s", after=END, tell_start=True),
-        router.subscribe("e", after=END, tell_start=True),
+        router.subscribe("s", after=END, report_start=True),
+        router.subscribe("e", after=END, report_start=True),
     )
     assert taken(subscription, 1) == [Start(stream="s", after=ids_in(client, "s")[-1])]
     assert taken(empty, 1) == [Start(stream="e", after="0-0")]
@@ -523,6 +523,6 @@ def test_nobody_waits_for_a_router_that_has_failed(client: Client, millstream_ur
         router._pump.call(lambda: 1 // 0)  # type: ignore[arg-type]
         with pytest.raises(ZeroDivisionError):
             next(iter(early))
-        with pytest.raises(ConfigError, match="has failed, make a new one: ZeroDivisionError"):
+        with pytest.raises(ConfigError, match="has failed; create a new one: ZeroDivisionError"):
             router.subscribe("s1")
         assert router.close(timeout_ms=FAIL_SAFE_S * 1000)

@@ -125,7 +125,7 @@ def test_nobody_waits_for_a_router_that_has_failed(client: Client, millstream_ur
         router._pump.call(lambda: 1 // 0)  # type: ignore[arg-type]
         with pytest.raises(ZeroDivisionError):
             await anext(early)
-        with pytest.raises(ConfigError, match="has failed, make a new one: ZeroDivisionError"):
+        with pytest.raises(ConfigError, match="has failed; create a new one: ZeroDivisionError"):
             router.subscribe("s1")
 
     in_loop(millstream_url, reader, body)

@@ -136,7 +136,7 @@ def test_a_ticket_expires_and_ends_with_its_token() -> None:
     holder = access.admit(["entity:1"], token=SOME, ticket=None)
     now[0] += 59
     assert access.admit(["entity:1"], token=None, ticket=text) == holder, "they count together"
-    with pytest.raises(Refused, match="not valid"):
+    with pytest.raises(Refused, match="invalid"):
         Access(other, wall=lambda: now[0]).admit(["entity:1"], token=None, ticket=text)
     now[0] += 2
     with pytest.raises(Refused, match="expired"):
@@ -160,7 +160,7 @@ def test_a_websocket_is_closed_with_what_http_would_have_said(client: Client, se
     assert closed(lambda: server.socket("other", additional_headers=bearer(SOME)))[0] == 4403
     assert closed(lambda: server.socket("entity:1", "after=x", additional_headers=bearer(SOME)))[0] == 4400
     code, reason = closed(lambda: server.socket("entity:1", "aftr=0", additional_headers=bearer(SOME)))
-    assert (code, reason) == (4400, "there is no parameter 'aftr': use after, stream, ticket, lastEventId")
+    assert (code, reason) == (4400, "unknown parameter 'aftr'; use after, stream, ticket, lastEventId")
 
 
 def test_a_reason_that_is_too_long_for_a_websocket_is_cut(client: Client, server: Server) -> None:

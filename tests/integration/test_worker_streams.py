@@ -389,7 +389,7 @@ def test_a_worker_that_could_commit_nothing_ends(client: Client, rules: Any, str
     client.execute("ACL", "DELUSER", "limited")
 
 
-SHARED = r"are shared by the workers of app\.handle"
+SHARED = r"workers of app\.handle own the streams of service"
 
 
 def test_a_service_has_the_workers_of_one_handler(client: Client) -> None:

@@ -53,8 +53,8 @@ def test_a_policy_at_the_edge_of_sense_is_accepted(option: dict[str, Any]) -> No
 
 
 def test_no_consumer_is_called_like_the_one_that_stands_for_nobody() -> None:
-    with pytest.raises(ConfigError, match="cannot be called 'waiting'"):
-        Balancer("redis://127.0.0.1:1", "calls", consumer="waiting")
+    with pytest.raises(ConfigError, match="cannot be called 'unassigned'"):
+        Balancer("redis://127.0.0.1:1", "calls", consumer="unassigned")
 
 
 def test_a_weight_is_a_number_or_is_asked_for_each_time() -> None:

@@ -54,11 +54,11 @@ class Deaf:
 
 
 def test_a_stop_cuts_off_who_does_not_take_the_farewell(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("millstream.services.gateway.connection._FAREWELL_S", HOUR_S)
+    monkeypatch.setattr("millstream.services.gateway.connection._CLOSE_TIMEOUT_S", HOUR_S)
 
     async def main() -> Any:
         pace = Pace(heartbeat_s=HOUR_S, stall_s=HOUR_S)
-        house = ConnectionManager(Router("redis://127.0.0.1:1"), room=ConnectionLimits(), pace=pace, metrics=NOBODY)
+        house = ConnectionManager(Router("redis://127.0.0.1:1"), limits=ConnectionLimits(), pace=pace, metrics=NOBODY)
         wire = Deaf()
         serving = asyncio.create_task(house.serve(wire, b"", []))
         await eventually_async(lambda: house.traffic.open == 1, "the connection")

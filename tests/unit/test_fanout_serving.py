@@ -21,12 +21,12 @@ OLD, NEW = "0123456789abcdef-old", "0123456789abcdef-new"
 
 @pytest.fixture(autouse=True)
 def looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(serving, "_LOOK_S", 0.01)
+    monkeypatch.setattr(serving, "_RELOAD_S", 0.01)
 
 
 async def following(access: Access, path: Path, body: Callable[[], Coroutine[Any, Any, None]]) -> None:
     """Run `body` while the file is followed."""
-    task = asyncio.create_task(serving._follow_file(access, path))
+    task = asyncio.create_task(serving._reload_tokens(access, path))
     try:
         await body()
     finally:
@@ -61,7 +61,7 @@ def test_a_mistake_in_the_token_file_shuts_nobody_out_and_lets_nobody_in(
     async def body() -> None:
         await eventually_async(lambda: tokens.find(OLD) is not None, "the first token")
         path.write_text(mistake)
-        await eventually_async(lambda: "the tokens stay as they were" in caplog.text, "a look at the mistake")
+        await eventually_async(lambda: "keeping the previous tokens" in caplog.text, "a look at the mistake")
         assert access.admit(["s"], token=OLD, ticket=None)
         with pytest.raises(Refused):
             access.admit(["s"], token=None, ticket=None)

@@ -52,33 +52,33 @@ def test_the_number_of_entries_trimmed_unread_is_exact(position: int, more: int,
     there = facts(trimmed + 1, added, added=added)
     verdict = detect_gap(reading(position, position, got, present=trimmed < position), there)
     missed = max(0, trimmed - position)
-    assert (verdict.what, verdict.missed) == (("trimmed", missed) if missed else ("sound", None))
+    assert (verdict.what, verdict.missed) == (("trimmed", missed) if missed else ("complete", None))
     assert verdict.ordinal == added
 
 
 @pytest.mark.parametrize(
     ("read", "there", "what"),
     [
-        (reading(0, None, range(0)), MISSING, "sound"),
-        (reading(5, 5, range(0)), MISSING, "gone"),
-        (reading(5, 5, range(6, 8)), MISSING, "again"),
-        (reading(9, 9, range(0)), facts(1, 3, added=3), "another"),
-        (reading(5, 5, range(6, 8)), facts(7, 8, added=8), "again"),  # trimmed between the two answers
+        (reading(0, None, range(0)), MISSING, "complete"),
+        (reading(5, 5, range(0)), MISSING, "deleted"),
+        (reading(5, 5, range(6, 8)), MISSING, "retry"),
+        (reading(9, 9, range(0)), facts(1, 3, added=3), "diverged"),
+        (reading(5, 5, range(6, 8)), facts(7, 8, added=8), "retry"),  # trimmed between the two answers
         (reading(5, 5, range(6, 8)), StreamCounters(b"7-0", b"6-0", b"7-0", 2, 2, ZERO), "recreated"),
         (reading(5, None, range(6, 8)), facts(6, 7, added=7), "trimmed"),
-        (reading(5, None, range(6, 8)), StreamCounters(b"7-0", b"6-0", b"7-0", 2, 2, ZERO), "sound"),
-        (reading(5, 5, range(6, 8)), holed(3, 7, added=7, deleted=5), "sound"),
-        (reading(5, 5, range(6, 8)), holed(3, 9, added=9, deleted=8), "sound"),  # and an unread one too
-        (reading(5, 5, range(6, 8)), holed(3, 7, added=6, deleted=5), "another"),
-        (reading(5, 5, range(6, 8)), holed(3, 7, added=9, deleted=5), "another"),
+        (reading(5, None, range(6, 8)), StreamCounters(b"7-0", b"6-0", b"7-0", 2, 2, ZERO), "complete"),
+        (reading(5, 5, range(6, 8)), holed(3, 7, added=7, deleted=5), "complete"),
+        (reading(5, 5, range(6, 8)), holed(3, 9, added=9, deleted=8), "complete"),  # and an unread one too
+        (reading(5, 5, range(6, 8)), holed(3, 7, added=6, deleted=5), "diverged"),
+        (reading(5, 5, range(6, 8)), holed(3, 7, added=9, deleted=5), "diverged"),
         (
             reading(5, None, range(6, 8)),
             StreamCounters(b"7-0", b"3-0", b"7-0", 5, 5, ZERO),
-            "sound",
+            "complete",
         ),  # an id that was no entry
-        (reading(5, 5, range(6, 8)), StreamCounters(b"7-0", b"3-0", b"7-0", 7, 7, ZERO), "another"),
-        (reading(5, 5, range(6, 8)), facts(3, 7, added=7), "sound"),  # as Redis 8.2 trims: out of turn
-        (reading(5, 5, range(0)), facts(3, 7, added=7), "again"),
+        (reading(5, 5, range(6, 8)), StreamCounters(b"7-0", b"3-0", b"7-0", 7, 7, ZERO), "diverged"),
+        (reading(5, 5, range(6, 8)), facts(3, 7, added=7), "complete"),  # as Redis 8.2 trims: out of turn
+        (reading(5, 5, range(0)), facts(3, 7, added=7), "retry"),
     ],
 )
 def test_the_cases_are_told_apart(read: ReadResult, there: StreamCounters, what: str) -> None:

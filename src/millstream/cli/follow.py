@@ -72,7 +72,7 @@ class Follower:
         self._known.add(name)
         if place == END:  # its id is known only when the server has answered
             self._beginning.add(name)
-        return self._router.subscribe(name, after=place, tell_start=True)
+        return self._router.subscribe(name, after=place, report_start=True)
 
     def _has_begun(self, name: str) -> None:
         self._beginning.discard(name)

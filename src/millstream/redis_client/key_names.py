@@ -424,12 +424,12 @@ class ServiceKeys:
     @property
     def troubles(self) -> str:
         """Hash: why the owner of a stream cannot work on it, under which token."""
-        return f"{self.base}:troubles"
+        return f"{self.base}:errors"
 
     @property
     def free(self) -> str:
         """List: streams that nobody has, the next one first."""
-        return f"{self.base}:free"
+        return f"{self.base}:unassigned"
 
     @property
     def consumers(self) -> str:

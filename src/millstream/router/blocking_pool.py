@@ -1,6 +1,7 @@
-"""The classic way to learn what changed: a pool of connections, each blocked in an XREAD over a batch of streams.
+"""Pool: learns of changes by a pool of connections, each blocked in an XREAD over a batch of streams.
 
-A blocked read only says *that* a stream has changed; reading is the lane's. So both ways keep the same promises.
+A blocked read reports only *that* a stream has changed; the stream reader reads the entries. So both ways of learning
+of changes keep the same promises.
 """
 
 from collections import deque
@@ -15,9 +16,9 @@ from millstream.router.subscriber_buffer import Cursor
 
 
 class Pool:
-    """Waits for changes of the cursors it is given, each until it has changed once.
+    """Waits for the next change of each armed cursor, once.
 
-    `connect`: makes a link; `changed`: is told of a cursor to be read.
+    `connect`: opens a connection; `changed`: called with a cursor to be read.
     """
 
     def __init__(
@@ -44,13 +45,13 @@ class Pool:
         return len(self._workers)
 
     def arm(self, cursor: Cursor) -> None:
-        """Tell when it changes after its `last`. Once."""
+        """Report the next change of the cursor after its `last`. Once."""
         if not cursor.armed and cursor.inboxes and not cursor.paused:
             cursor.armed = True
             self._waiting.append(cursor)
 
     def go(self) -> None:
-        """Give the idle workers something to do, and have as many as are needed."""
+        """Send reads to the idle workers, and grow or shrink the pool to the demand."""
         policy = self._policy
         if not self._waiting and len(self._workers) <= policy.workers:
             return
@@ -65,7 +66,7 @@ class Pool:
                 self._send(worker)
 
     def close(self) -> None:
-        """Close every connection, and forget what was waited for."""
+        """Close every connection, and disarm every cursor."""
         for cursor in [*self._waiting, *(cursor for worker in self._workers for cursor in worker.batch)]:
             cursor.armed = False
         for worker in self._workers:
@@ -75,51 +76,51 @@ class Pool:
         self._asked = 0
 
     def connected(self, events: ConnectionEvents, name: str) -> ReconnectingConnection:
-        """A link for a worker."""
+        """A connection for a worker."""
         return self._connect(self._link_policy, events, name)
 
     def returned(self, worker: "_Worker", reply: Any) -> None:
-        """A read has ended: `reply` says for which streams there is something; an error, that it has to be looked at.
+        """A read has ended: `reply` names the streams that have changed; after an error all of them count as changed.
 
-        So it does if the connection broke: the reply may have been too large, and would be again.
+        That includes a broken connection: the reply may have been too large, and would be again.
         """
         batch, worker.batch = worker.batch, []
         self._asked -= len(batch)
-        found = dict(reply or ()) if not isinstance(reply, Exception) else None
+        changed = dict(reply or ()) if not isinstance(reply, Exception) else None
         for cursor in batch:
             cursor.armed = False
-            if found is None or cursor.key in found:
+            if changed is None or cursor.key in changed:
                 self._changed(cursor)
             else:
                 self.arm(cursor)
 
     def _send(self, worker: "_Worker") -> None:
         batch: dict[bytes, Cursor] = {}
-        others = []
+        requeued = []
         while self._waiting and len(batch) < self._policy.streams:
             cursor = self._waiting.popleft()
             if not cursor.inboxes or cursor.paused:
                 cursor.armed = False
             elif cursor.key in batch:
-                others.append(cursor)
+                requeued.append(cursor)
             elif self._by_slot and batch and slot_of(cursor.key) != slot_of(next(iter(batch))):
-                others.append(cursor)
+                requeued.append(cursor)
                 break
             else:
                 batch[cursor.key] = cursor
-        self._waiting.extendleft(reversed(others))
+        self._waiting.extendleft(reversed(requeued))
         if not batch:
             return
         worker.batch = list(batch.values())
         self._asked += len(batch)
         block: tuple[Arg, ...] = () if self._policy.block_ms is None else ("BLOCK", self._policy.block_ms)
-        places = [cursor.last for cursor in worker.batch]
-        command = ("XREAD", "COUNT", 1, *block, "STREAMS", *batch, *places)
+        ids = [cursor.last for cursor in worker.batch]
+        command = ("XREAD", "COUNT", 1, *block, "STREAMS", *batch, *ids)
         worker.link.ask([command], lambda replies: self.returned(worker, replies[0]))
 
 
 class _Worker:
-    """One connection, and what it waits for."""
+    """One connection, and the batch of cursors it is blocked on."""
 
     def __init__(self, pool: Pool, number: int) -> None:
         self.batch: list[Cursor] = []

@@ -1,6 +1,6 @@
-"""What the buffers of all subscriptions hold, in bytes, and how much that may be.
+"""Budget: bytes held by the buffers of all subscriptions, and their limit.
 
-Subscribers of one stream share the entries of a reply, so each reply is counted once, for as long as anybody has it.
+Subscribers of one stream share the entries of a reply, so each reply is counted once, for as long as a buffer holds it.
 """
 
 from collections import deque
@@ -8,17 +8,17 @@ from collections import deque
 from millstream.router.gap_detection import Entry
 
 LEAST_BYTES = 16 * 1024
-"""What a buffer may hold, and a reply should not exceed, while there is no more room: smaller steps only cost more."""
+"""Limit of a buffer, and of a reply, while the budget is spent: smaller steps only cost more."""
 
 _ENTRY_BYTES, _PART_BYTES = 180, 41
-"""What Python takes for an entry, and for each of its names and values, beside their own bytes."""
+"""Memory that Python adds for an entry, and for each of its names and values, beside their own bytes."""
 
 
 class Budget:
-    """At most `most_bytes` are read ahead. `spent`: so much is held, and from then on until a quarter of it is free again.
+    """Limits read-ahead to `most_bytes`. `spent`: the limit was reached, and not yet a quarter of it is free again.
 
-    `spent` may be read in any thread, and `free` called there, even while an object is destroyed; the rest is for the
-    router's thread.
+    Any thread may read `spent` and call `release`, even while an object is destroyed; the rest is for the router's
+    thread.
     """
 
     __slots__ = ("_freed", "_held", "most_bytes", "spent")
@@ -30,17 +30,17 @@ class Budget:
         self._freed: deque[int] = deque()
 
     def take(self, size: int) -> None:
-        """So many bytes are held from now on."""
+        """Add bytes that are held from now on."""
         self._held += size
         if self._held >= self.most_bytes and not self.spent:
             self.balance()
 
     def free(self, size: int) -> None:
-        """So many bytes are held no more."""
+        """Subtract bytes that are held no more."""
         self._freed.append(size)
 
     def balance(self) -> int:
-        """Look whether the budget is spent; returns how many bytes are held."""
+        """Update `spent`; returns the bytes held."""
         while self._freed:
             self._held -= self._freed.popleft()
         if self._held >= self.most_bytes:
@@ -51,7 +51,7 @@ class Budget:
 
 
 class Batch:
-    """Entries that were read together, with the size of each; counted in the budget until nobody has them any more."""
+    """Entries read together, with the size of each; counted in the budget until the last reference is dropped."""
 
     __slots__ = ("_budget", "entries", "size", "sizes")
 
@@ -69,12 +69,12 @@ class Batch:
         self._budget.free(self.size)
 
     def part(self, start: int, end: int) -> "Batch":
-        """The entries from place `start` to before `end`."""
+        """The entries from index `start` to before `end`."""
         return Batch(self.entries[start:end], self.sizes[start:end], self._budget)
 
 
 def batch_of(entries: list[Entry], budget: Budget) -> Batch:
-    """Entries as they came from Redis, of which there is one or more."""
+    """A batch of one or more entries as Redis returned them."""
     return Batch(entries, tuple([_size_of(entry) for entry in entries]), budget)
 
 

@@ -1,4 +1,7 @@
-"""One connection of the router that is kept up: dialled aside, greeted, given up when it is silent, dialled again."""
+"""ReconnectingConnection: a connection of the router that redials itself.
+
+It dials in a helper thread, sends the greeting, and replaces a connection that is silent or broken.
+"""
 
 import logging
 from collections import deque
@@ -13,21 +16,21 @@ from millstream.router.reactor import Reactor
 logger = logging.getLogger(__name__)
 
 _FIRST_WAIT_MS, _LAST_WAIT_MS = 50.0, 1000.0
-_WORD_EVERY_MS = 5000.0
+_WARN_EVERY_MS = 5000.0
 _TICK_MS = 250.0
-_CHUNKS = 8  # in one go; others want their turn too
+_MOST_CHUNKS = 8  # per call, so that other connections get their turn
 
-Then = Callable[[list[Any]], None]
+ReplyCallback = Callable[[list[Any]], None]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ConnectionEvents:
-    """Whom a link tells. All are called in the pump's thread.
+    """Callbacks of a connection, all called in the reactor's thread.
 
-    * `up`: it can be asked now; nothing of before is in flight
-    * `down`: it broke; what was asked and not answered will not be. It is told whether the other side has ended it
-    * `push`: a word of the server that nobody asked for
-    * `denied`: the server does not let us in; `refused`: it refuses the greeting. It is tried again all the same
+    * `on_up`: it accepts requests now; no earlier request is in flight
+    * `on_down`: it broke, and requests in flight will get no reply; its argument: whether the server closed it
+    * `on_push`: the server sent an unsolicited message
+    * `on_denied`: the server denies access; `on_refused`: it refuses the greeting. The connection redials all the same
     """
 
     up: Callable[[], None]
@@ -39,8 +42,13 @@ class ConnectionEvents:
 
 @dataclass(frozen=True, kw_only=True)
 class ConnectionPolicy:
-    """How a link is kept. `greeting`: sent first, and none of it may be refused. `idle_ms`: after so long a silence the
-    server is asked `alive`. `timeout_ms`: after so long without an answer it is given up. `role`: what ROLE must say."""
+    """How a connection is opened and checked.
+
+    * `greeting`: commands sent first, of which the server may refuse none
+    * `idle_ms`: milliseconds of silence until a PING (or ROLE)
+    * `timeout_ms`: milliseconds without a reply until the connection is closed and redialled
+    * `role`: the reply that ROLE must give; None: any
+    """
 
     greeting: Sequence[Command]
     idle_ms: float = 1000.0
@@ -49,11 +57,14 @@ class ConnectionPolicy:
 
 
 class ReconnectingConnection:
-    """A connection by `dial`, which may block and is called aside. Replies come in the order of the questions."""
+    """A connection opened by `dial`, which may block and runs in a helper thread.
+
+    Replies come in the order of requests.
+    """
 
     def __init__(
         self,
-        pump: Reactor,
+        reactor: Reactor,
         dial: Callable[[], RespConnection],
         name: str,
         *,
@@ -62,69 +73,72 @@ class ReconnectingConnection:
     ) -> None:
         self.up = False
         self.name = name
-        self._pump = pump
+        self._pump = reactor
         self._dial = dial
         self._policy = policy
         self._events = events
         self._wire: RespConnection | None = None
         self._closed = False
-        self._asked: deque[tuple[int, Then]] = deque()
+        self._asked: deque[tuple[int, ReplyCallback]] = deque()
         self._replies: list[Any] = []
-        self._heard_ms = self._away_since_ms = self._up_since_ms = pump.clock.monotonic_ms()
+        self._heard_ms = self._away_since_ms = self._up_since_ms = reactor.clock.monotonic_ms()
         self._wait_ms = 0.0
         self._said_ms: float | None = None
         self._said = False
         self._redial()
         self._tick()
 
-    def ask(self, commands: Sequence[Command], then: Then) -> None:
-        """Send commands; `then` gets their replies, errors among them. Never, if the link breaks before."""
+    def ask(self, commands: Sequence[Command], on_reply: ReplyCallback) -> None:
+        """Send commands; `on_reply` gets their replies, errors among them.
+
+        It is not called if the connection breaks before.
+        """
         if self._wire is None:
             return
         if not self._asked:
             self._heard_ms = self._pump.clock.monotonic_ms()
-        self._asked.append((len(commands), then))
-        self._guarded(lambda wire: wire.send(commands))
+        self._asked.append((len(commands), on_reply))
+        self._guarded(lambda resp: resp.send(commands))
 
     def close(self) -> None:
-        """End it for good."""
+        """Close it for good."""
         self._closed = True
         self._hang_up()
 
-    # What the pump calls
+    # Called by the reactor
 
     def fileno(self) -> int:
-        """The descriptor of the connection that is open now."""
+        """The descriptor of the open connection; -1 if there is none."""
         return self._wire.fileno() if self._wire else -1
 
     def ready(self) -> None:
-        """Read what has come in, send what waits."""
+        """Read the replies that have arrived, and send what is unsent."""
         if self._wire is not None and self._wire.clogged:
-            self._guarded(lambda wire: wire.flush())
-        for _ in range(_CHUNKS):
+            self._guarded(lambda resp: resp.flush())
+        for _ in range(_MOST_CHUNKS):
             if self._hear() < CHUNK_BYTES:
                 return
 
     # Inside
 
     def _hear(self) -> int:
-        """Take in some of what has come, and pass it on; returns how many bytes were read."""
-        wire = self._wire
-        if wire is None:
+        """Read one chunk, and dispatch its replies; returns how many bytes were read."""
+        resp = self._wire
+        if resp is None:
             return 0
         try:
-            size = wire.take_in()
+            size = resp.take_in()
         except Unavailable as error:
             self._broken(error, hung_up=True)
             return 0
         if size:
             self._heard_ms = self._pump.clock.monotonic_ms()
-        for reply in wire.replies():
+        for reply in resp.replies():
             if type(reply) is Push:
                 self._events.push(reply)
             else:
                 self._answer(reply)
-            if self._wire is not wire:  # whoever was told had trouble
+            if self._wire is not resp:  # a callback has closed it
                 return 0
         return size
 
@@ -161,29 +175,29 @@ class ReconnectingConnection:
         self._up_since_ms = self._pump.clock.monotonic_ms()
         if self._said:
             away_s = (self._up_since_ms - self._away_since_ms) / 1000
-            logger.warning("the router goes on at %s after %.1f s", self.name, away_s)
+            logger.warning("reconnected to %s after %.1f s", self.name, away_s)
         self._said = False
         self.up = True
         self._events.up()
 
     def _guarded(self, action: Callable[[RespConnection], None]) -> None:
-        wire = self._wire
-        if wire is None:
+        resp = self._wire
+        if resp is None:
             return
-        clogged = wire.clogged
+        clogged = resp.clogged
         try:
-            action(wire)
+            action(resp)
         except Unavailable as error:
             self._broken(error, hung_up=True)
             return
-        if wire.clogged != clogged:
-            self._pump.watch(self, writing=wire.clogged)
+        if resp.clogged != clogged:
+            self._pump.watch(self, writing=resp.clogged)
 
     def _broken(self, error: MillstreamError, *, hung_up: bool = False) -> None:
         was_up = self.up
         if was_up:
             self._away_since_ms = self._pump.clock.monotonic_ms()
-            if self._away_since_ms - self._up_since_ms >= self._wait_ms:  # it was worth the dialling
+            if self._away_since_ms - self._up_since_ms >= self._wait_ms:  # it was stable: no back-off
                 self._wait_ms = 0.0
         self._hang_up()
         if was_up:
@@ -200,19 +214,19 @@ class ReconnectingConnection:
             self._wire = None
 
     def _endure(self, error: Exception) -> None:
-        """Wait with back-off, and say so, every five seconds at most."""
+        """Redial after a back-off, and log that every five seconds at most."""
         if self._closed:
             return
         now_ms = self._pump.clock.monotonic_ms()
-        if self._said_ms is None or now_ms - self._said_ms >= _WORD_EVERY_MS:
+        if self._said_ms is None or now_ms - self._said_ms >= _WARN_EVERY_MS:
             self._said_ms, self._said = now_ms, True
             away_s = (now_ms - self._away_since_ms) / 1000
-            logger.warning("the router waits for %s (%.0f s so far): %s", self.name, away_s, error)
+            logger.warning("%s unreachable for %.0f s: %s; redialling", self.name, away_s, error)
         self._pump.later(self._wait_ms, self._redial)
         self._wait_ms = min(max(self._wait_ms * 2, _FIRST_WAIT_MS), _LAST_WAIT_MS)
 
     def _tick(self) -> None:
-        """A connection may die without a word: ask when it is silent, and give it up when it does not answer."""
+        """Detect a dead connection: send a PING when it is silent, and redial when no reply comes."""
         if self._closed:
             return
         self._pump.later(_TICK_MS, self._tick)
@@ -221,11 +235,11 @@ class ReconnectingConnection:
             return
         if self._asked:
             if silent_ms > self._policy.timeout_ms:
-                self._broken(Unavailable(f"no answer for {silent_ms / 1000:.0f} s"))
+                self._broken(Unavailable(f"no reply for {silent_ms / 1000:.0f} s"))
         elif self.up and silent_ms > self._policy.idle_ms:
             self.ask([("ROLE",) if self._policy.role else ("PING",)], self._answered)
 
     def _answered(self, replies: list[Any]) -> None:
         reply, role = replies[0], self._policy.role
         if role and isinstance(reply, list) and reply[0] != role:
-            self._broken(Unavailable("it is the primary no more"))
+            self._broken(Unavailable("it is no longer the primary"))

@@ -1,7 +1,8 @@
-"""Who reads which stream from where: cursors, shared by all subscribers at the same place. Used by the router's thread only.
+"""CursorTable: the cursors of a router, each shared by all subscribers at one position. For the router's thread only.
 
-A stream has one *live* cursor, which follows its end, and late ones, each for subscribers that are elsewhere: they
-came with an older id, or could not keep up. A late cursor is read by itself and given up where it reaches the live one.
+A stream has one *live* cursor, which follows its end, and late ones, each for subscribers at another position: they
+subscribed with an older id, or could not keep up. The router reads a late cursor separately, and merges it into the
+live one where it reaches that.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,7 +21,7 @@ NEWEST = b"$"
 
 @dataclass(frozen=True, kw_only=True)
 class CursorCallbacks:
-    """What a shelf asks for: read this cursor soon; wake the inbox's subscriber."""
+    """Callbacks of a `CursorTable`: queue a cursor to be read; wake the subscriber of a buffer."""
 
     want: Callable[[Cursor], None]
     wake: Callable[[SubscriberBuffer], None]
@@ -29,9 +30,9 @@ class CursorCallbacks:
 class CursorTable:
     """All cursors, by stream."""
 
-    def __init__(self, calls: CursorCallbacks, metrics: Metrics, budget: Budget) -> None:
+    def __init__(self, callbacks: CursorCallbacks, metrics: Metrics, budget: Budget) -> None:
         self.budget = budget
-        self._calls = calls
+        self._calls = callbacks
         self._metrics = metrics
         self._live: dict[bytes, Cursor] = {}
         self._late: dict[bytes, list[Cursor]] = {}
@@ -47,13 +48,13 @@ class CursorTable:
         return (*found, *self._late[key]) if key in self._late else found
 
     def streams(self) -> list[bytes]:
-        """Every stream that somebody follows."""
+        """Every stream that has a subscriber."""
         return list(self._live) + [key for key in self._late if key not in self._live]
 
-    # Coming and going
+    # Subscribing and unsubscribing
 
-    def add(self, inbox: SubscriberBuffer, key: bytes, after: bytes) -> None:
-        """Serve `inbox` with what comes after the id `after`."""
+    def add(self, buffer: SubscriberBuffer, key: bytes, after: bytes) -> None:
+        """Deliver to `buffer` the entries after the id `after`."""
         self.subscriptions += 1
         for cursor in self.at(key):
             if cursor.last == after != NEWEST and not (cursor.paused or cursor.lost_at):
@@ -62,30 +63,30 @@ class CursorTable:
             cursor = Cursor(key, after)
             cursor.anchor = None if after in (NEWEST, ZERO) else after
             self._late.setdefault(key, []).append(cursor)
-        cursor.inboxes.append(inbox)
-        inbox.cursor = cursor
+        cursor.inboxes.append(buffer)
+        buffer.cursor = cursor
         self._calls.want(cursor)
 
-    def remove(self, inbox: SubscriberBuffer) -> None:
-        """Serve it no more."""
-        cursor, inbox.cursor = inbox.cursor, None
+    def remove(self, buffer: SubscriberBuffer) -> None:
+        """Stop delivering to the buffer."""
+        cursor, buffer.cursor = buffer.cursor, None
         if cursor is None:
             return
         self.subscriptions -= 1
-        cursor.inboxes.remove(inbox)
+        cursor.inboxes.remove(buffer)
         if not cursor.inboxes:
             self._forget(cursor)
 
-    def end(self, inbox: SubscriberBuffer, ending: bool | Exception = True) -> None:
-        """Serve it no more, and say so to its subscriber."""
-        inbox.ending = inbox.ending or ending
-        self.remove(inbox)
-        self._calls.wake(inbox)
+    def end(self, buffer: SubscriberBuffer, ending: bool | Exception = True) -> None:
+        """Stop delivering to the buffer, and end its subscription: True without an error."""
+        buffer.ending = buffer.ending or ending
+        self.remove(buffer)
+        self._calls.wake(buffer)
 
     def end_at(self, cursor: Cursor, ending: bool | Exception) -> None:
         """End every subscription at this cursor."""
-        for inbox in tuple(cursor.inboxes):
-            self.end(inbox, ending)
+        for buffer in tuple(cursor.inboxes):
+            self.end(buffer, ending)
 
     def end_all(self, ending: bool | Exception) -> None:
         """End every subscription."""
@@ -93,15 +94,15 @@ class CursorTable:
             for cursor in self.at(key):
                 self.end_at(cursor, ending)
 
-    def resume(self, inbox: SubscriberBuffer) -> None:
-        """The subscriber has room again."""
-        inbox.paused = False
-        if (cursor := inbox.cursor) is not None and cursor.paused:
+    def resume(self, buffer: SubscriberBuffer) -> None:
+        """The buffer has room again: read on for it."""
+        buffer.paused = False
+        if (cursor := buffer.cursor) is not None and cursor.paused:
             cursor.paused = False
             self._calls.want(cursor)
 
     def settle(self, cursor: Cursor) -> None:
-        """The cursor has reached the end of its stream: make it the live one, or join that."""
+        """The cursor has reached the end of its stream: make it the live one, or merge it into that."""
         live = self._live.get(cursor.key)
         if live is cursor or cursor.paused or not cursor.inboxes:
             return
@@ -109,9 +110,9 @@ class CursorTable:
             self._drop_late(cursor)
             self._live[cursor.key] = cursor
         elif not (live.lost_at or cursor.lost_at) and number(cursor.last) >= number(live.last):
-            for inbox in cursor.inboxes:
-                inbox.cursor = live
-                inbox.skip = cursor.last if cursor.last != live.last else None
+            for buffer in cursor.inboxes:
+                buffer.cursor = live
+                buffer.skip = cursor.last if cursor.last != live.last else None
             live.inboxes += cursor.inboxes
             cursor.inboxes = []
             self._drop_late(cursor)
@@ -132,25 +133,25 @@ class CursorTable:
     # Delivery
 
     def deliver(self, cursor: Cursor, entries: list[Entry]) -> None:
-        """Give entries, the next ones of this cursor, to its subscribers."""
+        """Put the next entries of this cursor into the buffers of its subscribers."""
         start = cursor.last, cursor.ordinal, cursor.proven
         batch = batch_of(entries, self.budget)
         full = []
-        for inbox in cursor.inboxes:
-            at = 0
-            if inbox.skip is not None:
-                limit = number(inbox.skip)
-                at = sum(number(entry[0]) <= limit for entry in entries)
-                if at == len(entries):
+        for buffer in cursor.inboxes:
+            first = 0
+            if buffer.skip is not None:
+                limit = number(buffer.skip)
+                first = sum(number(entry[0]) <= limit for entry in entries)
+                if first == len(entries):
                     continue
-                inbox.skip = None
-            wanted = batch.part(at, len(entries)) if at else batch
-            if inbox.fits(wanted):
-                inbox.put(wanted)
+                buffer.skip = None
+            part = batch.part(first, len(entries)) if first else batch
+            if buffer.fits(part):
+                buffer.put(part)
             else:
-                full.append((inbox, at))
-            if inbox.waker is not None:
-                self._calls.wake(inbox)
+                full.append((buffer, first))
+            if buffer.waker is not None:
+                self._calls.wake(buffer)
         if cursor.anchor is None:
             cursor.anchor = entries[0][0]
         cursor.last, cursor.proven = entries[-1][0], True
@@ -158,62 +159,65 @@ class CursorTable:
         cursor.scale = max(largest.bit_length() - 1, cursor.scale - 1)
         if cursor.ordinal is not None:
             cursor.ordinal += len(entries)
-        for inbox, at in full:  # only now: one of them may be resumed at once, and then the cursor is moved back
-            self._overflow(cursor, inbox, batch, at, start)
-            self._calls.wake(inbox)
+        for buffer, first in full:  # last: a resume may follow at once and move the cursor back
+            self._overflow(cursor, buffer, batch, first, start)
+            self._calls.wake(buffer)
 
     def tell_gap(self, cursor: Cursor, reason: Reason, after: bytes, missed: int | None = None) -> None:
-        """Tell the cursor's subscribers that entries are missing after the id `after`."""
+        """Report to the cursor's subscribers that entries are missing after the id `after`."""
         gap = Gap(stream=from_wire(cursor.key), after=after.decode(), reason=reason, missed=missed)
         self._metrics.count(m.ROUTER_GAPS, reason=reason)
-        for inbox in cursor.inboxes:
-            inbox.skip = None
-            inbox.batches.append(gap)
-            self._calls.wake(inbox)
+        for buffer in cursor.inboxes:
+            buffer.skip = None
+            buffer.batches.append(gap)
+            self._calls.wake(buffer)
 
     def tell_start(self, cursor: Cursor) -> None:
-        """Tell subscribers who asked for it where the cursor, which was to begin at the end, begins."""
-        for inbox in cursor.inboxes:
-            if inbox.tells_start:
-                inbox.batches.append(Start(stream=inbox.stream, after=cursor.last.decode()))
-                self._calls.wake(inbox)
+        """Report the start id to those subscribers of an END cursor that asked for it."""
+        for buffer in cursor.inboxes:
+            if buffer.tells_start:
+                buffer.batches.append(Start(stream=buffer.stream, after=cursor.last.decode()))
+                self._calls.wake(buffer)
 
     def _overflow(
-        self, cursor: Cursor, inbox: SubscriberBuffer, batch: Batch, at: int, start: tuple[bytes, int | None, bool]
+        self, cursor: Cursor, buffer: SubscriberBuffer, batch: Batch, first: int, start: tuple[bytes, int | None, bool]
     ) -> None:
-        """A batch that comes after `start`, an id, its ordinal and whether it was there, does not fit from `at` on."""
-        rest = batch.part(at, len(batch))
-        if inbox.when_full == "drop-oldest":
-            self._metrics.count(m.ROUTER_DROPPED, inbox.put_dropping(rest))
+        """A batch does not fit into a buffer from the index `first` on.
+
+        `start`: where the batch begins: the id before it, the ordinal of that id, and whether its entry was there.
+        """
+        rest = batch.part(first, len(batch))
+        if buffer.when_full == "drop-oldest":
+            self._metrics.count(m.ROUTER_DROPPED, buffer.put_dropping(rest))
             return
         last, ordinal, proven = start
-        end = at + inbox.fitting(rest)
-        if end > at:
-            inbox.put(batch.part(at, end))
+        end = first + buffer.fitting(rest)
+        if end > first:
+            buffer.put(batch.part(first, end))
         reached = batch.entries[end - 1][0] if end else last
-        if inbox.when_full == "disconnect":
-            self.end(inbox, TooSlow(inbox.stream, reached.decode()))
+        if buffer.when_full == "disconnect":
+            self.end(buffer, TooSlow(buffer.stream, reached.decode()))
             return
-        place = self._own_place(cursor, inbox)
-        place.last, place.proven = reached, proven or end > 0
-        place.ordinal = None if ordinal is None else ordinal + end
-        place.paused = True
-        # Said first, looked second: the subscriber takes something out before it looks whether it is paused.
-        inbox.paused = True
-        if inbox.drained:
-            self.resume(inbox)
+        own = self._own_place(cursor, buffer)
+        own.last, own.proven = reached, proven or end > 0
+        own.ordinal = None if ordinal is None else ordinal + end
+        own.paused = True
+        # Set first, checked second: the subscriber takes an item before it checks whether it is paused.
+        buffer.paused = True
+        if buffer.drained:
+            self.resume(buffer)
 
-    def _own_place(self, cursor: Cursor, inbox: SubscriberBuffer) -> Cursor:
-        """A late cursor for this inbox alone."""
-        if cursor.inboxes == [inbox]:
+    def _own_place(self, cursor: Cursor, buffer: SubscriberBuffer) -> Cursor:
+        """A late cursor for this buffer alone."""
+        if cursor.inboxes == [buffer]:
             self._forget(cursor)
-            place = cursor
+            own = cursor
         else:
-            cursor.inboxes.remove(inbox)
-            place = Cursor(cursor.key, cursor.last)
-            place.careful, place.scale = cursor.careful, cursor.scale
-            place.anchor, place.next_anchor = cursor.anchor, cursor.next_anchor
-            place.inboxes.append(inbox)
-            inbox.cursor = place
-        self._late.setdefault(place.key, []).append(place)
-        return place
+            cursor.inboxes.remove(buffer)
+            own = Cursor(cursor.key, cursor.last)
+            own.careful, own.scale = cursor.careful, cursor.scale
+            own.anchor, own.next_anchor = cursor.anchor, cursor.next_anchor
+            own.inboxes.append(buffer)
+            buffer.cursor = own
+        self._late.setdefault(own.key, []).append(own)
+        return own

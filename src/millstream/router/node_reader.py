@@ -1,4 +1,4 @@
-"""One server that streams are read from: its connection, its lane, and how it is learnt what changed there."""
+"""NodeReader: reads the streams of one server: its connection, its stream reader, and its source of changes."""
 
 from typing import Any
 
@@ -15,34 +15,35 @@ from millstream.router.read_request import ReaderCallbacks
 from millstream.router.stream_reader import StreamReader
 from millstream.router.subscriber_buffer import Cursor
 
-_NAME = ("CLIENT", "SETNAME", "millstream-router")
-_TRACK = [("HELLO", "3"), ("CLIENT", "TRACKING", "ON"), _NAME]
-_READ = [_NAME]
-"""The first words on a connection."""
+_SET_NAME = ("CLIENT", "SETNAME", "millstream-router")
+_TRACKING_GREETING = [("HELLO", "3"), ("CLIENT", "TRACKING", "ON"), _SET_NAME]
+_GREETING = [_SET_NAME]
+"""The first commands on a connection."""
 
 
 class NodeReader:
     """Reads the streams of `node` (None: of the only server), by tracking or through a pool.
 
     Tracking: on a RESP3 connection with CLIENT TRACKING on, each non-blocking XREAD makes the server remember the keys
-    it names, and the next change of one is told once, until it is read again: an edge-triggered epoll for streams.
+    it names. The server reports the next change of a key once, until the key is read again: an edge-triggered epoll for
+    streams.
     """
 
     def __init__(
         self,
-        pump: Reactor,
+        reactor: Reactor,
         client: Client,
         node: Node | None,
-        shelf: CursorTable,
+        cursors: CursorTable,
         *,
         reader: ReaderName,
         settings: Settings,
-        calls: ReaderCallbacks,
+        callbacks: ReaderCallbacks,
         events: ConnectionEvents,
         metrics: Metrics,
     ) -> None:
         self.node = node
-        self._pump = pump
+        self._pump = reactor
         self._client = client
         self._events = events
         self._metrics = metrics
@@ -51,19 +52,24 @@ class NodeReader:
         name = "Redis" if node is None else f"{node[0]}:{node[1]}"
         by_slot = client.is_cluster
         if reader == "pool":
-            self._pool = Pool(self._connect, self._changed, settings.pool, greeting=_READ, by_slot=by_slot)
+            self._pool = Pool(self._connect, self._changed, settings.pool, greeting=_GREETING, by_slot=by_slot)
         role = b"master" if "+sentinel" in client.url.partition("://")[0] else None
         policy = ConnectionPolicy(
-            greeting=_TRACK if reader == "tracking" else _READ, timeout_ms=client.timeout_ms, role=role
+            greeting=_TRACKING_GREETING if reader == "tracking" else _GREETING, timeout_ms=client.timeout_ms, role=role
         )
-        own = ConnectionEvents(
+        own_events = ConnectionEvents(
             up=events.up, down=self._down, push=self._pushed, denied=events.denied, refused=events.refused
         )
-        self.link = self._connect(policy, own, name)
+        self.link = self._connect(policy, own_events, name)
         self.lane = StreamReader(
-            self.link, shelf, calls,
-            streams=settings.read.streams, count=settings.read.count, reply_bytes=settings.read.reply_bytes, by_slot=by_slot,
-        )  # fmt: skip
+            self.link,
+            cursors,
+            callbacks,
+            streams=settings.read.streams,
+            count=settings.read.count,
+            reply_bytes=settings.read.reply_bytes,
+            by_slot=by_slot,
+        )
 
     @property
     def connections(self) -> int:
@@ -71,12 +77,12 @@ class NodeReader:
         return 1 + (self._pool.workers if self._pool else 0)
 
     def arm(self, cursor: Cursor) -> None:
-        """Learn of the next change of a stream that has just been read to its end. Tracking has it from the read itself."""
+        """Wait for the next change of a stream just read to its end. With tracking the read has done that."""
         if self._pool is not None:
             self._pool.arm(cursor)
 
     def go(self) -> None:
-        """Send what can be sent."""
+        """Send the requests that may be sent now."""
         self.lane.go()
         if self._pool is not None:
             self._pool.go()
@@ -85,7 +91,7 @@ class NodeReader:
             self._heard = 0
 
     def close(self) -> None:
-        """Close its connections; what was under way is forgotten."""
+        """Close its connections, and forget every queue and request."""
         self.link.close()
         self.lane.reset()
         if self._pool is not None:
@@ -101,7 +107,7 @@ class NodeReader:
         self._events.down(hung_up)
 
     def _pushed(self, push: Push) -> None:
-        """Keys have changed; None stands for all of them, as after FLUSHALL."""
+        """Handle an invalidation: keys have changed, or with None every key has, as after FLUSHALL."""
         if push[0] != b"invalidate":
             return
         keys: list[Any] | None = push[1]

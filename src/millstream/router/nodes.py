@@ -1,4 +1,4 @@
-"""Which server has which stream, and that every stream is read: a single server's simple case, and a cluster's."""
+"""ClusterNodes: which node serves which stream, for a single server and for Redis Cluster."""
 
 import logging
 from collections.abc import Iterable
@@ -20,24 +20,24 @@ from millstream.router.subscriber_buffer import Cursor
 
 logger = logging.getLogger(__name__)
 
-_ROUND_MS = 1000.0
+_REFRESH_MS = 1000.0
 _SWEEP_EVERY_MS = 20.0
-_SOON_MS = 50.0
-_WORD_EVERY_MS = 60_000.0
+_ASK_RETRY_MS = 50.0
+_WARN_EVERY_MS = 60_000.0
 
 
 class ClusterNodes:
-    """All stations.
+    """One `NodeReader` per primary.
 
-    Whatever breaks, what keeps everything right is the same: a stream is read again from its cursor's place.
-    Everything is for the pump's thread.
+    The recovery from every failure is the same: a stream is read again from its cursor's position.
+    Every method is for the reactor's thread.
     """
 
     def __init__(
         self,
-        pump: Reactor,
+        reactor: Reactor,
         client: Client,
-        shelf: CursorTable,
+        cursors: CursorTable,
         *,
         settings: Settings,
         metrics: Metrics,
@@ -45,9 +45,9 @@ class ClusterNodes:
         self.reader: ReaderName = "pool" if settings.choice == "pool" else "tracking"
         self.decided = settings.choice != "auto"
         self._settings = settings
-        self._pump = pump
+        self._pump = reactor
         self._client = client
-        self._shelf = shelf
+        self._shelf = cursors
         self._metrics = metrics
         self._stations: dict[Node | None, NodeReader] = {}
         self._owners = primaries(())
@@ -56,7 +56,7 @@ class ClusterNodes:
         self._sweep_credit = 0.0
         self._spent_was_said = False
         self._calls = ReaderCallbacks(
-            done=self._done, want=self.want, moved=self._look, ask_at=self._ask_at, later=pump.later
+            done=self._done, want=self.want, moved=self._look, ask_at=self._ask_at, later=reactor.later
         )
 
     def start(self) -> None:
@@ -67,26 +67,26 @@ class ClusterNodes:
             self._station(None)
         self._pump.each_round.append(self._go)
         self._pump.later(_SWEEP_EVERY_MS, self._sweep_some)
-        self._pump.later(_ROUND_MS, self._round)
+        self._pump.later(_REFRESH_MS, self._round)
 
     def close(self) -> None:
         """Close every connection."""
-        for station in self._stations.values():
-            station.close()
+        for node_reader in self._stations.values():
+            node_reader.close()
         self._stations.clear()
         self._client.close()
 
     @property
     def connections(self) -> int:
-        """Connections now, the client's own aside."""
-        return sum(station.connections for station in self._stations.values())
+        """Connections now, the client's own not counted."""
+        return sum(node_reader.connections for node_reader in self._stations.values())
 
     def want(self, cursor: Cursor) -> None:
-        """Read this soon."""
-        if (station := self._of(cursor.key)) is not None:
-            station.lane.want(cursor)
+        """Queue the cursor to be read."""
+        if (node_reader := self._of(cursor.key)) is not None:
+            node_reader.lane.want(cursor)
 
-    # Stations
+    # Node readers
 
     def _of(self, key: bytes) -> NodeReader | None:
         if not self._client.is_cluster:
@@ -95,67 +95,74 @@ class ClusterNodes:
         return None if owner is None else self._stations.get(owner)
 
     def _station(self, node: Node | None) -> NodeReader:
-        found = self._stations.get(node)
-        if found is None:
+        node_reader = self._stations.get(node)
+        if node_reader is None:
             events = ConnectionEvents(
                 up=lambda: self._up(node), down=self._down, denied=self._shelf.end_all, refused=self._refused
             )
-            found = self._stations[node] = NodeReader(
-                self._pump, self._client, node, self._shelf, reader=self.reader, settings=self._settings,
-                calls=self._calls, events=events, metrics=self._metrics,
-            )  # fmt: skip
-        return found
+            node_reader = self._stations[node] = NodeReader(
+                self._pump,
+                self._client,
+                node,
+                self._shelf,
+                reader=self.reader,
+                settings=self._settings,
+                callbacks=self._calls,
+                events=events,
+                metrics=self._metrics,
+            )
+        return node_reader
 
     def _go(self) -> None:
         self._balance()
-        for station in self._stations.values():
-            station.go()
+        for node_reader in self._stations.values():
+            node_reader.go()
 
     def _done(self, cursor: Cursor) -> None:
-        if self.reader == "pool" and (station := self._of(cursor.key)) is not None:
-            station.arm(cursor)
+        if self.reader == "pool" and (node_reader := self._of(cursor.key)) is not None:
+            node_reader.arm(cursor)
 
     def _ask_at(self, node: Node, cursors: list[Cursor]) -> None:
-        """Read at a node that is about to get a slot; not connected yet: later, by the usual way."""
-        station = self._station(node)
-        if station.link.up:
-            station.lane.ask_once(cursors)
+        """Read at a node that is about to get a slot; if it is not connected yet, later and through the slot map."""
+        node_reader = self._station(node)
+        if node_reader.link.up:
+            node_reader.lane.ask_once(cursors)
             return
         for cursor in cursors:
             cursor.asked = cursor.stale = False
-        self._pump.later(_SOON_MS, lambda: self._want_all(cursors))
+        self._pump.later(_ASK_RETRY_MS, lambda: self._want_all(cursors))
 
-    # Trouble
+    # Connection events
 
     def _up(self, node: Node | None) -> None:
-        """A connection is new, or everything there has changed: nothing is known of any stream, so read them all."""
+        """A connection is new, or every key there has changed: read every stream of that node."""
         if not self.decided:
             self.decided = True
-            logger.info("the router reads by %s", self.reader)
-        station = self._stations.get(node)
-        if station is not None:
-            self._want_all(station.lane.interrupted())
-        self._sweep(key for key in self._shelf.streams() if self._of(key) is station)
+            logger.info("router reads by %s", self.reader)
+        node_reader = self._stations.get(node)
+        if node_reader is not None:
+            self._want_all(node_reader.lane.interrupted())
+        self._sweep(key for key in self._shelf.streams() if self._of(key) is node_reader)
 
     def _down(self, _: bool) -> None:
         if self._client.is_cluster:
             self._look()
 
     def _refused(self, error: MillstreamError) -> None:
-        """The server, or what is between, does not track."""
+        """The server, or a proxy before it, refuses CLIENT TRACKING."""
         if self._settings.choice != "auto" or self.reader == "pool":
             self._shelf.end_all(error)
             return
-        logger.warning("the router reads through a pool of blocking reads, as tracking is refused: %s", error)
+        logger.warning("CLIENT TRACKING refused: %s; reading through a pool of blocking reads", error)
         self.reader, self.decided = "pool", True
         nodes = list(self._stations)
-        for station in self._stations.values():
-            station.close()
+        for node_reader in self._stations.values():
+            node_reader.close()
         self._stations.clear()
         for node in nodes:
             self._station(node)
 
-    # Everything once
+    # Sweep
 
     def _sweep(self, keys: Iterable[bytes]) -> None:
         swept = 0
@@ -170,27 +177,27 @@ class ClusterNodes:
             self.want(cursor)
 
     def _sweep_some(self) -> None:
-        """Look at a few streams, so that within `sweep_ms` all of them are."""
+        """Read a few streams, so that all of them are read within `sweep_ms`."""
         self._pump.later(_SWEEP_EVERY_MS, self._sweep_some)
         self._sweep_credit += len(self._shelf) * _SWEEP_EVERY_MS / self._settings.read.sweep_ms
-        share = int(self._sweep_credit)
-        if not share:
+        count = int(self._sweep_credit)
+        if not count:
             return
-        self._sweep_credit -= share
+        self._sweep_credit -= count
         if not self._to_sweep:
             self._to_sweep = self._shelf.streams()
-        now = self._to_sweep[-share:]
-        del self._to_sweep[-share:]
-        for key in now:
+        keys = self._to_sweep[-count:]
+        del self._to_sweep[-count:]
+        for key in keys:
             for cursor in self._shelf.at(key):
                 cursor.anchor, cursor.next_anchor = cursor.next_anchor or cursor.anchor, cursor.last
                 if not cursor.asked:
                     self.want(cursor)
-        self._metrics.count(m.ROUTER_RESWEPT, len(now))
+        self._metrics.count(m.ROUTER_RESWEPT, len(keys))
 
     def _round(self) -> None:
-        """Once a second: figures, and the map of a cluster."""
-        self._pump.later(_ROUND_MS, self._round)
+        """Once a second: report metrics, and refresh a cluster's slot map."""
+        self._pump.later(_REFRESH_MS, self._round)
         self._metrics.set(m.ROUTER_SUBSCRIPTIONS, self._shelf.subscriptions)
         self._metrics.set(m.ROUTER_STREAMS, len(self._shelf))
         self._metrics.set(m.ROUTER_HELD_BYTES, self._balance())
@@ -199,25 +206,28 @@ class ClusterNodes:
             self._look()
 
     def _balance(self) -> int:
-        """How many bytes the buffers hold. Says when that is as much as may be, once a minute at most."""
+        """Return the bytes held by the buffers. Warns at the limit, once a minute at most."""
         budget = self._shelf.budget
         held = budget.balance()
         if budget.spent and not self._spent_was_said:
             logger.warning(
-                "the router is at its budget: %d bytes wait for slow subscribers, of %d (budget_bytes); until a quarter of "
-                "them is taken, it reads ahead %d bytes or one message for each", held, budget.most_bytes, LEAST_BYTES,
-            )  # fmt: skip
+                "router is at its budget: %d bytes buffered for slow subscribers, of %d (budget_bytes); "
+                "reading ahead only %d bytes or one message for each until a quarter of the budget is free",
+                held,
+                budget.most_bytes,
+                LEAST_BYTES,
+            )
             self._spent_was_said = True
-            self._pump.later(_WORD_EVERY_MS, self._say_again)
+            self._pump.later(_WARN_EVERY_MS, self._say_again)
         return held
 
     def _say_again(self) -> None:
         self._spent_was_said = False
 
-    # A cluster's map
+    # Slot map
 
     def _look(self) -> None:
-        """Ask which node has which slots."""
+        """Fetch which node serves which slots."""
         if not self._looking:
             self._looking = True
             self._pump.aside(lambda: self._client.execute("CLUSTER", "SLOTS"), self._looked)
@@ -226,15 +236,15 @@ class ClusterNodes:
         self._looking = False
         if isinstance(reply, Exception):
             if not self._stations:
-                logger.warning("the router waits for the cluster: %s", reply)
-                self._pump.later(_ROUND_MS, self._look)
+                logger.warning("cluster is unreachable: %s; retrying", reply)
+                self._pump.later(_REFRESH_MS, self._look)
             return
         owners = primaries(reply)
         moved = {slot for slot, owner in enumerate(owners) if owner != self._owners[slot]}
         self._owners = owners
         for node in {owner for owner in owners if owner is not None}:
             self._station(node)
-        for gone in set(self._stations) - set(owners):
-            self._stations.pop(gone).close()
+        for removed in set(self._stations) - set(owners):
+            self._stations.pop(removed).close()
         if moved:
             self._sweep(key for key in self._shelf.streams() if slot_of(key) in moved)

@@ -43,12 +43,12 @@ def share(client: Client, admin: Client, service: str) -> None:
     for stream in STREAMS:
         announce(client, service, stream)
     admin.execute("XADD", keys.input, "*", "no", "announcement")
-    held = one.round(bid(wants_all=True)).given
+    held = one.round(bid(requests_all=True)).given
     assert admin.execute("XLEN", keys.dead) == 1
     with pytest.raises(NameHeld):
         Service(client, service, consumer="one", incarnation="2").round(bid())
     other.round(bid())
-    assert one.round(bid(wants_all=True)).excess == 1
+    assert one.round(bid(requests_all=True)).excess == 1
     assert one.hand_in("released", held[:1]) == set()
     assert other.round(bid(recovers=False)).free == [held[0].stream]
     assert other.hand_in("done", [other.claim(held[0].stream)]) == set()

@@ -1,4 +1,4 @@
-"""All connections of one server: how many there may be, and that they end together."""
+"""ConnectionManager: limits the connections of one server, and ends them together."""
 
 import asyncio
 from collections import Counter
@@ -17,18 +17,18 @@ from millstream.services.web.errors import Refused
 
 @dataclass(frozen=True, kw_only=True)
 class ConnectionLimits:
-    """How many connections there may be: in all, and with one token, its tickets included."""
+    """The most connections: in all, and with one token, its tickets included."""
 
     connections: int = 10_000
     per_token: int = 10_000
 
 
 class ConnectionManager:
-    """Lets connections in, and ends them."""
+    """Admits connections, and ends them."""
 
-    def __init__(self, router: Router, *, room: ConnectionLimits, pace: Pace, metrics: Metrics) -> None:
+    def __init__(self, router: Router, *, limits: ConnectionLimits, pace: Pace, metrics: Metrics) -> None:
         self._router = router
-        self._room = room
+        self._room = limits
         self._pace = pace
         self._metrics = metrics
         self._open: set[Connection] = set()
@@ -40,38 +40,41 @@ class ConnectionManager:
 
     @property
     def traffic(self) -> Traffic:
-        """How many connections there are, and were."""
+        """How many connections are open, and how many have ended."""
         return Traffic(len(self._open), self._ended)
 
-    def check(self, holder: bytes) -> None:
-        """Raise Refused if there is no room for one more of this holder's."""
+    def check(self, principal: bytes) -> None:
+        """Raise Refused if this principal may not open one more connection."""
         if self._closing:
-            raise Refused(503, "the server stops: come back soon")
+            raise Refused(503, "the server is stopping; retry soon")
         if len(self._open) >= self._room.connections:
-            raise Refused(503, f"there are {len(self._open):,} connections already, as many as there may be")
-        if self._holders[holder] >= self._room.per_token:
+            raise Refused(503, f"all {len(self._open):,} connections of the server are in use; retry later")
+        if self._holders[principal] >= self._room.per_token:
             raise Refused(
-                429, f"there are {self._holders[holder]:,} connections with this token, as many as there may be"
+                429, f"all {self._holders[principal]:,} connections of this token are in use; close one, or retry later"
             )
 
-    async def serve(self, wire: Transport, holder: bytes, places: Sequence[tuple[str, str]]) -> None:
-        """Have the client at `wire` follow `places`, until one of the two has enough. Raises Refused, before it begins."""
-        self.check(holder)
-        connection = Connection(wire, self._router, places, pace=self._pace, metrics=self._metrics)
+    async def serve(self, transport: Transport, principal: bytes, starts: Sequence[tuple[str, str]]) -> None:
+        """Deliver the streams of `starts` through `transport` until either side ends.
+
+        Raises Refused, before it begins.
+        """
+        self.check(principal)
+        connection = Connection(transport, self._router, starts, pace=self._pace, metrics=self._metrics)
         self._open.add(connection)
-        self._count(wire.kind, holder, 1)
+        self._count(transport.kind, principal, 1)
         try:
-            await wire.open()
+            await transport.open()
             await connection.run()
         finally:
             self._open.discard(connection)
             self._ended += 1
-            self._count(wire.kind, holder, -1)
+            self._count(transport.kind, principal, -1)
             if not self._open:
                 self._emptied.set()
 
     async def close(self, timeout_s: float) -> None:
-        """Tell everybody to come back later; cut off who has not taken that within `timeout_s` seconds."""
+        """End every connection with "stopping"; cut those whose client has not read that within `timeout_s` seconds."""
         self._closing = True
         for connection in tuple(self._open):
             connection.end(STOPPING)
@@ -84,9 +87,9 @@ class ConnectionManager:
                 for connection in tuple(self._open):
                     connection.abort()
 
-    def _count(self, kind: str, holder: bytes, change: int) -> None:
-        self._holders[holder] += change
-        if not self._holders[holder]:
-            del self._holders[holder]
+    def _count(self, kind: str, principal: bytes, change: int) -> None:
+        self._holders[principal] += change
+        if not self._holders[principal]:
+            del self._holders[principal]
         self._kinds[kind] += change
         self._metrics.set(m.SERVE_CONNECTIONS, self._kinds[kind], kind=kind)
