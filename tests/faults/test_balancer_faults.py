@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from millstream.balancer import announce
-from millstream.balancer.service_status import survey
+from millstream.balancer.service_status import fetch_service_state
 from millstream.redis_client.client import Client
 from millstream.redis_client.embedded_server import EmbeddedServer
 from millstream.redis_client.key_names import ServiceKeys
@@ -80,7 +80,7 @@ def owning(
 
 
 def counts(client: Client) -> Counter[str]:
-    return Counter({one.name: one.streams for one in survey(client, SERVICE).consumers})
+    return Counter({one.name: one.streams for one in fetch_service_state(client, SERVICE).consumers})
 
 
 def eventually_shared(client: Client, *names: str, within: float = 0.1) -> None:

@@ -34,10 +34,10 @@ def test_flushall_right_behind_the_last_answer_is_not_forgotten(
         assert watch.changed() is None
         monkeypatch.setattr(_TrackedConnection, _TrackedConnection._received.__name__, received)
         with pytest.raises(Unavailable):
-            dict(watch.ask(("EXISTS",), KEYS))
+            dict(watch.read_each(("EXISTS",), KEYS))
         assert watch.wait(0), "there is something to be told"
         assert watch.changed() is None, "nothing is known any more"
-        dict(watch.ask(("EXISTS",), KEYS))
+        dict(watch.read_each(("EXISTS",), KEYS))
         for key in KEYS:
             admin.execute("SET", key, "1")
         assert watch.changed() == set(KEYS)

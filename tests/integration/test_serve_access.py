@@ -10,7 +10,7 @@ from websockets.sync.client import ClientConnection
 
 from millstream.redis_client.client import Client
 from millstream.redis_client.embedded_server import EmbeddedServer
-from millstream.services.gateway.auth import Access, stream_tokens
+from millstream.services.gateway.auth import Authorizer, new_stream_tokens
 from millstream.services.web.errors import Refused
 from tests.support.commandline import call
 from tests.support.gateways import Server, publish
@@ -128,19 +128,19 @@ def test_a_ticket_opens_its_streams_in_a_url_and_no_others(client: Client, serve
 
 def test_a_ticket_expires_and_ends_with_its_token() -> None:
     now = [1_000.0]
-    book, other = stream_tokens(), stream_tokens()
+    book, other = new_stream_tokens(), new_stream_tokens()
     book.add(SOME, ["entity:*"])
     other.add(ALL, ["*"])
-    access = Access(book, ticket_s=60, wall=lambda: now[0])
-    text = access.issue(SOME, ["entity:1"]).text
-    holder = access.admit(["entity:1"], token=SOME, ticket=None)
+    access = Authorizer(book, ticket_s=60, wall=lambda: now[0])
+    text = access.issue_ticket(SOME, ["entity:1"]).text
+    holder = access.authorize(["entity:1"], token=SOME, ticket=None)
     now[0] += 59
-    assert access.admit(["entity:1"], token=None, ticket=text) == holder, "they count together"
+    assert access.authorize(["entity:1"], token=None, ticket=text) == holder, "they count together"
     with pytest.raises(Refused, match="invalid"):
-        Access(other, wall=lambda: now[0]).admit(["entity:1"], token=None, ticket=text)
+        Authorizer(other, wall=lambda: now[0]).authorize(["entity:1"], token=None, ticket=text)
     now[0] += 2
     with pytest.raises(Refused, match="expired"):
-        access.admit(["entity:1"], token=None, ticket=text)
+        access.authorize(["entity:1"], token=None, ticket=text)
 
 
 def test_the_token_file_is_read_again_when_it_changes(client: Client, server: Server, tokens: Path) -> None:

@@ -264,7 +264,7 @@ def test_one_stream_that_cannot_be_worked_on_is_nobody_elses_trouble_and_comes_b
 def left_out(client: Client, service: str) -> dict[str, str | None]:
     """Return the excluded streams that the command shows, and why."""
     found = call("streams", service, "--json", "--url", client.url).json()
-    return {row["stream"]: row["why_excluded"] for row in found["shown"] if row["state"] == "excluded"}
+    return {row["stream"]: row["excluded_reason"] for row in found["shown"] if row["state"] == "excluded"}
 
 
 def test_what_is_announced_and_is_no_stream_is_left_out_until_it_is_one(

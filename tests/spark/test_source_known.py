@@ -157,13 +157,13 @@ def test_slots_that_move_take_what_is_known_with_them() -> None:
 def test_a_connection_that_breaks_in_the_middle_is_not_believed(client: Client) -> None:
     watch = KeyTracker(client)
     assert watch.changed() is None
-    replies = watch.ask(("XLEN",), NAMES)
+    replies = watch.read_each(("XLEN",), NAMES)
     assert next(replies) == (NAMES[0], 0)
     client.execute("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")
     with pytest.raises(Unavailable):
-        list(watch.ask(("XLEN",), NAMES))
+        list(watch.read_each(("XLEN",), NAMES))
     assert watch.changed() is None
-    assert dict(watch.ask(("XLEN",), NAMES)) == dict.fromkeys(NAMES, 0)
+    assert dict(watch.read_each(("XLEN",), NAMES)) == dict.fromkeys(NAMES, 0)
     watch.close()
     assert watch.changed() is None
 

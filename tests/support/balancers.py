@@ -10,9 +10,9 @@ import pytest
 
 from millstream.balancer import Balancer, BalancerPolicy, Notice, StreamAdded, announce
 from millstream.balancer.protocol import (
+    ANNOUNCEMENT_FIELD,
     CLAIM_STREAM,
     END_LEASES,
-    FIELD,
     HEARTBEAT,
     LEAVE_SERVICE,
     HeartbeatReply,
@@ -33,7 +33,7 @@ LEASE_MS = 600
 LONG_MS = 86_400_000
 """The lease of all others: a day, so that a slow machine loses no lease, and no regular heartbeat finds a change.
 
-A balancer in a test finds a change by an event, by a deadline of its own, or because the test calls `wake`.
+A balancer in a test finds a change by an event, by a deadline of its own, or because the test calls `trigger_heartbeats`.
 """
 NoticeT = TypeVar("NoticeT", bound=Notice)
 
@@ -45,7 +45,7 @@ def peer(client: Client, name: str, incarnation: str = "i1") -> Service:
     return Service(client, SERVICE, consumer=name, incarnation=incarnation)
 
 
-def bid(**changes: Any) -> HeartbeatRequest:
+def heartbeat_request(**changes: Any) -> HeartbeatRequest:
     usual: dict[str, Any] = {
         "lease_ms": LONG_MS, "weight": 1.0, "limit": None, "most_new": 1_000, "recovers": True, "releasing": 0,
         "requests_all": False, "moves": 1.0, "most_losses": None,
@@ -53,17 +53,17 @@ def bid(**changes: Any) -> HeartbeatRequest:
     return HeartbeatRequest(**usual | changes)
 
 
-def round_of(client: Client, name: str, **changes: Any) -> HeartbeatReply:
-    return peer(client, name).round(bid(**changes))
+def heartbeat_of(client: Client, name: str, **changes: Any) -> HeartbeatReply:
+    return peer(client, name).heartbeat(heartbeat_request(**changes))
 
 
-def settle(client: Client, *names: str, rounds: int = 3, **changes: Any) -> dict[str, HeartbeatReply]:
+def rebalance(client: Client, *names: str, rounds: int = 3, **changes: Any) -> dict[str, HeartbeatReply]:
     """Heartbeats of living consumers, each of which releases its excess at once."""
     last = {}
     for _ in range(rounds):
         for name in names:
-            last[name] = found = round_of(client, name, requests_all=True, **changes)
-            peer(client, name).hand_in("released", found.all[: found.excess])
+            last[name] = found = heartbeat_of(client, name, requests_all=True, **changes)
+            peer(client, name).end_leases("released", found.all_held[: found.excess])
     return last
 
 
@@ -80,18 +80,18 @@ def load_scripts(client: Client) -> None:
         client.execute("SCRIPT", "LOAD", script.text)
 
 
-def wake(client: Client, keys: ServiceKeys = KEYS) -> bool:
+def trigger_heartbeats(client: Client, keys: ServiceKeys = KEYS) -> bool:
     """Have every waiting balancer send a heartbeat, as any event does; returns True, for conditions."""
     client.execute("XADD", keys.events, "*", "event", "a test asks")
     return True
 
 
-def rounds_later(client: Client, balancer: Balancer, count: int = 2) -> None:
+def heartbeats_later(client: Client, balancer: Balancer, count: int = 2) -> None:
     """Wait until this balancer has sent so many heartbeats from now on, and has applied their replies."""
     for _ in range(count + 1):  # the first may have begun already, and the last is not applied yet
         before = until_ms(client, balancer.consumer)
         time.sleep(0.002)  # deadlines are in milliseconds: the next heartbeat must set another one
-        wake(client)
+        trigger_heartbeats(client)
         _changed(client, balancer.consumer, before)
 
 
@@ -137,7 +137,7 @@ def announced(client: Client, *streams: str) -> list[str]:
     return [announce(client, SERVICE, stream, {"of": stream}) for stream in streams]
 
 
-def add_raw(client: Client, text: str | bytes, field: str = FIELD) -> str:
+def add_raw(client: Client, text: str | bytes, field: str = ANNOUNCEMENT_FIELD) -> str:
     return str(client.execute("XADD", KEYS.input, "*", field, text).decode())
 
 
@@ -163,8 +163,8 @@ def group_consumers(client: Client) -> set[str]:
     return {row[1].decode() for row in client.execute("XINFO", "CONSUMERS", KEYS.input, KEYS.group)}
 
 
-def free(client: Client) -> list[str]:
-    return [one.decode() for one in client.execute("LRANGE", KEYS.free, 0, -1)]
+def unassigned(client: Client) -> list[str]:
+    return [one.decode() for one in client.execute("LRANGE", KEYS.unassigned, 0, -1)]
 
 
 def dead(client: Client) -> list[dict[str, str]]:
@@ -230,7 +230,7 @@ def policy_of(*, lease_ms: int = LONG_MS, **options: Any) -> BalancerPolicy:
 
 
 @contextmanager
-def joined(url: str, *consumers: str, options: dict[str, Any] | None = None, **policy: Any) -> Iterator[Any]:
+def started(url: str, *consumers: str, options: dict[str, Any] | None = None, **policy: Any) -> Iterator[Any]:
     """Balancers, started one after the other; a single one is not wrapped in a list."""
     made = [Balancer(url, SERVICE, consumer=name, policy=policy_of(**policy), **options or {}) for name in consumers]
     try:
@@ -240,29 +240,29 @@ def joined(url: str, *consumers: str, options: dict[str, Any] | None = None, **p
             one.close()
 
 
-def hear(balancer: Balancer, kind: type[NoticeT]) -> NoticeT:
+def next_notice(balancer: Balancer, kind: type[NoticeT]) -> NoticeT:
     """The next notification, which must be of this kind."""
     found = balancer.next(FAIL_SAFE_S)
     assert isinstance(found, kind), f"{found} instead of {kind.__name__}"
     return found
 
 
-def hear_added(balancer: Balancer, count: int) -> dict[str, StreamAdded]:
+def next_added(balancer: Balancer, count: int) -> dict[str, StreamAdded]:
     """The next so many StreamAdded, by stream."""
-    found = [hear(balancer, StreamAdded) for _ in range(count)]
+    found = [next_notice(balancer, StreamAdded) for _ in range(count)]
     return {notice.stream: notice for notice in found}
 
 
-def silent(client: Client, balancer: Balancer) -> bool:
+def is_silent(client: Client, balancer: Balancer) -> bool:
     """Whether it puts no notification during the next heartbeats."""
-    rounds_later(client, balancer)
+    heartbeats_later(client, balancer)
     return balancer.next(0) is None
 
 
-def expect_no_more(client: Client, balancer: Balancer, stream: str) -> None:
+def pass_deadline(client: Client, balancer: Balancer, stream: str) -> None:
     """Let the deadline of a stream pass; the balancer checks it in a heartbeat."""
     balancer.expect(stream, 0)
-    wake(client)
+    trigger_heartbeats(client)
 
 
 def streams_of(balancers: Sequence[Balancer]) -> list[set[str]]:

@@ -26,7 +26,7 @@ def publish(client: Client, streams: Iterable[str], numbers: Iterable[int]) -> N
     client.pipeline([("XADD", name, "*", "n", number) for number in numbers for name in names])
 
 
-def taken(subscription: Subscription, count: int, timeout_ms: float = FAIL_SAFE_S * 1000) -> list[Item]:
+def take_items(subscription: Subscription, count: int, timeout_ms: float = FAIL_SAFE_S * 1000) -> list[Item]:
     """The next `count` items, read synchronously."""
     found: list[Item] = []
     for _ in range(count):
@@ -46,7 +46,7 @@ def ids_in(client: Client, stream: str) -> list[str]:
     return [entry[0].decode() for entry in client.execute("XRANGE", stream, "-", "+")]
 
 
-class Crowd:
+class Subscribers:
     """A subscriber per stream, as tasks of one event loop in a thread of its own.
 
     `got`: the received ids, by stream.

@@ -164,7 +164,7 @@ def page_of(service: Service) -> int:
 
 
 @contextmanager
-def crowd(service: Service, count: int, *first: bytes, asks: bool = False) -> Iterator[list[Stranger]]:
+def open_strangers(service: Service, count: int, *first: bytes, asks: bool = False) -> Iterator[list[Stranger]]:
     """So many strangers. Each makes a request if `asks`, then sends `first`, and then nothing."""
     with ExitStack() as stack:
         found = []

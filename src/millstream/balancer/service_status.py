@@ -42,7 +42,7 @@ class StreamState:
     consumer: str | None = None
     since_ms: int | None = None
     token: int | None = None
-    left_out: str | None = None
+    excluded_reason: str | None = None
     unreadable: bool = False
 
 
@@ -56,13 +56,13 @@ class ServiceState:
     dead: int
 
 
-def survey(client: Client, service: str) -> ServiceState:
+def fetch_service_state(client: Client, service: str) -> ServiceState:
     """Take a snapshot of a service. Consumers go on meanwhile, so figures may differ by a moment.
 
     Raises ConfigError, RedisError.
     """
     keys = ServiceKeys(service)
-    owners, stream_errors = dict(_pairs(client, keys.owners)), dict(_pairs(client, keys.troubles))
+    owners, stream_errors = dict(_pairs(client, keys.owners)), dict(_pairs(client, keys.stream_errors))
     streams = [
         _stream(name, owners.get(name), stream_errors.get(name, b"")) for name, _ in _pairs(client, keys.streams)
     ]
@@ -90,7 +90,7 @@ def _stream(name: bytes, owner: bytes | None, stream_error: bytes) -> StreamStat
         consumer=from_wire(parsed[2]),
         since_ms=token // 1_000,
         token=token,
-        left_out=from_wire(error_of_token[2]) if error_of_token[0] == parsed[1] else None,
+        excluded_reason=from_wire(error_of_token[2]) if error_of_token[0] == parsed[1] else None,
     )
 
 

@@ -12,7 +12,7 @@ import typer
 
 from millstream.admin.inspection import inspect_handlers
 from millstream.balancer.protocol import announce_all, end_leases, service_of
-from millstream.balancer.service_status import ServiceState, StreamState, survey
+from millstream.balancer.service_status import ServiceState, StreamState, fetch_service_state
 from millstream.cli.options import DEFAULT_URL, Json, Url, Yes
 from millstream.cli.terminal import age, clip, confirm, counted, say, say_json, table, talk
 from millstream.errors import AccessDenied, ConfigError, GroupMissing, MillstreamError, WrongType
@@ -47,7 +47,7 @@ def streams(
     """Show a service's consumers with their shares, and its streams with their owners, lease ages and lags."""
     with Client(url) as client:
         name = _meant(client, service)
-        found = survey(client, name)
+        found = fetch_service_state(client, name)
         shown = found.streams[:count]
         lags = _lags_of(client, name, [one.name for one in shown], group)
     if group is not None and shown and all(lag.count is None for lag in lags.values()):
@@ -84,8 +84,8 @@ def streams(
         [_row(one, lags.get(one.name, _Lag()), now_ms) for one in shown],
     )
     for one in shown:
-        if one.left_out is not None:
-            talk(f"{visible(one.name)} is excluded until a retry succeeds: {one.left_out}")
+        if one.excluded_reason is not None:
+            talk(f"{visible(one.name)} is excluded until a retry succeeds: {one.excluded_reason}")
     if len(found.streams) > count:
         talk(f"{len(found.streams) - count:,} more; use --count to show them")
 
@@ -101,7 +101,7 @@ def _state(one: StreamState) -> str:
         return "unreadable"
     if one.consumer is None:
         return "free"
-    return "owned" if one.left_out is None else "excluded"
+    return "owned" if one.excluded_reason is None else "excluded"
 
 
 def _say_json(found: ServiceState, shown: Sequence[StreamState], lags: Mapping[str, _Lag]) -> None:
@@ -114,7 +114,7 @@ def _say_json(found: ServiceState, shown: Sequence[StreamState], lags: Mapping[s
     ]  # fmt: skip
     rows = [
         {
-            "stream": one.name, "state": _state(one), "why_excluded": one.left_out, "consumer": one.consumer,
+            "stream": one.name, "state": _state(one), "excluded_reason": one.excluded_reason, "consumer": one.consumer,
             "since_ms": one.since_ms, "token": one.token,
             "lag": lags.get(one.name, _Lag()).count, "lag_exact": lags.get(one.name, _Lag()).exact,
         }

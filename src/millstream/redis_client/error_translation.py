@@ -25,7 +25,7 @@ from millstream.redis_client.escaping import visible
 from millstream.redis_client.key_names import to_wire
 from millstream.redis_client.redaction import redact, redacted
 from millstream.redis_client.resp import Arg, Command, routing_key
-from millstream.redis_client.urls import wrong_address
+from millstream.redis_client.urls import explain_refusal
 
 REDIS_ERRORS = (redis.exceptions.RedisError, RedisClusterException, OSError)
 
@@ -107,7 +107,7 @@ def translate(error: Exception, url: str, command: Command | None = None) -> Red
         why := error.__cause__ or error.__context__, REDIS_ERRORS
     ):
         return translate(why, url, command)  # the cause: the error of the last node
-    if command is None and (wrong := wrong_address(text, where)):
+    if command is None and (wrong := explain_refusal(text, where)):
         raise ConfigError(wrong) from error
     if isinstance(error, redis.exceptions.NoScriptError):
         return ScriptMissing(f"{name_of(command)} is not on the server")

@@ -422,12 +422,12 @@ class ServiceKeys:
         return f"{self.base}:owners"
 
     @property
-    def troubles(self) -> str:
+    def stream_errors(self) -> str:
         """Hash: why the owner of a stream cannot work on it, under which token."""
         return f"{self.base}:errors"
 
     @property
-    def free(self) -> str:
+    def unassigned(self) -> str:
         """List: streams that nobody has, the next one first."""
         return f"{self.base}:unassigned"
 

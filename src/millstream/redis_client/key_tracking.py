@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from millstream.errors import AccessDenied, CommandFailed, RedisError, Unavailable
 from millstream.redis_client.client import Client, Command, Reply, raise_if_error
 from millstream.redis_client.key_names import from_wire, to_wire
-from millstream.redis_client.resp import Node, Push, RespConnection, primaries, slot_of
+from millstream.redis_client.resp import Node, Push, RespConnection, slot_of, slot_owners
 
 logger = logging.getLogger(__name__)
 
@@ -32,25 +32,25 @@ class KeyTracker:
 
     def __init__(self, client: Client) -> None:
         self._client = client
-        self._lines: dict[Node | None, _TrackedConnection] = {}
+        self._connections: dict[Node | None, _TrackedConnection] = {}
         self._owners: list[Node | None] = []
-        self._unwatched: set[str] = set()
+        self._untracked: set[str] = set()
         self._refused = False
 
     def close(self) -> None:
         """Close its connections; it may be used again."""
-        for connection in self._lines.values():
+        for connection in self._connections.values():
             connection.close()
-        self._lines.clear()
+        self._connections.clear()
 
     def changed(self) -> set[str] | None:
         """The keys that have changed since they were read, each once; None: nothing is known of any key.
 
         One round trip to each primary, however many keys there are. Raises RedisError.
         """
-        invalidated, self._unwatched = self._unwatched, set()
-        if not self._refused and self._heard_all():
-            return invalidated.union(*(connection.take() for connection in self._lines.values()))
+        invalidated, self._untracked = self._untracked, set()
+        if not self._refused and self._read_invalidations():
+            return invalidated.union(*(connection.pop_invalidated() for connection in self._connections.values()))
         if not self._refused:
             self._connect()
         return None
@@ -65,14 +65,18 @@ class KeyTracker:
 
         Returns at once where keys count as changed, or nothing is known. `changed` returns the keys.
         """
-        if self._unwatched or not self._lines or any(connection.has_more for connection in self._lines.values()):
+        if (
+            self._untracked
+            or not self._connections
+            or any(connection.has_invalidations for connection in self._connections.values())
+        ):
             return True
         poller = select.poll()
-        for connection in self._lines.values():
+        for connection in self._connections.values():
             poller.register(connection.fileno(), select.POLLIN)
         return bool(poller.poll(timeout_ms))
 
-    def ask(self, command: Sequence[str], keys: Iterable[str]) -> Iterator[tuple[str, Reply]]:
+    def read_each(self, command: Sequence[str], keys: Iterable[str]) -> Iterator[tuple[str, Reply]]:
         """Send the read command `command` for each key: see `read`."""
         return self.read({key: (*command, key) for key in keys})
 
@@ -84,16 +88,16 @@ class KeyTracker:
         """
         elsewhere: list[str] = []
         for node, batch in self._by_node(commands).items():
-            connection = self._lines.get(node)
+            connection = self._connections.get(node)
             if connection is None:
                 elsewhere += batch
                 continue
-            for key, reply in zip(batch, connection.ask([commands[key] for key in batch]), strict=True):
+            for key, reply in zip(batch, connection.request([commands[key] for key in batch]), strict=True):
                 if isinstance(reply, Unavailable):
                     elsewhere.append(key)
                 else:
                     yield key, reply
-        self._unwatched.update(elsewhere)
+        self._untracked.update(elsewhere)
         for start in range(0, len(elsewhere), _WINDOW):
             batch = elsewhere[start : start + _WINDOW]
             yield from zip(batch, self._client.pipeline([commands[key] for key in batch]), strict=True)
@@ -108,11 +112,13 @@ class KeyTracker:
 
     def _connect(self) -> None:
         self.close()
-        self._owners = primaries(self._client.execute("CLUSTER", "SLOTS")) if self._client.is_cluster else []
+        self._owners = slot_owners(self._client.execute("CLUSTER", "SLOTS")) if self._client.is_cluster else []
         try:
             for node in set(self._owners) or {None}:
-                connection = self._lines[node] = _TrackedConnection(self._client.dial(node), self._client.timeout_ms)
-                for reply in list(connection.ask([("HELLO", "3"), _TRACK])):
+                connection = self._connections[node] = _TrackedConnection(
+                    self._client.dial(node), self._client.timeout_ms
+                )
+                for reply in list(connection.request([("HELLO", "3"), _TRACK])):
                     raise_if_error(reply)
         except (AccessDenied, CommandFailed) as error:
             self._refused = True
@@ -122,18 +128,18 @@ class KeyTracker:
             self.close()
             raise
 
-    def _heard_all(self) -> bool:
+    def _read_invalidations(self) -> bool:
         """Read pending invalidations; False if some may be missing."""
-        if not self._lines:
+        if not self._connections:
             return False
         command = ("CLUSTER", "SLOTS") if self._owners else _TRACK
         try:
-            replies = [reply for connection in self._lines.values() for reply in connection.ask([command])]
+            replies = [reply for connection in self._connections.values() for reply in connection.request([command])]
         except Unavailable as error:
             logger.info("lost a tracked connection: %s; reconnecting", error)
             return False
         if self._owners:
-            return all(isinstance(reply, list) and primaries(reply) == self._owners for reply in replies)
+            return all(isinstance(reply, list) and slot_owners(reply) == self._owners for reply in replies)
         return replies == [b"OK"]
 
 
@@ -141,65 +147,65 @@ class _TrackedConnection:
     """A tracked connection, with one request at a time."""
 
     def __init__(self, resp: RespConnection, timeout_ms: float) -> None:
-        self._wire = resp
+        self._resp = resp
         self._timeout_ms = timeout_ms
-        self._told: set[str] = set()
-        self._owed = 0
+        self._invalidated: set[str] = set()
+        self._in_flight = 0
         self._lost = False
         weakref.finalize(self, resp.close)  # its owner may be dropped without a call of close
 
     @property
-    def has_more(self) -> bool:
+    def has_invalidations(self) -> bool:
         """True if invalidations have arrived already."""
-        return self._lost or bool(self._told)
+        return self._lost or bool(self._invalidated)
 
     def fileno(self) -> int:
-        return self._wire.fileno()
+        return self._resp.fileno()
 
     def close(self) -> None:
-        self._wire.close()
+        self._resp.close()
 
-    def take(self) -> set[str]:
+    def pop_invalidated(self) -> set[str]:
         """The keys invalidated since the last call."""
-        invalidated, self._told = self._told, set()
+        invalidated, self._invalidated = self._invalidated, set()
         return invalidated
 
-    def ask(self, commands: Sequence[Command]) -> Iterator[Reply]:
+    def request(self, commands: Sequence[Command]) -> Iterator[Reply]:
         """Yield the replies as they arrive, while more commands are sent.
 
         Raises Unavailable, also where invalidations may be missing.
         """
-        if self._owed:
+        if self._in_flight:
             raise Unavailable("replies to the last request were not read")
         if self._lost:
             raise Unavailable("all keys have changed")
         sent = 0
-        while sent < len(commands) or self._owed:
-            if sent < len(commands) and self._owed <= _WINDOW:
+        while sent < len(commands) or self._in_flight:
+            if sent < len(commands) and self._in_flight <= _WINDOW:
                 batch = commands[sent : sent + _WINDOW]
-                sent, self._owed = sent + len(batch), self._owed + len(batch)
-                self._wire.send(batch)
+                sent, self._in_flight = sent + len(batch), self._in_flight + len(batch)
+                self._resp.send(batch)
             for reply in self._received():
                 if type(reply) is Push:
-                    self._hear(reply)
+                    self._on_push(reply)
                 else:
-                    self._owed -= 1
+                    self._in_flight -= 1
                     yield reply
 
-    def _hear(self, push: Push) -> None:
+    def _on_push(self, push: Push) -> None:
         if push[0] != b"invalidate":
             return
         if push[1] is None:
             self._lost = True  # for good: it may follow the last reply, with no other sign of it
             raise Unavailable("all keys have changed")
-        self._told.update(map(from_wire, push[1]))
+        self._invalidated.update(map(from_wire, push[1]))
 
     def _received(self) -> list[Reply]:
         """The replies that have arrived, after some wait."""
         poller = select.poll()
-        poller.register(self._wire.fileno(), select.POLLIN | (select.POLLOUT if self._wire.clogged else 0))
+        poller.register(self._resp.fileno(), select.POLLIN | (select.POLLOUT if self._resp.has_unsent else 0))
         if not poller.poll(self._timeout_ms):
             raise Unavailable(f"no reply for {self._timeout_ms / 1000:.0f} s")
-        if self._wire.clogged:
-            self._wire.flush()
-        return self._wire.receive()
+        if self._resp.has_unsent:
+            self._resp.flush()
+        return self._resp.receive()

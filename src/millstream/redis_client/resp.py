@@ -32,7 +32,7 @@ _KEY_SECOND = frozenset(("XINFO", "XGROUP", "OBJECT", "MEMORY"))
 _pack: Callable[[tuple[Arg, ...]], bytes] = hiredis.pack_command  # type: ignore[assignment] # stub: 1 word only
 
 
-def packed(command: Command) -> bytes:
+def pack_command(command: Command) -> bytes:
     """The command in RESP; surrogates in text stand for the bytes they came from."""
     try:
         return _pack(tuple(command))
@@ -63,7 +63,7 @@ def slot_of(key: bytes) -> int:
     return crc_hqx(key, 0) % _SLOT_COUNT
 
 
-def primaries(reply: Any) -> list[Node | None]:
+def slot_owners(reply: Any) -> list[Node | None]:
     """The node that owns each hash slot, by the reply to CLUSTER SLOTS; None where none does."""
     owners: list[Node | None] = [None] * _SLOT_COUNT
     for first, last, primary, *_ in reply:
@@ -76,12 +76,12 @@ class ReplySize:
 
     def __init__(self, most: float) -> None:
         self._most = most
-        self.taken = 0
+        self.total_bytes = 0
 
     @property
     def exceeded(self) -> bool:
         """Whether the replies were larger than allowed."""
-        return self.taken > self._most
+        return self.total_bytes > self._most
 
     def read(self, opened: socket, reader: hiredis.Reader, nothing: object) -> Any:
         """The next reply; `nothing` is what `reader` returns while the reply is incomplete.
@@ -92,7 +92,7 @@ class ReplySize:
             data = opened.recv(CHUNK_BYTES)
             if not data:
                 raise ConnectionResetError("the server closed the connection")
-            self.taken += len(data)
+            self.total_bytes += len(data)
             if self.exceeded:
                 raise ConnectionAbortedError(f"the replies are larger than {self._most:,} bytes")
             reader.feed(data)
@@ -124,20 +124,20 @@ class RespConnection:
         self._translate = translate
         self._reader = hiredis.Reader(replyError=translate)
         self._unsent = bytearray()
-        self._fed_bytes = 0
+        self._received_bytes = 0
 
     def fileno(self) -> int:
         """The socket's descriptor, for selectors."""
         return self._socket.fileno()
 
     @property
-    def clogged(self) -> bool:
+    def has_unsent(self) -> bool:
         """True while bytes are unsent: call `flush` when the socket is writable."""
         return bool(self._unsent)
 
     def send(self, commands: Sequence[Command]) -> None:
         """Send commands; bytes that the socket does not accept now are kept for `flush`."""
-        self._unsent += b"".join([packed(command) for command in commands])
+        self._unsent += b"".join([pack_command(command) for command in commands])
         self.flush()
 
     def flush(self) -> None:
@@ -152,21 +152,21 @@ class RespConnection:
 
     def receive(self) -> list[Any]:
         """The complete replies that have arrived; [] if there are none. A selector may report more."""
-        self.take_in()
+        self.fill()
         return list(self.replies())
 
-    def take_in(self) -> int:
+    def fill(self) -> int:
         """Read about CHUNK_BYTES at most into the parser, for `replies`. Returns how many bytes those were."""
-        before = self._fed_bytes
+        before = self._received_bytes
         try:
             self._feed()
-            while self._decrypted():  # no selector reports it
+            while self._has_decrypted():  # no selector reports it
                 self._feed()
         except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
             pass
         except OSError as error:
             raise self._translate(error) from error
-        return self._fed_bytes - before
+        return self._received_bytes - before
 
     def replies(self) -> Iterator[Any]:
         """The complete replies, one by one: a list of thousands would be work for the garbage collector."""
@@ -178,10 +178,10 @@ class RespConnection:
         data = self._socket.recv(CHUNK_BYTES)
         if not data:
             raise ConnectionResetError("the server closed the connection")
-        self._fed_bytes += len(data)
+        self._received_bytes += len(data)
         self._reader.feed(data)
 
-    def _decrypted(self) -> bool:
+    def _has_decrypted(self) -> bool:
         return isinstance(self._socket, ssl.SSLSocket) and self._socket.pending() > 0
 
     def close(self) -> None:

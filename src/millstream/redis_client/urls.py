@@ -63,7 +63,7 @@ def url_of_node(url: str, node: Node) -> str:
     return urlunsplit((scheme, f"{credentials}{at}{host}:{node[1]}", path, parts.query, ""))
 
 
-def wrong_address(text: str, where: str) -> str | None:
+def explain_refusal(text: str, where: str) -> str | None:
     """The mistake in the URL, if the server's refusal of the connection points to one."""
     if "Cluster mode is not enabled" in text or "cluster support disabled" in text:
         return f"{where} is a single server, not a Redis Cluster; connect with redis://HOST:PORT/DB"

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from millstream.clock import Clock
-from millstream.router.reactor import Reactor, Watched
+from millstream.router.reactor import Reactor, Selectable
 from millstream.router.waker import Waker, wake_all
 
 
@@ -38,22 +38,22 @@ class AsyncioReactor(Reactor):
         self._finish()
         return True
 
-    def later(self, delay_ms: float, action: Callable[[], None]) -> None:
+    def call_later(self, delay_ms: float, action: Callable[[], None]) -> None:
         """Run `action` after `delay_ms` milliseconds."""
-        self._loop.call_later(delay_ms / 1000, self._round, action)
+        self._loop.call_later(delay_ms / 1000, self._run_round, action)
 
-    def watch(self, connection: Watched, *, writing: bool = False) -> None:
+    def watch(self, connection: Selectable, *, writing: bool = False) -> None:
         """Call `connection.ready` when there is something to read; `writing`: or when it can be written to."""
         descriptor = connection.fileno()
-        self._loop.add_reader(descriptor, self._round, connection.ready)
+        self._loop.add_reader(descriptor, self._run_round, connection.on_ready)
         if writing:
-            self._loop.add_writer(descriptor, self._round, connection.ready)
+            self._loop.add_writer(descriptor, self._run_round, connection.on_ready)
             self._writing.add(descriptor)
         elif descriptor in self._writing:
             self._loop.remove_writer(descriptor)
             self._writing.discard(descriptor)
 
-    def unwatch(self, connection: Watched) -> None:
+    def unwatch(self, connection: Selectable) -> None:
         """Stop watching it; before it is closed."""
         descriptor = connection.fileno()
         if descriptor < 0 or self._loop.is_closed():
@@ -62,7 +62,7 @@ class AsyncioReactor(Reactor):
         self._loop.remove_writer(descriptor)
         self._writing.discard(descriptor)
 
-    def _round(self, action: Callable[[], None]) -> None:
+    def _run_round(self, action: Callable[[], None]) -> None:
         if self._stopped:
             return
         try:
@@ -71,15 +71,15 @@ class AsyncioReactor(Reactor):
         except Exception as error:  # noqa: BLE001 - see _crash
             self._crash(error)
 
-    def _ring(self) -> None:
+    def _notify(self) -> None:
         if threading.get_ident() == self._thread_id:
-            self._loop.call_soon(self._round, self._run_calls)
+            self._loop.call_soon(self._run_round, self._run_calls)
             return
         with suppress(RuntimeError):  # the loop is closed, and its tasks with it
-            self._loop.call_soon_threadsafe(self._round, self._run_calls)
+            self._loop.call_soon_threadsafe(self._run_round, self._run_calls)
 
-    def _ring_in(self, loop: asyncio.AbstractEventLoop | None, wakers: list[Waker]) -> None:
+    def _wake_in(self, loop: asyncio.AbstractEventLoop | None, wakers: list[Waker]) -> None:
         if loop is self._loop and asyncio.current_task(loop) is None:  # there is one if a task has closed the router
             wake_all(wakers)
         else:
-            super()._ring_in(loop, wakers)
+            super()._wake_in(loop, wakers)

@@ -29,17 +29,17 @@ class Budget:
         self._held = 0
         self._freed: deque[int] = deque()
 
-    def take(self, size: int) -> None:
+    def add(self, size: int) -> None:
         """Add bytes that are held from now on."""
         self._held += size
         if self._held >= self.most_bytes and not self.spent:
-            self.balance()
+            self.update()
 
-    def free(self, size: int) -> None:
+    def release(self, size: int) -> None:
         """Subtract bytes that are held no more."""
         self._freed.append(size)
 
-    def balance(self) -> int:
+    def update(self) -> int:
         """Update `spent`; returns the bytes held."""
         while self._freed:
             self._held -= self._freed.popleft()
@@ -60,13 +60,13 @@ class Batch:
         self.sizes = sizes
         self.size = size = sizes[0] if len(sizes) == 1 else sum(sizes)
         self._budget = budget
-        budget.take(size)
+        budget.add(size)
 
     def __len__(self) -> int:
         return len(self.entries)
 
     def __del__(self) -> None:
-        self._budget.free(self.size)
+        self._budget.release(self.size)
 
     def part(self, start: int, end: int) -> "Batch":
         """The entries from index `start` to before `end`."""

@@ -12,7 +12,7 @@ from millstream.observability import metrics as m
 from millstream.observability.metrics import Metrics
 from millstream.redis_client.key_names import from_wire
 from millstream.router.budget import Batch, Budget, batch_of
-from millstream.router.gap_detection import ZERO, Entry, number
+from millstream.router.gap_detection import ZERO, Entry, id_as_numbers
 from millstream.router.stream_events import Gap, Reason, Start, TooSlow
 from millstream.router.subscriber_buffer import Cursor, SubscriberBuffer
 
@@ -23,7 +23,7 @@ NEWEST = b"$"
 class CursorCallbacks:
     """Callbacks of a `CursorTable`: queue a cursor to be read; wake the subscriber of a buffer."""
 
-    want: Callable[[Cursor], None]
+    schedule: Callable[[Cursor], None]
     wake: Callable[[SubscriberBuffer], None]
 
 
@@ -32,7 +32,7 @@ class CursorTable:
 
     def __init__(self, callbacks: CursorCallbacks, metrics: Metrics, budget: Budget) -> None:
         self.budget = budget
-        self._calls = callbacks
+        self._callbacks = callbacks
         self._metrics = metrics
         self._live: dict[bytes, Cursor] = {}
         self._late: dict[bytes, list[Cursor]] = {}
@@ -41,7 +41,7 @@ class CursorTable:
     def __len__(self) -> int:
         return len(self._live) + sum(key not in self._live for key in self._late)
 
-    def at(self, key: bytes) -> Sequence[Cursor]:
+    def of(self, key: bytes) -> Sequence[Cursor]:
         """The cursors of a stream."""
         live = self._live.get(key)
         found = (live,) if live is not None else ()
@@ -56,16 +56,16 @@ class CursorTable:
     def add(self, buffer: SubscriberBuffer, key: bytes, after: bytes) -> None:
         """Deliver to `buffer` the entries after the id `after`."""
         self.subscriptions += 1
-        for cursor in self.at(key):
-            if cursor.last == after != NEWEST and not (cursor.paused or cursor.lost_at):
+        for cursor in self.of(key):
+            if cursor.last == after != NEWEST and not (cursor.paused or cursor.deleted_at):
                 break
         else:
             cursor = Cursor(key, after)
             cursor.anchor = None if after in (NEWEST, ZERO) else after
             self._late.setdefault(key, []).append(cursor)
-        cursor.inboxes.append(buffer)
+        cursor.buffers.append(buffer)
         buffer.cursor = cursor
-        self._calls.want(cursor)
+        self._callbacks.schedule(cursor)
 
     def remove(self, buffer: SubscriberBuffer) -> None:
         """Stop delivering to the buffer."""
@@ -73,57 +73,57 @@ class CursorTable:
         if cursor is None:
             return
         self.subscriptions -= 1
-        cursor.inboxes.remove(buffer)
-        if not cursor.inboxes:
-            self._forget(cursor)
+        cursor.buffers.remove(buffer)
+        if not cursor.buffers:
+            self._remove_cursor(cursor)
 
     def end(self, buffer: SubscriberBuffer, ending: bool | Exception = True) -> None:
         """Stop delivering to the buffer, and end its subscription: True without an error."""
         buffer.ending = buffer.ending or ending
         self.remove(buffer)
-        self._calls.wake(buffer)
+        self._callbacks.wake(buffer)
 
-    def end_at(self, cursor: Cursor, ending: bool | Exception) -> None:
+    def end_cursor(self, cursor: Cursor, ending: bool | Exception) -> None:
         """End every subscription at this cursor."""
-        for buffer in tuple(cursor.inboxes):
+        for buffer in tuple(cursor.buffers):
             self.end(buffer, ending)
 
     def end_all(self, ending: bool | Exception) -> None:
         """End every subscription."""
         for key in self.streams():
-            for cursor in self.at(key):
-                self.end_at(cursor, ending)
+            for cursor in self.of(key):
+                self.end_cursor(cursor, ending)
 
     def resume(self, buffer: SubscriberBuffer) -> None:
         """The buffer has room again: read on for it."""
         buffer.paused = False
         if (cursor := buffer.cursor) is not None and cursor.paused:
             cursor.paused = False
-            self._calls.want(cursor)
+            self._callbacks.schedule(cursor)
 
-    def settle(self, cursor: Cursor) -> None:
+    def promote(self, cursor: Cursor) -> None:
         """The cursor has reached the end of its stream: make it the live one, or merge it into that."""
         live = self._live.get(cursor.key)
-        if live is cursor or cursor.paused or not cursor.inboxes:
+        if live is cursor or cursor.paused or not cursor.buffers:
             return
         if live is None:
-            self._drop_late(cursor)
+            self._remove_late(cursor)
             self._live[cursor.key] = cursor
-        elif not (live.lost_at or cursor.lost_at) and number(cursor.last) >= number(live.last):
-            for buffer in cursor.inboxes:
+        elif not (live.deleted_at or cursor.deleted_at) and id_as_numbers(cursor.last) >= id_as_numbers(live.last):
+            for buffer in cursor.buffers:
                 buffer.cursor = live
                 buffer.skip = cursor.last if cursor.last != live.last else None
-            live.inboxes += cursor.inboxes
-            cursor.inboxes = []
-            self._drop_late(cursor)
+            live.buffers += cursor.buffers
+            cursor.buffers = []
+            self._remove_late(cursor)
 
-    def _forget(self, cursor: Cursor) -> None:
+    def _remove_cursor(self, cursor: Cursor) -> None:
         if self._live.get(cursor.key) is cursor:
             del self._live[cursor.key]
         else:
-            self._drop_late(cursor)
+            self._remove_late(cursor)
 
-    def _drop_late(self, cursor: Cursor) -> None:
+    def _remove_late(self, cursor: Cursor) -> None:
         late = self._late.get(cursor.key, [])
         if cursor in late:
             late.remove(cursor)
@@ -137,11 +137,11 @@ class CursorTable:
         start = cursor.last, cursor.ordinal, cursor.proven
         batch = batch_of(entries, self.budget)
         full = []
-        for buffer in cursor.inboxes:
+        for buffer in cursor.buffers:
             first = 0
             if buffer.skip is not None:
-                limit = number(buffer.skip)
-                first = sum(number(entry[0]) <= limit for entry in entries)
+                limit = id_as_numbers(buffer.skip)
+                first = sum(id_as_numbers(entry[0]) <= limit for entry in entries)
                 if first == len(entries):
                     continue
                 buffer.skip = None
@@ -151,33 +151,33 @@ class CursorTable:
             else:
                 full.append((buffer, first))
             if buffer.waker is not None:
-                self._calls.wake(buffer)
+                self._callbacks.wake(buffer)
         if cursor.anchor is None:
             cursor.anchor = entries[0][0]
         cursor.last, cursor.proven = entries[-1][0], True
         largest = batch.size if len(entries) == 1 else max(batch.sizes)
-        cursor.scale = max(largest.bit_length() - 1, cursor.scale - 1)
+        cursor.size_log2 = max(largest.bit_length() - 1, cursor.size_log2 - 1)
         if cursor.ordinal is not None:
             cursor.ordinal += len(entries)
         for buffer, first in full:  # last: a resume may follow at once and move the cursor back
             self._overflow(cursor, buffer, batch, first, start)
-            self._calls.wake(buffer)
+            self._callbacks.wake(buffer)
 
-    def tell_gap(self, cursor: Cursor, reason: Reason, after: bytes, missed: int | None = None) -> None:
+    def report_gap(self, cursor: Cursor, reason: Reason, after: bytes, missed: int | None = None) -> None:
         """Report to the cursor's subscribers that entries are missing after the id `after`."""
         gap = Gap(stream=from_wire(cursor.key), after=after.decode(), reason=reason, missed=missed)
         self._metrics.count(m.ROUTER_GAPS, reason=reason)
-        for buffer in cursor.inboxes:
+        for buffer in cursor.buffers:
             buffer.skip = None
             buffer.batches.append(gap)
-            self._calls.wake(buffer)
+            self._callbacks.wake(buffer)
 
-    def tell_start(self, cursor: Cursor) -> None:
+    def report_start(self, cursor: Cursor) -> None:
         """Report the start id to those subscribers of an END cursor that asked for it."""
-        for buffer in cursor.inboxes:
-            if buffer.tells_start:
+        for buffer in cursor.buffers:
+            if buffer.reports_start:
                 buffer.batches.append(Start(stream=buffer.stream, after=cursor.last.decode()))
-                self._calls.wake(buffer)
+                self._callbacks.wake(buffer)
 
     def _overflow(
         self, cursor: Cursor, buffer: SubscriberBuffer, batch: Batch, first: int, start: tuple[bytes, int | None, bool]
@@ -198,7 +198,7 @@ class CursorTable:
         if buffer.when_full == "disconnect":
             self.end(buffer, TooSlow(buffer.stream, reached.decode()))
             return
-        own = self._own_place(cursor, buffer)
+        own = self._detach(cursor, buffer)
         own.last, own.proven = reached, proven or end > 0
         own.ordinal = None if ordinal is None else ordinal + end
         own.paused = True
@@ -207,17 +207,17 @@ class CursorTable:
         if buffer.drained:
             self.resume(buffer)
 
-    def _own_place(self, cursor: Cursor, buffer: SubscriberBuffer) -> Cursor:
+    def _detach(self, cursor: Cursor, buffer: SubscriberBuffer) -> Cursor:
         """A late cursor for this buffer alone."""
-        if cursor.inboxes == [buffer]:
-            self._forget(cursor)
+        if cursor.buffers == [buffer]:
+            self._remove_cursor(cursor)
             own = cursor
         else:
-            cursor.inboxes.remove(buffer)
+            cursor.buffers.remove(buffer)
             own = Cursor(cursor.key, cursor.last)
-            own.careful, own.scale = cursor.careful, cursor.scale
+            own.needs_counters, own.size_log2 = cursor.needs_counters, cursor.size_log2
             own.anchor, own.next_anchor = cursor.anchor, cursor.next_anchor
-            own.inboxes.append(buffer)
+            own.buffers.append(buffer)
             buffer.cursor = own
         self._late.setdefault(own.key, []).append(own)
         return own

@@ -17,13 +17,13 @@ Entry = list[Any]
 """An entry as hiredis returns it: `[id, [name, value, ...]]`."""
 
 
-def number(entry_id: bytes) -> tuple[int, int]:
+def id_as_numbers(entry_id: bytes) -> tuple[int, int]:
     """An id as a pair of numbers, for comparisons."""
     ms, _, seq = entry_id.partition(b"-")
     return int(ms), int(seq)
 
 
-def before(entry_id: bytes) -> bytes:
+def id_before(entry_id: bytes) -> bytes:
     """The id right before: an XREAD after it returns the entry itself too."""
     ms, _, seq = entry_id.partition(b"-")
     if seq != b"0":
@@ -34,20 +34,20 @@ def before(entry_id: bytes) -> bytes:
 class StreamCounters(NamedTuple):
     """The reply of XINFO STREAM for a stream that exists; `first` and `last` are None where it has no entries."""
 
-    top: bytes
+    last_generated: bytes
     first: bytes | None
     last: bytes | None
     length: int
-    added: int
-    deleted: bytes
+    entries_added: int
+    max_deleted: bytes
 
     @property
     def removed(self) -> int:
         """How many entries were ever removed."""
-        return self.added - self.length
+        return self.entries_added - self.length
 
 
-MISSING = StreamCounters(top=ZERO, first=None, last=None, length=0, added=0, deleted=ZERO)
+MISSING = StreamCounters(last_generated=ZERO, first=None, last=None, length=0, entries_added=0, max_deleted=ZERO)
 """The counters of a stream that does not exist."""
 
 
@@ -59,12 +59,12 @@ def counters_of(reply: Any) -> StreamCounters | None:
     first, last = fields[b"first-entry"], fields[b"last-entry"]
     length = int(fields[b"length"])
     return StreamCounters(
-        top=fields[b"last-generated-id"],
+        last_generated=fields[b"last-generated-id"],
         first=first[0] if first else None,
         last=last[0] if last else None,
         length=length,
-        added=int(fields.get(b"entries-added", length)),
-        deleted=fields.get(b"max-deleted-entry-id", ZERO),
+        entries_added=int(fields.get(b"entries-added", length)),
+        max_deleted=fields.get(b"max-deleted-entry-id", ZERO),
     )
 
 
@@ -95,7 +95,7 @@ class Verdict(NamedTuple):
     * `ordinal`: the ordinal of the last entry read
     """
 
-    what: Literal["complete", "retry", "deleted", "diverged", "trimmed", "recreated"]
+    kind: Literal["complete", "retry", "deleted", "diverged", "trimmed", "recreated"]
     missed: int | None = None
     ordinal: int | None = None
 
@@ -107,12 +107,12 @@ def detect_gap(result: ReadResult, counters: StreamCounters) -> Verdict:
         if entries:
             return Verdict("retry")
         return Verdict("deleted", ordinal=0) if position != ZERO else Verdict("complete", ordinal=0)
-    if position != ZERO and number(counters.top) < number(position):
+    if position != ZERO and id_as_numbers(counters.last_generated) < id_as_numbers(position):
         return Verdict("diverged")
     if result.present and (position != ZERO or result.ordinal is None):
         return Verdict("complete", ordinal=_ordinal(result, counters))
-    if counters.first is not None and number(counters.first) <= number(position):  # older entries remain
-        if not entries and counters.last is not None and number(counters.last) > number(position):
+    if counters.first is not None and id_as_numbers(counters.first) <= id_as_numbers(position):  # older entries remain
+        if not entries and counters.last is not None and id_as_numbers(counters.last) > id_as_numbers(position):
             return Verdict("retry")
         return (
             Verdict("diverged")
@@ -140,23 +140,28 @@ def _has_diverged(result: ReadResult, counters: StreamCounters) -> bool:
     if not result.proven:
         return False
     expected = None if result.ordinal is None else result.ordinal + len(result.entries)
-    if expected is not None and counters.added < expected:
+    if expected is not None and counters.entries_added < expected:
         return True
-    if number(counters.deleted) > number(result.position):
+    if id_as_numbers(counters.max_deleted) > id_as_numbers(result.position):
         return False  # unread entries may have been deleted too
     if counters.removed == 0:
         return True
-    all_read = (result.entries[-1][0] if result.entries else result.position) == counters.top
-    return expected is not None and all_read and counters.added != expected
+    all_read = (result.entries[-1][0] if result.entries else result.position) == counters.last_generated
+    return expected is not None and all_read and counters.entries_added != expected
 
 
 def _ordinal(result: ReadResult, counters: StreamCounters) -> int | None:
     """The ordinal of the last entry read."""
     entries = result.entries
     end = entries[-1][0] if entries else result.position
-    if end == counters.top or counters.first is None:  # no entry is left to read
-        return counters.added
+    if end == counters.last_generated or counters.first is None:  # no entry is left to read
+        return counters.entries_added
     first = counters.first
-    if first is not None and entries and first == entries[0][0] and number(counters.deleted) < number(first):
+    if (
+        first is not None
+        and entries
+        and first == entries[0][0]
+        and id_as_numbers(counters.max_deleted) < id_as_numbers(first)
+    ):
         return counters.removed + len(entries)
     return None if result.ordinal is None else result.ordinal + len(entries)

@@ -6,7 +6,7 @@ from millstream.observability import metrics as m
 from millstream.observability.metrics import Metrics
 from millstream.redis_client.client import Client
 from millstream.redis_client.resp import Node, Push
-from millstream.router.blocking_pool import Pool
+from millstream.router.blocking_pool import BlockingPool
 from millstream.router.connection import ConnectionEvents, ConnectionPolicy, ReconnectingConnection
 from millstream.router.cursors import CursorTable
 from millstream.router.policy import ReaderName, Settings
@@ -43,26 +43,32 @@ class NodeReader:
         metrics: Metrics,
     ) -> None:
         self.node = node
-        self._pump = reactor
+        self._reactor = reactor
         self._client = client
         self._events = events
         self._metrics = metrics
-        self._heard = 0
-        self._pool: Pool | None = None
+        self._changes = 0
+        self._pool: BlockingPool | None = None
         name = "Redis" if node is None else f"{node[0]}:{node[1]}"
         by_slot = client.is_cluster
         if reader == "pool":
-            self._pool = Pool(self._connect, self._changed, settings.pool, greeting=_GREETING, by_slot=by_slot)
+            self._pool = BlockingPool(
+                self._connect, self._on_changed, settings.pool, greeting=_GREETING, by_slot=by_slot
+            )
         role = b"master" if "+sentinel" in client.url.partition("://")[0] else None
         policy = ConnectionPolicy(
             greeting=_TRACKING_GREETING if reader == "tracking" else _GREETING, timeout_ms=client.timeout_ms, role=role
         )
         own_events = ConnectionEvents(
-            up=events.up, down=self._down, push=self._pushed, denied=events.denied, refused=events.refused
+            on_up=events.on_up,
+            on_down=self._on_down,
+            on_push=self._on_push,
+            on_denied=events.on_denied,
+            on_refused=events.on_refused,
         )
-        self.link = self._connect(policy, own_events, name)
-        self.lane = StreamReader(
-            self.link,
+        self.connection = self._connect(policy, own_events, name)
+        self.stream_reader = StreamReader(
+            self.connection,
             cursors,
             callbacks,
             streams=settings.read.streams,
@@ -76,47 +82,47 @@ class NodeReader:
         """Connections to this server now."""
         return 1 + (self._pool.workers if self._pool else 0)
 
-    def arm(self, cursor: Cursor) -> None:
+    def watch(self, cursor: Cursor) -> None:
         """Wait for the next change of a stream just read to its end. With tracking the read has done that."""
         if self._pool is not None:
-            self._pool.arm(cursor)
+            self._pool.watch(cursor)
 
-    def go(self) -> None:
+    def flush(self) -> None:
         """Send the requests that may be sent now."""
-        self.lane.go()
+        self.stream_reader.flush()
         if self._pool is not None:
-            self._pool.go()
-        if self._heard:
-            self._metrics.count(m.ROUTER_CHANGED, self._heard)
-            self._heard = 0
+            self._pool.flush()
+        if self._changes:
+            self._metrics.count(m.ROUTER_CHANGED, self._changes)
+            self._changes = 0
 
     def close(self) -> None:
         """Close its connections, and forget every queue and request."""
-        self.link.close()
-        self.lane.reset()
+        self.connection.close()
+        self.stream_reader.reset()
         if self._pool is not None:
             self._pool.close()
 
     def _connect(self, policy: ConnectionPolicy, events: ConnectionEvents, name: str) -> ReconnectingConnection:
         return ReconnectingConnection(
-            self._pump, lambda: self._client.dial(self.node), name, policy=policy, events=events
+            self._reactor, lambda: self._client.dial(self.node), name, policy=policy, events=events
         )
 
-    def _down(self, hung_up: bool) -> None:
-        self.lane.reset(hung_up=hung_up)
-        self._events.down(hung_up)
+    def _on_down(self, hung_up: bool) -> None:
+        self.stream_reader.reset(hung_up=hung_up)
+        self._events.on_down(hung_up)
 
-    def _pushed(self, push: Push) -> None:
+    def _on_push(self, push: Push) -> None:
         """Handle an invalidation: keys have changed, or with None every key has, as after FLUSHALL."""
         if push[0] != b"invalidate":
             return
         keys: list[Any] | None = push[1]
         if keys is None:
-            self._events.up()
+            self._events.on_up()
             return
-        self._heard += len(keys)
-        self.lane.heard(keys)
+        self._changes += len(keys)
+        self.stream_reader.on_invalidated(keys)
 
-    def _changed(self, cursor: Cursor) -> None:
-        self._heard += 1
-        self.lane.want(cursor, changed=True)
+    def _on_changed(self, cursor: Cursor) -> None:
+        self._changes += 1
+        self.stream_reader.schedule(cursor, changed=True)

@@ -13,7 +13,7 @@ from millstream.router.subscriber_buffer import Cursor
 
 _FIRST_GROUP = 64
 _FIRST_WAIT_MS, _SECOND_WAIT_MS, _LAST_WAIT_MS = 20.0, 100.0, 800.0
-LAST = 16
+MOST_BREAKS = 16
 """Breaks in a row after which a stream is given up. The last twelve met no other stream, which rules out chance."""
 
 
@@ -26,30 +26,30 @@ class OversizedStreams:
     def __init__(self) -> None:
         self.active = False
         self._breaks: dict[Cursor, int] = {}
-        self._resting: set[Cursor] = set()
+        self._backing_off: set[Cursor] = set()
         self._given_up: set[bytes] = set()
         self._barred: set[bytes] = set()
 
     def __contains__(self, cursor: Cursor) -> bool:
         return cursor in self._breaks or cursor.key in self._given_up
 
-    def rests(self, cursor: Cursor) -> bool:
+    def backs_off(self, cursor: Cursor) -> bool:
         """Whether it is in back-off, and must not be read yet."""
-        return cursor in self._resting
+        return cursor in self._backing_off
 
-    def bars(self, cursor: Cursor) -> bool:
+    def is_barred(self, cursor: Cursor) -> bool:
         """Whether its stream was given up a short while ago, and this cursor has never read an entry."""
-        return cursor.key in self._barred and not cursor.scale
+        return cursor.key in self._barred and not cursor.size_log2
 
-    def group(self, cursor: Cursor) -> int:
+    def group_size(self, cursor: Cursor) -> int:
         """The largest group it may be read in, itself included."""
-        return max(1, _FIRST_GROUP >> 2 * max(0, self._met(cursor) - 1))
+        return max(1, _FIRST_GROUP >> 2 * max(0, self._breaks_of(cursor) - 1))
 
-    def alone(self, cursor: Cursor) -> bool:
+    def isolated(self, cursor: Cursor) -> bool:
         """Whether it must be read in a request of its own."""
-        return self.group(cursor) == 1
+        return self.group_size(cursor) == 1
 
-    def meet(self, cursors: Iterable[Cursor]) -> tuple[list[Cursor], list[Cursor], float]:
+    def on_break(self, cursors: Iterable[Cursor]) -> tuple[list[Cursor], list[Cursor], float]:
         """The server hung up while these were in flight.
 
         Returns the cursors to back off, the cursors to give up, and the back-off in milliseconds.
@@ -57,35 +57,35 @@ class OversizedStreams:
         self.active = True
         backing_off, given_up, wait_ms = [], [], 0.0
         for cursor in cursors:
-            breaks = self._met(cursor) + 1
-            if breaks >= LAST:
-                self.clear(cursor)
+            breaks = self._breaks_of(cursor) + 1
+            if breaks >= MOST_BREAKS:
+                self.forget(cursor)
                 self._given_up.add(cursor.key)
                 self._barred.add(cursor.key)
                 given_up.append(cursor)
             else:
                 self._breaks[cursor] = breaks
-                self._resting.add(cursor)
+                self._backing_off.add(cursor)
                 backing_off.append(cursor)
                 wait_ms = max(wait_ms, _backoff_ms(breaks))
         return backing_off, given_up, wait_ms
 
-    def rested(self, cursors: Iterable[Cursor]) -> list[Cursor]:
+    def on_backoff_over(self, cursors: Iterable[Cursor]) -> list[Cursor]:
         """The back-off of these is over; returns those that still have subscribers."""
-        self._resting.difference_update(cursors)
+        self._backing_off.difference_update(cursors)
         for cursor in cursors:
-            if not cursor.inboxes:
-                self.clear(cursor)
-        return [cursor for cursor in cursors if cursor.inboxes]
+            if not cursor.buffers:
+                self.forget(cursor)
+        return [cursor for cursor in cursors if cursor.buffers]
 
-    def clear(self, cursor: Cursor) -> None:
+    def forget(self, cursor: Cursor) -> None:
         """Forget a cursor."""
         self._breaks.pop(cursor, None)
-        self._resting.discard(cursor)
+        self._backing_off.discard(cursor)
 
-    def answered(self, cursor: Cursor) -> None:
+    def on_reply(self, cursor: Cursor) -> None:
         """It was read: clear its suspicion, and that of its stream."""
-        self.clear(cursor)
+        self.forget(cursor)
         self._given_up.discard(cursor.key)
         self._barred.discard(cursor.key)
         self.active = bool(self._breaks or self._given_up)
@@ -94,9 +94,9 @@ class OversizedStreams:
         """Allow these streams to be tried once more."""
         self._barred.difference_update(keys)
 
-    def _met(self, cursor: Cursor) -> int:
+    def _breaks_of(self, cursor: Cursor) -> int:
         """The breaks of a cursor so far. A stream that was given up before is given up again after one more."""
-        return self._breaks.get(cursor, LAST - 1 if cursor.key in self._given_up else 0)
+        return self._breaks.get(cursor, MOST_BREAKS - 1 if cursor.key in self._given_up else 0)
 
 
 def _backoff_ms(breaks: int) -> float:

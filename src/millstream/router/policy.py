@@ -63,6 +63,6 @@ class ReadPolicy:
 class Settings:
     """The settings of a router. `reader`: the requested reader; "auto": the best that the server supports."""
 
-    choice: Literal["auto", "tracking", "pool"]
+    reader: Literal["auto", "tracking", "pool"]
     read: ReadPolicy
     pool: PoolPolicy

@@ -24,13 +24,13 @@ logger = logging.getLogger(__name__)
 _HELPERS = 4
 
 
-class Watched(Protocol):
+class Selectable(Protocol):
     """A connection that the reactor watches."""
 
     def fileno(self) -> int:
         """Its descriptor."""
 
-    def ready(self) -> None:
+    def on_ready(self) -> None:
         """Read and write: the descriptor is ready."""
 
 
@@ -43,12 +43,12 @@ class Reactor(ABC):
 
     def __init__(self, clock: Clock, on_crash: Callable[[Exception], None]) -> None:
         self.clock = clock
-        self.each_round: list[Callable[[], None]] = []
-        self._crashed = on_crash
+        self.after_round: list[Callable[[], None]] = []
+        self._on_crash = on_crash
         self._calls: deque[Callable[[], None]] = deque()
         self._wakes: defaultdict[asyncio.AbstractEventLoop | None, list[Waker]] = defaultdict(list)
-        self._rung = False
-        self._stopped = self._over = False
+        self._notified = False
+        self._stopped = self._finished = False
         self._helpers = ThreadPoolExecutor(_HELPERS, thread_name_prefix="millstream-router-helper")
 
     # For other threads
@@ -60,11 +60,11 @@ class Reactor(ABC):
     def call(self, action: Callable[[], None]) -> None:
         """Run `action` in the reactor's thread, soon."""
         self._calls.append(action)
-        if not self._rung:
-            self._rung = True
-            self._ring()
-        if self._over:
-            self._run_rest()
+        if not self._notified:
+            self._notified = True
+            self._notify()
+        if self._finished:
+            self._run_late_calls()
 
     @abstractmethod
     def stop(self, timeout_ms: float) -> bool:
@@ -73,18 +73,18 @@ class Reactor(ABC):
     # For its own thread
 
     @abstractmethod
-    def later(self, delay_ms: float, action: Callable[[], None]) -> None:
+    def call_later(self, delay_ms: float, action: Callable[[], None]) -> None:
         """Run `action` after `delay_ms` milliseconds."""
 
     @abstractmethod
-    def watch(self, connection: Watched, *, writing: bool = False) -> None:
+    def watch(self, connection: Selectable, *, writing: bool = False) -> None:
         """Call `connection.ready` when there is something to read; `writing`: or when it can be written to."""
 
     @abstractmethod
-    def unwatch(self, connection: Watched) -> None:
+    def unwatch(self, connection: Selectable) -> None:
         """Stop watching it; before it is closed."""
 
-    def aside(self, work: Callable[[], Any], on_done: Callable[[Any], None]) -> None:
+    def run_in_helper(self, work: Callable[[], Any], on_done: Callable[[Any], None]) -> None:
         """Run `work`, which may block, in a helper thread, then `on_done` here with its result or its error."""
 
         def finished(done: Future[Any]) -> None:
@@ -110,24 +110,24 @@ class Reactor(ABC):
     # Inside
 
     @abstractmethod
-    def _ring(self) -> None:
+    def _notify(self) -> None:
         """Schedule `_run_calls`, from any thread."""
 
     def _run_calls(self) -> None:
-        self._rung = False  # from here on, a call notifies again
+        self._notified = False  # from here on, a call notifies again
         for _ in range(len(self._calls)):
             self._calls.popleft()()
 
     def _end_round(self) -> None:
-        for action in self.each_round:
+        for action in self.after_round:
             action()
         wakes = self._wakes
         if wakes:
             self._wakes = defaultdict(list)  # first, since a woken task may close the router
             for loop, wakers in wakes.items():
-                self._ring_in(loop, wakers)
+                self._wake_in(loop, wakers)
 
-    def _ring_in(self, loop: asyncio.AbstractEventLoop | None, wakers: list[Waker]) -> None:
+    def _wake_in(self, loop: asyncio.AbstractEventLoop | None, wakers: list[Waker]) -> None:
         if loop is None:
             logger.error("%d subscribers wait in no event loop and cannot be woken", len(wakers))
             return
@@ -137,16 +137,16 @@ class Reactor(ABC):
     def _crash(self, error: Exception) -> None:
         """Report the error and stop: otherwise subscribers would wait for ever."""
         self._stopped = True
-        self.each_round.clear()
-        self._crashed(error)
+        self.after_round.clear()
+        self._on_crash(error)
         self._end_round()
 
     def _finish(self) -> None:
         self._helpers.shutdown(wait=False, cancel_futures=True)
-        self._over = True
-        self._run_rest()
+        self._finished = True
+        self._run_late_calls()
 
-    def _run_rest(self) -> None:
+    def _run_late_calls(self) -> None:
         """Run calls that came too late, such as to close a connection just dialled."""
         with suppress(IndexError):
             while True:
@@ -159,16 +159,16 @@ class ThreadReactor(Reactor):
     def __init__(self, clock: Clock, on_crash: Callable[[Exception], None]) -> None:
         super().__init__(clock, on_crash)
         self._timers: list[tuple[float, int, Callable[[], None]]] = []
-        self._numbers = count()
+        self._sequence = count()
         self._thread = threading.Thread(target=self._run, name="millstream-router", daemon=True)
 
     def start(self) -> None:
         """Start the thread."""
         self._selector = selectors.DefaultSelector()
-        self._bell, self._ringer = socket.socketpair()
-        self._bell.setblocking(False)
-        self._ringer.setblocking(False)
-        self._selector.register(self._bell, selectors.EVENT_READ, None)
+        self._wake_socket, self._notify_socket = socket.socketpair()
+        self._wake_socket.setblocking(False)
+        self._notify_socket.setblocking(False)
+        self._selector.register(self._wake_socket, selectors.EVENT_READ, None)
         self._thread.start()
 
     def stop(self, timeout_ms: float) -> bool:
@@ -178,11 +178,11 @@ class ThreadReactor(Reactor):
             self._thread.join(timeout_ms / 1000)
         return not self._thread.is_alive()
 
-    def later(self, delay_ms: float, action: Callable[[], None]) -> None:
+    def call_later(self, delay_ms: float, action: Callable[[], None]) -> None:
         """Run `action` after `delay_ms` milliseconds."""
-        heappush(self._timers, (self.clock.monotonic_ms() + delay_ms, next(self._numbers), action))
+        heappush(self._timers, (self.clock.monotonic_ms() + delay_ms, next(self._sequence), action))
 
-    def watch(self, connection: Watched, *, writing: bool = False) -> None:
+    def watch(self, connection: Selectable, *, writing: bool = False) -> None:
         """Call `connection.ready` when there is something to read; `writing`: or when it can be written to."""
         events = selectors.EVENT_READ | (selectors.EVENT_WRITE if writing else 0)
         try:
@@ -190,7 +190,7 @@ class ThreadReactor(Reactor):
         except KeyError:
             self._selector.register(connection.fileno(), events, connection)
 
-    def unwatch(self, connection: Watched) -> None:
+    def unwatch(self, connection: Selectable) -> None:
         """Stop watching it; before it is closed."""
         with suppress(KeyError, ValueError):
             self._selector.unregister(connection.fileno())
@@ -203,8 +203,8 @@ class ThreadReactor(Reactor):
                         key.data.ready()
                     else:  # drain it even if its call has run: unread, it would end every wait at once
                         with suppress(BlockingIOError):
-                            self._bell.recv(4096)
-                if self._rung:
+                            self._wake_socket.recv(4096)
+                if self._notified:
                     self._run_calls()
                 self._run_timers()
                 self._end_round()
@@ -212,13 +212,13 @@ class ThreadReactor(Reactor):
             self._crash(error)
         finally:
             self._selector.close()
-            self._bell.close()
-            self._ringer.close()
+            self._wake_socket.close()
+            self._notify_socket.close()
             self._finish()
 
-    def _ring(self) -> None:
+    def _notify(self) -> None:
         with suppress(OSError):  # full: a wake-up is pending already; closed: the thread has ended
-            self._ringer.send(b"!")
+            self._notify_socket.send(b"!")
 
     def _longest_wait_s(self) -> float | None:
         if self._calls:

@@ -18,11 +18,11 @@ class ReaderCallbacks:
     * `call_later`: run that after so many milliseconds
     """
 
-    done: Callable[[Cursor], None]
-    want: Callable[[Cursor], None]
-    moved: Callable[[], None]
-    ask_at: Callable[[Node, list[Cursor]], None]
-    later: Callable[[float, Callable[[], None]], None]
+    on_read: Callable[[Cursor], None]
+    schedule: Callable[[Cursor], None]
+    on_moved: Callable[[], None]
+    read_at: Callable[[Node, list[Cursor]], None]
+    call_later: Callable[[float, Callable[[], None]], None]
 
 
 @dataclass(slots=True)
@@ -33,7 +33,7 @@ class Request:
     """
 
     groups: list[list[Cursor]]
-    careful: list[Cursor]
+    with_counters: list[Cursor]
     count: int
     queue: int | None
 

@@ -23,20 +23,20 @@ class ReadSize:
     def __init__(self, *, count: int, reply_bytes: int, budget: Budget) -> None:
         self._count = count
         self._reply_bytes = reply_bytes
-        self._borne_bytes = reply_bytes
-        self._broken = False
+        self._safe_bytes = reply_bytes
+        self._saw_break = False
         self._budget = budget
-        self._scale = _CAUTIOUS_SCALE
+        self._size_log2 = _CAUTIOUS_SCALE
 
     @property
     def cautious(self) -> bool:
         """Whether requests may have ended connections lately: then one request at a time."""
-        return self._borne_bytes < self._reply_bytes
+        return self._safe_bytes < self._reply_bytes
 
     @property
     def most_bytes(self) -> int:
         """The target size of the next reply."""
-        return min(self._borne_bytes, LEAST_BYTES) if self._budget.spent else self._borne_bytes
+        return min(self._safe_bytes, LEAST_BYTES) if self._budget.spent else self._safe_bytes
 
     @property
     def share_bytes(self) -> int:
@@ -45,27 +45,27 @@ class ReadSize:
 
     def entry_bytes(self, cursor: Cursor) -> int:
         """About the size of an entry of the cursor's stream."""
-        return 1 << (cursor.scale or self._scale)
+        return 1 << (cursor.size_log2 or self._size_log2)
 
     def count(self, cursors: Collection[Cursor], careful: Iterable[Cursor]) -> int:
         """How many entries of each stream to request; the counters of those in `careful` are requested too."""
-        if not all(cursor.scale for cursor in cursors):
+        if not all(cursor.size_log2 for cursor in cursors):
             return 1
         room = self.most_bytes - _ENDS * sum(map(self.entry_bytes, careful))
         return max(1, min(self._count, room // sum(map(self.entry_bytes, cursors))))
 
     def learn(self, cursors: Iterable[Cursor]) -> None:
         """Update the size estimate from cursors just read."""
-        self._scale = max(self._scale - 1, *(cursor.scale for cursor in cursors), 1)
+        self._size_log2 = max(self._size_log2 - 1, *(cursor.size_log2 for cursor in cursors), 1)
 
-    def broken(self) -> None:
+    def on_break(self) -> None:
         """A connection ended with requests in flight: by chance, unless it happens again soon."""
-        if self._broken:
-            self._borne_bytes = min(self._borne_bytes, max(LEAST_BYTES, self._borne_bytes // 4))
-        self._broken = True
+        if self._saw_break:
+            self._safe_bytes = min(self._safe_bytes, max(LEAST_BYTES, self._safe_bytes // 4))
+        self._saw_break = True
 
     def recover(self) -> bool:
         """No connection has ended for a while: allow more. Returns whether to call again after as long."""
-        self._broken = self.cautious
-        self._borne_bytes = min(self._reply_bytes, 2 * self._borne_bytes)
-        return self._broken
+        self._saw_break = self.cautious
+        self._safe_bytes = min(self._reply_bytes, 2 * self._safe_bytes)
+        return self._saw_break

@@ -51,20 +51,20 @@ class _ReactorHost:
     Holds no reference to the router, so it cannot keep it alive.
     """
 
-    __slots__ = ("_pump", "_shelf")
+    __slots__ = ("_cursors", "_reactor")
 
     def __init__(self, reactor: Reactor, cursors: CursorTable) -> None:
-        self._pump = reactor
-        self._shelf = cursors
+        self._reactor = reactor
+        self._cursors = cursors
 
-    def drained(self, buffer: SubscriberBuffer) -> None:
+    def on_drained(self, buffer: SubscriberBuffer) -> None:
         """The buffer has room again."""
         buffer.paused = False  # at once, so that the buffer is reported only once
-        self._pump.call(partial(self._shelf.resume, buffer))
+        self._reactor.call(partial(self._cursors.resume, buffer))
 
-    def left(self, buffer: SubscriberBuffer) -> None:
+    def on_left(self, buffer: SubscriberBuffer) -> None:
         """The subscriber has stopped reading the buffer."""
-        self._pump.call(partial(self._shelf.end, buffer))
+        self._reactor.call(partial(self._cursors.end, buffer))
 
 
 class Router:
@@ -106,31 +106,31 @@ class Router:
         self._client = Client(url, timeout_ms=timeout_ms, clock=clock)
         self._clock = clock
         self._metrics = metrics
-        self._settings = Settings(choice=reader, read=read, pool=pool)
-        self._build(ThreadReactor(clock, self._crashed))
+        self._settings = Settings(reader=reader, read=read, pool=pool)
+        self._build(ThreadReactor(clock, self._on_crash))
         self._lock = threading.Lock()
         self._state: Literal["new", "running", "closed"] = "new"
         self._failure: Exception | None = None
         self._pid = os.getpid()
 
     def _build(self, reactor: Reactor) -> None:
-        self._pump = reactor
+        self._reactor = reactor
         budget = Budget(self._settings.read.budget_bytes)
-        self._shelf = CursorTable(CursorCallbacks(want=self._want, wake=reactor.wake), self._metrics, budget)
-        self._fleet = ClusterNodes(reactor, self._client, self._shelf, settings=self._settings, metrics=self._metrics)
-        self._desk = _ReactorHost(reactor, self._shelf)
+        self._cursors = CursorTable(CursorCallbacks(schedule=self._schedule, wake=reactor.wake), self._metrics, budget)
+        self._nodes = ClusterNodes(reactor, self._client, self._cursors, settings=self._settings, metrics=self._metrics)
+        self._host = _ReactorHost(reactor, self._cursors)
 
     @property
     def reader(self) -> ReaderName | None:
         """How the router learns of changes; None until the server has replied."""
-        return self._fleet.reader if self._fleet.decided else None
+        return self._nodes.reader if self._nodes.decided else None
 
     def figures(self) -> RouterFigures:
         """A snapshot of the router."""
         return RouterFigures(
-            subscriptions=self._shelf.subscriptions,
-            streams=len(self._shelf),
-            connections=self._fleet.connections,
+            subscriptions=self._cursors.subscriptions,
+            streams=len(self._cursors),
+            connections=self._nodes.connections,
             reader=self.reader or "undecided",
         )
 
@@ -169,16 +169,16 @@ class Router:
             self._start()
         subscriber_buffer = SubscriberBuffer(
             stream,
-            self._shelf.budget,
+            self._cursors.budget,
             limit=buffer,
             limit_bytes=buffer_bytes,
             when_full=when_full,
             reports_start=report_start,
         )
-        self._pump.call(partial(self._shelf.add, subscriber_buffer, to_wire(stream), start_id))
+        self._reactor.call(partial(self._cursors.add, subscriber_buffer, to_wire(stream), start_id))
         if self._state == "closed" or self._failure:  # closed meanwhile: end_all may have missed this one
             subscriber_buffer.ending = subscriber_buffer.ending or self._failure or True
-        return Subscription(subscriber_buffer, self._desk)
+        return Subscription(subscriber_buffer, self._host)
 
     def close(self, *, timeout_ms: float = 5_000) -> bool:
         """End every subscription, each after its buffered messages, and close the connections.
@@ -190,8 +190,8 @@ class Router:
                 self._state = "closed"
                 return True
             self._state = "closed"
-        self._pump.call(self._end)
-        return self._pump.stop(timeout_ms)
+        self._reactor.call(self._shut_down)
+        return self._reactor.stop(timeout_ms)
 
     def __enter__(self) -> Self:
         return self
@@ -203,7 +203,7 @@ class Router:
         """Run the router in the running event loop, without a thread of its own."""
         if self._state != "new":
             raise ConfigError("the router already runs in a thread of its own; enter it before the first subscription")
-        self._build(AsyncioReactor(self._clock, self._crashed))
+        self._build(AsyncioReactor(self._clock, self._on_crash))
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -218,25 +218,25 @@ class Router:
             if self._state == "closed":
                 raise ConfigError("the router is closed; create a new one")
             if self._state == "new":
-                self._pump.start()
-                self._pump.call(self._fleet.start)
+                self._reactor.start()
+                self._reactor.call(self._nodes.start)
                 self._state = "running"
 
-    def _want(self, cursor: Cursor) -> None:
-        self._fleet.want(cursor)
+    def _schedule(self, cursor: Cursor) -> None:
+        self._nodes.schedule(cursor)
 
-    def _end(self) -> None:
-        self._shelf.end_all(True)
-        self._fleet.close()
+    def _shut_down(self) -> None:
+        self._cursors.end_all(True)
+        self._nodes.close()
 
-    def _crashed(self, error: Exception) -> None:
+    def _on_crash(self, error: Exception) -> None:
         """End every subscription with the error, so that no subscriber waits for ever."""
         logger.critical(
             "router failed on an unexpected error (a bug in millstream); ending every subscription", exc_info=error
         )
         self._failure = error
-        self._shelf.end_all(error)
-        self._fleet.close()
+        self._cursors.end_all(error)
+        self._nodes.close()
 
 
 def _start_id(after: Id) -> bytes:

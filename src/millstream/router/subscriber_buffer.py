@@ -30,8 +30,25 @@ class SubscriberBuffer:
     """
 
     __slots__ = (
-        "at", "batch", "batches", "budget", "cursor", "dropped", "ending", "given", "given_bytes", "limit",
-        "limit_bytes", "paused", "skip", "stream", "taken", "taken_bytes", "tells_start", "waker", "when_full",
+        "batch",
+        "batches",
+        "budget",
+        "cursor",
+        "dropped",
+        "ending",
+        "index",
+        "limit",
+        "limit_bytes",
+        "paused",
+        "put_bytes",
+        "put_count",
+        "reports_start",
+        "skip",
+        "stream",
+        "taken_bytes",
+        "taken_count",
+        "waker",
+        "when_full",
     )  # fmt: skip
 
     def __init__(
@@ -49,13 +66,13 @@ class SubscriberBuffer:
         self.limit = limit
         self.limit_bytes = limit_bytes
         self.when_full = when_full
-        self.tells_start = reports_start
+        self.reports_start = reports_start
         self.cursor: Cursor | None = None
         self.batches: list[Batch | Gap | Dropped | Start] = []
         self.batch: Batch | None = None
-        self.at = 0
-        self.given = self.given_bytes = 0
-        self.taken = self.taken_bytes = 0
+        self.index = 0
+        self.put_count = self.put_bytes = 0
+        self.taken_count = self.taken_bytes = 0
         self.dropped = 0
         self.paused = False
         self.skip: bytes | None = None
@@ -67,12 +84,12 @@ class SubscriberBuffer:
     @property
     def held(self) -> int:
         """Entries in the buffer."""
-        return self.given - self.taken
+        return self.put_count - self.taken_count
 
     @property
     def held_bytes(self) -> int:
         """Bytes of these entries."""
-        return self.given_bytes - self.taken_bytes
+        return self.put_bytes - self.taken_bytes
 
     @property
     def drained(self) -> bool:
@@ -86,8 +103,8 @@ class SubscriberBuffer:
     def fits(self, batch: Batch) -> bool:
         """Whether the whole batch fits."""
         return (
-            self.given - self.taken + len(batch.entries) <= self.limit
-            and self.given_bytes - self.taken_bytes + batch.size <= self.limit_bytes
+            self.put_count - self.taken_count + len(batch.entries) <= self.limit
+            and self.put_bytes - self.taken_bytes + batch.size <= self.limit_bytes
             and not self.budget.spent
         ) or self.fitting(batch) == len(batch)  # the usual case first
 
@@ -104,8 +121,8 @@ class SubscriberBuffer:
 
     def put(self, batch: Batch) -> None:
         """Append entries that fit."""
-        self.given += len(batch.entries)
-        self.given_bytes += batch.size
+        self.put_count += len(batch.entries)
+        self.put_bytes += batch.size
         self.batches.append(batch)
 
     def put_dropping(self, batch: Batch) -> int:
@@ -113,7 +130,7 @@ class SubscriberBuffer:
         with _DROPPING:
             excess = left = self._excess(batch)
             if excess and self.batch is not None:  # back into the queue, to drop from it
-                self.batches.insert(0, self.batch.part(self.at, len(self.batch)))
+                self.batches.insert(0, self.batch.part(self.index, len(self.batch)))
                 self.batch = None
             index = 0
             while left and index < len(self.batches):
@@ -122,14 +139,14 @@ class SubscriberBuffer:
                     index += 1
                     continue
                 dropped = min(left, len(queued))
-                self._took(queued.sizes[:dropped])
+                self._count_taken(queued.sizes[:dropped])
                 left -= dropped
                 if dropped == len(queued):
                     del self.batches[index]
                 else:
                     self.batches[index] = queued.part(dropped, len(queued))
             if excess:
-                self._tell_dropped(index, excess)
+                self._insert_dropped(index, excess)
             self.put(batch.part(left, len(batch)) if left else batch)
         return excess
 
@@ -148,17 +165,17 @@ class SubscriberBuffer:
     def _sizes(self, batch: Batch) -> Iterator[int]:
         """The sizes of all entries in the buffer, and of all but the last of the batch."""
         if self.batch is not None:
-            yield from islice(self.batch.sizes, self.at, None)
+            yield from islice(self.batch.sizes, self.index, None)
         for queued in self.batches:
             if isinstance(queued, Batch):
                 yield from queued.sizes
         yield from batch.sizes[:-1]
 
-    def _took(self, sizes: tuple[int, ...]) -> None:
-        self.taken += len(sizes)
+    def _count_taken(self, sizes: tuple[int, ...]) -> None:
+        self.taken_count += len(sizes)
         self.taken_bytes += sum(sizes)
 
-    def _tell_dropped(self, index: int, count: int) -> None:
+    def _insert_dropped(self, index: int, count: int) -> None:
         self.dropped += count
         previous = self.batches[index - 1] if index else None
         if isinstance(previous, Dropped):
@@ -168,31 +185,31 @@ class SubscriberBuffer:
 
     # For the subscriber
 
-    def take(self) -> Item | None:
+    def next_item(self) -> Item | None:
         """The next message or event; None if the buffer is empty."""
         if self.when_full != "drop-oldest":
-            return self._take()
+            return self._next_item()
         with _DROPPING:
-            return self._take()
+            return self._next_item()
 
-    def _take(self) -> Item | None:
-        batch, at = self.batch, self.at
+    def _next_item(self) -> Item | None:
+        batch, at = self.batch, self.index
         if batch is None:
             if not self.batches:
                 return None
             following = self.batches.pop(0)
             if not isinstance(following, Batch):
                 return following
-            batch, at = self.batch, self.at = following, 0
-        self.at = at + 1
-        if self.at == len(batch):
+            batch, at = self.batch, self.index = following, 0
+        self.index = at + 1
+        if self.index == len(batch):
             self.batch = None
-        self.taken += 1
+        self.taken_count += 1
         self.taken_bytes += batch.sizes[at]
         entry_id, pairs = batch.entries[at]
         return Message(self.stream, entry_id.decode(), pairs)
 
-    def over(self) -> bool:
+    def has_ended(self) -> bool:
         """Whether no item will follow; raises the error that ended the subscription."""
         if self.ending is None or self.batches:
             return False
@@ -200,7 +217,7 @@ class SubscriberBuffer:
             raise self.ending
         return True
 
-    def may_sleep(self, waker: WakeTarget) -> bool:
+    def prepare_wait(self, waker: WakeTarget) -> bool:
         """Register `waker` for the next item; False if there is an item already."""
         sleeping = self.waker
         if sleeping is not None and (not isinstance(sleeping, Waker) or sleeping.awaited):
@@ -231,8 +248,22 @@ class Cursor:
     """
 
     __slots__ = (
-        "alone", "anchor", "armed", "asked", "careful", "inboxes", "key", "last", "lost_at", "next_anchor", "ordinal",
-        "paused", "proven", "queued", "scale", "stale",
+        "anchor",
+        "buffers",
+        "deleted_at",
+        "in_flight",
+        "isolated",
+        "key",
+        "last",
+        "needs_counters",
+        "next_anchor",
+        "ordinal",
+        "paused",
+        "proven",
+        "queued",
+        "size_log2",
+        "stale",
+        "watched",
     )  # fmt: skip
 
     def __init__(self, key: bytes, last: bytes, ordinal: int | None = None) -> None:
@@ -241,9 +272,9 @@ class Cursor:
         self.ordinal = ordinal
         self.anchor: bytes | None = None
         self.next_anchor: bytes | None = None
-        self.lost_at: bytes | None = None
-        self.inboxes: list[SubscriberBuffer] = []
-        self.careful = True
+        self.deleted_at: bytes | None = None
+        self.buffers: list[SubscriberBuffer] = []
+        self.needs_counters = True
         self.proven = False
-        self.scale = 0
-        self.queued = self.asked = self.stale = self.alone = self.armed = self.paused = False
+        self.size_log2 = 0
+        self.queued = self.in_flight = self.stale = self.isolated = self.watched = self.paused = False

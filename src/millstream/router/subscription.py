@@ -13,10 +13,10 @@ from millstream.router.waker import Waker
 class SubscriptionHost(Protocol):
     """Callbacks of a subscription: its buffer has room again; the subscriber has stopped reading."""
 
-    def drained(self, buffer: SubscriberBuffer) -> None:
+    def on_drained(self, buffer: SubscriberBuffer) -> None:
         """The buffer has room again."""
 
-    def left(self, buffer: SubscriberBuffer) -> None:
+    def on_left(self, buffer: SubscriberBuffer) -> None:
         """The subscriber has stopped reading the buffer."""
 
 
@@ -28,26 +28,26 @@ class Subscription:
     subscription without references counts as closed: the router removes it.
     """
 
-    __slots__ = ("_desk", "_inbox")
+    __slots__ = ("_buffer", "_host")
 
     def __init__(self, buffer: SubscriberBuffer, host: SubscriptionHost) -> None:
-        self._inbox = buffer
-        self._desk = host
+        self._buffer = buffer
+        self._host = host
 
     @property
     def stream(self) -> str:
         """The stream's name."""
-        return self._inbox.stream
+        return self._buffer.stream
 
     @property
     def dropped(self) -> int:
         """Messages dropped so far because this subscriber was too slow."""
-        return self._inbox.dropped
+        return self._buffer.dropped
 
     @property
     def buffered(self) -> int:
         """Messages in the buffer."""
-        return self._inbox.held
+        return self._buffer.held
 
     @property
     def ended(self) -> bool:
@@ -55,16 +55,16 @@ class Subscription:
 
         False if an error is next: the next `get` raises it.
         """
-        buffer = self._inbox
+        buffer = self._buffer
         return buffer.ending is True and not buffer.batches and buffer.batch is None
 
     # asyncio
 
     def __aiter__(self) -> AsyncIterator[Item]:
-        return _AsyncItems(self, self._inbox)
+        return _AsyncItems(self, self._buffer)
 
     async def __anext__(self) -> Item:
-        return await anext(_AsyncItems(self, self._inbox))
+        return await anext(_AsyncItems(self, self._buffer))
 
     async def __aenter__(self) -> Self:
         return self
@@ -92,18 +92,18 @@ class Subscription:
         """
         until_ms = None if timeout_ms is None else SYSTEM_CLOCK.monotonic_ms() + timeout_ms
         while True:
-            if (item := self._take()) is not None:
+            if (item := self._next_item()) is not None:
                 return item
-            if self._inbox.over():
+            if self._buffer.has_ended():
                 return None
             left_s = -1.0 if until_ms is None else (until_ms - SYSTEM_CLOCK.monotonic_ms()) / 1000
             if until_ms is not None and left_s <= 0:
                 return None
             waker = threading.Lock()
             waker.acquire()
-            if self._inbox.may_sleep(waker):
+            if self._buffer.prepare_wait(waker):
                 waker.acquire(timeout=left_s)
-                self._inbox.waker = None
+                self._buffer.waker = None
 
     def __enter__(self) -> Self:
         return self
@@ -115,28 +115,28 @@ class Subscription:
 
     def close(self) -> None:
         """Unsubscribe. Discards the buffer, and ends an iteration in progress."""
-        buffer = self._inbox
+        buffer = self._buffer
         if buffer.ending is None:
             buffer.ending = True
-            self._desk.left(buffer)
+            self._host.on_left(buffer)
         buffer.batch = None
         buffer.batches.clear()
 
     def __del__(self) -> None:
-        if self._inbox.ending is None:
-            self._desk.left(self._inbox)
+        if self._buffer.ending is None:
+            self._host.on_left(self._buffer)
 
     # Inside
 
-    def _take(self) -> Item | None:
-        item = self._inbox.take()
-        if self._inbox.paused:
-            self._room()
+    def _next_item(self) -> Item | None:
+        item = self._buffer.next_item()
+        if self._buffer.paused:
+            self._report_drained()
         return item
 
-    def _room(self) -> None:
-        if self._inbox.drained:
-            self._desk.drained(self._inbox)
+    def _report_drained(self) -> None:
+        if self._buffer.drained:
+            self._host.on_drained(self._buffer)
 
 
 class _AsyncItems:
@@ -145,12 +145,12 @@ class _AsyncItems:
     It is its own awaitable and its own iterator: `anext(items, default)` needs every method of a coroutine.
     """
 
-    __slots__ = ("_bell", "_inbox", "_subscription")
+    __slots__ = ("_buffer", "_subscription", "_waker")
 
     def __init__(self, subscription: Subscription, buffer: SubscriberBuffer) -> None:
         self._subscription = subscription
-        self._inbox = buffer
-        self._bell = Waker()
+        self._buffer = buffer
+        self._waker = Waker()
 
     def __aiter__(self) -> Self:
         return self
@@ -165,17 +165,17 @@ class _AsyncItems:
         return self
 
     def __next__(self) -> Waker:
-        buffer = self._inbox
+        buffer = self._buffer
         while True:
-            if (buffer.batches or buffer.batch) and (item := buffer.take()) is not None:
+            if (buffer.batches or buffer.batch) and (item := buffer.next_item()) is not None:
                 if buffer.paused:
-                    self._subscription._room()
+                    self._subscription._report_drained()
                 raise StopIteration(item)
-            if buffer.ending is not None and buffer.over():
+            if buffer.ending is not None and buffer.has_ended():
                 raise StopAsyncIteration
-            self._bell.prepare()
-            if buffer.may_sleep(self._bell):
-                return self._bell.wait()
+            self._waker.prepare()
+            if buffer.prepare_wait(self._waker):
+                return self._waker.wait()
 
     def send(self, _: object) -> Waker:
         return self.__next__()

@@ -27,14 +27,14 @@ class Waker:
     "future-like" (`asyncio.isfuture`): it has what a task needs to wait, and no more.
     """
 
-    __slots__ = ("_asyncio_future_blocking", "_context", "_task", "_wake", "awaited", "loop")
+    __slots__ = ("_asyncio_future_blocking", "_callback", "_context", "_task", "awaited", "loop")
 
     def __init__(self) -> None:
         self.awaited = False
         self.loop: asyncio.AbstractEventLoop | None = None
         self._asyncio_future_blocking = False
         self._task: object = None
-        self._wake: WakeCallback
+        self._callback: WakeCallback
         self._context: Context
 
     def prepare(self) -> None:
@@ -47,11 +47,11 @@ class Waker:
         self._asyncio_future_blocking = True
         return self
 
-    def ring(self) -> None:
+    def wake(self) -> None:
         """Run the waiting task, if there is one. Call it in the thread of its loop, and not within another task."""
         if self.awaited:
             self.awaited = False
-            self._context.run(self._wake, self)
+            self._context.run(self._callback, self)
 
     # Called by asyncio tasks
 
@@ -63,7 +63,7 @@ class Waker:
         """Call `wake` when the waker is woken."""
         task = getattr(wake, "__self__", wake)
         if task is not self._task:  # the same task passes the same method at every wait
-            self._task, self._wake, self._context = task, wake, context
+            self._task, self._callback, self._context = task, wake, context
         self.awaited = True
 
     def cancel(self, msg: object = None) -> bool:
@@ -71,7 +71,7 @@ class Waker:
         if not self.awaited or self.loop is None:
             return False
         self.awaited = False
-        self.loop.call_soon(self._wake, _CANCELLED, context=self._context)
+        self.loop.call_soon(self._callback, _CANCELLED, context=self._context)
         return True
 
     def result(self) -> None:
@@ -81,4 +81,4 @@ class Waker:
 def wake_all(wakers: list[Waker]) -> None:
     """Run every task that waits on these."""
     for waker in wakers:
-        waker.ring()
+        waker.wake()

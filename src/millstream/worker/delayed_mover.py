@@ -48,7 +48,7 @@ class TrackedDelayedMessages(DelayedMessages):
         ]  # fmt: skip
         self._keys = keys
         names = {keys[name]: name for name in checked}
-        for key, waits in self._tracker.ask(("EXISTS",), names):
+        for key, waits in self._tracker.read_each(("EXISTS",), names):
             if waits:
                 self._delay_queue.put(names[key], now_ms)
         due = [name for name in self._delay_queue.pop_due(now_ms, len(keys)) if name in keys]

@@ -21,13 +21,13 @@ import msgspec
 
 from millstream.errors import ConfigError
 from millstream.redis_client.key_names import to_wire
-from millstream.services.web.bearer_tokens import TokenBook
+from millstream.services.web.bearer_tokens import TokenStore
 from millstream.services.web.errors import Refused
 
 MOST_STREAMS = 100
 """The most streams in one connection, or in one ticket."""
 
-ANYBODY = b""
+ANONYMOUS = b""
 """The principal of all connections where no token is required."""
 
 _ID_BYTES = 8
@@ -49,20 +49,20 @@ class _Claims(msgspec.Struct, array_like=True):
     streams: list[bytes]
 
 
-class Access:
+class Authorizer:
     """Authorizes tokens and tickets.
 
     * `ticket_s`: how long a ticket is valid, in seconds
     * `wall`: Unix seconds; tickets of other processes are compared with it, so the clocks of the machines must agree
     """
 
-    def __init__(self, tokens: TokenBook, *, ticket_s: float = 60.0, wall: Callable[[], float] = time.time) -> None:
+    def __init__(self, tokens: TokenStore, *, ticket_s: float = 60.0, wall: Callable[[], float] = time.time) -> None:
         self._tokens = tokens
         self._ticket_s = ticket_s
         self._wall = wall
         self._patterns: dict[frozenset[str], re.Pattern[str]] = {}
 
-    def renew(self, path: Path) -> None:
+    def reload(self, path: Path) -> None:
         """Reload the token file. Raises ConfigError, and keeps the previous tokens, if that fails."""
         self._tokens.replace(path)
 
@@ -71,29 +71,29 @@ class Access:
         """Whether every client may follow every stream, without a token."""
         return not self._tokens
 
-    def admit(self, streams: Sequence[str], *, token: str | None, ticket: str | None) -> bytes:
+    def authorize(self, streams: Sequence[str], *, token: str | None, ticket: str | None) -> bytes:
         """Authorize a connection to `streams`; returns its principal, a hash of the token. Raises Refused."""
         if self.open:
-            return ANYBODY
+            return ANONYMOUS
         if ticket is not None:
-            return self._admit_ticket(ticket, streams)
-        digest, patterns = self._known(token)
+            return self._authorize_ticket(ticket, streams)
+        digest, patterns = self._find_token(token)
         self._check(patterns, streams)
         return digest
 
-    def issue(self, token: str | None, streams: Sequence[str]) -> Ticket:
+    def issue_ticket(self, token: str | None, streams: Sequence[str]) -> Ticket:
         """Issue a ticket for `streams`, which the token must cover. Raises Refused."""
         if not 1 <= len(streams) <= MOST_STREAMS:
             raise Refused(422, f"a ticket covers 1 to {MOST_STREAMS} streams; name so many")
         if self.open:
             raise Refused(404, "this server requires no token and issues no tickets; connect without one")
-        digest, patterns = self._known(token)
+        digest, patterns = self._find_token(token)
         self._check(patterns, streams)
         claims = _Claims(_label(digest), self._wall() + self._ticket_s, [to_wire(name) for name in streams])
         body = msgspec.msgpack.encode(claims)
         return Ticket(base64.urlsafe_b64encode(body + _signature(digest, body)).decode().rstrip("="), self._ticket_s)
 
-    def _known(self, token: str | None) -> tuple[bytes, frozenset[str]]:
+    def _find_token(self, token: str | None) -> tuple[bytes, frozenset[str]]:
         found = self._tokens.find(token)
         if found is None:
             raise Refused(401, "no valid token; send `Authorization: Bearer TOKEN`, or ?ticket= (POST /tickets)")
@@ -106,7 +106,7 @@ class Access:
             if not compiled.match(name):
                 raise Refused(403, f"this token does not cover the stream {name!r}")
 
-    def _admit_ticket(self, text: str, streams: Sequence[str]) -> bytes:
+    def _authorize_ticket(self, text: str, streams: Sequence[str]) -> bytes:
         invalid = Refused(401, "the ticket is invalid or has expired; get another one (POST /tickets)")
         try:
             signed = base64.urlsafe_b64decode(text + "=" * (-len(text) % 4))
@@ -124,9 +124,9 @@ class Access:
         raise invalid
 
 
-def stream_tokens() -> TokenBook:
-    """An empty `TokenBook` whose scopes are glob patterns of streams."""
-    return TokenBook(_check_pattern, "streams, or patterns like orders:*")
+def new_stream_tokens() -> TokenStore:
+    """An empty `TokenStore` whose scopes are glob patterns of streams."""
+    return TokenStore(_check_pattern, "streams, or patterns like orders:*")
 
 
 def _check_pattern(pattern: str) -> None:

@@ -19,13 +19,13 @@ class CloseReason:
     reason: Literal["left", "slow", "stalled", "stopping", "failed"]
     code: int
     text: str
-    back_ms: int = 1_000
+    reconnect_ms: int = 1_000
 
 
 LEFT = CloseReason(reason="left", code=1000, text="the client left")
 STALLED = CloseReason(reason="stalled", code=1006, text="the client reads nothing")
 STOPPING = CloseReason(reason="stopping", code=1012, text="the server is stopping; reconnect and resume")
-SLOW = CloseReason(reason="slow", code=1013, text="the client is too slow; reconnect and resume", back_ms=200)
+SLOW = CloseReason(reason="slow", code=1013, text="the client is too slow; reconnect and resume", reconnect_ms=200)
 
 
 def close_reason_of(error: BaseException) -> CloseReason | None:
@@ -33,5 +33,5 @@ def close_reason_of(error: BaseException) -> CloseReason | None:
     if isinstance(error, TooSlow):
         return SLOW
     if isinstance(error, MillstreamError):
-        return CloseReason(reason="failed", code=1011, text=str(error), back_ms=10_000)
+        return CloseReason(reason="failed", code=1011, text=str(error), reconnect_ms=10_000)
     return LEFT if isinstance(error, OSError) else None

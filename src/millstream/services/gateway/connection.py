@@ -16,11 +16,11 @@ logger = logging.getLogger(__name__)
 
 _MOST_ITEMS, _MOST_BYTES = 64, 65_536
 _CLOSE_TIMEOUT_S = 2.0
-_FAILED = CloseReason(reason="failed", code=1011, text="internal error of the server; see its log", back_ms=10_000)
+_FAILED = CloseReason(reason="failed", code=1011, text="internal error of the server; see its log", reconnect_ms=10_000)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pace:
+class FlowControl:
     """Flow control of connections.
 
     * `heartbeat_s`: seconds without data until a heartbeat is sent
@@ -44,21 +44,27 @@ class Connection:
     """Delivers the streams of `starts`, pairs of a stream and the id to start after, through `transport`."""
 
     def __init__(
-        self, transport: Transport, router: Router, starts: Sequence[tuple[str, str]], *, pace: Pace, metrics: Metrics
+        self,
+        transport: Transport,
+        router: Router,
+        starts: Sequence[tuple[str, str]],
+        *,
+        pace: FlowControl,
+        metrics: Metrics,
     ) -> None:
-        self._wire = transport
+        self._transport = transport
         self._router = router
-        self._places = starts
-        self._pace = pace
+        self._starts = starts
+        self._flow = pace
         self._metrics = metrics
         self._positions = [after for _, after in starts]
-        self._ended: asyncio.Future[CloseReason] = asyncio.get_running_loop().create_future()
-        self._writing = asyncio.Lock()
+        self._close_reason: asyncio.Future[CloseReason] = asyncio.get_running_loop().create_future()
+        self._write_lock = asyncio.Lock()
         self._wrote = False
 
     async def run(self) -> None:
         """Run until the client disconnects, or until `end`."""
-        pace = self._pace
+        pace = self._flow
         subscriptions = [
             self._router.subscribe(
                 stream,
@@ -68,14 +74,14 @@ class Connection:
                 when_full=pace.when_full,
                 report_start=True,
             )
-            for stream, after in self._places
+            for stream, after in self._starts
         ]
-        tasks = [asyncio.create_task(self._attend())]
+        tasks = [asyncio.create_task(self._watch_client())]
         tasks += [asyncio.create_task(self._follow(one, index)) for index, one in enumerate(subscriptions)]
         for task in tasks:
-            task.add_done_callback(self._over)
+            task.add_done_callback(self._on_task_done)
         try:
-            close_reason = await self._ended
+            close_reason = await self._close_reason
         finally:
             for subscription in subscriptions:
                 subscription.close()
@@ -83,28 +89,28 @@ class Connection:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
         self._metrics.count(m.SERVE_ENDED, reason=close_reason.reason)
-        await self._part(close_reason)
+        await self._close(close_reason)
 
     def end(self, close_reason: CloseReason) -> None:
         """End the connection, unless it is ending already."""
-        if not self._ended.done():
-            self._ended.set_result(close_reason)
+        if not self._close_reason.done():
+            self._close_reason.set_result(close_reason)
 
     def abort(self) -> None:
         """Cut the connection now."""
-        self._wire.abort()
+        self._transport.abort()
         self.end(STALLED)
 
-    async def _attend(self) -> None:
+    async def _watch_client(self) -> None:
         """Detect at once when the client disconnects; send heartbeats while there is no data."""
         while True:
             try:
-                async with asyncio.timeout(self._pace.heartbeat_s):
-                    if not await self._wire.heard():
-                        self.end(STALLED if self._wire.timed_out else LEFT)
+                async with asyncio.timeout(self._flow.heartbeat_s):
+                    if not await self._transport.receive():
+                        self.end(STALLED if self._transport.timed_out else LEFT)
                         return
             except TimeoutError:
-                if not self._wrote and not self._writing.locked():
+                if not self._wrote and not self._write_lock.locked():
                     await self._write((), 0)
                 self._wrote = False
 
@@ -125,18 +131,18 @@ class Connection:
         One write at a time: a position covers all streams, so it must not overtake a message that it covers.
         """
         try:
-            async with self._writing, asyncio.timeout(self._pace.stall_s) as stall:
+            async with self._write_lock, asyncio.timeout(self._flow.stall_s) as stall:
                 if items:
                     await self._send(items, index, stall)
                 else:
-                    await self._wire.beat()
+                    await self._transport.send_heartbeat()
         except TimeoutError:
             self.end(STALLED)
             return
         self._wrote = True
         sent = sum(isinstance(item, Message) for item in items)
         if sent:
-            self._metrics.count(m.SERVE_SENT, sent, kind=self._wire.kind)
+            self._metrics.count(m.SERVE_SENT, sent, kind=self._transport.kind)
 
     async def _send(self, items: Sequence[Item], index: int, stall: asyncio.Timeout) -> None:
         """Send items; each part of a large item that the client reads resets its stall timeout."""
@@ -147,16 +153,16 @@ class Connection:
                 whole.append(rendered)
                 continue
             if whole:
-                await self._wire.send(whole)
+                await self._transport.send(whole)
                 whole = []
-            await self._wire.send_in_parts(self._each_resets(stall, rendered))
+            await self._transport.send_in_parts(self._reset_stall(stall, rendered))
         if whole:
-            await self._wire.send(whole)
+            await self._transport.send(whole)
 
-    def _each_resets(self, stall: asyncio.Timeout, parts: Iterator[bytes]) -> Iterator[bytes]:
+    def _reset_stall(self, stall: asyncio.Timeout, parts: Iterator[bytes]) -> Iterator[bytes]:
         loop = asyncio.get_running_loop()
         for part in parts:
-            stall.reschedule(loop.time() + self._pace.stall_s)
+            stall.reschedule(loop.time() + self._flow.stall_s)
             yield part
 
     def _render(self, item: Item, index: int) -> Rendered:
@@ -165,10 +171,10 @@ class Connection:
         elif isinstance(item, Start):
             self._positions[index] = item.after
         elif isinstance(item, Dropped):
-            self._metrics.count(m.SERVE_DROPPED, item.count, kind=self._wire.kind)
-        return self._wire.render(item, ",".join(self._positions))
+            self._metrics.count(m.SERVE_DROPPED, item.count, kind=self._transport.kind)
+        return self._transport.render(item, ",".join(self._positions))
 
-    def _over(self, task: asyncio.Task[None]) -> None:
+    def _on_task_done(self, task: asyncio.Task[None]) -> None:
         error = None if task.cancelled() else task.exception()
         if error is None:
             return
@@ -177,18 +183,18 @@ class Connection:
             logger.error("a connection failed on an unexpected error (a bug in millstream)", exc_info=error)
         self.end(close_reason or _FAILED)
 
-    async def _part(self, close_reason: CloseReason) -> None:
+    async def _close(self, close_reason: CloseReason) -> None:
         if close_reason is LEFT:
             return
         if close_reason is not STALLED:
             try:
                 async with asyncio.timeout(_CLOSE_TIMEOUT_S):
-                    await self._wire.close(close_reason)
+                    await self._transport.close(close_reason)
                 return
             except (TimeoutError, OSError):
                 pass
-        self._wire.abort()
-        while await self._wire.heard():  # until uvicorn has noticed too
+        self._transport.abort()
+        while await self._transport.receive():  # until uvicorn has noticed too
             pass
 
 

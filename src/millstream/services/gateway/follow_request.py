@@ -22,14 +22,14 @@ _NAMED_STARTS = {"latest": END, "$": END, "earliest": BEGINNING, "0": BEGINNING}
 class FollowRequest:
     """A request to follow streams. `starts`: each stream, and the id to start after; `token`, `ticket`: as received."""
 
-    places: tuple[tuple[str, str], ...]
+    starts: tuple[tuple[str, str], ...]
     token: str | None = field(repr=False)
     ticket: str | None = field(repr=False)
 
     @property
     def streams(self) -> list[str]:
         """The streams' names."""
-        return [stream for stream, _ in self.places]
+        return [stream for stream, _ in self.starts]
 
 
 def parse_follow_request(scope: "Scope", prefix: bytes) -> FollowRequest:
@@ -55,13 +55,13 @@ def parse_follow_request(scope: "Scope", prefix: bytes) -> FollowRequest:
     last_event_id = header(scope, b"last-event-id") or query.get("lastEventId", [""])[-1]
     after = last_event_id or (query.get("after") or ["latest"])[-1]
     return FollowRequest(
-        places=tuple(zip(streams, _start_ids(after, len(streams)), strict=True)),
-        token=bearer(scope),
+        starts=tuple(zip(streams, _start_ids(after, len(streams)), strict=True)),
+        token=bearer_token(scope),
         ticket=query["ticket"][-1] if "ticket" in query else None,
     )
 
 
-def bearer(scope: "Scope") -> str | None:
+def bearer_token(scope: "Scope") -> str | None:
     """The token in the header, if there is one."""
     kind, _, token = (header(scope, b"authorization") or "").partition(" ")
     return token.strip() if kind.lower() == "bearer" else None

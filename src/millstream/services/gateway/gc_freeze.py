@@ -17,7 +17,7 @@ _FEW = 1_000
 
 
 @dataclass(frozen=True, slots=True)
-class Traffic:
+class ConnectionCounts:
     """The connections that are open, and those that have ended so far."""
 
     open: int
@@ -27,10 +27,10 @@ class Traffic:
 class GcFreeze:
     """Decides when to freeze and when to collect."""
 
-    def __init__(self, traffic: Callable[[], Traffic]) -> None:
-        self._traffic = traffic
+    def __init__(self, traffic: Callable[[], ConnectionCounts]) -> None:
+        self._counts = traffic
         self._frozen = 0
-        self._cleaned = 0
+        self._collected = 0
 
     async def run(self) -> None:
         """Run until cancelled."""
@@ -38,16 +38,16 @@ class GcFreeze:
         try:
             while True:
                 await asyncio.sleep(_EVERY_S)
-                self.look()
+                self.update()
         finally:
             gc.unfreeze()
 
-    def look(self) -> None:
+    def update(self) -> None:
         """Freeze or collect if it is due."""
-        now = self._traffic()
+        now = self._counts()
         self._frozen = min(self._frozen, now.open)
-        if now.ended - self._cleaned > max(_FEW, now.open):
-            self._cleaned = now.ended
+        if now.ended - self._collected > max(_FEW, now.open):
+            self._collected = now.ended
             gc.unfreeze()
             gc.collect()
             gc.freeze()

@@ -20,11 +20,11 @@ from starlette.websockets import WebSocketClose
 from millstream.observability import metrics as m
 from millstream.observability.health import Health
 from millstream.observability.metrics import Metrics
-from millstream.services.gateway.auth import Access
+from millstream.services.gateway.auth import Authorizer
 from millstream.services.gateway.connections import ConnectionManager
-from millstream.services.gateway.follow_request import bearer, parse_follow_request
+from millstream.services.gateway.follow_request import bearer_token, parse_follow_request
 from millstream.services.gateway.transports import EventTransport, SocketTransport, reason_of
-from millstream.services.web.errors import Refused, explain
+from millstream.services.web.errors import Refused, install_error_handlers
 from millstream.services.web.origin_check import OriginCheck
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ register_url_convertor("name", _AnyPath())
 
 
 @dataclass(frozen=True, kw_only=True)
-class Parts:
+class GatewayContext:
     """The components of the gateway.
 
     * `origins`: origins whose pages may use it, beside its own
@@ -59,12 +59,12 @@ class Parts:
     * `pages`: a folder of static files to serve
     """
 
-    house: ConnectionManager
-    access: Access
+    connections: ConnectionManager
+    authorizer: Authorizer
     health: Health
     metrics: Metrics
     origins: Sequence[str] = ()
-    names: Container[str] | None = None
+    host_names: Container[str] | None = None
     pages: Path | None = None
 
 
@@ -72,7 +72,7 @@ class _TicketRequest(msgspec.Struct):
     streams: list[str]
 
 
-def make_service(parts: Parts) -> Starlette:
+def make_app(parts: GatewayContext) -> Starlette:
     """The ASGI application."""
     events, sockets = _EventRoute(parts), _SocketRoute(parts)
     routes: list[BaseRoute] = [
@@ -85,7 +85,7 @@ def make_service(parts: Parts) -> Starlette:
     ]
     if parts.pages is not None:
         routes.append(Mount("/", _StaticPages(directory=parts.pages, html=True)))
-    middleware = [Middleware(OriginCheck, parts.origins, parts.names)]
+    middleware = [Middleware(OriginCheck, parts.origins, parts.host_names)]
     if parts.origins:
         middleware.append(
             Middleware(
@@ -97,14 +97,14 @@ def make_service(parts: Parts) -> Starlette:
         )
     service = Starlette(routes=routes, middleware=middleware)
     service.router.redirect_slashes = False
-    explain(service, "the server")
+    install_error_handlers(service, "the server")
     return service
 
 
 class _EventRoute:
     """Server-sent events, as an ASGI application."""
 
-    def __init__(self, parts: Parts) -> None:
+    def __init__(self, parts: GatewayContext) -> None:
         self._parts = parts
 
     async def __call__(self, scope: "Scope", receive: "Receive", send: "Send") -> None:
@@ -114,8 +114,8 @@ class _EventRoute:
             if scope["method"] != "GET":
                 raise Refused(405, "only GET")
             request = parse_follow_request(scope, b"/streams")
-            principal = parts.access.admit(request.streams, token=request.token, ticket=request.ticket)
-            await parts.house.serve(EventTransport(scope, receive, send), principal, request.places)
+            principal = parts.authorizer.authorize(request.streams, token=request.token, ticket=request.ticket)
+            await parts.connections.serve(EventTransport(scope, receive, send), principal, request.starts)
         except Refused as refused:
             parts.metrics.count(m.SERVE_REFUSED, status=str(refused.status))
             raise
@@ -127,7 +127,7 @@ class _SocketRoute:
     A script sees no response to a refused handshake, only a close code and a reason.
     """
 
-    def __init__(self, parts: Parts) -> None:
+    def __init__(self, parts: GatewayContext) -> None:
         self._parts = parts
 
     async def __call__(self, scope: "Scope", receive: "Receive", send: "Send") -> None:
@@ -135,8 +135,8 @@ class _SocketRoute:
         parts, transport = self._parts, SocketTransport(scope, receive, send)
         try:
             request = parse_follow_request(scope, b"/ws")
-            principal = parts.access.admit(request.streams, token=request.token, ticket=request.ticket)
-            await parts.house.serve(transport, principal, request.places)
+            principal = parts.authorizer.authorize(request.streams, token=request.token, ticket=request.ticket)
+            await parts.connections.serve(transport, principal, request.starts)
         except Refused as refused:
             parts.metrics.count(m.SERVE_REFUSED, status=str(refused.status))
             await transport.open()
@@ -159,20 +159,20 @@ class _StaticPages(StaticFiles):
         return super().lookup_path(path)
 
 
-def _tickets(parts: Parts) -> Callable[[Request], "object"]:
+def _tickets(parts: GatewayContext) -> Callable[[Request], "object"]:
     async def tickets(request: Request) -> Response:
         try:
             ticket_request = msgspec.json.decode(await request.body(), type=_TicketRequest)
         except (msgspec.MsgspecError, RecursionError) as error:
             raise Refused(422, f'send {{"streams": ["NAME"]}}: {error}') from error
-        ticket = parts.access.issue(bearer(request.scope), ticket_request.streams)
+        ticket = parts.authorizer.issue_ticket(bearer_token(request.scope), ticket_request.streams)
         body = {"ticket": ticket.text, "expires_in_s": ticket.seconds}
         return JSONResponse(body, headers={"Cache-Control": "no-store"})
 
     return tickets
 
 
-def _healthz(parts: Parts) -> Callable[[Request], Response]:
+def _healthz(parts: GatewayContext) -> Callable[[Request], Response]:
     def healthz(request: Request) -> Response:  # noqa: ARG001 - Starlette passes it
         """Reports the status only, as it requires no token."""
         failing = bool(parts.health.failures())

@@ -14,14 +14,14 @@ from millstream.observability.health import Health, HealthServer, Progress
 from millstream.observability.metrics import Recorder
 from millstream.redis_client.client import Client
 from millstream.router import ReadPolicy, Router
-from millstream.services.gateway.auth import Access
-from millstream.services.gateway.connection import Pace
+from millstream.services.gateway.auth import Authorizer
+from millstream.services.gateway.connection import FlowControl
 from millstream.services.gateway.connections import ConnectionLimits, ConnectionManager
 from millstream.services.gateway.gc_freeze import GcFreeze
-from millstream.services.gateway.routes import Parts, make_service
+from millstream.services.gateway.routes import GatewayContext, make_app
 from millstream.services.web.connections import Limits
 from millstream.services.web.http_server import Server, WebSockets
-from millstream.services.web.listen import address, listen
+from millstream.services.web.listen import listen, url_of
 from millstream.services.web.socket_server import SocketProtocol
 
 logger = logging.getLogger(__name__)
@@ -34,7 +34,7 @@ _SHUTDOWN_S = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Serving:
+class GatewayOptions:
     """Options of a gateway.
 
     * `authorizer`: which token may follow which streams; `token_file`: reloaded when it changes
@@ -47,35 +47,35 @@ class Serving:
     """
 
     url: str = field(repr=False)
-    access: Access
+    authorizer: Authorizer
     token_file: Path | None = None
     host: str = "127.0.0.1"
     port: int = 0
     origins: Sequence[str] = ()
-    names: Container[str] | None = None
+    host_names: Container[str] | None = None
     pages: Path | None = None
     request_s: float = 10.0
     health_port: int | None = None
-    pace: Pace = field(default_factory=Pace)
-    room: ConnectionLimits = field(default_factory=ConnectionLimits)
+    flow: FlowControl = field(default_factory=FlowControl)
+    limits: ConnectionLimits = field(default_factory=ConnectionLimits)
     stop_s: float = 5.0
 
 
-def run_serving(serving: Serving, *, on_ready: Callable[[str], None]) -> None:
+def run_gateway(serving: GatewayOptions, *, on_ready: Callable[[str], None]) -> None:
     """Serve until SIGTERM or SIGINT; `on_ready` gets the URL.
 
     Raises ConfigError where the limit of open files is too low, ServerError, and Unavailable if Redis does not answer
     at the start.
     """
     # Beside connections that follow streams there are requests for tickets, pages and health.
-    limits = Limits(connections=serving.room.connections + _OTHER_CONNECTIONS, request_s=serving.request_s)
+    limits = Limits(connections=serving.limits.connections + _OTHER_CONNECTIONS, request_s=serving.request_s)
     recorder, health = Recorder(), Health()
     with ExitStack() as stack:
         client = stack.enter_context(Client(serving.url))
         client.execute("PING")
         if serving.health_port is not None:
             stack.enter_context(HealthServer(health, recorder, port=serving.health_port))
-        listener = listen(serving.host, serving.port, connections=limits.connections, stall_s=serving.pace.stall_s)
+        listener = listen(serving.host, serving.port, connections=limits.connections, stall_s=serving.flow.stall_s)
         stack.callback(listener.close)
         # uvicorn raises the signal that ended it again, after its last request: ignore it.
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -84,7 +84,7 @@ def run_serving(serving: Serving, *, on_ready: Callable[[str], None]) -> None:
 
 
 async def _serve(
-    serving: Serving,
+    serving: GatewayOptions,
     limits: Limits,
     client: Client,
     listener: socket.socket,
@@ -93,27 +93,27 @@ async def _serve(
 ) -> None:
     recorder, health = observability
     progress = health.progress("serve", run_within_ms=0)
-    read = ReadPolicy(budget_bytes=serving.pace.budget_bytes)
+    read = ReadPolicy(budget_bytes=serving.flow.budget_bytes)
     async with Router(serving.url, read=read, metrics=recorder) as router:
-        manager = ConnectionManager(router, limits=serving.room, pace=serving.pace, metrics=recorder)
-        service = make_service(
-            Parts(
-                house=manager,
-                access=serving.access,
+        manager = ConnectionManager(router, limits=serving.limits, pace=serving.flow, metrics=recorder)
+        service = make_app(
+            GatewayContext(
+                connections=manager,
+                authorizer=serving.authorizer,
                 health=health,
                 metrics=recorder,
                 origins=serving.origins,
-                names=serving.names,
+                host_names=serving.host_names,
                 pages=serving.pages,
             )
         )
         background = [
             asyncio.create_task(_check_redis(client, progress)),
-            asyncio.create_task(GcFreeze(lambda: manager.traffic).run()),
+            asyncio.create_task(GcFreeze(lambda: manager.counts).run()),
         ]
         if serving.token_file is not None:
-            background.append(asyncio.create_task(_reload_tokens(serving.access, serving.token_file)))
-        pace = serving.pace
+            background.append(asyncio.create_task(_reload_tokens(serving.authorizer, serving.token_file)))
+        pace = serving.flow
         sockets = WebSockets(
             protocol=SocketProtocol, frame_bytes=_FRAME_BYTES, ping_s=pace.heartbeat_s, pong_s=pace.stall_s
         )
@@ -125,7 +125,7 @@ async def _serve(
             sockets=sockets,
             on_shutdown=lambda: manager.close(serving.stop_s),
         )
-        on_ready(address(listener))
+        on_ready(url_of(listener))
         await server.serve([listener])
         health.stopping()
         for task in background:
@@ -144,7 +144,7 @@ async def _check_redis(client: Client, progress: Progress) -> None:
         await asyncio.sleep(_CHECK_S)
 
 
-async def _reload_tokens(access: Access, path: Path) -> None:
+async def _reload_tokens(access: Authorizer, path: Path) -> None:
     """Reload the token file when it changes.
 
     A mistake in the file changes nothing: it locks no client out and lets none in.
@@ -155,7 +155,7 @@ async def _reload_tokens(access: Access, path: Path) -> None:
         if (version := _version(path)) != known:
             known = version
             try:
-                access.renew(path)
+                access.reload(path)
             except ConfigError as error:
                 logger.warning("token file not reloaded: %s; keeping the previous tokens", error)
             else:

@@ -51,13 +51,13 @@ class Transport(Protocol):
     async def send_in_parts(self, parts: Iterable[bytes]) -> None:
         """Send one item rendered in parts. Other clients get their turn between two parts."""
 
-    async def beat(self) -> None:
+    async def send_heartbeat(self) -> None:
         """Send a heartbeat, for proxies on the way."""
 
     async def close(self, close_reason: CloseReason) -> None:
         """Close with a reason."""
 
-    async def heard(self) -> bool:
+    async def receive(self) -> bool:
         """Wait for input of the client; whether it is still connected."""
 
     def abort(self) -> None:
@@ -86,7 +86,7 @@ class EventTransport(_BaseTransport):
 
     async def open(self) -> None:
         """Respond 200, with a random reconnection time, so that clients do not all reconnect at once."""
-        self._connection.keep()
+        self._connection.exempt_reading()
         await self._send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
         await self.send([b"retry: %d\n\n" % _jittered_ms(_RECONNECT_MS)])
 
@@ -113,17 +113,17 @@ class EventTransport(_BaseTransport):
             if part:
                 await self.send([part])
 
-    async def beat(self) -> None:
+    async def send_heartbeat(self) -> None:
         """Send a comment."""
         await self.send([b":\n\n"])
 
     async def close(self, close_reason: CloseReason) -> None:
         """Send an event with the reason, and when to reconnect."""
         data = _dump({"reason": close_reason.reason, "text": close_reason.text})
-        last = b"event: end\nretry: %d\ndata: %s\n\n" % (_jittered_ms(close_reason.back_ms), data)
+        last = b"event: end\nretry: %d\ndata: %s\n\n" % (_jittered_ms(close_reason.reconnect_ms), data)
         await self._send({"type": "http.response.body", "body": last})
 
-    async def heard(self) -> bool:
+    async def receive(self) -> bool:
         """Wait until the client has disconnected: it sends nothing else."""
         return bool((await self._receive())["type"] != "http.disconnect")
 
@@ -158,14 +158,14 @@ class SocketTransport(_BaseTransport):
         """Send one message as a frame per part."""
         await self._send_in_parts(parts)
 
-    async def beat(self) -> None:
+    async def send_heartbeat(self) -> None:
         """Nothing: uvicorn sends pings."""
 
     async def close(self, close_reason: CloseReason) -> None:
         """Close with a code and a reason."""
         await self._send({"type": "websocket.close", "code": close_reason.code, "reason": reason_of(close_reason.text)})
 
-    async def heard(self) -> bool:
+    async def receive(self) -> bool:
         """Wait for any input; messages of clients are ignored."""
         return bool((await self._receive())["type"] != "websocket.disconnect")
 

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from typing import Literal, get_args
 
 from millstream.errors import ConfigError
-from millstream.services.web.bearer_tokens import TokenBook
+from millstream.services.web.bearer_tokens import TokenStore
 
 Scope = Literal["register", "acknowledge", "read", "admin"]
 """register: register and send heartbeats; acknowledge: report results and release; read: query; admin: everything."""
@@ -12,8 +12,8 @@ Scope = Literal["register", "acknowledge", "read", "admin"]
 SCOPES: tuple[Scope, ...] = get_args(Scope)
 
 
-class Tokens(TokenBook):
-    """The tokens that a master accepts, each with its scopes. An empty book requires no token."""
+class Tokens(TokenStore):
+    """The tokens that a master accepts, each with its scopes. An empty store requires no token."""
 
     def __init__(self) -> None:
         super().__init__(_check_scope, ", ".join(SCOPES))

@@ -10,7 +10,7 @@ from millstream.errors import ConfigError
 _SHORTEST = 16
 
 
-class TokenBook:
+class TokenStore:
     """The tokens that a service accepts. An empty book means that the service requires no token.
 
     It stores hashes and compares them in constant time, so that responses do not reveal how much of a guess was right.
@@ -21,11 +21,11 @@ class TokenBook:
 
     def __init__(self, check: Callable[[str], object], wanted: str) -> None:
         self._check = check
-        self._wanted = wanted
-        self._words: dict[bytes, frozenset[str]] = {}
+        self._scope_help = wanted
+        self._scopes: dict[bytes, frozenset[str]] = {}
 
     def __bool__(self) -> bool:
-        return bool(self._words)
+        return bool(self._scopes)
 
     def add(self, token: str, scopes: Iterable[str]) -> None:
         """Accept a token with these scopes. Raises ConfigError."""
@@ -35,7 +35,7 @@ class TokenBook:
         if len(token) < _SHORTEST or not token.isascii() or not token.isprintable() or " " in token:
             raise ConfigError(f"a token must have {_SHORTEST} or more ASCII characters, without spaces")
         digest = _digest(token)
-        self._words[digest] = self._words.get(digest, frozenset()) | granted
+        self._scopes[digest] = self._scopes.get(digest, frozenset()) | granted
 
     def read(self, path: Path) -> None:
         """Accept the tokens of a file: on each line a token and its scopes, separated by spaces; # begins a comment.
@@ -51,7 +51,7 @@ class TokenBook:
             if not token:
                 continue
             if not scopes:
-                raise ConfigError(f"{path}:{number}: the token has no scope; add after it {self._wanted}")
+                raise ConfigError(f"{path}:{number}: the token has no scope; add after it {self._scope_help}")
             try:
                 self.add(token, scopes)
             except ConfigError as error:
@@ -62,21 +62,21 @@ class TokenBook:
 
         It does so for a file without tokens too, which would let every client in.
         """
-        fresh = TokenBook(self._check, self._wanted)
+        fresh = TokenStore(self._check, self._scope_help)
         fresh.read(path)
         if not fresh:
             raise ConfigError(f"the token file {str(path)!r} contains no token; add one")
-        self._words = fresh._words
+        self._scopes = fresh._scopes
 
     def find(self, token: str | None) -> tuple[bytes, frozenset[str]] | None:
         """A token's hash and its scopes; None if the token is unknown."""
         digest = _digest(token or "")
-        found = [entry for entry in self._words.items() if hmac.compare_digest(entry[0], digest)]
+        found = [entry for entry in self._scopes.items() if hmac.compare_digest(entry[0], digest)]
         return found[0] if found else None
 
     def hashes(self) -> list[bytes]:
         """The hashes of all tokens."""
-        return list(self._words)
+        return list(self._scopes)
 
 
 def _digest(token: str) -> bytes:

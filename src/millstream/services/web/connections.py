@@ -45,13 +45,13 @@ class Limits:
 class Connection:
     """One connection, shared by the protocol that reads it and the app that answers it."""
 
-    __slots__ = ("_transport", "awaited", "kept", "since_ms", "timed_out")
+    __slots__ = ("_transport", "awaited", "exempt", "since_ms", "timed_out")
 
     def __init__(self, transport: "Transport", now_ms: float) -> None:
         self._transport = transport
         self.awaited: Awaited = "head"
         self.since_ms = now_ms
-        self.kept = False
+        self.exempt = False
         self.timed_out = False
 
     @property
@@ -67,9 +67,9 @@ class Connection:
         """Close it, once the client has read the sent data."""
         self._transport.close()
 
-    def keep(self) -> None:
+    def exempt_reading(self) -> None:
         """Exempt it from the read timeout: the app itself times out a client that follows streams."""
-        self.kept = True
+        self.exempt = True
 
 
 class Connections:
@@ -81,7 +81,7 @@ class Connections:
         self._metrics = metrics
         self._clock = clock
         self._open: set[Connection] = set()
-        self._waiting: OrderedDict[Connection, None] = OrderedDict()  # the longest wait first
+        self._awaited: OrderedDict[Connection, None] = OrderedDict()  # the longest wait first
         self._warned_ms: float | None = None
 
     def __len__(self) -> int:
@@ -91,39 +91,39 @@ class Connections:
         """Register a new connection, which may evict another."""
         connection = Connection(transport, self._clock.monotonic_ms())
         self._open.add(connection)
-        self._waiting[connection] = None
+        self._awaited[connection] = None
         self._make_room(connection)
         return connection
 
-    def lost(self, connection: Connection, error: Exception | None) -> None:
+    def remove(self, connection: Connection, error: Exception | None) -> None:
         """A connection has ended: by `error`, or None for a regular end."""
         connection.timed_out = isinstance(error, TimeoutError)
-        self._forget(connection)
+        self._remove(connection)
 
-    def expect(self, connection: Connection, awaited: Awaited = "head") -> None:
+    def await_client(self, connection: Connection, awaited: Awaited = "head") -> None:
         """From now on the server awaits something from the client."""
-        if connection in self._open and not (awaited == "reading" and connection.kept):
+        if connection in self._open and not (awaited == "reading" and connection.exempt):
             connection.awaited, connection.since_ms = awaited, self._clock.monotonic_ms()
-            self._waiting[connection] = None
-            self._waiting.move_to_end(connection)
+            self._awaited[connection] = None
+            self._awaited.move_to_end(connection)
 
-    def expect_body(self, connection: Connection) -> None:
+    def await_body(self, connection: Connection) -> None:
         """The head of a request has arrived, and its body is next. The wait so far still counts."""
         connection.awaited = "body"
 
-    def arrived(self, connection: Connection) -> None:
+    def clear_wait(self, connection: Connection) -> None:
         """The server awaits nothing from the client now."""
-        self._waiting.pop(connection, None)
+        self._awaited.pop(connection, None)
 
-    def took(self, connection: Connection) -> None:
+    def on_read(self, connection: Connection) -> None:
         """The client has read sent data. If that completed a response, the wait for the next request begins."""
-        if connection in self._waiting:
+        if connection in self._awaited:
             if connection.awaited == "reading":
-                self.arrived(connection)
+                self.clear_wait(connection)
             else:
-                self.expect(connection)
+                self.await_client(connection)
 
-    def are_full(self) -> bool:
+    def is_full(self) -> bool:
         """Whether there is no room for the connection that asks, since all others are busy too."""
         self._make_room()
         if full := len(self._open) > self.limits.connections:
@@ -133,7 +133,7 @@ class Connections:
     def sweep(self) -> None:
         """Cut the connections that are late."""
         now_ms, late = self._clock.monotonic_ms(), []
-        for connection in self._waiting:
+        for connection in self._awaited:
             waited_s = (now_ms - connection.since_ms) / 1000
             if waited_s < self.limits.request_s:
                 break  # all others began to wait later
@@ -147,7 +147,7 @@ class Connections:
 
     def close_waiting(self) -> None:
         """Close every connection that the server awaits something from: for a stop."""
-        for connection in tuple(self._waiting):
+        for connection in tuple(self._awaited):
             connection.close()
 
     def abort_all(self) -> None:
@@ -156,21 +156,21 @@ class Connections:
             connection.abort()
 
     def _make_room(self, newcomer: Connection | None = None) -> None:
-        while len(self._open) > self.limits.connections and self._waiting:
-            oldest = next(iter(self._waiting))
+        while len(self._open) > self.limits.connections and self._awaited:
+            oldest = next(iter(self._awaited))
             if oldest is newcomer:
                 break
             self._cut(oldest, "crowded")
             self._warn()
 
     def _cut(self, connection: Connection, reason: Literal["late", "crowded"]) -> None:
-        self._forget(connection)
+        self._remove(connection)
         self._metrics.count(m.HTTP_CUT, reason=reason)
         connection.abort()
 
-    def _forget(self, connection: Connection) -> None:
+    def _remove(self, connection: Connection) -> None:
         self._open.discard(connection)
-        self._waiting.pop(connection, None)
+        self._awaited.pop(connection, None)
 
     def _warn(self) -> None:
         now_ms = self._clock.monotonic_ms()

@@ -19,19 +19,21 @@ class Refused(MillstreamError):
         self.status = status
 
 
-def explain(app: Starlette, name: str) -> None:
+def install_error_handlers(app: Starlette, name: str) -> None:
     """Answer every error with one line of JSON. `name`: of the service, for internal errors."""
-    app.add_exception_handler(Refused, in_json(lambda error: int(error.status), str))
-    app.add_exception_handler(Unavailable, in_json(lambda error: 503, lambda error: f"Redis is unavailable: {error}"))
-    app.add_exception_handler(MillstreamError, in_json(lambda error: 500, str))
+    app.add_exception_handler(Refused, json_handler(lambda error: int(error.status), str))
     app.add_exception_handler(
-        HTTPException, in_json(lambda error: int(error.status_code), lambda error: str(error.detail))
+        Unavailable, json_handler(lambda error: 503, lambda error: f"Redis is unavailable: {error}")
+    )
+    app.add_exception_handler(MillstreamError, json_handler(lambda error: 500, str))
+    app.add_exception_handler(
+        HTTPException, json_handler(lambda error: int(error.status_code), lambda error: str(error.detail))
     )
     app.add_exception_handler(
-        Exception, in_json(lambda error: 500, lambda error: f"internal error of {name}; see its log")
+        Exception, json_handler(lambda error: 500, lambda error: f"internal error of {name}; see its log")
     )
 
 
-def in_json(status: Callable[[Any], int], text: Callable[[Any], str]) -> Callable[[Request, Any], Response]:
+def json_handler(status: Callable[[Any], int], text: Callable[[Any], str]) -> Callable[[Request, Any], Response]:
     """An exception handler that responds with the status and the text of an error."""
     return lambda request, error: JSONResponse({"error": text(error)}, status(error))

@@ -87,26 +87,26 @@ class HttpProtocol(H11Protocol):
         """Register the connection: the server awaits a request."""
         super().connection_made(transport)
         self._refused = False
-        self._all = self.config.connections
-        self.connection = self._all.open(transport)
+        self._connections = self.config.connections
+        self.connection = self._connections.open(transport)
         self.app_state = {**self.app_state, "connection": self.connection}
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Unregister the connection."""
-        self._all.lost(self.connection, exc)
+        self._connections.remove(self.connection, exc)
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
         """Read on."""
         if not self._refused:
             super().data_received(data)
-            self._look()
+            self._update_wait()
 
     def on_response_complete(self) -> None:
         """The server awaits the next request, unless the client has sent it already."""
-        self._all.expect(self.connection)
+        self._connections.await_client(self.connection)
         super().on_response_complete()
-        self._look()
+        self._update_wait()
 
     def send_400_response(self, msg: str) -> None:
         """Refuse invalid HTTP, and wait for the client to close.
@@ -119,7 +119,7 @@ class HttpProtocol(H11Protocol):
             self.cycle.message_event.set()
         self.transport.write(_NO_HTTP)
         self.transport.write_eof()
-        self._all.expect(self.connection)
+        self._connections.await_client(self.connection)
 
     def shutdown(self) -> None:
         """Close as soon as possible."""
@@ -130,21 +130,21 @@ class HttpProtocol(H11Protocol):
 
     def pause_writing(self) -> None:
         """The client does not read the sent data."""
-        self._all.expect(self.connection, "reading")
+        self._connections.await_client(self.connection, "reading")
         super().pause_writing()
 
     def resume_writing(self) -> None:
         """The client has read some."""
         super().resume_writing()
-        self._all.took(self.connection)
+        self._connections.on_read(self.connection)
 
-    def _look(self) -> None:
+    def _update_wait(self) -> None:
         if self.transport.get_protocol() is not self:
             return  # it is a WebSocket now
         if self.conn.their_state not in _AWAITED_STATES:
-            self._all.arrived(self.connection)
+            self._connections.clear_wait(self.connection)
         elif self.conn.their_state is h11.SEND_BODY:
-            self._all.expect_body(self.connection)
+            self._connections.await_body(self.connection)
 
 
 class Server(uvicorn.Server):
@@ -166,7 +166,7 @@ class Server(uvicorn.Server):
     ) -> None:
         self._connections = Connections(limits, metrics=metrics)
         super().__init__(ServerConfig(app, self._connections, sockets, stop_s))
-        self._ending = on_shutdown
+        self._on_shutdown = on_shutdown
         self._stop_s = stop_s
         # uvicorn warns of each refused or malformed request, so any client could fill the log.
         logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
@@ -179,21 +179,21 @@ class Server(uvicorn.Server):
         await super().startup(sockets)
         for listener in sockets or ():
             listener.listen(_BACKLOG)
-        self._sweeping = asyncio.create_task(self._sweep())
+        self._sweep_task = asyncio.create_task(self._sweep())
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Stop accepting; end connections that never end by themselves, close idle ones; then wait for the rest."""
         for server in self.servers:
             server.close()
-        if self._ending is not None:
-            await self._ending()
+        if self._on_shutdown is not None:
+            await self._on_shutdown()
         self._connections.close_waiting()
         abort_timer = asyncio.get_running_loop().call_later(self._stop_s, self._connections.abort_all)
         await super().shutdown(sockets)
         abort_timer.cancel()
-        self._sweeping.cancel()
+        self._sweep_task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
-            await self._sweeping
+            await self._sweep_task
 
     async def _sweep(self) -> None:
         while True:

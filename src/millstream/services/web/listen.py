@@ -32,7 +32,7 @@ def listen(host: str, port: int, *, connections: int, stall_s: float = 20.0) -> 
     return listener
 
 
-def address(listener: socket.socket) -> str:
+def url_of(listener: socket.socket) -> str:
     """The URL of a listening socket."""
     host, port = listener.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

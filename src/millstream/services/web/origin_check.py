@@ -30,7 +30,7 @@ class OriginCheck:
     def __init__(self, app: "ASGIApp", origins: Sequence[str], names: Container[str] | None) -> None:
         self._app = app
         self._origins = origins
-        self._names = names
+        self._host_names = names
 
     async def __call__(self, scope: "Scope", receive: "Receive", send: "Send") -> None:
         """Pass the request on, or refuse it."""
@@ -38,15 +38,15 @@ class OriginCheck:
             await self._app(scope, receive, send)
             return
         host = header(scope, b"host") or ""
-        if self._names is not None and (_host_name(host) or "") not in self._names:
+        if self._host_names is not None and (_host_name(host) or "") not in self._host_names:
             await JSONResponse({"error": f"this server does not serve the host {host!r}"}, 421)(scope, receive, send)
-        elif not self._welcome(scope, host):
+        elif not self._is_allowed(scope, host):
             text = "pages of other origins may not use this server; allow one with --allow-origin"
             await JSONResponse({"error": text}, 403)(scope, receive, send)
         else:
             await self._app(scope, receive, send)
 
-    def _welcome(self, scope: "Scope", host: str) -> bool:
+    def _is_allowed(self, scope: "Scope", host: str) -> bool:
         if "*" in self._origins:
             return True
         origin = header(scope, b"origin")
@@ -59,7 +59,7 @@ class OriginCheck:
         return (header(scope, b"sec-fetch-mode"), header(scope, b"sec-fetch-dest")) == ("navigate", "document")
 
 
-class MachineNames:
+class AllowedHosts:
     """Host names that only the operator of a machine can point at it: an address, a name without a dot, its own name.
 
     A name that an attacker registers can resolve to any machine, and such names have dots. `more`: names to accept as
@@ -68,16 +68,16 @@ class MachineNames:
 
     def __init__(self, host: str, more: Iterable[str]) -> None:
         self._loopback_only = host in LOOPBACK
-        self._named = {*LOOPBACK, *(name.lower() for name in more)}
+        self._names = {*LOOPBACK, *(name.lower() for name in more)}
         if not self._loopback_only:
-            self._named |= {host.lower(), socket.gethostname().lower()}
-        self._named -= set(_ANY_ADDRESS)
+            self._names |= {host.lower(), socket.gethostname().lower()}
+        self._names -= set(_ANY_ADDRESS)
 
     def __contains__(self, name: object) -> bool:
         if not isinstance(name, str) or not name:
             return False
-        if name in self._named or self._loopback_only:
-            return name in self._named
+        if name in self._names or self._loopback_only:
+            return name in self._names
         return "." not in name or _is_address(name)
 
 

@@ -25,16 +25,16 @@ class RequestLimits:
         """Pass the request on, or refuse it."""
         if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
-        elif refused := self._refused(scope):
+        elif refused := self._check(scope):
             status, text = refused
             await JSONResponse({"error": text}, status, _CLOSE)(scope, receive, send)
         elif scope["type"] == "websocket":
             await self._app(scope, receive, send)
         else:
-            await self._pass_on(scope, receive, send)
+            await self._forward(scope, receive, send)
 
-    def _refused(self, scope: "Scope") -> tuple[int, str] | None:
-        if self._connections.are_full():
+    def _check(self, scope: "Scope") -> tuple[int, str] | None:
+        if self._connections.is_full():
             return 503, f"all {self._limits.connections:,} connections of the server are in use; retry later"
         if _size(scope) > self._limits.head_bytes:
             return 431, f"URL and headers are longer than {self._limits.head_bytes:,} bytes"
@@ -43,7 +43,7 @@ class RequestLimits:
             return 400, "send Content-Length or Transfer-Encoding, not both (RFC 9112, 6.1)"
         return None
 
-    async def _pass_on(self, scope: "Scope", receive: "Receive", send: "Send") -> None:
+    async def _forward(self, scope: "Scope", receive: "Receive", send: "Send") -> None:
         try:
             async with asyncio.timeout(self._limits.request_s):
                 body = await self._body(receive)

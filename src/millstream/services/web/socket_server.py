@@ -34,7 +34,7 @@ class SocketProtocol(WebSocketsSansIOProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Unregister the connection."""
-        self.config.connections.lost(self.connection, exc)
+        self.config.connections.remove(self.connection, exc)
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -48,7 +48,7 @@ class SocketProtocol(WebSocketsSansIOProtocol):
             self.transport.write(b"%s\r\ncontent-length: %d\r\n\r\n%s" % (head, len(_UNREADABLE), _UNREADABLE))
             self.transport.close()
         elif self.handshake_initiated and not self.close_sent:
-            self.config.connections.arrived(self.connection)
+            self.config.connections.clear_wait(self.connection)
 
     def send_receive_event_to_app(self) -> None:
         """Discard messages; a text that is not UTF-8 ends the connection (RFC 6455, 8.1)."""
@@ -66,7 +66,7 @@ class SocketProtocol(WebSocketsSansIOProtocol):
         if message["type"] == "websocket.http.response.body" and self.close_sent:
             self.handshake_complete = True  # refused with a response: otherwise uvicorn logs a missing one
         if self.close_sent:
-            self.config.connections.expect(self.connection)
+            self.config.connections.await_client(self.connection)
 
     async def send_in_parts(self, parts: Iterable[bytes]) -> None:
         """Send a text as a frame per part, each once the client has read most of those before.

@@ -151,7 +151,7 @@ class PartitionReader:
                     if not meter.exceeded:
                         raise
                 else:
-                    return chosen, replies, meter.taken
+                    return chosen, replies, meter.total_bytes
 
         return self._with_retry(attempt)
 

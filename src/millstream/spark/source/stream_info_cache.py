@@ -47,7 +47,7 @@ class StreamInfoCache:
         """
         infos, stale = self._infos, self._stale
         unknown = [name for name in names if name in stale or name not in infos]
-        for name, reply in self._key_tracker.ask(("XINFO", "STREAM"), unknown):
+        for name, reply in self._key_tracker.read_each(("XINFO", "STREAM"), unknown):
             found = parse_info(name, reply)
             if infos.pop(name, None) != found:
                 self.version += 1

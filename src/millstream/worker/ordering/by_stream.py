@@ -9,7 +9,7 @@ from queue import Empty, SimpleQueue
 from typing import Literal
 
 from millstream.balancer import Balancer, BalancerPolicy, Lease, StreamAdded, StreamDisowned, Terminated
-from millstream.balancer.protocol import announce_all, claim_service, note_trouble
+from millstream.balancer.protocol import announce_all, claim_service, record_stream_error
 from millstream.delivery.keyed_stream import KeyedStream
 from millstream.delivery.reliable_stream import leave_all
 from millstream.errors import (
@@ -214,7 +214,7 @@ class ByStream(ByKey):
 
     def _report_error(self, lease: Lease, why: str | None) -> None:
         try:
-            note_trouble(self._context.client, self._service, lease, why)
+            record_stream_error(self._context.client, self._service, lease, why)
         except RedisError as error:
             logger.debug("cannot report the error of stream %r: %s", lease.stream, error)
 
