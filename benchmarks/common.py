@@ -1,4 +1,4 @@
-"""What the benchmarks of the Spark source share: streams to read, and raw loops to compare with."""
+"""Shared code of the Spark source benchmarks: streams to read, and raw loops as baselines."""
 
 import os
 import socket
@@ -25,7 +25,7 @@ FIELDS: list[tuple[bytes, Callable[[int], bytes]]] = [
     (b"origin", lambda n: b"JFK"),
     (b"payload", lambda n: b"x" * (70 + n % 25)),
 ]
-"""Three fields, about 110 bytes an entry, names included."""
+"""Three fields, about 110 bytes per entry, names included."""
 
 
 @contextmanager
@@ -41,7 +41,7 @@ def laboratory(name: str) -> Iterator[tuple[Client, SparkSession]]:
 
 
 def fill(client: Client, streams: Sequence[str], entries: int) -> float:
-    """Add `entries` entries to each stream, in turn; return the bytes of an entry's names and values."""
+    """Add `entries` entries to each stream, round robin; return the bytes of an entry's names and values."""
     total_bytes = 0
     for start in range(0, entries * len(streams), _COMMANDS_PER_TRIP):
         commands: list[tuple[str | bytes, ...]] = []
@@ -54,7 +54,7 @@ def fill(client: Client, streams: Sequence[str], entries: int) -> float:
 
 
 def raw_socket_loop(url: str, stream: str) -> float:
-    """Entries a second of XRANGE over a bare socket, parsed by hiredis and thrown away."""
+    """Entries per second of XRANGE over a bare socket, parsed by hiredis and discarded."""
     parts = urlsplit(url)
     reader = hiredis.Reader()
     with socket.create_connection((parts.hostname, parts.port)) as connection:
@@ -70,7 +70,7 @@ def raw_socket_loop(url: str, stream: str) -> float:
 
 
 def raw_redis_py_loop(url: str, stream: str) -> float:
-    """Entries a second of XRANGE over a connection of redis-py, parsed by hiredis and thrown away."""
+    """Entries per second of XRANGE over a redis-py connection, parsed by hiredis and discarded."""
     pool = redis.ConnectionPool.from_url(url, protocol=2)
     connection: Any = pool.get_connection()
 
@@ -86,12 +86,12 @@ def raw_redis_py_loop(url: str, stream: str) -> float:
 
 
 def raw_streams(client: Client, streams: Sequence[str]) -> float:
-    """Entries a second of pipelined XRANGEs of whole streams, 100 in a round trip, thrown away; few streams one by one."""
+    """Entries per second of pipelined XRANGEs of whole streams, 100 per round trip, discarded; few streams singly."""
     count = 0
     began = time.perf_counter()
     if len(streams) < STREAMS_PER_TRIP:
         rates = [raw_socket_loop(client.url, stream) for stream in streams]
-        return len(rates) / sum(1 / rate for rate in rates)  # they are of one size
+        return len(rates) / sum(1 / rate for rate in rates)  # harmonic mean: all streams have the same size
     for at in range(0, len(streams), STREAMS_PER_TRIP):
         replies = client.pipeline([("XRANGE", name, "-", "+") for name in streams[at : at + STREAMS_PER_TRIP]])
         count += sum(map(len, replies))
@@ -108,5 +108,5 @@ def _walk(ask: Callable[[bytes], Any]) -> float:
 
 
 def cores() -> int:
-    """Cores of this machine, which Redis, Spark and its Python workers share."""
+    """Number of cores of this machine; Redis, Spark and its Python workers share them."""
     return os.cpu_count() or 1

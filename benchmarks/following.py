@@ -1,7 +1,7 @@
-"""What the benchmarks of the router share: a publisher in a process of its own, and three ways to follow many streams.
+"""Shared code of the router benchmarks: a publisher process, and three ways to follow many streams.
 
-The article's way is a port, line by line in spirit: a fixed number of threads, each with a connection of its own, take
-batches of streams from one queue, wait in XREAD BLOCK, pass on what came, and put the batch back.
+The article's way is a faithful port: a fixed number of threads, each with its own connection, take batches of streams
+from one queue, wait in XREAD BLOCK, deliver the entries, and put the batch back.
 """
 
 import asyncio
@@ -34,7 +34,7 @@ _pack: Any = hiredis.pack_command
 
 @dataclass
 class Run:
-    """What one run measured: latencies in milliseconds, from the publisher's clock to the subscriber's hand."""
+    """The result of one run: latencies in milliseconds, from the publisher's clock to the subscriber's callback."""
 
     latencies: list[float] = field(default_factory=list)
     client_cpu_us: float = 0.0
@@ -42,7 +42,7 @@ class Run:
     missing: int = 0
 
     def figures(self) -> dict[str, float]:
-        """p50, p99 and max, in milliseconds; CPU time a message, in microseconds."""
+        """p50, p99 and max, in milliseconds; CPU time per message, in microseconds."""
         found = sorted(self.latencies)
         return {
             "p50_ms": round(found[len(found) // 2], 2),
@@ -56,7 +56,7 @@ class Run:
 
 
 def names(count: int) -> list[str]:
-    """So many streams."""
+    """Names of `count` streams."""
     return [f"entity:{n}" for n in range(count)]
 
 
@@ -68,7 +68,7 @@ def server() -> Iterator[EmbeddedServer]:
 
 
 def create(url: str, streams: Sequence[str]) -> None:
-    """Give each stream one entry."""
+    """Add one entry to each stream."""
     with Client(url) as client:
         for at in range(0, len(streams), _BATCH):
             client.pipeline([("XADD", name, "*", "t", "0") for name in streams[at : at + _BATCH]])
@@ -78,7 +78,7 @@ def create(url: str, streams: Sequence[str]) -> None:
 
 
 def publish(url: str, command: str, count: int, rate: int, seconds: float) -> None:
-    """Send `rate` messages a second to random streams (XADD) or channels (PUBLISH), each with the time it was made."""
+    """Send `rate` messages per second to random streams (XADD) or channels (PUBLISH), each with its creation time."""
     parts = urlsplit(url)
     stamp_ns, chance = time.perf_counter_ns, random.Random(1)
     connection = socket.create_connection((parts.hostname or "", parts.port or 0))
@@ -105,7 +105,7 @@ def _discard(connection: socket.socket) -> None:
 
 
 class Publishing:
-    """The publisher as a process, while what it sends is received."""
+    """The publisher process. A context manager."""
 
     def __init__(self, url: str, command: str, count: int, rate: int, seconds: float) -> None:
         arguments = [url, command, str(count), str(rate), str(seconds)]
@@ -115,7 +115,7 @@ class Publishing:
         self._sent: int | None = None
 
     def ended(self) -> int | None:
-        """How many messages were sent; None while it sends."""
+        """The number of sent messages; None while it is still sending."""
         if self._sent is None and self._process.poll() is not None:
             assert self._process.stdout is not None
             with self._process.stdout as output:
@@ -127,13 +127,13 @@ class Publishing:
 
 
 class Meter:
-    """Collects latencies of a run; `seen` is called with the time a message was made, in ns."""
+    """Collects the latencies of a run; call `seen` with the creation time of a message, in ns."""
 
     def __init__(self) -> None:
         self.latencies: list[float] = []
 
     def seen(self, stamp: bytes) -> None:
-        """A message is in the subscriber's hand."""
+        """A subscriber has received a message."""
         made = int(stamp)
         if made:
             self.latencies.append((time.perf_counter_ns() - made) / 1e6)
@@ -142,7 +142,7 @@ class Meter:
 async def measure(
     server: EmbeddedServer, meter: Meter, *, command: str, count: int, rate: int, seconds: float, limit_s: float = 90
 ) -> Run:
-    """Publish, and wait until all is received, or `limit_s` seconds longer."""
+    """Publish, and wait until all messages are received, or at most `limit_s` seconds longer."""
     gc.collect()
     gc.freeze()
     server_process, own = psutil.Process(server.pid), psutil.Process()
@@ -162,8 +162,8 @@ async def measure(
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    """Wait for something without disturbing it."""
-    while not condition():  # noqa: ASYNC110 - what is waited for is elsewhere
+    """Wait for a condition with little load on the event loop."""
+    while not condition():  # noqa: ASYNC110 - another process or thread makes it true
         await asyncio.sleep(0.2)
 
 
@@ -173,7 +173,7 @@ def _cpu(process: psutil.Process) -> float:
 
 
 def memory_bytes() -> int:
-    """Memory of this process."""
+    """Resident memory of this process."""
     return int(psutil.Process(os.getpid()).memory_info().rss)
 
 
@@ -183,7 +183,7 @@ def memory_bytes() -> int:
 async def by_router(
     server: EmbeddedServer, *, count: int, rate: int, seconds: float, reader: Any = "auto", threaded: bool = False
 ) -> dict[str, float]:
-    """Our router, with a task for every subscription."""
+    """millstream's router, with a task per subscription."""
     meter, ready = Meter(), 0
     streams = names(count)
 
@@ -217,7 +217,7 @@ async def by_router(
 async def by_article(
     server: EmbeddedServer, *, count: int, rate: int, seconds: float, block_ms: int, workers: int = 8
 ) -> dict[str, float]:
-    """The article's pool of blocking reads, 100 streams each; a callback for every subscription."""
+    """The article's pool of blocking reads, 100 streams each, with a callback per subscription."""
     meter = Meter()
     got = threading.Event()
     firsts = 0
@@ -277,7 +277,7 @@ def _event_loop(url: str, pending: Any, stopped: threading.Event, block_ms: int,
 
 
 async def by_pubsub(server: EmbeddedServer, *, count: int, rate: int, seconds: float) -> dict[str, float]:
-    """A plain listener on as many channels: no history, nothing read again after a broken connection."""
+    """A plain pub/sub listener on as many channels: no history, no recovery after a broken connection."""
     meter = Meter()
     reader, writer = await asyncio.open_connection(*server_address(server))
     parser = hiredis.Reader()
@@ -307,7 +307,7 @@ async def by_pubsub(server: EmbeddedServer, *, count: int, rate: int, seconds: f
 
 
 def server_address(server: EmbeddedServer) -> tuple[str, int]:
-    """Host and port."""
+    """Host and port of a server."""
     return "127.0.0.1", server.port
 
 

@@ -1,8 +1,8 @@
-"""What processes of millstream cost before they do anything, against the libraries that they stand on.
+"""Start-up cost of millstream's processes, compared with the libraries that they import.
 
-CPU time of Python processes that import something, less that of one that imports nothing; each the median of many, taken
-in turns. The baselines are `import redis` for what talks to Redis, with typer for commands, `import pyspark.sql` for the
-data source (which Spark looks up in processes that never talk to Redis), and pyarrow with redis for a task.
+CPU time of Python processes that import a module, minus that of one that imports nothing; medians of interleaved
+rounds. The baselines are `import redis` for modules that use Redis, with typer for commands, `import pyspark.sql` for
+the data source (which Spark also looks up in processes without Redis), and pyarrow with redis for a task.
 
 `worker_s` is the CPU time of `millstream worker`, its supervisor and one worker process, up to the worker's first read.
 """
@@ -31,7 +31,7 @@ AGAINST = {
     "source": ("import millstream.spark.source.provider", "import pyspark.sql"),
     "task": ("import millstream.spark.engine.task", "import redis, pyarrow"),
 }
-"""What is measured, and what each is compared with."""
+"""The measured imports, and the baseline of each."""
 
 APP = """
 from millstream import App, Message
@@ -43,10 +43,10 @@ def handle(message: Message) -> None: ...
 
 
 def run(*, rounds: int = 11) -> dict[str, Any]:
-    """Measure `rounds` times; the ratio is that of the worker."""
+    """Measure `rounds` times; `ratio` is that of the worker."""
     codes = [NOTHING, *dict.fromkeys(code for pair in AGAINST.values() for code in pair)]
     for code in codes:
-        _cpu_s(code)  # from now on all of it is compiled
+        _cpu_s(code)  # warm-up: compiles all modules
     taken: dict[str, list[float]] = {code: [] for code in codes}
     for _ in range(rounds):
         for code in codes:
@@ -63,7 +63,7 @@ def run(*, rounds: int = 11) -> dict[str, Any]:
 
 
 def _environment() -> dict[str, str]:
-    # Where nothing may be compiled for good, compiling is most of it.
+    # Without a bytecode cache, compiling would be most of the measured time.
     return {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
 
 
@@ -93,7 +93,7 @@ def _first_read_s(client: Client, folder: Path) -> float:
 
 
 def _reads(client: Client) -> bool:
-    """Whether a worker waits for entries in the handler's group."""
+    """Whether a worker is reading from the handler's group."""
     return b"cmd=xreadgroup" in client.execute("CLIENT", "LIST")
 
 

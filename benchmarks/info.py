@@ -1,7 +1,7 @@
-"""What `millstream info` takes on 10,000 streams with a handler and a group each, against asking for them alone.
+"""Duration of `millstream info` on 10,000 streams with a handler and a group each, compared with a raw loop.
 
-The raw loop sends XINFO STREAM for each, 1,000 in a round trip, and reads the replies. Each figure is the best of several
-rounds, taken in turns.
+The raw loop sends XINFO STREAM for each stream, 1,000 per round trip, and reads the replies. Each figure is the best of
+several interleaved rounds.
 """
 
 import json
@@ -17,7 +17,7 @@ from millstream.redis_client.pipelining import send_all
 
 
 def run(*, streams: int = 10_000, rounds: int = 5) -> dict[str, Any]:
-    """Measure with so many streams."""
+    """Measure with `streams` streams."""
     names = [f"s{number}" for number in range(streams)]
     with server() as client:
         _fill(client, names)

@@ -1,7 +1,7 @@
-"""Workers of a handler with a key on many streams that two processes share: what they ask of Redis while nothing comes, and latency.
+"""Keyed handler on many streams, shared by two worker processes: commands to Redis while idle, and latency.
 
-The same streams and messages, by a handler with `order="stream"`, are what it is compared with: `ratio` is p99 over p99 at
-the greatest number of streams. Latencies are from an entry's id to that of its output, both the server's clock.
+The baseline is a handler with `order="stream"` on the same streams and messages: `ratio` is p99 over p99 at the
+greatest number of streams. Latencies are from an entry's id to that of its output, both the server's clock.
 """
 
 import asyncio
@@ -35,7 +35,7 @@ def run() -> dict[str, Any]:
 
 
 def follow(kind: str, streams: int, rate: int, seconds: float) -> dict[str, float]:
-    """Commands a second while nothing comes, and latencies."""
+    """Commands per second while idle, and latencies."""
     with server() as redis, Client(redis.url) as client:
         create(redis.url, names(streams))
         with _working(redis.url, kind):

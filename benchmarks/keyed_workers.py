@@ -1,11 +1,12 @@
-"""Worker processes that share the lines of keys, against a raw read-and-acknowledge loop.
+"""Worker processes that share key queues, compared with a raw read-and-acknowledge loop.
 
-`rate`: 50,000 messages over 1,000 keys, a handler that does nothing but write down what it ran, 4 processes of `millstream worker`,
-from when all of them are at work to the last commit; the order of each key is checked. The raw loop (redis-py, XREADGROUP and
-XACK, 1,000 at a time) reads as many in the same run. `efficiency_*`: measured rate / (messages at once / service time), for
-a handler that waits 1, 10 and 100 ms, in each of 4 processes over 1,000 keys. The service time is what such a wait takes in event
-loops that do nothing else, as many at once in as many processes, in the same run (`service_ms`): a timer of 1 ms takes 1.1 ms
-there. `nominal_*` is the same with the time that was asked for. `kilobytes_idle`: what the handler's keys hold when all is done.
+`rate`: 50,000 messages over 1,000 keys, a handler that only records each message, 4 processes of `millstream worker`,
+measured from when all of them process messages to the last commit; the order of each key is checked. The raw loop
+(redis-py, XREADGROUP and XACK, 1,000 at a time) reads as many in the same run. `efficiency_*`: measured rate /
+(messages at once / service time), for a handler that waits 1, 10 and 100 ms, in each of 4 processes over 1,000 keys.
+The service time is the real duration of such a wait in event loops that do nothing else, as many at once in as many
+processes, in the same run (`service_ms`): a timer of 1 ms takes 1.1 ms there. `nominal_*` uses the requested time
+instead. `kilobytes_idle`: memory of the handler's keys in Redis when all messages are done.
 """
 
 import asyncio
@@ -28,7 +29,7 @@ from millstream.testing.history import Event, Fault, check
 KEYS = 1_000
 PROCESSES = 4
 CONCURRENCY = {1: 2, 10: 25, 100: 25}
-"""Messages at once in each process, by how many milliseconds each takes: as many as two cores can keep up with."""
+"""Messages at once in each process, by the milliseconds that each takes: as many as two cores can sustain."""
 
 app = App("bench")
 KEYS_OF = HandlerKeys("bench", "handle", STREAM)
@@ -36,12 +37,12 @@ KEYS_OF = HandlerKeys("bench", "handle", STREAM)
 
 @app.handler(STREAM, key="key", into="out", name="handle")
 def handle(message: Message) -> dict[str, str | bytes]:
-    """Say which message of which key it was."""
+    """Record the key and number of the message."""
     return {"id": message.id, "key": message.key or b""}
 
 
 def waiting(wait_ms: int) -> App:
-    """An app whose handler takes so long."""
+    """An app whose handler waits."""
     made = App("bench")
 
     @made.handler(STREAM, key="key", name="handle", concurrency=CONCURRENCY[wait_ms])
@@ -55,7 +56,7 @@ in_1_ms, in_10_ms, in_100_ms = waiting(1), waiting(10), waiting(100)
 
 
 def run(*, messages: int = 50_000, rounds: int = 2) -> dict[str, Any]:
-    """Measure over `messages`."""
+    """Measure over `messages` messages."""
     rate = raw = 0.0
     with server() as client:
         for _ in range(rounds):
@@ -84,7 +85,7 @@ def run(*, messages: int = 50_000, rounds: int = 2) -> dict[str, Any]:
 
 
 def _service_ms(wait_ms: int, at_once: int) -> float:
-    """How long such a wait takes, in milliseconds, where nothing else is done."""
+    """The duration of such a wait, in milliseconds, in otherwise idle event loops."""
     with multiprocessing.get_context("spawn").Pool(PROCESSES) as pool:
         took = pool.starmap(_only_wait, [(wait_ms, at_once)] * PROCESSES, chunksize=1)
     return round(sum(took) / len(took), 3)
@@ -106,9 +107,9 @@ def _only_wait(wait_ms: int, at_once: int) -> float:
 
 
 def _work(client: Client, name: str, messages: int, processes: int) -> float:
-    """Messages a second from when all workers have committed something to the last.
+    """Messages per second, from when all workers have committed a message to the last commit.
 
-    They find out that they may begin when they next look, so one after the other.
+    Each worker notices the start at its next refresh, so they start one after the other.
     """
     client.execute("HSET", KEYS_OF.meta, "paused", 1)
     command = [sys.executable, "-m", "millstream.cli.main", "worker", f"benchmarks.keyed_workers:{name}"]

@@ -1,6 +1,6 @@
-"""How long it takes until four consumers that join have their share of 2,000 streams, against the least that it can take.
+"""Time until four joining consumers have their share of 2,000 streams, compared with the minimum.
 
-The least is what the budget of moves allows, 5 % of the streams a second.
+The minimum is given by the limit of moves, 5 % of the streams per second.
 """
 
 import threading
@@ -16,7 +16,7 @@ _POLICY = BalancerPolicy(lease_ms=2_000)
 
 
 def run() -> dict[str, Any]:
-    """One consumer has all; four join."""
+    """One consumer has all streams; four join."""
     with server() as client:
         for number in range(STREAMS):
             announce(client, "bench", f"stream:{number}")

@@ -1,7 +1,7 @@
-"""How long after the end of a dead consumer's lease its streams are another's, against keyspace events in the same run.
+"""Time from the expiry of a dead consumer's leases to their reassignment, compared with keyspace events.
 
-A consumer in a process of its own is killed with kill -9; when its leases end, the server says. The raw side is what
-others wait for: a key that is not renewed any more, and the `expired` event of it, on a server that sends them.
+A consumer process is killed with kill -9; the expiry of its leases is read from the server. The raw side waits for the
+`expired` keyspace event of a key that is no longer renewed, on a server that sends these events.
 """
 
 import statistics
@@ -32,7 +32,7 @@ with Balancer(sys.argv[1], "bench", consumer=sys.argv[2], policy=BalancerPolicy(
 
 
 def run(*, rounds: int = 30) -> dict[str, Any]:
-    """Kill so many consumers, one after another."""
+    """Kill consumers, one after another."""
     with server() as client:
         raw = _event_delays(client, rounds)
         client.execute("FLUSHALL")
@@ -59,7 +59,7 @@ def _p99(ordered: list[float]) -> float:
 
 
 def _delays(client: Client, rounds: int) -> tuple[list[float], list[float]]:
-    """Of each stream that was taken over: milliseconds since the death of its owner, and since the end of its lease."""
+    """Per reassigned stream: milliseconds since the death of its owner, and since the expiry of its lease."""
     after_death: list[float] = []
     beyond: list[float] = []
     with Balancer(client.url, "bench", consumer="heir", policy=_POLICY) as heir:
@@ -84,7 +84,7 @@ def _delays(client: Client, rounds: int) -> tuple[list[float], list[float]]:
 
 
 def _take(heir: Balancer) -> bool:
-    """Answer one notification, if there is one soon."""
+    """Answer one notification, if one comes soon."""
     notice = heir.next(0.02)
     if notice is not None and not isinstance(notice, StreamAdded) and hasattr(notice, "stream"):
         heir.release(notice.stream)
@@ -92,7 +92,7 @@ def _take(heir: Balancer) -> bool:
 
 
 def _event_delays(client: Client, rounds: int) -> list[float]:
-    """Milliseconds from the end of each key's life to its event."""
+    """Milliseconds from the expiry of each key to its event."""
     connection: Any = redis.Redis.from_url(client.url)
     before = connection.config_get("notify-keyspace-events")["notify-keyspace-events"]
     connection.config_set("notify-keyspace-events", "Ex")

@@ -1,9 +1,10 @@
-"""A master under consumers that do nothing but read and acknowledge, against the same loop without a master.
+"""A master with consumers that only read and acknowledge, compared with the same loop without a master.
 
-The consumers are a second process: each reads what it has been given (XREADGROUP 0) and acknowledges by a call of HTTP, for a
-master that runs as `millstream master`. What it costs is the CPU time of the master's process, all of it: HTTP, pings,
-rounds. The raw loop is as many consumers on bare connections with XREADGROUP and XACK, one message at a time as well, in no
-order of tickets; both are of this run. `batch`: consumers with ten messages at once, acknowledged in one call.
+The consumers are a second process: each reads its assigned messages (XREADGROUP 0) and acknowledges with an HTTP call
+to a `millstream master` process. The cost is the total CPU time of the master's process: HTTP, health checks,
+delegation loop. The raw loop is as many consumers on bare connections with XREADGROUP and XACK, also one message at a
+time, without an order per ticket; both are measured in the same run. `batch`: consumers with ten messages at once,
+acknowledged in one call.
 """
 
 import asyncio
@@ -28,7 +29,7 @@ _pack: Any = hiredis.pack_command
 
 
 def run(*, messages: int = 20_000) -> dict[str, Any]:
-    """Measure over `messages`, one by one and ten at a time."""
+    """Measure over `messages` messages, one by one and ten at a time."""
     with server() as client:
         client.execute("XGROUP", "CREATE", STREAM, GROUP, "0", "MKSTREAM")
         raw = _measured(client, messages, raw_consumer)
@@ -47,7 +48,7 @@ def run(*, messages: int = 20_000) -> dict[str, Any]:
 
 
 def _with_master(client: Client, messages: int, at_once: int) -> tuple[float, float]:
-    """Messages a second, and the master's CPU time for each in microseconds."""
+    """Messages per second, and the master's CPU time per message in microseconds."""
     client.execute("FLUSHALL")
     with _master(client.url, at_once) as (process, url):
 
@@ -61,7 +62,7 @@ def _with_master(client: Client, messages: int, at_once: int) -> tuple[float, fl
 
 
 class Goal:
-    """How many messages there are, and are done."""
+    """The number of all messages, and of done ones."""
 
     def __init__(self, url: str, messages: int) -> None:
         self.url = url
@@ -69,7 +70,7 @@ class Goal:
 
 
 def _measured(client: Client, messages: int, consume: Callable[[int, Goal], Awaitable[None]]) -> float:
-    """Messages a second of all consumers together, of a stream that is filled before."""
+    """Messages per second of all consumers together, from a stream filled before."""
     for at in range(0, messages, 1_000):
         client.pipeline([
             ("XADD", STREAM, "*", "ticket_id", f"T{n * 7919 % TICKETS}", "payload", b"x" * 100)
@@ -86,14 +87,14 @@ def _measured(client: Client, messages: int, consume: Callable[[int, Goal], Awai
 
 
 async def raw_consumer(number: int, goal: Goal) -> None:
-    """Read a message and acknowledge it, until there are no more."""
+    """Read and acknowledge messages until there are no more."""
     async with _redis(goal.url) as ask:
         while found := await ask("XREADGROUP", "GROUP", GROUP, f"c{number}", "COUNT", "1", "STREAMS", STREAM, ">"):
             await ask("XACK", STREAM, GROUP, found[0][1][0][0])
 
 
 async def consumer(redis_url: str, master_url: str, name: str, at_once: int, goal: Goal) -> None:
-    """Register, read what there is, and acknowledge it, until all is done by somebody."""
+    """Register, then read and acknowledge messages until the consumers have done all of them."""
     async with _redis(redis_url) as ask, _http(master_url) as post:
         await post("consumers/register", {"consumer": name, "max_tickets": at_once})
         while goal.left > 0:
@@ -155,7 +156,7 @@ async def _http(url: str) -> AsyncIterator[Callable[[str, dict[str, Any]], Await
 
 @contextmanager
 def _master(url: str, at_once: int) -> Iterator[tuple[psutil.Process, str]]:
-    """`millstream master` as a process, and its address."""
+    """A `millstream master` process, and its address."""
     names = ("--ticket-stream", STREAM, "--concurrency-stream-group", GROUP, "--max-tickets", str(at_once))
     program = (
         sys.executable,
@@ -170,7 +171,7 @@ def _master(url: str, at_once: int) -> Iterator[tuple[psutil.Process, str]]:
         "--port",
         "0",
     )
-    # Consumers of the benchmark send no heartbeats: it is over before they count as dead.
+    # The consumers send no heartbeats: the benchmark ends before they count as dead.
     with subprocess.Popen([*program, "--json", "--ping-failures", "1000000"], stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         try:

@@ -1,11 +1,12 @@
-"""How soon the work of a worker that is gone goes on elsewhere, against the lease or the claim that it had.
+"""Takeover time of a lost worker's messages, compared with the lease time or claim time.
 
-Two `millstream worker` processes, each with a supervisor of its own, share a backlog. One is killed with kill -9, its supervisor
-with it, so that no process takes up its name: what it had goes on when its leases have run out. `ratio`: from the death to the
-first commit on each line of keys that it held, p99, to the lease; `streams_ratio`: the same for whole streams
-(`order="stream"`); `entries_ratio`: to the claim time, until the first entry without a key that it held is done by the other.
-`handed_on_ms`: from SIGTERM until another has begun all that the worker had taken and not begun. `joined_ms`: from the first message
-that is published to a busy worker with keys and one that has joined it to the first commit of that one.
+Two `millstream worker` processes, each with its own supervisor, share a backlog. One is killed with kill -9 together
+with its supervisor, so that no process reuses its name: its messages are taken over when its leases have expired.
+`ratio`: from the death to the first commit on each key queue that it had leased, p99, over the lease time;
+`streams_ratio`: the same for whole streams (`order="stream"`); `entries_ratio`: to the first commit of an unkeyed entry
+that it had in flight, over the claim time. `handed_on_ms`: from SIGTERM until another worker has started all messages
+that were in flight and not started. `joined_ms`: a worker joins a busy one with keys; from the first message published
+then to its first commit.
 """
 
 import os
@@ -35,7 +36,7 @@ keyed, streamed, plain = App("keyed"), App("streamed"), App("plain")
 
 
 def work(message: Message) -> dict[str, Any]:
-    """Take as long as the message says; tell which it was, and who did it."""
+    """Wait as long as the message says; record the message and the worker."""
     began_ms = time.time() * 1000
     time.sleep(int(message.fields.get("ms", 0)) / 1000)
     return {"id": message.id, "line": message.key or message.stream, "pid": os.getpid(), "began_ms": round(began_ms)}
@@ -47,7 +48,7 @@ plain.handler(STREAM, name="work", into="out")(work)
 
 
 def run(*, rounds: int = 3) -> dict[str, Any]:
-    """Kill so many workers of each kind."""
+    """Kill workers of each kind."""
     keys = [wait for _ in range(rounds) for wait in _of_killed("keyed", _keys_of)]
     streams = [wait for _ in range(rounds) for wait in _of_killed("streamed", _streams_of)]
     entries = [min(_of_killed("plain", _entries_of)) for _ in range(rounds)]
@@ -77,7 +78,7 @@ def _p99(found: list[float]) -> float:
 
 @contextmanager
 def _worker(client: Client, app: str, name: str, *options: str) -> Iterator[tuple[psutil.Process, int]]:
-    """A supervisor and the process id of its worker, which is ready for work."""
+    """A supervisor and the process id of its worker, which is ready."""
     command = [sys.executable, "-m", "millstream.cli.main", "worker", f"{__file__}:{app}", "--url", client.url]
     command += ["--name", name, "--claim-s", str(LEASE_MS / 1000), "--json", *options]
     with subprocess.Popen(command, cwd=_ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
@@ -96,7 +97,7 @@ def _worker(client: Client, app: str, name: str, *options: str) -> Iterator[tupl
 
 
 def _of_killed(app: str, held_by: Callable[[Client, str], set[bytes]]) -> list[float]:
-    """Kill a worker; milliseconds from its death until each thing that it held is worked on by the other."""
+    """Kill a worker; milliseconds from its death until the other has taken over each key, stream or entry."""
     with server() as client, _worker(client, app, "heir") as (_, heir), _worker(client, app, "dying") as (boss, pid):
         names = [f"call:{n}" for n in range(KEYS)] if app == "streamed" else [STREAM]
         client.pipeline(
@@ -146,7 +147,7 @@ def _pids(client: Client) -> set[int]:
 
 
 def _lines(client: Client, after: int, dead: int) -> dict[bytes, int]:
-    """When, by the server's clock, each line, and each entry, was first committed to by a living worker."""
+    """The time of the first commit by the live worker of each key queue and entry, by the server's clock."""
     times: dict[bytes, int] = {}
     for stamp, row in _rows(client, after):
         if int(row[b"pid"]) != dead:
@@ -156,10 +157,12 @@ def _lines(client: Client, after: int, dead: int) -> dict[bytes, int]:
 
 
 def _handed_on() -> float:
-    """Milliseconds from SIGTERM until another worker has begun all that this one had in hand and had not begun."""
+    """Milliseconds from SIGTERM until another worker has started all in-flight messages that this one had not."""
     one = ("--threads", "1", "--claim-s", "600")
     with server() as client, _worker(client, "plain", "leaving", *one) as (boss, pid):
-        client.pipeline([("XADD", STREAM, "*", "ms", 0) for _ in range(2_000)])  # so that it takes hundreds ahead
+        client.pipeline(
+            [("XADD", STREAM, "*", "ms", 0) for _ in range(2_000)]
+        )  # short messages, so that it prefetches hundreds
         _wait(lambda: int(client.execute("XLEN", "out")) == 2_000)
         client.pipeline([("XADD", STREAM, "*", "ms", 20_000), *(("XADD", STREAM, "*", "ms", 1) for _ in range(100))])
         _wait(lambda: len(_entries_of(client, "leaving")) > 20)
@@ -173,7 +176,7 @@ def _handed_on() -> float:
 
 
 def _joined() -> float:
-    """Milliseconds until a worker that has joined a busy one commits its first of what comes then."""
+    """Milliseconds until a worker that has joined a busy one commits its first newly published message."""
     with server() as client, _worker(client, "keyed", "first"):
         client.pipeline([("XADD", STREAM, "*", "key", f"k{n % KEYS}", "ms", 5) for n in range(2_000)])
         with _worker(client, "keyed", "second") as (_, pid):

@@ -1,7 +1,7 @@
-"""The router over a grid of stream counts and rates, beside the article's pool and a plain pub/sub listener.
+"""The router over a grid of stream counts and rates, compared with the article's pool and a plain pub/sub listener.
 
-`ratio`: the pub/sub listener's p99 at 100,000 streams and 2,000 messages a second divided by ours. What is measured of
-each way is in `cells`; `python -m benchmarks.router` prints them as they come.
+`ratio`: the pub/sub listener's p99 at 100,000 streams and 2,000 messages per second, divided by the router's. `cells`
+has the results of each way; `python -m benchmarks.router` prints them as they are measured.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ WAYS: dict[str, tuple[Way, dict[str, Any]]] = {
 
 
 def run(say: Callable[[str], None] = lambda line: None) -> dict[str, Any]:
-    """Measure every cell; latencies in milliseconds, CPU in microseconds a message."""
+    """Measure every cell; latencies in milliseconds, CPU in microseconds per message."""
     cells: dict[str, dict[str, float]] = {}
     for count in STREAMS:
         for rate in RATES:

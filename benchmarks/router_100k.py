@@ -1,6 +1,6 @@
-"""100,000 streams followed in one process: our router against the article's pool of blocking reads, in the same run.
+"""100,000 streams followed in one process: the router compared with the article's pool of blocking reads.
 
-`ratio`: the article's p99 at its better block time, divided by ours.
+`ratio`: the article's p99 at its better block time, divided by the router's.
 """
 
 import asyncio

@@ -1,7 +1,7 @@
-"""`millstream serve` under many clients of server-sent events, without and with one in a hundred that reads nothing.
+"""`millstream serve` with many clients of server-sent events, without and with 1 % of stalled clients.
 
-Latencies are from the publisher's clock to the client's hand, in milliseconds. `ratio`: the other clients' p99 beside
-those that stall, divided by their p99 without. A stalled client follows a stream that is big and busy, so that all
+Latencies are from the publisher's clock to the client, in milliseconds. `ratio`: the p99 of the other clients with
+stalled ones, divided by their p99 without. A stalled client reads nothing of a large and busy stream, so that all
 buffers on its way are full within a second; it is connected for the whole run.
 """
 
@@ -27,12 +27,12 @@ _pack: Any = hiredis.pack_command
 
 
 def run() -> dict[str, Any]:
-    """Measure with 2,000 clients; how many one process holds is told by `python -m benchmarks.serve COUNT`."""
+    """Measure with 2,000 clients; `python -m benchmarks.serve COUNT` finds the maximum of one process."""
     return {"name": "serve", **compare(CLIENTS, RATE, SECONDS)}
 
 
 def compare(clients: int, rate: int, seconds: float) -> dict[str, Any]:
-    """The same clients twice, the second time with 1 % more of them that stall."""
+    """Measure the same clients twice, the second time with 1 % of stalled clients added."""
     calm = asyncio.run(follow(clients, rate, seconds, stalled=0))
     beside = asyncio.run(follow(clients, rate, seconds, stalled=max(1, clients // 100)))
     result = {"ratio": round(beside["p99_ms"] / calm["p99_ms"], 2), "clients": clients, "rate": rate}
@@ -41,9 +41,9 @@ def compare(clients: int, rate: int, seconds: float) -> dict[str, Any]:
 
 
 async def follow(clients: int, rate: int, seconds: float, *, stalled: int, limit_s: float = 30.0) -> dict[str, Any]:
-    """So many clients, each on a stream of its own, and `stalled` that read nothing of the busiest stream.
+    """Run clients, each on its own stream, and `stalled` ones that read nothing of the busiest stream.
 
-    What has not come `limit_s` seconds after the last was published counts as missing.
+    Messages not received `limit_s` seconds after the last was published count as missing.
     """
     with server() as redis:
         create(redis.url, names(clients))
@@ -74,7 +74,7 @@ async def follow(clients: int, rate: int, seconds: float, *, stalled: int, limit
 
 
 class _Client(asyncio.Protocol):
-    """Reads events as they come; those of the benchmark hold the time they were made. A `lazy` one reads nothing."""
+    """A client that reads events, which have their creation time; a `lazy` one reads nothing."""
 
     def __init__(self, meter: Meter, *, lazy: bool = False) -> None:
         self.started = self.connected = False
@@ -93,7 +93,9 @@ class _Client(asyncio.Protocol):
         self.connected = False
 
     def data_received(self, data: bytes) -> None:
-        self.started = self.started or b"id: " in data  # before, it is not known yet where it begins
+        self.started = (
+            self.started or b"id: " in data
+        )  # the first id shows that the subscription has its start position
         *events, self._rest = (self._rest + data).split(b"\n\n")
         for event in events:
             _, found, text = event.partition(b'"t":"')
@@ -128,7 +130,7 @@ def _serving(url: str) -> Iterator[tuple[psutil.Process, str]]:
 
 @asynccontextmanager
 async def _busy(redis: EmbeddedServer) -> AsyncIterator[None]:
-    """Have somebody write to the stream that stalled clients follow, whether there are any or not."""
+    """Write to the stream that stalled clients follow, even if there are none."""
     reader, writer = await asyncio.open_connection(*server_address(redis))
     command = _pack(("XADD", "hot", "MAXLEN", "~", "1000", "*", "pad", "x" * _HOT_BYTES))
 

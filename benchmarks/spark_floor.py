@@ -1,8 +1,8 @@
-"""What a micro-batch costs at least: with our source, against Spark's own `rate-micro-batch`, both into `noop`.
+"""Minimum cost of a micro-batch: millstream's source compared with Spark's own `rate-micro-batch`, both into `noop`.
 
-`ratio`: the median time of a batch of Spark's own source, whose rows are made up in the JVM, divided by that of ours, which finds
-about as many new entries each time. Batches follow each other without a pause; the first ones, in which everything is
-loaded, do not count.
+`ratio`: the median time of a batch of Spark's own source, which generates rows in the JVM, divided by that of
+millstream's source, which finds about as many new entries each time. Batches follow each other without a pause; the
+first ones, which load everything, do not count.
 """
 
 import json
@@ -22,7 +22,7 @@ WARM_UPS = 10
 
 
 def run(*, batches: int = 60) -> dict[str, Any]:
-    """Measure so many batches of either."""
+    """Measure `batches` batches of each."""
     with laboratory("spark_floor") as (client, spark):
         fill(client, [STREAM], ROWS)
         own = spark.readStream.format("rate-micro-batch").options(rowsPerBatch=ROWS, numPartitions=1).load()
@@ -45,7 +45,7 @@ def run(*, batches: int = 60) -> dict[str, Any]:
 
 
 def _batches(frame: DataFrame, count: int) -> list[int]:
-    """How long each batch with rows took, in milliseconds, in ascending order."""
+    """The durations of the batches with rows, in milliseconds, in ascending order."""
     with tempfile.TemporaryDirectory() as folder:
         writer = frame.writeStream.format("noop").option("checkpointLocation", folder)
         query = writer.trigger(processingTime="0 seconds").start()

@@ -1,12 +1,12 @@
-"""The demo's handler over its own flights, committed effects included, against a raw read-and-acknowledge loop.
+"""The demo's handler over its flights, with committed effects, compared with a raw read-and-acknowledge loop.
 
-A flight is read, decoded, handled in the order of its aircraft, and its output entry, state and mark are committed
-in one atomic step; the raw loop (redis-py, XREADGROUP and XACK, 1,000 at a time) reads and acknowledges the same
-stream in the same run and does nothing else. The streams are filled first. The session is warm: each run is timed
-from the end of its first batch to the end of its last. All are the best of several rounds, taken in turns.
+A flight is read, decoded and handled in the order of its aircraft, and its output entry, state and key offset are
+committed in one atomic step; the raw loop (redis-py, XREADGROUP and XACK, 1,000 at a time) only reads and acknowledges
+the same stream in the same run. The streams are filled first. The session is warm: each run is timed from the end of
+its first batch to the end of its last. All figures are the best of several interleaved rounds.
 
-Two more pairs of runs show what a message costs when the backlog, and when the number of keys, is ten times as
-large. In the second pair the batches grow with the keys, so that each has as many messages of a key as before.
+Two more pairs of runs show the cost per message with a backlog, and with a number of keys, ten times as large. In the
+second pair the batches grow with the keys, so that each has as many messages per key as before.
 """
 
 import itertools
@@ -76,14 +76,14 @@ def _one_round(bench: "_Bench", rows: Flights, small: Flights, few_keys: int) ->
 
 
 def _spread(flights: Flights, keys: int, messages: int) -> Iterator[dict[str, str]]:
-    """Flights dealt out to `keys` aircraft in turn."""
+    """Flights assigned to `keys` aircraft, round robin."""
     endless = itertools.cycle(list(itertools.islice(flights, 5_000)))
     for number in range(messages):
         yield next(endless) | {"tailnum": f"K{number % keys}", "row": str(number)}
 
 
 class _Bench:
-    """Runs the app, or the raw loop, over a stream that was filled before."""
+    """Runs the app, or the raw loop, over a stream filled before."""
 
     def __init__(self, app: App, spark: SparkSession, client: Client, folder: Path) -> None:
         self._app = app
@@ -92,7 +92,7 @@ class _Bench:
         self._checkpoints = (folder / str(number) for number in itertools.count())
 
     def cost(self, messages: Iterable[Mapping[str, str]], max_per_batch: int) -> float:
-        """Seconds per message of all batches but the first; `messages` must be enough for two at least."""
+        """Seconds per message of all batches except the first; `messages` must be enough for at least two."""
         self._client.execute("FLUSHALL")
         with Publisher(self._client, KEYS.stream) as publisher:
             count = publisher.send(messages)
@@ -115,8 +115,8 @@ class _Bench:
         return (batches[-1][0] - batches[0][0]) / sum(messages for _, messages in batches[1:])
 
     def raw_cost(self) -> float:
-        """Seconds per message of a loop that only reads and acknowledges what the last run has processed."""
-        connection: Any = redis.Redis.from_url(self._client.url)  # its annotations know no raw reply
+        """Seconds per message of a loop that only reads and acknowledges the messages of the last run."""
+        connection: Any = redis.Redis.from_url(self._client.url)  # its annotations lack raw replies
         connection.xgroup_create(KEYS.stream, "raw", id="0")
         count = 0
         began = time.perf_counter()

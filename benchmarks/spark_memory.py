@@ -1,7 +1,7 @@
 """Memory of the driver, the JVM and the Python workers while a long backlog drains through a handler with state.
 
-The figures are resident megabytes: the greatest seen in the first and in the last third of the run, so that growth
-would show. `ratio` is the last over the first, summed over all processes: about 1 means bounded.
+The figures are resident megabytes: the maxima of the first and the last third of the run, to detect growth. `ratio`
+is the last over the first, summed over all processes: about 1 means bounded.
 """
 
 import os
@@ -38,7 +38,7 @@ def size(row: Row, state: State) -> dict[str, int]:
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """Resident megabytes by role, when so many messages were committed."""
+    """Resident megabytes by role, at a number of committed messages."""
 
     committed: int
     megabytes: dict[str, float]

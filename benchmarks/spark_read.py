@@ -1,10 +1,10 @@
-"""Streams of 1,000,000 entries in all read through Spark into `noop`, against a raw XRANGE loop over the same.
+"""Streams with 1,000,000 entries in total, read through Spark into `noop`, compared with a raw XRANGE loop.
 
-The figures without a number are of one stream; those that end in 16, 10000 and 100000 of as many, with 500,000 entries
-in all. The raw loop over one stream is the faster of two, a bare socket with hiredis and a raw connection of redis-py,
-1,000 entries at a time; over many it asks for 100 streams in a round trip. Spark's side is everything from planning the
-query to its last row, all columns included, in a session that has run it before. Both are the best of several rounds,
-taken in turns. `python -m benchmarks.spark_read STREAMS [ENTRIES]` measures another number of streams alone.
+Figures without a number are for one stream; those that end in 16, 10000 and 100000 for as many streams, with 500,000
+entries in total. The raw loop over one stream is the faster of two, a bare socket with hiredis and a raw redis-py
+connection, 1,000 entries at a time; over many it reads 100 streams per round trip. Spark's time is everything from
+planning the query to its last row, with all columns, in a session that has run it before. Both are the best of several
+interleaved rounds. `python -m benchmarks.spark_read STREAMS [ENTRIES]` measures another number of streams alone.
 """
 
 import json
@@ -56,7 +56,7 @@ def run(*, streams: int = 1, entries: int = 1_000_000, rounds: int = 3, warm_ups
 def _measure(
     client: Client, spark: SparkSession, streams: int, entries: int, *, rounds: int, warm_ups: int
 ) -> tuple[float, float, float]:
-    """Entries a second through Spark and by a raw loop, and the bytes of an entry."""
+    """Entries per second through Spark and by a raw loop, and the bytes of an entry."""
     client.execute("FLUSHALL")
     names = [f"{STREAM}:{n:06}" for n in range(streams)]
     entry_bytes = fill(client, names, entries // streams)

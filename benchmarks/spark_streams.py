@@ -1,12 +1,11 @@
-"""Many streams drained by one streaming query in limited batches, against a pipelined raw XRANGE of each.
+"""Many streams drained by one streaming query in limited batches, compared with a pipelined raw XRANGE of each.
 
-The figures without a number are of 10,000 streams; those that end in 1, 16 and 100000 of as many, with 500,000 entries in
-all. `python -m benchmarks.spark_streams STREAMS [ENTRIES_EACH]` measures another number of them alone.
-`plan_seconds` is the longest that Spark waited for the source to plan a batch (the end of the batch, and who reads
-what), as its own progress reports say, `first_plan_seconds` what it waited for the first, for which a process is started
-and each stream is asked where it begins. The session is warm; the raw loop asks for 100 streams in a round trip.
-Without Spark, a planner tells what it takes to look when nothing has changed (`idle_ms`), and to plan a batch after an entry
-in every twentieth stream (`changed_ms`).
+Figures without a number are for 10,000 streams; those that end in 1, 16 and 100000 for as many, with 500,000 entries in
+total. `python -m benchmarks.spark_streams STREAMS [ENTRIES_EACH]` measures another number of them alone. `plan_seconds`
+is the longest time that Spark waited for the source to plan a batch (its end offsets and partitions), from its own
+progress reports; `first_plan_seconds` that of the first batch, which starts a process and reads the start of each
+stream. The session is warm; the raw loop reads 100 streams per round trip. Without Spark, a planner alone measures a
+refresh without changes (`idle_ms`), and planning a batch after an entry in every twentieth stream (`changed_ms`).
 """
 
 import json
@@ -33,7 +32,7 @@ _CHANGED = 20
 
 
 def run(*, streams: int = 10_000, entries_each: int | None = None, batches: int = 5, rounds: int = 2) -> dict[str, Any]:
-    """Measure `streams` streams of `entries_each` entries, and if these are 10,000, OTHERS too, drained in about `batches` batches."""
+    """Measure `streams` streams of `entries_each` entries in about `batches` batches; for 10,000 streams, OTHERS, too."""
     entries_each = entries_each or ENTRIES // streams
     with laboratory("spark_streams") as (client, spark):
         result = {"name": "spark_streams"} | _measure(client, spark, streams, entries_each, batches, rounds)
@@ -74,7 +73,7 @@ def _measure(
 
 
 def _drain(spark: SparkSession, url: str, total: int, per_batch: int) -> tuple[float, float, float]:
-    """Entries a second over all batches, and how long the first was planned, and the longest of the others, in seconds."""
+    """Entries per second over all batches, planning seconds of the first, and the longest of the others."""
     frame = (
         spark.readStream.format("redis-streams")
         .options(url=url, subscribePattern="stream:*", startingOffsets="earliest", maxOffsetsPerTrigger=per_batch)
@@ -92,7 +91,7 @@ def _drain(spark: SparkSession, url: str, total: int, per_batch: int) -> tuple[f
 
 
 def _looks(client: Client, names: list[str]) -> tuple[float, float]:
-    """Milliseconds of a look at streams that rest, and of planning a batch of those that have changed; the best of some."""
+    """Milliseconds of a refresh of unchanged streams, and of planning a batch of changed ones; the best of several."""
     planner = BatchPlanner(client, parse({"url": client.url, "subscribePattern": "stream:*"}, {}), cores=cores())
     at = planner.starting_offsets("latest")
     idle_ms, changed_ms = [], []

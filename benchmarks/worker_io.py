@@ -1,4 +1,4 @@
-"""An async handler that waits 5 ms for each message, 100 at once: how much of the ideal a worker reaches.
+"""An async handler that waits 5 ms per message, 100 at once, compared with the ideal rate.
 
 The ideal is messages x 5 ms / 100. The time is from the first message's start to the last one's commit. The
 baseline is a bare asyncio program that waits as often, with as many tasks and nothing to read or to commit.
@@ -18,7 +18,7 @@ CONCURRENCY = 100
 
 
 def run(*, messages: int = 20_000, rounds: int = 3) -> dict[str, Any]:
-    """Measure over `messages`."""
+    """Measure over `messages` messages."""
     ideal_s = messages * WAIT_S / CONCURRENCY
     took_s = baseline_s = float("inf")
     with server() as client:
@@ -43,7 +43,7 @@ def run(*, messages: int = 20_000, rounds: int = 3) -> dict[str, Any]:
 
 
 def _waiting(began: list[float]) -> Callable[[Message], Awaitable[None]]:
-    """A handler that notes when the first message comes."""
+    """A handler that records the start of the first message."""
 
     async def handle(message: Message) -> None:
         if message.attempt and not began:

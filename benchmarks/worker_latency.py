@@ -1,8 +1,8 @@
-"""How long a message takes from its publication to the handler, at 500 messages a second, against a raw loop.
+"""Latency from publication to the handler, at 500 messages per second, compared with a raw loop.
 
-Another process publishes at an even rate; both sides note when they have a message in hand, by the clock that the
-processes of a machine share. The raw loop (redis-py, XREADGROUP with BLOCK, then XACK) does nothing else. Taken in
-turns; each figure is the median of the rounds.
+Another process publishes at an even rate; both sides record when they receive a message, by the machine's shared clock.
+The raw loop (redis-py, XREADGROUP with BLOCK, then XACK) does nothing else. Each figure is the median of interleaved
+rounds.
 """
 
 import json
@@ -36,7 +36,7 @@ with Client(url) as client:
 
 
 def run(*, seconds: float = 6.0, rounds: int = 3) -> dict[str, Any]:
-    """Measure for `seconds` a round."""
+    """Measure for `seconds` per round."""
     count = int(RATE * seconds) + _WARM_UP
     ours: list[list[float]] = []
     raw: list[list[float]] = []
@@ -87,7 +87,7 @@ def _raw_latencies(client: Client, count: int) -> list[float]:
     found: list[float] = []
 
     def read() -> None:
-        connection: Any = redis.Redis.from_url(client.url)  # its annotations know no raw reply
+        connection: Any = redis.Redis.from_url(client.url)  # its annotations lack raw replies
         while len(found) < count:
             for _, entries in connection.xreadgroup("raw", "raw", {STREAM: ">"}, count=RAW_COUNT, block=1000):
                 for _, fields in entries:

@@ -1,6 +1,6 @@
-"""Resident memory of a `millstream worker` process that works through 100 messages of 10 MB, of each kind of handler.
+"""Resident memory of a `millstream worker` process that processes 100 messages of 10 MB, for each kind of handler.
 
-`ratio` is the greatest of the peaks over the bytes that a worker may have in hand (`prefetch_bytes`, 64 MB).
+`ratio` is the greatest of the peaks over the maximum bytes in flight of a worker (`prefetch_bytes`, 64 MB).
 """
 
 import os
@@ -46,7 +46,7 @@ def run() -> dict[str, Any]:
 
 
 def _measure(kind: str) -> tuple[float, float, float]:
-    """The peak of the worker's memory in megabytes; seconds to the first commit, and to the last."""
+    """The worker's peak memory in megabytes; seconds to the first commit, and to the last."""
     with tempfile.TemporaryDirectory() as folder, server() as client:
         path = Path(folder) / "memory_app.py"
         path.write_text(_APP.format(options=KINDS[kind]))

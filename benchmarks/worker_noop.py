@@ -1,8 +1,8 @@
-"""A worker whose handler does nothing, one call a message, against a raw read-and-acknowledge loop.
+"""A worker whose handler does nothing, one call per message, compared with a raw read-and-acknowledge loop.
 
 One process, one stream, filled before. The worker's time is from the start of its loop to the commit of the last
 message; the raw loop (redis-py, XREADGROUP and XACK, 1,000 at a time) reads the same stream in the same run and
-does nothing else. Both are the best of several rounds, taken in turns.
+does nothing else. Both are the best of several interleaved rounds.
 """
 
 import json
@@ -23,7 +23,7 @@ async def noop_async(message: Message) -> None:
 
 
 def run(*, messages: int = 100_000, rounds: int = 4) -> dict[str, Any]:
-    """Measure over `messages`."""
+    """Measure over `messages` messages."""
     rates = {"raw": 0.0, "plain": 0.0, "async": 0.0}
     tune_gc()
     with server() as client:

@@ -1,7 +1,7 @@
-"""A worker that has leases on thousands of streams (`order="stream"`): what it costs while nothing comes, and its latency.
+"""A worker with leases on thousands of streams (`order="stream"`): its cost while idle, and its latency.
 
-Latencies are from an entry's id to that of its output, both the server's clock, so to the millisecond, with `RATE` messages
-a second over all streams. CPU is in percent of a core while nothing comes, and in microseconds a message when something does.
+Latencies are from an entry's id to that of its output, both by the server's clock in milliseconds, with `RATE` messages
+per second over all streams. CPU is in percent of a core while idle, and in microseconds per message under load.
 """
 
 import asyncio
@@ -25,12 +25,12 @@ _SETTLE_S = 5.0
 
 
 def run() -> dict[str, Any]:
-    """Measure with 2,000 streams; `python -m benchmarks.worker_streams COUNT RATE` takes others."""
+    """Measure with 2,000 streams; `python -m benchmarks.worker_streams COUNT RATE` measures other numbers."""
     return {"name": "worker_streams", **follow(STREAMS, RATE, SECONDS)}
 
 
 def follow(streams: int, rate: int, seconds: float) -> dict[str, Any]:
-    """One worker on so many streams."""
+    """Measure one worker on `streams` streams."""
     with server() as redis, Client(redis.url) as client:
         create(redis.url, names(streams))
         with _working(redis.url) as worker:
@@ -56,7 +56,7 @@ def follow(streams: int, rate: int, seconds: float) -> dict[str, Any]:
 
 
 def _publish(client: Client, url: str, streams: int, rate: int, seconds: float) -> None:
-    """Publish, and wait until there is an output for all."""
+    """Publish, and wait until each message has an output."""
     publishing = Publishing(url, "XADD", streams, rate, seconds)
     asyncio.run(until(lambda: publishing.ended() is not None))
     done = streams + (publishing.ended() or 0)
@@ -64,7 +64,7 @@ def _publish(client: Client, url: str, streams: int, rate: int, seconds: float) 
 
 
 def _spent(processes: Sequence[psutil.Process], meanwhile: Callable[[], object]) -> list[float]:
-    """Seconds of CPU that each process takes meanwhile."""
+    """Seconds of CPU that each process uses within the block."""
     before = [_cpu(one) for one in processes]
     meanwhile()
     return [_cpu(one) - then for one, then in zip(processes, before, strict=True)]

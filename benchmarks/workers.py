@@ -1,4 +1,4 @@
-"""What the benchmarks of the worker share: a server, a stream that is filled, and a loop that works in this process."""
+"""Shared code of the worker benchmarks: a server, a filled stream, and a reading loop in this process."""
 
 import threading
 import time
@@ -43,7 +43,7 @@ def fill(client: Client, messages: int, *, keys: int | None = None) -> None:
 
 @contextmanager
 def working(client: Client, handler: Handler) -> Iterator[ReadingLoop]:
-    """A reading loop that works meanwhile."""
+    """A reading loop that runs within the block."""
     loop = ReadingLoop(handler, client.url, consumer="worker")
     thread = threading.Thread(target=loop.run)
     thread.start()
@@ -55,14 +55,14 @@ def working(client: Client, handler: Handler) -> Iterator[ReadingLoop]:
 
 
 def wait_for(loop: ReadingLoop, messages: int) -> None:
-    """Wait until so many messages are committed."""
+    """Wait until `messages` messages are committed."""
     while loop.loop_metrics.committed < messages:
         time.sleep(0.002)
 
 
 def raw_loop(client: Client, messages: int) -> float:
-    """Messages a second of redis-py's XREADGROUP and XACK, 1,000 at a time, in a group of its own."""
-    connection: Any = redis.Redis.from_url(client.url)  # its annotations know no raw reply
+    """Messages per second of redis-py's XREADGROUP and XACK, 1,000 at a time, in its own group."""
+    connection: Any = redis.Redis.from_url(client.url)  # its annotations lack raw replies
     connection.xgroup_create(STREAM, "raw", id="0")
     count = 0
     began = time.perf_counter()

@@ -1,10 +1,10 @@
-"""The Yahoo Streaming Benchmark: ad events from a stream, their campaigns looked up in Redis, views per campaign and 10 s in Redis.
+"""The Yahoo Streaming Benchmark: ad events from a stream, campaigns from Redis, views per campaign and 10 s in Redis.
 
-The application is that of S. Chintapalli et al., "Benchmarking Streaming Computation Engines" (2016): of all events the
-views are kept, each ad's campaign is looked up, and they are counted per campaign and window of event time. `rate`: a
-backlog, from the start of its batch to its end, in a session that has run it before. The raw loop does the same with redis-py,
-XREADGROUP and XACK, 1,000 at a time, and a dictionary. `p50_ms`, `p99_ms`: at a fixed rate, from when an event stood in
-Redis to when the counts with it did. Every count is compared with what was published.
+The application is that of S. Chintapalli et al., "Benchmarking Streaming Computation Engines" (2016): it keeps the view
+events, looks up each ad's campaign, and counts views per campaign and window of event time. `rate`: a backlog, from the
+start of its batch to its end, in a session that has run it before. The raw loop does the same with redis-py, XREADGROUP
+and XACK, 1,000 at a time, and a dictionary. `p50_ms`, `p99_ms`: at a fixed rate, from when an event was in Redis to
+when the counts with it were. Every count is compared with the published events.
 """
 
 import json
@@ -33,7 +33,7 @@ SETTLED_S = 8.0
 
 
 def run(*, events: int = 500_000, rate: int = 10_000, seconds: float = 40.0, rounds: int = 3) -> dict[str, Any]:
-    """Measure a backlog of so many events, and `rate` events a second for `seconds`."""
+    """Measure a backlog of `events` events, and `rate` events per second for `seconds`."""
     with laboratory("ysb") as (client, spark):
         reached = raw = 0.0
         for number in range(-1, rounds):
@@ -79,11 +79,11 @@ def views(spark: SparkSession, client: Client) -> DataFrame:
 
 def _start(spark: SparkSession, client: Client, folder: str, *, all_now: bool) -> StreamingQuery:
     def write(counts: DataFrame, _: int) -> None:
-        # A count only grows, so it tells itself which of two is newer.
+        # A count only grows, so the greater of two is the newer one.
         upsert = counts.write.format("redis-streams").options(url=client.url, target="hash", guardColumn="count")
         upsert.options(keyColumn="name", keyPrefix=COUNTS).mode("append").save()
 
-    # Spark has no update mode for sources and sinks in Python, but for each batch.
+    # Spark has no update mode for Python sinks, except in foreachBatch.
     writer = views(spark, client).writeStream.outputMode("update").foreachBatch(write)
     writer = writer.option("checkpointLocation", folder)
     return (writer.trigger(availableNow=True) if all_now else writer.trigger(processingTime="0 seconds")).start()
@@ -93,7 +93,7 @@ def _start(spark: SparkSession, client: Client, folder: str, *, all_now: bool) -
 
 
 def _backlog(client: Client, events: int) -> Counter[str]:
-    """Fill an empty server; return the views there are, by campaign and start of their window."""
+    """Fill an empty server; return the number of views by campaign and window start."""
     client.execute("FLUSHALL")
     pairs = [(f"ad-{n}", f"campaign-{n % CAMPAIGNS}") for n in range(CAMPAIGNS * ADS_EACH)]
     client.execute("HSET", ADS, *[part for pair in pairs for part in pair])
@@ -120,7 +120,7 @@ def _event(chance: random.Random, at_ms: int, expected: Counter[str]) -> list[An
 
 
 def _drain(spark: SparkSession, client: Client) -> float:
-    """How long the batch with all of them took, in seconds."""
+    """The duration of the batch with all events, in seconds."""
     with tempfile.TemporaryDirectory() as folder:
         query = _start(spark, client, folder, all_now=True)
         query.awaitTermination()
@@ -137,7 +137,7 @@ def _check(client: Client, expected: Counter[str]) -> None:
 
 
 def _raw(client: Client, events: int, expected: Counter[str]) -> float:
-    """Events a second of a single loop of redis-py that does the same."""
+    """Events per second of a single redis-py loop that does the same."""
     connection: Any = redis.Redis.from_url(client.url)
     connection.xgroup_create(EVENTS, "raw", id="0")
     campaigns = connection.hgetall(ADS)
@@ -166,7 +166,7 @@ def _raw(client: Client, events: int, expected: Counter[str]) -> float:
 
 
 def _live(spark: SparkSession, client: Client, rate: int, seconds: float) -> list[float]:
-    """How long each event took to be counted, in milliseconds, from when it stood in Redis; in ascending order."""
+    """The latencies from an event in Redis to its count, in milliseconds, in ascending order."""
     _backlog(client, RAW_COUNT)  # for the ads
     client.execute("DEL", EVENTS)
     context = multiprocessing.get_context("spawn")

@@ -123,7 +123,7 @@ def test_a_handler_that_hangs_is_ended_with_its_process_and_its_message_dies_aft
 
 def ends_of(message: str, log: str) -> int:
     """Return how often a process was ended because of this message."""
-    return sum(f"message {message} " in line and "; its process is ended" in line for line in log.splitlines())
+    return sum(f"message {message} " in line and "; ending the process" in line for line in log.splitlines())
 
 
 def test_entries_that_are_trimmed_while_pending_are_named_and_nobody_is_stuck(

@@ -231,7 +231,7 @@ def test_what_an_operator_has_no_right_to_see_is_left_out_and_that_is_said(admin
     ReliableStream(admin, "tickets", app="shop", handler="pay", consumer="w").join()
     admin.execute("HSET", HandlerKeys("shop", "pay", "tickets").meta, "frontier", "0-0")
     url = login(admin, printed("operator", "--stream", "orders"))
-    words = "left out: 1 stream and 1 handler on a stream that this Redis user has no right to see\n"
+    words = "not shown: 1 stream and 1 handler on a stream that this Redis user may not access\n"
     for more in ("", "shop"):  # with nothing that it may see, and with something
         shown = call("info", *more.split(), url=url)
         assert (shown.code, shown.err.startswith(words)) == (0, True)
@@ -285,7 +285,7 @@ def test_each_role_has_a_user_of_its_own_by_default() -> None:
     users = [line.split()[2] for line in outcome.out.splitlines()]
     assert users == [f"millstream-{role}" for role in RoleName]
     assert all(line.endswith(" ~*") for line in outcome.out.splitlines())
-    assert "narrow" in outcome.err
+    assert "restrict" in outcome.err
     assert call("acl", "nobody").code == 2
     assert call("acl", "--app", "a.b").code == 2
 

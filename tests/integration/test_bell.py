@@ -76,7 +76,7 @@ def webhook(*statuses: int, delay_s: float = 0.0) -> Iterator[Webhook]:
 @pytest.fixture
 def quick_tries(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tries follow each other soon."""
-    monkeypatch.setattr("millstream.observability.dead_letter_alerts._WAITS_S", (0.0, 0.05, 0.1))
+    monkeypatch.setattr("millstream.observability.dead_letter_alerts._RETRY_WAITS_S", (0.0, 0.05, 0.1))
 
 
 def close(bell: DeadLetterAlerts) -> None:
@@ -96,7 +96,7 @@ def test_a_webhook_is_told_as_json() -> None:
     with webhook() as hook, DeadLetterAlerts(hook.url) as bell:
         bell.ring(LETTER)
         eventually(lambda: hook.heard, "ring")
-    assert hook.heard == [{"rings": 1, "summaries": [LETTER]}]
+    assert hook.heard == [{"events": 1, "summaries": [LETTER]}]
 
 
 def test_a_command_is_told_on_its_standard_input_and_no_shell_sees_it(tmp_path: Path) -> None:
@@ -104,7 +104,7 @@ def test_a_command_is_told_on_its_standard_input_and_no_shell_sees_it(tmp_path: 
     with DeadLetterAlerts(command=python("import sys; open(sys.argv[1], 'w').write(sys.stdin.read())", told)) as bell:
         bell.ring(LETTER)
         close(bell)
-    assert json.loads(told.read_text()) == {"rings": 1, "summaries": [LETTER]}
+    assert json.loads(told.read_text()) == {"events": 1, "summaries": [LETTER]}
     assert not (tmp_path / "shell").exists()
 
 
@@ -117,7 +117,7 @@ def test_rings_in_between_are_summed_up_by_what_they_are_about() -> None:
             bell.ring({**LETTER, "handler": "arrival", "dead": 1.5})
         close(bell)
     assert hook.heard[1:] == [
-        {"rings": 200, "summaries": [{**LETTER, "dead": 200}, {**LETTER, "handler": "arrival", "dead": 150.0}]}
+        {"events": 200, "summaries": [{**LETTER, "dead": 200}, {**LETTER, "handler": "arrival", "dead": 150.0}]}
     ]
 
 
@@ -138,7 +138,7 @@ def test_what_is_not_told_yet_is_bounded() -> None:
                 bell.ring({"error": f"number {number}", "dead": 1})
             close(bell)
         last = hook.heard[1]
-    assert (last["rings"], len(last["summaries"]), last["omitted"]) == (1_000, 100, 900)
+    assert (last["events"], len(last["summaries"]), last["omitted"]) == (1_000, 100, 900)
 
 
 def test_summaries_of_any_kind_are_told() -> None:
@@ -195,7 +195,7 @@ def test_a_webhook_that_keeps_failing_is_complained_about_without_its_path(
             bell.ring(LETTER)
             eventually(lambda: caplog.records, "complaint")
         assert len(hook.at) == tries
-    assert f"the webhook at 127.0.0.1 was not told of dead letters: it answers {statuses[0]}" in caplog.text
+    assert f"cannot call the dead-letter webhook at 127.0.0.1: it answers {statuses[0]}" in caplog.text
     assert "secret" not in caplog.text
 
 
@@ -235,13 +235,17 @@ def test_nobody_at_the_webhook_is_a_complaint_and_the_next_ring_goes_out(caplog:
 @pytest.mark.parametrize(
     ("command", "timeout_s", "complaint"),
     [
-        ("/no/such/program", FAIL_SAFE_S, "the bell command /no/such/program cannot be run: No such file or directory"),
+        (
+            "/no/such/program",
+            FAIL_SAFE_S,
+            "cannot run the dead-letter command /no/such/program: No such file or directory",
+        ),
         (
             python("import sys; print('no paper', file=sys.stderr); sys.exit(7)"),
             FAIL_SAFE_S,
-            "ended with code 7: no paper",
+            "failed with exit code 7: no paper",
         ),
-        (python("import time; time.sleep(600)"), 0.5, "took longer than 0.5 s and was ended"),
+        (python("import time; time.sleep(600)"), 0.5, "was killed: it took longer than 0.5 s"),
     ],
 )
 def test_a_command_that_fails_is_complained_about(
@@ -281,7 +285,7 @@ def test_closing_ends_a_command_that_hangs_and_all_that_it_started(tmp_path: Pat
         ("ftp://example.org/", None, "http:// or https://"),
         ("http://", None, "http:// or https://"),
         ("http://host:port/", None, "URL"),
-        (None, "say 'hello", "cannot be split into words"),
+        (None, "say 'hello", "cannot split the dead-letter command"),
         (None, " ", "is empty"),
     ],
 )

@@ -125,7 +125,7 @@ def test_a_right_that_is_taken_away_is_named_with_its_command_and_how_to_get_it(
     with pytest.raises(AccessDenied) as caught:
         stream.acknowledge(*taken)
     assert right.upper() in str(caught.value)
-    assert "`millstream acl` prints the rights that are needed" in str(caught.value)
+    assert "`millstream acl` prints the required rights" in str(caught.value)
     assert not caught.value.concerns_key
 
 
@@ -146,7 +146,7 @@ def test_keys_that_a_user_may_not_touch_are_named(client: Client, clerk: Client)
 
 def test_a_replica_says_that_it_is_one() -> None:
     with EmbeddedServer() as primary, EmbeddedServer(extra={"replicaof": f"127.0.0.1 {primary.port}"}) as server:
-        with Client(server.url) as client, pytest.raises(Unavailable, match="is a replica, which takes no writes"):
+        with Client(server.url) as client, pytest.raises(Unavailable, match="is a replica, which accepts no writes"):
             client.execute("XADD", "s", "*", "a", "1")
         sentinel = server.url.replace("redis://", "redis+sentinel://") + "/name"
         assert "failing over" in str(translate(redis.exceptions.ReadOnlyError("READONLY"), sentinel, ("XADD", "s")))
@@ -158,7 +158,7 @@ def test_a_redis_that_evicts_keys_is_warned_of(caplog: pytest.LogCaptureFixture)
         assert caplog.text == ""  # it has no limit
         client.execute("CONFIG", "SET", "maxmemory", "100mb")
         warn_if_evicting(client)
-        assert "evicts keys when it is full (maxmemory-policy allkeys-lru)" in caplog.text
+        assert "evicts keys at maxmemory (maxmemory-policy allkeys-lru)" in caplog.text
         caplog.clear()
         client.execute("CONFIG", "SET", "maxmemory-policy", "noeviction")
         warn_if_evicting(client)
@@ -266,7 +266,7 @@ def test_patience_waits_with_back_off_says_so_and_ends_when_redis_answers(caplog
     lines = [record.getMessage() for record in caplog.records]
     assert 3 <= len(lines) <= 5
     assert lines[0].startswith("the test is waiting for Redis (0 s so far): away")
-    assert lines[-1].startswith("the test goes on: Redis answers again after 1")
+    assert lines[-1].startswith("the test resumes: Redis is available again after 1")
 
 
 def test_patience_has_a_limit_if_given_one_and_none_for_other_errors() -> None:

@@ -314,7 +314,7 @@ def test_millstream_dev_says_so_when_its_port_is_taken_and_when_its_server_dies(
 ) -> None:
     taken = run("dev", "--data-dir", str(tmp_path), "--port", str(millstream_server.port))
     assert taken.code == 1
-    assert "is taken" in taken.err
+    assert "is in use" in taken.err
     with running("dev", "--data-dir", str(tmp_path), "--port", "0", "--json") as process:
         assert process.stdout is not None
         os.kill(json.loads(process.stdout.readline())["pid"], signal.SIGKILL)

@@ -47,7 +47,7 @@ def test_every_command_works_on_every_deployment(kind: str, tmp_path: Path) -> N
 
         info = call("info", "app", "--json", url=url).json()
         assert {stream["name"]: stream["length"] for stream in info["streams"]} == dict.fromkeys(STREAMS, 3)
-        assert [(handler["lag"], handler["waiting"]) for handler in info["handlers"]] == [(3, 1)] * len(STREAMS)
+        assert [(handler["lag"], handler["dead_letters"]) for handler in info["handlers"]] == [(3, 1)] * len(STREAMS)
 
         assert len(call("dlq", "list", "--json", url=url).json_lines()) == len(STREAMS)
         back = call("dlq", "redrive", "--all", "--yes", "--json", url=url)

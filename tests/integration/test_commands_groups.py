@@ -146,7 +146,7 @@ def test_a_consumer_is_deleted_only_with_an_heir_of_what_it_holds(client: Client
     assert len(holders(client)) == 6
     client.execute("XDEL", "s", "2-0")
     done = call(*words, "--heir", "b", "--json", url=client.url).json()
-    assert (done["held"], done["handed_on"], done["gone"]) == (4, 3, ["2-0"])
+    assert (done["pending"], done["moved"], done["deleted"]) == (4, 3, ["2-0"])
     assert holders(client) == dict.fromkeys(("1-0", "3-0", "4-0", "5-0", "6-0"), "b")
     assert call(*words, url=client.url).code == 2
 
@@ -209,8 +209,8 @@ def test_all_that_was_left_alone_is_claimed_however_much_it_is_and_what_is_gone_
     would = call(*words, "--dry-run", url=client.url).json()
     assert set(holders(client).values()) == {"a", "b"}
     done = call(*words, url=client.url).json()
-    assert (len(done["claimed"]), done["gone"]) == (1_597, ["3-0", "1400-0"])
-    assert (would["claimed"], would["gone"]) == (done["claimed"], done["gone"])
+    assert (len(done["claimed"]), done["deleted"]) == (1_597, ["3-0", "1400-0"])
+    assert (would["claimed"], would["deleted"]) == (done["claimed"], done["deleted"])
     assert [one for one, holder in holders(client).items() if holder == "a"] == ["7-0"]
     assert {one.deliveries for one in Group(client, "s", "g").pending.walk(consumer="b")} == {1}
     assert call(*words, url=client.url).json()["claimed"] == []
@@ -220,7 +220,7 @@ def test_entries_are_claimed_by_id_and_each_that_is_not_is_told_apart(client: Cl
     idle(client, 90_000, "1-0", "2-0")
     client.execute("XDEL", "s", "2-0")
     words = ("claim", "s", "g", "b", "1-0", "2-0", "3-0", "9-0", "--min-idle", "1m", "--json")
-    expected = {"claimed": ["1-0"], "gone": ["2-0"], "busy": ["3-0"], "not_pending": ["9-0"]}
+    expected = {"claimed": ["1-0"], "deleted": ["2-0"], "not_idle": ["3-0"], "not_pending": ["9-0"]}
     would = call(*words, "--dry-run", url=client.url)
     assert holders(client)["1-0"] == "a"
     outcome = call(*words, url=client.url)
@@ -229,7 +229,7 @@ def test_entries_are_claimed_by_id_and_each_that_is_not_is_told_apart(client: Cl
     assert would.json() == {"consumer": "b", **expected, "dry_run": True}
     assert holders(client) == {"1-0": "b", "3-0": "a", "4-0": "a", "5-0": "b", "6-0": "b"}
     spoken = call("claim", "s", "g", "b", "3-0", "9-0", url=client.url)
-    assert (spoken.out, spoken.err) == ("1 entry passed to b\n", "9-0 is not pending\n")
+    assert (spoken.out, spoken.err) == ("1 entry claimed for b\n", "9-0 is not pending\n")
 
 
 def test_a_claim_for_nobody_or_of_nothing_is_refused(client: Client, group: Group) -> None:
@@ -311,7 +311,7 @@ def test_destroying_the_group_of_a_handler_at_work_loses_and_doubles_nothing(cli
             with bill.stopped_at(number):
                 outcome = call("groups", "destroy", "s", KEYS.group, "--yes", url=client.url)
                 assert outcome.code == 0, outcome.err
-                assert "goes on where it stands" in outcome.err
+                assert "will continue after its committed id" in outcome.err
         wait_for_outputs(client, 399)
     assert outputs(client) == [n for n in range(1, 401) if n != 13]
 
@@ -320,7 +320,7 @@ def test_a_handlers_group_without_a_ledger_is_not_destroyed_as_it_would_begin_an
     add(client, 5)
     Group(client, "s", KEYS.group).create("3-0")
     refusal = call("groups", "destroy", "s", KEYS.group, "--yes", url=client.url)
-    assert (refusal.code, "begin anew" in refusal.err) == (2, True)
+    assert (refusal.code, "start again from the beginning" in refusal.err) == (2, True)
     assert Group(client, "s", KEYS.group).info() is not None
 
 
@@ -330,7 +330,7 @@ def test_entries_that_are_taken_from_a_worker_by_hand_are_committed_once(client:
         with bill.stopped_at(20):
             outcome = call("claim", "s", KEYS.group, "x", "--min-idle", "0s", "--create", "--json", url=client.url)
             assert "20-0" in outcome.json()["claimed"]
-            assert "adopt by themselves" in outcome.err
+            assert "claim idle entries by themselves" in outcome.err
         wait_for_outputs(client, 199)
         call("groups", "delete-consumer", "s", KEYS.group, "x", "--heir", "w", "--yes", url=client.url)
     assert outputs(client) == [n for n in range(1, 201) if n != 13]
@@ -350,7 +350,7 @@ def test_info_shows_what_workers_have_in_hand(client: Client) -> None:
     later_ms = server_time_ms(client) - now_ms
     assert (handler.engine, handler.consumers, handler.pending) == ("workers", 1, 3)
     assert (handler.lag, handler.lag_exact) == (5, True)  # three in hand, two waiting
-    assert handler.frontier == f"{now_ms - 60_000}-0"
+    assert handler.committed_id == f"{now_ms - 60_000}-0"
     assert handler.oldest_age_ms == handler.oldest_pending_age_ms
     assert 80_000 <= (handler.oldest_pending_age_ms or 0) <= 80_000 + later_ms
     assert call("info", "--json", url=client.url).json()["handlers"][0]["pending"] == 3

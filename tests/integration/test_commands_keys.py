@@ -56,12 +56,12 @@ def test_keys_says_of_each_key_what_it_waits_for(client: Client, stream: KeyedSt
 
 
 def test_keys_says_when_so_much_waits_that_other_keys_will_not_go_on(client: Client, stream: KeyedStream) -> None:
-    assert asked(client, "keys", "pay")["streams"] == {"orders": {"waiting": 11, "look_ahead": 1_000}}
+    assert asked(client, "keys", "pay")["streams"] == {"orders": {"queued": 11, "look_ahead": 1_000}}
     assert "--look-ahead" not in call("keys", "pay", url=client.url).err
     client.execute("XADD", "orders", "*", "key", "d", "n", 9)
     stream.route(count=100, most_pending=14)
     said = call("keys", "pay", url=client.url).err
-    assert "12 messages of orders wait in the lines of its keys, of at most 14" in said
+    assert "12 messages of orders are in key queues, of at most 14" in said
     assert "give the workers a greater --look-ahead" in said
 
 
@@ -70,7 +70,7 @@ def test_keys_shows_one_key_and_one_state_on_request(client: Client, stream: Key
     assert [row["key"] for row in asked(client, "keys", "pay", "--state", "parked")["shown"]] == ["c"]
     text = call("keys", "shop.pay", "--count", "1", url=client.url)
     assert "4 keys with 11 messages" in text.out
-    assert "3 more; --count shows them" in text.err
+    assert "3 more; use --count to show them" in text.err
     assert stream.check() == []
 
 
@@ -100,7 +100,7 @@ def test_a_key_that_is_parked_before_it_has_messages_is_shown(client: Client, st
     [
         (("unpark", "pay", "a"), "it is not parked"),
         (("park", "pay", "c"), "it is parked already"),
-        (("skip", "pay", "nobody", "--yes"), "none of its messages waits"),
+        (("skip", "pay", "nobody", "--yes"), "none of its messages is queued"),
         (("keys", "nothing"), "no handler 'nothing' has run"),
     ],
 )

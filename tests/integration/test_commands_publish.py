@@ -95,12 +95,12 @@ def test_standard_input_is_published_as_it_comes(client: Client) -> None:
 @pytest.mark.parametrize(
     ("name", "text", "complaint", "before"),
     [
-        ("x.csv", "a,b\n1,2\n3\n", "line 3: 1 values where the first line names 2 fields", 1),
+        ("x.csv", "a,b\n1,2\n3\n", "line 3: 1 values, but the first line names 2 fields", 1),
         ("x.csv", 'a,b\n1,"x\ny"\n3,4,5\n', "line 4: 3 values", 1),
         ("x.csv", 'a,b\n1,2\n3,"x"y\n', "line 3: ", 1),
         ("x.csv", 'a,b\n1,2\n3,4\n5,"x\n', "line 4: unexpected end of data", 2),
         ("x.csv", "a,b\n1,2\nNA,NA\n", "line 3: every value is missing", 1),
-        ("x.csv", "", "line 1: a CSV file begins with a line that names the fields", 0),
+        ("x.csv", "", "line 1: a CSV file must begin with a line of field names", 0),
         ("x.jsonl", '{"a":1}\n{"a":1\n', "line 2: not a JSON object", 1),
         ("x.jsonl", '{"a":1}\n\n[1]\n', "line 3: not a JSON object", 1),
         ("x.jsonl", '{"a":null}\n', "line 1: every value is missing", 0),
@@ -123,7 +123,7 @@ def test_a_file_that_cannot_be_read_is_wrong_usage(client: Client, tmp_path: Pat
     for file in (str(tmp_path / "none.csv"), str(tmp_path)):
         done = call("publish", "s", file, "--format", "csv", url=client.url)
         assert done.code == 2
-        assert "cannot be read" in done.err
+        assert "cannot read" in done.err
     assert call("publish", "s", "data.parquet", url=client.url).code == 2
 
 

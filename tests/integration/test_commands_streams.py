@@ -41,9 +41,9 @@ def test_streams_are_announced_shown_released_and_done(client: Client) -> None:
         }  # fmt: skip
         assert {row["stream"]: row["lag_exact"] for row in found["shown"]} == {"call:1": True, "call:2": False}
         hint = call("streams", "calls", "--group", "nosuch", *url).err
-        assert "none of these streams has a group 'nosuch'; millstream groups list STREAM" in hint
+        assert "none of these streams has a group 'nosuch'; see: millstream groups list STREAM" in hint
         shown = call("streams", "calls", *url).out
-        assert "2 streams: 2 with an owner, 0 free; 0 announced and not read yet, 0 dead letters" in shown
+        assert "2 streams: 2 with an owner, 0 free; 0 announced but not read yet, 0 dead letters" in shown
         assert call("release", "calls", "call:1", *url).out == "call:1 is released\n"
         told = [balancer.next(FAIL_SAFE_S) for _ in range(2)]
         assert any(isinstance(one, StreamDisowned) and one.lease == leases["call:1"] for one in told)
@@ -59,11 +59,11 @@ def test_streams_are_announced_shown_released_and_done(client: Client) -> None:
 def test_what_is_not_known_is_named(client: Client) -> None:
     url = ("--url", client.url)
     unknown = call("streams", "cals", *url)
-    assert (unknown.code, "nothing was ever announced to 'cals'" in unknown.err) == (2, True)
+    assert (unknown.code, "unknown service 'cals'" in unknown.err) == (2, True)
     call("announce", "calls", "call:1", *url)
     not_read = call("release", "calls", "call:1", "call:9", *url)
     assert (not_read.code, "'call:1', 'call:9'" in not_read.err) == (2, True)
-    assert "millstream streams calls shows" in not_read.err
+    assert "see: millstream streams calls" in not_read.err
     wrong = call("announce", "calls", "call:2", "--info", "night", *url)
     assert (wrong.code, "is not JSON" in wrong.err) == (2, True)
     unasked = call("done", "calls", "call:1", *url)
@@ -84,7 +84,7 @@ def test_many_streams_are_announced_at_once_or_none(client: Client) -> None:
     url = ("--url", client.url)
     first = call("announce", "calls", "call:1", "call:2", *url)
     assert first.out == "call:1 is announced to calls\ncall:2 is announced to calls\n"
-    assert "'calls' is new here" in first.err
+    assert "'calls' is a new service" in first.err
     assert call("announce", "calls", "-", *url, stdin=b"call:3\ncall:4\n").code == 0
     assert call("announce", "calls", "call:5", "call:a}b", *url).code == 2
     assert client.execute("XLEN", KEYS.input) == 4
@@ -106,11 +106,11 @@ def test_a_handler_is_announced_to_where_it_listens(client: Client) -> None:
             client.execute("XADD", f"line:{listens}", "*", "n", 7)
             said = call("announce", "app.handle", f"line:{listens}", *url)
             own = listens != "plant"
-            assert said.out.endswith("to app.handle\n" if own else "to plant, where app.handle listens\n")
+            assert said.out.endswith("to app.handle\n" if own else "to plant, the service of app.handle\n")
             eventually(partial(_has_outputs, client, 1 + own))
             assert call("release", "app.handle", f"line:{listens}", *url).code == 0
             unknown = call("release", "app.handle", "nope", *url)
-            assert "app.handle does not know 'nope'" in unknown.err
+            assert "unknown streams of app.handle: 'nope'" in unknown.err
             assert "1 stream" in call("streams", "app.handle", *url).out
 
 

@@ -72,7 +72,7 @@ def test_what_is_not_there_is_said(client: Client) -> None:
     assert shown.out.count("\n") == 1
     assert shown.err.splitlines() == [
         "no stream matches x:*",
-        "none: there are no entries: there is no such stream, or it is empty",
+        "none: no entries: the stream does not exist or is empty",
     ]
 
 
@@ -168,7 +168,7 @@ def test_the_streams_of_a_pattern_are_followed_and_those_made_later_and_ctrl_c_e
         outcome = ended(process)
     found = sorted((str(entry["stream"]), str(entry["fields"])) for entry in shown)
     assert found == [("a:1", "{'n': '4'}"), ("a:2", "{'n': '1'}"), ("a:2", "{'n': '2'}")]
-    said = "following 1 stream, and those made later that match a:*; Ctrl-C ends it\n"
+    said = "following 1 stream, and new ones that match a:*; Ctrl-C ends it\n"
     assert outcome == Outcome(code=130, out="", err=said)
 
 
@@ -207,7 +207,7 @@ def test_what_cannot_be_shown_any_more_is_told_at_its_place(client: Client, form
             "event": "gap", "stream": "s", "after": "5-1", "reason": "recreated", "missed": None
         }  # fmt: skip
     else:
-        assert "s: the stream was deleted and made anew, after 5-1\n" in err
+        assert "s: the stream was deleted and created again, after 5-1\n" in err
 
 
 def test_a_stream_of_a_pattern_that_becomes_something_else_is_left_out(client: Client) -> None:
@@ -218,7 +218,7 @@ def test_a_stream_of_a_pattern_that_becomes_something_else_is_left_out(client: C
         client.execute("SET", "s:1", "text")
         assert process.stderr is not None
         assert process.stderr.readline().startswith(b"following 2 streams, ")
-        assert b"tail leaves out s:1: s:1 is not a stream" in process.stderr.readline()
+        assert b"tail skips the stream s:1: s:1 is not a stream" in process.stderr.readline()
         client.execute("XADD", "s:2", "*", "n", 2)
         client.execute("DEL", "s:1")
         assert lines(process, 1)[0]["stream"] == "s:2"
@@ -238,7 +238,7 @@ def test_a_stream_of_a_pattern_that_may_not_be_read_is_named_and_not_counted(cli
             assert lines(process, 1)[0]["stream"] == "s:2"
     finally:
         client.execute("ACL", "DELUSER", "some")
-    assert said[0].startswith(b"WARNING tail leaves out s:3: the Redis user may not do ")
+    assert said[0].startswith(b"WARNING tail skips the stream s:3: the Redis user may not do ")
     assert said[1].startswith(b"following 2 streams, ")
 
 

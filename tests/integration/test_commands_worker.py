@@ -95,7 +95,7 @@ def test_processes_share_the_work_say_what_they_did_and_end_in_order(client: Cli
     last = {event["worker"]: event["handlers"]["handle"] for event in events if event["event"] == "figures"}
     assert sum(figures["committed"] for figures in last.values()) == 200
     assert len({entry[b"pid"] for entry in done(client)}) == 2
-    assert outcome.err.startswith("left out, as they need Spark: the stages copy; `millstream run` runs them\n")
+    assert outcome.err.startswith("not run: the stages copy need Spark; use `millstream run`\n")
     assert outcome.err.count("a handler may print") == outcome.err.count('{"event": "figures"}') == 200
     assert client.execute("XPENDING", "orders", "millstream:shop.handle")[0] == 0
 
@@ -223,7 +223,7 @@ def test_a_redis_that_evicts_keys_is_warned_of_once(millstream_fresh_server: Emb
         with running("worker", app, "--processes", "2", url=client.url) as worker:
             eventually(lambda: done(client) or worker.poll() is not None, "the message")
             outcome = end(worker)
-    assert (outcome.code, outcome.err.count("evicts keys when it is full")) == (0, 1)
+    assert (outcome.code, outcome.err.count("evicts keys at maxmemory")) == (0, 1)
 
 
 def test_the_processes_find_the_modules_that_their_supervisor_finds(

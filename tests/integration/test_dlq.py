@@ -170,7 +170,7 @@ def test_what_is_no_dead_letter_is_shown_as_such_and_never_sent_back(
     back = call("dlq", "redrive", "--all", "--yes", "--json", url=client.url)
     assert back.code == 1
     assert back.json() == {"selected": 2, "redriven": 1, "dry_run": False}
-    assert f"letter {foreign_id} stays: it is no dead letter" in back.err
+    assert f"letter {foreign_id} was not redriven: it is no dead letter" in back.err
     assert [line["letter_id"] for line in call("dlq", "list", "--json", url=client.url).json_lines()] == [foreign_id]
     assert call("dlq", "purge", "--reason", "unreadable", "--yes", "--json", url=client.url).json()["purged"] == 1
 
@@ -386,7 +386,7 @@ def test_an_entry_with_too_many_fields_stays_and_is_said_how_to_help(client: Cli
     wide_id, _ = bury(client, letter("1-0", pairs=[part for name in names for part in (name, b"")]), letter("2-0"))
     done = call("dlq", "redrive", "--all", "--yes", "--json", url=client.url)
     assert done.code == 1
-    assert f"letter {wide_id} stays: its 4,000 fields are too many for one atomic step" in done.err
+    assert f"letter {wide_id} was not redriven: its 4,000 fields are too many for one atomic step" in done.err
     assert done.json()["redriven"] == 1
     assert len(call("dlq", "show", wide_id, "--json", url=client.url).json()["fields"]) == 4_000
 
@@ -398,7 +398,7 @@ def test_a_stream_that_became_something_else_loses_no_letter(client: Client) -> 
     why = "nothing can be added to flights: the key holds no stream"
     assert [(one.new_id, one.problem) for one in box.redrive(box.select(DeadLetterFilter()))] == [(None, why)] * 2
     done = call("dlq", "redrive", "--all", "--yes", url=client.url)
-    assert (done.code, done.err.count(f"stays: {why}\n")) == (1, 2)
+    assert (done.code, done.err.count(f"was not redriven: {why}\n")) == (1, 2)
     assert client.execute("XLEN", KEYS.dead) == 2
 
 

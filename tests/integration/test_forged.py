@@ -91,7 +91,7 @@ def test_a_forged_letter_is_shown_as_unreadable_and_stops_no_other(
         assert call("dlq", "show", letter_id, "--json", url=client.url).code == 0
     redriven = harmless(call("dlq", "redrive", "--all", "--yes", url=client.url))
     assert (redriven.code, redriven.out) == (1, "2 dead letters redriven\n")
-    assert "letter 2-1 stays" in redriven.err
+    assert "letter 2-1 was not redriven" in redriven.err
     assert client.execute("XLEN", KEYS.stream) == 2
     assert client.execute("XLEN", KEYS.dead) == 1
 
@@ -114,7 +114,7 @@ def test_letters_of_a_stream_that_cannot_be_added_to_stop_no_others(client: Clie
     client.execute("SET", "payments", "text")
     redriven = call("dlq", "redrive", "--all", "--yes", url=client.url)
     assert (redriven.code, redriven.out) == (1, "2 dead letters redriven\n")
-    assert "letter 2-1 stays: nothing can be added to payments: the key holds no stream" in redriven.err
+    assert "letter 2-1 was not redriven: nothing can be added to payments: the key holds no stream" in redriven.err
 
 
 # --- Handlers ---
@@ -243,7 +243,7 @@ def test_a_forged_owner_of_a_stream_is_unreadable_and_the_others_are_shown(clien
     assert shown.code == 0
     found = call("streams", "calls", "--json", url=client.url).json()
     assert {one["stream"]: one["state"] for one in found["shown"]} == {
-        "call:1": "unreadable", "call:2": "left out", EVIL: "free",
+        "call:1": "unreadable", "call:2": "excluded", EVIL: "free",
     }  # fmt: skip
     assert {one["name"]: one["unreadable"] for one in found["consumers"]} == {"w1": False, "w2": True, EVIL: True}
 

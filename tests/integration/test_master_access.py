@@ -28,7 +28,7 @@ def test_a_master_does_not_start_without_a_token_unless_it_is_told_to(millstream
     assert (refused.code, "--token" in refused.err) == (2, True)
     (tmp_path / "tokens").write_text("0123456789abcdef sing\n")
     refused = call("master", *NAMES, "--token-file", str(tmp_path / "tokens"), url=millstream_url)
-    assert (refused.code, "no scope" in refused.err) == (2, True)
+    assert (refused.code, "unknown scope" in refused.err) == (2, True)
     with Master(millstream_url, "--insecure-no-token", token=None) as open_master:
         assert httpx.get(f"{open_master.url}/api/tickets", timeout=FAIL_SAFE_S, trust_env=False).status_code == 200
 

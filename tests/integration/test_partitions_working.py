@@ -232,14 +232,14 @@ def test_the_command_shows_generations_and_seals_and_whether_keys_move(millstrea
         found = shown(millstream_url)
         assert (found["generation"], found["counts"], found["growing"]) == (2, [2, 3], None)
         assert [one["since"] for one in found["partitions"]] == [1, 1, 2]
-        assert [one["seal"] is None for one in found["partitions"]] == [False, False, True]
+        assert [one["closed_at"] is None for one in found["partitions"]] == [False, False, True]
         assert sum(one["entries"] for one in found["partitions"]) == len(KEYS)
-        assert [one["since"] for one in found["moves"]["app.handle"]] == [2, 2]
+        assert [one["since"] for one in found["undrained"]["app.handle"]] == [2, 2]
         words = call("partitions", "show", BASE, url=millstream_url).out
         assert "keys that left {orders.0} with generation 2" in words
         with all_working(client, handler_of(books.handle), "w1"):
             eventually(lambda: settled(client))
-        assert shown(millstream_url)["moves"] == {"app.handle": []}
+        assert shown(millstream_url)["undrained"] == {"app.handle": []}
 
 
 def test_a_killed_growth_is_shown_and_ended_by_the_next(millstream_url: str) -> None:

@@ -199,7 +199,7 @@ def test_a_server_that_does_not_stop_in_order_is_killed(monkeypatch: pytest.Monk
 
 
 def test_stopping_twice_and_using_a_stopped_server_is_harmless_or_clear(server: EmbeddedServer) -> None:
-    with pytest.raises(ServerError, match="runs already"):
+    with pytest.raises(ServerError, match="is already running"):
         server.start()
     server.stop()
     server.stop()
@@ -358,7 +358,7 @@ def test_a_port_lost_to_somebody_else_is_replaced(monkeypatch: pytest.MonkeyPatc
 
 def test_a_fixed_port_that_is_taken_is_a_clear_error(taken_port: int, tmp_path: Path) -> None:
     server = EmbeddedServer(port=taken_port, data_dir=tmp_path)
-    with pytest.raises(ServerError, match=f"port {taken_port} is taken: stop the server"):
+    with pytest.raises(ServerError, match=f"port {taken_port} is in use: stop the server"):
         server.start()
     assert not server.running
     with EmbeddedServer(data_dir=tmp_path) as next_one:
@@ -447,7 +447,7 @@ def test_a_redis_server_older_than_7_0_is_refused(
 
 def test_a_directive_that_redis_refuses_is_shown_with_its_own_words() -> None:
     server = EmbeddedServer(extra={"maxmemory-polizy": "noeviction"})
-    with pytest.raises(ServerError, match=r"(?s)ended with code 1.*maxmemory-polizy.*Bad directive"):
+    with pytest.raises(ServerError, match=r"(?s)exited with code 1.*maxmemory-polizy.*Bad directive"):
         server.start()
     assert not server.running
 

@@ -107,7 +107,7 @@ def test_every_counter_is_there_before_the_first_message(client: Client) -> None
     def fail(message: Message) -> None:
         raise ValueError("always")
 
-    dead = 'millstream_messages_dead_total{handler="app.handle",reason="failed"}'
+    dead = 'millstream_messages_dead_lettered_total{handler="app.handle",reason="failed"}'
     trimmed = 'millstream_messages_trimmed_total{handler="app.handle"}'
     with (
         HealthServer(health, recorder) as server,

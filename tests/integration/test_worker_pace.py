@@ -217,7 +217,7 @@ def test_the_commands_pause_and_resume_a_handler_on_its_streams_and_info_shows_i
     assert done.json() == {"app": "shop", "handler": "bill", "streams": ["a", "b"], "paused": True}
     assert paused(client, "shop", "bill", "a", "b") == [True, True]
     assert paused(client, "shop", "ship", "a") == [False]
-    assert "shop.bill goes on on a" in call("resume", "shop.bill", "--stream", "a", url=client.url).out
+    assert "shop.bill is resumed on a" in call("resume", "shop.bill", "--stream", "a", url=client.url).out
     assert paused(client, "shop", "bill", "a", "b") == [False, True]
     shown = call("info", "--json", url=client.url).json()["handlers"]
     assert {(one["handler"], one["stream"]): one["paused"] for one in shown} == {
@@ -234,7 +234,7 @@ def test_the_commands_pause_and_resume_a_handler_on_its_streams_and_info_shows_i
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (("bill",), "bank and shop have a handler 'bill' each: write bank.bill"),
+        (("bill",), "several apps have a handler 'bill', bank and shop: write bank.bill"),
         (("shop.bill", "--stream", "z"), "no handler 'shop.bill' has run on 'z'"),
         (("nobody",), "no handler 'nobody' has run on this Redis"),
     ],

@@ -203,7 +203,7 @@ def test_info_counts_consumers_that_were_heard_of_or_whose_name_is_held(client: 
     def found() -> Collection[str]:
         client.execute("XADD", "in", "*", "n", 1)
         client.execute("XREADGROUP", "GROUP", keys.group, "heard", "COUNT", 1, "STREAMS", "in", ">")
-        return find_workers(client, [keys], heard_ms=500)[keys]
+        return find_workers(client, [keys], idle_ms=500)[keys]
 
     eventually(lambda: found() == {"held", "heard"})
     assert find_workers(client, [keys]) == {keys: {"quiet", "held", "heard"}}
@@ -264,7 +264,7 @@ def test_one_stream_that_cannot_be_worked_on_is_nobody_elses_trouble_and_comes_b
 def left_out(client: Client, service: str) -> dict[str, str | None]:
     """Return the excluded streams that the command shows, and why."""
     found = call("streams", service, "--json", "--url", client.url).json()
-    return {row["stream"]: row["left_out"] for row in found["shown"] if row["state"] == "left out"}
+    return {row["stream"]: row["excluded_reason"] for row in found["shown"] if row["state"] == "excluded"}
 
 
 def test_what_is_announced_and_is_no_stream_is_left_out_until_it_is_one(
@@ -278,7 +278,7 @@ def test_what_is_announced_and_is_no_stream_is_left_out_until_it_is_one(
         eventually(lambda: len(rows(client)) == 1)
         eventually(lambda: "te\nxt" in left_out(client, "calls"))
         assert "holds a string where a stream is needed" in (left_out(client, "calls")["te\nxt"] or "")
-        assert "left out" in call("streams", "calls", "--url", client.url).out
+        assert "excluded" in call("streams", "calls", "--url", client.url).out
         assert r"cannot process stream 'te\nxt'" in caplog.text
         assert r"run: millstream done calls 'te\nxt'" in caplog.text
         client.execute("DEL", "te\nxt")

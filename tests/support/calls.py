@@ -1,4 +1,4 @@
-"""What a piece of code costs, in calls: the same on any machine, however busy it is."""
+"""Cost of code in function calls: independent of the machine and its load."""
 
 import sys
 from collections.abc import Callable
@@ -6,7 +6,7 @@ from types import FrameType
 
 
 def calls_of(what: Callable[[], object]) -> list[str]:
-    """The names of all functions, of Python and of C, that are called when `what` is."""
+    """The names of all functions, Python and C, that a call of `what` calls."""
     names: list[str] = []
 
     def note(frame: FrameType, event: str, argument: object) -> None:

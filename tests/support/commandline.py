@@ -1,4 +1,4 @@
-"""Running `millstream` in tests: in this process, or as a process of its own."""
+"""Runs `millstream` in tests, in this process or as a separate one."""
 
 import json
 import os
@@ -23,30 +23,30 @@ _NO_CLIENTS = range(10_000, 32_768)
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What a command printed, and its exit code."""
+    """The output and exit code of a command."""
 
     code: int
     out: str
     err: str
 
     def json(self) -> Any:
-        """Its output, one JSON value."""
+        """Its output as one JSON value."""
         assert self.out, f"exit code {self.code} and no output: {self.err}"
         return json.loads(self.out)
 
     def json_lines(self) -> list[Any]:
-        """Its output, a JSON value per line."""
+        """Its output as one JSON value per line."""
         return [json.loads(line) for line in self.out.splitlines()]
 
 
 def call(*args: str, url: str | None = None, stdin: bytes = b"") -> Outcome:
-    """Run `millstream ARGS` in this process. What it raises beyond its own errors is raised here."""
+    """Run `millstream ARGS` in this process. Raises exceptions that the command does not handle."""
     result = CliRunner().invoke(main, args, input=stdin, env={"MILLSTREAM_URL": url}, catch_exceptions=False)
     return Outcome(code=result.exit_code, out=result.stdout, err=result.stderr)
 
 
 def run(*args: str, url: str | None = None, stdin: bytes = b"", env: Mapping[str, str] | None = None) -> Outcome:
-    """Run `millstream ARGS` as a process of its own."""
+    """Run `millstream ARGS` as a process, to its end."""
     done = subprocess.run(
         [*PROGRAM, *args],
         input=stdin,
@@ -61,7 +61,7 @@ def run(*args: str, url: str | None = None, stdin: bytes = b"", env: Mapping[str
 def start(
     *args: str, url: str | None = None, stdin: int = subprocess.DEVNULL, stderr: int | IO[bytes] = subprocess.PIPE
 ) -> subprocess.Popen[bytes]:
-    """Start `millstream ARGS` as a process of its own; the caller ends it."""
+    """Start `millstream ARGS` as a process; the caller ends it."""
     return subprocess.Popen([*PROGRAM, *args], env=environment(url), stdin=stdin, stdout=subprocess.PIPE, stderr=stderr)
 
 
@@ -69,7 +69,7 @@ def start(
 def running(
     *args: str, url: str | None = None, stdin: int = subprocess.DEVNULL, stderr: int | IO[bytes] = subprocess.PIPE
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """`start`, and the end of that process when the test has come to its own."""
+    """`start`, and kill the process at the end of the block."""
     with start(*args, url=url, stdin=stdin, stderr=stderr) as process:
         try:
             yield process
@@ -78,19 +78,19 @@ def running(
 
 
 def ended(process: subprocess.Popen[bytes], stdin: bytes | None = None) -> Outcome:
-    """What a process prints from now on, once it has ended by itself."""
+    """Wait for the end of a process; return its remaining output."""
     out, err = process.communicate(stdin, timeout=FAIL_SAFE_S)
     return Outcome(code=process.returncode, out=out.decode(), err=(err or b"").decode())
 
 
 def environment(url: str | None, more: Mapping[str, str] | None = None) -> dict[str, str]:
-    """This process's environment, with MILLSTREAM_URL as asked."""
+    """This process's environment, with MILLSTREAM_URL set or removed."""
     rest = {name: value for name, value in os.environ.items() if name != "MILLSTREAM_URL"}
     return {**rest, **({"MILLSTREAM_URL": url} if url else {}), **(more or {})}
 
 
 def lives(pid: int) -> bool:
-    """Whether a process is there and has not ended; one that has, and waits to be buried, does not live."""
+    """Whether a process exists and is not a zombie."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (FileNotFoundError, ProcessLookupError):
@@ -100,15 +100,15 @@ def lives(pid: int) -> bool:
 
 @contextmanager
 def reserved_port() -> Iterator[int]:
-    """A port of 127.0.0.1 that no other program is given meanwhile; a server that asks for this one gets it."""
+    """A port of 127.0.0.1 that no other program gets within the block; a server that binds to it explicitly can."""
     with socket.socket() as found:
-        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do: it is bound, but not listened on
+        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do: it is bound, but does not listen
         found.bind(("127.0.0.1", 0))
         yield int(found.getsockname()[1])
 
 
 def free_port() -> int:
-    """A port of 127.0.0.1 that no program listens on, and that no client gets for its own end of a connection meanwhile."""
+    """A port of 127.0.0.1 that no program listens on, outside the range of outgoing connections."""
     while True:
         port = secrets.choice(_NO_CLIENTS)
         with suppress(OSError), socket.create_server(("127.0.0.1", port)):

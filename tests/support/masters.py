@@ -1,4 +1,4 @@
-"""`millstream master` as a process of its own, and consumers that follow the memo to the letter, for tests."""
+"""`millstream master` as a process, and consumers that follow the memo literally, for tests."""
 
 import os
 import signal
@@ -27,13 +27,13 @@ KEYS = HandlerKeys("master", GROUP, STREAM)
 QUICK = ("--ping-interval-s", "0.2", "--ping-failures", "2", "--min-idle-time-s", "0.5", "--retry-delay-s", "0.05")
 
 PATIENT = ("--ping-failures", "100000")
-"""Given to a master, it looks as often, but takes no consumer for dead whose process gets no CPU for a while."""
+"""With these options a master checks as often, but declares no consumer dead whose process gets no CPU for a while."""
 
 Pair = tuple[str, dict[str, str]]
 
 
 class Master:
-    """A master process. A context manager, at whose end it is gone."""
+    """A master process. A context manager; its exit kills the process."""
 
     def __init__(
         self, url: str, *options: str, token: str | None = TOKEN, env: Mapping[str, str] | None = None
@@ -70,19 +70,19 @@ class Master:
         return self.http.post(f"/api/{path}", json=body)
 
     def get(self, path: str, **params: str | int) -> Any:
-        """What the API shows."""
+        """The JSON answer of a GET."""
         found = self.http.get(f"/api/{path}", params=params)
         assert found.status_code == 200, found.text
         return found.json()
 
     def state_of(self, name: str) -> str | None:
-        """What the master thinks of a consumer."""
+        """The state of a consumer, as the master shows it."""
         found = {one["consumer_name"]: one["state"] for one in self.get("consumers")["consumers"]}
         return found.get(name)
 
 
 class HealthPage:
-    """A health URL that a test may have fail. A context manager."""
+    """A health URL that a test can let fail. A context manager."""
 
     def __init__(self) -> None:
         self.status = 200
@@ -120,14 +120,14 @@ class HealthPage:
         self.close()
 
     def close(self) -> None:
-        """Answer no more."""
+        """Stop answering."""
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
 
 
 class SilentPage:
-    """A health URL that takes every call and answers none. A context manager."""
+    """A health URL that accepts every call and never answers. A context manager."""
 
     def __init__(self) -> None:
         self.calls = 0
@@ -155,7 +155,7 @@ class SilentPage:
 
 
 class Foreign:
-    """A consumer as the memo has it: nothing but XREADGROUP 0, XACK and two calls of HTTP. A context manager."""
+    """A consumer as in the memo: only XREADGROUP 0, XACK and two HTTP calls. A context manager."""
 
     def __init__(self, client: Client, name: str, **more: object) -> None:
         self.name = name
@@ -176,13 +176,13 @@ class Foreign:
         return self
 
     def read(self) -> list[Pair]:
-        """Ids and fields of what is pending with this consumer."""
+        """Ids and fields of the entries pending with this consumer."""
         command = ("XREADGROUP", "GROUP", GROUP, self.name, "COUNT", 100, "STREAMS", STREAM, "0")
         found = self._client.execute(*command)
         return [(one.decode(), _fields(pairs)) for one, pairs in found[0][1]] if found else []
 
     def next(self) -> Pair:
-        """The first message that is delegated, once there is one."""
+        """The first assigned message; waits for it."""
         found: list[Pair] = eventually(self.read, f"a message for {self.name}")
         return found[0]
 
@@ -191,11 +191,11 @@ class Foreign:
         return int(self._client.execute("XACK", STREAM, GROUP, message_id))
 
     def acknowledge(self, master: Master, message_id: str) -> httpx.Response:
-        """Tell the master only."""
+        """Acknowledge at the master only."""
         return master.post("messages/acknowledge", consumer=self.name, message_id=message_id)
 
     def finish(self, master: Master, message_id: str) -> dict[str, Any]:
-        """Acknowledge in Redis, and tell the master."""
+        """Acknowledge in Redis and at the master."""
         self.xack(message_id)
         found = self.acknowledge(master, message_id)
         assert found.status_code == 200, found.text
@@ -203,25 +203,25 @@ class Foreign:
 
 
 def publish(client: Client, *tickets: str) -> list[str]:
-    """Add a message for each of these tickets; return the ids."""
+    """Publish one message per ticket; return the ids."""
     return [
         client.execute("XADD", STREAM, "*", "ticket_id", ticket, "n", n).decode() for n, ticket in enumerate(tickets)
     ]
 
 
 def holders(client: Client) -> dict[str, str]:
-    """Who has what, by XPENDING."""
+    """The consumer of each pending entry, by XPENDING."""
     return {one.decode(): name.decode() for one, name, *_ in client.execute("XPENDING", STREAM, GROUP, "-", "+", 1_000)}
 
 
 def is_read(client: Client) -> bool:
-    """Whether the group has been given all that there is."""
+    """Whether all entries of the stream were delivered to the group."""
     last = client.execute("XREVRANGE", STREAM, "+", "-", "COUNT", 1)
     return bool(last) and last[0][0] in [group[7] for group in client.execute("XINFO", "GROUPS", STREAM)]
 
 
 def is_clean(client: Client) -> bool:
-    """Whether all is read, nothing is pending and nothing is kept of any line."""
+    """Whether all is read, nothing is pending and no key queue has left state."""
     return (
         is_read(client)
         and not holders(client)
@@ -237,7 +237,7 @@ def end(process: subprocess.Popen[bytes], number: int = signal.SIGTERM) -> int:
 
 
 def python(*args: str, **env: str) -> subprocess.Popen[bytes]:
-    """A Python process with these arguments and more environment."""
+    """A Python process with these arguments and environment variables."""
     return subprocess.Popen([sys.executable, *args], env={**os.environ, **env})
 
 

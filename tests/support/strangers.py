@@ -85,7 +85,7 @@ class Service:
 
     def logged(self) -> list[str]:
         """The lines of its log, without those of a consumer that finds no master."""
-        return [line for line in self._log.read_text().splitlines() if "waits to be registered" not in line]
+        return [line for line in self._log.read_text().splitlines() if "is not registered yet" not in line]
 
     def post_head(self, size: int) -> bytes:
         """The head of a request with a body of so many bytes."""

@@ -1,17 +1,17 @@
-"""Forms in which people write the URL of a Redis with a password: right, wrong, and malformed."""
+"""URLs of a Redis with a password: valid, wrong and malformed."""
 
 CANARY = "c4n4ry-in-a-coal-mine"
-"""No message may have it, nor the beginning or the end of it."""
+"""No output may contain it, nor its beginning or end."""
 
 NOWHERE = "127.0.0.1:1"
 
 FORMS = (
-    # A password that is not encoded, with every character that ends a part of a URL.
+    # A password that is not encoded, with every delimiter of a URL.
     *(f"redis://:{CANARY}{c}x@{NOWHERE}/0" for c in "/?#@:[]% \\\t'\"&="),
     *(f"redis://:a{c}{CANARY}@{NOWHERE}/0" for c in "/?#@[]% \\\t'\"&="),
     *(f"redis://me:1{c}{CANARY}@{NOWHERE}/0" for c in "/?#"),
     f"redis://:{CANARY}/%zz@h[/0",
-    # In another place than where it belongs.
+    # In the wrong place.
     f"redis://{NOWHERE}/0?password={CANARY}",
     f"redis://{NOWHERE}/0?nonsense=1&password={CANARY}",
     f"redis://{NOWHERE}/0?{CANARY}",
@@ -22,7 +22,7 @@ FORMS = (
     f"redis+sentinel://{NOWHERE}/name/0?password={CANARY}",
     f"redis://{CANARY}@{NOWHERE}",
     f"redis://{CANARY}:@{NOWHERE}",
-    # Something is missing, or is too much.
+    # A part is missing or superfluous.
     f":{CANARY}@{NOWHERE}",
     f"me:{CANARY}@{NOWHERE}",
     f"{CANARY}@{NOWHERE}",
@@ -42,7 +42,7 @@ FORMS = (
     f"URL=redis://me:{CANARY}@{NOWHERE}/0",
     f"redis+sentinel://me:{CANARY}@{NOWHERE}",
     f"redis+cluster://me:{CANARY}@{NOWHERE}/7",
-    # As it ought to be.
+    # Valid.
     f"redis://:{CANARY}@{NOWHERE}/0",
     f"redis://me:{CANARY}@{NOWHERE}/0",
     f"redis://me:%61{CANARY}%2Fx@{NOWHERE}/0",
@@ -54,5 +54,5 @@ FORMS = (
 
 
 def told(text: str) -> bool:
-    """Whether a text gives the canary away, or a piece of it that says much."""
+    """Whether a text contains the canary, or a piece of six characters of it."""
     return any(CANARY[at : at + 6] in text for at in range(len(CANARY) - 5))

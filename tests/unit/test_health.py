@@ -74,12 +74,12 @@ def test_work_in_hand_of_which_nothing_ends_is_not_healthy_although_it_reads(
     progress.read()
     assert ask(server, "/healthz") == (200, [])
     clock.sleep_ms(1)
-    assert ask(server, "/healthz") == (503, ["shop.total: 2 in hand, and no run has ended for 35.0 s"])
+    assert ask(server, "/healthz") == (503, ["shop.total: no run has ended for 35.0 s, with 2 in progress"])
     progress.ended()
     assert ask(server, "/healthz") == (200, [])
     clock.sleep_ms(35_001)
     progress.read()
-    assert ask(server, "/healthz") == (503, ["shop.total: 1 in hand, and no run has ended for 35.0 s"])
+    assert ask(server, "/healthz") == (503, ["shop.total: no run has ended for 35.0 s, with 1 in progress"])
     progress.ended()
     assert ask(server, "/healthz") == (200, [])
 
@@ -105,7 +105,7 @@ def test_a_stuck_handler_does_not_hide_behind_a_busy_one(
         busy.read()
         with busy.running(100):
             pass
-    assert ask(server, "/healthz") == (503, ["shop.stuck: 1 in hand, and no run has ended for 40.0 s"])
+    assert ask(server, "/healthz") == (503, ["shop.stuck: no run has ended for 40.0 s, with 1 in progress"])
 
 
 def test_a_worker_is_ready_only_after_its_first_read(server: HealthServer, health: Health) -> None:
@@ -173,7 +173,7 @@ def test_other_pages_and_methods_are_refused(server: HealthServer) -> None:
 
 
 def test_a_caller_that_says_nothing_holds_up_no_other(server: HealthServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("millstream.observability.health._CALLER_S", 10 * FAIL_SAFE_S)
+    monkeypatch.setattr("millstream.observability.health._CLIENT_TIMEOUT_S", 10 * FAIL_SAFE_S)
     host, _, port = server.url.removeprefix("http://").partition(":")
     with socket.create_connection((host, int(port))):
         assert httpx.get(f"{server.url}/healthz", timeout=FAIL_SAFE_S).status_code == 200

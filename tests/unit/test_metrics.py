@@ -107,7 +107,7 @@ def test_a_loop_that_has_done_nothing_yet_shows_each_of_its_counters_at_nought()
     figures = exported(recorder)
     handler = ("handler", "a.b")
     for reason in get_args(Reason):
-        assert figures["millstream_messages_dead_total", frozenset({handler, ("reason", reason)})] == 0
+        assert figures["millstream_messages_dead_lettered_total", frozenset({handler, ("reason", reason)})] == 0
     shown = {name for name, _ in figures}
     for name in re.findall(r"\.count\(m\.([A-Z_]+)", Path(report_module.__file__).read_text()):
         assert getattr(metrics, name).name in shown, f"{name} is counted, and not there before"

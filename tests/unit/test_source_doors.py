@@ -26,7 +26,7 @@ def shown(error: BaseException) -> str:
     ("given", "complaint"),
     [
         ({"url": "http://x"}, "the URL must begin with redis://"),
-        ({"url": "redis://h:1/0x"}, "'0x' is no database"),
+        ({"url": "redis://h:1/0x"}, "'0x' is not a database"),
         ({"maxOffsetsPerTrigger": "0"}, "must be a whole number"),
         ({"starttt": "x"}, "option 'starttt' is unknown"),
         ({"startingOffsets": "9-0", "endingOffsets": "8-0"}, "and end before that"),

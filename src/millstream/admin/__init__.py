@@ -1,1 +1,1 @@
-"""What operators see and may do: figures of streams, groups and handlers, and the rights of each role in Redis."""
+"""Inspection of streams, groups and handlers for operators, and the ACL rights of each role."""

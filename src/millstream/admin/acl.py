@@ -1,8 +1,8 @@
-"""What each kind of process does in Redis, as data: the commands and keys that its ACL user needs, and no more.
+"""ACL roles: the commands and keys that each kind of process needs in Redis, and no more.
 
-Redis checks every command that a script runs as if the user had sent it (Redis documentation, "ACL" and "Scripting with
-Lua"), so what a script does is listed beside what is sent. Tests hold the lists against the scripts, and run every
-role without each of its rights.
+Redis checks every command in a script as if the user had sent it (Redis documentation, "ACL" and "Scripting with
+Lua"), so the commands of scripts are listed as well as direct ones. Tests compare the lists with the scripts, and run
+every role without each of its rights.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -42,10 +42,10 @@ class RoleName(StrEnum):
     OPERATOR = "operator"
 
 
-_LINES = "exists hdel hexists hget hkeys llen lpush lrange lrem rpush time unlink xclaim zrange zrem"
+_QUEUES = "exists hdel hexists hget hkeys llen lpush lrange lrem rpush time unlink xclaim zrange zrem"
 _GROUP = "exists hexists hkeys hmget xclaim xgroup|create xgroup|delconsumer xinfo|consumers xinfo|groups"
-_TAKEOVER = f"{_LINES} {_GROUP} del hset xpending xrevrange"
-_COMPLETED = f"{_LINES} hincrby hlen hset lpop rename"
+_TAKEOVER = f"{_QUEUES} {_GROUP} del hset xpending xrevrange"
+_COMPLETED = f"{_QUEUES} hincrby hlen hset lpop rename"
 _MAY_COMMIT = "hdel hincrby hset xadd"
 _SERVICE = (
     "hdel hget hincrby hset lpush sadd scard srandmember srem time xack xadd xclaim xdel xgroup|create "
@@ -54,50 +54,50 @@ _SERVICE = (
 
 SCRIPTS: Mapping[str, str] = {
     "groups/ack_owned": "xack xpending",
-    "keys/requeue_pending": f"{_LINES} hmget linsert lpos xpending",
-    "commit/advance_committed": f"{_LINES} hmget hset",
-    "keys/defer": f"{_LINES} {_GROUP} hset lindex zadd",
-    "keys/deferred_keys": _LINES,
-    "keys/runnable_keys": f"{_LINES} {_GROUP} hlen zrangebyscore",
-    "partitions/import_keys": f"{_LINES} hset hsetnx",
+    "keys/requeue_pending": f"{_QUEUES} hmget linsert lpos xpending",
+    "commit/advance_committed": f"{_QUEUES} hmget hset",
+    "keys/defer": f"{_QUEUES} {_GROUP} hset lindex zadd",
+    "keys/deferred_keys": _QUEUES,
+    "keys/runnable_keys": f"{_QUEUES} {_GROUP} hlen zrangebyscore",
+    "partitions/import_keys": f"{_QUEUES} hset hsetnx",
     "leases/heartbeat": f"{_SERVICE} exists get hexists hgetall hlen hsetnx incrby llen lpop lrange pexpire smembers xgroup|setid "
     "xinfo|groups xinfo|stream xlen xreadgroup zadd zrange zrangebyscore zscore",
     "commit/begin_run": f"{_TAKEOVER} {_MAY_COMMIT} ltrim xack zadd",
     "producer/cancel_delayed": "hdel zrem",
     "commit/checkpoint": f"{_GROUP} del hset time unlink xack xpending",
     "leases/claim_stream": f"{_SERVICE} hexists lrem zscore",
-    "commit/commit": f"{_LINES} get hincrby hmget hset ltrim set type xack xadd xpending",
+    "commit/commit": f"{_QUEUES} get hincrby hmget hset ltrim set type xack xadd xpending",
     "groups/count_entries": "xrange",
     "groups/delete_consumer": "xclaim xgroup|delconsumer xinfo|consumers xpending",
     "producer/move_due": "hdel hget time type xadd zrange zrangebyscore zrem",
-    "partitions/await_keys": f"{_LINES} hincrby hset hsetnx",
-    "keys/extend_leases": f"{_LINES} hmget hset zadd",
+    "partitions/await_keys": f"{_QUEUES} hincrby hset hsetnx",
+    "keys/extend_leases": f"{_QUEUES} hmget hset zadd",
     "master/finish": f"{_COMPLETED} lindex xack xpending",
-    "commit/forget_progress": f"{_LINES} {_GROUP}",
+    "commit/forget_progress": f"{_QUEUES} {_GROUP}",
     "groups/ack_batch": "hget hset llen lrange ltrim xack xpending",
     "groups/claim_idle_batch": "hget hincrby hset xautoclaim",
     "groups/fill_batch": "hget hincrby hset llen rpush xclaim xpending",
     "groups/renew_batch": "hget hincrby hset xclaim xpending",
     "leases/end_leases": f"{_SERVICE} hexists lrem",
-    "keys/queued_keys": _LINES,
-    "keys/lowest_queued_id": f"{_LINES} hlen hset lindex zcard",
+    "keys/queued_keys": _QUEUES,
+    "keys/lowest_queued_id": f"{_QUEUES} hlen hset lindex zcard",
     "commit/set_idle_time": "hget xclaim xpending",
     "commit/join_workers": f"{_TAKEOVER} {_MAY_COMMIT} xack xgroup|setid",
-    "partitions/export_keys": f"{_LINES} hmget xrange",
+    "partitions/export_keys": f"{_QUEUES} hmget xrange",
     "shared/hold_name": "del get pexpire pttl set",
     "producer/publish": "expire get hget hset hsetnx set time type xadd xlen zadd zcard",
     "commit/read_range": "xrange",
     "commit/reserve_rate": "hget hset time",
     "commit/read_entries": "xreadgroup",
-    "keys/recover_leases": f"{_LINES} hgetall hincrby lindex xpending",
+    "keys/recover_leases": f"{_QUEUES} hgetall hincrby lindex xpending",
     "producer/redrive": "type xadd xdel xrange",
-    "keys/release_leases": f"{_LINES} hset lindex xpending zadd",
+    "keys/release_leases": f"{_QUEUES} hset lindex xpending zadd",
     "leases/leave_service": _SERVICE,
-    "keys/route": f"{_LINES} {_GROUP} hset xgroup|setid",
+    "keys/route": f"{_QUEUES} {_GROUP} hset xgroup|setid",
     "partitions/close": "hmget hset type xinfo|stream",
     "partitions/forward_entry": "get hget hset set xadd",
     "master/end_lease": f"{_COMPLETED} hmget lindex lpos xack xpending xrange",
-    "partitions/is_drained": f"{_LINES} hmget lindex xpending xrange",
+    "partitions/is_drained": f"{_QUEUES} hmget lindex xpending xrange",
     "sink/read_decision": "hmget sadd",
     "sink/begin": "get hmget hset set time",
     "sink/decide": "hmget hset",
@@ -106,9 +106,9 @@ SCRIPTS: Mapping[str, str] = {
     "sink/stage": "expire llen rpush",
     "sink/next_chunk": "hdel hmget hset",
     "sink/upsert": "getrange hdel hget hset set type",
-    "keys/park_unpark_skip": f"{_LINES} hincrby hmget hset hsetnx lindex lpop xack xadd xpending",
+    "keys/park_unpark_skip": f"{_QUEUES} hincrby hmget hset hsetnx lindex lpop xack xadd xpending",
     "shared/compare_and_set": "hdel hget hset",
-    "keys/lease_keys": f"{_LINES} hincrby hmget hset hvals lindex ltrim xpending zadd zrangebyscore",
+    "keys/lease_keys": f"{_QUEUES} hincrby hmget hset hvals lindex ltrim xpending zadd zrangebyscore",
     "master/renew_leases": f"{_COMPLETED} {_GROUP} hgetall hsetnx lindex xpending zadd",
     "commit/trim": "exists xinfo|groups xpending xtrim",
 }
@@ -117,17 +117,17 @@ SCRIPTS: Mapping[str, str] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Role:
-    """What one kind of process does.
+    """The rights of one kind of process.
 
-    * `scripts`, `direct`: the scripts that it runs, and the commands that it sends itself
-    * `unreached`: commands of these scripts that it never gets to
-    * `helpful`: commands that it sends itself, and does without where it must, at a cost
-    * `writes`: it writes outputs, or looks at them
-    * `looks`: when it looks for streams
-    * `touches`: it touches the streams themselves
-    * `own_keys`: which of the keys that millstream keeps for a stream, with `{app}` for the app's name
+    * `scripts`, `direct`: the scripts that it runs, and the commands that it sends directly
+    * `unreached`: commands of these scripts that it never executes
+    * `helpful`: direct commands that it can do without, at a cost
+    * `writes`: it writes or reads output streams
+    * `looks`: when it scans for streams
+    * `touches`: it accesses the streams themselves
+    * `own_keys`: the suffixes of millstream's keys of a stream, with `{app}` for the app's name
     * `app_keys`: keys that belong to no stream
-    * `serves`: it has to do with services
+    * `serves`: it uses services
     """
 
     scripts: Sequence[str]
@@ -142,7 +142,7 @@ class Role:
     serves: bool = False
 
     def commands(self, *, looking: bool) -> frozenset[str]:
-        """Everything that it runs; `looking`: its streams are given by a pattern."""
+        """All its commands; `looking`: its streams are given by a pattern."""
         found = {*self.direct.split(), *self.helpful.split(), *(("eval", "evalsha") if self.scripts else ())}
         for script in self.scripts:
             found.update(SCRIPTS[script].split())
@@ -163,14 +163,14 @@ _KEYED = (
     "keys/lowest_queued_id",
 )
 _GROW = ("partitions/close", "shared/compare_and_set")
-_MOVE = (
+_MIGRATE = (
     "partitions/await_keys",
     "partitions/export_keys",
     "partitions/import_keys",
     "partitions/is_drained",
     "partitions/forward_entry",
 )
-_LAYOUT = ("partition", "partitions")
+_PARTITION_MAP = ("partition", "partitions")
 
 ROLES: Mapping[RoleName, Role] = {
     RoleName.WORKER: Role(
@@ -182,7 +182,7 @@ ROLES: Mapping[RoleName, Role] = {
             "commit/checkpoint",
             *_KEYED,
             *_GROW,
-            *_MOVE,
+            *_MIGRATE,
             "producer/move_due",
             "shared/hold_name",
             "commit/reserve_rate",
@@ -192,7 +192,7 @@ ROLES: Mapping[RoleName, Role] = {
         direct="blpop exists hdel hget hmget hscan hset lpop ltrim rpush xack xclaim xlen xpending xrange xread xreadgroup",
         helpful="client|tracking info",
         unreached="hvals",
-        own_keys=(_HANDLERS, *_DELAYED, *_LAYOUT),
+        own_keys=(_HANDLERS, *_DELAYED, *_PARTITION_MAP),
         app_keys=(f"{PREFIX}:worker:{{app}}:*",),
     ),
     RoleName.SPARK: Role(
@@ -206,13 +206,13 @@ ROLES: Mapping[RoleName, Role] = {
             "keys/runnable_keys",
             "producer/move_due",
             *_GROW,
-            *_MOVE,
+            *_MIGRATE,
         ),
         direct="client|reply hdel hexists hget hincrby hmget hscan hset set time xgroup|create xgroup|destroy xgroup|setid xinfo|groups "
         "xinfo|stream xrange xreadgroup xrevrange",
         helpful="client|tracking",
         unreached="lpush",
-        own_keys=(_HANDLERS, *_DELAYED, *_LAYOUT),
+        own_keys=(_HANDLERS, *_DELAYED, *_PARTITION_MAP),
         app_keys=(f"{PREFIX}:worker:{{app}}:*",),
     ),
     RoleName.SOURCE: Role(
@@ -250,7 +250,7 @@ ROLES: Mapping[RoleName, Role] = {
         direct="get hget ping wait zcard zrange",
         writes=False,
         looks="never",
-        own_keys=(*_DELAYED, *_LAYOUT, "producer:*", "once:*"),
+        own_keys=(*_DELAYED, *_PARTITION_MAP, "producer:*", "once:*"),
     ),
     RoleName.LEASES: Role(
         scripts=("leases/heartbeat", "leases/claim_stream", "leases/end_leases", "leases/leave_service"),
@@ -318,7 +318,7 @@ _READ_REPLICAS = (RoleName.SPARK, RoleName.SOURCE, RoleName.GROUP_SOURCE)
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
-    """The rights of one user: subcommands stand as `xgroup|create`, keys are glob patterns."""
+    """The rights of one user: subcommands are written as `xgroup|create`, keys are glob patterns."""
 
     user: str
     roles: tuple[RoleName, ...]
@@ -327,7 +327,7 @@ class Rule:
 
     @property
     def line(self) -> str:
-        """The Redis command that gives these rights and no others, whatever the user had, and keeps the passwords."""
+        """The Redis command that sets exactly these rights, replaces all earlier ones, and keeps the passwords."""
         rights = " ".join(f"+{command}" for command in self.commands)
         keys = " ".join(f"~{key}" for key in self.keys)
         return f"ACL SETUSER {self.user} on clearselectors resetkeys resetchannels -@all {rights} {keys}"
@@ -344,17 +344,17 @@ def rule(
     cluster: bool = False,
     replicas: bool = False,
 ) -> Rule:
-    """The rights that `user` needs to be all of `roles`.
+    """The rights that `user` needs for all of `roles`.
 
-    * `streams`: names or glob patterns of the streams that are read, or published to
-    * `outputs`: those that handlers write to
-    * `app`: whose handlers; None for all apps
-    * `services`: those that streams are announced to, ANY for all; the handlers' own come with `app`, or where a consumer of
-      services has no others
-    * `cluster`: with what a client of Redis Cluster asks
-    * `replicas`: with what a Spark program asks that reads from replicas
+    * `streams`: names or glob patterns of the streams to read or publish to
+    * `outputs`: streams that handlers write to
+    * `app`: the app of the handlers; None for all apps
+    * `services`: services to which streams are announced, ANY for all. Those of handlers are included if `app` is
+      given, or for the role `leases` if no services are
+    * `cluster`: include the commands of a client of Redis Cluster
+    * `replicas`: include the commands of a Spark program that reads from replicas
 
-    Raises ConfigError for names that cannot be used.
+    Raises ConfigError for invalid names.
     """
     check_identifier("user name", user)
     named = check_identifier("app name", app) if app else ANY
@@ -391,13 +391,13 @@ def _service_keys(services: Sequence[str], app: str | None) -> Iterator[str]:
 
 
 def _base(stream: str) -> str:
-    """What millstream's keys of these streams begin with, as `naming` makes it. A pattern may stand for any tag."""
+    """The prefix of millstream's keys of these streams, as in `key_names`. A pattern matches any hash tag."""
     tag = ANY if is_pattern(stream) else _literal(hash_tag(check_stream(stream)))
     return f"{PREFIX}:{{{tag}}}:{_literal(stream)}"
 
 
 def _literal(stream: str) -> str:
-    """A name as an ACL pattern: what cannot stand in a rule, such as a space, is any one byte."""
+    """A name as an ACL pattern: a byte not allowed in a rule, such as a space, becomes `?`, which matches any byte."""
     if not stream:
-        raise ConfigError("a stream's name is empty: leave it out, or write '*' for all streams")
+        raise ConfigError("a stream's name is empty: omit it, or write '*' for all streams")
     return "".join(chr(byte) if 0x20 < byte < 0x7F and byte not in b"\"'" else "?" for byte in to_wire(stream))

@@ -1,4 +1,4 @@
-"""Who reads what, and how far behind: each handler, stage and other consumer group over all its streams. No I/O."""
+"""ReaderReport: sums up each handler, stage and other consumer group over its streams. No I/O."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -10,111 +10,112 @@ from millstream.redis_client.key_names import stage_of
 
 Kind = Literal["handler", "stage", "group"]
 
-_FURTHEST = 20
+_LARGEST = 20
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReaderReport:
-    """What reads under one name, over all its streams.
+    """One reader, summed up over all its streams.
 
-    * `name`: of a handler or stage with its app, `app.name`; of another group its own
-    * `how`: how it reads, where that differs all ways: "workers" or "spark", "by key"; "spark, stage"; "consumers", or
-      "spark, readAs=group" where a query takes part
-    * `at_work`: how many workers, runs or consumers are alive
-    * `behind`: entries that are not committed, over all its streams: a lower bound unless `exact`; None if it is known of
-      no stream. `least`, `mean`, `most`: the same of a stream
-    * `furthest`: the streams that are furthest behind, and how far, up to twenty
-    * `oldest_age_ms`: age of the first of these entries
-    * `pending`: entries that somebody has in hand, or that Spark has set aside
-    * `parked`: keys that wait for a person
-    * `waiting`: dead letters
-    * `paused`: streams of which its workers read nothing new for now
-    * `arrived`: entries that were ever added to its streams; `done`: how many of them it has committed, of groups and
-      stages: was given or has passed; None if that is not known
+    * `name`: `app.name` of a handler or stage; a group's own name
+    * `modes`: how it reads, all of them if streams differ: "workers" or "spark", with "by key"; "spark, stage";
+      "consumers", or "spark, readAs=group" if a query is one of the consumers
+    * `alive`: number of live workers, runs or consumers
+    * `lag`: uncommitted entries over all its streams: a lower bound unless `lag_exact`; None if unknown for all
+      streams. `lag_min`, `lag_avg`, `lag_max`: the same per stream
+    * `largest_lags`: the streams with the largest lags, and these, up to twenty
+    * `oldest_age_ms`: age of the first uncommitted entry
+    * `pending`: entries in flight, or deferred by Spark
+    * `parked`: parked keys
+    * `dead_letters`: dead letters in Redis
+    * `paused`: number of its paused streams
+    * `arrived`: entries ever added to its streams; `done`: the number of them that a handler has committed, a group was
+      delivered or a stage has passed; None if unknown
     """
 
     name: str
     kind: Kind
-    how: tuple[str, ...]
-    at_work: int
+    modes: tuple[str, ...]
+    alive: int
     streams: int
-    behind: int | None
-    exact: bool
-    least: int | None
-    mean: float | None
-    most: int | None
-    furthest: tuple[tuple[str, int], ...]
+    lag: int | None
+    lag_exact: bool
+    lag_min: int | None
+    lag_avg: float | None
+    lag_max: int | None
+    largest_lags: tuple[tuple[str, int], ...]
     oldest_age_ms: int | None
     pending: int
     parked: int
-    waiting: int
+    dead_letters: int
     paused: int
     arrived: int
     done: int | None
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Place:
-    """What is known of a reader on one stream."""
+class _ReaderOnStream:
+    """One reader on one stream."""
 
     stream: StreamReport | None
-    how: str
+    mode: str
     alive: Sequence[str]
     report: HandlerReport | GroupReport
     done: int | None
 
 
 def readers(found: Inspection) -> tuple[ReaderReport, ...]:
-    """Sum up what was found, sorted by kind and name: handlers, stages, groups."""
+    """The readers of an inspection, sorted by kind (handlers, stages, groups) and name."""
     streams = {stream.name: stream for stream in found.streams}
-    places: dict[tuple[Kind, str], list[tuple[str, _Place]]] = defaultdict(list)
+    grouped: dict[tuple[Kind, str], list[tuple[str, _ReaderOnStream]]] = defaultdict(list)
     for handler in found.handlers:
-        how = handler.engine + (" by key" if handler.keyed else "")
-        place = _Place(
-            stream=streams.get(handler.stream), how=how, alive=handler.workers, report=handler, done=handler.committed
+        mode = handler.engine + (" by key" if handler.keyed else "")
+        one = _ReaderOnStream(
+            stream=streams.get(handler.stream), mode=mode, alive=handler.workers, report=handler, done=handler.committed
         )
-        places["handler", f"{handler.app}.{handler.handler}"].append((handler.stream, place))
+        grouped["handler", f"{handler.app}.{handler.handler}"].append((handler.stream, one))
     for stream in found.streams:
         for group in stream.groups:
             if group.counted:
-                kind, name, how = _about(group)
-                place = _Place(stream=stream, how=how, alive=group.alive, report=group, done=group.read)
-                places[kind, name].append((stream.name, place))
+                kind, name, mode = _identify(group)
+                one = _ReaderOnStream(stream=stream, mode=mode, alive=group.alive, report=group, done=group.read)
+                grouped[kind, name].append((stream.name, one))
     order: tuple[Kind, ...] = ("handler", "stage", "group")
-    return tuple(_summed(*one, places[one]) for one in sorted(places, key=lambda one: (order.index(one[0]), one[1])))
+    names = sorted(grouped, key=lambda name: (order.index(name[0]), name[1]))
+    return tuple(_summed(*name, grouped[name]) for name in names)
 
 
-def _about(group: GroupReport) -> tuple[Kind, str, str]:
+def _identify(group: GroupReport) -> tuple[Kind, str, str]:
     stage = stage_of(group.name)
     if stage is not None:
         return "stage", ".".join(stage), "spark, stage"
     return "group", group.name, "spark, readAs=group" if group.shared else "consumers"
 
 
-def _summed(kind: Kind, name: str, places: Sequence[tuple[str, _Place]]) -> ReaderReport:
-    reports = [place.report for _, place in places]
+def _summed(kind: Kind, name: str, on_streams: Sequence[tuple[str, _ReaderOnStream]]) -> ReaderReport:
+    reports = [one.report for _, one in on_streams]
     handlers = [report for report in reports if isinstance(report, HandlerReport)]
-    known = [(stream, place.report.lag) for stream, place in places if place.report.lag is not None]
-    counts = [count for _, count in known]
-    furthest = sorted(((stream, count) for stream, count in known if count), key=lambda one: (-one[1], one[0]))
-    done = [place.done for _, place in places]
+    known = [(stream, one.report.lag) for stream, one in on_streams if one.report.lag is not None]
+    lags = [lag for _, lag in known]
+    largest = sorted(((stream, lag) for stream, lag in known if lag), key=lambda one: (-one[1], one[0]))
+    done = [one.done for _, one in on_streams]
     return ReaderReport(
         name=name, kind=kind,
-        how=tuple(sorted({place.how for _, place in places})),
-        at_work=len({who for _, place in places for who in place.alive}),
-        streams=len(places),
-        behind=sum(counts) if counts else None,
-        exact=all(report.lag_exact for report in reports),
-        least=min(counts, default=None),
-        mean=sum(counts) / len(counts) if counts else None,
-        most=max(counts, default=None),
-        furthest=tuple(furthest[:_FURTHEST]),
+        modes=tuple(sorted({one.mode for _, one in on_streams})),
+        alive=len({name for _, one in on_streams for name in one.alive}),
+        streams=len(on_streams),
+        lag=sum(lags) if lags else None,
+        lag_exact=all(report.lag_exact for report in reports),
+        lag_min=min(lags, default=None),
+        lag_avg=sum(lags) / len(lags) if lags else None,
+        lag_max=max(lags, default=None),
+        largest_lags=tuple(largest[:_LARGEST]),
         oldest_age_ms=_oldest(report.oldest_age_ms for report in reports),
         pending=sum(report.pending for report in reports),
         parked=sum(one.parked for one in handlers),
-        waiting=sum(one.waiting for one in handlers),
+        dead_letters=sum(one.dead_letters for one in handlers),
         paused=sum(one.paused for one in handlers),
-        arrived=sum(place.stream.added for _, place in places if place.stream is not None),
+        arrived=sum(one.stream.added for _, one in on_streams if one.stream is not None),
         done=None if None in done else sum(one or 0 for one in done),
     )  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""How far the consumer groups are that are no handler's: of stages, of queries that share one, of anybody."""
+"""Lag and live consumers of groups that are not handlers': those of stages, of queries (readAs=group), and others."""
 
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import replace
@@ -14,12 +14,12 @@ from millstream.redis_client.pipelining import send_all, server_time_ms
 
 
 def stages_read(app: str, stream: StreamReport) -> bool:
-    """Whether a stage of the app has come to the stream."""
+    """Whether a stage of the app has read the stream."""
     return any(stage is not None and stage[0] == app for stage in (stage_of(group.name) for group in stream.groups))
 
 
 def other_groups(streams: Iterable[StreamReport], handlers: Iterable[HandlerKeys], app: str | None) -> list[Place]:
-    """The groups that none of `handlers` has; of those of stages, the ones of `app`, or of all."""
+    """The groups that are not those of `handlers`; of stages' groups, only those of `app`, or all if it is None."""
     own = {(keys.stream, keys.group) for keys in handlers}
     found = []
     for stream in streams:
@@ -33,9 +33,9 @@ def other_groups(streams: Iterable[StreamReport], handlers: Iterable[HandlerKeys
 def with_groups(
     client: Client, streams: Mapping[str, StreamReport], places: Sequence[Place], *, budget_ms: float, clock: Clock
 ) -> tuple[StreamReport, ...]:
-    """The streams, sorted, with what is to be known of the groups at `places`. Raises RedisError but for AccessDenied.
+    """The streams, sorted, with complete reports of the groups at `places`. Raises RedisError, except AccessDenied.
 
-    `budget_ms`: for counting.
+    `budget_ms`: maximum time for counting lags, in milliseconds.
     """
     groups = {(stream.name, group.name): group for stream in streams.values() for group in stream.groups}
     consumers = find_consumers(client, places)
@@ -48,10 +48,10 @@ def with_groups(
     for place, lag in zip(places, lags, strict=True):
         group, stage = groups[place], stage_of(place[1])
         first = pending.get(place) or lag.first_id
-        heard = {_holder(place[1], name, queries) for name, is_heard in consumers[place].items() if is_heard}
+        live = {_owner(place[1], name, queries) for name, is_live in consumers[place].items() if is_live}
         groups[place] = replace(
             group,
-            alive=tuple(sorted(heard)) if stage is None else (run_name(stage[1]),) * (stage in runs),
+            alive=tuple(sorted(live)) if stage is None else (run_name(stage[1]),) * (stage in runs),
             counted=True,
             lag=None if lag.count is None else lag.count + group.pending,
             lag_exact=lag.count is not None and not lag.more,
@@ -72,7 +72,7 @@ def _first_pending(client: Client, places: Sequence[Place]) -> dict[Place, str]:
 
 
 def _queries(client: Client, consumers: Mapping[Place, Iterable[str]]) -> set[Place]:
-    """The queries on Spark that share groups: group and consumer. Each leaves a record beside every stream it takes from."""
+    """Group and consumer of each Spark query that shares a group. A query keeps a record beside each of its streams."""
     records: dict[Place, Command] = {}
     for (stream, group), names in consumers.items():
         for name in names:
@@ -80,12 +80,12 @@ def _queries(client: Client, consumers: Mapping[Place, Iterable[str]]) -> set[Pl
                 try:
                     records[group, name] = ("HGET", to_wire(TakenKeys(stream, group, name).record), "epoch")
                 except ConfigError:
-                    continue  # no query has such a name, nor reads such a stream
+                    continue  # not a valid name of a query, or of a stream that one reads
     replies = send_all(client, list(records.values()))
     return {one for one, reply in zip(records, replies, strict=True) if isinstance(reply, bytes)}
 
 
-def _holder(group: str, consumer: str, queries: Set[Place]) -> str:
-    """Whose the consumer is: a portion of a query's batch is held by `<query>:<number>`."""
+def _owner(group: str, consumer: str, queries: Set[Place]) -> str:
+    """The query of a consumer, or the consumer itself: a partition of a query's batch reads as `<query>:<number>`."""
     query, _, number = consumer.rpartition(":")
     return query if number.isdigit() and (group, query) in queries else consumer

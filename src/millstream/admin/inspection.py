@@ -1,4 +1,4 @@
-"""What is in Redis: streams, how far the handlers are, and the state that they keep. Reads only, but for `reset`."""
+"""Inspection of streams, handlers and the state of keys. Reads only, except `reset_states`."""
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,10 +27,10 @@ C = TypeVar("C", bound=Collection[object])
 def inspect(
     client: Client, app: str | None = None, *, budget_ms: float = 1_000.0, clock: Clock = SYSTEM_CLOCK
 ) -> Inspection:
-    """Look at all streams and handlers, or at those of `app`, that this user may look at. Raises RedisError.
+    """Inspect all streams and handlers, or those of `app`, that this user may access. Raises RedisError.
 
-    Lags are counted at the server for `budget_ms` milliseconds in all, but each for a while; what is not counted by then
-    is reported as a lower bound.
+    Lags are counted at the server for `budget_ms` milliseconds in total, but at least one chunk each. A lag that is not
+    counted completely is reported as a lower bound.
     """
     end_ms = clock.monotonic_ms() + budget_ms
     hidden_streams: list[AccessDenied] = []
@@ -52,27 +52,27 @@ def inspect(
 def inspect_handlers(
     client: Client, found: Sequence[HandlerKeys], *, budget_ms: float = 1_000.0, clock: Clock = SYSTEM_CLOCK
 ) -> Sequence[HandlerReport]:
-    """Look at these only, as `inspect` does. Those that this user may not see are left out; if all, raises AccessDenied."""
+    """Inspect only these handlers. Omits those that this user may not access; raises AccessDenied if none remains."""
     hidden: list[AccessDenied] = []
     streams = {stream.name: stream for stream in _streams(client, [keys.stream for keys in found], hidden)}
     return _seen([*_handler_reports(client, found, streams, budget_ms, clock, hidden)], hidden)
 
 
 def find_handlers(client: Client) -> list[HandlerKeys]:
-    """Every handler that has left something in Redis, on each of its streams, sorted. Raises RedisError."""
+    """Every handler that has keys or a group in Redis, on each of its streams, sorted. Raises RedisError."""
     hidden: list[AccessDenied] = []
     return _handlers(client, _seen([*_streams(client, client.scan_streams(), hidden)], hidden))
 
 
 def there(client: Client, found: Sequence[HandlerKeys]) -> list[HandlerKeys]:
-    """Those of them whose stream is there, and may be seen. Raises AccessDenied if none may be, RedisError."""
+    """Those whose stream exists and may be accessed. Raises AccessDenied if none may be, and RedisError."""
     hidden: list[AccessDenied] = []
     names = {one.name for one in _streams(client, list(dict.fromkeys(keys.stream for keys in found)), hidden)}
     return [keys for keys in found if keys.stream in _seen(names, hidden)]
 
 
 def handler_of(stream: str, group: str) -> HandlerKeys | None:
-    """The handler whose group on `stream` this is; None if it is nobody's."""
+    """The handler whose group on `stream` this is; None if it is not a handler's."""
     app, _, handler = group.removeprefix(_OWN_PREFIX).partition(".")
     try:
         keys = HandlerKeys(app, handler, stream)
@@ -82,7 +82,7 @@ def handler_of(stream: str, group: str) -> HandlerKeys | None:
 
 
 def engine_of(client: Client, keys: HandlerKeys | None) -> Engine | None:
-    """Who runs a handler, or ran it last. Raises RedisError."""
+    """The engine that runs a handler, or ran it last. Raises RedisError."""
     return None if keys is None else _engine(client.execute("HGET", to_wire(keys.meta), "engine"))
 
 
@@ -93,9 +93,9 @@ def read_state(client: Client, keys: HandlerKeys, key: bytes) -> dict[str, Any] 
 
 
 def list_states(client: Client, keys: HandlerKeys, match: str = "*") -> Iterator[tuple[bytes, bytes]]:
-    """Keys whose names match the glob `match`, each with its state as `decode_state` takes it. In no order.
+    """Keys whose names match the glob `match`, each with its encoded state (see `decode_state`). In no order.
 
-    A key that is added or removed meanwhile may be missed, or come twice (Redis HSCAN). Raises RedisError.
+    A key that is added or removed meanwhile may be missing or come twice (Redis HSCAN). Raises RedisError.
     """
     cursor: Arg = 0
     while True:
@@ -106,17 +106,17 @@ def list_states(client: Client, keys: HandlerKeys, match: str = "*") -> Iterator
 
 
 def decode_state(key: bytes, blob: bytes) -> dict[str, Any]:
-    """Read a state as it stands in Redis. Raises DecodeError if it is damaged."""
+    """Decode a state as stored in Redis. Raises DecodeError if it is damaged."""
     try:
         return parse_state(blob)
     except ValueError as error:  # msgspec's own errors and invalid UTF-8
-        raise DecodeError(f"the state of {key!r} is damaged ({error}); reset it to begin anew") from error
+        raise DecodeError(f"the state of {key!r} is damaged ({error}); reset it to start without a state") from error
 
 
 def reset_states(client: Client, keys: HandlerKeys, wanted: Sequence[bytes]) -> int:
-    """Forget the state of keys and return how many had one. Raises RedisError.
+    """Delete the state of keys; return how many had one. Raises RedisError.
 
-    A run that is at work on one of them now may write its state back.
+    A run that is processing one of the keys may write its state back.
     """
     removed: int = client.execute("HDEL", to_wire(keys.state), *wanted)
     return removed
@@ -160,8 +160,8 @@ def _group(values: dict[bytes, Any]) -> GroupReport:
 
 
 def _handlers(client: Client, streams: Iterable[StreamReport]) -> list[HandlerKeys]:
-    """Handlers that have left something in Redis: their groups on the streams, and their own keys."""
-    # On Redis Cluster the scan below sees one node only; the groups are known from all.
+    """Handlers that have a group on the streams, or keys of their own."""
+    # On Redis Cluster the scan below covers one node only; the groups are known from all nodes.
     found: set[HandlerKeys] = set()
     for stream in streams:
         found.update(keys for group in stream.groups if (keys := handler_of(stream.name, group.name)))
@@ -169,7 +169,7 @@ def _handlers(client: Client, streams: Iterable[StreamReport]) -> list[HandlerKe
         try:
             found.add(HandlerKeys.parse(name))
         except ConfigError:
-            continue  # some other program's key
+            continue  # a key of another program
     return sorted(found, key=lambda keys: (keys.app, keys.handler, keys.stream))
 
 
@@ -182,20 +182,22 @@ def _scan(client: Client, pattern: str) -> Iterator[str]:
             return
 
 
-def _lag_of(keys: HandlerKeys, frontier: str | None, workers: "_Workers | None", stream: StreamReport | None) -> Lag:
-    """What is known, without counting, of the entries that a handler has not begun.
+def _lag_of(
+    keys: HandlerKeys, committed_id: str | None, workers: "_Workers | None", stream: StreamReport | None
+) -> Lag:
+    """The lag of a handler without its pending entries, as far as it is known without counting.
 
-    What a workers' group was given is committed or pending. On Spark the frontier says how far the handler is.
+    On workers, all delivered entries of the group are committed or pending. On Spark the committed id counts.
     """
     if stream is None:
-        return Lag(keys.stream, frontier, count=0)
-    shown = next((group.position for group in stream.groups if group.name == keys.group), None)
-    return lag_after(stream, workers.group.position if workers else frontier or shown)
+        return Lag(keys.stream, committed_id, count=0)
+    delivered = next((group.position for group in stream.groups if group.name == keys.group), None)
+    return lag_after(stream, workers.group.position if workers else committed_id or delivered)
 
 
 @dataclass(frozen=True, slots=True)
 class _Workers:
-    """The group of a handler, and the first entry that is pending there: that workers have in hand, or Spark has set aside."""
+    """The group of a handler and its first pending entry, which is in flight on a worker or deferred by Spark."""
 
     group: GroupReport
     first_pending: str | None
@@ -203,33 +205,33 @@ class _Workers:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Meta:
-    """What a handler keeps about itself on a stream, or, with a `problem`, what it cannot have written."""
+    """The metadata of a handler on a stream; with a `problem` if it is unreadable."""
 
     engine: bytes | None = None
     keyed: bool = False
-    frontier: str | None = None
+    committed_id: str | None = None
     paused: bool = False
     counters: Mapping[str, int] = field(default_factory=lambda: dict.fromkeys(_COUNTERS, 0))
-    waiting: int = 0
+    dead_letters: int = 0
     parked: int = 0
     problem: str | None = None
 
     @classmethod
-    def read(cls, values: Reply, waiting: Reply, parked: Reply) -> "_Meta":
-        """Of the fields of the hash, the number of dead letters and that of parked lines, as they were answered."""
-        for reply in (values, waiting, parked):
+    def read(cls, values: Reply, dead_letters: Reply, parked: Reply) -> "_Meta":
+        """Parse the replies: the fields of the hash, the number of dead letters, the number of parked keys."""
+        for reply in (values, dead_letters, parked):
             if isinstance(reply, (WrongType, AccessDenied)):
                 return cls(problem=str(reply))
             raise_if_error(reply)
-        engine, keyed, frontier, paused, *counters = values
+        engine, keyed, committed_id, paused, *counters = values
         try:
             return cls(
                 engine=engine,
                 keyed=engine == b"keyed" or (engine is None and keyed is not None),
-                frontier=None if frontier is None else str(EntryId.parse(frontier)),
+                committed_id=None if committed_id is None else str(EntryId.parse(committed_id)),
                 paused=paused is not None,
                 counters={name: int(count or 0) for name, count in zip(_COUNTERS, counters, strict=True)},
-                waiting=waiting,
+                dead_letters=dead_letters,
                 parked=parked,
             )
         except (ValueError, ConfigError) as error:
@@ -239,13 +241,13 @@ class _Meta:
 def _metas(client: Client, found: Sequence[HandlerKeys], hidden: list[AccessDenied]) -> dict[HandlerKeys, _Meta]:
     fields = ("engine", "keyed", "frontier", "paused", *_COUNTERS)
     values = send_all(client, [("HMGET", to_wire(keys.meta), *fields) for keys in found])
-    seen = [keys for keys, reply in zip(found, values, strict=True) if not _is_hidden(reply, hidden)]
-    letters = send_all(client, [("XLEN", to_wire(keys.dead)) for keys in seen])
-    parked = send_all(client, [("HLEN", to_wire(keys.parked)) for keys in seen])
+    visible = [keys for keys, reply in zip(found, values, strict=True) if not _is_hidden(reply, hidden)]
+    dead_letters = send_all(client, [("XLEN", to_wire(keys.dead)) for keys in visible])
+    parked = send_all(client, [("HLEN", to_wire(keys.parked)) for keys in visible])
     by_keys = dict(zip(found, values, strict=True))
     return {
-        keys: _Meta.read(by_keys[keys], waiting, kept)
-        for keys, waiting, kept in zip(seen, letters, parked, strict=True)
+        keys: _Meta.read(by_keys[keys], dead, parked_count)
+        for keys, dead, parked_count in zip(visible, dead_letters, parked, strict=True)
     }
 
 
@@ -260,7 +262,7 @@ def _workers(
         if group.name == keys.group and (group.pending or _engine(meta.engine) == "workers")
     }
     replies = send_all(client, [("XPENDING", to_wire(keys.stream), keys.group) for keys in groups])
-    # The group, or the right to look, may be gone since.
+    # The group may have been deleted, or the right revoked, meanwhile.
     gone = [isinstance(one, GroupMissing) or (isinstance(one, AccessDenied) and one.concerns_key) for one in replies]
     lowest = [None if is_gone else raise_if_error(one)[1] for one, is_gone in zip(replies, gone, strict=True)]
     return {
@@ -283,7 +285,7 @@ def _handler_reports(
     alive = find_workers(client, list(workers))
     runs = find_runs(client, {(keys.app, keys.handler) for keys in metas})
     lags = [
-        _lag_of(keys, meta.frontier, workers.get(keys), streams.get(keys.stream))
+        _lag_of(keys, meta.committed_id, workers.get(keys), streams.get(keys.stream))
         if meta.problem is None
         else Lag(keys.stream, None)
         for keys, meta in metas.items()
@@ -291,9 +293,9 @@ def _handler_reports(
     count_lags(client, lags, budget_ms, clock)
     now_ms = server_time_ms(client)
     for (keys, meta), lag in zip(metas.items(), lags, strict=True):
-        at_work = with_pending.get(keys)
-        pending = at_work.group.pending if at_work else 0
-        first_pending = at_work.first_pending if at_work else None
+        group = with_pending.get(keys)
+        pending = group.group.pending if group else 0
+        first_pending = group.first_pending if group else None
         first = first_pending or lag.first_id
         names = sorted(alive[keys]) if keys in alive else [run_name(keys.handler)] * ((keys.app, keys.handler) in runs)
         yield HandlerReport(
@@ -302,7 +304,7 @@ def _handler_reports(
             stream=keys.stream,
             engine=_engine(meta.engine),
             keyed=meta.keyed,
-            frontier=meta.frontier,
+            committed_id=meta.committed_id,
             lag=None if lag.count is None else lag.count + pending,
             lag_exact=lag.count is not None and not lag.more,
             oldest_age_ms=age_ms(first, now_ms) if first else None,
@@ -310,7 +312,7 @@ def _handler_reports(
             workers=tuple(names),
             pending=pending,
             oldest_pending_age_ms=age_ms(first_pending, now_ms) if first_pending else None,
-            waiting=meta.waiting,
+            dead_letters=meta.dead_letters,
             parked=meta.parked,
             paused=meta.paused,
             problem=meta.problem,
@@ -326,9 +328,9 @@ def _engine(found: bytes | None) -> Engine:
 
 
 def _is_hidden(reply: Reply, hidden: list[AccessDenied]) -> bool:
-    """Whether this user may not look at the key that was asked for; if so, note it. Names are seen by everybody.
+    """Whether this user may not access the key of the command; if so, add the error to `hidden`.
 
-    Raises AccessDenied if the user may not ask so of any key: then the right to do so is missing.
+    Any user may see names. Raises AccessDenied if the user has no right to the command at all.
     """
     if not isinstance(reply, AccessDenied):
         return False
@@ -339,7 +341,7 @@ def _is_hidden(reply: Reply, hidden: list[AccessDenied]) -> bool:
 
 
 def _known(names: Sequence[T], replies: Sequence[Reply], hidden: list[AccessDenied]) -> dict[T, Reply]:
-    """The replies by name, without those that are gone and those that are hidden, which are noted. Raises AccessDenied."""
+    """The replies by name, without deleted keys and hidden ones, which are added to `hidden`. Raises AccessDenied."""
     return {
         name: reply
         for name, reply in zip(names, replies, strict=True)
@@ -348,7 +350,7 @@ def _known(names: Sequence[T], replies: Sequence[Reply], hidden: list[AccessDeni
 
 
 def _seen(found: C, hidden: Sequence[AccessDenied]) -> C:
-    """What was found. Raises AccessDenied if that is nothing, and something is hidden."""
+    """`found`. Raises AccessDenied if it is empty because everything is hidden."""
     if hidden and not found:
         raise hidden[0]
     return found

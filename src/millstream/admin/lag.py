@@ -1,6 +1,6 @@
-"""How many entries of a stream come after an id: as the ends of the stream tell, or counted at the server.
+"""Lag: counts the entries of a stream after an id, from the stream's first and last ids, or at the server.
 
-The lag that Redis itself reports is not used: it is wrong after deletions.
+The lag that Redis itself reports is not used, as it is wrong after deletions.
 """
 
 from collections.abc import Sequence
@@ -19,9 +19,9 @@ _PIPELINE = 1_000
 
 @dataclass(slots=True)
 class Lag:
-    """Entries of `stream` after `position`: as many as `count`, or more if they are not all counted.
+    """The number of entries of `stream` after `position`; if `more`, `count` is a lower bound.
 
-    `position` None: nothing is known. `first_id` is the first of them, if there is one.
+    `position` None: unknown. `first_id`: id of the first of these entries, or None.
     """
 
     stream: str
@@ -32,7 +32,7 @@ class Lag:
 
 
 def lag_after(stream: StreamReport, after: str | None) -> Lag:
-    """What is known, without counting, of the entries after an id; `more` if they must be counted."""
+    """The lag after an id, as far as the ends of the stream show it; `more` if the entries must be counted."""
     lag = Lag(stream.name, after)
     if lag.position is None:
         return lag
@@ -47,7 +47,7 @@ def lag_after(stream: StreamReport, after: str | None) -> Lag:
 
 
 def count_lags(client: Client, lags: Sequence[Lag], budget_ms: float, clock: Clock) -> None:
-    """Count on where there is more, each a little in turn, until all is counted or the time is over."""
+    """Count the lags that have `more`, in round-robin chunks, until all are counted or `budget_ms` has passed."""
     deadline_ms = clock.monotonic_ms() + budget_ms
     at = {id(lag): lag.position or "" for lag in lags}
     unfinished = [lag for lag in lags if lag.more]
@@ -68,5 +68,5 @@ def count_lags(client: Client, lags: Sequence[Lag], budget_ms: float, clock: Clo
 
 
 def age_ms(entry_id: str, now_ms: int) -> int:
-    """How long ago an entry was added, by its id; `now_ms` is the time of the server, in Unix milliseconds."""
+    """Age of an entry in milliseconds, by its id; `now_ms` is the server's time in Unix milliseconds."""
     return max(0, now_ms - EntryId.parse(entry_id).ms)

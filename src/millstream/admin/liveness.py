@@ -1,6 +1,6 @@
-"""Who is alive: of a handler's workers on a stream, of a group's consumers, and of the runs on Spark.
+"""Liveness: finds the live workers of handlers, consumers of groups and runs on Spark.
 
-A consumer group remembers everybody who ever took an entry.
+A consumer group alone does not show it: it keeps every consumer that ever read an entry.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,24 +12,24 @@ from millstream.redis_client.client import Client, Command, Reply, raise_if_erro
 from millstream.redis_client.key_names import HandlerKeys, ServiceKeys, from_wire, held_name, run_name, to_wire
 from millstream.redis_client.pipelining import send_all
 
-_HEARD_MS = 60_000.0
+_LIVE_MS = 60_000.0
 
 Place = tuple[str, str]
 """A stream and a consumer group on it."""
 
 
 def find_workers(
-    client: Client, found: Sequence[HandlerKeys], *, heard_ms: float = _HEARD_MS
+    client: Client, found: Sequence[HandlerKeys], *, idle_ms: float = _LIVE_MS
 ) -> Mapping[HandlerKeys, frozenset[str]]:
-    """The workers that are alive, of each handler on a stream.
+    """The live workers of each handler on a stream.
 
-    Where workers lease whole streams that is the owner. Else it is a consumer of the group that was heard of within
-    `heard_ms`, or whose name a supervisor holds. Raises RedisError but for AccessDenied.
+    If workers lease whole streams, it is the owner. Otherwise it is each consumer of the group with an idle time below
+    `idle_ms`, in milliseconds, or whose name a supervisor holds. Raises RedisError, except AccessDenied.
     """
     owners = {label: _owners(client, label) for label in {_label(keys) for keys in found}}
     consumers = _consumers(client, [(keys.stream, keys.group) for keys in found])
     idle = {keys: consumers[keys.stream, keys.group] for keys in found}
-    silent = {(keys.app, name) for keys, some in idle.items() for name, ms in some.items() if ms >= heard_ms}
+    silent = {(keys.app, name) for keys, some in idle.items() for name, ms in some.items() if ms >= idle_ms}
     gone = silent - _holders(client, silent)
     alive: dict[HandlerKeys, frozenset[str]] = {}
     for keys, some in idle.items():
@@ -42,19 +42,19 @@ def find_workers(
 
 
 def find_consumers(client: Client, places: Sequence[Place]) -> Mapping[Place, Mapping[str, bool]]:
-    """The consumers of groups, and whether each was heard of within a minute. Raises RedisError but for AccessDenied."""
+    """The consumers of groups, and whether each was active within a minute. Raises RedisError, except AccessDenied."""
     found = _consumers(client, places)
-    return {place: {name: ms < _HEARD_MS for name, ms in some.items()} for place, some in found.items()}
+    return {place: {name: ms < _LIVE_MS for name, ms in some.items()} for place, some in found.items()}
 
 
 def find_runs(client: Client, pipelines: Iterable[tuple[str, str]]) -> set[tuple[str, str]]:
-    """Those of `pipelines`, handlers or stages by app and name, that a run on Spark has said to be alive."""
+    """Those of `pipelines`, handlers or stages by app and name, whose run on Spark is alive, by its liveness key."""
     asked = {(app, run_name(name)): (app, name) for app, name in pipelines}
     return {asked[one] for one in _holders(client, asked)}
 
 
 def _holders(client: Client, names: Iterable[tuple[str, str]]) -> set[tuple[str, str]]:
-    """Those whose name, in their app, is held."""
+    """Those of `names`, by app and name, that are held."""
     asked = sorted(names)
     replies = send_all(client, [("EXISTS", held_name(*one)) for one in asked])
     return {one for one, is_held in zip(asked, replies, strict=True) if is_held == 1}
@@ -65,7 +65,7 @@ def _label(keys: HandlerKeys) -> str:
 
 
 def _owners(client: Client, label: str) -> dict[str, list[str]] | None:
-    """The living worker that has each stream of the handler; None if its workers, as far as is known, lease none."""
+    """The live owner of each stream of the handler; None if its workers are not known to lease streams."""
     try:
         service = service_of(client, label)
         if service is None:
@@ -73,7 +73,7 @@ def _owners(client: Client, label: str) -> dict[str, list[str]] | None:
         keys = ServiceKeys(service)
         asked: list[Command] = [("TIME",), ("ZRANGE", keys.alive, 0, -1, "WITHSCORES"), ("HGETALL", keys.owners)]
         (seconds, _), alive, owners = [raise_if_error(reply) for reply in client.pipeline(asked)]
-    except (AccessDenied, ConfigError, WrongType):  # the last: somebody else has written there
+    except (AccessDenied, ConfigError, WrongType):  # WrongType: another program has written these keys
         return None
     now_s = float(seconds)
     living = {name for name, until in zip(alive[::2], alive[1::2], strict=True) if float(until) / 1000 > now_s}
@@ -84,13 +84,13 @@ def _owners(client: Client, label: str) -> dict[str, list[str]] | None:
 
 
 def _consumers(client: Client, places: Sequence[Place]) -> dict[Place, dict[str, int]]:
-    """Name and idle milliseconds of each consumer but the one that stands for nobody."""
+    """Name and idle time, in milliseconds, of each consumer except WAITING."""
     replies = send_all(client, [("XINFO", "CONSUMERS", to_wire(stream), to_wire(group)) for stream, group in places])
     return {place: _idle(reply) for place, reply in zip(places, replies, strict=True)}
 
 
 def _idle(reply: Reply) -> dict[str, int]:
     if isinstance(reply, RedisError):
-        return {}  # the group is gone, or is not to be seen
+        return {}  # the group is gone, or this user may not access it
     found = [dict(zip(one[::2], one[1::2], strict=True)) for one in reply]
     return {from_wire(one[b"name"]): one[b"idle"] for one in found if from_wire(one[b"name"]) != WAITING}

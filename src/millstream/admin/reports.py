@@ -1,4 +1,4 @@
-"""What there is in Redis, as it was found: streams, their groups, and the handlers. No I/O."""
+"""Reports of an inspection: streams, their groups, and handlers. No I/O."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -10,11 +10,11 @@ Engine = Literal["workers", "spark"]
 class GroupReport:
     """A consumer group.
 
-    * `position`: the last id that it was given; `read`: how many entries were, None if Redis cannot say
-    * `consumers`, `pending`: how many are registered, and what they hold
-    * `alive`: those that were heard of within a minute; of a stage, its run
-    * `counted`: whether the rest is known, as it is but for the groups of handlers
-    * `lag`, `lag_exact`, `oldest_age_ms`: as of a handler
+    * `position`: last delivered id; `read`: number of delivered entries, None if unknown to Redis
+    * `consumers`, `pending`: numbers of its consumers and pending entries
+    * `alive`: consumers active within a minute; of a stage, its run
+    * `counted`: whether the fields below are known, which holds for all groups except those of handlers
+    * `lag`, `lag_exact`, `oldest_age_ms`: as in HandlerReport
     * `shared`: a query on Spark is one of the consumers (readAs=group)
     """
 
@@ -33,9 +33,9 @@ class GroupReport:
 
 @dataclass(frozen=True, kw_only=True)
 class StreamReport:
-    """A stream: its length, the ids at its ends (None if it is empty), the age of its oldest entry, its groups.
+    """A stream: its length, first and last id (None if it is empty), the age of its oldest entry, its groups.
 
-    `added`: how many entries it was ever given.
+    `added`: number of entries ever added.
     """
 
     name: str
@@ -50,20 +50,23 @@ class StreamReport:
 
 @dataclass(frozen=True, kw_only=True)
 class HandlerReport:
-    """How far a handler is on one stream.
+    """The progress of a handler on one stream.
 
-    * `engine`: who runs it, or ran it last; `keyed`: it has a key, as far as Redis is told
-    * `frontier`: all up to this id is committed, on workers but for what is pending; None before the first commit
-    * `lag`: entries that are not committed; None if that is unknown. A lower bound unless `lag_exact`
-    * `oldest_age_ms`: age of the first of them
-    * `consumers`, `pending`: the workers, or runs on Spark, that are alive, and what all of them have in hand, or Spark
-      has set aside. `workers`: their names
-    * `oldest_pending_age_ms`: age of the first entry that is pending
-    * `committed`, `written`, `dead`, `refused`: messages committed, outputs written, dead letters ever given,
+    * `engine`: the engine that runs it, or ran it last; `keyed`: it has a key, as far as Redis shows
+    * `committed_id`: all entries up to this id are committed, on workers except pending ones; None before the first
+      commit
+    * `lag`: uncommitted entries; None if unknown. A lower bound unless `lag_exact`
+    * `oldest_age_ms`: age of the first uncommitted entry
+    * `consumers`: number of live workers, or runs on Spark; `workers`: their names
+    * `pending`: entries in flight on all workers, or deferred by Spark
+    * `oldest_pending_age_ms`: age of the first pending entry
+    * `committed`, `written`, `dead`, `refused`: totals of committed messages, written outputs, dead letters, and
       commits refused because another run had made them
-    * `waiting`: dead letters in its box now; `parked`: keys that wait for a person, or to move to another partition
-    * `paused`: its workers read nothing new for now
-    * `problem`: what Redis holds there that no handler has written, so that the rest is not known; None if all is well
+    * `dead_letters`: dead letters in its queue now; `parked`: keys that are parked, or wait to move to another
+      partition
+    * `paused`: its workers read no new entries
+    * `problem`: unreadable data in its keys, which no handler has written, so that the rest is unknown; None if
+      readable
     """
 
     app: str
@@ -71,7 +74,7 @@ class HandlerReport:
     stream: str
     engine: Engine
     keyed: bool
-    frontier: str | None
+    committed_id: str | None
     lag: int | None
     lag_exact: bool
     oldest_age_ms: int | None
@@ -83,7 +86,7 @@ class HandlerReport:
     written: int
     dead: int
     refused: int
-    waiting: int
+    dead_letters: int
     parked: int
     paused: bool
     problem: str | None = None
@@ -91,9 +94,9 @@ class HandlerReport:
 
 @dataclass(frozen=True, kw_only=True)
 class Inspection:
-    """Streams, sorted by name, and what handlers do on them, sorted by handler.
+    """Streams, sorted by name, and handlers on them, sorted by handler.
 
-    `hidden_streams`, `hidden_handlers`: how many more there are that this user has no right to look at.
+    `hidden_streams`, `hidden_handlers`: numbers of those that this user may not access.
     """
 
     streams: tuple[StreamReport, ...]

@@ -1,4 +1,4 @@
-"""`millstream acl`: the rights that workers, pipelines, producers, balancers, routers and operators need in Redis."""
+"""`millstream acl`: prints the ACL rights that each kind of process needs in Redis."""
 
 from dataclasses import asdict
 from typing import Annotated
@@ -13,35 +13,36 @@ from millstream.redis_client.key_names import PREFIX
 
 def acl(
     roles: Annotated[
-        list[RoleName] | None, typer.Argument(help="Which; without any, each.", metavar="[ROLE]...")
+        list[RoleName] | None, typer.Argument(help="The roles; default: all.", metavar="[ROLE]...")
     ] = None,
     user: Annotated[
-        str | None, typer.Option(help="The name of one user who is all of them; by default each role has its own.")
+        str | None, typer.Option(help="Name of one user with all of these roles; default: one user per role.")
     ] = None,
     stream: Annotated[
-        list[str] | None, typer.Option(help="A stream that is read or published to, or a pattern; may be repeated.")
+        list[str] | None, typer.Option(help="A stream, or a pattern of streams, to read or publish to; repeatable.")
     ] = None,
-    into: Annotated[list[str] | None, typer.Option(help="A stream that handlers write to; may be repeated.")] = None,
+    into: Annotated[list[str] | None, typer.Option(help="A stream that handlers write to; repeatable.")] = None,
     app: Annotated[str | None, typer.Option(help="Only this app's handlers.")] = None,
     service: Annotated[
         list[str] | None,
-        typer.Option(help="A service that streams are announced to; may be repeated. Handlers' own: --app."),
+        typer.Option(help="A service to which streams are announced; repeatable. For those of handlers: --app."),
     ] = None,
     cluster: Annotated[
         bool, typer.Option("--cluster", help="For a Redis Cluster: run the lines on every node.")
     ] = False,
     replicas: Annotated[
         bool,
-        typer.Option("--replicas", help="For reading from replicas in Spark (readFrom): run the lines on them, too."),
+        typer.Option("--replicas", help="For reads from replicas in Spark (readFrom): run the lines on replicas, too."),
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Print ACL SETUSER lines with the rights that are needed, and no more. Nothing is changed.
+    """Print ACL SETUSER lines with the minimal rights of each role. Changes nothing.
 
-    Roles: worker (millstream worker), spark (millstream run), source (spark.read and spark.readStream), group-source (the same
-    with readAs=group), sink (df.write and df.writeStream in Spark), producer (Producer, millstream publish), leases (a Balancer; beside worker, for
-    order="stream"), master and consumer (millstream master, and who gets messages from it), router (millstream serve, or
-    a Router) and operator (all commands that look or mend). Run the lines with redis-cli, then give each user a password.
+    Roles: worker (millstream worker), spark (millstream run), source (spark.read and spark.readStream), group-source
+    (the same with readAs=group), sink (df.write and df.writeStream in Spark), producer (Producer, millstream publish),
+    leases (a Balancer; beside worker, for order="stream"), master and consumer (millstream master, and its consumers),
+    router (millstream serve, or a Router) and operator (all commands for inspection and repair). Run the lines with
+    redis-cli, then set a password for each user.
     """
     chosen = tuple(dict.fromkeys(roles or ROLES))
     users = {user: chosen} if user else {f"{PREFIX}-{role}": (role,) for role in chosen}
@@ -65,5 +66,5 @@ def acl(
     for one in found:
         say(one.line)
     if any(ANY in one.keys for one in found):
-        talk("some users may use every key: --stream, --into, --app and --service narrow it down")
-    talk("a user without a password cannot log in; give each one, as in: ACL SETUSER NAME '>PASSWORD'")
+        talk("some users get access to all keys: restrict it with --stream, --into, --app and --service")
+    talk("a user without a password cannot log in; set one for each: ACL SETUSER NAME '>PASSWORD'")

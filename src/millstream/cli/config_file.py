@@ -1,4 +1,4 @@
-"""Options of a command from a TOML file, for commands that are started by machines."""
+"""Config: options of a command from a TOML file, for commands started by a service manager."""
 
 import importlib.util
 import tomllib
@@ -11,18 +11,16 @@ from millstream.errors import ConfigError
 
 
 def _read(context: typer.Context, path: Path | None) -> Path | None:
-    """Take the file's values for options that are not given; what the command line or the environment says goes first."""
+    """Use the file's values as defaults; the command line and the environment take precedence."""
     if path is None or context.resilient_parsing:
         return path
     try:
         values = tomllib.loads(path.read_text("utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise ConfigError(f"the file {str(path)!r} cannot be read: {error}") from error
+        raise ConfigError(f"cannot read the file {str(path)!r}: {error}") from error
     known = {parameter.name for parameter in context.command.params}
     for name in values.keys() - known:
-        raise ConfigError(
-            f"{path}: there is no option {name!r}; write them as {', '.join(sorted(filter(None, known)))}"
-        )
+        raise ConfigError(f"{path}: unknown option {name!r}; use {', '.join(sorted(filter(None, known)))}")
     context.default_map = {**(context.default_map or {}), **values}
     return path
 
@@ -34,7 +32,7 @@ Config = Annotated[
 
 
 def needs(extra: str, *modules: str) -> None:
-    """Raise ConfigError if a module of an optional part is not installed."""
+    """Raise ConfigError if a module of an optional extra is not installed."""
     for name in modules:
         if importlib.util.find_spec(name) is None:
             raise ConfigError(f"this needs {name}, which is not installed: pip install 'millstream[{extra}]'")

@@ -1,4 +1,4 @@
-"""`millstream consumer`: a function as a consumer that a master delegates messages to."""
+"""`millstream consumer`: runs a function as a consumer to which a master delegates messages."""
 
 import os
 import sys
@@ -21,7 +21,9 @@ Name = Annotated[str, typer.Option("--consumer", envvar="consumer", help="This c
 Register = Annotated[
     list[str] | None,
     typer.Option(
-        "--master-register-api-url", envvar="master_register_api_url", help="Of each master: .../api/consumers/register"
+        "--master-register-api-url",
+        envvar="master_register_api_url",
+        help="URL of each master: .../api/consumers/register",
     ),
 ]
 Acknowledge = Annotated[
@@ -29,22 +31,26 @@ Acknowledge = Annotated[
     typer.Option(
         "--master-acknowledge-api-url",
         envvar="master_acknowledge_api_url",
-        help="Of each master: .../api/messages/acknowledge",
+        help="URL of each master: .../api/messages/acknowledge",
     ),
 ]
 Token = Annotated[
-    str, typer.Option("--token", envvar="MILLSTREAM_MASTER_TOKEN", help="For the master.", show_default=False)
+    str, typer.Option("--token", envvar="MILLSTREAM_MASTER_TOKEN", help="Token for the master.", show_default=False)
 ]
-Host = Annotated[str, typer.Option("--host", help="Where /api/health is served.")]
-Port = Annotated[int, typer.Option("--port", help="0 finds a free one.", min=0, max=65_535)]
-HealthUrl = Annotated[str, typer.Option("--health-url", help="Where the master finds /api/health, if elsewhere.")]
+Host = Annotated[str, typer.Option("--host", help="Address on which /api/health is served.")]
+Port = Annotated[int, typer.Option("--port", help="Port to listen on; 0 finds a free one.", min=0, max=65_535)]
+HealthUrl = Annotated[
+    str, typer.Option("--health-url", help="URL of /api/health as masters reach it, if not the listen address.")
+]
 Key = Annotated[str, typer.Option("--key", help="The field that messages are ordered by.")]
-MaxTickets = Annotated[int, typer.Option("--max-tickets", help="Messages at once.", min=1, max=1_000)]
-PollMs = Annotated[int, typer.Option("--poll-ms", help="Wait where there was nothing, in milliseconds.", min=1)]
-LimitS = Annotated[float, typer.Option("--time-limit-s", help="A longer run makes the consumer unhealthy.", min=0.1)]
-StopS = Annotated[float, typer.Option("--stop-s", help="Seconds that a stop waits for what runs.", min=0)]
+MaxTickets = Annotated[int, typer.Option("--max-tickets", help="Maximum number of messages at once.", min=1, max=1_000)]
+PollMs = Annotated[int, typer.Option("--poll-ms", help="Milliseconds between two reads.", min=1)]
+LimitS = Annotated[
+    float, typer.Option("--time-limit-s", help="Seconds after which a run makes the consumer unhealthy.", min=0.1)
+]
+StopS = Annotated[float, typer.Option("--stop-s", help="Seconds that a stop waits for running messages.", min=0)]
 
-_ANY_MS = 1_000
+_CHECK_TIMEOUT_MS = 1_000
 
 
 def consumer(
@@ -67,7 +73,7 @@ def consumer(
     request_s: RequestS = 10.0,
     stop_s: StopS = 25.0,
     as_json: Json = False,
-    config: Config = None,  # noqa: ARG001 - its callback does the work
+    config: Config = None,  # noqa: ARG001 - handled by its callback
 ) -> None:
     """Run a function, plain or async, on the messages that a master delegates."""
     needs("master", "starlette", "uvicorn")
@@ -75,7 +81,7 @@ def consumer(
     from millstream.services.master.consumer_server import run_consumer
     from millstream.services.web.connections import Limits
 
-    route_to(url, _ANY_MS)  # Redis is asked once a master is there: what is wrong with the URL is said now
+    route_to(url, _CHECK_TIMEOUT_MS)  # reports an invalid URL now: Redis is called only after the registration
     settings = ConsumerSettings(
         url=url,
         ticket_stream=ticket_stream,
@@ -100,7 +106,7 @@ def consumer(
 
     limits = Limits(connections=connections, request_s=request_s)
     run_consumer(function, settings, host=host, port=port, limits=limits, stop_s=stop_s, on_ready=ready)
-    # A function that still runs would keep the process alive; its message goes to another.
+    # A function that still runs would keep the process alive; its message is reassigned.
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)

@@ -1,4 +1,4 @@
-"""`millstream delayed`: messages that wait to be due."""
+"""`millstream delayed`: lists and cancels delayed messages."""
 
 import time
 from typing import Annotated
@@ -15,34 +15,34 @@ from millstream.redis_client.pipelining import server_time_ms
 
 _FIELD_CHARS = 60
 
-Stream = Annotated[str, typer.Argument(help="The stream that they wait for.")]
+Stream = Annotated[str, typer.Argument(help="Their destination stream.")]
 
-delayed = family("List and cancel delayed messages: published already, and added to their stream when they are due.")
+delayed = family("List and cancel delayed messages, which are added to their stream when they are due.")
 
 
 @delayed.command("list")
 def list_(
     stream: Stream,
-    limit: Annotated[int, typer.Option("--limit", min=1, help="At most so many.")] = 100,
+    limit: Annotated[int, typer.Option("--limit", min=1, help="Maximum number of messages.")] = 100,
     url: Url = DEFAULT_URL,
     as_json: Annotated[bool, typer.Option("--json", help="Print an object per line.")] = False,
 ) -> None:
-    """List what waits for a stream, in due order."""
+    """List the delayed messages of a stream, in due order."""
     with Client(url) as client:
         now_ms = server_time_ms(client)
-        waiting = DelayedMessages(client)
-        found, count = waiting.find(stream, limit=limit), waiting.count(stream)
+        messages = DelayedMessages(client)
+        found, count = messages.find(stream, limit=limit), messages.count(stream)
     if as_json:
         for one in found:
             problem = {} if one.problem is None else {"problem": one.problem}
             say_json({"stream": stream, "id": one.id, "due_ms": one.due_ms, **problem, **json_fields(one.pairs)})
         return
     if not found:
-        talk(f"nothing waits to be added to {visible(stream)}")
+        talk(f"there are no delayed messages for {visible(stream)}")
         return
     table(("id", ">due in", "due at", "fields"), [_row(one, now_ms) for one in found])
     if count > len(found):
-        talk(f"{count - len(found):,} more wait; --limit shows them")
+        talk(f"{count - len(found):,} more; use --limit to show them")
 
 
 @delayed.command()
@@ -53,7 +53,7 @@ def cancel(
     url: Url = DEFAULT_URL,
     as_json: Json = False,
 ) -> None:
-    """Cancel messages that are not due yet: they are never added to the stream."""
+    """Cancel delayed messages that are not due yet, so they are never added to the stream."""
     confirm(f"Cancel {counted(len(ids), 'delayed message')} of {visible(stream)} for good?", yes=yes)
     with Client(url) as client:
         cancelled = DelayedMessages(client).cancel(stream, ids)
@@ -63,7 +63,8 @@ def cancel(
         say(f"{counted(cancelled, 'delayed message')} cancelled")
     if cancelled < len(ids):
         raise MillstreamError(
-            f"{len(ids) - cancelled:,} of {len(ids):,} did not wait any more: they were added to the stream, or cancelled, before"
+            f"{len(ids) - cancelled:,} of {len(ids):,} were not cancelled: "
+            "they were added to the stream or cancelled before"
         )
 
 

@@ -1,4 +1,4 @@
-"""`millstream demo`: a year of real flights, processed on Spark and checked one by one."""
+"""`millstream demo`: processes a year of real flights on Spark and verifies each one."""
 
 from pathlib import Path
 from typing import Annotated
@@ -13,23 +13,21 @@ from millstream.demo.show import DemoSettings, run_demo
 
 def demo(
     flights: Annotated[
-        int | None, typer.Option(help="How many flights; default: all 336,776.", show_default=False)
+        int | None, typer.Option(help="Number of flights; default: all 336,776.", show_default=False)
     ] = None,
     kill: Annotated[
-        bool, typer.Option("--kill", help="Kill Python workers and the driver with SIGKILL in mid-run.")
+        bool, typer.Option("--kill", help="Kill Python workers and the driver with SIGKILL during the run.")
     ] = False,
     url: Annotated[str | None, typer.Option(help="Use this Redis; default: start one.", show_default=False)] = None,
     data_dir: Annotated[Path, typer.Option(help="Folder for what the demo writes; emptied at the start.")] = Path(
         ".millstream/demo"
     ),
-    keep: Annotated[
-        bool, typer.Option("--keep", help="Leave the data in Redis, and its folder, when it is over.")
-    ] = False,
+    keep: Annotated[bool, typer.Option("--keep", help="Keep the data in Redis, and its folder, at the end.")] = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="One JSON object on stdout at the end; all else goes to stderr.")
     ] = False,
 ) -> None:
-    """Run the flights of 2013 from New York through a pipeline on Spark, and check what became of each."""
+    """Process the flights of 2013 from New York in a pipeline on Spark, and verify the result of each."""
     console = Console(stderr=as_json)
     settings = DemoSettings(flights=flights, kill=kill, url=url, data_dir=data_dir, keep=keep)
     outcome = run_demo(settings, console)

@@ -1,4 +1,4 @@
-"""`millstream dev`: a redis-server in the foreground, for development."""
+"""`millstream dev`: runs a redis-server in the foreground, for development."""
 
 from pathlib import Path
 from typing import Annotated
@@ -12,7 +12,7 @@ from millstream.errors import ServerError
 from millstream.redis_client.embedded_server import EmbeddedServer
 
 _DATA_DIR = Path(".millstream/dev")
-_LOOK_EVERY_S = 0.5
+_CHECK_INTERVAL_S = 0.5
 
 
 def dev(
@@ -33,6 +33,6 @@ def dev(
             talk(f"redis-server {server.pid} keeps its data in {data_dir}. Ctrl-C stops it. In another terminal:")
             talk(f"  export MILLSTREAM_URL={server.url}")
             talk("  millstream info")
-        while not stopping.wait(_LOOK_EVERY_S):
+        while not stopping.wait(_CHECK_INTERVAL_S):
             if not server.running:
-                raise ServerError(f"redis-server has ended; {server.data_dir / 'redis.log'} says why")
+                raise ServerError(f"redis-server has ended; see {server.data_dir / 'redis.log'}")

@@ -1,4 +1,4 @@
-"""`millstream dlq`: dead letters."""
+"""`millstream dlq`: lists, shows, redrives and purges dead letters."""
 
 import time
 from collections import Counter
@@ -34,17 +34,17 @@ Reason = Annotated[
     str | None,
     typer.Option(
         "--reason",
-        help=f"Only those that died of this: {', '.join(REASONS[:-1])}; or {REASONS[-1]}, for entries that are no dead "
+        help=f"Only those with this reason: {', '.join(REASONS[:-1])}; or {REASONS[-1]}, for entries that are not dead "
         "letters.",
     ),
 ]
-Key = Annotated[str | None, typer.Option("--key", help="Only those of this key, written as `list` shows it.")]
+Key = Annotated[str | None, typer.Option("--key", help="Only those of this key, written as in `list`.")]
 Since = Annotated[
-    str | None, typer.Option("--since", help="Only those that died since: 15m (ago), 2h, 3d, or an ISO 8601 time.")
+    str | None, typer.Option("--since", help="Only those dead-lettered since: 15m (ago), 2h, 3d, or an ISO 8601 time.")
 ]
-Limit = Annotated[int | None, typer.Option("--limit", min=1, help="At most so many.")]
+Limit = Annotated[int | None, typer.Option("--limit", min=1, help="Maximum number of letters.")]
 Ids = Annotated[list[str] | None, typer.Argument(help="Letter ids.", metavar="[LETTER_ID]...")]
-All = Annotated[bool, typer.Option("--all", help="All of them: needed where nothing else is given.")]
+All = Annotated[bool, typer.Option("--all", help="All dead letters; required without ids and filters.")]
 
 dlq = family("List, show, redrive and purge dead letters: messages that their handler could not process.")
 
@@ -62,76 +62,76 @@ def list_(
     url: Url = DEFAULT_URL,
     as_json: Annotated[bool, typer.Option("--json", help="Print an object per line.")] = False,
 ) -> None:
-    """List dead letters, handler by handler, in the order in which they died."""
+    """List dead letters, handler by handler, in the order in which they were dead-lettered."""
     wanted = _filter(app, handler, stream, reason, key, since)
-    with _box(url) as box:
+    with _queue(url) as queue:
         if count:
-            _list_counts(box.find(wanted), as_json=as_json)
+            _list_counts(queue.find(wanted), as_json=as_json)
             return
-        found = list(islice(box.find(wanted), (limit or 0) + 1))
+        found = list(islice(queue.find(wanted), (limit or 0) + 1))
     shown = found[:limit]
     if as_json:
-        for filed in shown:
-            say_json(_as_json(filed))
+        for entry in shown:
+            say_json(_as_json(entry))
     else:
         _list_table(shown)
     if len(found) > len(shown):
-        talk("there are more; --limit shows them, --count counts them")
+        talk("there are more: --limit shows them, --count counts them")
 
 
 @dlq.command()
 def show(
-    letter_id: Annotated[str, typer.Argument(help="The letter's id, as `list` shows it.", metavar="LETTER_ID")],
+    letter_id: Annotated[str, typer.Argument(help="The letter's id, as in `list`.", metavar="LETTER_ID")],
     app: App = None,
     handler: Handler = None,
     stream: Stream = None,
     url: Url = DEFAULT_URL,
     as_json: Json = False,
 ) -> None:
-    """Show all of a dead letter: its fields byte for byte, the error and the traceback.
+    """Show a dead letter in full: its fields byte for byte, the error and the traceback.
 
-    What is not printable is escaped. --json loses nothing: what is not UTF-8 becomes {"hex": "..."}.
+    Unprintable bytes are escaped. --json is lossless: values that are not UTF-8 become {"hex": "..."}.
     """
-    with _box(url) as box:
-        found = list(box.find(DeadLetterFilter(app=app, handler=handler, stream=stream, ids=(letter_id,))))
+    with _queue(url) as queue:
+        found = list(queue.find(DeadLetterFilter(app=app, handler=handler, stream=stream, ids=(letter_id,))))
     if not found:
         raise MillstreamError(f"there is no dead letter {letter_id} (any more); see: millstream dlq list")
-    # Boxes are apart, so two handlers may have given the same id.
-    for filed in found:
+    # Each handler has its own queue per stream, so several letters may have the same id.
+    for entry in found:
         if as_json:
-            say_json(_as_json(filed, full=True))
+            say_json(_as_json(entry, full=True))
         else:
-            _show(filed)
+            _show(entry)
 
 
-# --- What changes something ---
+# --- Redrive and purge ---
 
 
-def _redrive(box: DeadLetterQueue, slips: Sequence[DeadLetterRef]) -> tuple[int, int]:
-    """Send dead letters back to the tail of their streams, in the order in which they were published.
+def _redrive(queue: DeadLetterQueue, refs: Sequence[DeadLetterRef]) -> tuple[int, int]:
+    """Redrive dead letters to the end of their streams, in the order in which they were published.
 
-    Only the handler that gave up on a letter processes it again. Killed at any point, this neither loses nor
-    doubles one: run it again.
+    Only the handler that dead-lettered a message processes it again. If the command is killed at any point, no letter
+    is lost or duplicated: run it again.
     """
     moved, failed = 0, 0
-    for outcome in box.redrive(slips):
+    for outcome in queue.redrive(refs):
         if outcome.new_id is not None:
             moved += 1
         else:
             failed += 1
-            talk(f"letter {outcome.slip.letter_id} stays: {outcome.problem}")
+            talk(f"letter {outcome.slip.letter_id} was not redriven: {outcome.problem}")
     return moved, failed
 
 
-def _purge(box: DeadLetterQueue, slips: Sequence[DeadLetterRef]) -> tuple[int, int]:
+def _purge(queue: DeadLetterQueue, refs: Sequence[DeadLetterRef]) -> tuple[int, int]:
     """Delete dead letters for good."""
-    return box.purge(slips), 0
+    return queue.purge(refs), 0
 
 
 def _on_selected(
     act: Callable[[DeadLetterQueue, Sequence[DeadLetterRef]], tuple[int, int]], *, question: str, done: str
 ) -> Callable[..., None]:
-    """The command that asks `question` and then does `act`, which counts what succeeds and fails, to selected letters."""
+    """A command that selects letters, asks `question` and applies `act`, which counts successes and failures."""
 
     def command(
         letter_ids: Ids = None,
@@ -149,13 +149,13 @@ def _on_selected(
         as_json: Json = False,
     ) -> None:
         wanted = _filter(app, handler, stream, reason, key, since, letter_ids)
-        with _box(url) as box:
-            slips = _selected(box, wanted, limit, every=every)
+        with _queue(url) as queue:
+            refs = _selected(queue, wanted, limit, every=every)
             number, failed = 0, 0
-            if slips and not dry_run:
-                confirm(question.format(counted(len(slips), "dead letter")), yes=yes)
-                number, failed = act(box, slips)
-        _summary(done, number, slips, dry_run=dry_run, as_json=as_json)
+            if refs and not dry_run:
+                confirm(question.format(counted(len(refs), "dead letter")), yes=yes)
+                number, failed = act(queue, refs)
+        _summary(done, number, refs, dry_run=dry_run, as_json=as_json)
         if failed:
             raise typer.Exit(1)
 
@@ -167,11 +167,11 @@ dlq.command("redrive")(_on_selected(_redrive, question="Redrive {}?", done="redr
 dlq.command("purge")(_on_selected(_purge, question="Delete {} for good?", done="purged"))
 
 
-# --- What is meant ---
+# --- Selection ---
 
 
 @contextmanager
-def _box(url: str) -> Iterator[DeadLetterQueue]:
+def _queue(url: str) -> Iterator[DeadLetterQueue]:
     with Client(url) as client:
         yield DeadLetterQueue(client)
 
@@ -196,17 +196,19 @@ def _filter(
     )
 
 
-def _selected(box: DeadLetterQueue, wanted: DeadLetterFilter, limit: int | None, *, every: bool) -> list[DeadLetterRef]:
+def _selected(
+    queue: DeadLetterQueue, wanted: DeadLetterFilter, limit: int | None, *, every: bool
+) -> list[DeadLetterRef]:
     if wanted == DeadLetterFilter() and not every:
-        raise ConfigError("say which dead letters: their ids, a filter such as --reason, or --all")
-    return box.select(wanted, limit)
+        raise ConfigError("select dead letters: give their ids, a filter such as --reason, or --all")
+    return queue.select(wanted, limit)
 
 
-# --- What is shown ---
+# --- Output ---
 
 
 def _list_counts(found: Iterator[DeadLetterEntry], *, as_json: bool) -> None:
-    counts = Counter((f"{filed.keys.app}.{filed.keys.handler}", filed.keys.stream, filed.reason) for filed in found)
+    counts = Counter((f"{entry.keys.app}.{entry.keys.handler}", entry.keys.stream, entry.reason) for entry in found)
     ordered = sorted(counts.items())
     if as_json:
         for (handler, stream, reason), number in ordered:
@@ -223,33 +225,33 @@ def _list_table(found: Sequence[DeadLetterEntry]) -> None:
     now_ms = time.time() * 1000
     table(
         ("letter_id", "handler", "stream", "original", "key", "reason", "error", ">attempts", ">age"),
-        [_row(filed, now_ms) for filed in found],
+        [_row(entry, now_ms) for entry in found],
     )
 
 
-def _row(filed: DeadLetterEntry, now_ms: float) -> tuple[str, ...]:
-    letter = filed.letter
-    error = letter.error if letter else filed.problem
+def _row(entry: DeadLetterEntry, now_ms: float) -> tuple[str, ...]:
+    letter = entry.letter
+    error = letter.error if letter else entry.problem
     return (
-        filed.letter_id,
-        f"{filed.keys.app}.{filed.keys.handler}",
-        visible(filed.keys.stream),
+        entry.letter_id,
+        f"{entry.keys.app}.{entry.keys.handler}",
+        visible(entry.keys.stream),
         letter.id if letter else "-",
         clip(visible(letter.key), _KEY_CHARS) if letter and letter.key is not None else "-",
-        filed.reason,
+        entry.reason,
         clip(visible(error.partition("\n")[0]), _ERROR_CHARS),
         str(letter.attempts) if letter else "-",
         age(max(0.0, now_ms - letter.time_ms)) if letter else "-",
     )
 
 
-def _as_json(filed: DeadLetterEntry, *, full: bool = False) -> dict[str, Any]:
-    keys, letter = filed.keys, filed.letter
-    place = {"letter_id": filed.letter_id, "app": keys.app, "handler": keys.handler, "stream": keys.stream}
+def _as_json(entry: DeadLetterEntry, *, full: bool = False) -> dict[str, Any]:
+    keys, letter = entry.keys, entry.letter
+    head = {"letter_id": entry.letter_id, "app": keys.app, "handler": keys.handler, "stream": keys.stream}
     if letter is None:
-        return {**place, "reason": filed.reason, "error": filed.problem, **json_fields(filed.pairs)}
+        return {**head, "reason": entry.reason, "error": entry.problem, **json_fields(entry.pairs)}
     return {
-        **place,
+        **head,
         "id": letter.id,
         "key": json_value(letter.key),
         "reason": letter.reason,
@@ -260,37 +262,37 @@ def _as_json(filed: DeadLetterEntry, *, full: bool = False) -> dict[str, Any]:
     }
 
 
-def _show(filed: DeadLetterEntry) -> None:
-    letter = filed.letter
-    head = [("letter_id", filed.letter_id), ("handler", f"{filed.keys.app}.{filed.keys.handler}")]
-    head.append(("stream", visible(filed.keys.stream)))
-    details(head + (_story(letter) if letter else [("problem", visible(filed.problem))]))
+def _show(entry: DeadLetterEntry) -> None:
+    letter = entry.letter
+    head = [("letter_id", entry.letter_id), ("handler", f"{entry.keys.app}.{entry.keys.handler}")]
+    head.append(("stream", visible(entry.keys.stream)))
+    details(head + (_details_of(letter) if letter else [("problem", visible(entry.problem))]))
     say("")
     say("fields")
-    pairs = letter.pairs if letter else filed.pairs
+    pairs = letter.pairs if letter else entry.pairs
     details((f"  {visible(name)}", visible(value)) for name, value in zip(pairs[::2], pairs[1::2], strict=True))
     if letter and letter.traceback:
         say_lines(f"\ntraceback\n{letter.traceback.rstrip()}")
 
 
-def _story(letter: DeadLetter) -> list[tuple[str, str]]:
-    died = datetime.fromtimestamp(letter.time_ms / 1000, UTC).isoformat(sep=" ", timespec="milliseconds")
+def _details_of(letter: DeadLetter) -> list[tuple[str, str]]:
+    dead_lettered = datetime.fromtimestamp(letter.time_ms / 1000, UTC).isoformat(sep=" ", timespec="milliseconds")
     return [
         ("original", letter.id),
         ("key", "-" if letter.key is None else visible(letter.key)),
         ("reason", letter.reason),
         ("error", visible(letter.error)),
         ("attempts", str(letter.attempts)),
-        ("died", f"{died} ({age(max(0.0, time.time() * 1000 - letter.time_ms))} ago)"),
+        ("time", f"{dead_lettered} ({age(max(0.0, time.time() * 1000 - letter.time_ms))} ago)"),
     ]
 
 
-def _summary(done: str, number: int, slips: Sequence[DeadLetterRef], *, dry_run: bool, as_json: bool) -> None:
+def _summary(done: str, number: int, refs: Sequence[DeadLetterRef], *, dry_run: bool, as_json: bool) -> None:
     if as_json:
-        say_json({"selected": len(slips), done: number, "dry_run": dry_run})
+        say_json({"selected": len(refs), done: number, "dry_run": dry_run})
     elif dry_run:
-        say(f"{counted(len(slips), 'dead letter')} would be {done}")
-        for (stream, keys), count in Counter((slip.stream, slip.keys) for slip in slips).items():
+        say(f"{counted(len(refs), 'dead letter')} would be {done}")
+        for (stream, keys), count in Counter((ref.stream, ref.keys) for ref in refs).items():
             say(f"  {count:,} of {keys.app}.{keys.handler} on {visible(stream)}")
     else:
         say(f"{counted(number, 'dead letter')} {done}")

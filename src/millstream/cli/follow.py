@@ -1,4 +1,4 @@
-"""Following streams for `millstream tail`: any number of them over one router, and those of patterns as they are made."""
+"""Follower: follows streams for `millstream tail` with one router, and discovers new streams of patterns."""
 
 import asyncio
 import logging
@@ -13,20 +13,21 @@ from millstream.router import BEGINNING, END, Item, Router, Start, Subscription
 
 logger = logging.getLogger(__name__)
 
-_MOST_AT_ONCE = 500
-_LOOK_S = 0.5
-_LOOKING_SHARE = 20
-
+_MAX_ITEMS_AT_ONCE = 500
+_SCAN_INTERVAL_S = 0.5
+_SCAN_PAUSE_RATIO = 20
+"""Pause between two scans, as a multiple of the duration of the last."""
 
 Places = Callable[[Sequence[str]], Mapping[str, str]]
+"""From names of streams to the id after which to start on each."""
 
 
 class Follower:
-    """Gives `show` what comes on streams, until that says that it is enough.
+    """Passes the entries of streams to `show`, until it returns True.
 
-    `places` says after which ids to begin on streams that are there at the start. Those of a pattern that are made later
-    are followed from their beginning: all of them is new. `on_begun` is told once how many streams are followed: whatever is
-    added to them from then on is shown.
+    `places` gives the ids after which to start on the streams that exist at first. Streams of a pattern that are
+    created later are followed from their beginning, as all of their entries are new. `on_begun` is called once with the
+    number of followed streams: every entry added from then on is shown.
     """
 
     def __init__(
@@ -51,7 +52,7 @@ class Follower:
         self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     async def run(self, names: Sequence[str], patterns: Sequence[str]) -> None:
-        """Until `show` has enough. Raises RedisError if a stream that is named cannot be read."""
+        """Follow until `show` returns True. Raises RedisError if a stream given by name cannot be read."""
         for name, place in self._places(names).items():
             self._begin(self._follow(self._subscribe(name, place)))
         if patterns:
@@ -69,7 +70,7 @@ class Follower:
 
     def _subscribe(self, name: str, place: str) -> Subscription:
         self._known.add(name)
-        if place == END:  # where that is, is known when the server has said so
+        if place == END:  # its id is known only when the server has answered
             self._beginning.add(name)
         return self._router.subscribe(name, after=place, report_start=True)
 
@@ -78,7 +79,7 @@ class Follower:
         self._tell_begun()
 
     def _tell_begun(self) -> None:
-        """Say once that all streams that were there have been subscribed to, and each has begun."""
+        """Call `on_begun` once: when all existing streams are subscribed, and each has its start id."""
         if self._on_begun is not None and self._looked and not self._beginning:
             self._on_begun(len(self._known))
             self._on_begun = None
@@ -97,7 +98,7 @@ class Follower:
     async def _follow(self, subscription: Subscription) -> None:
         async for first in subscription:
             item: Item | None = first
-            left = _MOST_AT_ONCE
+            left = _MAX_ITEMS_AT_ONCE
             while item is not None and not self._ended.done():
                 if isinstance(item, Start):
                     self._has_begun(item.stream)
@@ -106,20 +107,20 @@ class Follower:
                 left -= 1
                 item = subscription.get(0) if left else None
             sys.stdout.flush()
-            await asyncio.sleep(0)  # a long stream hides no other
+            await asyncio.sleep(0)  # so that a long stream does not delay the others
 
     async def _follow_found(self, subscription: Subscription) -> None:
         try:
             await self._follow(subscription)
-        except (WrongType, AccessDenied) as error:  # nobody has named it
-            logger.warning("tail leaves out %s: %s", visible(subscription.stream), error)
+        except (WrongType, AccessDenied) as error:  # only a pattern matched it
+            logger.warning("tail skips the stream %s: %s", visible(subscription.stream), error)
             self._known.discard(subscription.stream)
-            if isinstance(error, AccessDenied):  # the other may become a stream again
+            if isinstance(error, AccessDenied):  # a key of another type may become a stream again
                 self._denied.add(subscription.stream)
             self._has_begun(subscription.stream)
 
     async def _look(self, patterns: Sequence[str]) -> None:
-        """Find the streams of the patterns, again and again: the more keys there are, the less often."""
+        """Scan for streams of the patterns periodically: the longer a scan takes, the less often."""
         places = self._places
         while True:
             began = time.monotonic()
@@ -132,8 +133,8 @@ class Follower:
                 self._looked = True
                 self._tell_begun()
             except Unavailable as error:
-                logger.debug("no streams are looked for while Redis is away: %s", error)
-            await asyncio.sleep(max(_LOOK_S, _LOOKING_SHARE * (time.monotonic() - began)))
+                logger.debug("cannot scan for streams, Redis is unavailable: %s", error)
+            await asyncio.sleep(max(_SCAN_INTERVAL_S, _SCAN_PAUSE_RATIO * (time.monotonic() - began)))
 
     def _scan(self, patterns: Sequence[str]) -> set[str]:
         return {name for pattern in patterns for name in self._client.scan_streams(pattern)}

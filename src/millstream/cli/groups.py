@@ -1,4 +1,4 @@
-"""`millstream groups`: consumer groups of streams."""
+"""`millstream groups`: lists and changes the consumer groups of streams."""
 
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -20,22 +20,25 @@ from millstream.redis_client.key_names import to_wire
 Stream = Annotated[str, typer.Argument(help="The stream.")]
 GroupName = Annotated[str, typer.Argument(help="The group.", metavar="GROUP")]
 At = Annotated[
-    str, typer.Option("--at", metavar="WHERE", help="Entries after this are delivered: an id, earliest or latest.")
+    str, typer.Option("--at", metavar="WHERE", help="Deliver entries after this: an id, earliest or latest.")
 ]
 
-_NOT_CREATED = "its workers and pipelines make it themselves; where they begin is for --start of millstream worker and millstream run"
+_NOT_CREATED = (
+    "its workers and pipelines create it themselves; choose its start with --start of millstream worker or run"
+)
 _NOT_MOVED = (
-    "what is committed stands in its ledger. Moved back, the group would repeat nothing; moved on, it would skip messages "
+    "its progress is in the commit store. Moved back, the group would repeat nothing; moved on, it would skip messages "
     "for good. To process all of a stream again: millstream run --reprocess with a new --checkpoint. To process some of "
     "its messages again: publish them again, or millstream dlq redrive if they are dead letters"
 )
 _NOT_DESTROYED = (
-    "its ledger says nothing of how far it is, so it would begin anew. Start millstream worker once, then destroy it"
+    "the commit store has no committed id for it yet, so it would start again from the beginning. "
+    "Start millstream worker once, then destroy it"
 )
 
 
 class _ListByDefault(TyperGroup):
-    """`groups STREAM` is `groups list STREAM`; a stream named like a command needs the long form."""
+    """Reads `groups STREAM` as `groups list STREAM`; a stream named like a command needs the long form."""
 
     def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
         if args and args[0] not in self.commands and args[0] != "--help":
@@ -47,26 +50,26 @@ groups = family(
     "List and change consumer groups. `millstream groups STREAM` lists those of a stream.", cls=_ListByDefault
 )
 
-# --- Looking ---
+# --- Lists ---
 
 
 @groups.command("list")
 def list_(
     streams: Annotated[list[str] | None, typer.Argument(help="The streams.", metavar="[STREAM]...")] = None,
-    pattern: Annotated[str | None, typer.Option(help="All streams that fit this pattern, like orders*.")] = None,
+    pattern: Annotated[str | None, typer.Option(help="All streams that match this pattern, like orders*.")] = None,
     url: Url = DEFAULT_URL,
     as_json: Json = False,
 ) -> None:
-    """List the groups of streams. `lag` is Redis' own figure, - where it has none; see `millstream info`."""
+    """List the groups of streams. `lag` is as Redis reports it, - if unknown; `millstream info` counts instead."""
     if bool(streams) == bool(pattern):
-        raise ConfigError("name streams, or give --pattern, one of the two")
+        raise ConfigError("give either streams or --pattern")
     with Client(url) as client:
         found = [(name, one) for name in streams or () for one in groups_of(client, name)]
         for name in client.scan_streams(pattern) if pattern else ():
             try:
                 found += [(name, one) for one in groups_of(client, name)]
             except GroupMissing:
-                continue  # the stream is gone since
+                continue  # the stream was deleted meanwhile
         engines = [engine_of(client, handler_of(name, one.name)) for name, one in found]
     if as_json:
         say_json([_as_json(name, one, engine) for (name, one), engine in zip(found, engines, strict=True)])
@@ -93,7 +96,7 @@ def list_(
 
 @groups.command()
 def consumers(stream: Stream, group: GroupName, url: Url = DEFAULT_URL, as_json: Json = False) -> None:
-    """List the consumers of a group: what they hold, and how long they have been silent."""
+    """List the consumers of a group, with their pending entries and idle times."""
     with Client(url) as client:
         found = Group(client, stream, group).consumers()
     if as_json:
@@ -102,14 +105,14 @@ def consumers(stream: Stream, group: GroupName, url: Url = DEFAULT_URL, as_json:
         talk(f"group {group} of {stream} has no consumers")
     else:
         rows = [(visible(one.name), f"{one.pending:,}", age(one.idle_ms)) for one in found]
-        table(("consumer", ">pending", ">silent for"), rows)
+        table(("consumer", ">pending", ">idle"), rows)
 
 
 def _as_json(stream: str, found: GroupInfo, engine: str | None) -> dict[str, Any]:
     return {"stream": stream, **asdict(found), "last_delivered": found.last_delivered.decode(), "engine": engine}
 
 
-# --- Changing: groups ---
+# --- Changes to groups ---
 
 
 @groups.command()
@@ -117,18 +120,18 @@ def create(
     stream: Stream,
     group: GroupName,
     at: At = "latest",
-    mkstream: Annotated[bool, typer.Option("--mkstream", help="Make the stream too, if there is none.")] = False,
+    mkstream: Annotated[bool, typer.Option("--mkstream", help="Create the stream too, if it does not exist.")] = False,
     url: Url = DEFAULT_URL,
     as_json: Json = False,
 ) -> None:
     """Create a group."""
     _refuse_handlers(stream, group, _NOT_CREATED)
     with Client(url) as client:
-        created = Group(client, stream, group).create(_place(at), mkstream=mkstream)
+        created = Group(client, stream, group).create(_group_id(at), mkstream=mkstream)
     if as_json:
         say_json({"stream": stream, "group": group, "created": created})
     else:
-        say(f"group {visible(group)} created" if created else f"group {visible(group)} exists: nothing is changed")
+        say(f"group {visible(group)} created" if created else f"group {visible(group)} exists already: not changed")
 
 
 @groups.command("set-id")
@@ -141,19 +144,19 @@ def set_id(
     url: Url = DEFAULT_URL,
     as_json: Json = False,
 ) -> None:
-    """Have a group go on somewhere else: further back delivers again, further on skips. Pending entries stay pending."""
+    """Set the last delivered id of a group: a lower one delivers again, a higher one skips. Pending entries stay."""
     _refuse_handlers(stream, group, _NOT_MOVED)
-    place = _place(at)
+    new_id = _group_id(at)
     with Client(url) as client:
         before = _found(client, stream, group).last_delivered.decode()
         if not dry_run:
             confirm(f"Move group {group} of {stream} from {before} to {at}?", yes=yes)
-            Group(client, stream, group).set_id(place)
+            Group(client, stream, group).set_id(new_id)
         now = _found(client, stream, group).last_delivered.decode()
     if as_json:
         say_json({"stream": stream, "group": group, "before": before, "now": now, "dry_run": dry_run})
     else:
-        say(f"group {visible(group)} " + (f"would move from {before} to {at}" if dry_run else f"goes on after {now}"))
+        say(f"group {visible(group)} " + (f"would move from {before} to {at}" if dry_run else f"continues after {now}"))
 
 
 @groups.command()
@@ -165,9 +168,9 @@ def destroy(
     url: Url = DEFAULT_URL,
     as_json: Json = False,
 ) -> None:
-    """Remove a group, with the list of what is pending. The entries stay in the stream.
+    """Destroy a group with its pending list. The entries stay in the stream.
 
-    The group of a handler comes back with its workers, where they stood: nothing is lost or processed twice.
+    The workers of a handler create its group again at the committed id: nothing is lost or processed twice.
     """
     with Client(url) as client:
         found = _found(client, stream, group)
@@ -175,20 +178,21 @@ def destroy(
             if not client.execute("HEXISTS", to_wire(keys.meta), "frontier"):
                 _refuse_handlers(stream, group, _NOT_DESTROYED)
             talk(
-                f"{keys.app}.{keys.handler} goes on where it stands: its next worker or pipeline makes the group again"
+                f"{keys.app}.{keys.handler} will continue after its committed id: "
+                "its next worker or pipeline creates the group again"
             )
-        held = counted(found.pending, "pending entry", "pending entries")
+        entries = counted(found.pending, "pending entry", "pending entries")
         if not dry_run:
-            confirm(f"Destroy group {group} of {stream}, which has {held}?", yes=yes)
+            confirm(f"Destroy group {group} of {stream}, which has {entries}?", yes=yes)
         destroyed = not dry_run and Group(client, stream, group).destroy()
     if as_json:
         figures = {"pending": found.pending, "destroyed": destroyed, "dry_run": dry_run}
         say_json({"stream": stream, "group": group, **figures})
     else:
-        say(f"group {visible(group)} with {held} " + ("would be destroyed" if dry_run else "destroyed"))
+        say(f"group {visible(group)} with {entries} " + ("would be destroyed" if dry_run else "destroyed"))
 
 
-# --- Changing: consumers. The ledger asks at each commit who holds an entry, so these are safe for handlers too. ---
+# --- Changes to consumers. Each commit checks which consumer has the entry, so these are safe for handlers too. ---
 
 
 @groups.command("delete-consumer")
@@ -196,45 +200,46 @@ def delete_consumer(
     stream: Stream,
     group: GroupName,
     consumer: Annotated[str, typer.Argument(help="The consumer. Stop its process first.")],
-    heir: Annotated[str | None, typer.Option(help="The consumer that what it holds passes to.")] = None,
+    heir: Annotated[str | None, typer.Option(help="The consumer that gets its pending entries.")] = None,
     dry_run: DryRun = False,
     yes: Yes = False,
     url: Url = DEFAULT_URL,
     as_json: Json = False,
 ) -> None:
-    """Delete a consumer. What it holds is never dropped: it passes to the heir, idle times and counts unchanged."""
+    """Delete a consumer. Its pending entries are never dropped: the heir gets them, with idle times and counts."""
     with Client(url) as client:
         of = Group(client, stream, group)
-        held = next((one.pending for one in of.consumers() if one.name == consumer), None)
-        if held is None:
+        pending = next((one.pending for one in of.consumers() if one.name == consumer), None)
+        if pending is None:
             raise ConfigError(f"there is no consumer {consumer!r} in group {group!r}; see: millstream groups consumers")
-        what = counted(held, "pending entry", "pending entries")
-        handed_on, gone = 0, list[str]()
+        entries = counted(pending, "pending entry", "pending entries")
+        moved, deleted = 0, list[str]()
         if not dry_run:
-            confirm(f"Delete consumer {consumer} of group {group}, which holds {what}?", yes=yes)
+            confirm(f"Delete consumer {consumer} of group {group}, which has {entries}?", yes=yes)
             done = of.delete_consumer(consumer, heir=heir)
-            handed_on, gone = done.handed_on, [one.decode() for one in done.gone]
+            moved, deleted = done.handed_on, [one.decode() for one in done.gone]
     if as_json:
-        figures = {"held": held, "handed_on": handed_on, "gone": gone, "dry_run": dry_run}
+        figures = {"pending": pending, "moved": moved, "deleted": deleted, "dry_run": dry_run}
         say_json({"stream": stream, "group": group, "consumer": consumer, "heir": heir, **figures})
     elif dry_run:
-        say(f"consumer {visible(consumer)}, which holds {what}, would be deleted")
+        say(f"consumer {visible(consumer)}, which has {entries}, would be deleted")
     else:
-        say(f"consumer {visible(consumer)} deleted" + (f", {handed_on:,} of {what} to {visible(heir)}" if heir else ""))
-        say_gone(gone)
+        to_heir = f", {moved:,} of {entries} moved to {visible(heir)}" if heir else ""
+        say(f"consumer {visible(consumer)} deleted{to_heir}")
+        say_gone(deleted)
 
 
 @groups.command()
 def clean(
     stream: Stream,
     group: Annotated[str | None, typer.Argument(help="The group; by default all of them.", metavar="[GROUP]")] = None,
-    idle: Annotated[str, typer.Option(help="How long they must have been silent: 30s, 5m, 2h or 1d.")] = "1h",
+    idle: Annotated[str, typer.Option(help="Minimum idle time: 30s, 5m, 2h or 1d.")] = "1h",
     dry_run: DryRun = False,
     yes: Yes = False,
     url: Url = DEFAULT_URL,
     as_json: Json = False,
 ) -> None:
-    """Delete consumers that hold nothing and have been silent for long. One in a long poll looks silent: allow for it."""
+    """Delete idle consumers without pending entries. A blocking read counts as idle: choose --idle longer than it."""
     idle_ms = parse_duration_ms(idle)
     with Client(url) as client:
         names = [group] if group else [one.name for one in groups_of(client, stream)]
@@ -258,19 +263,17 @@ def _idle(found: Sequence[ConsumerInfo], idle_ms: int) -> list[str]:
 
 
 def say_gone(ids: Sequence[str]) -> None:
-    """Name entries that were pending, and can never be processed."""
+    """Print the ids of pending entries that were deleted, so that they can never be processed."""
     if ids:
-        talk(
-            f"{counted(len(ids), 'pending entry is', 'pending entries are')} gone from the stream, trimmed or deleted:"
-        )
+        talk(f"{counted(len(ids), 'pending entry was', 'pending entries were')} trimmed or deleted from the stream:")
         for entry_id in ids:
             talk(f"  {entry_id}")
 
 
-# --- What is meant ---
+# --- Arguments ---
 
 
-def _place(text: str) -> str:
+def _group_id(text: str) -> str:
     return {"earliest": BEGINNING, "latest": END}.get(text) or str(EntryId.parse(text))
 
 

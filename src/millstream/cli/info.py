@@ -1,4 +1,4 @@
-"""`millstream info`: what is in Redis, and how far those are who read it."""
+"""`millstream info`: shows the streams in Redis, their readers and the readers' lag."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -16,11 +16,11 @@ from millstream.redis_client.client import Client
 from millstream.redis_client.escaping import visible
 from millstream.redis_client.key_names import stage_of
 
-_FURTHEST = 2
+_LARGEST = 2
 
 
 class _Rates(NamedTuple):
-    """Entries a second: that came to the streams of a reader, and that it has done; None if that is not known."""
+    """Entries per second: added to the streams of a reader, and completed by it; None if unknown."""
 
     arriving: float
     done: float | None
@@ -31,19 +31,20 @@ _RatesByName = Mapping[tuple[Kind, str], _Rates]
 
 def info(
     app: Annotated[str | None, typer.Argument(help="Only this app's handlers, stages and streams; its name.")] = None,
-    limit: Annotated[int, typer.Option(min=1, help="Most lines in each table.")] = 50,
-    over: Annotated[str | None, typer.Option(metavar="5s", help="Look twice, so far apart: shows rates, too.")] = None,
+    limit: Annotated[int, typer.Option(min=1, help="Maximum number of rows of each table.")] = 50,
+    over: Annotated[str | None, typer.Option(metavar="5s", help="Measure rates, too, over this time.")] = None,
     url: Url = DEFAULT_URL,
     as_json: Json = False,
 ) -> None:
-    """Show who reads, how far behind, who is at work, and what waits.
+    """Show readers, their lag, live workers and dead letters.
 
-    Handlers, stages and other groups are summed up over their streams; then handlers stream by stream, then the streams.
+    First handlers, stages and other groups, summed up over their streams; then handlers stream by stream; then the
+    streams.
 
-    A number with > before it was not counted to its end; ? means that it cannot be known.
+    A > before a number marks a lower bound, as counting was cut short; ? means unknown.
     """
     with Client(url) as client:
-        found, rates = _look(client, app, None if over is None else parse_duration_ms(over))
+        found, rates = _inspect(client, app, None if over is None else parse_duration_ms(over))
     summed = readers(found)
     if as_json:
         say_json({"readers": [_row(one, rates) for one in summed], **asdict(found)})
@@ -56,13 +57,13 @@ def info(
     _show_streams(found, limit)
 
 
-def _look(client: Client, app: str | None, apart_ms: int | None) -> tuple[Inspection, _RatesByName | None]:
+def _inspect(client: Client, app: str | None, over_ms: int | None) -> tuple[Inspection, _RatesByName | None]:
     began_s = time.monotonic()
     found = inspect(client, app)
-    if apart_ms is None:
+    if over_ms is None:
         return found, None
     before = {(one.kind, one.name): one for one in readers(found)}
-    time.sleep(max(0.0, began_s + apart_ms / 1000 - time.monotonic()))
+    time.sleep(max(0.0, began_s + over_ms / 1000 - time.monotonic()))
     seconds, found = time.monotonic() - began_s, inspect(client, app)
     rates = {}
     for one in readers(found):
@@ -78,8 +79,7 @@ def _look(client: Client, app: str | None, apart_ms: int | None) -> tuple[Inspec
 
 def _row(reader: ReaderReport, rates: _RatesByName | None) -> dict[str, Any]:
     row = asdict(reader)
-    row |= {"min": row.pop("least"), "avg": row.pop("mean"), "max": row.pop("most")}
-    row["furthest"] = [{"stream": stream, "behind": behind} for stream, behind in reader.furthest]
+    row["largest_lags"] = [{"stream": stream, "lag": lag} for stream, lag in reader.largest_lags]
     if rates is not None:
         rate = rates.get((reader.kind, reader.name))
         row |= {"arriving_per_s": rate and rate.arriving, "done_per_s": rate and rate.done}
@@ -89,11 +89,11 @@ def _row(reader: ReaderReport, rates: _RatesByName | None) -> dict[str, Any]:
 def _show_readers(found: Sequence[ReaderReport], rates: _RatesByName | None, limit: int) -> None:
     if not found:
         return
-    # Those that need a look come first.
-    worst = sorted(found, key=lambda one: (-one.waiting, -one.parked, -(one.behind or 0)))[:limit]
+    # Readers that need attention come first.
+    worst = sorted(found, key=lambda one: (-one.dead_letters, -one.parked, -(one.lag or 0)))[:limit]
     columns = (
-        "reader", "reads by", ">at work", ">streams", ">behind", ">min", ">avg", ">max", "furthest behind", ">oldest waits",
-        ">in hand", ">parked keys", ">dead letters",
+        "reader", "mode", ">alive", ">streams", ">lag", ">min", ">avg", ">max", "largest lags", ">oldest",
+        ">pending", ">parked keys", ">dead letters",
     )  # fmt: skip
     table(
         (*columns, *((">arriving/s", ">done/s") if rates is not None else ())),
@@ -104,21 +104,21 @@ def _show_readers(found: Sequence[ReaderReport], rates: _RatesByName | None, lim
 
 
 def _cells(one: ReaderReport) -> tuple[str, ...]:
-    furthest = ", ".join(f"{visible(stream)} ({count:,})" for stream, count in one.furthest[:_FURTHEST])
+    largest = ", ".join(f"{visible(stream)} ({count:,})" for stream, count in one.largest_lags[:_LARGEST])
     return (
         visible(one.name),
-        "; ".join(one.how) + (f", {counted(one.paused, 'stream')} paused" if one.paused else ""),
-        f"{one.at_work:,}",
+        "; ".join(one.modes) + (f", {counted(one.paused, 'stream')} paused" if one.paused else ""),
+        f"{one.alive:,}",
         f"{one.streams:,}",
-        _number(one.behind, exact=one.exact),
-        _number(one.least),
-        "?" if one.mean is None else f"{one.mean:,.1f}",
-        _number(one.most),
-        furthest or "-",
+        _number(one.lag, exact=one.lag_exact),
+        _number(one.lag_min),
+        "?" if one.lag_avg is None else f"{one.lag_avg:,.1f}",
+        _number(one.lag_max),
+        largest or "-",
         age(one.oldest_age_ms),
         f"{one.pending:,}",
         f"{one.parked:,}" if one.kind == "handler" else "-",
-        f"{one.waiting:,}" if one.kind == "handler" else "-",
+        f"{one.dead_letters:,}" if one.kind == "handler" else "-",
     )
 
 
@@ -134,26 +134,26 @@ def _number(count: int | None, *, exact: bool = True) -> str:
     return f"{'' if exact else '>'}{count:,}"
 
 
-# --- Handlers on their streams ---
+# --- Handlers, stream by stream ---
 
 
 def _show_handlers(handlers: tuple[HandlerReport, ...], limit: int) -> None:
     if not handlers:
         return
-    worst = sorted(handlers, key=lambda handler: (-handler.waiting, -(handler.lag or 0)))[:limit]
+    worst = sorted(handlers, key=lambda handler: (-handler.dead_letters, -(handler.lag or 0)))[:limit]
     table(
         (
             "handler",
             "stream",
             ">lag",
-            ">oldest waits",
-            "runs on",
-            ">in hand",
+            ">oldest",
+            "engine",
+            ">pending",
             ">committed",
             ">written",
             ">refused",
             ">dead letters",
-            "frontier",
+            "committed id",
         ),
         [
             (
@@ -166,8 +166,8 @@ def _show_handlers(handlers: tuple[HandlerReport, ...], limit: int) -> None:
                 f"{handler.committed:,}",
                 f"{handler.written:,}",
                 f"{handler.refused:,}",
-                f"{handler.waiting:,}",
-                "unreadable" if handler.problem is not None else handler.frontier or "-",
+                f"{handler.dead_letters:,}",
+                "unreadable" if handler.problem is not None else handler.committed_id or "-",
             )
             for handler in worst
         ],
@@ -210,7 +210,7 @@ def _show_streams(found: Inspection, limit: int) -> None:
 
 
 def _groups(stream: StreamReport) -> str:
-    # The tables above show our own.
+    # The tables above show the groups of handlers and stages.
     foreign = [group for group in stream.groups if group.counted and stage_of(group.name) is None]
     return ", ".join(f"{visible(group.name)} ({group.consumers:,}, {group.pending:,})" for group in foreign) or "-"
 
@@ -221,9 +221,9 @@ def _say_hidden(found: Inspection) -> None:
         (found.hidden_handlers, "handler on a stream", "handlers on streams"),
     )
     if hidden := [counted(*one) for one in things if one[0]]:
-        talk(f"left out: {' and '.join(hidden)} that this Redis user has no right to see")
+        talk(f"not shown: {' and '.join(hidden)} that this Redis user may not access")
 
 
 def _say_more(number: int, thing: str) -> None:
     if number:
-        talk(f"and {counted(number, f'more {thing}')}; --limit or --json shows them")
+        talk(f"{counted(number, f'more {thing}')}; use --limit or --json to show them")

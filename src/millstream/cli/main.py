@@ -1,6 +1,6 @@
-"""The command `millstream`: knows the families of commands, and turns errors into a line and an exit code.
+"""The command `millstream`: dispatches to the command families, and maps errors to one line and an exit code.
 
-A family's module is imported when it is used, so that help and light commands start fast.
+The module of a family is imported only when it is used, so help and light commands start fast.
 """
 
 import os
@@ -27,28 +27,28 @@ FAMILIES: Mapping[str, tuple[str, str]] = {
     "worker": ("millstream.cli.worker:worker", "Run an app on low-latency workers."),
     "master": ("millstream.cli.master:master", "Delegate messages to consumers in any language."),
     "consumer": ("millstream.cli.consumer:consumer", "Run a function as a consumer of a master."),
-    "serve": ("millstream.cli.serve:serve", "Let browsers follow streams live."),
-    "dev": ("millstream.cli.dev:dev", "Run a redis-server here, for development."),
-    "demo": ("millstream.cli.demo:demo", "Run a pipeline over real flights and check it."),
+    "serve": ("millstream.cli.serve:serve", "Serve streams live to browsers."),
+    "dev": ("millstream.cli.dev:dev", "Run a local redis-server for development."),
+    "demo": ("millstream.cli.demo:demo", "Run a pipeline over real flights and verify it."),
     "publish": ("millstream.cli.publish:publish", "Publish a CSV or JSON lines file to a stream."),
     "delayed": ("millstream.cli.delayed:delayed", "List and cancel delayed messages."),
-    "tail": ("millstream.cli.tail:tail", "Show the entries of streams as they come."),
-    "info": ("millstream.cli.info:info", "Show who reads, how far behind, who is at work, and what waits."),
-    "state": ("millstream.cli.state:state", "Show, list and reset what handlers keep for a key."),
+    "tail": ("millstream.cli.tail:tail", "Print the entries of streams as they arrive."),
+    "info": ("millstream.cli.info:info", "Show readers, their lag, live workers and dead letters."),
+    "state": ("millstream.cli.state:state", "Show, list and reset the state of keys."),
     "groups": ("millstream.cli.groups:groups", "List and change consumer groups."),
-    "pending": ("millstream.cli.pending:pending", "Show what a group has handed out and nobody has acknowledged."),
-    "claim": ("millstream.cli.claim:claim", "Have a consumer hold pending entries of others."),
-    "acl": ("millstream.cli.acl:acl", "Print the rights that Redis users need."),
-    "pause": ("millstream.cli.pause:pause", "Have a handler's workers read nothing new."),
-    "resume": ("millstream.cli.pause:resume", "Have a paused handler's workers go on."),
-    "keys": ("millstream.cli.keys:keys", "Show which keys wait on workers, and why."),
-    "park": ("millstream.cli.keys:park", "Have a key's messages wait for a person."),
-    "unpark": ("millstream.cli.keys:unpark", "Have a parked key go on."),
-    "skip": ("millstream.cli.keys:skip", "Make the first message of a key a dead letter."),
-    "streams": ("millstream.cli.streams:streams", "Show which consumer has a lease on which stream."),
-    "announce": ("millstream.cli.streams:announce", "Have a service's consumers share one more stream."),
-    "release": ("millstream.cli.streams:release", "Have somebody else take over leased streams."),
-    "done": ("millstream.cli.streams:done", "Forget leased streams that have no more to come."),
+    "pending": ("millstream.cli.pending:pending", "Show the pending entries of a group."),
+    "claim": ("millstream.cli.claim:claim", "Claim pending entries for a consumer."),
+    "acl": ("millstream.cli.acl:acl", "Print the ACL rights that Redis users need."),
+    "pause": ("millstream.cli.pause:pause", "Stop a handler's workers from reading new messages."),
+    "resume": ("millstream.cli.pause:resume", "Resume a paused handler."),
+    "keys": ("millstream.cli.keys:keys", "Show the queued keys of a handler and why they wait."),
+    "park": ("millstream.cli.keys:park", "Park a key until an operator unparks it."),
+    "unpark": ("millstream.cli.keys:unpark", "Resume a parked key."),
+    "skip": ("millstream.cli.keys:skip", "Dead-letter the first message of a key."),
+    "streams": ("millstream.cli.streams:streams", "Show which consumer leases which stream."),
+    "announce": ("millstream.cli.streams:announce", "Add a stream to a service."),
+    "release": ("millstream.cli.streams:release", "Release leases, so that streams are reassigned."),
+    "done": ("millstream.cli.streams:done", "Remove finished streams from a service."),
     "partitions": ("millstream.cli.partitions:partitions", "Show and grow the partitions of a base."),
     "dlq": ("millstream.cli.dlq:dlq", "List, show, redrive and purge dead letters."),
 }
@@ -62,7 +62,7 @@ _EPILOG = (
 
 
 def exit_code(error: MillstreamError) -> int:
-    """The exit code that stands for `error`."""
+    """The exit code for `error`."""
     if isinstance(error, ConfigError):
         return MISUSED
     return NO_REDIS if isinstance(error, (Unavailable, AccessDenied)) else FAILED
@@ -70,32 +70,31 @@ def exit_code(error: MillstreamError) -> int:
 
 @contextmanager
 def error_boundary(*, debug: bool) -> Iterator[None]:
-    """Turn what ends a command early into an exit code and at most one line; with `debug`, a traceback too."""
+    """Map an exception to an exit code and at most one line of output; with `debug`, a traceback too."""
     try:
         yield
         sys.stdout.flush()
     except MillstreamError as error:
         if debug:
             talk_lines(traceback.format_exc())
-        say_error = talk_lines if isinstance(error, ServerError) else talk  # that has the end of the server's log
+        say_error = talk_lines if isinstance(error, ServerError) else talk  # a ServerError quotes lines of redis.log
         say_error(f"error: {error}")
         raise typer.Exit(exit_code(error)) from error
     except KeyboardInterrupt as interrupt:
         raise typer.Exit(INTERRUPTED) from interrupt
     except BrokenPipeError as error:
-        # Nobody reads on. What is still buffered must go somewhere when Python ends (Python docs, "SIGPIPE").
+        # The reader has closed the pipe. Buffered output must go somewhere when Python exits (Python docs, "SIGPIPE").
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise typer.Exit(BROKEN_PIPE) from error
     except Exception as error:
-        if hasattr(error, "format_message") and hasattr(
-            error, "message"
-        ):  # wrong usage; Typer shows it, and what was given
+        # A usage error: Typer shows it, with the arguments.
+        if hasattr(error, "format_message") and hasattr(error, "message"):
             error.message = harmless(redacted(error.message))
         raise
 
 
 class _Families(TyperGroup):
-    """The families by name. Listing them takes their one-line summaries, running one imports its module."""
+    """The families by name. A listing uses their one-line summaries; only running one imports its module."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -128,7 +127,7 @@ def _version(wanted: bool) -> None:
 
 
 class _Program(typer.Typer):
-    """The whole of `millstream`, as a process of its own."""
+    """The command `millstream` as a process."""
 
     def __call__(self, *args: Any, **options: Any) -> Any:
         show_mistakes_redacted()
@@ -151,7 +150,7 @@ def _options(
     debug: Annotated[
         bool, typer.Option("--debug", envvar="MILLSTREAM_DEBUG", help="Show the traceback of an error.")
     ] = False,
-    version: Annotated[  # noqa: ARG001 - its callback does the work
+    version: Annotated[  # noqa: ARG001 - handled by its callback
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:

@@ -15,56 +15,62 @@ from millstream.redis_client.eviction import warn_if_evicting_at
 if TYPE_CHECKING:
     from millstream.services.master.scopes import Tokens
 
-_LONGEST_RETRY_MS = 600_000
+_MAX_RETRY_DELAY_MS = 600_000
 
 Stream = Annotated[str, typer.Option("--ticket-stream", envvar="ticket_stream", help="The stream of messages.")]
 GroupName = Annotated[
     str, typer.Option("--concurrency-stream-group", envvar="concurrency_stream_group", help="Its consumer group.")
 ]
-Name = Annotated[str, typer.Option("--master", envvar="master", help="This master's name, for people.")]
+Name = Annotated[str, typer.Option("--master", envvar="master", help="This master's name, shown to operators.")]
 Key = Annotated[str, typer.Option("--key", help="The field that messages are ordered by.")]
 Host = Annotated[
-    str, typer.Option("--host", help="Where to listen. It speaks plain HTTP: think before you leave this.")
+    str, typer.Option("--host", help="Address to listen on. It is plain HTTP: be careful with other addresses.")
 ]
-Port = Annotated[int, typer.Option("--port", help="0 finds a free one.", min=0, max=65_535)]
-PingS = Annotated[float, typer.Option("--ping-interval-s", help="Seconds between two looks at a consumer.", min=0.1)]
-PingFailures = Annotated[int, typer.Option("--ping-failures", help="Failed looks until a consumer is dead.", min=1)]
+Port = Annotated[int, typer.Option("--port", help="Port to listen on; 0 finds a free one.", min=0, max=65_535)]
+PingS = Annotated[
+    float, typer.Option("--ping-interval-s", help="Seconds between two health checks of a consumer.", min=0.1)
+]
+PingFailures = Annotated[
+    int, typer.Option("--ping-failures", help="Failed health checks until a consumer is dead.", min=1)
+]
 IdleS = Annotated[
-    float, typer.Option("--min-idle-time-s", help="Seconds until a message that somebody took is idle.", min=0.1)
+    float,
+    typer.Option("--min-idle-time-s", help="Seconds until a message read without a master is claimed.", min=0.1),
 ]
 LeaseS = Annotated[
-    float,
-    typer.Option("--lease-s", help="Seconds until when a lease is shown to last, from a master's last look.", min=1),
+    float, typer.Option("--lease-s", help="Seconds of a lease as shown in Redis, from its last renewal.", min=1)
 ]
 LimitS = Annotated[
-    float, typer.Option("--delegation-limit-s", help="Seconds that a consumer may have one message.", min=0.1)
+    float, typer.Option("--delegation-limit-s", help="Seconds that a consumer may hold one message.", min=0.1)
 ]
-MaxTickets = Annotated[int, typer.Option("--max-tickets", help="Messages at once, for who does not say.", min=1)]
-Attempts = Annotated[int, typer.Option("--attempts", help="How often a message is tried.", min=1)]
+MaxTickets = Annotated[
+    int, typer.Option("--max-tickets", help="Messages per consumer at once, unless it gives a number.", min=1)
+]
+Attempts = Annotated[int, typer.Option("--attempts", help="Maximum number of attempts per message.", min=1)]
 RetryS = Annotated[float, typer.Option("--retry-delay-s", help="Seconds before the second attempt.", min=0)]
 Then = Annotated[
-    Literal["dead-letter", "park", "block"], typer.Option("--then", help="What becomes of it after the last attempt.")
+    Literal["dead-letter", "park", "block"], typer.Option("--then", help="What to do after the last attempt.")
 ]
 Token = Annotated[
-    str, typer.Option("--token", envvar="MILLSTREAM_MASTER_TOKEN", help="A token for everything.", show_default=False)
+    str, typer.Option("--token", envvar="MILLSTREAM_MASTER_TOKEN", help="A token with all scopes.", show_default=False)
 ]
 TokenFile = Annotated[
     Path | None,
     typer.Option("--token-file", help="Lines with a token and its scopes: register acknowledge read admin."),
 ]
-NoToken = Annotated[bool, typer.Option("--insecure-no-token", help="Do as anybody says who can reach it.")]
+NoToken = Annotated[bool, typer.Option("--insecure-no-token", help="Accept all requests without a token.")]
 Allow = Annotated[
     list[str] | None,
     typer.Option(
-        "--allow-health", help="Where health URLs may be: HOST, *.DOMAIN, an address or network, with or without :PORT."
+        "--allow-health", help="Allowed health URLs: HOST, *.DOMAIN, an address or network, with or without :PORT."
     ),
 ]
 AllowHost = Annotated[
     list[str] | None,
-    typer.Option("--allow-host", help="Without a token: a name that consumers call it by. May be repeated."),
+    typer.Option("--allow-host", help="Without a token: an accepted host name of requests. Repeatable."),
 ]
-MostBody = Annotated[int, typer.Option("--most-body", help="Bytes of a request.", min=1_000)]
-MostPage = Annotated[int, typer.Option("--most-page", help="Items of a page.", min=1)]
+MostBody = Annotated[int, typer.Option("--most-body", help="Maximum bytes of a request.", min=1_000)]
+MostPage = Annotated[int, typer.Option("--most-page", help="Maximum number of items of a page.", min=1)]
 
 
 def master(
@@ -94,9 +100,9 @@ def master(
     most_body: MostBody = 65_536,
     most_page: MostPage = 1_000,
     as_json: Json = False,
-    config: Config = None,  # noqa: ARG001 - its callback does the work
+    config: Config = None,  # noqa: ARG001 - handled by its callback
 ) -> None:
-    """Delegate a group's messages to consumers in any language, one at a time of each ticket. Any number may run."""
+    """Delegate a group's messages to consumers in any language, one at a time per ticket. Several masters may run."""
     needs("master", "fastapi", "uvicorn")
     from millstream.services.master.health_url_allowlist import LOOPBACK, AllowList
     from millstream.services.master.server import Serving, run_master
@@ -105,12 +111,12 @@ def master(
     from millstream.services.web.origin_check import AllowedHosts
 
     if not ticket_stream or not concurrency_stream_group:
-        raise ConfigError("name the stream and its group: --ticket-stream and --concurrency-stream-group")
+        raise ConfigError("give the stream and its group: --ticket-stream and --concurrency-stream-group")
     settings = MasterSettings(
         ticket_stream=ticket_stream, group=concurrency_stream_group, master=master, key=key, max_tickets=max_tickets,
         ping_ms=round(ping_interval_s * 1000), ping_failures=ping_failures, min_idle_ms=round(min_idle_time_s * 1000),
         lease_ms=round(lease_s * 1000), delegation_ms=round(delegation_limit_s * 1000),
-        retry=Retry(attempts=attempts, delay_ms=retry_delay_s * 1000, max_delay_ms=_LONGEST_RETRY_MS, then=then),
+        retry=Retry(attempts=attempts, delay_ms=retry_delay_s * 1000, max_delay_ms=_MAX_RETRY_DELAY_MS, then=then),
     )  # fmt: skip
     tokens = _tokens(token, token_file, insecure=insecure_no_token)
     serving = Serving(
@@ -139,6 +145,6 @@ def _tokens(token: str, path: Path | None, *, insecure: bool) -> "Tokens":
         tokens.read(path)
     if not tokens and not insecure:
         raise ConfigError(
-            "give --token or --token-file: without, anybody could end your messages (--insecure-no-token)"
+            "give --token or --token-file: without one every client may end your messages (--insecure-no-token)"
         )
     return tokens

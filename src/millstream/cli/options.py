@@ -1,4 +1,4 @@
-"""Options that several commands share, and how their values are read."""
+"""Options shared by several commands, and the parsers of their values."""
 
 import re
 import sys
@@ -14,16 +14,16 @@ from millstream.model import ZERO_ID, EntryId
 
 DEFAULT_URL = "redis://127.0.0.1:6379/0"
 MARKUP: Literal["rich"] | None = "rich" if sys.stdout.isatty() else None
-"""How help is drawn."""
+"""Markup of help texts: rich only in a terminal."""
 
-Url = Annotated[str, typer.Option("--url", envvar="MILLSTREAM_URL", help="Where Redis is.")]
+Url = Annotated[str, typer.Option("--url", envvar="MILLSTREAM_URL", help="URL of Redis.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-Connections = Annotated[int, typer.Option("--connections", help="Connections at most.", min=1)]
+Connections = Annotated[int, typer.Option("--connections", help="Maximum number of connections.", min=1)]
 RequestS = Annotated[
-    float, typer.Option("--request-s", help="Seconds in which a request has to arrive on a connection.", min=0.1)
+    float, typer.Option("--request-s", help="Seconds within which a request must arrive on a connection.", min=0.1)
 ]
-Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Only say what would be done.")]
+Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Change nothing; print what would be done.")]
 
 _UNITS_S = {"s": 1, "m": 60, "h": 3_600, "d": 86_400}
 _ID = re.compile(r"(?!\d{8}$)\d+(-\d+)?")  # eight digits alone are a date, like 20130131
@@ -31,12 +31,12 @@ _AGO = re.compile(r"(\d+)([smhd])")
 
 
 def family(help_text: str, *, cls: type[TyperGroup] | None = None) -> typer.Typer:
-    """A group of commands, such as `millstream dlq`. `cls` decides how its arguments are read."""
+    """A family of commands, such as `millstream dlq`. `cls` parses its arguments."""
     return typer.Typer(help=help_text, no_args_is_help=True, add_completion=False, rich_markup_mode=MARKUP, cls=cls)
 
 
 def parse_time_ms(text: str) -> int:
-    """Unix milliseconds of `15m`, `2h`, `3d` (so long ago) or an ISO 8601 time, UTC unless it says otherwise.
+    """Unix milliseconds of `15m`, `2h`, `3d` (ago) or an ISO 8601 time, UTC by default.
 
     Raises ConfigError for anything else.
     """
@@ -47,10 +47,10 @@ def parse_time_ms(text: str) -> int:
         moment = datetime.fromisoformat(text)
     except ValueError as error:
         raise ConfigError(
-            f"{text!r} is not a time: write 15m, 2h or 3d for so long ago, or ISO 8601, like 2013-01-31T06:00"
+            f"{text!r} is not a time: write 15m, 2h or 3d (ago), or ISO 8601, like 2013-01-31T06:00"
         ) from error
-    aware = moment if moment.tzinfo else moment.replace(tzinfo=UTC)
-    return int(aware.timestamp() * 1000)
+    with_zone = moment if moment.tzinfo else moment.replace(tzinfo=UTC)
+    return int(with_zone.timestamp() * 1000)
 
 
 def parse_duration_ms(text: str) -> int:
@@ -62,7 +62,7 @@ def parse_duration_ms(text: str) -> int:
 
 
 def parse_start(text: str) -> EntryId | None:
-    """The first id to read from: of an id, `earliest`, or a time; None for `latest`. Raises ConfigError."""
+    """The first id to read: an id, `earliest` or a time; None for `latest`. Raises ConfigError."""
     if text == "latest":
         return None
     if text == "earliest":

@@ -1,4 +1,4 @@
-"""`millstream partitions`: streams that keys are spread over, and more of them."""
+"""`millstream partitions`: shows, creates and grows the partitions of a base."""
 
 from dataclasses import asdict
 from typing import Annotated, Any
@@ -18,106 +18,112 @@ from millstream.redis_client.escaping import visible
 from millstream.redis_client.key_names import HandlerKeys
 
 Base = Annotated[str, typer.Argument(help="The base: orders, if the partitions are {orders.0}, {orders.1} ...")]
-Count = Annotated[int, typer.Argument(help="How many partitions there are to be.")]
+Count = Annotated[int, typer.Argument(help="The number of partitions.")]
 
-partitions = family("Show and grow the partitions that keys are spread over.")
+partitions = family("Show, create and grow the partitions of a base.")
 
 
 @partitions.command()
 def show(base: Base, url: Url = DEFAULT_URL, as_json: Json = False) -> None:
-    """Show the generations of partitions, where each was sealed, and whether keys still move between them."""
+    """Show the partitions, where each was last closed, and the keys that still move between them."""
     with Client(url) as client:
-        layout = Partitions(client, base).found()
-        lengths = client.pipeline([("XLEN", stream) for stream in layout.streams])
-        moves = {
-            f"{one.app}.{one.handler}": KeyMigration(client, layout, app=one.app, handler=one.handler).unsettled()
-            for one in _handlers(client, layout)
+        partition_map = Partitions(client, base).found()
+        lengths = client.pipeline([("XLEN", stream) for stream in partition_map.streams])
+        undrained = {
+            f"{one.app}.{one.handler}": KeyMigration(
+                client, partition_map, app=one.app, handler=one.handler
+            ).unsettled()
+            for one in _handlers(client, partition_map)
         }
     if as_json:
-        say_json(_as_json(layout, lengths, moves))
+        say_json(_as_json(partition_map, lengths, undrained))
         return
-    growing = "" if layout.growing is None else f"; a growth to {layout.growing:,} was begun and has not ended"
-    say(f"{base}: {counted(layout.count, 'partition')}, generation {layout.generation}{growing}")
+    growing = (
+        ""
+        if partition_map.growing is None
+        else f"; a growth to {partition_map.growing:,} was started and has not ended"
+    )
+    say(f"{base}: {counted(partition_map.count, 'partition')}, generation {partition_map.generation}{growing}")
     table(
-        ("partition", ">entries", ">since generation", "last sealed at"),
+        ("partition", ">entries", ">since generation", "last closed at"),
         [
-            (visible(stream), f"{length:,}", str(layout.born(place)), _last_seal(layout, place) or "-")
-            for place, (stream, length) in enumerate(zip(layout.streams, lengths, strict=True))
+            (visible(stream), f"{length:,}", str(partition_map.born(number)), _last_close(partition_map, number) or "-")
+            for number, (stream, length) in enumerate(zip(partition_map.streams, lengths, strict=True))
         ],
     )
-    for handler, some in moves.items():
+    for handler, some in undrained.items():
         for one in some:
-            say(f"{handler}: {_words(one)}")
+            say(f"{handler}: {_describe(one)}")
         if not some:
-            talk(f"{handler}: no key moves")
+            talk(f"{handler}: no keys are moving")
 
 
 @partitions.command()
 def grow(base: Base, count: Count, url: Url = DEFAULT_URL, as_json: Json = False) -> None:
-    """Have more partitions. Each key stays in order; producers and workers go along by themselves.
+    """Grow to a greater number of partitions. Each key stays in order; producers and workers follow by themselves.
 
-    May be repeated, and must be if it was broken off.
+    Idempotent; repeat the command if it was interrupted.
     """
     with Client(url) as client:
-        layout = Partitions(client, base).grow(count)
+        partition_map = Partitions(client, base).grow(count)
     if as_json:
-        say_json(_as_json(layout, None, {}))
+        say_json(_as_json(partition_map, None, {}))
     else:
-        say(f"{base} has {counted(layout.count, 'partition')}")
+        say(f"{base} has {counted(partition_map.count, 'partition')}")
 
 
 @partitions.command()
 def create(base: Base, count: Count, url: Url = DEFAULT_URL, as_json: Json = False) -> None:
-    """Make partitions where there are none; the first producer or worker does it otherwise."""
+    """Create the partitions of a new base; otherwise the first producer or worker creates them."""
     with Client(url) as client:
-        layout = Partitions(client, base).made(count)
-    if layout.count != count:
-        talk(f"there were partitions before: millstream partitions grow {visible(base)} {count} has more of them")
+        partition_map = Partitions(client, base).made(count)
+    if partition_map.count != count:
+        talk(f"the partitions exist already; to grow them: millstream partitions grow {visible(base)} {count}")
     if as_json:
-        say_json(_as_json(layout, None, {}))
+        say_json(_as_json(partition_map, None, {}))
     else:
-        say(f"{base} has {counted(layout.count, 'partition')}")
+        say(f"{base} has {counted(partition_map.count, 'partition')}")
 
 
-def _handlers(client: Client, layout: PartitionMap) -> list[HandlerKeys]:
-    """The handlers that read the first partition, which all do that read any."""
+def _handlers(client: Client, partition_map: PartitionMap) -> list[HandlerKeys]:
+    """The handlers of the base: each reads all partitions, so those of the first are all."""
     try:
-        found = groups_of(client, layout.stream(0))
+        found = groups_of(client, partition_map.stream(0))
     except GroupMissing:
         return []
-    return [keys for one in found if (keys := handler_of(layout.stream(0), one.name)) is not None]
+    return [keys for one in found if (keys := handler_of(partition_map.stream(0), one.name)) is not None]
 
 
-def _last_seal(layout: PartitionMap, place: int) -> str | None:
-    return next((seals[place] for seals in reversed(layout.seals) if place < len(seals)), None)
+def _last_close(partition_map: PartitionMap, number: int) -> str | None:
+    return next((closed[number] for closed in reversed(partition_map.seals) if number < len(closed)), None)
 
 
-def _words(one: UndrainedPartition) -> str:
+def _describe(one: UndrainedPartition) -> str:
     parts = []
     if one.since is not None:
         parts.append(
             f"keys that left {one.stream} with generation {one.since} may still have messages or a state there"
         )
     if one.coming:
-        parts.append(f"{counted(one.coming, 'key')} of {one.stream} wait until they have left older partitions")
+        parts.append(f"{counted(one.coming, 'key')} of {one.stream} wait for older partitions to be drained")
     return "; ".join(parts)
 
 
 def _as_json(
-    layout: PartitionMap, lengths: list[int] | None, moves: dict[str, list[UndrainedPartition]]
+    partition_map: PartitionMap, lengths: list[int] | None, undrained: dict[str, list[UndrainedPartition]]
 ) -> dict[str, Any]:
     found: dict[str, Any] = {
-        "base": layout.base,
-        "generation": layout.generation,
-        "counts": list(layout.counts),
-        "growing": layout.growing,
+        "base": partition_map.base,
+        "generation": partition_map.generation,
+        "counts": list(partition_map.counts),
+        "growing": partition_map.growing,
         "partitions": [
-            {"stream": stream, "since": layout.born(place), "seal": _last_seal(layout, place)}
-            for place, stream in enumerate(layout.streams)
+            {"stream": stream, "since": partition_map.born(number), "closed_at": _last_close(partition_map, number)}
+            for number, stream in enumerate(partition_map.streams)
         ],
     }
     if lengths is not None:
         for one, length in zip(found["partitions"], lengths, strict=True):
             one["entries"] = length
-        found["moves"] = {handler: [asdict(one) for one in some] for handler, some in moves.items()}
+        found["undrained"] = {handler: [asdict(one) for one in some] for handler, some in undrained.items()}
     return found

@@ -1,4 +1,4 @@
-"""`millstream pause` and `millstream resume`: whether the workers of a handler read."""
+"""`millstream pause` and `millstream resume`: stops and resumes reading by a handler's workers."""
 
 from collections.abc import Sequence
 from typing import Annotated
@@ -19,12 +19,12 @@ Stream = Annotated[str | None, typer.Option(help="Only on this stream; default: 
 
 
 def pause(handler: Name, stream: Stream = None, url: Url = DEFAULT_URL, as_json: Json = False) -> None:
-    """Have a handler's workers read nothing new, until `resume`. What they have in hand they finish."""
+    """Stop a handler's workers from reading new messages until `resume`. They finish the messages in flight."""
     _set(handler, stream, url, paused=True, as_json=as_json)
 
 
 def resume(handler: Name, stream: Stream = None, url: Url = DEFAULT_URL, as_json: Json = False) -> None:
-    """Have a paused handler's workers go on."""
+    """Resume a paused handler."""
     _set(handler, stream, url, paused=False, as_json=as_json)
 
 
@@ -39,7 +39,7 @@ def _set(name: str, stream: str | None, url: str, *, paused: bool, as_json: bool
         say_json({"app": found[0].app, "handler": found[0].handler, "streams": streams, "paused": paused})
         return
     for one in found:
-        say(f"{one.app}.{one.handler} {'is paused' if paused else 'goes on'} on {visible(one.stream)}")
+        say(f"{one.app}.{one.handler} is {'paused' if paused else 'resumed'} on {visible(one.stream)}")
 
 
 def meant(known: Sequence[HandlerKeys], name: str, stream: str | None) -> list[HandlerKeys]:
@@ -47,7 +47,7 @@ def meant(known: Sequence[HandlerKeys], name: str, stream: str | None) -> list[H
     named = [one for one in known if name in (one.handler, f"{one.app}.{one.handler}")]
     apps = sorted({one.app for one in named})
     if len(apps) > 1:
-        raise ConfigError(f"{' and '.join(apps)} have a handler {name!r} each: write {apps[0]}.{name}")
+        raise ConfigError(f"several apps have a handler {name!r}, {' and '.join(apps)}: write {apps[0]}.{name}")
     found = [one for one in named if stream in (None, one.stream)]
     if not found:
         where = f" on {stream!r}" if named and stream is not None else " on this Redis"

@@ -1,4 +1,4 @@
-"""`millstream pending`: what a group has handed out and nobody has acknowledged."""
+"""`millstream pending`: shows the pending entries of a group."""
 
 from collections.abc import Sequence
 from typing import Annotated
@@ -15,15 +15,15 @@ from millstream.redis_client.escaping import visible
 def pending(
     stream: Annotated[str, typer.Argument(help="The stream.")],
     group: Annotated[str, typer.Argument(help="The group.")],
-    consumer: Annotated[str | None, typer.Option(help="Only what this consumer holds.")] = None,
-    min_idle: Annotated[str | None, typer.Option(help="Only what was left alone for so long: 30s, 5m, 2h, 1d.")] = None,
-    start: Annotated[str, typer.Option(help="The first id; ( before it leaves it out.", metavar="ID")] = "-",
-    end: Annotated[str, typer.Option(help="The last id; ( before it leaves it out.", metavar="ID")] = "+",
-    count: Annotated[int, typer.Option(min=1, help="Most entries to show.")] = 100,
+    consumer: Annotated[str | None, typer.Option(help="Only entries of this consumer.")] = None,
+    min_idle: Annotated[str | None, typer.Option(help="Only entries idle for this long: 30s, 5m, 2h, 1d.")] = None,
+    start: Annotated[str, typer.Option(help="The first id; with ( before it, exclusive.", metavar="ID")] = "-",
+    end: Annotated[str, typer.Option(help="The last id; with ( before it, exclusive.", metavar="ID")] = "+",
+    count: Annotated[int, typer.Option(min=1, help="Maximum number of entries to show.")] = 100,
     url: Url = DEFAULT_URL,
     as_json: Json = False,
 ) -> None:
-    """Show the pending entries of a group: how many each consumer holds, and the first of them one by one."""
+    """Show the pending entries of a group: the number of each consumer, then the first entries one by one."""
     idle_ms = parse_duration_ms(min_idle) if min_idle else 0
     with Client(url) as client:
         of = Group(client, stream, group).pending
@@ -36,7 +36,7 @@ def pending(
     else:
         _show(summary, shown)
     if len(found) > count:
-        talk("there are more; --count or --start shows them")
+        talk("there are more; use --count or --start to show them")
 
 
 def _figures(summary: PendingSummary) -> dict[str, object]:
@@ -54,4 +54,4 @@ def _show(summary: PendingSummary, shown: Sequence[PendingEntry]) -> None:
     table(("consumer", ">pending"), [(visible(name), f"{held:,}") for name, held in summary.by_consumer.items()])
     say("")
     rows = [(one.id.decode(), visible(one.consumer), age(one.idle_ms), f"{one.deliveries:,}") for one in shown]
-    table(("entry", "consumer", ">left alone for", ">deliveries"), rows)
+    table(("entry", "consumer", ">idle", ">deliveries"), rows)

@@ -1,4 +1,4 @@
-"""The progress bar of `millstream publish`. A file of its own, as it is rich's import that costs."""
+"""PublishBar: the progress bar of `millstream publish`. A separate module, because importing rich is slow."""
 
 import time
 from typing import Self
@@ -11,7 +11,7 @@ from millstream.producer.bulk import Publisher
 
 
 class _Published(ProgressColumn):
-    """Entries so far, and entries a second."""
+    """Published entries, and entries per second."""
 
     def __init__(self, publisher: Publisher) -> None:
         super().__init__()
@@ -19,14 +19,14 @@ class _Published(ProgressColumn):
         self._began = time.monotonic()
 
     def render(self, task: Task) -> Text:
-        """Draw it."""
+        """See rich.progress.ProgressColumn."""
         entries = self._publisher.entries
         rate = entries / max(time.monotonic() - self._began, 0.001)
         return Text(f"{entries:,} entries  {rate:,.0f} entries/s")
 
 
 class PublishBar:
-    """Shows how far `publisher` is; `total` is the size of its input in bytes, or None."""
+    """Shows the progress of `publisher`; `total` is the size of its input in bytes, or None."""
 
     def __init__(self, publisher: Publisher, total: int | None) -> None:
         columns = [BarColumn(), TextColumn("{task.percentage:.0f} %"), TimeRemainingColumn()] if total else []
@@ -41,5 +41,5 @@ class PublishBar:
         self._progress.stop()
 
     def read(self, count: int) -> None:
-        """Show that `count` bytes of the input are read."""
+        """Show that `count` bytes of the input have been read."""
         self._progress.update(self._task, completed=count)

@@ -1,4 +1,4 @@
-"""`millstream publish`: a file into a stream."""
+"""`millstream publish`: publishes the records of a file to a stream."""
 
 import os
 import stat
@@ -20,7 +20,7 @@ from millstream.redis_client.client import Client
 
 
 class Format(StrEnum):
-    """How the records of a file are written."""
+    """The format of a file."""
 
     CSV = "csv"
     JSONL = "jsonl"
@@ -34,31 +34,29 @@ def publish(
     stream: Annotated[str, typer.Argument(help="The stream.", metavar="STREAM")],
     file: Annotated[str, typer.Argument(help="The file; - for standard input.", metavar="[FILE]")] = "-",
     format_: Annotated[
-        Format | None, typer.Option("--format", help="How it is written; by default the file's name says it.")
+        Format | None, typer.Option("--format", help="Its format; default: by the file's suffix.")
     ] = None,
-    null: Annotated[
-        list[str] | None, typer.Option(help="Leave out fields with this value, like NA; may be repeated.")
-    ] = None,
-    maxlen: Annotated[int | None, typer.Option(min=1, help="Trim the stream to about so many entries.")] = None,
-    rate: Annotated[float | None, typer.Option(min=0.001, help="Most entries a second.")] = None,
+    null: Annotated[list[str] | None, typer.Option(help="Omit fields with this value, like NA; repeatable.")] = None,
+    maxlen: Annotated[int | None, typer.Option(min=1, help="Trim the stream to about this number of entries.")] = None,
+    rate: Annotated[float | None, typer.Option(min=0.001, help="Maximum entries per second.")] = None,
     delay: Annotated[
-        str | None, typer.Option("--in", help="Publish them so much later: 30s, 5m, 2h or 1d.", metavar="DURATION")
+        str | None, typer.Option("--in", help="Deliver them after this time: 30s, 5m, 2h or 1d.", metavar="DURATION")
     ] = None,
-    wait: Annotated[float, typer.Option(min=0, help="Seconds to wait for a Redis that goes away or is full.")] = 30,
+    wait: Annotated[float, typer.Option(min=0, help="Seconds to wait while Redis is unavailable or full.")] = 30,
     url: Url = DEFAULT_URL,
     as_json: Json = False,
 ) -> None:
     """Publish each record of a CSV file (first line: names) or of JSON lines as an entry of STREAM.
 
-    Entries are added in order, and once each, even if the connection breaks meanwhile. With --in they wait in Redis
-    until they are due; a worker or pipeline that reads STREAM then moves them there.
+    Entries are added in order, and once each, even if the connection breaks. With --in they are stored in Redis until
+    they are due; a worker or pipeline that reads STREAM then moves them there.
     """
     chosen = format_ or _guess(file)
     delay_ms = parse_duration_ms(delay) if delay else 0
     began = time.monotonic()
     client = Client(url)
     with _opened(file) as descriptor:
-        client.execute("PING")  # a Redis that was never there is not waited for
+        client.execute("PING")  # fail at once if Redis is unavailable from the start; --wait is for later outages
         publisher = Publisher(client, stream, maxlen=maxlen, delay_ms=delay_ms, rate=rate, patience_ms=wait * 1000)
         with publisher, _progress(publisher, descriptor) as bar:
             source = Input(descriptor, on_wait=publisher.flush, on_read=bar.read)
@@ -69,7 +67,7 @@ def publish(
             except MillstreamError as error:
                 _account_for(error, publisher, file)
                 raise
-    client.close()  # only now: an interrupt must not wait for a batch that is under way
+    client.close()  # not in a `with`: an interrupt must not wait for a batch in progress
     seconds = time.monotonic() - began
     rate_reached = publisher.entries / seconds
     if as_json:
@@ -86,7 +84,7 @@ def _guess(file: str) -> Format:
         if file.lower().endswith(suffix):
             return found
     name = "standard input" if file == "-" else repr(file)
-    raise ConfigError(f"how is {name} written? Add --format csv or --format jsonl")
+    raise ConfigError(f"unknown format of {name}: add --format csv or --format jsonl")
 
 
 @contextmanager
@@ -101,7 +99,7 @@ def _opened(file: str) -> Iterator[int]:
         if stat.S_ISDIR(os.fstat(descriptor).st_mode):
             raise IsADirectoryError(0, "it is a folder")
     except OSError as error:
-        raise ConfigError(f"{file!r} cannot be read: {error.strerror}") from error
+        raise ConfigError(f"cannot read {file!r}: {error.strerror}") from error
     try:
         yield descriptor
     finally:
@@ -109,7 +107,7 @@ def _opened(file: str) -> Iterator[int]:
 
 
 def _account_for(error: MillstreamError, publisher: Publisher, file: str) -> None:
-    """Say how many entries are published. A bad record loses none of those before it."""
+    """Print the number of published entries. Records before an invalid one are published, too."""
     if isinstance(error, DecodeError):
         publisher.flush()
         where = "standard input" if file == "-" else file
@@ -119,17 +117,17 @@ def _account_for(error: MillstreamError, publisher: Publisher, file: str) -> Non
 
 class _Bar(Protocol):
     def read(self, count: int) -> None:
-        """Show that `count` bytes of the file are read."""
+        """Show that `count` bytes of the file have been read."""
 
 
 class _NoBar:
     def read(self, count: int) -> None:
-        """There is no terminal to show it on."""
+        """Do nothing: stderr is not a terminal."""
 
 
 @contextmanager
 def _progress(publisher: Publisher, descriptor: int) -> Iterator[_Bar]:
-    """A bar on stderr if that is a terminal, with the time left if the size of the input is known."""
+    """A progress bar if stderr is a terminal, with the time left if the size of the input is known."""
     if not sys.stderr.isatty():
         yield _NoBar()
         return

@@ -1,4 +1,4 @@
-"""Reading CSV and JSON lines as records: field names and values, as bytes or as text that is bytes in UTF-8."""
+"""Readers of CSV and JSON lines: yield records of field names and values, as bytes or as text to encode as UTF-8."""
 
 import csv
 import io
@@ -21,9 +21,9 @@ _parse_text = msgspec.json.Decoder(str).decode
 
 
 class Input(io.RawIOBase):
-    """Bytes of the file or pipe `descriptor`, with a word to the caller at each read.
+    """The bytes of the file or pipe `descriptor`, with callbacks at each read.
 
-    `on_wait` is called before a read that has to wait for more, `on_read` after each with `count`, the bytes read
+    `on_wait` is called before a read that has to wait for input, `on_read` after each read with `count`, the bytes read
     so far.
     """
 
@@ -34,11 +34,11 @@ class Input(io.RawIOBase):
         self.count = 0
 
     def readable(self) -> bool:
-        """It is."""
+        """True."""
         return True
 
     def readinto(self, buffer: Any) -> int | None:
-        """Read what is there, up to the size of `buffer`."""
+        """Read the available bytes, up to the size of `buffer`."""
         if not select.select([self._file], [], [], 0)[0]:
             self._on_wait()
         count = self._file.readinto(buffer)
@@ -48,12 +48,12 @@ class Input(io.RawIOBase):
 
 
 def read_csv(source: io.RawIOBase, nulls: Collection[str]) -> Iterator[Record]:
-    """The records of a CSV file whose first line names the fields; values in `nulls` are left out.
+    """The records of a CSV file whose first line names the fields; fields with a value in `nulls` are omitted.
 
-    The bytes of names and values stay as they are, whatever the encoding. Raises DecodeError, naming the line.
+    The bytes of names and values stay as they are, whatever the encoding. Raises DecodeError with the line number.
     """
     csv.field_size_limit(min(_HUGE, sys.maxsize))
-    # Latin-1 stands for any bytes; what is ASCII in it is the same text in UTF-8.
+    # Latin-1 maps every byte to one character; ASCII text is the same in UTF-8.
     text = io.TextIOWrapper(io.BufferedReader(source, _BUFFER), encoding="latin-1", newline="")
     markers = {marker.encode("utf-8", "surrogateescape").decode("latin-1") for marker in nulls}
     reader = csv.reader(text, strict=True)
@@ -61,7 +61,7 @@ def read_csv(source: io.RawIOBase, nulls: Collection[str]) -> Iterator[Record]:
     try:
         header = next(reader, None)
         if header is None or not any(header):
-            raise DecodeError("line 1: a CSV file begins with a line that names the fields")
+            raise DecodeError("line 1: a CSV file must begin with a line of field names")
         header[0] = header[0].removeprefix("ï»¿")  # a byte order mark
         names = tuple(_exact(header))
         line = reader.line_num + 1
@@ -74,17 +74,17 @@ def read_csv(source: io.RawIOBase, nulls: Collection[str]) -> Iterator[Record]:
                     kept = [i for i, cell in enumerate(row) if cell not in markers]
                     yield _filled(line, tuple([names[i] for i in kept])), [values[i] for i in kept]
             elif row:
-                raise DecodeError(f"line {line}: {len(row)} values where the first line names {len(names)} fields")
+                raise DecodeError(f"line {line}: {len(row)} values, but the first line names {len(names)} fields")
             line = reader.line_num + 1
     except csv.Error as error:
         raise DecodeError(f"line {line}: {error}") from error
 
 
 def read_jsonl(source: io.RawIOBase, nulls: Collection[str]) -> Iterator[Record]:
-    """The records of a file with a JSON object on each line; null and texts in `nulls` are left out.
+    """The records of a file with a JSON object on each line; fields that are null or a text in `nulls` are omitted.
 
-    Texts become their content; numbers, booleans and nested values stay as they are written. Raises DecodeError,
-    naming the line.
+    Texts become their content; numbers, booleans and nested values stay as written. Raises DecodeError with the line
+    number.
     """
     for number, line in enumerate(io.BufferedReader(source, _BUFFER), 1):
         if line.isspace():

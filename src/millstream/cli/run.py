@@ -1,4 +1,4 @@
-"""`millstream run`: an app as Spark pipelines, on this machine or a cluster."""
+"""`millstream run`: runs an app as Spark pipelines, on this machine or a cluster."""
 
 import json
 import logging
@@ -36,14 +36,14 @@ logger = logging.getLogger(__name__)
 
 _WORK = ("batch", "caught-up")
 _COUNTED = ("messages", "committed", "dead", "retries")
-_MOST_SESSIONS, _SOON_MS, _MOST_WAIT_S = 10, 600_000.0, 30.0
+_MAX_SHORT_SESSIONS, _SHORT_SESSION_MS, _MAX_WAIT_S = 10, 600_000.0, 30.0
 
 
 class Progress:
-    """Tells how the pipelines are doing: one live line in a terminal, a line every few seconds in a pipe.
+    """Prints the progress of the pipelines: one live line in a terminal, a line every few seconds in a pipe.
 
-    With `as_json` each event of the runner is a line of JSON on stdout instead. The last event, stopped, has the totals of
-    the run.
+    With `as_json`, prints each event of the supervisor as a line of JSON on stdout instead. The last event, `stopped`,
+    has the totals of the run.
     """
 
     def __init__(self, app: str, *, as_json: bool, every_s: float = 3.0) -> None:
@@ -67,7 +67,7 @@ class Progress:
             self._live.stop()
 
     def event(self, event: Mapping[str, Any]) -> None:
-        """Take one event of the runner."""
+        """Process one event of the supervisor."""
         with self._lock:
             if event["event"] in _WORK:
                 self._total["batches"] += event["event"] == "batch"
@@ -81,7 +81,7 @@ class Progress:
                 self._console.print(words, markup=False, highlight=False, soft_wrap=True)
 
     def show(self, lag: int | None) -> None:
-        """Show a line of progress if it is time for one and something has changed."""
+        """Print a line of progress if the interval has passed and something has changed."""
         now = time.monotonic()
         if self._as_json or now - self._shown_at < self._every_s:
             return
@@ -104,11 +104,11 @@ class Progress:
         )
 
     def _words(self, event: Mapping[str, Any]) -> str:
-        """An event for people; "" for what they are told in another way."""
+        """An event as text; "" for events that are shown in another way."""
         name = event.get("handler") or event.get("stage")
         match event["event"]:
             case "started":
-                return f"{name} has started"
+                return f"{name} started"
             case "running":
                 batch = f"batch {event['batch']}" if "batch" in event else "a batch"
                 why = f": {event['reason']}" if "reason" in event else ""
@@ -130,27 +130,29 @@ class Progress:
 Target = Annotated[str, typer.Argument(help="The app: module:app or path/to/file.py:app", metavar="APP")]
 Checkpoint = Annotated[str, typer.Option(help="Folder for Spark's checkpoints; keep it between runs.")]
 Master = Annotated[str, typer.Option(help="Spark master; default: local[*] with task retries.")]
-MaxPerBatch = Annotated[int, typer.Option(help="Most entries that a micro-batch takes.")]
-IntervalMs = Annotated[int, typer.Option(help="Least time between the starts of two micro-batches.")]
-Once = Annotated[bool, typer.Option("--once", help="Process what is there now, then end.")]
-Start = Annotated[Literal["earliest", "latest"], typer.Option(help="Where a handler or stage that never ran begins.")]
-Only = Annotated[list[str] | None, typer.Option("--only", help="Run only this handler or stage; may be repeated.")]
+MaxPerBatch = Annotated[int, typer.Option(help="Maximum number of entries of a micro-batch.")]
+IntervalMs = Annotated[int, typer.Option(help="Minimum time between the starts of two micro-batches, in milliseconds.")]
+Once = Annotated[bool, typer.Option("--once", help="Process the available entries, then end.")]
+Start = Annotated[Literal["earliest", "latest"], typer.Option(help="Where a handler or stage that never ran starts.")]
+Only = Annotated[list[str] | None, typer.Option("--only", help="Run only this handler or stage; repeatable.")]
 PyFiles = Annotated[
-    list[str] | None, typer.Option(help="A module, folder of modules or zip for the executors; may be repeated.")
+    list[str] | None, typer.Option(help="A module, folder of modules or zip for the executors; repeatable.")
 ]
 FromFrontier = Annotated[
-    bool, typer.Option("--from-frontier", help="With a new checkpoint: go on where the commits end.")
+    bool, typer.Option("--from-frontier", help="With a new checkpoint: continue after the committed entries.")
 ]
-Reprocess = Annotated[bool, typer.Option("--reprocess", help="With a new checkpoint: forget state, begin anew.")]
+Reprocess = Annotated[
+    bool, typer.Option("--reprocess", help="With a new checkpoint: reset all state and process all entries again.")
+]
 ReadFrom = Annotated[
-    Literal["primary", "replica"], typer.Option(help="Which servers tasks read entries from; see docs/spark-source.md.")
+    Literal["primary", "replica"], typer.Option(help="Servers that tasks read entries from; see docs/spark-source.md.")
 ]
 AllowLoss = Annotated[
-    bool, typer.Option("--allow-data-loss", help="Count entries that were trimmed unread; do not stop.")
+    bool, typer.Option("--allow-data-loss", help="Count entries that were trimmed unread instead of stopping.")
 ]
-Conf = Annotated[list[str] | None, typer.Option(help="A Spark setting, KEY=VALUE; may be repeated.")]
-BellUrl = Annotated[str, typer.Option(help="POST a JSON summary there when dead letters arrive.")]
-BellCommand = Annotated[str, typer.Option(help="Run this command then, with the summary on its stdin.")]
+Conf = Annotated[list[str] | None, typer.Option(help="A Spark setting, KEY=VALUE; repeatable.")]
+BellUrl = Annotated[str, typer.Option(help="POST a JSON summary to this URL when messages are dead-lettered.")]
+BellCommand = Annotated[str, typer.Option(help="Run this command, with the summary on its stdin.")]
 MetricsPort = Annotated[int, typer.Option(help="Serve /metrics for Prometheus on 127.0.0.1 at this port.")]
 SparkLog = Annotated[bool, typer.Option("--spark-log", help="Show Spark's own warnings and errors.")]
 
@@ -179,7 +181,7 @@ def run(
 ) -> None:
     """Run an app as a Spark pipeline, in order per key, each effect committed exactly once."""
     if from_frontier and reprocess:
-        raise ConfigError("--from-frontier and --reprocess exclude each other; give one")
+        raise ConfigError("--from-frontier and --reprocess exclude each other: give only one")
     settings = _pairs(conf or [])
     for path in py_files or ():
         add_to_path(path)
@@ -196,32 +198,32 @@ def run(
         start_at=start, read_from=read_from, fail_on_data_loss=not allow_data_loss,
     )  # fmt: skip
     check_early(app, url)
-    os.environ["MILLSTREAM_URL"] = url  # what a stage reads and writes itself is in the same Redis, if it says nothing
+    os.environ["MILLSTREAM_URL"] = url  # the default Redis of the streams that a stage itself reads and writes
     code = (app_folder(target), py_files or ())
     with (
-        _figures(metrics_port) as metrics,
+        _serve_metrics(metrics_port) as metrics,
         orderly_stop() as stopping,
         Progress(app.name, as_json=as_json) as progress,
-        DeadLetterAlerts(bell_url or None, bell_command or None) as bell,
+        DeadLetterAlerts(bell_url or None, bell_command or None) as alerts,
     ):
-        on_event = _telling(app, progress, bell, metrics or NOBODY)
+        on_event = _on_event(app, progress, alerts, metrics or NOBODY)
         session = partial(_session, stopping, app, code, master=master, conf=settings, verbose=spark_log)
 
-        def run_on(spark: Any, how: RunSettings) -> None:
+        def run_on(spark: Any, chosen: RunSettings) -> None:
             if metrics:
                 spark.streams.addListener(QueryMetrics(metrics))
-            Supervisor(app, spark, how, on_event=on_event, on_watch=progress.show, stopping=stopping).run()
+            Supervisor(app, spark, chosen, on_event=on_event, on_watch=progress.show, stopping=stopping).run()
 
         _in_sessions(session, run_on, run_settings, stopping)
 
 
 def _check_installed() -> None:
-    """Raise ConfigError if something is not there that running on Spark needs."""
+    """Raise ConfigError if a module that Spark needs is not installed."""
     try:
         import millstream.spark.run.query_metrics
         import millstream.spark.run.supervisor  # noqa: F401
     except ModuleNotFoundError as error:
-        raise ConfigError(f"running on Spark needs {error.name!r}: pip install 'millstream[spark]'") from error
+        raise ConfigError(f"Spark needs {error.name!r}: pip install 'millstream[spark]'") from error
 
 
 def _in_sessions(
@@ -232,8 +234,10 @@ def _in_sessions(
     *,
     clock: Clock = SYSTEM_CLOCK,
 ) -> None:
-    """Do `run` in a session, and in another one for each that Spark ends. Raises what it does, and SessionEnded where one
-    after another has ended soon."""
+    """Call `run` in a Spark session, and again in a new one whenever Spark ends the session.
+
+    Raises what `run` raises, and SessionEnded if too many sessions end soon after their start.
+    """
     ended_soon = 0
     while True:
         began_ms = clock.monotonic_ms()
@@ -242,20 +246,20 @@ def _in_sessions(
                 if spark is not None:
                     run(spark, settings)
         except SessionEnded as ended:
-            ended_soon = ended_soon + 1 if clock.monotonic_ms() - began_ms < _SOON_MS else 1
-            if ended_soon > _MOST_SESSIONS:
+            ended_soon = ended_soon + 1 if clock.monotonic_ms() - began_ms < _SHORT_SESSION_MS else 1
+            if ended_soon > _MAX_SHORT_SESSIONS:
                 raise
-            settings = replace(settings, start="from-frontier")  # what the first has begun anew, others go on with
-            wait_s = min(2.0**ended_soon, _MOST_WAIT_S)
-            logger.warning("%s. A new session begins in %.0f s", ended, wait_s)
+            settings = replace(settings, start="from-frontier")  # continue: only the first session may reprocess
+            wait_s = min(2.0**ended_soon, _MAX_WAIT_S)
+            logger.warning("%s; starting a new session in %.0f s", ended, wait_s)
             if not stopping.wait(wait_s):
                 continue
         return
 
 
 @contextmanager
-def _figures(port: int) -> Iterator[Recorder | None]:
-    """What keeps figures and serves them at `port` for the time of the block; None for port 0."""
+def _serve_metrics(port: int) -> Iterator[Recorder | None]:
+    """A recorder, served at `port` within the block; None for port 0."""
     if not port:
         yield None
         return
@@ -264,10 +268,10 @@ def _figures(port: int) -> Iterator[Recorder | None]:
         yield recorder
 
 
-def _telling(
-    app: App, progress: Progress, bell: DeadLetterAlerts, metrics: Metrics
+def _on_event(
+    app: App, progress: Progress, alerts: DeadLetterAlerts, metrics: Metrics
 ) -> Callable[[Mapping[str, Any]], None]:
-    """What takes the events of the runner, and tells all who want to know."""
+    """A callback that passes the supervisor's events to progress, metrics and alerts."""
     from millstream.spark.run.query_metrics import report_batch
 
     def on_event(event: Mapping[str, Any]) -> None:
@@ -275,7 +279,7 @@ def _telling(
         if event["event"] in _WORK and "handler" in event:
             report_batch(metrics, app.handlers[event["handler"]].label, event)
             if event["dead"]:
-                bell.ring({"app": app.name, "handler": event["handler"], "dead": event["dead"]})
+                alerts.ring({"app": app.name, "handler": event["handler"], "dead": event["dead"]})
 
     return on_event
 
@@ -290,9 +294,9 @@ def _session(
     conf: Mapping[str, str],
     verbose: bool,
 ) -> Iterator[Any]:
-    """A Spark session for the time of the block; None if Spark could not start since all is to stop.
+    """A Spark session within the block; None if Spark could not start because the command is stopping.
 
-    On a cluster executors are given `code`: the folder of the app and what was named beside it.
+    On a cluster, executors get `code`: the folder of the app, and the files given with --py-files.
     """
     from millstream.spark.run.app_archive import ship
     from millstream.spark.run.session import close_session, is_cluster, open_session, task_attempts
@@ -302,11 +306,11 @@ def _session(
     conf = {"spark.task.maxFailures": str(tries), **conf}
     spark = None
     try:
-        # In the main thread PySpark would take over Ctrl-C, and break off in the middle of whatever it does.
+        # On the main thread PySpark would handle Ctrl-C itself, and abort the app in the middle of its work.
         with ThreadPoolExecutor(max_workers=1) as starter:
             spark = starter.submit(open_session, app.name, master=master, conf=conf, verbose=verbose).result()
     except ConfigError:
-        if not stopping.is_set():  # else the signal has reached the Java process too
+        if not stopping.is_set():  # while stopping, the signal has ended the Java process too
             raise
     try:
         if spark is not None and is_cluster(master):

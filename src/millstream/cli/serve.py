@@ -1,4 +1,4 @@
-"""`millstream serve`: streams for browsers and other clients."""
+"""`millstream serve`: serves streams to browsers and other clients."""
 
 from pathlib import Path
 from typing import Annotated, Literal
@@ -11,19 +11,19 @@ from millstream.cli.terminal import say_json, talk
 from millstream.errors import ConfigError
 
 Host = Annotated[
-    str, typer.Option("--host", help="Where to listen. It speaks plain HTTP: think before you leave this.")
+    str, typer.Option("--host", help="Address to listen on. It is plain HTTP: be careful with other addresses.")
 ]
-Port = Annotated[int, typer.Option("--port", help="0 finds a free one.", min=0, max=65_535)]
+Port = Annotated[int, typer.Option("--port", help="Port to listen on; 0 finds a free one.", min=0, max=65_535)]
 TokenFile = Annotated[
-    Path | None, typer.Option("--token-file", help="Lines with a token and the streams it is for, like orders:*.")
+    Path | None, typer.Option("--token-file", help="Lines with a token and its streams, like orders:*.")
 ]
-NoToken = Annotated[bool, typer.Option("--insecure-no-token", help="Show all to anybody who can reach it.")]
+NoToken = Annotated[bool, typer.Option("--insecure-no-token", help="Serve all streams without a token.")]
 TicketS = Annotated[
-    float, typer.Option("--ticket-s", help="Seconds in which connections can begin with a ticket.", min=1)
+    float, typer.Option("--ticket-s", help="Seconds within which a ticket can open connections.", min=1)
 ]
 Origins = Annotated[
     list[str] | None,
-    typer.Option("--allow-origin", help="Whose pages may use it, as https://example.org; * for any. May be repeated."),
+    typer.Option("--allow-origin", help="Allowed origin of web pages, as https://example.org; * for any. Repeatable."),
 ]
 Page = Annotated[
     Path | None,
@@ -31,26 +31,28 @@ Page = Annotated[
 ]
 WhenFull = Annotated[
     Literal["wait", "disconnect", "drop-oldest"],
-    typer.Option("--when-full", help="A client too slow for its buffer falls behind, has to come back, or loses some."),
+    typer.Option("--when-full", help="If a client's buffer is full: let it lag, disconnect it, or drop messages."),
 ]
 Buffer = Annotated[
-    int, typer.Option("--buffer", help="Messages that wait for a client at most, of each stream.", min=1)
+    int, typer.Option("--buffer", help="Maximum number of messages buffered per client and stream.", min=1)
 ]
 BufferBytes = Annotated[
-    int, typer.Option("--buffer-bytes", help="Bytes of them at most; one message may be larger.", min=1)
+    int, typer.Option("--buffer-bytes", help="Maximum bytes of that buffer; one message may be larger.", min=1)
 ]
 BudgetBytes = Annotated[
-    int, typer.Option("--budget-bytes", help="Bytes that wait for all clients together, at most.", min=1)
+    int, typer.Option("--budget-bytes", help="Maximum bytes buffered for all clients together.", min=1)
 ]
 StallS = Annotated[
-    float, typer.Option("--stall-s", help="Seconds until a client that takes nothing is cut off.", min=0.1)
+    float, typer.Option("--stall-s", help="Seconds until a client that reads nothing is disconnected.", min=0.1)
 ]
 HeartbeatS = Annotated[float, typer.Option("--heartbeat-s", help="Seconds of silence until a heartbeat.", min=0.1)]
 PerToken = Annotated[
     int | None,
-    typer.Option("--per-token", help="Connections with one token at most; by default all.", min=1, show_default=False),
+    typer.Option(
+        "--per-token", help="Maximum number of connections per token; default: no limit.", min=1, show_default=False
+    ),
 ]
-StopS = Annotated[float, typer.Option("--stop-s", help="Seconds that a stop may take.", min=0.1)]
+StopS = Annotated[float, typer.Option("--stop-s", help="Maximum seconds of a stop.", min=0.1)]
 HealthPort = Annotated[
     int | None,
     typer.Option("--health-port", help="Serve /healthz, /readyz and /metrics on 127.0.0.1 here.", min=0, max=65_535),
@@ -78,9 +80,9 @@ def serve(
     stop_s: StopS = 5.0,
     health_port: HealthPort = None,
     as_json: Json = False,
-    config: Config = None,  # noqa: ARG001 - its callback does the work
+    config: Config = None,  # noqa: ARG001 - handled by its callback
 ) -> None:
-    """Let browsers and others follow streams live: GET /streams/NAME for server-sent events, /ws/NAME for a WebSocket."""
+    """Serve streams live to browsers: GET /streams/NAME for server-sent events, /ws/NAME for a WebSocket."""
     needs("serve", "starlette", "uvicorn", "websockets")
     from millstream.services.gateway.auth import Authorizer, new_stream_tokens
     from millstream.services.gateway.connection import FlowControl
@@ -92,13 +94,14 @@ def serve(
     if token_file is not None:
         tokens.read(token_file)
     if not tokens and not insecure_no_token and (token_file is not None or host not in LOOPBACK):
-        raise ConfigError("give --token-file: without, anybody could read all streams (--insecure-no-token)")
+        raise ConfigError("give --token-file: without a token every client may read all streams (--insecure-no-token)")
     serving = GatewayOptions(
-        url=url, authorizer=Authorizer(tokens, ticket_s=ticket_s), token_file=token_file, host=host, port=port, origins=allow_origin or (), pages=page,
-        host_names=None if tokens or insecure_no_token else LOOPBACK, health_port=health_port, request_s=request_s, stop_s=stop_s,
+        url=url, authorizer=Authorizer(tokens, ticket_s=ticket_s), token_file=token_file, host=host, port=port,
+        origins=allow_origin or (), pages=page, host_names=None if tokens or insecure_no_token else LOOPBACK,
+        health_port=health_port, request_s=request_s, stop_s=stop_s,
         flow=FlowControl(
-            heartbeat_s=heartbeat_s, stall_s=stall_s, buffer=buffer, buffer_bytes=buffer_bytes, budget_bytes=budget_bytes,
-            when_full=when_full,
+            heartbeat_s=heartbeat_s, stall_s=stall_s, buffer=buffer, buffer_bytes=buffer_bytes,
+            budget_bytes=budget_bytes, when_full=when_full,
         ),
         limits=ConnectionLimits(connections=connections, per_token=per_token or connections),
     )  # fmt: skip
@@ -107,7 +110,7 @@ def serve(
         if as_json:
             say_json({"event": "started", "url": where}, flush=True)
         else:
-            talk(f"streams are served on {where}; Ctrl-C stops")
+            talk(f"serving streams on {where}; Ctrl-C stops")
 
     run_gateway(serving, on_ready=ready)
     if as_json:

@@ -1,4 +1,4 @@
-"""Signals that ask a command to stop."""
+"""Orderly stop of a command at SIGTERM and Ctrl-C."""
 
 import _thread
 import signal
@@ -10,16 +10,16 @@ _STOP = (signal.SIGTERM, signal.SIGINT)
 
 
 def set_from_signal(event: threading.Event) -> None:
-    """Set `event` from the handler of a signal, a moment later.
+    """Set `event` from a signal handler, a moment later.
 
-    `event.set()` itself takes a lock, which the code that was interrupted may hold in its `event.wait()`: it would wait for itself,
-    and no further signal would help. A bare thread takes none (`threading.Thread` does).
+    `event.set()` takes a lock that the interrupted code may hold in its `event.wait()`: calling it here would deadlock,
+    and no further signal would help. A bare thread takes no lock (`threading.Thread` does).
     """
     _thread.start_new_thread(event.set, ())
 
 
 def stopping_at_signals() -> threading.Event:
-    """An event that SIGTERM and Ctrl-C set from now on, instead of what else they do. For the main thread."""
+    """An event that SIGTERM and Ctrl-C set from now on, in place of their own action. For the main thread."""
     stopping = threading.Event()
     for number in _STOP:
         signal.signal(number, lambda *_: set_from_signal(stopping))
@@ -28,9 +28,10 @@ def stopping_at_signals() -> threading.Event:
 
 @contextmanager
 def orderly_stop(at_second: Callable[[], None] = lambda: None) -> Iterator[threading.Event]:
-    """An event that SIGTERM and Ctrl-C set, instead of what else they do; `at_second` is called for each signal after the first.
+    """An event that SIGTERM and Ctrl-C set within the block, in place of their own action.
 
-    If Ctrl-C was among them, KeyboardInterrupt is raised at the end. For the main thread.
+    `at_second` is called for each signal after the first. If Ctrl-C was among the signals, KeyboardInterrupt is raised
+    at the end of the block. For the main thread.
     """
     stopping = threading.Event()
     received: list[int] = []

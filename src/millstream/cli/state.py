@@ -1,4 +1,4 @@
-"""`millstream state`: what handlers keep for a key."""
+"""`millstream state`: shows, lists and resets the state of keys."""
 
 import json
 from itertools import islice
@@ -16,9 +16,9 @@ from millstream.redis_client.key_names import HandlerKeys
 
 App = Annotated[str, typer.Argument(help="The app's name.")]
 Handler = Annotated[str, typer.Argument(help="The handler's name.")]
-Stream = Annotated[str, typer.Argument(help="The stream: each has a state of its own.")]
+Stream = Annotated[str, typer.Argument(help="The stream; each has its own state.")]
 
-state = family("Show, list and reset what handlers keep for a key. Keys are written as `list` shows them.")
+state = family("Show, list and reset the state of keys. Write keys as in `list`.")
 
 _SHOWN_CHARS = 100
 
@@ -36,7 +36,7 @@ def show(
     with Client(url) as client:
         found = read_state(client, HandlerKeys(app, handler, stream), unescape(key))
     if found is None:
-        raise MillstreamError(f"{app}.{handler} keeps no state for {key} on {stream}; see: millstream state list")
+        raise MillstreamError(f"{app}.{handler} has no state for {key} on {stream}; see: millstream state list")
     if as_json:
         say_json(json_value(found))
     else:
@@ -48,8 +48,8 @@ def list_(
     app: App,
     handler: Handler,
     stream: Stream,
-    match: Annotated[str, typer.Option(help="Only keys that fit this pattern, like N1*.")] = "*",
-    limit: Annotated[int, typer.Option(min=1, help="Most keys to list.")] = 100,
+    match: Annotated[str, typer.Option(help="Only keys that match this pattern, like N1*.")] = "*",
+    limit: Annotated[int, typer.Option(min=1, help="Maximum number of keys to list.")] = 100,
     url: Url = DEFAULT_URL,
     as_json: Annotated[bool, typer.Option("--json", help="Print an object per key, on a line of its own.")] = False,
 ) -> None:
@@ -67,7 +67,7 @@ def list_(
         ]
         table(("key", ">size", "state"), rows)
     if len(found) > limit:
-        talk("there are more keys; --limit or --match shows them")
+        talk("there are more keys; use --limit or --match to show them")
 
 
 @state.command()
@@ -80,14 +80,14 @@ def reset(
     url: Url = DEFAULT_URL,
     as_json: Json = False,
 ) -> None:
-    """Forget the state of keys: the next message of each begins anew.
+    """Delete the state of keys: the next message of each starts without one.
 
-    A run that is live meanwhile sees it from its next batch on. If its present batch works on the key, it writes
-    the state back: stop the run to be sure.
+    A live run sees the change from its next batch on. If its current batch processes the key, it writes the old state
+    back: stop the run to be sure.
     """
     wanted = [unescape(key) for key in keys]
-    talk("a live run takes this up with its next batch, and may write back the state of a key that it works on now")
-    confirm(f"Forget the state of {counted(len(wanted), 'key')} of {app}.{handler} on {stream}?", yes=yes)
+    talk("a live run sees this from its next batch on, and may write back the state of a key in its current batch")
+    confirm(f"Delete the state of {counted(len(wanted), 'key')} of {app}.{handler} on {stream}?", yes=yes)
     with Client(url) as client:
         removed = reset_states(client, HandlerKeys(app, handler, stream), wanted)
     if as_json:

@@ -1,4 +1,4 @@
-"""`millstream tail`: the entries of streams, as they come."""
+"""`millstream tail`: prints the entries of streams as they arrive."""
 
 import asyncio
 import sys
@@ -26,8 +26,8 @@ _LARGEST_SEQ = 2**64 - 1
 _SHOWN_CHARS = 200
 _GAPS: Mapping[Reason, str] = {
     "trimmed": "entries were trimmed before they could be shown",
-    "recreated": "the stream was deleted and made anew",
-    "rewound": "Redis lost the end of the stream, and it goes on from where it ends now",
+    "recreated": "the stream was deleted and created again",
+    "rewound": "Redis lost the end of the stream; continuing from its present end",
 }
 
 
@@ -40,66 +40,68 @@ def tail(
         typer.Option(
             "--from",
             metavar="WHERE",
-            help="Where to begin: an id, earliest, latest, 15m (ago) or an ISO 8601 time, UTC by default. "
+            help="Where to start: an id, earliest, latest, 15m (ago) or an ISO 8601 time, UTC by default. "
             "Default: latest, with --no-follow earliest.",
         ),
     ] = None,
     after: Annotated[
-        str | None, typer.Option(metavar="ID", help="Begin after this id, such as that of the last entry seen.")
+        str | None, typer.Option(metavar="ID", help="Start after this id, such as that of the last entry seen.")
     ] = None,
-    count: Annotated[int | None, typer.Option(min=1, help="End after so many entries.")] = None,
-    follow: Annotated[bool, typer.Option(help="Wait for more, or end where the streams end now.")] = True,
+    count: Annotated[int | None, typer.Option(min=1, help="End after this number of entries.")] = None,
+    follow: Annotated[
+        bool, typer.Option(help="Wait for new entries, or stop at the present end of the streams.")
+    ] = True,
     url: Url = DEFAULT_URL,
     as_json: Annotated[bool, typer.Option("--json", help="Print an object per entry, on a line of its own.")] = False,
 ) -> None:
-    """Show the entries of streams and follow them, through outages of Redis too; of a pattern, also streams made later.
+    """Print the entries of streams and follow them, also after outages of Redis; patterns match new streams, too.
 
-    What is not printable is escaped. --json loses nothing: values that are not UTF-8 become {"hex": "..."}.
+    Unprintable bytes are escaped. --json is lossless: values that are not UTF-8 become {"hex": "..."}.
     """
     if start is not None and after is not None:
-        raise ConfigError("give --from or --after, not both")
+        raise ConfigError("--from and --after exclude each other: give only one")
     first = parse_start(start or ("latest" if follow else "earliest"))
-    place = EntryId.parse(after) if after is not None else first and _before(first)
+    after_id = EntryId.parse(after) if after is not None else first and _before(first)
     names = [name for name in dict.fromkeys(streams) if not is_pattern(name)]
     patterns = list(filter(is_pattern, streams))
     printer = _Printer(as_json=as_json, most=sys.maxsize if count is None else count)
     with Client(url) as client:
         if follow:
-            client.execute("PING")  # what is wrong now is told; what breaks later is waited for
-            asyncio.run(_follow(client, printer, names, patterns, place))
+            client.execute("PING")  # fail at once if Redis is unavailable from the start; wait for it in later outages
+            asyncio.run(_follow(client, printer, names, patterns, after_id))
         else:
-            _finish(client, printer, list(dict.fromkeys((*names, *_matching(client, patterns)))), place)
+            _finish(client, printer, list(dict.fromkeys((*names, *_matching(client, patterns)))), after_id)
 
 
 async def _follow(
-    client: Client, printer: "_Printer", names: Sequence[str], patterns: Sequence[str], place: EntryId | None
+    client: Client, printer: "_Printer", names: Sequence[str], patterns: Sequence[str], after_id: EntryId | None
 ) -> None:
     with Router(client.url) as router:
-        places = partial(_places, client, place)
+        places = partial(_places, client, after_id)
         follower = Follower(client, router, places=places, show=printer.show, on_begun=partial(_tell_begun, patterns))
         await follower.run(names, patterns)
 
 
 def _tell_begun(patterns: Sequence[str], count: int) -> None:
-    later = f", and those made later that match {' or '.join(map(visible, patterns))}" if patterns else ""
+    later = f", and new ones that match {' or '.join(map(visible, patterns))}" if patterns else ""
     talk(f"following {counted(count, 'stream')}{later}; Ctrl-C ends it")
 
 
-def _places(client: Client, place: EntryId | None, names: Sequence[str]) -> Mapping[str, str]:
-    """After which ids the router is to begin: to it, a place beyond a stream's end is one in an earlier stream."""
-    if place is None:
+def _places(client: Client, after_id: EntryId | None, names: Sequence[str]) -> Mapping[str, str]:
+    """The ids after which the router starts, capped at the streams' ends: a greater id would mean a recreated stream."""
+    if after_id is None:
         return dict.fromkeys(names, END)
     ends = (ZERO_ID if isinstance(found, Exception) else _last_of(found) for found in _last_entries(client, names))
-    return {name: str(min(place, end)) for name, end in zip(names, ends, strict=True)}
+    return {name: str(min(after_id, end)) for name, end in zip(names, ends, strict=True)}
 
 
-def _finish(client: Client, printer: "_Printer", names: Sequence[str], place: EntryId | None) -> None:
-    """Show what lies between `place` and where the streams end now, one stream after the other."""
+def _finish(client: Client, printer: "_Printer", names: Sequence[str], after_id: EntryId | None) -> None:
+    """Print the entries after `after_id` up to the present end, one stream after the other."""
     ends = [_last_of(raise_if_error(found)) for found in _last_entries(client, names)]
     for name in (name for name, end in zip(names, ends, strict=True) if end == ZERO_ID):
-        talk(f"{visible(name)}: there are no entries: there is no such stream, or it is empty")
+        talk(f"{visible(name)}: no entries: the stream does not exist or is empty")
     for name, end in zip(names, ends, strict=True):
-        after = end if place is None else place
+        after = end if after_id is None else after_id
         while after < end:
             page = client.execute("XRANGE", name, f"({after}", str(end), "COUNT", _PAGE)
             if not page:
@@ -128,21 +130,21 @@ def _last_of(found: Reply) -> EntryId:
 
 
 def _before(first: EntryId) -> EntryId:
-    """The id after which `first` is the next one possible."""
+    """The greatest id before `first`."""
     if first.seq:
         return EntryId(first.ms, first.seq - 1)
     return EntryId(first.ms - 1, _LARGEST_SEQ) if first.ms else ZERO_ID
 
 
 class _Printer:
-    """Prints what comes, `most` entries at most."""
+    """Prints at most `most` entries."""
 
     def __init__(self, *, as_json: bool, most: int) -> None:
         self._as_json = as_json
         self._left = most
 
     def show(self, item: Item) -> bool:
-        """Print what a router hands out; return whether there were enough entries."""
+        """Print an item of a subscription; return whether the limit is reached."""
         if isinstance(item, Message):
             return self.show_entry(item.stream, EntryId.parse(item.id), item.pairs)
         if isinstance(item, Gap):
@@ -150,7 +152,7 @@ class _Printer:
         return False
 
     def show_entry(self, stream: str, entry_id: EntryId, pairs: Sequence[bytes]) -> bool:
-        """Print an entry; return whether there were enough."""
+        """Print an entry; return whether the limit is reached."""
         if self._as_json:
             say_json({"stream": stream, "id": str(entry_id), "time": _time(entry_id), **json_fields(pairs)})
         else:
@@ -171,7 +173,7 @@ class _Printer:
 
 
 def _time(entry_id: EntryId) -> str | None:
-    """When the entry was added, by its id; None if the id is no time."""
+    """The time when the entry was added, by its id; None if the id is not a valid time."""
     try:
         moment = datetime.fromtimestamp(entry_id.ms / 1000, UTC)
     except (OverflowError, ValueError, OSError):

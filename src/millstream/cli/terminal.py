@@ -1,10 +1,9 @@
-"""What the commands print: data on stdout, talk on stderr; rich in a terminal, plain in a pipe.
+"""Output of the commands: data on stdout, messages on stderr; rich in a terminal, plain in a pipe.
 
-All of it is escaped here, once, whatever it was made of: a terminal obeys control characters, and what is in Redis
-may have been written by anybody. What goes to stderr, logs and tracebacks among it, has no password in it.
+All output is escaped here, once: a terminal obeys control characters, and any client may have written to Redis.
+Passwords are removed from everything on stderr, including logs and tracebacks.
 
-rich is imported only where something is drawn with it, since the start of a command is felt. It obeys
-NO_COLOR itself.
+rich is imported only where it draws something, to keep the start of commands fast. It obeys NO_COLOR itself.
 """
 
 import json
@@ -24,35 +23,35 @@ from millstream.redis_client.redaction import redacted
 
 
 def say(line: str, *, flush: bool = False) -> None:
-    """Print one line of data; `flush` if somebody waits for it."""
+    """Print one line of data; `flush` it if another program waits for it."""
     sys.stdout.write(one_line(line) + "\n")
     if flush:
         sys.stdout.flush()
 
 
 def say_lines(text: str) -> None:
-    """Print data that has lines of its own, such as a traceback."""
+    """Print data of several lines, such as a traceback."""
     sys.stdout.write(harmless(text) + "\n")
 
 
 def say_json(value: Any, *, flush: bool = False) -> None:
-    """Print one line of JSON. All of it is ASCII, so that no control character reaches a terminal."""
+    """Print one line of JSON. It is all ASCII, so no control character reaches a terminal."""
     say(json.dumps(value, separators=(",", ":")), flush=flush)
 
 
 def talk(text: str) -> None:
-    """Tell the person at the terminal something that is not data, on one line."""
+    """Print a one-line message for the user to stderr."""
     talk_lines(one_line(text))
 
 
 def talk_lines(text: str) -> None:
-    """Tell something that has lines of its own, such as a traceback."""
+    """Print a message of several lines, such as a traceback, to stderr."""
     sys.stderr.write(harmless(redacted(text)).rstrip("\n") + "\n")
     sys.stderr.flush()
 
 
 class OneLine(logging.Formatter):
-    """A log message is one line, whatever the names in it hold; a traceback comes after it. Neither has a password."""
+    """Formats a log message as one line, whatever it contains, then its traceback; removes passwords from both."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - logging's own name
         """See logging.Formatter."""
@@ -64,9 +63,10 @@ class OneLine(logging.Formatter):
 
 
 def log_to_stderr(*, debug: bool) -> None:
-    """Have this process's log on stderr; with `debug` all that millstream says, but no more of what others do.
+    """Log to stderr; with `debug`, at level DEBUG for millstream but not for other libraries.
 
-    Some log whatever they send, as py4j does: Redis' URL, and the token by which it logs in to Java.
+    Some libraries log everything they send. py4j, for example, logs Redis' URL and the token by which it logs in to
+    Java.
     """
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(OneLine("%(levelname)s %(message)s"))
@@ -76,7 +76,7 @@ def log_to_stderr(*, debug: bool) -> None:
 
 
 def show_mistakes_redacted() -> None:
-    """Have tracebacks of what nobody catches, in any thread, go through `talk_lines`."""
+    """Print the tracebacks of uncaught exceptions, in any thread, with `talk_lines`."""
 
     def at_the_end(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         talk_lines("".join(traceback.format_exception(kind, error, trace)))
@@ -90,18 +90,18 @@ def show_mistakes_redacted() -> None:
 
 
 def confirm(question: str, *, yes: bool) -> None:
-    """Go on only if `yes`, or if the person says so. Raises ConfigError where nobody can be asked."""
+    """Ask the user to confirm, unless `yes`. Raises ConfigError without a terminal."""
     if yes:
         return
     if not sys.stdin.isatty():
-        raise ConfigError(f"{question} Nobody can answer here: add --yes if so")
+        raise ConfigError(f"{question} There is no terminal to confirm at: add --yes")
     typer.confirm(one_line(question), abort=True, err=True)
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """Print a table; a column whose heading begins with `>` is aligned to the right.
+    """Print a table. A column whose heading begins with `>` is right-aligned.
 
-    Cells are escaped here; those that are to be typed in again, such as keys, are `visible` already.
+    Cells are escaped here. Cells that users copy into commands, such as keys, have been through `visible` already.
     """
     rows = [tuple(map(one_line, row)) for row in rows]
     headings = [column.lstrip(">") for column in columns]
@@ -129,13 +129,13 @@ def _draw(headings: Sequence[str], right: Sequence[bool], rows: Iterable[Sequenc
     for heading, at_right in zip(headings, right, strict=True):
         drawn.add_column(heading, justify="right" if at_right else "left", overflow="fold")
     for row in rows:
-        # Text, not markup: what stands in Redis may contain square brackets.
+        # Text, not markup: data from Redis may contain square brackets.
         drawn.add_row(*map(Text, row))
     Console().print(drawn)
 
 
 def details(pairs: Iterable[tuple[str, str]]) -> None:
-    """Print names and values, a line each, the values below one another."""
+    """Print one name and value per line, with the values aligned."""
     listed = [(one_line(name), one_line(value)) for name, value in pairs]
     width = max((len(name) for name, _ in listed), default=0)
     for name, value in listed:
@@ -143,12 +143,12 @@ def details(pairs: Iterable[tuple[str, str]]) -> None:
 
 
 def clip(text: str, most: int) -> str:
-    """`text`, or its first `most` characters with dots after them."""
+    """`text`, truncated to `most` characters that end with dots."""
     return text if len(text) <= most else text[: most - 3] + "..."
 
 
 def age(duration_ms: float | None) -> str:
-    """A duration in milliseconds, in the unit that fits it; "-" for None."""
+    """A duration in milliseconds, formatted in a fitting unit; "-" for None."""
     if duration_ms is None:
         return "-"
     seconds = duration_ms / 1000
@@ -159,7 +159,7 @@ def age(duration_ms: float | None) -> str:
 
 
 def size(count: float) -> str:
-    """A number of bytes, in the unit that fits it."""
+    """A number of bytes, formatted in a fitting unit."""
     for unit in ("bytes", "kB", "MB"):
         if count < 1000:
             return f"{count:.0f} {unit}" if unit == "bytes" else f"{count:.1f} {unit}"
@@ -168,5 +168,5 @@ def size(count: float) -> str:
 
 
 def counted(number: int, thing: str, things: str = "") -> str:
-    """`1 entry`, `2 entries`: a number with the word that fits it."""
+    """A number with its noun in singular or plural: `1 entry`, `2 entries`."""
     return f"{number:,} {thing if number == 1 else things or thing + 's'}"

@@ -1,4 +1,4 @@
-"""`millstream worker`: an app's handlers on low-latency workers."""
+"""`millstream worker`: runs an app's handlers on low-latency workers."""
 
 import io
 import os
@@ -40,29 +40,32 @@ from millstream.worker.process.worker_process import WorkerProcess, WorkerSettin
 from millstream.worker.static_membership import StaticMembership
 
 Target = Annotated[str, typer.Argument(help="The app: module:app or path/to/file.py:app", metavar="APP")]
-Processes = Annotated[int, typer.Option(help="How many processes work, each with all handlers.", min=1)]
+Processes = Annotated[int, typer.Option(help="Number of worker processes; each runs all handlers.", min=1)]
 Name = Annotated[str, typer.Option(help="Name of this worker in the groups; default: the host's name.")]
-Only = Annotated[list[str] | None, typer.Option("--handler", help="Run only this handler; may be repeated.")]
-Start = Annotated[Literal["earliest", "latest"], typer.Option(help="Where a handler that never ran begins.")]
-Threads = Annotated[int, typer.Option(help="Messages that a plain handler works on at once.", min=1)]
-Prefetch = Annotated[int, typer.Option(help="Most messages in the hands of a process.", min=1)]
+Only = Annotated[list[str] | None, typer.Option("--handler", help="Run only this handler; repeatable.")]
+Start = Annotated[Literal["earliest", "latest"], typer.Option(help="Where a handler that never ran starts.")]
+Threads = Annotated[int, typer.Option(help="Messages that a plain handler processes at once.", min=1)]
+Prefetch = Annotated[int, typer.Option(help="Maximum number of messages in flight in a process.", min=1)]
 PrefetchMb = Annotated[
-    float, typer.Option(help="Most megabytes of messages in hand, of each handler in a process.", min=0.001)
+    float, typer.Option(help="Maximum megabytes of messages in flight, per handler and process.", min=0.001)
 ]
-LookAhead = Annotated[int, typer.Option(help="Most messages of a stream in the lines of its keys.", min=1)]
-ClaimS = Annotated[float, typer.Option(help="Seconds until a silent worker's messages are adopted.", min=1)]
-StopS = Annotated[float, typer.Option(help="Seconds that a stop waits for what runs.", min=0)]
-Trim = Annotated[bool, typer.Option("--trim", help="Remove entries that no consumer group needs any more.")]
+LookAhead = Annotated[int, typer.Option(help="Maximum number of messages of a stream in its key queues.", min=1)]
+ClaimS = Annotated[float, typer.Option(help="Seconds after which a silent worker's messages are claimed.", min=1)]
+StopS = Annotated[float, typer.Option(help="Seconds that a stop waits for running messages.", min=0)]
+Trim = Annotated[bool, typer.Option("--trim", help="Trim entries that no consumer group needs any more.")]
 HealthPort = Annotated[
-    int, typer.Option(help="Serve /healthz, /readyz and /metrics on 127.0.0.1 from this port on, one a process.")
+    int,
+    typer.Option(
+        help="Serve /healthz, /readyz and /metrics on 127.0.0.1: one port per process, starting with this one."
+    ),
 ]
 Child = Annotated[str, typer.Option("--as", hidden=True)]
 IncarnationName = Annotated[str, typer.Option("--incarnation", hidden=True)]
 Lines = Annotated[int, typer.Option("--lines", hidden=True)]
 Beats = Annotated[int, typer.Option("--heartbeat", hidden=True)]
 
-_LINE_EVERY_S = 5.0
-_PATIENCE_MS = 3_000
+_LINE_INTERVAL_S = 5.0
+_TIMEOUT_MS = 3_000
 
 
 def worker(
@@ -86,7 +89,7 @@ def worker(
     lines_to: Lines = -1,
     heartbeat_to: Beats = -1,
 ) -> None:
-    """Run an app's handlers on workers, in milliseconds; what a worker leaves behind another takes up."""
+    """Run an app's handlers on low-latency workers. Other workers claim the messages of one that dies."""
     policy = WorkerPolicy(
         threads=threads, prefetch=prefetch, prefetch_bytes=round(prefetch_mb * 2**20), trim=trim, look_ahead=look_ahead,
         claim_ms=round(claim_s * 1000), stop_ms=round(stop_s * 1000),
@@ -98,9 +101,9 @@ def worker(
         _work(target, settings, health_port, lines_to, heartbeat_to)
         return
     app = load_app(target)
-    checked = WorkerProcess(app, settings)  # what is wrong with the app is said here, once
+    checked = WorkerProcess(app, settings)  # reports errors of the app here, once
     lines = _Lines(as_json=as_json)
-    with Client(url, timeout_ms=_PATIENCE_MS) as client:
+    with Client(url, timeout_ms=_TIMEOUT_MS) as client:
         names = StaticMembership(client, app.name, name or None)
         supervisor = Supervisor(
             names,
@@ -113,14 +116,14 @@ def worker(
             client.patiently(lambda: names.acquire(processes), what=app.name, give_up=stopping.is_set)
             warn_if_evicting(client)
             if app.stages:
-                talk(f"left out, as they need Spark: the stages {', '.join(app.stages)}; `millstream run` runs them")
+                talk(f"not run: the stages {', '.join(app.stages)} need Spark; use `millstream run`")
             lines.started(app.name, processes)
             supervisor.run(stopping)
             lines.finished()
 
 
 def _command(health_port: int, launch: Launch) -> list[str]:
-    """This very command, for a process of the supervisor's."""
+    """This command with the options of one worker process."""
     port = health_port + int(launch.name.rpartition("-")[2]) if health_port else 0
     inner: dict[str, object] = {
         "--as": launch.name,
@@ -131,12 +134,12 @@ def _command(health_port: int, launch: Launch) -> list[str]:
     }
     own = [argument for argument in sys.argv[1:] if argument]
     options = [str(part) for option in inner.items() for part in option]
-    # -P: the child finds modules where this process does, not in the working folder before all others.
+    # -P: the child finds modules where this process does, and not first in the working folder.
     return [sys.executable, "-P", "-m", "millstream.cli.main", *own, *options]
 
 
 def _work(target: str, settings: WorkerSettings, health_port: int, lines_to: int, heartbeat_to: int) -> None:
-    """What a worker process does; its exit code says whether the supervisor shall begin anew."""
+    """Run a worker process; its exit code tells the supervisor whether to restart it."""
     try:
         leftovers = _run(target, settings, health_port, lines_to, heartbeat_to)
     except HandlerStuck as error:
@@ -144,12 +147,13 @@ def _work(target: str, settings: WorkerSettings, health_port: int, lines_to: int
     except MillstreamError as error:
         talk(f"error: {error}")
         _end(FINAL_CODE)
-    except Exception:  # noqa: BLE001 - a mistake of ours: the supervisor begins anew
+    except Exception:  # noqa: BLE001 - a bug in millstream: the supervisor restarts the process
         talk_lines(traceback.format_exc())
         _end(SOFTWARE_ERROR_CODE)
     for delivery in leftovers:
         talk(
-            f"message {delivery.id.decode()} of {delivery.stream.stream} was still running; another worker does it again"
+            f"message {delivery.id.decode()} of {delivery.stream.stream} was still running at the stop; "
+            "another worker processes it again"
         )
     _end(0)
 
@@ -157,10 +161,10 @@ def _work(target: str, settings: WorkerSettings, health_port: int, lines_to: int
 def _run(
     target: str, settings: WorkerSettings, health_port: int, lines_to: int, heartbeat_to: int
 ) -> Sequence[Delivery]:
-    """Obey the supervisor, and no signal of the terminal."""
+    """Run the handlers until the supervisor ends this process."""
     stopping = stopping_at_signals()
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(line_buffering=True)  # what handlers print is to be seen at once
+        sys.stdout.reconfigure(line_buffering=True)  # so that the output of handlers appears at once
     os.set_inheritable(lines_to, False)
     with ExitStack() as stack:
         recorder, health = (Recorder(), Health()) if health_port else (NOBODY, None)
@@ -168,7 +172,7 @@ def _run(
             stack.enter_context(HealthServer(health, recorder, port=health_port))
         app = load_app(target)
         process = WorkerProcess(
-            app, settings, metrics=recorder, health=health, on_figures=_teller(lines_to), end_process=_end_stuck
+            app, settings, metrics=recorder, health=health, on_figures=_figure_writer(lines_to), end_process=_end_stuck
         )
         Heartbeat(heartbeat_to, cpu_limit_ms=max(ORPHAN_END_MS, process.frozen_after_ms)).start()
         exit_with_parent(stopping, sys.stdin.buffer, on_orphaned=lambda: process.stop_within(ORPHAN_MS))
@@ -176,30 +180,30 @@ def _run(
 
 
 def _end_stuck(error: HandlerStuck) -> NoReturn:
-    talk(f"error: {error}; its process is ended")
+    talk(f"error: {error}; ending the process")
     _end(STUCK_CODE)
 
 
 def _end(code: int) -> NoReturn:
-    # Threads in which a handler still runs would keep the process alive.
+    # Threads that still run a handler would keep the process alive.
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
 
 
-def _teller(lines_to: int) -> Callable[[Mapping[str, Mapping[str, int]]], None]:
-    lines = os.fdopen(lines_to, "wb", buffering=0)
+def _figure_writer(lines_to: int) -> Callable[[Mapping[str, Mapping[str, int]]], None]:
+    pipe = os.fdopen(lines_to, "wb", buffering=0)
 
-    def tell(figures: Mapping[str, Mapping[str, int]]) -> None:
+    def write(figures: Mapping[str, Mapping[str, int]]) -> None:
         line = {"event": "figures", "pid": os.getpid(), "handlers": figures}
-        with suppress(BrokenPipeError):  # the supervisor has died: the end of standard input says so, too
-            lines.write(msgspec.json.encode(line) + b"\n")
+        with suppress(BrokenPipeError):  # the supervisor has died; the end of standard input ends this process
+            pipe.write(msgspec.json.encode(line) + b"\n")
 
-    return tell
+    return write
 
 
 class _Lines:
-    """What the supervisor tells: lines of JSON, or a line for people every few seconds in which something happened."""
+    """The supervisor's output: lines of JSON, or a summary line every few seconds if something has changed."""
 
     def __init__(self, *, as_json: bool) -> None:
         self._as_json = as_json
@@ -208,11 +212,11 @@ class _Lines:
         self._figures: dict[str, Counter[str]] = {}
         self._before: Counter[str] = Counter()
         self._shown = ""
-        self._clock = threading.Timer(_LINE_EVERY_S, self._tick)
+        self._clock = threading.Timer(_LINE_INTERVAL_S, self._tick)
         self._clock.daemon = True
 
     def started(self, app: str, processes: int) -> None:
-        """The supervisor begins."""
+        """Print that the supervisor has started."""
         if self._as_json:
             say_json({"event": "started", "app": app, "processes": processes}, flush=True)
         else:
@@ -220,10 +224,10 @@ class _Lines:
             self._clock.start()
 
     def take(self, name: str, line: Any) -> bool:
-        """The figures of a worker process; return whether it has committed anything."""
+        """Add the figures of a worker process; return whether it has committed any message."""
         with self._lock:
             now = _summed(line["handlers"])
-            if self._pids.get(name) != line["pid"]:  # the process has begun anew, and counts from 0
+            if self._pids.get(name) != line["pid"]:  # the process was restarted, and counts from 0
                 self._pids[name] = line["pid"]
                 self._before += self._figures.get(name, Counter())
             self._figures[name] = now
@@ -232,7 +236,7 @@ class _Lines:
         return now["committed"] > 0
 
     def finished(self) -> None:
-        """All processes have ended."""
+        """Print that all processes have ended."""
         self._clock.cancel()
         if self._as_json:
             say_json({"event": "stopped"}, flush=True)
@@ -242,7 +246,7 @@ class _Lines:
 
     def _tick(self) -> None:
         self._show()
-        self._clock = threading.Timer(_LINE_EVERY_S, self._tick)
+        self._clock = threading.Timer(_LINE_INTERVAL_S, self._tick)
         self._clock.daemon = True
         self._clock.start()
 

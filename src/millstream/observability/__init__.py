@@ -1,1 +1,1 @@
-"""Metrics, traces, health pages and alerts."""
+"""Metrics, traces, health endpoints and dead-letter alerts."""

@@ -1,4 +1,4 @@
-"""Rings a bell, a webhook or a command, when dead letters arrive, without ever holding up the pipeline."""
+"""DeadLetterAlerts: calls a webhook or runs a command when messages are dead-lettered, without blocking the caller."""
 
 import contextlib
 import json
@@ -19,23 +19,23 @@ from millstream.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 _HEADERS = {"Content-Type": "application/json"}
-_WAITS_S = (0.0, 0.5, 1.0)
+_RETRY_WAITS_S = (0.0, 0.5, 1.0)
 _MAX_KINDS = 100
-_WORD_EVERY_MS = 60_000.0
+_LOG_INTERVAL_MS = 60_000.0
 
 
 class DeadLetterAlerts:
-    """Tells a webhook, a command or both what happened, from a thread of its own.
+    """Sends alerts to a webhook, a command or both, from its own thread.
 
-    * `url`: a JSON object is POSTed there, in at most three tries
-    * `command`: run without a shell, with the same JSON on its standard input; one try
-    * `timeout_s`: for each try
-    * `min_interval_s`: it rings at most once in so many seconds; what comes in between is summed up
+    * `url`: a JSON object is POSTed there, in at most three attempts
+    * `command`: run without a shell, with the same JSON on its standard input; one attempt
+    * `timeout_s`: timeout of each attempt, in seconds
+    * `min_interval_s`: minimum time between two alerts, in seconds; events in between are summed up
 
-    The object is `{"rings": n, "summaries": [...]}`: how often `ring` was called since, and what with.
-    Summaries that differ in nothing but numbers are added up to one. Failures are logged, at most once a
-    minute, without the URL's path, which is often a secret. Without `url` and `command` it does nothing.
-    Raises ConfigError for a URL or a command that cannot be one.
+    The object is `{"events": n, "summaries": [...]}`: the number of events since the last alert, and their summaries.
+    Summaries that differ only in numbers are added up to one. Failures are logged at most once a minute, without the
+    URL's path, which is often a secret. Without `url` and `command` it does nothing. Raises ConfigError for an invalid
+    URL or command.
     """
 
     def __init__(
@@ -71,18 +71,18 @@ class DeadLetterAlerts:
         self.close()
 
     def ring(self, summary: Mapping[str, Any]) -> None:
-        """Have `summary` told. Returns at once and never fails; after `close` it does nothing."""
+        """Add `summary` to the next alert. Returns at once and never fails; does nothing after `close`."""
         if not self._means or self._closing.is_set():
             return
         with self._changed:
             self._pending.add(summary)
             if self._thread is None:
-                self._thread = threading.Thread(target=self._serve, name="millstream-bell", daemon=True)
+                self._thread = threading.Thread(target=self._serve, name="millstream-alerts", daemon=True)
                 self._thread.start()
             self._changed.notify()
 
     def close(self, timeout_ms: float = 5_000.0) -> None:
-        """Tell what is still to be told, for at most `timeout_ms` milliseconds, and end."""
+        """Send what is pending, for at most `timeout_ms` milliseconds, and stop the thread."""
         self._closing.set()
         with self._changed:
             self._changed.notify()
@@ -93,7 +93,7 @@ class DeadLetterAlerts:
         if self._thread.is_alive() and process is not None:
             _kill(process)
 
-    # In the thread
+    # On the thread
 
     def _serve(self) -> None:
         while True:
@@ -103,14 +103,14 @@ class DeadLetterAlerts:
             if not pending.rings:
                 return
             text = pending.as_json()
-            for ring in self._means:
-                ring(text)
+            for send in self._means:
+                send(text)
             self._closing.wait(self._min_interval_s)
 
     def _post(self, text: str) -> None:
         problem = ""
-        for wait_s in _WAITS_S:
-            # A closing bell does not wait: what is left is told now or never.
+        for wait_s in _RETRY_WAITS_S:
+            # No wait once closing: the remaining attempts are made at once.
             self._closing.wait(wait_s)
             try:
                 answer = httpx.post(self._url, content=text, headers=_HEADERS, timeout=self._timeout_s)
@@ -122,7 +122,7 @@ class DeadLetterAlerts:
             problem = f"it answers {answer.status_code}"
             if answer.status_code < 500 and answer.status_code != 429:
                 break
-        self._complain("the webhook at %s was not told of dead letters: %s", self._url.host, problem)
+        self._complain("cannot call the dead-letter webhook at %s: %s", self._url.host, problem)
 
     def _run(self, text: str) -> None:
         name = self._command[0]
@@ -135,30 +135,30 @@ class DeadLetterAlerts:
                 start_new_session=True,
             )
         except OSError as error:
-            self._complain("the bell command %s cannot be run: %s", name, error.strerror)
+            self._complain("cannot run the dead-letter command %s: %s", name, error.strerror)
             return
         try:
             _, errors = process.communicate(text.encode(), self._timeout_s)
         except subprocess.TimeoutExpired:
             _kill(process)
             process.communicate()
-            self._complain("the bell command %s took longer than %s s and was ended", name, self._timeout_s)
+            self._complain("the dead-letter command %s was killed: it took longer than %s s", name, self._timeout_s)
             return
         finally:
             self._process = None
         if process.returncode:
-            last = errors.decode("utf-8", "replace").strip()[-200:]
-            self._complain("the bell command %s ended with code %s: %s", name, process.returncode, last)
+            tail = errors.decode("utf-8", "replace").strip()[-200:]
+            self._complain("the dead-letter command %s failed with exit code %s: %s", name, process.returncode, tail)
 
     def _complain(self, message: str, *args: Any) -> None:
         now_ms = self._clock.monotonic_ms()
         if now_ms >= self._quiet_until_ms:
-            self._quiet_until_ms = now_ms + _WORD_EVERY_MS
+            self._quiet_until_ms = now_ms + _LOG_INTERVAL_MS
             logger.warning(message, *args)
 
 
 class _Pending:
-    """What is to be told at the next ring, bounded: of more than a hundred kinds, only the number is kept."""
+    """The summaries of the next alert. Beyond 100 kinds, only their number is kept."""
 
     def __init__(self) -> None:
         self.rings = 0
@@ -181,16 +181,17 @@ class _Pending:
 
     def as_json(self) -> str:
         omitted = {"omitted": self._omitted} if self._omitted else {}
-        return json.dumps({"rings": self.rings, "summaries": list(self._by_kind.values()), **omitted})
+        return json.dumps({"events": self.rings, "summaries": list(self._by_kind.values()), **omitted})
 
 
 def _checked(url: str) -> httpx.URL:
     try:
         parts = httpx.URL(url)
     except httpx.InvalidURL as error:
-        raise ConfigError("the bell's URL is none: write it as https://host/path") from error  # it may hold a secret
+        # The text does not quote the URL, which may hold a secret.
+        raise ConfigError("the dead-letter webhook's URL is invalid: write it as https://host/path") from error
     if parts.scheme not in ("http", "https") or not parts.host:
-        raise ConfigError("the bell's URL must be an http:// or https:// address with a host")
+        raise ConfigError("the dead-letter webhook's URL must be an http:// or https:// address with a host")
     return parts
 
 
@@ -198,13 +199,13 @@ def _split(command: str) -> list[str]:
     try:
         words = shlex.split(command)
     except ValueError as error:
-        raise ConfigError(f"the bell command {command!r} cannot be split into words: {error}") from error
+        raise ConfigError(f"cannot split the dead-letter command {command!r} into words: {error}") from error
     if not words:
-        raise ConfigError("the bell command is empty: name a program")
+        raise ConfigError("the dead-letter command is empty: name a program")
     return words
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
-    """End a command and all that it started."""
+    """Kill a command and its child processes."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)

@@ -1,6 +1,6 @@
-"""Health as progress, not as a live process: who reads and runs, and three pages that tell.
+"""Health: liveness and readiness by progress, and the HTTP server of `/healthz`, `/readyz` and `/metrics`.
 
-A worker that lives but no longer consumes passes every check of its process. So it is healthy only while Redis
+A worker that runs but no longer consumes passes every check of its process. So it is healthy only while Redis
 answers its reads and the runs of its handlers end.
 """
 
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
 
 _MARGIN_MS = 30_000.0
-_CALLER_S = 5.0
+_CLIENT_TIMEOUT_S = 5.0
 
 
 class Progress:
-    """What one handler's loop has got done. Any thread may tell it; see `Health.progress`."""
+    """The progress of one handler's loop. Any thread may report; see `Health.progress`."""
 
     def __init__(self, *, read_within_ms: float, run_within_ms: float, clock: Clock) -> None:
         self._read_within_ms = read_within_ms
@@ -33,24 +33,24 @@ class Progress:
         self._lock = threading.Lock()
         self._running = 0
         self._ever_read = False
-        # Until something has happened, time counts from the start.
+        # Before the first event, time counts from the start.
         self._read_ms = self._ended_ms = clock.monotonic_ms()
 
     def read(self) -> None:
-        """Redis has answered a read, if only that nothing is there. A paused loop says so too, as it looks again."""
+        """Redis has answered a read, even if with no entries. A paused loop reports its status queries here."""
         with self._lock:
             self._ever_read = True
             self._read_ms = self._clock.monotonic_ms()
 
     def started(self, n: int = 1) -> None:
-        """`n` runs of the handler have started. What waits, for its turn or for a retry, does not run."""
+        """`n` runs of the handler have started. Messages that wait for their key or for a retry do not count."""
         with self._lock:
             if not self._running:
                 self._ended_ms = self._clock.monotonic_ms()
             self._running += n
 
     def ended(self, n: int = 1) -> None:
-        """`n` runs have ended, well or badly, and what came of them is committed or given up."""
+        """`n` runs have ended, successfully or not, and their results are committed or given up."""
         with self._lock:
             self._running = max(0, self._running - n)
             self._ended_ms = self._clock.monotonic_ms()
@@ -65,14 +65,14 @@ class Progress:
             self.ended(n)
 
     def failures(self, *, stopping: bool) -> Iterator[str]:
-        """Why it is not healthy, in words; nothing if it is. While stopping it need not read any more."""
+        """The reasons why it is not healthy; empty if it is. While stopping, reads are not required."""
         with self._lock:
             now_ms = self._clock.monotonic_ms()
             silent_ms, stuck_ms, running = now_ms - self._read_ms, now_ms - self._ended_ms, self._running
         if silent_ms > self._read_within_ms and not stopping:
             yield f"Redis has not answered a read for {silent_ms / 1000:.1f} s"
         if running and stuck_ms > self._run_within_ms:
-            yield f"{running} in hand, and no run has ended for {stuck_ms / 1000:.1f} s"
+            yield f"no run has ended for {stuck_ms / 1000:.1f} s, with {running} in progress"
 
     @property
     def ever_read(self) -> bool:
@@ -80,7 +80,7 @@ class Progress:
         return self._ever_read
 
     def figures(self) -> dict[str, float]:
-        """Where it stands, for people."""
+        """The figures of the health page: running messages, and seconds since the last read and end of a run."""
         with self._lock:
             now_ms = self._clock.monotonic_ms()
             return {
@@ -91,9 +91,9 @@ class Progress:
 
 
 class Health:
-    """The health of a process: that of all its handlers, each for itself, so that no busy one hides a stuck one.
+    """The health of a process: each of its handlers is checked for itself, so no busy handler hides a stuck one.
 
-    * `read_within_ms`: a handler whose last answered read is older is not healthy, in milliseconds
+    * `read_within_ms`: maximum age of a healthy handler's last answered read, in milliseconds
 
     Raises ConfigError for a limit that is not positive.
     """
@@ -107,10 +107,10 @@ class Health:
         self._stopping = False
 
     def progress(self, handler: str, *, run_within_ms: float) -> Progress:
-        """The progress of `handler` (`app.name`), for its loop to report to.
+        """The progress of `handler` (`app.name`), to which its loop reports.
 
-        `run_within_ms` is the handler's time limit, in milliseconds: 30 s more without the end of any run, while
-        some are under way, and it is not healthy.
+        `run_within_ms` is the handler's time limit, in milliseconds. While messages are running, the handler is not
+        healthy if no run has ended for 30 s longer than that.
         """
         found = Progress(
             read_within_ms=self._read_within_ms, run_within_ms=run_within_ms + _MARGIN_MS, clock=self._clock
@@ -119,11 +119,11 @@ class Health:
         return found
 
     def stopping(self) -> None:
-        """From now on the process is not ready, and need not read to be healthy."""
+        """Mark the process as stopping: it is not ready, and needs no reads to be healthy."""
         self._stopping = True
 
     def failures(self) -> list[str]:
-        """Why the process is not healthy; empty if it is."""
+        """The reasons why the process is not healthy; empty if it is."""
         return [
             f"{name}: {failure}"
             for name, progress in self._handlers.items()
@@ -131,7 +131,7 @@ class Health:
         ]
 
     def unreadiness(self) -> list[str]:
-        """Why the process is not ready for work; empty if it is."""
+        """The reasons why the process is not ready; empty if it is."""
         reasons = self.failures()
         reasons += [f"{name}: no read yet" for name, progress in self._handlers.items() if not progress.ever_read]
         if not self._handlers:
@@ -141,18 +141,19 @@ class Health:
         return reasons
 
     def page(self, reasons: list[str]) -> bytes:
-        """The answer in JSON: a status, the reasons for it and where each handler stands."""
+        """The health page in JSON: the status, its reasons and the figures of each handler."""
         figures = {name: progress.figures() for name, progress in self._handlers.items()}
         status = "failing" if reasons else "ok"
         return msgspec.json.encode({"status": status, "reasons": reasons, "handlers": figures})
 
 
 class HealthServer:
-    """Serves `/healthz` and `/readyz`, given a health, and `/metrics`, given a recorder, from a thread, until `close`.
+    """Serves `/healthz` and `/readyz` for a health, and `/metrics` for a recorder, on a thread, until `close`.
 
     A context manager.
 
-    * `host`, `port`: where it listens; 0 finds a free port. The pages need no password: think before you leave 127.0.0.1
+    * `host`, `port`: where it listens; port 0 finds a free port. The pages need no password, so be careful with
+      addresses other than 127.0.0.1
 
     Raises ServerError if it cannot listen there.
     """
@@ -180,30 +181,30 @@ class HealthServer:
         self.close()
 
     def close(self) -> None:
-        """Stop listening. Requests under way are dropped."""
+        """Stop listening. Requests in progress are dropped."""
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
 
 
 def _listen(host: str, port: int, pages: "WSGIApplication") -> "WSGIServer":
-    # Imported here, since most processes count their progress and serve no pages.
+    # Imported here: most processes track their progress but serve no pages.
     from socketserver import ThreadingMixIn
     from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
     class Server(ThreadingMixIn, WSGIServer):
-        """A thread for each request: a caller that dawdles holds up no other."""
+        """One thread per request: a slow client delays no other."""
 
         daemon_threads = True
         block_on_close = False
 
     class Requests(WSGIRequestHandler):
-        """Silent, and patient with a caller for only so many seconds."""
+        """Logs nothing, and times out slow clients."""
 
-        timeout = _CALLER_S
+        timeout = _CLIENT_TIMEOUT_S
 
         def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - the name is the base class's
-            """Say nothing: a probe comes every few seconds."""
+            """Do not log: a probe comes every few seconds."""
 
     return make_server(host, port, pages, Server, Requests)
 

@@ -1,8 +1,8 @@
-"""OpenTelemetry traces from the producer to the handler, where that library is installed and set up.
+"""Tracing: OpenTelemetry traces from the producer to the handler, if that library is installed and set up.
 
-The trace travels in the entry itself, in fields with a reserved name, as W3C Trace Context has it. They stay where
-they are: models ignore them, and a dead letter that keeps them continues its trace when it is redriven. Span names
-and attributes follow OpenTelemetry's semantic conventions for messaging.
+The trace context travels in the entry itself, in fields with reserved names, in the format of W3C Trace Context. The
+fields stay in the entry: models ignore them, and a dead letter keeps them and so continues its trace when redriven.
+Span names and attributes follow OpenTelemetry's semantic conventions for messaging.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,51 +16,51 @@ if TYPE_CHECKING:
     from opentelemetry.trace import Span, Tracer
 
 _FIELDS = {f"{PREFIX}.{name}".encode(): name for name in ("traceparent", "tracestate")}
-"""Reserved fields, and what W3C calls them."""
+"""Reserved fields, and their names in W3C Trace Context."""
 
 
 class TracedRun:
-    """One run of a handler, under way."""
+    """One run of a handler in progress."""
 
     def failed(self, kind: str, text: str) -> None:
-        """It did not succeed. `kind` is one word of a few, `text` says what happened."""
+        """Record a failure. `kind` is one word of a small set; `text` describes the error."""
 
 
 class Tracing:
-    """What an engine tells of its work. This one tells nobody and costs next to nothing; see `tracing`."""
+    """Receives the spans of an engine. This base class discards them at almost no cost; see `tracing`."""
 
     def publishing(self, stream: str, count: int) -> AbstractContextManager[None]:
-        """The span of one publish of `count` entries to `stream`; put `fields()` into each of them."""
-        return _NOTHING
+        """The span of one publish of `count` entries to `stream`; add `fields()` to each of them."""
+        return _NO_SPAN
 
     def processing(self, handler: str, *messages: Message) -> AbstractContextManager[TracedRun]:
-        """The span of one run of `handler` (`app.name`), to be entered where the handler is called.
+        """The span of one run of `handler` (`app.name`); enter it around the call of the handler.
 
-        It continues the trace of its message. A run of several has a trace of its own with links to theirs.
+        It continues the trace of its message. A run of several messages starts a new trace with links to theirs.
         """
-        return _UNSEEN_RUN
+        return _UNTRACED_RUN
 
     def fields(self) -> tuple[bytes, ...]:
-        """Names and values that carry the current trace: to be appended to an entry that is written."""
+        """Field names and values that carry the current trace; append them to an entry that is written."""
         return ()
 
 
-_NOTHING = nullcontext()
-_UNSEEN_RUN = nullcontext(TracedRun())
+_NO_SPAN = nullcontext()
+_UNTRACED_RUN = nullcontext(TracedRun())
 UNTRACED = Tracing()
-"""Traces go nowhere."""
+"""Discards all spans."""
 
 
 def tracing() -> Tracing:
-    """Return what traces with the program's OpenTelemetry SDK; `UNTRACED` if there is none.
+    """The Tracing of the program's OpenTelemetry SDK; `UNTRACED` without one.
 
-    Ask once, when the program has set its tracer provider.
+    Call it once, after the program has set its tracer provider.
     """
     try:
         from opentelemetry import trace
     except ImportError:
         return UNTRACED
-    # Without an SDK the API would make spans that nobody ever sees, at a price for each message.
+    # Without an SDK the API would create spans that are never exported, at a cost for each message.
     if isinstance(trace.get_tracer_provider(), trace.ProxyTracerProvider):
         return UNTRACED
     return _OpenTelemetry(trace.get_tracer("millstream"))
@@ -95,15 +95,15 @@ class _OpenTelemetry(Tracing):
 
     @contextmanager
     def processing(self, handler: str, *messages: Message) -> Iterator[TracedRun]:
-        """A CONSUMER span, named after the handler: there may be too many streams for names of spans."""
+        """A CONSUMER span, named after the handler: there may be too many streams for span names."""
         from opentelemetry.context import Context
         from opentelemetry.trace import Link, get_current_span
 
         attributes = _attributes("process", "process", [message.stream for message in messages])
         attributes["messaging.consumer.group.name"] = f"{PREFIX}:{handler}"
-        # Fields that hold no trace are those of a producer without one: both give an empty context.
+        # Invalid fields are treated like missing ones: both give an empty context.
         origins = [self._w3c.extract(_carrier(message.pairs)) for message in messages]
-        parent, links = Context(), []  # empty: what the engine does at the moment is not where messages come from
+        parent, links = Context(), []  # empty: the engine's own current span is not the origin of messages
         if len(messages) == 1:
             parent = origins[0]
             attributes["messaging.message.id"] = messages[0].id

@@ -1,1 +1,1 @@
-"""The one way to Redis: connections, scripts, errors in our words, key names, and an embedded server."""
+"""The only access to Redis: connections, scripts, error translation, key names, and an embedded server."""

@@ -1,8 +1,8 @@
-"""The only module that talks to Redis by redis-py: connections and scripts. Its errors are put in our words in `translation`.
+"""Client: connections and scripts. The only module that uses redis-py; `error_translation` translates its errors.
 
 Replies are raw: bytes, integers and lists, as hiredis parses them, since the data path cannot afford more. redis-py's
-own retries are switched off: a command whose reply was lost may have been executed, so repeating it is a decision
-of the caller, who knows whether that is safe (`Client.patiently`).
+own retries are switched off: a command whose reply was lost may have been executed, so the caller decides whether
+repeating it is safe (`Client.patiently`).
 """
 
 import functools
@@ -54,11 +54,11 @@ _SKIP = pack_command(("CLIENT", "REPLY", "SKIP"))
 _NO_RETRY: dict[str, Any] = {"protocol": 2, "decode_responses": False, "health_check_interval": 0}
 
 
-# --- Addresses --------------------------------------------------------------------------------------------------
+# --- Deployments ------------------------------------------------------------------------------------------------
 
 
 class _Route(Protocol):
-    """Where a key's commands go. The three kinds of deployment differ in this only."""
+    """Chooses the connection pool for a key. The three kinds of deployment differ only in this."""
 
     def pool(self, key: Arg | None) -> ConnectionPool: ...
 
@@ -72,7 +72,7 @@ class _Route(Protocol):
 
 
 class _OneServer:
-    """A single server, or the primary that Sentinel names: one pool for everything."""
+    """A single server, or the primary that Sentinel names: one pool for all keys."""
 
     def __init__(self, pool: ConnectionPool) -> None:
         self._pool = pool
@@ -94,7 +94,7 @@ class _OneServer:
 
 
 class _OneNode(_OneServer):
-    """A server that is asked for what it has itself: in a cluster nobody is followed from there."""
+    """One node of a cluster or replica set: only its own data; redirections are not followed."""
 
     def moved(self) -> None:
         raise Unavailable("it does not serve this hash slot (any more)")
@@ -139,16 +139,16 @@ class _ClusterRoute:
 
 
 def _connection_settings(url: str) -> dict[str, Any]:
-    """What the plain `url` says of a connection. Raises ValueError also for what redis-py passes over, or finds late."""
+    """The connection settings of a plain `url`. Raises ValueError, also for errors that redis-py ignores or defers."""
     parts = urlsplit(url)
     try:
         _ = parts.port
-    except ValueError:  # which quotes what may be a password
-        raise ValueError("the port of a host is no number up to 65,535") from None
+    except ValueError:  # its text may quote a password
+        raise ValueError("the port is not a number up to 65,535") from None
     settings = dict(parse_url(url))
     database = "" if parts.scheme == "unix" else parts.path.strip("/")
     if (database and not database.isdecimal()) or settings.get("db", 0) < 0:
-        raise ValueError(f"{database or settings['db']!r} is no database; write its number, like /0")
+        raise ValueError(f"{database or settings['db']!r} is not a database; write its number, like /0")
     try:
         settings.get("connection_class", Connection)(
             **{name: value for name, value in settings.items() if name != "connection_class"}
@@ -158,22 +158,23 @@ def _connection_settings(url: str) -> dict[str, Any]:
     return settings
 
 
-def _quiet(scheme: str, *, logs_in: bool) -> dict[str, Any]:
-    """No CLIENT SETINFO, if it can be helped: Redis 7.2 and later note it as refused for each user with the least rights.
+def _no_setinfo(scheme: str, *, logs_in: bool) -> dict[str, Any]:
+    """Settings that suppress CLIENT SETINFO, where possible.
 
-    Over TLS, something has to be answered before redis-py calls a connection ready: it asks whether anything has come in
-    unasked, and session tickets have. Who logs in is answered.
+    Redis 7.2 and later log it as denied for each user with minimal rights. Over TLS, redis-py needs one answered
+    command before it calls a connection ready: it checks for unexpected data, and TLS session tickets are such data. A
+    login is an answered command.
     """
     return {} if scheme == "rediss" and not logs_in else {"driver_info": None}
 
 
 def route_to(url: str, timeout_ms: int) -> Callable[[], _Route]:
-    """Understand every kind of URL. Raises ConfigError; nothing is connected to before the answer is called."""
+    """Parse a URL of any kind of deployment. Raises ConfigError; connects only when the returned function is called."""
     settings = dict(_NO_RETRY, retry=RedisRetry(NoBackoff(), 0), encoding_errors="surrogateescape")  # as `to_wire`
     settings |= {"socket_timeout": timeout_ms / 1000, "socket_connect_timeout": min(timeout_ms, 5000) / 1000}
     parts = split_url(url)
     scheme, _, kind = parts.scheme.partition("+")
-    settings |= _quiet(scheme, logs_in="@" in parts.netloc)
+    settings |= _no_setinfo(scheme, logs_in="@" in parts.netloc)
     try:
         if not kind and scheme in ("redis", "rediss", "unix"):
             _connection_settings(url)
@@ -186,9 +187,9 @@ def route_to(url: str, timeout_ms: int) -> Callable[[], _Route]:
         nodes = hosts(parts.netloc, 26379 if kind == "sentinel" else 6379)
         service = parts.path.strip("/").partition("/")[0]  # Sentinel's
         if kind == "cluster" and service not in ("", "0"):
-            raise ConfigError(f"{redact(url)!r}: Redis Cluster has database 0 only; leave out {parts.path!r}")
-        of_one = _connection_settings(url_of_node(url, nodes[0]))
-        settings |= {k: v for k, v in of_one.items() if k not in ("host", "port", "connection_class")}
+            raise ConfigError(f"{redact(url)!r}: Redis Cluster has database 0 only; omit {parts.path!r}")
+        node_settings = _connection_settings(url_of_node(url, nodes[0]))
+        settings |= {k: v for k, v in node_settings.items() if k not in ("host", "port", "connection_class")}
     except ValueError as error:
         raise ConfigError(f"{redact(url)!r} is not a Redis URL: {error}") from None
     tls: dict[str, Any] = {"ssl": True} if scheme == "rediss" else {}
@@ -196,9 +197,9 @@ def route_to(url: str, timeout_ms: int) -> Callable[[], _Route]:
         return lambda: _ClusterRoute(RedisCluster(startup_nodes=[ClusterNode(*n) for n in nodes], **settings, **tls))
     if not service:
         raise ConfigError(f"{redact(url)!r}: name the Sentinel service after the hosts, like .../mymaster/0")
-    to_ask = {k: v for k, v in settings.items() if k not in ("username", "password", "db", "driver_info")}
-    to_ask |= _quiet(scheme, logs_in=False) | tls
-    sentinel = Sentinel(nodes, sentinel_kwargs=to_ask, **settings, **tls)
+    sentinel_settings = {k: v for k, v in settings.items() if k not in ("username", "password", "db", "driver_info")}
+    sentinel_settings |= _no_setinfo(scheme, logs_in=False) | tls
+    sentinel = Sentinel(nodes, sentinel_kwargs=sentinel_settings, **settings, **tls)
     return lambda: _OneServer(sentinel.master_for(service).connection_pool)
 
 
@@ -213,10 +214,10 @@ def raise_if_error(reply: Reply) -> Reply:
 
 
 class Script:
-    """A Lua script in a file of `millstream.redis_client.lua`; called by its hash, loaded where a server lacks it.
+    """A Lua script in a file of `millstream.redis_client.lua`; called by its hash, and loaded if a server lacks it.
 
     Content-addressed, so old and new versions run side by side during an upgrade (Redis EVALSHA). A line
-    `-- include NAME` stands for the text of that file. `allow_oom`: it may run at maxmemory (Redis script flags).
+    `-- include NAME` is replaced by the text of that file. `allow_oom`: it may run at maxmemory (Redis script flags).
     """
 
     def __init__(self, name: str, *, allow_oom: bool = False) -> None:
@@ -225,13 +226,13 @@ class Script:
 
     @functools.cached_property
     def text(self) -> str:
-        """All of it, read when it is first needed: no process needs every script."""
+        """Its full text, read at first use, as no process needs every script."""
         text = text_of(self.name)
         return text.replace("#!lua", "#!lua flags=allow-oom", 1) if self._allow_oom else text
 
     @functools.cached_property
     def sha(self) -> str:
-        """Its hash, by which Redis knows it."""
+        """Its SHA-1 hash, by which Redis identifies it."""
         sha = hashlib.sha1(self.text.encode(), usedforsecurity=False).hexdigest()
         known_scripts[sha] = known_scripts[self.text] = self
         return sha
@@ -241,10 +242,10 @@ class Script:
 
 
 class Client:
-    """Connections to one Redis deployment: a server, a Sentinel service or a cluster, by `url`.
+    """Connections to one Redis deployment, by `url`: a server, a Sentinel service or a cluster.
 
-    Holds one connection per node, opened at first use. Safe to share between threads, which then take turns.
-    `timeout_ms` bounds each wait for a reply. Raises ConfigError for a bad URL, RedisError for all else.
+    Holds one connection per node, opened at first use. Threads may share it; their calls are serialized. `timeout_ms`
+    bounds each wait for a reply. Raises ConfigError for an invalid URL, and RedisError for all other errors.
     """
 
     def __init__(self, url: str, *, timeout_ms: int = 15_000, clock: Clock = SYSTEM_CLOCK) -> None:
@@ -261,14 +262,14 @@ class Client:
 
     @property
     def _route(self) -> _Route:
-        # A cluster is asked for its slots when the route is built, so building it may fail and be tried again.
+        # Building the route of a cluster reads its slots, so it may fail and be tried again.
         if self._known_route is None:
             self._known_route = self._guarded(route_to(self.url, self.timeout_ms), None)
         return self._known_route
 
     @property
     def is_cluster(self) -> bool:
-        """True for Redis Cluster, where keys that change together must share a hash slot."""
+        """True for Redis Cluster, where keys of one script or transaction must share a hash slot."""
         return "+cluster" in self.url.partition("://")[0]
 
     def close(self) -> None:
@@ -286,10 +287,10 @@ class Client:
         self.close()
 
     def dial(self, node: Node | None = None) -> RespConnection:
-        """Open one more connection, for the caller to read as it likes; it is not followed through any redirection.
+        """Open one more connection, which the caller reads itself; redirections are not followed.
 
-        `node`: of a cluster's, which; None: the server, or the primary that Sentinel names now. Raises RedisError.
-        Error replies on it are of the classes that `execute` raises, or `Redirection`.
+        `node`: a node of a cluster; None: the server, or the primary that Sentinel names now. Error replies on it are
+        of the classes that `execute` raises, or `Redirection`. Raises RedisError.
         """
         with self._lock:
             pool = self._guarded(lambda: self._route.node_pool(*node) if node else self._route.pool(None), None)
@@ -303,7 +304,7 @@ class Client:
         return self._guarded(connect, None)
 
     def of_node(self, node: Node, *, timeout_ms: int) -> "Client":
-        """A new client of this one server, whatever its role is: an answer is its own, or Unavailable. Raises ConfigError."""
+        """A new client of one node, primary or replica; redirections raise Unavailable. Raises ConfigError."""
         client = Client(url_of_node(self.url, node), timeout_ms=timeout_ms, clock=self._clock)
         client._known_route = _OneNode(route_to(client.url, timeout_ms)().pool(None))
         return client
@@ -316,11 +317,11 @@ class Client:
     # Plain commands
 
     def execute(self, *command: Arg) -> Reply:
-        """Run one command and return its raw reply. Never retried here."""
+        """Run one command and return its raw reply. It is never retried."""
         return self._single(command, self._route_pool(routing_key(command)))
 
     def shard(self, key: Arg) -> Shard:
-        """The nodes that have `key`."""
+        """The primary and replicas that have `key`."""
         with self._lock:
             return self._guarded(lambda: self._route.shard(key), None)
 
@@ -329,30 +330,31 @@ class Client:
         return self._single(command, self._route_pool(key))
 
     def pipeline(self, commands: Sequence[Command], meter: ReplySize | None = None) -> list[Reply]:
-        """Run many commands in one round trip per node; replies in order, errors among them as RedisError.
+        """Run many commands in one round trip per node; return the replies in order, error replies as RedisError.
 
-        Not a transaction. If a connection breaks, or `meter` breaks off, Unavailable is raised and what was executed is not known.
+        Not a transaction. If a connection breaks, or `meter` aborts, Unavailable is raised, and it is unknown which
+        commands were executed.
         """
         return self._spread(commands, (), meter)
 
     def unanswered(self, pairs: Sequence[tuple[Command, Command]]) -> list[Reply]:
-        """Run pairs of commands, in one round trip per node; only the second of each pair is answered.
+        """Run pairs of commands in one round trip per node; only the second command of each pair is answered.
 
-        Lets a stream cursor skip a million entries at the server without their contents on the wire
-        (Redis CLIENT REPLY SKIP). Both commands of a pair must be for one key. Replies as from `pipeline`.
+        A stream cursor skips a million entries at the server this way, without their contents on the wire (Redis
+        CLIENT REPLY SKIP). Both commands of a pair must be for one key. Returns replies like `pipeline`.
         """
-        return self._spread([asked for _, asked in pairs], [silent for silent, _ in pairs])
+        return self._spread([answered for _, answered in pairs], [silent for silent, _ in pairs])
 
     def script(self, script: Script, keys: Sequence[Arg], args: Sequence[Arg]) -> Reply:
         """Run `script` in one atomic step. Its keys must share a hash slot on Redis Cluster."""
         return self.scripts([(script, keys, args)])[0]
 
     def scripts(self, calls: Sequence[tuple[Script, Sequence[Arg], Sequence[Arg]]]) -> list[Reply]:
-        """Run several scripts in one round trip per node, each atomic by itself; the first error is raised."""
+        """Run several scripts in one round trip per node, each atomic by itself. Raises the first error."""
         return [raise_if_error(reply) for reply in self.each_script(calls)]
 
     def each_script(self, calls: Sequence[tuple[Script, Sequence[Arg], Sequence[Arg]]]) -> list[Reply]:
-        """The same, with errors among the replies, as of `pipeline`."""
+        """Like `scripts`, but returns error replies as RedisError, like `pipeline`."""
         replies = self.pipeline([("EVALSHA", s.sha, len(keys), *keys, *args) for s, keys, args in calls])
         for index, (script, keys, args) in enumerate(calls):
             reply = replies[index]
@@ -363,10 +365,11 @@ class Client:
     def replicated_script(
         self, script: Script, keys: Sequence[Arg], args: Sequence[Arg], *, replicas: int, timeout_ms: int
     ) -> tuple[Reply, int]:
-        """Run `script` and return its reply, and how many replicas confirmed it within `timeout_ms` (Redis WAIT).
+        """Run `script`; return its reply and the number of replicas that confirmed it within `timeout_ms` (Redis WAIT).
 
-        WAIT speaks of its own connection only, so both go out together. Unavailable is also raised where a cluster
-        has moved the keys: nothing is confirmed then. Raises ConfigError for a time that this client cannot wait.
+        WAIT covers the writes of its own connection only, so both are sent together. Raises Unavailable also if a
+        cluster has moved the keys, as nothing is confirmed then, and ConfigError for a `timeout_ms` beyond the client's
+        own.
         """
         if not 0 < timeout_ms < self.timeout_ms:
             raise ConfigError(f"a wait for replicas of {timeout_ms} ms: use 1 to {self.timeout_ms - 1:,}")
@@ -383,19 +386,19 @@ class Client:
             return reply, confirmed
 
     def scan_streams(self, pattern: str = "*") -> list[str]:
-        """Names of all streams that match the glob `pattern`, sorted, each once. Walks SCAN ... TYPE stream.
+        """Names of all streams that match the glob `pattern`, sorted, without duplicates (SCAN ... TYPE stream).
 
-        millstream's own streams, such as dead letters, are left out unless the pattern begins with their prefix: a
-        handler of all streams must not feed on its own dead letters.
+        millstream's own streams, such as dead letters, are excluded unless the pattern begins with their prefix: a
+        handler of all streams must not read its own dead letters.
         """
         return sorted(set(chain.from_iterable(self.scan_pages(pattern))))
 
     def scan_pages(self, pattern: str) -> Iterator[list[str]]:
-        """The names of `scan_streams`, unsorted, some of them twice: a round trip for each page."""
+        """The names of `scan_streams`, page by page, unsorted and with duplicates: one round trip per page."""
         own = b"" if pattern.startswith(f"{PREFIX}:") else f"{PREFIX}:".encode()
         with self._lock:
             pools = list(self._route.pools())
-        for pool in pools:  # between two pages others may have the connection
+        for pool in pools:  # other threads may use the connection between two pages
             cursor: Arg = "0"
             while cursor != b"0":
                 command = ("SCAN", cursor, "MATCH", pattern, "COUNT", 1000, "TYPE", "stream")
@@ -408,14 +411,14 @@ class Client:
         self, operation: Callable[[], T], *, what: str, limit_ms: float | None = None,
         give_up: Callable[[], bool] = lambda: False,
     ) -> T:  # fmt: skip
-        """Run `operation` until Redis answers; only for what may safely run twice.
+        """Run `operation` until Redis answers. It must be idempotent.
 
-        Waits with back-off (50 ms to 1 s) while Redis is Unavailable and logs a line when that begins, every
-        five seconds, and when it ends. After `limit_ms` milliseconds, or once `give_up` says so, the last error is
-        raised.
+        Waits with back-off (50 ms to 1 s) while Redis is Unavailable, and logs the start of the outage, its duration
+        every five seconds, and its end. After `limit_ms` milliseconds, or once `give_up` returns True, the last error
+        is raised.
         """
         began = self._clock.monotonic_ms()
-        wait_ms, next_word_ms = 50.0, 0.0
+        wait_ms, next_log_ms = 50.0, 0.0
         while True:
             try:
                 result = operation()
@@ -423,34 +426,34 @@ class Client:
                 waited_ms = self._clock.monotonic_ms() - began
                 if give_up() or (limit_ms is not None and waited_ms >= limit_ms):
                     raise
-                if waited_ms >= next_word_ms:
+                if waited_ms >= next_log_ms:
                     logger.warning("%s is waiting for Redis (%.0f s so far): %s", what, waited_ms / 1000, error)
-                    next_word_ms = waited_ms + 5000
+                    next_log_ms = waited_ms + 5000
                 self._clock.sleep_ms(wait_ms)
                 wait_ms = min(wait_ms * 2, 1000.0)
             else:
-                if next_word_ms:
+                if next_log_ms:
                     waited_ms = self._clock.monotonic_ms() - began
-                    logger.warning("%s goes on: Redis answers again after %.1f s", what, waited_ms / 1000)
+                    logger.warning("%s resumes: Redis is available again after %.1f s", what, waited_ms / 1000)
                 return result
 
-    # Inside
+    # Internals
 
     def _route_pool(self, key: Arg | None) -> ConnectionPool:
         with self._lock:
             return self._guarded(lambda: self._route.pool(key), None)
 
     def _only_pool(self) -> ConnectionPool | None:
-        """The pool of everything, if there is only one server: the way of every command need not be looked up."""
+        """The only pool of a deployment with one server, so that commands need no routing; else None."""
         pools = self._guarded(lambda: list(self._route.pools()), None)
         return pools[0] if len(pools) == 1 else None
 
     def _connection(self, pool: ConnectionPool) -> Any:  # redis-py annotates only half of a connection
-        held = self._open.get(id(pool))
-        if held is None:
+        opened = self._open.get(id(pool))
+        if opened is None:
             connection = self._guarded(pool.get_connection, None)
-            self._open[id(pool)] = held = (pool, connection)
-        return held[1]
+            self._open[id(pool)] = opened = (pool, connection)
+        return opened[1]
 
     def _single(self, command: Command, pool: ConnectionPool) -> Reply:
         with self._lock:
@@ -460,12 +463,12 @@ class Client:
     def _spread(
         self, commands: Sequence[Command], silent: Sequence[Command], meter: ReplySize | None = None
     ) -> list[Reply]:
-        """Exchange with each node what concerns it; a command in `silent` precedes its namesake in `commands`."""
+        """Send each command to its node. A command in `silent` precedes the one in `commands` with the same index."""
         with self._lock:
             by_pool: dict[int, tuple[ConnectionPool, list[int]]] = {}
-            everything = self._only_pool()
+            only_pool = self._only_pool()
             for index, command in enumerate(commands):
-                pool = everything or self._route_pool(routing_key(command))
+                pool = only_pool or self._route_pool(routing_key(command))
                 by_pool.setdefault(id(pool), (pool, []))[1].append(index)
             replies: list[Reply] = [None] * len(commands)
             for pool, indexes in by_pool.values():
@@ -478,7 +481,7 @@ class Client:
             return replies
 
     def _refuse_silence(self, replies: Sequence[Reply]) -> None:
-        """An error among silent exchanges: what was to be skipped may have been answered, or run elsewhere."""
+        """Discard the connections after an error among silent commands: one of these may have been answered."""
         self.close()
         if any(isinstance(reply, AskError) for reply in replies):
             self._guarded(self._route.moved, None)
@@ -487,7 +490,7 @@ class Client:
     def _exchange(
         self, pool: ConnectionPool, commands: Sequence[Command], silent: Sequence[Command] = (), meter: ReplySize | None = None
     ) -> list[Reply]:  # fmt: skip
-        """One write, then one read per command. Server errors come back as values, broken connections raise."""
+        """One write, then one read per command. Returns error replies as values; a broken connection raises."""
         connection = self._connection(pool)
 
         def exchange() -> list[Reply]:
@@ -496,7 +499,7 @@ class Client:
                 if silent:
                     parts += (_SKIP, pack_command(silent[index]))
                 parts.append(pack_command(command))
-            connection.send_packed_command([b"".join(parts)])  # each item would be a write of its own
+            connection.send_packed_command([b"".join(parts)])  # one item: each would be a separate write
             return [self._read(connection, meter) for _ in commands]
 
         return self._guarded(exchange, commands[0])
@@ -508,7 +511,7 @@ class Client:
                 return meter.read(connection._sock, connection._parser._reader, NOT_ENOUGH_DATA)
             return connection.read_response(disable_decoding=True)
         except redis.exceptions.ConnectionError as error:
-            # LOADING and the like are answers; a dead connection is not.
+            # redis-py's ConnectionError includes LOADING and the like, which are replies and not broken connections.
             if isinstance(error, (redis.exceptions.BusyLoadingError, redis.exceptions.AuthenticationError)):
                 return error
             raise
@@ -533,7 +536,7 @@ class Client:
         return self._naming_key(translate(reply, self.url, command), str(reply), command)
 
     def _naming_key(self, error: RedisError, text: str, command: Command) -> RedisError:
-        """Find out which key a refusal is about, where neither Redis nor the command itself says so."""
+        """Add the key to a refusal if neither Redis nor the command names it, by TYPE of each key."""
         keys = keys_of(command)
         denied = isinstance(error, AccessDenied) and error.concerns_key
         vague = denied or (isinstance(error, WrongType) and " holds a " not in str(error))
@@ -557,7 +560,7 @@ class Client:
         try:
             return action()
         except REDIS_ERRORS as error:
-            # Whoever is the primary now, only a new connection finds out; in a cluster, only new slots.
+            # After a failover only a new connection finds the new primary; in a cluster, only newly read slots do.
             self.close()
             if self.is_cluster:
                 self._known_route = None
@@ -566,5 +569,5 @@ class Client:
 
 @functools.cache
 def shared_client(url: str) -> Client:
-    """The client of this process for `url`, opened once: Spark reuses its Python workers from batch to batch."""
+    """The process-wide client for `url`. Spark reuses its Python workers, and so this connection, for all batches."""
     return Client(url)

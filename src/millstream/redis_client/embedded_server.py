@@ -1,12 +1,12 @@
-"""A real `redis-server` as a child process, for `millstream dev`, the demo and the tests.
+"""EmbeddedServer: a real `redis-server` as a child process, for `millstream dev`, the demo and the tests.
 
-The server must die with the process that started it, even when that is killed with `kill -9` and can clean
-up nothing. On Linux the kernel does it: a few lines of Python set the child's parent-death signal
-(`prctl(2)`, PR_SET_PDEATHSIG) and then become redis-server by `exec`, so nothing has to stay alive to watch.
-Two traps of that call are closed here. The signal fires when the *thread* that forked the child ends, so one
-thread which lives as long as the process forks them all. And a parent that died before the call would never
-be noticed, so the child then looks whether it still has that parent. The signal is SIGKILL, since a paused
-server takes no other. Elsewhere than on Linux, only an orderly exit of Python stops the server.
+The server must die with the process that started it, even if that process is killed with `kill -9` and cannot clean
+up. On Linux the kernel ensures it: a few lines of Python set the child's parent-death signal (`prctl(2)`,
+PR_SET_PDEATHSIG) and then become redis-server by `exec`, so no watching process is needed. Two pitfalls of that call
+are handled here. The signal fires when the *thread* that forked the child ends, so one thread that lives as long as
+the process forks all children. And the death of a parent before the call would go unnoticed, so the child then checks
+that it still has the same parent. The signal is SIGKILL, since a paused server reacts to no other. On other systems
+than Linux, only an orderly exit of Python stops the server.
 """
 
 import atexit
@@ -45,8 +45,8 @@ _POLL_MS = 10
 _LOG_TAIL_LINES = 12
 _UNIX_PATH_BYTES = 107
 
-# Below the range from which the kernel takes the ports of outgoing connections: no client can sit on the port
-# while its server restarts, nor connect to itself there. A cluster node also listens on its port + 10,000.
+# Below the kernel's range for outgoing connections: no client can occupy the port while its server restarts, nor
+# connect to itself there. A cluster node also listens on its port + 10,000.
 _FREE_PORTS = range(10_000, 22_768)
 _PORT_ATTEMPTS = 20
 
@@ -65,9 +65,9 @@ os.execv(command[0], command)
 
 
 def find_redis_server() -> str:
-    """Path of the `redis-server` (or `valkey-server`) on PATH, once its version is known to be new enough.
+    """Path of the `redis-server` (or `valkey-server`) on PATH, after a check of its version.
 
-    Raises `ServerError`, saying what to install, if there is none or it is older than Redis 7.0.
+    Raises `ServerError` with an installation hint if there is none, or it is older than Redis 7.0.
     """
     binary = shutil.which("redis-server") or shutil.which("valkey-server")
     if binary is None:
@@ -77,21 +77,21 @@ def find_redis_server() -> str:
 
 
 @functools.cache
-def _check_version(binary: str, changed_ns: int) -> None:  # noqa: ARG001 - another binary at the same path is asked again
-    """Raise ServerError if the binary is too old; asked once of each that is there."""
+def _check_version(binary: str, changed_ns: int) -> None:  # noqa: ARG001 - a cache key: a changed binary is checked again
+    """Raise ServerError if the binary is too old. Each binary is run only once."""
     answer = subprocess.run([binary, "--version"], capture_output=True, text=True, timeout=10, check=False)
     version = re.search(r"v=(\d+)\.(\d+)", answer.stdout)
     if version is None or (int(version[1]), int(version[2])) < OLDEST_VERSION:
         found = version[0] if version else "of an unknown version"
         raise ServerError(
             f"{binary} is {found}, but millstream needs Redis 7.0 or newer: "
-            "`apt-get install redis-server` brings it on Debian 12 and Ubuntu 24.04 or later"
+            "install it with `apt-get install redis-server` on Debian 12 and Ubuntu 24.04 or later"
         )
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServerConfig:
-    """What an `EmbeddedServer` is asked for; its parameters explain the fields."""
+    """The parameters of an `EmbeddedServer`; see there."""
 
     data_dir: Path | None
     port: int
@@ -100,18 +100,18 @@ class ServerConfig:
 
     def __post_init__(self) -> None:
         if self.port and self.unix_socket:
-            raise ConfigError("an embedded server has either a port or a unix socket: leave one of them out")
+            raise ConfigError("an embedded server has either a port or a unix socket: give only one of them")
         if self.unix_socket and len(os.fsencode(self.unix_socket)) > _UNIX_PATH_BYTES:
             raise ConfigError(f"{self.unix_socket} is too long for a unix socket: choose a shorter path")
         for name, value in self.extra.items():
             if name.lower() in _OWN_DIRECTIVES:
-                raise ConfigError(f"the embedded server sets `{name}` itself: leave it out of `extra`")
+                raise ConfigError(f"the embedded server sets `{name}` itself: remove it from `extra`")
             if "\n" in name + value:
                 raise ConfigError(f"the redis.conf directive {name!r} must be a single line")
 
     @property
     def tls(self) -> bool:
-        """Whether the port speaks TLS only."""
+        """Whether the port accepts TLS only."""
         return "tls-cert-file" in self.extra
 
     @property
@@ -120,7 +120,7 @@ class ServerConfig:
         return any(name.startswith("sentinel ") for name in self.extra)
 
     def redis_conf(self, port: int) -> str:
-        """Text of redis.conf. Its folder and its log file are those the process is started in."""
+        """The text of redis.conf. The server's folder and log file are set by the start of its process."""
         directives = {
             "bind": "127.0.0.1",
             "protected-mode": "yes",
@@ -144,22 +144,21 @@ class ServerConfig:
 class EmbeddedServer:
     """A `redis-server` child process with an append-only file, on 127.0.0.1, that dies with this process.
 
-    Promises: its data and its port outlive `restart` and `kill`; one folder serves one server at a time. But
-    under `appendfsync everysec`, which it sets, SIGKILL costs what Redis answered while it was syncing the
-    file in the background (at most 2 s, usually nothing). With `extra={"appendfsync": "no"}` or `"always"`
-    each write reaches the kernel before its reply, so that SIGKILL costs nothing; a power cut costs nothing
-    with `always` only. Not thread-safe.
+    Guarantees: its data and its port survive `restart` and `kill`; one folder serves one server at a time. Under
+    `appendfsync everysec`, the default here, SIGKILL loses the writes that Redis answered during a background sync of
+    the file (at most 2 s, usually none). With `extra={"appendfsync": "no"}` or `"always"` each write reaches the kernel
+    before its reply, so SIGKILL loses nothing; only `always` also survives a power cut. Not thread-safe.
 
     Parameters, all by keyword:
-      data_dir: folder for the data, the log and redis.conf, created if need be and kept. None: a temporary
+      data_dir: folder for the data, the log and redis.conf; created if missing, and kept. None: a temporary
         folder, removed at `stop`.
       port: TCP port; 0 picks a free one at the first start.
-      unix_socket: path of a unix socket to listen on, in place of TCP.
-      extra: more redis.conf directives, written as there. `tls-cert-file` makes the port speak TLS only;
-        directives that begin with `sentinel` make the server a Sentinel. Directives of the same name are told
-        apart by putting more into the name: `{"user alice": "on >secret ~* +@all"}`.
+      unix_socket: path of a unix socket to listen on, instead of TCP.
+      extra: more redis.conf directives, written as there. `tls-cert-file` makes the port accept TLS only;
+        directives that begin with `sentinel` make the server a Sentinel. To repeat a directive, put a part of its
+        value into the name: `{"user alice": "on >secret ~* +@all"}`.
 
-    Raises `ConfigError` for parameters that cannot work together.
+    Raises `ConfigError` for parameters that cannot be combined.
     """
 
     def __init__(
@@ -181,16 +180,16 @@ class EmbeddedServer:
         self._process: subprocess.Popen[bytes] | None = None
         self._owner_pid = os.getpid()
 
-    # --- where it is ---
+    # --- Status ---
 
     @property
     def running(self) -> bool:
-        """Whether the process lives; a paused one does."""
+        """Whether the process is alive, paused or not."""
         return self._process is not None and self._process.poll() is None
 
     @property
     def pid(self) -> int:
-        """Process id. Raises `ServerError` if it does not run."""
+        """Process id. Raises `ServerError` if it is not running."""
         return self._living().pid
 
     @property
@@ -212,17 +211,17 @@ class EmbeddedServer:
             return f"unix://{quote(str(self._config.unix_socket))}"
         return f"{'rediss' if self._config.tls else 'redis'}://127.0.0.1:{self.port}/0"
 
-    # --- its life ---
+    # --- Start and stop ---
 
     def start(self, *, timeout_ms: float = 30_000) -> None:
-        """Start it, and return when it answers; loading a large append-only file counts.
+        """Start it, and return when it answers; the time includes loading the append-only file.
 
-        Raises `ServerError`, with the end of its log and what to do, if it runs already, there is no usable
-        redis-server, its folder or port is taken, it ends, or it does not answer within `timeout_ms`. A failed
-        start leaves it stopped, which removes a temporary folder.
+        Raises `ServerError`, with the end of its log and a hint, if it is already running, if there is no usable
+        redis-server, if its folder or port is in use, if it exits, or if it does not answer within `timeout_ms`. A
+        failed start leaves it stopped, and removes a temporary folder.
         """
         if self.running:
-            raise ServerError(f"this server runs already (pid {self.pid}): use restart()")
+            raise ServerError(f"this server is already running (pid {self.pid}): use restart()")
         deadline_ms = SYSTEM_CLOCK.monotonic_ms() + timeout_ms
         binary = find_redis_server()
         try:
@@ -238,9 +237,9 @@ class EmbeddedServer:
             raise
 
     def stop(self) -> None:
-        """End it in order (SIGTERM, then SIGKILL after 5 s), free its folder, and remove a temporary one.
+        """Stop it (SIGTERM, then SIGKILL after 5 s), release its folder, and remove a temporary one.
 
-        Does nothing when it is stopped already, and in a fork of the process that started it.
+        Does nothing if it is stopped already, and in a fork of the process that started it.
         """
         if self._folder is None or os.getpid() != self._owner_pid:
             return
@@ -250,27 +249,27 @@ class EmbeddedServer:
         atexit.unregister(self.stop)
 
     def kill(self) -> None:
-        """End it with SIGKILL, together with a rewrite of its append-only file. `start` brings it back."""
+        """Kill it with SIGKILL, together with a rewrite of its append-only file. `start` starts it again."""
         if self._process is not None and self._process.poll() is None:
             os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
 
     def restart(self, *, timeout_ms: float = 30_000) -> None:
-        """End it in order if it runs, and start it again: same port, same data, same redis.conf.
+        """Stop it if it is running, and start it again with the same port, data and redis.conf.
 
-        What the server itself wrote into redis.conf (Sentinel, CONFIG REWRITE) is kept. Raises as `start`.
+        Changes of redis.conf by the server itself (Sentinel, CONFIG REWRITE) are kept. Raises as `start` does.
         """
         self._terminate()
         self.start(timeout_ms=timeout_ms)
 
     def pause(self) -> None:
-        """Freeze it (SIGSTOP); returns when it stands still. Raises `ServerError` if it does not run."""
+        """Pause it (SIGSTOP); returns once it is stopped. Raises `ServerError` if it is not running."""
         process = self._living()
         process.send_signal(signal.SIGSTOP)
         os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
 
     def resume(self) -> None:
-        """Let a paused server go on (SIGCONT). Raises `ServerError` if it does not run."""
+        """Resume a paused server (SIGCONT). Raises `ServerError` if it is not running."""
         self._living().send_signal(signal.SIGCONT)
 
     def __enter__(self) -> Self:
@@ -282,13 +281,13 @@ class EmbeddedServer:
     ) -> None:
         self.stop()
 
-    # --- a word with it ---
+    # --- Commands ---
 
     def call(self, *command: str | bytes | int, timeout_ms: float = 10_000) -> Any:
-        """Send one command over a connection of its own; the reply as hiredis parses it (bytes, int, list).
+        """Send one command on a new connection; return the reply as hiredis parses it (bytes, int, list).
 
-        For probes and set-up, without credentials and without TLS: this is not a client. Raises `ServerError`
-        if the server refuses the command, or is silent for `timeout_ms`.
+        For probes and set-up, without credentials and without TLS: this is not a client. Raises `ServerError` if the
+        server refuses the command, or does not answer within `timeout_ms`.
         """
         name = command[0]
         try:
@@ -317,7 +316,7 @@ class EmbeddedServer:
             raise
         return connection
 
-    # --- starting and ending the process ---
+    # --- The process ---
 
     def _first_launch(self, binary: str, deadline_ms: float) -> None:
         if (unix_socket := self._config.unix_socket) and _is_listening(unix_socket):
@@ -330,7 +329,7 @@ class EmbeddedServer:
             self._claimed().conf.write_text(self._config.redis_conf(self._port))
             try:
                 self._launch(binary, deadline_ms)
-            except _PortTaken:
+            except _PortInUse:
                 if not attempts_left:
                     raise
             else:
@@ -342,15 +341,15 @@ class EmbeddedServer:
         mode = ["--sentinel"] if self._config.sentinel else []
         self._process = _spawn([binary, folder.conf.name, *mode], folder)
         while True:
-            # First the exit, then the log: what it wrote before it ended is then sure to be seen.
+            # Check for the exit before reading the log, so that the log is complete if it has exited.
             code = self._process.poll()
             log = folder.log.read_bytes()[log_start:].decode(errors="replace")
             if code is not None:
-                raise _start_failure(f"ended with code {code}", log, self._port)
+                raise _start_failure(f"exited with code {code}", log, self._port)
             left_ms = deadline_ms - SYSTEM_CLOCK.monotonic_ms()
             if left_ms <= 0:
                 raise _start_failure("was not ready in time", log, self._port)
-            # The log comes before the PING, which whoever else sits on the port would answer just as well.
+            # The log is checked before PING: another server on the same port would answer a PING, too.
             if _READY.search(log) and (self._config.tls or self._answers(left_ms)):
                 return
             SYSTEM_CLOCK.sleep_ms(_POLL_MS)
@@ -368,7 +367,7 @@ class EmbeddedServer:
         process = self._living()
         give_up_ms = SYSTEM_CLOCK.monotonic_ms() + _STOP_MS
         while SYSTEM_CLOCK.monotonic_ms() < give_up_ms:
-            # Again, as it may refuse: a replica does while it writes its first append-only file.
+            # Repeated, as the server may refuse it: a replica does while it writes its first append-only file.
             process.terminate()
             process.send_signal(signal.SIGCONT)
             try:
@@ -380,7 +379,7 @@ class EmbeddedServer:
 
     def _living(self) -> subprocess.Popen[bytes]:
         if self._process is None or self._process.poll() is not None:
-            raise ServerError("this server does not run: start() it first")
+            raise ServerError("this server is not running: start() it first")
         return self._process
 
     def _claimed(self) -> "_ClaimedFolder":
@@ -389,15 +388,15 @@ class EmbeddedServer:
         return self._folder
 
 
-class _PortTaken(ServerError):
+class _PortInUse(ServerError):
     """Another process listens on the port."""
 
 
 class _ClaimedFolder:
     """A data folder, held under a lock until `release`.
 
-    The lock belongs to the open file, which the server inherits: it also holds while a server outlives the
-    process that started it by a moment, and between two servers of one process.
+    The lock belongs to the open file, which the server inherits: so it also holds while a server outlives its parent by
+    a moment, and between two servers of one process.
     """
 
     def __init__(self, data_dir: Path | None) -> None:
@@ -406,7 +405,7 @@ class _ClaimedFolder:
         self.conf = self.path / "redis.conf"
         self.log = self.path / "redis.log"
         try:
-            self.path.mkdir(mode=0o700, parents=True, exist_ok=True)  # all messages and states are in it
+            self.path.mkdir(mode=0o700, parents=True, exist_ok=True)  # 0700: the folder has all messages and states
             self.lock = (self.path / "millstream.lock").open("a+")
         except OSError as error:
             raise ServerError(f"cannot use the data folder {self.path}: {error.strerror}") from error
@@ -422,7 +421,7 @@ class _ClaimedFolder:
             try:
                 fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                # A server whose parent was just killed holds it for some milliseconds more.
+                # A server whose parent was just killed holds the lock for some more milliseconds.
                 if SYSTEM_CLOCK.monotonic_ms() >= give_up_ms:
                     raise ServerError(self._refusal()) from None
                 SYSTEM_CLOCK.sleep_ms(_POLL_MS)
@@ -441,24 +440,24 @@ class _ClaimedFolder:
         )
 
     def release(self) -> None:
-        """Free the folder for the next server; a temporary one is removed."""
+        """Release the folder for the next server; remove a temporary one."""
         if self._temporary:
             shutil.rmtree(self.path, ignore_errors=True)
-        # Closing alone would leave the lock to copies of the file that a fork of this process may hold.
+        # Closing alone would not release the lock, as forks of this process may have copies of the open file.
         fcntl.flock(self.lock, fcntl.LOCK_UN)
         self.lock.close()
 
 
 def _start_failure(reason: str, log: str, port: int) -> ServerError:
     if "Address already in use" in log:
-        what = f"port {port} is taken: stop the server that listens there, or use port 0"
-        return _PortTaken(f"redis-server {reason}: {what}")
+        hint = f"port {port} is in use: stop the server that listens there, or use port 0"
+        return _PortInUse(f"redis-server {reason}: {hint}")
     tail = "\n  ".join(log.splitlines()[-_LOG_TAIL_LINES:])
-    return ServerError(f"redis-server {reason}. Mend what its log says, then start it again:\n  {tail}")
+    return ServerError(f"redis-server {reason}. Fix the problem in its log, then start it again:\n  {tail}")
 
 
 def _pick_port() -> int:
-    # Not `random`: test runners seed it alike in all their processes.
+    # Not `random`: test runners seed it equally in all their processes.
     return secrets.choice(_FREE_PORTS)
 
 
@@ -472,7 +471,7 @@ def _is_listening(unix_socket: Path) -> bool:
 
 
 def _spawn(command: Sequence[str], folder: _ClaimedFolder) -> subprocess.Popen[bytes]:
-    """Start `command` in the folder as a child that dies with this process. Its output goes to the log."""
+    """Start `command` in the folder, as a child that dies with this process. Its output goes to the log."""
     if sys.platform == "linux":
         command = [sys.executable, "-I", "-S", "-c", _LAUNCHER, str(os.getpid()), *command]
     spawned: Future[subprocess.Popen[bytes]] = Future()
@@ -486,7 +485,7 @@ _SpawnRequest = tuple[Future[subprocess.Popen[bytes]], Sequence[str], _ClaimedFo
 
 @functools.cache
 def _spawner(owner_pid: int) -> SimpleQueue[_SpawnRequest]:
-    """The queue of this process's forking thread. By process, as a fork copies the cache but no thread."""
+    """The queue of the thread that forks servers; one per process, as a fork copies the cache but not the thread."""
     requests: SimpleQueue[_SpawnRequest] = SimpleQueue()
     name = f"millstream-spawner-{owner_pid}"
     threading.Thread(target=_serve_spawns, args=(requests,), name=name, daemon=True).start()
@@ -504,13 +503,13 @@ def _serve_spawns(requests: SimpleQueue[_SpawnRequest]) -> None:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 pass_fds=[folder.lock.fileno()],
-                umask=0o077,  # what is in Redis is for nobody else on this machine
-                # Ctrl-C in a terminal goes to the whole process group; the server has to outlive the drain.
+                umask=0o077,  # other users of this machine must not read the data of Redis
+                # Ctrl-C in a terminal signals the whole process group; the server must survive it until the drain ends.
                 start_new_session=True,
             )
-        except BaseException as error:  # noqa: BLE001 - handed to the caller, who waits for one or the other
+        except BaseException as error:  # noqa: BLE001 - raised in the waiting caller
             spawned.set_exception(error)
         else:
             spawned.set_result(process)
-        # While it waits for the next one, this thread must not keep the last server's objects alive.
+        # Drop the references: this thread must not keep the last server's objects alive while it waits.
         del spawned, command, folder, log

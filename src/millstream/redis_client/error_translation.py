@@ -1,6 +1,6 @@
-"""What redis-py raises and Redis refuses, in our own words and our own tree of errors: the one place that knows theirs.
+"""Translates errors of redis-py and Redis into `millstream.errors`: the only module that knows their texts.
 
-Redis 7.0, 7.2 and later, and Valkey say the same in different words; all of them are known here.
+Redis 7.0, Redis 7.2 and later, and Valkey word the same error differently; all wordings are handled here.
 """
 
 import re
@@ -31,36 +31,36 @@ REDIS_ERRORS = (redis.exceptions.RedisError, RedisClusterException, OSError)
 
 _AWAY = ("BUSY ", "MISCONF", "NOREPLICAS", "UNKILLABLE", "UNBLOCKED")
 _DENIED_IN_SCRIPT = ("The user executing the script can't", "ACL failure in script")
-"""How Redis 7.0, and how later ones and Valkey, say that a script has done what its user may not do."""
+"""Texts of Redis 7.0, and of later versions and Valkey, for a command in a script that its user may not run."""
 
-_PLACE_IN_SCRIPT = re.compile(r"script: (?:([0-9a-f]{40}), )?on @user_script:(\d+)\.?")  # Valkey 9 leaves out the hash
+_PLACE_IN_SCRIPT = re.compile(r"script: (?:([0-9a-f]{40}), )?on @user_script:(\d+)\.?")  # Valkey 9 omits the hash
 _CODE = re.compile("[A-Z]{2,}")
 _COMMAND_IN_LUA = re.compile(r"\('([A-Z]+)'(?:, '([A-Z]+)')?")
 _TYPES = {"X": "stream", "H": "hash", "Z": "zset", "B": "list", "L": "list", "R": "list", "S": "set"}
-"""What a command needs, by the first letter of its name."""
+"""The type of key that a command needs, by the first letter of its name."""
 
 _SCRIPTS, _READS, _WITH_SUBCOMMAND = ("EVAL", "EVALSHA"), ("XREAD", "XREADGROUP"), ("XINFO", "XGROUP")
 _MOST_KEYS = 4
-_HINT = "; `millstream acl` prints the rights that are needed"
+_HINT = "; `millstream acl` prints the required rights"
 
 
 class Named(Protocol):
-    """A script, as far as messages name it."""
+    """A script, as error texts need it."""
 
     name: str
 
     @property
     def text(self) -> str:
-        """All of it."""
+        """Its full text."""
         ...
 
 
 known_scripts: dict[Arg, Named] = {}
-"""The scripts that were ever called, by their hashes and by their texts."""
+"""The scripts called so far, by hash and by text."""
 
 
 def keys_of(command: Command) -> Sequence[Arg]:
-    """The keys that a command names."""
+    """The keys in a command."""
     if command[0] in _SCRIPTS:
         return command[3 : 3 + int(command[2])]
     if command[0] in _READS:
@@ -71,7 +71,7 @@ def keys_of(command: Command) -> Sequence[Arg]:
 
 
 def name_of(command: Command | None) -> str:
-    """The command and what it is about, for messages; of a script its name, as its hash tells people nothing."""
+    """The command and its key, for error texts; for a script its name, as a hash means nothing to a reader."""
     if not command:
         return "the command"
     if command[0] in _SCRIPTS:
@@ -83,30 +83,30 @@ def name_of(command: Command | None) -> str:
 
 
 def type_needed(text: str, command: Command) -> str:
-    """The type that a key must have for what WRONGTYPE was said of: for `command`, or for that on a line of its script."""
+    """The type that a key needs after WRONGTYPE: for `command`, or for the command on that line of its script."""
     place = _PLACE_IN_SCRIPT.search(text)
     verb = _command_at(place, command) if place else str(command[0])
     return _TYPES.get(verb[:1].upper(), "string")
 
 
 def wrong_type(command: Command, key: Arg, found: str, needed: str) -> WrongType:
-    """What to raise once it is known which key is meant."""
+    """The WrongType error, once the key is known."""
     return WrongType(f"{name_of(command)}: {_shown(key)} holds a {found} where a {needed} is needed")
 
 
 def denied_keys(error: RedisError, keys: Sequence[Arg]) -> AccessDenied:
-    """The same refusal, with the names of the keys that it is about, or among which those are."""
+    """The AccessDenied error with the names of the denied keys, or of all candidates."""
     return AccessDenied(f"{str(error).removesuffix(_HINT)}: {_listed(keys)}{_HINT}")
 
 
 def translate(error: Exception, url: str, command: Command | None = None) -> RedisError:
-    """Turn what redis-py raised into our own tree. Raises ConfigError for a wrong URL."""
+    """Translate an exception of redis-py into a RedisError. Raises ConfigError for a wrong URL."""
     text = _PLACE_IN_SCRIPT.sub(lambda found: _place(found, command), str(error))
     where = redact(url)
     if isinstance(error, RedisClusterException) and isinstance(
         why := error.__cause__ or error.__context__, REDIS_ERRORS
     ):
-        return translate(why, url, command)  # why the last node could not be asked, or would not answer
+        return translate(why, url, command)  # the cause: the error of the last node
     if command is None and (wrong := explain_refusal(text, where)):
         raise ConfigError(wrong) from error
     if isinstance(error, redis.exceptions.NoScriptError):
@@ -118,17 +118,17 @@ def translate(error: Exception, url: str, command: Command | None = None) -> Red
 
 
 def _of_connection(error: Exception, text: str, where: str) -> RedisError | None:
-    """What is wrong with the way to Redis, or with all of it; None if the command is to blame."""
+    """An error of the connection or the whole server; None if it concerns the command only."""
     if isinstance(error, redis.exceptions.InvalidResponse):
-        return Unavailable(f"what answers at {where} is not Redis ({redacted(text)}); check host and port")
+        return Unavailable(f"the server at {where} is not Redis ({redacted(text)}); check host and port")
     if isinstance(error, redis.exceptions.AuthenticationError):
         return AccessDenied(f"{where} refuses the credentials ({text}); check user and password in the URL")
     if isinstance(error, redis.exceptions.OutOfMemoryError):
         return OutOfMemory(f"Redis at {where} has reached maxmemory and refuses writes: free memory or raise it")
     if isinstance(error, redis.exceptions.ReadOnlyError) and "+" not in where.partition("://")[0]:
         return Unavailable(
-            f"Redis at {where} is a replica, which takes no writes: connect to its primary, or to what knows which that is "
-            "(redis+sentinel://, redis+cluster://)"
+            f"Redis at {where} is a replica, which accepts no writes: connect to its primary, "
+            "or let Sentinel or the cluster find it (redis+sentinel://, redis+cluster://)"
         )
     if isinstance(error, (redis.exceptions.ReadOnlyError, redis.exceptions.ClusterError)):
         return Unavailable(f"Redis at {where} is failing over: {text}")
@@ -142,19 +142,19 @@ def _of_connection(error: Exception, text: str, where: str) -> RedisError | None
 
 def _of_command(error: Exception, text: str, where: str, name: str) -> RedisError:
     if isinstance(error, redis.exceptions.ClusterCrossSlotError):
-        return CommandFailed(f"{name} names keys of several hash slots; give them one {{hash tag}}")
+        return CommandFailed(f"{name} has keys in several hash slots; give them one {{hash tag}}")
     if text.startswith("WRONGTYPE"):
-        # A script's own message names the key; the server's names nothing.
+        # A script's own message names the key; that of the server does not.
         named = (
             text.removeprefix("WRONGTYPE ")
             if " holds a " in text
-            else f"{name}: the key holds another type of value than this needs"
+            else f"{name}: the key holds another type of value than needed"
         )
         return WrongType(named)
     if text.startswith(("NOGROUP", "UNBLOCKED the stream key no longer exists")):
         return GroupMissing(text)
     if text.startswith(_AWAY):
-        return Unavailable(f"Redis at {where} cannot serve now: {text}")
+        return Unavailable(f"Redis at {where} is temporarily unavailable: {text}")
     code, _, detail = text.partition(" ")
     if not _CODE.fullmatch(code):
         return CommandFailed(f"{name}: {text}", detail=text)
@@ -169,7 +169,7 @@ def _script_of(command: Command | None) -> Named | None:
 
 
 def _place(found: re.Match[str], command: Command | None) -> str:
-    """A line of a script, and the command on it: of what it has refused, Redis says no more than where."""
+    """The line of a script and the command on it: Redis itself reports only the line of a denied command."""
     words = _command_at(found, command)
     return f"({words and f'{words}, '}line {found[2]} of the script)"
 

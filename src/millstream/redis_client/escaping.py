@@ -1,4 +1,4 @@
-"""How bytes from Redis are shown: as text that cannot harm a terminal, and in JSON without losing a bit."""
+"""Escaping of bytes from Redis: as text that is safe in a terminal, and as lossless JSON."""
 
 import codecs
 import json
@@ -13,14 +13,14 @@ _ESCAPE = re.compile(r"\\(?:x([0-9A-Fa-f]{2})|([\\nrt]))|\\")
 _LONG = {"\\": b"\\", "n": b"\n", "r": b"\r", "t": b"\t"}
 
 PART_BYTES = 65_536
-"""What of a large entry is worked on at once."""
+"""Bytes of a large value that are processed at once."""
 
 
 def visible(data: bytes | str) -> str:
-    """`data` as one line of printable text, the rest escaped; `unescape` gives the same bytes back.
+    """`data` as one line of printable text, the rest escaped; `unescape` restores the same bytes.
 
-    Terminals obey control characters wherever they come from, so none is ever printed as it is. Text is
-    taken as the command line gives it: bytes that are not UTF-8 stand in it as surrogates (PEP 383).
+    Terminals obey control characters wherever they come from, so none is ever printed unescaped. Text is decoded as
+    on the command line: bytes that are not UTF-8 are surrogates (PEP 383).
     """
     text = data.decode("utf-8", "surrogateescape") if isinstance(data, bytes) else data
     if text.isprintable() and "\\" not in text:
@@ -29,35 +29,35 @@ def visible(data: bytes | str) -> str:
 
 
 def harmless(text: str) -> str:
-    """`text` with its lines and backslashes as they are, and all else that is not printable escaped."""
+    """`text` with unprintable characters escaped, except line ends; backslashes stay."""
     return text if text.isprintable() else "\n".join(map(one_line, text.split("\n")))
 
 
 def one_line(text: str) -> str:
-    """`text` with its backslashes as they are, and all else that is not printable escaped, ends of lines too.
+    """`text` with unprintable characters escaped, including line ends; backslashes stay.
 
-    What is printed goes through this last, whatever it was made of: what `visible` has escaped stays as it is.
+    All printed text passes through it last; text already escaped by `visible` is unchanged.
     """
     return text if text.isprintable() else "".join(c if c == "\\" else _SHORT.get(c) or _escaped(c) for c in text)
 
 
 def unescape(text: str) -> bytes:
-    r"""Read bytes in the form of `visible`: \\, \n, \r, \t and \xNN are escapes. Raises ConfigError."""
+    r"""The bytes of text escaped by `visible`: \\, \n, \r, \t and \xNN are escapes. Raises ConfigError."""
 
     def original(match: re.Match[str]) -> str:
         if match[1]:
-            # Latin-1 keeps one character for one byte until all of it is encoded below.
+            # Latin-1 maps one byte to one character, until the whole text is encoded below.
             return chr(int(match[1], 16))
         if match[2]:
             return _LONG[match[2]].decode()
-        raise ConfigError(rf"{text}: a backslash begins \xNN, \n, \r, \t or \\; write a single one as \\")
+        raise ConfigError(rf"{text}: invalid escape; use \xNN, \n, \r or \t, and write a single backslash as \\")
 
     plain = text.encode("utf-8", "surrogateescape").decode("latin-1")
     return _ESCAPE.sub(original, plain).encode("latin-1")
 
 
 def json_value(value: Any) -> Any:
-    """`value` as JSON can hold it: bytes that are not UTF-8 become {"hex": "..."}, other bytes text."""
+    """`value` for JSON: bytes become text, or {"hex": "..."} if they are not UTF-8."""
     if isinstance(value, bytes):
         try:
             return value.decode()
@@ -74,9 +74,9 @@ def json_value(value: Any) -> Any:
 
 
 def json_fields(pairs: Sequence[bytes]) -> dict[str, Any]:
-    """The fields of an entry for JSON: `fields`, and `pairs` where a mapping cannot say all.
+    """The fields of an entry for JSON: `fields`, and `pairs` if a mapping would lose data.
 
-    `pairs`, a list of [name, value], is there if a name is repeated or is not UTF-8.
+    `pairs`, a list of [name, value], is present if a name is repeated or is not UTF-8.
     """
     values = [json_value(value) for value in pairs[1::2]]
     shown, names = _names(pairs[::2])
@@ -85,28 +85,29 @@ def json_fields(pairs: Sequence[bytes]) -> dict[str, Any]:
 
 
 def json_fields_in_parts(pairs: Sequence[bytes], part_bytes: int = PART_BYTES) -> Iterator[bytes]:
-    """`json_fields(pairs)` as ASCII JSON without its braces, bit by bit, for entries that would hold up others.
+    """`json_fields(pairs)` as ASCII JSON without its braces, in parts, for entries that would block other tasks.
 
-    No part is made of more than `part_bytes` bytes of a value. An empty one is given where that much was only looked at.
+    Each part comes from at most `part_bytes` bytes of a value. An empty part means that as many bytes were only
+    validated.
     """
     shown, names = _names(pairs[::2])
     last = dict(zip(shown, pairs[1::2], strict=True))
     yield b'"fields":{'
-    for place, (name, value) in enumerate(last.items()):
-        yield b"%s%s:" % (b"," if place else b"", _dump(name))
+    for index, (name, value) in enumerate(last.items()):
+        yield b"%s%s:" % (b"," if index else b"", _dump(name))
         yield from _value_in_parts(value, part_bytes)
     yield b"}"
     if names:
         yield b',"pairs":['
-        for place, (exact, value) in enumerate(zip(names, pairs[1::2], strict=True)):
-            yield b"%s[%s," % (b"," if place else b"", _dump(exact))
+        for index, (exact, value) in enumerate(zip(names, pairs[1::2], strict=True)):
+            yield b"%s[%s," % (b"," if index else b"", _dump(exact))
             yield from _value_in_parts(value, part_bytes)
             yield b"]"
         yield b"]"
 
 
 def _names(raw: Sequence[bytes]) -> tuple[list[str], list[Any]]:
-    """Names as a mapping can have them; and as they are, if that is not the same."""
+    """Names as keys of a mapping; and the exact names if they differ from these, else an empty list."""
     names = [json_value(name) for name in raw]
     if all(isinstance(name, str) for name in names) and len(set(names)) == len(names):
         return names, []
@@ -117,11 +118,11 @@ def _value_in_parts(value: bytes, part_bytes: int) -> Iterator[bytes]:
     if len(value) <= part_bytes:
         yield _dump(json_value(value))
         return
-    parts = [(place, place + part_bytes) for place in range(0, len(value), part_bytes)]
-    read = codecs.getincrementaldecoder("utf-8")()
+    parts = [(start, start + part_bytes) for start in range(0, len(value), part_bytes)]
+    decoder = codecs.getincrementaldecoder("utf-8")()
     try:
         for start, end in parts:
-            read.decode(value[start:end], final=end >= len(value))
+            decoder.decode(value[start:end], final=end >= len(value))
             yield b""
     except UnicodeDecodeError:
         yield b'{"hex":"'
@@ -129,10 +130,10 @@ def _value_in_parts(value: bytes, part_bytes: int) -> Iterator[bytes]:
             yield value[start:end].hex().encode()
         yield b'"}'
         return
-    read.reset()
+    decoder.reset()
     yield b'"'
     for start, end in parts:
-        yield _dump(read.decode(value[start:end], final=end >= len(value)))[1:-1]
+        yield _dump(decoder.decode(value[start:end], final=end >= len(value)))[1:-1]
     yield b'"'
 
 

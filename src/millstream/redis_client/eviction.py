@@ -1,4 +1,4 @@
-"""A warning about a Redis that throws keys away when its memory is full: everything here is meant to be kept."""
+"""Warning about a Redis that evicts keys at maxmemory: none of millstream's keys may be lost."""
 
 import logging
 
@@ -8,29 +8,29 @@ from millstream.redis_client.redaction import redact
 
 logger = logging.getLogger(__name__)
 
-_LOOK_MS = 3_000
+_TIMEOUT_MS = 3_000
 
 
 def warn_if_evicting(client: Client) -> None:
-    """Log it if Redis evicts keys at `maxmemory`. What cannot be found out now is no reason not to begin."""
+    """Log a warning if Redis evicts keys at `maxmemory`. A failed check is only logged, so that it stops no start."""
     try:
         reply = client.execute("INFO", "memory")
     except AccessDenied:
-        logger.warning("cannot see whether this Redis evicts keys when it is full: its user has no right to `info`")
+        logger.warning("cannot check whether Redis evicts keys at maxmemory: the Redis user has no right to `info`")
     except RedisError as error:
-        logger.debug("cannot see whether this Redis evicts keys when it is full: %s", error)
+        logger.debug("cannot check whether Redis evicts keys at maxmemory: %s", error)
     else:
-        facts = dict(line.split(b":", 1) for line in reply.splitlines() if b":" in line)
-        policy = facts.get(b"maxmemory_policy", b"noeviction").decode()
-        if policy != "noeviction" and int(facts.get(b"maxmemory", 0)):
+        values = dict(line.split(b":", 1) for line in reply.splitlines() if b":" in line)
+        policy = values.get(b"maxmemory_policy", b"noeviction").decode()
+        if policy != "noeviction" and int(values.get(b"maxmemory", 0)):
             logger.warning(
-                "Redis at %s evicts keys when it is full (maxmemory-policy %s): messages, states and progress would be gone "
-                "without a word; set maxmemory-policy noeviction",
+                "Redis at %s evicts keys at maxmemory (maxmemory-policy %s): messages, states and progress would be "
+                "lost silently; set maxmemory-policy noeviction",
                 redact(client.url), policy,
             )  # fmt: skip
 
 
 def warn_if_evicting_at(url: str) -> None:
-    """The same, by a connection for no more than this. Raises ConfigError for a URL that is none."""
-    with Client(url, timeout_ms=_LOOK_MS) as client:
+    """Like `warn_if_evicting`, on a short-lived connection. Raises ConfigError for an invalid URL."""
+    with Client(url, timeout_ms=_TIMEOUT_MS) as client:
         warn_if_evicting(client)

@@ -1,7 +1,7 @@
-"""What must not leave the process, passwords above all: taken out of URLs, and out of any text that is shown.
+"""Redaction of passwords and tokens in URLs, and in any text that is shown or logged.
 
-A URL that somebody has mistyped is refused, and the refusal quotes it. So what is shown of a URL is what is known to
-be harmless, not what is left when the password is cut out of where it ought to be.
+An error about a mistyped URL quotes it. So only the known harmless parts of a URL are shown, rather than everything
+except the place where the password ought to be.
 """
 
 import re
@@ -23,25 +23,25 @@ _HARMLESS = frozenset(
 """Options of a URL whose values may be shown."""
 
 _PASSWORD_OPTIONS = ("password", "ssl_password")
-_SHORTEST = 8
-"""A shorter password, or one of letters only, is taken out of URLs, but not out of other texts: it may be a word in
-them, and to leave that word out of a well-known sentence would tell it."""
+_MIN_SECRET_CHARS = 8
+"""A shorter password, or one of letters only, is redacted in URLs only, not in other texts: it may be an ordinary word
+there, and a gap in a well-known sentence would reveal it."""
 
-# With bounds, as nobody knows how long the texts are, and what in them.
+# Bounded, as texts may be long and of any content.
 _URL_IN_TEXT = re.compile(r"""[A-Za-z][A-Za-z0-9+.-]{0,30}:/{1,2}[^\s'"<>]{0,2000}@""")
 _OPTION_IN_TEXT = re.compile(r"""(?i)([?&;][\w.-]{0,30}(?:password|passwd|secret|token)[\w.-]{0,30}=)[^&;\s'"]+""")
 _GATEWAY_TOKEN = re.compile(r"(Command to send: A(?:\\n|\n))[^\s\\]+")
-"""How py4j logs that it logs in to Java."""
+"""py4j's log line of its login to Java, with the token."""
 
 _secrets: set[str] = set()
 
 
 def redact(url: str) -> str:
-    """Return `url` without anything that may be its password, fit for logs and messages, however it is written."""
+    """`url` without any part that may be its password, however malformed; for logs and error texts."""
     scheme = found[0] if (found := _SCHEME.match(url)) else ""
-    # A password that is not encoded may hold any of the characters that a URL is made of: the last @ is the end of it.
-    credentials, at, place = url[len(scheme) :].rpartition("@")
-    hosts, path, query, fragment = (part or "" for part in _parts(place))
+    # A password that is not percent-encoded may contain any delimiter of a URL: it ends at the last @.
+    credentials, at, rest = url[len(scheme) :].rpartition("@")
+    hosts, path, query, fragment = (part or "" for part in _parts(rest))
     return "".join(
         (
             scheme,
@@ -56,18 +56,18 @@ def redact(url: str) -> str:
 
 
 def keep_secret(url: str) -> None:
-    """From now on, the credentials in `url` are taken out of every text that goes through `redacted`."""
+    """Register the credentials in `url`: `redacted` removes them from every text from now on."""
     scheme = found[0] if (found := _SCHEME.match(url)) else ""
-    credentials, _, place = url[len(scheme) :].rpartition("@")
+    credentials, _, rest = url[len(scheme) :].rpartition("@")
     user, colon, password = credentials.partition(":")
-    options = parse_qsl(_parts(place)[2] or "")
-    found_here = (password if colon else user, *(value for name, value in options if name in _PASSWORD_OPTIONS))
-    for secret in found_here:
-        _secrets.update(one for one in (secret, unquote(secret)) if len(one) >= _SHORTEST and not one.isalpha())
+    options = parse_qsl(_parts(rest)[2] or "")
+    secrets = (password if colon else user, *(value for name, value in options if name in _PASSWORD_OPTIONS))
+    for secret in secrets:
+        _secrets.update(one for one in (secret, unquote(secret)) if len(one) >= _MIN_SECRET_CHARS and not one.isalpha())
 
 
 def redacted(text: str) -> str:
-    """`text` without credentials in URLs, without passwords that were to be kept secret, and without py4j's token."""
+    """`text` without credentials in URLs, registered passwords and py4j's token."""
     text = _URL_IN_TEXT.sub(lambda url: redact(url[0]), text)
     text = _OPTION_IN_TEXT.sub(rf"\1{HIDDEN}", text)
     text = _GATEWAY_TOKEN.sub(rf"\1{HIDDEN}", text)
@@ -76,14 +76,14 @@ def redacted(text: str) -> str:
     return text
 
 
-def _parts(place: str) -> tuple[str | None, ...]:
-    found = _PARTS.fullmatch(place)
-    assert found is not None  # it fits every text
+def _parts(rest: str) -> tuple[str | None, ...]:
+    found = _PARTS.fullmatch(rest)
+    assert found is not None  # the pattern matches every text
     return found.groups()
 
 
 def _credentials(text: str) -> str:
-    """The user, if it is one: who forgets the colon has written the password there."""
+    """The user name, if a colon follows it: without a colon, the text may be a password."""
     found = _USER.fullmatch(text)
     return f"{found[1]}:{HIDDEN}" if found else HIDDEN
 

@@ -1,4 +1,4 @@
-"""What people do at the command line, all of it."""
+"""Every command of `millstream`, for the tests of access rights."""
 
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from tests.support.partition_fixtures import BASE, Worker
 
 
 def command(url: str, *words: str) -> None:
-    """Run a command of millstream, and raise what it says if it may not."""
+    """Run a command of millstream; raise its error if access is denied."""
     outcome = call(*words, url=url)
     if outcome.code == 3:
         raise AccessDenied(outcome.err)
@@ -21,7 +21,7 @@ def command(url: str, *words: str) -> None:
 
 
 def operate(url: str, admin: Client) -> None:
-    """Every command that looks at Redis, or mends something there."""
+    """Every command for inspection and repair."""
     add(admin, 5)
     stream = reliable(admin)
     stream.join()
@@ -66,7 +66,7 @@ def operate_partitions(url: str) -> None:
 
 
 def operate_lines(url: str, admin: Client) -> None:
-    """What people do to the keys of a handler: of one that is worked on, and of others."""
+    """The commands for the keys of a handler, for a key in progress and for others."""
     stream = keyed(admin)
     stream.join()
     stream.route(count=100, most_pending=100)

@@ -1,4 +1,4 @@
-"""Everything that a Spark query with `readAs=group` does in Redis, for the tests of access rights."""
+"""Every operation of a Spark query with `readAs=group` in Redis, for the tests of access rights."""
 
 from contextlib import ExitStack
 
@@ -10,7 +10,7 @@ from millstream.spark.source.options import parse
 
 
 def take_from_group(url: str, admin: Client) -> None:
-    """Three runs: one that is followed by another of its checkpoint, and one of another checkpoint."""
+    """Three runs: two with the same checkpoint, one after the other, and one with another checkpoint."""
     ids = [admin.execute("XADD", "orders", "*", "n", n) for n in range(9)]
     admin.execute("XADD", "orders:2", "*", "n", 1)
     admin.execute("XGROUP", "CREATE", "orders", "g", 0)

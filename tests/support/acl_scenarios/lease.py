@@ -1,4 +1,4 @@
-"""Everything that a balancer's consumer asks of Redis, and everything that people ask about a service."""
+"""Every operation of a balancer's consumer in Redis, and every command about a service."""
 
 from typing import Any
 
@@ -13,12 +13,12 @@ from tests.support.balancers import heartbeat_request
 from tests.support.waiting import FAIL_SAFE_S
 
 SERVICES = ("calls", f"{PREFIX}:shop.bill")
-"""One of a program's own, and a handler's."""
+"""The service of a program, and that of a handler."""
 STREAMS = ("orders:1", "orders:2", "orders:3")
 
 
 def serve(url: str, admin: Client) -> None:
-    """Everything that a program or a worker does with leases."""
+    """Every operation of a program or a worker with leases."""
     with Client(url) as client:
         for service in SERVICES:
             wait_for_a_stream(client, service)
@@ -26,7 +26,7 @@ def serve(url: str, admin: Client) -> None:
 
 
 def wait_for_a_stream(client: Client, service: str) -> None:
-    """Also raises what ends the balancer's thread."""
+    """Also raises the exception that ends the balancer's thread."""
     with Balancer(client.url, service, consumer="waits", policy=BalancerPolicy(lease_ms=300_000)) as balancer:
         balancer.announce("orders:0")
         notice = balancer.next(FAIL_SAFE_S)
@@ -37,7 +37,7 @@ def wait_for_a_stream(client: Client, service: str) -> None:
 
 
 def share(client: Client, admin: Client, service: str) -> None:
-    """Two consumers, every kind of round that they make, and all that may become of a stream."""
+    """Two consumers, every kind of heartbeat, and every possible end of a lease."""
     keys = ServiceKeys(service)
     one, other = (Service(client, service, consumer=name, incarnation="1") for name in ("one", "other"))
     for stream in STREAMS:
@@ -58,7 +58,7 @@ def share(client: Client, admin: Client, service: str) -> None:
 
 
 def oversee(command: Any, url: str, admin: Client) -> None:
-    """Every command about a service, of streams that somebody has and that nobody has."""
+    """Every command about a service, with owned and with free streams."""
     for service, name in zip(SERVICES, ("calls", "shop.bill"), strict=True):
         for stream in STREAMS:
             announce(admin, service, stream)

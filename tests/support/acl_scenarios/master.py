@@ -1,4 +1,4 @@
-"""Everything that a master asks of Redis, in its rounds and for its consumers, and what these ask."""
+"""Every operation of a master in Redis, in its loop and for its consumers, and of the consumers."""
 
 import threading
 from dataclasses import replace
@@ -27,7 +27,7 @@ KEYS = SETTINGS.keys
 
 
 class FewRounds(Progress):
-    """What rounds report to, until there were three of them."""
+    """The progress that ends the loop after three iterations."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -46,14 +46,14 @@ def publish(admin: Client, *tickets: str) -> list[str]:
 
 
 def give(desk: Delegator, registry: Registry, name: str, count: int = 10) -> list[str]:
-    """Register a consumer, in a new life; return the ids that it is given."""
+    """Register a consumer with a new incarnation; return the ids assigned to it."""
     found = registry.register(name, health_url=None, max_tickets=10, instance="", silent_ms=1)
     desk.stream.route(count=100, most_pending=1_000)
     return [one.decode() for one in desk.deal(name, found, count=count)]
 
 
 def direct(url: str, admin: Client) -> None:
-    """Everything that a master ever does. Before, workers of another kind were here."""
+    """Every operation of a master, which first takes over from workers of another kind."""
     with Client(url) as client:
         warn_if_evicting(client)
         registry = Registry(client, KEYS)
@@ -77,13 +77,13 @@ def direct(url: str, admin: Client) -> None:
 
 
 def acknowledge(client: Client, desk: Delegator, name: str, message_id: str) -> int:
-    """How many messages are done now."""
+    """The number of messages that this acknowledges."""
     (found,) = Acknowledger(client, Registry(client, KEYS), desk).acknowledge([Done(name, [message_id.encode()])])
     return found.fresh
 
 
 def take_in(client: Client, desk: Delegator, registry: Registry, admin: Client) -> None:
-    """What consumers say of their messages, the first of which is as many as it is remembered of who has done them."""
+    """The calls of consumers about their messages; the first acknowledges as many as the list of done messages keeps."""
     admin.execute("HSET", f"{KEYS.base}:done", *(part for number in range(19_999) for part in (number, "c9")))
     publish(admin, "A", "A", "B", "C", "D")
     a, b, c, d = give(desk, registry, "c1")
@@ -97,7 +97,7 @@ def take_in(client: Client, desk: Delegator, registry: Registry, admin: Client) 
 
 
 def look_after(client: Client, desk: Delegator, registry: Registry, admin: Client) -> None:
-    """What becomes of messages whose consumers die, each time, or are done without a word."""
+    """Messages whose consumers die at every attempt, or acknowledge without a call to the master."""
     (lost,) = publish(admin, "E")
     for _ in range(2):
         assert lost in give(desk, registry, "c2")
@@ -110,7 +110,7 @@ def look_after(client: Client, desk: Delegator, registry: Registry, admin: Clien
 
 
 def adopt(client: Client, admin: Client) -> None:
-    """Take over a group in which others have messages, for one that has newer ones in its line already."""
+    """Claim idle messages of other consumers, older than those already in their key queue."""
     settings = replace(SETTINGS, group="ship")
     admin.execute("XGROUP", "CREATE", "orders", "ship", "$", "MKSTREAM")
     (older,) = publish(admin, "A")
@@ -123,7 +123,7 @@ def adopt(client: Client, admin: Client) -> None:
 
 
 def consume(url: str, admin: Client) -> None:
-    """What a consumer does that gets its messages from a master."""
+    """Every operation of a consumer of a master."""
     publish(admin, "A")
     desk, registry = Delegator(admin, Registry(admin, KEYS), SETTINGS), Registry(admin, KEYS)
     desk.join()

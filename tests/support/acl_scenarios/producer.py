@@ -1,4 +1,4 @@
-"""What programs that publish do, all of it."""
+"""Every operation of a producer, for the tests of access rights."""
 
 import pytest
 
@@ -15,7 +15,7 @@ LETTERS = "ABCDEFGH"
 
 
 def produce(url: str, admin: Client) -> None:
-    """Everything that a program or `millstream publish` does that publishes."""
+    """Every operation of a publishing program and of `millstream publish`."""
     with Client(url) as client, Producer(client, max_length=100) as producer:
         first = producer.publish("orders", {"n": 1}, dedupe_id="1")
         assert producer.publish("orders", {"n": 1}, dedupe_id="1") == first
@@ -32,7 +32,7 @@ def produce(url: str, admin: Client) -> None:
             ("orders", names.producer("p"), names.due, names.delayed),
             (1, "", "", "", 0, "", 1, 1, "n", "4"),
         )
-        assert client.script(*batch) == client.script(*batch)  # whose first reply was lost
+        assert client.script(*batch) == client.script(*batch)  # repeated, as if the first reply was lost
     with PartitionedProducer(url, BASE, key="k", partitions=2) as spreading:
         spreading.publish({"k": "A"}, dedupe_id="1")
         assert growth_killed_after(admin, 1, 64)

@@ -1,4 +1,4 @@
-"""Everything that a router asks of Redis, and what `millstream serve` asks beside."""
+"""Every operation of a router in Redis, and those of `millstream serve`."""
 
 from millstream.model import Message
 from millstream.redis_client.client import Client
@@ -7,7 +7,7 @@ from tests.support.waiting import FAIL_SAFE_S
 
 
 def follow(url: str, admin: Client) -> None:
-    """All of it, one thing after the other."""
+    """Run every operation once."""
     with Client(url) as client, Router(url, reader="tracking") as router:
         client.execute("PING")
         for n in range(2):
@@ -15,6 +15,8 @@ def follow(url: str, admin: Client) -> None:
         with router.subscribe("orders") as subscription:
             assert all(isinstance(subscription.get(1_000 * FAIL_SAFE_S), Message) for _ in range(2))
             admin.execute("XADD", "{orders.b}", "1-1", "n", 1)
-            admin.execute("RENAME", "{orders.b}", "orders")  # a stream that ends before our place: old entries tell
+            admin.execute(
+                "RENAME", "{orders.b}", "orders"
+            )  # a stream that ends before the cursor: a gap, shown by its old entries
             assert isinstance(subscription.get(1_000 * FAIL_SAFE_S), Gap)
             assert isinstance(subscription.get(1_000 * FAIL_SAFE_S), Message)

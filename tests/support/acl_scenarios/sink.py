@@ -1,4 +1,4 @@
-"""Everything that a sink does in Redis, for the tests of access rights."""
+"""Every operation of a sink in Redis, for the tests of access rights."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from millstream.spark.sink.upserts import upsert
 
 
 def write_batches(url: str, admin: Client) -> None:
-    """Two runs: one that dies, and one that sweeps up after it and publishes."""
+    """Two runs: one that dies, and one that cleans up after it and publishes."""
     with Client(url) as client:
         terms = WriteOptions(maxlen=100, overwrite=True)
         publication = Publication(client, "query", terms, patience_ms=0)

@@ -1,4 +1,4 @@
-"""Everything that a Spark query does in Redis that reads streams as a log, for the tests of access rights."""
+"""Every operation of a Spark query that reads streams as a log, for the tests of access rights."""
 
 from contextlib import closing
 
@@ -10,7 +10,7 @@ from millstream.spark.source.progress_group import ProgressGroup
 
 
 def read_as_log(url: str, admin: Client) -> None:
-    """Two batches: one that is cut by a limit, and what is left; another query's group is looked at first."""
+    """Two batches: one cut by a limit, and the rest; the start is read from another query's group."""
     admin.pipeline([("XADD", "orders", "*", "n", n) for n in range(9)])
     admin.execute("XADD", "orders:2", "*", "n", 1)
     admin.execute("XGROUP", "CREATE", "orders", "spark-source", 0)

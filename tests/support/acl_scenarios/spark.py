@@ -1,4 +1,4 @@
-"""Everything that a run on Spark does in Redis: its batches, lines of what was set aside, and keys that move."""
+"""Every operation of a run on Spark in Redis: batches, deferred messages, and key migration."""
 
 import threading
 from collections import defaultdict
@@ -25,7 +25,7 @@ from tests.support.waiting import eventually
 
 
 def run_on_spark(url: str, admin: Client) -> None:
-    """Everything that a pipeline does in Redis, in the driver and in the tasks, without Spark itself."""
+    """Every operation of a pipeline in Redis, in the driver and in tasks, without Spark itself."""
     from millstream.spark.run.first_start import prepare_new
     from millstream.spark.run.liveness import announce_run
     from millstream.spark.source.batch_planner import BatchPlanner
@@ -49,7 +49,7 @@ def run_on_spark(url: str, admin: Client) -> None:
         ledger = ledger.renewed(ledger.new_token(["orders"]))
         ledger.begin(["orders"])
         assert ledger.load({"orders": ([b"kA"], [b"A"])}) == {"orders": {}}
-        client.execute("XRANGE", "orders", "-", "+", "COUNT", 1)  # as tasks read
+        client.execute("XRANGE", "orders", "-", "+", "COUNT", 1)  # as tasks do
         ledger.strike("orders", ids[0].decode())
         unit = Effects(b"kA", b"", b"A", b"\x80", struck=[ids[0].decode()], outputs=[("n", 1)], dead=[letter().items()])
         unit.cover(ids[0].decode())
@@ -57,14 +57,14 @@ def run_on_spark(url: str, admin: Client) -> None:
         ledger.advance({"orders": EntryId.parse(ids[9])})
         ProgressGroup(client, KEYS.group).publish(ends)
         stream = reliable(admin)
-        stream.join()  # workers take over, commit one of three entries, and lose their group
+        stream.join()  # workers take over, commit one of three entries, and their group is destroyed
         found = stream.read(count=3)
         stream.acknowledge(found[1])
         stream.checkpoint()
         admin.execute("XGROUP", "DESTROY", "orders", KEYS.group)
         frontier = ledger.renewed(ledger.new_token(["orders"])).begin(["orders"])["orders"].frontier
         assert str(frontier).encode() == ids[9]
-        keyed(admin).join()  # workers of keys take over, and have some in their lines
+        keyed(admin).join()  # workers of a keyed handler take over, and have entries in key queues
         keyed(admin).route(count=4, most_pending=100)
         ledger.renewed(ledger.new_token(["orders"])).begin(["orders"])
         keep_lines(client, admin, KEYS)
@@ -73,7 +73,7 @@ def run_on_spark(url: str, admin: Client) -> None:
 
 
 def keep_lines(client: Client, admin: Client, keys: HandlerKeys) -> None:
-    """Set messages aside, look which may run, run one line to its end, and park another."""
+    """Defer messages, find the runnable keys, drain one key queue, and park another."""
     ids = [one.decode() for one in admin.pipeline([("XADD", keys.stream, "*", "n", n) for n in range(4)])]
     ledger = CommitStore(client, app=keys.app, handler=keys.handler, keyed=True)
     ledger = ledger.renewed(ledger.new_token([keys.stream]))
@@ -95,7 +95,7 @@ def keep_lines(client: Client, admin: Client, keys: HandlerKeys) -> None:
 
 
 def move_keys(client: Client, admin: Client, app: str, handler: str) -> None:
-    """Have a key wait in a new partition until its old one is done, and send a dead letter on."""
+    """Let a key wait in a new partition until its old one is drained, and forward a redriven dead letter."""
     made = App(app)
     made.handler(BASE, name=handler, key="k", partitions=2)(lambda message: None)
     compiled = made.handlers[handler]

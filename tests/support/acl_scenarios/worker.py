@@ -1,4 +1,4 @@
-"""Everything that a worker does in Redis, and the handler and the stream of the other scenarios."""
+"""Every operation of a worker in Redis; also the handler and the stream of the other scenarios."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -48,7 +48,7 @@ def reliable(client: Client, name: str = "w-0") -> ReliableStream:
 
 
 def work(url: str, admin: Client) -> None:
-    """Everything that a worker ever does, one thing after the other."""
+    """Every operation of a worker without a key."""
     add(admin, 8)
     with Client(url) as client:
         warn_if_evicting(client)
@@ -58,7 +58,7 @@ def work(url: str, admin: Client) -> None:
         names.release()
         admin.execute(
             "SET", held_name("shop", "gone-0"), "whoever", "PX", 3_600_000
-        )  # the clock of Redis has gone back since
+        )  # as if the clock of Redis had gone back
         with suppress(ConfigError):
             StaticMembership(client, "shop", "gone", clock=HandClock()).acquire(1)
         assert client.scan_streams("orders*") == ["orders"]
@@ -88,14 +88,14 @@ def work(url: str, admin: Client) -> None:
         assert stream.extend([found[3].id]) == []
         stream.checkpoint()
         found[3].attempt = 2
-        assert stream.acknowledge(found[3]) == []  # it is open, and has strikes
+        assert stream.acknowledge(found[3]) == []  # it is incomplete, and has a crash count
         admin.execute("XGROUP", "DESTROY", "orders", KEYS.group)
-        stream.join()  # makes the group again, with what is open
+        stream.join()  # recreates the group, with the incomplete entries
         admin.execute("XDEL", "orders", found[4].id)
         assert [one.id for one in stream.read_pending()] == [found[5].id, found[6].id]
         admin.execute("HDEL", KEYS.meta, "engine")
         taken_over = reliable(client)
-        taken_over.join()  # from Spark, which has committed one entry beyond its frontier
+        taken_over.join()  # from Spark, which has committed one entry beyond its committed id
         beyond = add(admin, 1)[0]
         admin.execute("HSET", KEYS.marks, b"i" + beyond, beyond)
         taken_over.join()
@@ -107,7 +107,7 @@ def work(url: str, admin: Client) -> None:
 
 
 def keyed(client: Client, name: str = "w-0") -> KeyedStream:
-    """One line for each two entries with even numbers, and one for each other entry."""
+    """One key queue for every two entries with even numbers, and one for each other entry."""
 
     def line_of(entry_id: bytes, pairs: Sequence[bytes]) -> bytes:
         number = int(pairs[-1])
@@ -121,7 +121,7 @@ def take_one(stream: KeyedStream) -> KeyLease:
 
 
 def work_by_keys(client: Client, admin: Client) -> None:
-    """Everything that a worker does for a handler with a key; before, workers of another kind were here."""
+    """Every operation of a worker for a handler with a key, which first takes over from workers of another kind."""
     stream = keyed(client)
     stream.join()
     add(admin, 6)
@@ -150,7 +150,7 @@ def work_by_keys(client: Client, admin: Client) -> None:
 
 
 def work_on_partitions(client: Client, admin: Client) -> None:
-    """Everything that a worker does where keys move: one has messages and a state in its old partition."""
+    """Every operation of a worker during key migration: one key has messages and a state in its old partition."""
     worker = Worker(client, app="shop", handler="bill")
     layout = Partitions(client, BASE).found()
     key = moved_key(layout, 4)

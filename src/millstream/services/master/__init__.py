@@ -1,5 +1,6 @@
-"""The master: delegates the messages of a consumer group to consumers in any language, by HTTP, one at a time of each ticket.
+"""The master: delegates a consumer group's messages over HTTP to consumers in any language, one at a time per ticket.
 
-It is the master of "Redis streaming concurrency with master and consumers" (Dwarves Memo) without its state: all of that
-is in Redis, in the lines and leases of `millstream.delivery.keyed_stream`, so that any number of masters may run and die.
+It follows "Redis streaming concurrency with master and consumers" (Dwarves Memo), but keeps no state of its own: all
+state is in Redis, in the key queues and leases of `millstream.delivery.keyed_stream`. So any number of masters may run,
+and any of them may die.
 """

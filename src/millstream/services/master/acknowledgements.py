@@ -1,4 +1,4 @@
-"""Takes in what consumers have done, many calls together, and gives each of them what is next."""
+"""Acknowledger: acknowledges messages for consumers, many calls at a time, and assigns them their next messages."""
 
 import logging
 from collections import Counter
@@ -15,22 +15,22 @@ from millstream.services.web.errors import Refused
 logger = logging.getLogger(__name__)
 
 _FINISHED_AT_ONCE = 500
-"""Messages that are ended in one step, during which Redis serves nobody else."""
+"""Messages finished by one script call. Redis serves no other client while it runs."""
 
 
 class Done(NamedTuple):
-    """What a consumer says that it has done, in one call."""
+    """One call of a consumer: the messages it has processed."""
 
     consumer: str
     ids: Sequence[bytes]
 
 
 class Acknowledgement(NamedTuple):
-    """What became of such a call.
+    """The result of one call.
 
-    * `fresh`: how many of its messages are done only now
-    * `next`: ids that the consumer was given just now
-    * `refused`: its messages that were not the consumer's to end, and why
+    * `fresh`: number of its messages that this call acknowledged; the others were acknowledged before
+    * `next`: ids of the messages assigned to the consumer by this call
+    * `refused`: messages that the consumer does not hold, and why
     """
 
     fresh: int
@@ -45,18 +45,18 @@ class _Message(NamedTuple):
 
 
 class Acknowledger:
-    """Ends messages in the name of consumers. Threads may share it. Its method raises RedisError."""
+    """Acknowledges messages on behalf of consumers. Threads may share it. Its method raises RedisError."""
 
-    def __init__(self, client: Client, registry: Registry, desk: Delegator, *, metrics: Metrics = NOBODY) -> None:
+    def __init__(self, client: Client, registry: Registry, delegator: Delegator, *, metrics: Metrics = NOBODY) -> None:
         self._client = client
         self._registry = registry
-        self._desk = desk
+        self._desk = delegator
         self._metrics = metrics
 
     def acknowledge(self, calls: Sequence[Done]) -> list[Acknowledgement]:
-        """End these messages, and their consumers' turns with the tickets; then give the consumers what is next.
+        """Acknowledge these messages, release their leases, and assign the consumers their next messages.
 
-        May be repeated.
+        Idempotent.
         """
         messages = [_Message(number, call.consumer, one) for number, call in enumerate(calls) for one in call.ids]
         ready, done, registered = self._finish(messages)
@@ -71,51 +71,60 @@ class Acknowledger:
             self._metrics.count(m.COMMITTED, fresh.total(), handler=self._desk.label)
         wanted: Counter[str] = Counter()
         for number, call in enumerate(calls):
-            is_so = len(call.ids) > len(refused[number])  # the answer may have been lost: it gets a message then, too
-            wanted[call.consumer] += max(int(is_so), fresh[number])
+            # A repeated call also gets a message: the answer to the first one may have been lost.
+            has_valid = len(call.ids) > len(refused[number])
+            wanted[call.consumer] += max(int(has_valid), fresh[number])
         registered = self._revived(registered)
-        given: dict[str, list[bytes]] = {}
+        assigned: dict[str, list[bytes]] = {}
         if ready or not all(done):
-            given = self._desk.deal_all(
+            assigned = self._desk.deal_all(
                 [(name, registered[name], wanted[name]) for name in +wanted if name in registered]
             )
         return [
-            # What a consumer is given is said with its first call.
-            Acknowledgement(fresh[number], given.pop(call.consumer, ()), refused[number])
+            # The first call of a consumer carries all of its assigned ids.
+            Acknowledgement(fresh[number], assigned.pop(call.consumer, ()), refused[number])
             for number, call in enumerate(calls)
         ]
 
     def _finish(self, messages: Sequence[_Message]) -> tuple[int, list[bool], dict[str, Registration]]:
-        """End what the consumers hold; also how many lines are ready then, and who is registered."""
-        lines = self._desk.lines_of([(message.consumer, message.id) for message in messages])
-        finishing = [(message.consumer, message.id, line) for message, line in zip(messages, lines, strict=True)]
+        """Finish the messages that the consumers hold.
+
+        Return the number of ready key queues, whether each message was finished, and the registrations.
+        """
+        queues = self._desk.lines_of([(message.consumer, message.id) for message in messages])
+        finishing = [(message.consumer, message.id, queue) for message, queue in zip(messages, queues, strict=True)]
         names = list(dict.fromkeys(message.consumer for message in messages))
-        portions = [finishing[at : at + _FINISHED_AT_ONCE] for at in range(0, len(finishing), _FINISHED_AT_ONCE)]
+        chunks = [finishing[at : at + _FINISHED_AT_ONCE] for at in range(0, len(finishing), _FINISHED_AT_ONCE)]
         *replies, found = self._client.pipeline(
-            [*map(self._desk.stream.to_finish, portions), self._registry.to_get(names)]
+            [*map(self._desk.stream.to_finish, chunks), self._registry.to_get(names)]
         )
         ready, done = 0, list[bool]()
-        for portion, reply in zip(portions, replies, strict=True):
-            ready, some = self._desk.stream.finished(portion, reply)
-            done += some
+        for chunk, reply in zip(chunks, replies, strict=True):
+            ready, done_of_chunk = self._desk.stream.finished(chunk, reply)
+            done += done_of_chunk
         return ready, done, self._registry.got(names, raise_if_error(found))
 
     def _settle(self, message: _Message) -> bool:
-        """Whether a message that its consumer does not hold is done only now; raises Refused if another has done it."""
+        """Acknowledge a message that its consumer holds no lease on; return whether this call completed it.
+
+        Raises Refused if another consumer has it or has done it.
+        """
         name, entry_id = message.consumer, message.id
-        what, who = self._desk.settle(name, entry_id)
-        if what == "taken":
+        outcome, other = self._desk.settle(name, entry_id)
+        if outcome == "acked-unassigned":
             logger.warning(
-                "consumer %s has taken message %s itself, out of order, and acknowledged it", name, entry_id.decode()
+                "consumer %s acknowledged message %s, which it read without a master: key order is not kept for it",
+                name,
+                entry_id.decode(),
             )
-        if what in ("settled", "taken"):
+        if outcome in ("acked", "acked-unassigned"):
             return True
-        if what == "done" and who == name:
+        if outcome == "done" and other == name:
             return False
-        raise self._desk.not_held(name, entry_id, what, who)
+        raise self._desk.not_held(name, entry_id, outcome, other)
 
     def _revived(self, registered: dict[str, Registration]) -> dict[str, Registration]:
-        """The same, where whoever was stuck is not any more: it has ended a message, or come to its end too late."""
+        """Mark stuck consumers, which have just finished a message, as alive; return the current registrations."""
         for name, found in list(registered.items()):
             if found.state == "stuck":
                 self._registry.mark(name, "alive")

@@ -1,4 +1,4 @@
-"""A master's HTTP API. Its OpenAPI document is at `/openapi.json`."""
+"""The master's HTTP API. Its OpenAPI document is at `/openapi.json`."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Container, Sequence
@@ -51,7 +51,7 @@ _PROBLEMS: dict[int | str, dict[str, Any]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Parts:
-    """What the API is made of."""
+    """The components that the API calls."""
 
     settings: MasterSettings
     registry: Registry
@@ -69,10 +69,10 @@ class Parts:
 
 
 def make_api(parts: Parts) -> FastAPI:
-    """The API of one master; while it is served, consumers are pinged."""
+    """The API of one master. Health checks of the consumers run while it is served."""
 
     @asynccontextmanager
-    async def pinging(_: FastAPI) -> AsyncIterator[None]:
+    async def checking_health(_: FastAPI) -> AsyncIterator[None]:
         task = asyncio.create_task(parts.pinger.run())
         with parts.acknowledgements:
             yield
@@ -81,59 +81,62 @@ def make_api(parts: Parts) -> FastAPI:
             await task
 
     api = FastAPI(
-        title="millstream master", version=version("millstream"), docs_url=None, redoc_url=None, lifespan=pinging,
-        responses=_PROBLEMS,
+        title="millstream master", version=version("millstream"), docs_url=None, redoc_url=None,
+        lifespan=checking_health, responses=_PROBLEMS,
     )  # fmt: skip
     api.add_middleware(OriginCheck, origins=(), names=parts.names)
     api.router.route_class = BodyRoute
     install_error_handlers(api, "the master")
     api.add_exception_handler(RequestValidationError, json_handler(lambda error: 422, first_mistake))
-    _add_consumers(api, parts)
-    _add_messages(api, parts)
-    _add_looks(api, parts)
+    _add_consumer_routes(api, parts)
+    _add_message_routes(api, parts)
+    _add_query_routes(api, parts)
     return api
 
 
-def _may(parts: Parts, scope: Scope) -> Any:
+def _requires(parts: Parts, scope: Scope) -> Any:
     return Depends(Permission(parts.tokens, scope))
 
 
-def _add_consumers(api: FastAPI, parts: Parts) -> None:
-    settings, registry, desk = parts.settings, parts.registry, parts.desk
+def _add_consumer_routes(api: FastAPI, parts: Parts) -> None:
+    settings, registry, delegator = parts.settings, parts.registry, parts.desk
 
-    @api.post("/api/consumers/register", dependencies=[_may(parts, "register")])
+    @api.post("/api/consumers/register", dependencies=[_requires(parts, "register")])
     def register(body: Registering) -> Registered:
-        """Begin a life of a consumer: it is pinged and given messages. What its last life had goes on to others."""
+        """Register a consumer: masters check its health and assign it messages.
+
+        Messages of its earlier incarnation are reassigned to other consumers.
+        """
         if body.health_url is not None:
             parts.allowed.target(body.health_url)
         found = registry.register(
             body.consumer, health_url=body.health_url, max_tickets=body.max_tickets or settings.max_tickets,
             instance=body.instance, silent_ms=settings.silent_ms,
         )  # fmt: skip
-        parts.hurry()  # what an earlier life of it held is free then
-        desk.deal(body.consumer, found, count=1)
+        parts.hurry()  # frees the leases of its earlier incarnation
+        delegator.deal(body.consumer, found, count=1)
         return Registered(
             consumer=body.consumer, stream=settings.ticket_stream, group=settings.group, max_tickets=found.max_tickets,
             ping_interval_s=settings.ping_ms / 1000,
         )  # fmt: skip
 
-    @api.post("/api/consumers/heartbeat", dependencies=[_may(parts, "register")])
+    @api.post("/api/consumers/heartbeat", dependencies=[_requires(parts, "register")])
     def heartbeat(body: Heartbeat) -> Alive:
-        """Say that a consumer lives. Of one with a health URL it is that which counts. 404: register again."""
+        """Report that a consumer is alive. If it has a health URL, only the health URL counts. 404: register again."""
         found = registry.get(body.consumer)
         if found is None:
             raise Refused(404, f"no consumer {body.consumer!r} is registered: register first")
         if found.health_url is None:
             registry.healthy(body.consumer, found.incarnation, every_ms=settings.ping_ms // 4)
-        return Alive(message_ids=[lease.waiting[0].id.decode() for lease in desk.held_by(body.consumer)])
+        return Alive(message_ids=[lease.waiting[0].id.decode() for lease in delegator.held_by(body.consumer)])
 
 
-def _add_messages(api: FastAPI, parts: Parts) -> None:
-    desk, may = parts.desk, [_may(parts, "acknowledge")]
+def _add_message_routes(api: FastAPI, parts: Parts) -> None:
+    delegator, required = parts.desk, [_requires(parts, "acknowledge")]
 
-    @api.post("/api/messages/acknowledge", dependencies=may)
+    @api.post("/api/messages/acknowledge", dependencies=required)
     async def acknowledge(body: Acknowledging) -> Acknowledged:
-        """Say that a message is done. May be repeated. 409: it is not the consumer's any more. 404: there is none."""
+        """Acknowledge a message. Idempotent. 409: another consumer has it or has done it. 404: no such message."""
         ids = [entry_id_of(one) for one in body.message_ids or [body.message_id or ""]]
         found = await parts.acknowledgements.call(Done(body.consumer, ids))
         answer = Acknowledged(known=not found.fresh and not found.refused, next=_texts(found.next))
@@ -146,49 +149,49 @@ def _add_messages(api: FastAPI, parts: Parts) -> None:
             ]
         return answer
 
-    @api.post("/api/messages/fail", dependencies=may)
+    @api.post("/api/messages/fail", dependencies=required)
     def fail(body: Failing) -> Failed:
-        """Say that a message could not be done: it is tried again later, before all newer ones of its ticket."""
-        outcome, ids = desk.fail(body.consumer, body.message_id, body.error, retry=body.retry)
+        """Report a failed message. It is retried later, before all newer messages of its ticket."""
+        outcome, ids = delegator.fail(body.consumer, body.message_id, body.error, retry=body.retry)
         return Failed(outcome=outcome, next=_texts(ids))
 
-    @api.post("/api/messages/release", dependencies=may)
+    @api.post("/api/messages/release", dependencies=required)
     def release(body: Releasing) -> Released:
-        """Give a message back; without `message_id` all, and leave: for a consumer that stops."""
+        """Release a message. Without `message_id`: release all and unregister, for a consumer that stops."""
         if body.message_id is None:
             parts.registry.close(body.consumer)
-        released = desk.release(body.consumer, body.message_id)
+        released = delegator.release(body.consumer, body.message_id)
         if body.message_id is None:
             parts.registry.remove(body.consumer)
         return Released(released=released)
 
 
-def _add_looks(api: FastAPI, parts: Parts) -> None:
-    may = [_may(parts, "read")]
+def _add_query_routes(api: FastAPI, parts: Parts) -> None:
+    required = [_requires(parts, "read")]
     default = min(_PAGE, parts.most_page)
 
-    @api.get("/api/tickets", dependencies=may)
+    @api.get("/api/tickets", dependencies=required)
     def tickets(cursor: str | None = None, limit: Annotated[int, Query(ge=1, le=parts.most_page)] = default) -> Tickets:
-        """Who works on which ticket, and what waits for whom."""
+        """The tickets with unfinished messages, and the consumer that has each."""
         return parts.views.tickets(cursor, limit)
 
-    @api.get("/api/consumers", dependencies=may)
+    @api.get("/api/consumers", dependencies=required)
     def consumers(
         cursor: str | None = None, limit: Annotated[int, Query(ge=1, le=parts.most_page)] = default
     ) -> Consumers:
-        """The registered consumers, and what they have."""
+        """The registered consumers and their messages."""
         return parts.views.consumers(cursor, limit)
 
     @api.get("/api/health", responses={503: {"model": Standing}})
     async def health(response: Response) -> Standing:
-        """Whether this master makes its rounds. It takes no thread, as those may all wait for Redis."""
+        """Whether this master's delegation loop makes progress. Uses no pool thread: all may be waiting for Redis."""
         reasons = parts.health.failures()
         response.status_code = 503 if reasons else 200
         return Standing(status="failing" if reasons else "ok", master=parts.settings.master, reasons=reasons)
 
-    @api.get("/metrics", dependencies=may, response_class=Response)
+    @api.get("/metrics", dependencies=required, response_class=Response)
     async def metrics() -> Response:
-        """Figures for Prometheus."""
+        """Metrics for Prometheus."""
         body, content_type = exposition(parts.recorder)
         return Response(body, media_type=content_type)
 

@@ -1,4 +1,4 @@
-"""Calls that wait at the same time are done together: one trip to Redis for all of them instead of one for each."""
+"""Batches: runs calls that wait at the same time as one batch, with one round trip to Redis instead of one each."""
 
 import asyncio
 import threading
@@ -20,9 +20,9 @@ class _Call(NamedTuple, Generic[T, R]):
 
 
 class Batches(Generic[T, R]):
-    """Does `work` in a thread of its own, on all that waits for it by then, with an answer for each.
+    """Runs `work` on its own thread, on all items queued by then, with one answer per item.
 
-    What `work` raises is raised by all calls of the batch. A context manager, at whose end the thread is gone.
+    An exception of `work` is raised in all calls of the batch. A context manager; its exit joins the thread.
     """
 
     def __init__(self, work: Callable[[Sequence[T]], Sequence[R]], *, name: str) -> None:
@@ -39,7 +39,7 @@ class Batches(Generic[T, R]):
         self._thread.join()
 
     async def call(self, item: T) -> R:
-        """Have `item` done with the next batch; return its answer."""
+        """Process `item` in the next batch; return its answer."""
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[R] = loop.create_future()
         self._waiting.put(_Call(item, answer, loop))
@@ -48,34 +48,34 @@ class Batches(Generic[T, R]):
     def _run(self) -> None:
         while (first := self._waiting.get()) is not None:
             calls = [first]
-            stops = False
+            is_closed = False
             with suppress(Empty):
-                while len(calls) < _MOST_AT_ONCE and not stops:
+                while len(calls) < _MOST_AT_ONCE and not is_closed:
                     more = self._waiting.get_nowait()
                     if more is None:
-                        stops = True
+                        is_closed = True
                     else:
                         calls.append(more)
             self._do(calls)
-            if stops:
+            if is_closed:
                 return
 
     def _do(self, calls: Sequence[_Call[T, R]]) -> None:
         answers: Sequence[R] = ()
-        problem: BaseException | None = None
+        failure: BaseException | None = None
         try:
             answers = self._work([call.item for call in calls])
-        except BaseException as error:  # noqa: BLE001 - it is raised where the calls wait
-            problem = error
+        except BaseException as error:  # noqa: BLE001 - it is raised in the waiting calls
+            failure = error
 
-        def tell() -> None:
+        def resolve() -> None:
             for number, call in enumerate(calls):
-                if call.answer.done():  # who waited for it has gone
+                if call.answer.done():  # its caller was cancelled
                     continue
-                if problem is None:
+                if failure is None:
                     call.answer.set_result(answers[number])
                 else:
-                    call.answer.set_exception(problem)
+                    call.answer.set_exception(failure)
 
-        with suppress(RuntimeError):  # the event loop is closed: nobody waits any more
-            calls[0].loop.call_soon_threadsafe(tell)
+        with suppress(RuntimeError):  # the event loop is closed: no caller waits any more
+            calls[0].loop.call_soon_threadsafe(resolve)

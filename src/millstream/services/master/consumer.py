@@ -1,5 +1,6 @@
-"""A delegated consumer in Python: asks Redis for the messages that a master has given it, runs a function on each, and says
-what came of it. Nothing here is needed to be a consumer: any language can do the same with Redis and HTTP.
+"""DelegatedConsumer: reads the messages a master assigned to it, runs a function on each, and reports the result.
+
+It is optional: any language can do the same with Redis and HTTP.
 """
 
 import asyncio
@@ -24,23 +25,23 @@ ACK_OWNED = Script("groups/ack_owned")
 
 Function = Callable[[Message], Any]
 
-_NAME_TAKEN_S = 60.0
-_TOLD_FOR_S = 15.0
+_NAME_IN_USE_S = 60.0
+_REPORT_FOR_S = 15.0
 _HEARTBEAT_S = 5.0
-_AWAY_S = 0.5
+_RETRY_WAIT_S = 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
 class ConsumerSettings:
-    """What a consumer is told.
+    """The settings of one consumer.
 
-    * `url`, `ticket_stream`, `group`, `consumer`: where its messages are, and its name there
+    * `url`, `ticket_stream`, `group`, `consumer`: its Redis, stream and group, and its name in the group
     * `register_urls`, `acknowledge_urls`: of one master or several
-    * `health_url`: where masters find its `/api/health`
+    * `health_url`: the URL of its `/api/health`, as masters reach it
     * `key`: the field that messages are ordered by
-    * `max_tickets`: messages that it works on at once
-    * `poll_ms`: how long it waits where there was nothing for it
-    * `time_limit_ms`: a run that takes longer makes it unhealthy
+    * `max_tickets`: messages that it processes at once
+    * `poll_ms`: wait between two reads, in milliseconds
+    * `time_limit_ms`: a run that takes longer, in milliseconds, makes the consumer unhealthy
     """
 
     url: str = field(repr=False)
@@ -63,7 +64,7 @@ class ConsumerSettings:
 
 
 class Running:
-    """What runs now, and what has just ended. Shared by threads."""
+    """The runs in progress and those that have just ended. Threads share it."""
 
     def __init__(self) -> None:
         self.since_ms: dict[bytes, float] = {}
@@ -71,7 +72,7 @@ class Running:
         self._lock = threading.Lock()
 
     def begin(self, entry_id: bytes, *, read_ms: float, now_ms: float) -> bool:
-        """Whether an entry that was read at `read_ms` is to be run: not if it ran then, since it may be done by now."""
+        """Start a run of an entry read at `read_ms`. False if it was running then, as it may be done by now."""
         with self._lock:
             if entry_id in self.since_ms or self._ended_ms.get(entry_id, -1.0) >= read_ms:
                 return False
@@ -80,14 +81,14 @@ class Running:
             return True
 
     def end(self, entry_id: bytes, now_ms: float) -> None:
-        """A run has ended, and what came of it was told."""
+        """End a run whose result has been reported."""
         with self._lock:
             self.since_ms.pop(entry_id, None)
             self._ended_ms[entry_id] = now_ms
 
 
 class DelegatedConsumer:
-    """Runs `function` on the messages that masters delegate to it. Use `run` once; `stopping` ends it."""
+    """Runs `function` on the messages that masters assign to it. Call `run` once; `stopping` ends it."""
 
     def __init__(
         self, function: Function, settings: ConsumerSettings, stopping: threading.Event, *, clock: Clock = SYSTEM_CLOCK
@@ -104,7 +105,10 @@ class DelegatedConsumer:
         self._failures: list[RedisError] = []
 
     def run(self, *, stop_s: float = 25.0) -> None:
-        """Register, and work until `stopping`; what runs then has `stop_s` seconds. Raises ConfigError and RedisError."""
+        """Register, and process messages until `stopping` is set; runs in progress then have `stop_s` seconds to end.
+
+        Raises ConfigError and RedisError.
+        """
         pool = ThreadPoolExecutor(self._settings.max_tickets, "millstream-consumer")
         try:
             if self._register():
@@ -121,12 +125,12 @@ class DelegatedConsumer:
             raise self._failures[0]
 
     def overdue(self) -> list[str]:
-        """Ids of the messages that take longer than they may."""
+        """Ids of the messages whose run exceeds the time limit."""
         now_ms = self._clock.monotonic_ms()
         runs = dict(self._running.since_ms)
         return [one.decode() for one, since_ms in runs.items() if now_ms - since_ms > self._settings.time_limit_ms]
 
-    # Its masters
+    # Calls to masters
 
     def _register(self) -> bool:
         settings = self._settings
@@ -140,30 +144,30 @@ class DelegatedConsumer:
             if isinstance(answer, Answer) and answer.ok:
                 return True
             problem = answer if isinstance(answer, str) else answer.body.get("error", answer.status)
-            # Where another has the name it may have died a moment ago: a master finds out soon.
-            taken = isinstance(answer, Answer) and answer.status == 409
+            # The consumer that has the name may have died a moment ago: a master detects that soon.
+            is_in_use = isinstance(answer, Answer) and answer.status == 409
             if isinstance(answer, Answer) and not (
-                taken and self._clock.monotonic_ms() - since_ms < _NAME_TAKEN_S * 1000
+                is_in_use and self._clock.monotonic_ms() - since_ms < _NAME_IN_USE_S * 1000
             ):
                 raise ConfigError(f"the master refuses consumer {settings.consumer!r}: {problem}")
-            logger.warning("consumer %s waits to be registered: %s", settings.consumer, problem)
-            self._stopping.wait(_AWAY_S)
+            logger.warning("consumer %s is not registered yet: %s; trying again", settings.consumer, problem)
+            self._stopping.wait(_RETRY_WAIT_S)
         return False
 
     def _heartbeat(self) -> None:
         urls = [sibling(url, "heartbeat") for url in self._settings.register_urls]
         answer = self._calls.post(urls, {"consumer": self._settings.consumer}, for_s=0.0)
         if isinstance(answer, Answer) and answer.status == 404:
-            logger.warning("the masters have forgotten consumer %s: it registers again", self._settings.consumer)
+            logger.warning("consumer %s is unknown to the master; registering again", self._settings.consumer)
             self._register()
 
-    def _tell(self, what: str, entry_id: bytes, **more: object) -> None:
-        """Tell a master what became of a message, in time or not: one that was acknowledged in Redis is found so there."""
-        urls = [sibling(url, what) for url in self._settings.acknowledge_urls]
+    def _tell(self, outcome: str, entry_id: bytes, **more: object) -> None:
+        """Report a message's outcome to a master. A lost `acknowledge` is harmless: masters also detect the XACK."""
+        urls = [sibling(url, outcome) for url in self._settings.acknowledge_urls]
         body = {"consumer": self._settings.consumer, "message_id": entry_id.decode(), **more}
-        answer = self._calls.post(urls, body, for_s=_TOLD_FOR_S)
+        answer = self._calls.post(urls, body, for_s=_REPORT_FOR_S)
         if isinstance(answer, str):
-            logger.warning("no master took the %s of message %s: %s", what, entry_id.decode(), answer)
+            logger.warning("no master accepted %s of message %s: %s", outcome, entry_id.decode(), answer)
         elif not answer.ok:
             logger.warning("message %s: %s", entry_id.decode(), answer.body.get("error", answer.status))
 
@@ -171,12 +175,12 @@ class DelegatedConsumer:
         urls = [sibling(url, "release") for url in self._settings.acknowledge_urls]
         self._calls.post(urls, {"consumer": self._settings.consumer}, for_s=0.0)
 
-    # Its messages
+    # Messages
 
     def _work(self, pool: ThreadPoolExecutor) -> None:
         settings = self._settings
         read = ("XREADGROUP", "GROUP", settings.group, settings.consumer, "COUNT", settings.max_tickets, "STREAMS")
-        beat_ms = self._clock.monotonic_ms()
+        heartbeat_ms = self._clock.monotonic_ms()
         while not self._stopping.is_set():
             read_ms = self._clock.monotonic_ms()
             self._wake.clear()
@@ -184,28 +188,30 @@ class DelegatedConsumer:
                 found = self._client.execute(*read, settings.ticket_stream, "0")
             except (Unavailable, GroupMissing) as error:
                 logger.warning("consumer %s cannot read: %s", settings.consumer, error)
-                self._stopping.wait(_AWAY_S)
+                self._stopping.wait(_RETRY_WAIT_S)
                 continue
             for entry_id, pairs in found[0][1] if found else ():
                 if self._running.begin(entry_id, read_ms=read_ms, now_ms=self._clock.monotonic_ms()):
                     pool.submit(self._process, entry_id, pairs)
-            if self._clock.monotonic_ms() - beat_ms > _HEARTBEAT_S * 1000:
-                beat_ms = self._clock.monotonic_ms()
+            if self._clock.monotonic_ms() - heartbeat_ms > _HEARTBEAT_S * 1000:
+                heartbeat_ms = self._clock.monotonic_ms()
                 self._heartbeat()
             self._wake.wait(settings.poll_ms / 1000)
 
     def _process(self, entry_id: bytes, pairs: Sequence[bytes] | None) -> None:
         try:
             if pairs is None:
-                logger.warning("message %s was trimmed before it was processed: it is lost", entry_id.decode())
-            elif (problem := self._run(entry_id, pairs)) is not None:
-                self._tell("fail", entry_id, error=text_of(problem), retry=not isinstance(problem, Reject))
+                logger.warning("message %s is lost: it was trimmed before it was processed", entry_id.decode())
+            elif (failure := self._run(entry_id, pairs)) is not None:
+                self._tell("fail", entry_id, error=text_of(failure), retry=not isinstance(failure, Reject))
                 return
             if self._acknowledge(entry_id):
                 self._tell("acknowledge", entry_id)
             else:
-                logger.warning("message %s was given to another meanwhile, which does it again", entry_id.decode())
-        except RedisError as error:  # while it is away the consumer waits, unless it stops
+                logger.warning(
+                    "message %s was reassigned during its run: another consumer processes it again", entry_id.decode()
+                )
+        except RedisError as error:  # Unavailable: only when the consumer stops; until then `patiently` waits
             if not isinstance(error, Unavailable):
                 self._failures.append(error)
                 self._stopping.set()
@@ -220,7 +226,7 @@ class DelegatedConsumer:
             result = self._function(message)
             if inspect.isawaitable(result):
                 asyncio.run(_awaited(result))
-        except BaseException as error:  # noqa: BLE001 - the master is told
+        except BaseException as error:  # noqa: BLE001 - it is reported to the master
             logger.warning("message %s failed: %s: %s", message.id, type(error).__name__, text_of(error))
             return error
         return None

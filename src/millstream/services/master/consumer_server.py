@@ -1,4 +1,4 @@
-"""A consumer as a service: it works in a thread, and answers `/api/health` as masters ask."""
+"""run_consumer: runs a delegated consumer on a thread and serves its `/api/health` to masters."""
 
 import threading
 from collections.abc import Callable
@@ -23,9 +23,9 @@ def run_consumer(
     function: Function, settings: ConsumerSettings, *, host: str, port: int, limits: Limits, stop_s: float,
     on_ready: Callable[[str], None],
 ) -> None:  # fmt: skip
-    """Be a consumer until SIGTERM or SIGINT. Without a health URL of its own it names the address it listens on.
+    """Run a consumer until SIGTERM or SIGINT. Without a health URL in `settings`, its listen address is registered.
 
-    Raises ServerError, and what ended its work.
+    Raises ServerError, and the exception that ended the consumer.
     """
     stopping = threading.Event()
     listener = listen(host, port, connections=limits.connections)

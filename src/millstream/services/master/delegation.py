@@ -1,4 +1,4 @@
-"""What masters do in Redis in the name of consumers: give them messages, and take in what became of these."""
+"""Delegator: assigns messages to consumers and applies their results, in Redis."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -18,14 +18,14 @@ from millstream.services.master.registry import Registration, Registry
 from millstream.services.master.settings import MasterSettings
 from millstream.services.web.errors import Refused
 
-_MOST_LINES = 100_000
-"""Of so many messages that were given out it is remembered in which lines they are; of others Redis is asked."""
+_MOST_CACHED_QUEUES = 100_000
+"""Number of assigned messages whose key queue is cached in memory; for others it is read from Redis."""
 
 
 class Delegator:
-    """Consumers' messages, on the connection of `client`. Threads may share it. Every method raises RedisError.
+    """Assigns, acknowledges, fails and releases messages on behalf of consumers, on the connection of `client`.
 
-    `join` comes first.
+    Call `join` first. Threads may share it. Every method raises RedisError.
     """
 
     def __init__(
@@ -42,69 +42,69 @@ class Delegator:
 
     @property
     def label(self) -> str:
-        """The name of the work in figures."""
+        """The value of the label `handler` in metrics."""
         return self._settings.label
 
     def join(self) -> None:
-        """Make the group if there is none, and take it over, with what is pending there."""
+        """Create the group if it is missing, and take it over with its pending messages."""
         self.stream.join()
 
-    # Giving
+    # Assignment
 
-    def deal(self, name: str, found: Registration | None, *, count: int) -> list[bytes]:
-        """Give a consumer up to `count` more messages, if it may have some; return their ids."""
-        return [] if found is None else self.deal_all([(name, found, count)]).get(name, [])
+    def deal(self, name: str, registration: Registration | None, *, count: int) -> list[bytes]:
+        """Assign up to `count` more messages to a consumer, within its `max_tickets`; return their ids."""
+        return [] if registration is None else self.deal_all([(name, registration, count)]).get(name, [])
 
     def deal_all(self, wanted: Sequence[tuple[str, Registration, int]]) -> dict[str, list[bytes]]:
-        """The same for many consumers in one trip: the ids that each was given."""
+        """Assign messages to many consumers in one round trip; return the ids per consumer."""
         if self.stream.paused:
             return {}
-        asked = [
-            (name, self._stream_of(name, found), count, found.max_tickets)
-            for name, found, count in wanted
-            if found.state == "alive"
+        requests = [
+            (name, self._stream_of(name, registration), count, registration.max_tickets)
+            for name, registration, count in wanted
+            if registration.state == "alive"
         ]
-        replies = self._client.pipeline([stream.to_deal(count, most) for _, stream, count, most in asked])
-        given: dict[str, list[bytes]] = {}
-        for (name, stream, count, most), reply in zip(asked, replies, strict=True):
+        replies = self._client.pipeline([stream.to_deal(count, most) for _, stream, count, most in requests])
+        assigned: dict[str, list[bytes]] = {}
+        for (name, stream, count, most), reply in zip(requests, replies, strict=True):
             leases = stream.dealt(reply, count, most)
-            given[name] = [lease.entries[0].id for lease in leases]
+            assigned[name] = [lease.entries[0].id for lease in leases]
             self._lines.update((lease.entries[0].id, lease.line) for lease in leases)
-        if len(self._lines) > _MOST_LINES:
+        if len(self._lines) > _MOST_CACHED_QUEUES:
             self._lines.clear()
-        return given
+        return assigned
 
-    def _stream_of(self, name: str, found: Registration) -> ConsumerStream:
+    def _stream_of(self, name: str, registration: Registration) -> ConsumerStream:
         stream = self._streams.get(name)
-        if stream is None or stream.incarnation != found.incarnation:
-            stream = self._streams[name] = ConsumerStream(self._client, self._settings, name, found.incarnation)
+        if stream is None or stream.incarnation != registration.incarnation:
+            stream = self._streams[name] = ConsumerStream(self._client, self._settings, name, registration.incarnation)
             stream.join_as(self.stream)
         return stream
 
     def forget(self, known: Mapping[str, Registration]) -> None:
-        """Drop what is held in memory for consumers that are not registered any more."""
+        """Drop the in-memory state of consumers that are no longer registered."""
         for name in self._streams.keys() - known.keys():
             self._streams.pop(name, None)
 
-    # Taking in
+    # Results
 
-    def not_held(self, name: str, entry_id: bytes, what: Settled, who: str) -> Refused:
-        """What a consumer is answered that has acknowledged what it does not have: `what` became of it, by `who`."""
+    def not_held(self, name: str, entry_id: bytes, outcome: Settled, other: str) -> Refused:
+        """The refusal for a consumer that acknowledged a message it does not have; `other` has it or has done it."""
         message_id = entry_id.decode()
-        if what == "unknown":
+        if outcome == "unknown":
             return Refused(
-                404, f"there is no message {message_id} in {self.stream.stream}: there never was, or it was trimmed"
+                404, f"there is no message {message_id} in {self.stream.stream}: it never existed or was trimmed"
             )
-        return self._refused(name, message_id, _became(what, who))
+        return self._refused(name, message_id, _describe(outcome, other))
 
     def lines_of(self, messages: Sequence[tuple[str, bytes]]) -> list[bytes]:
-        """The line of each of these messages, named by consumer and id; b"" where that is not known any more."""
-        strange = list(dict.fromkeys(one for _, one in messages if one not in self._lines))
-        found = dict(zip(strange, self._lines_in_stream(strange), strict=True)) if strange else {}
-        lines = [self._lines.pop(one, b"") or found.get(one, b"") for _, one in messages]
-        trimmed = {name for (name, _), line in zip(messages, lines, strict=True) if not line}
-        held = {(name, lease.waiting[0].id): lease.line for name in trimmed for lease in self.held_by(name)}
-        return [line or held.get(message, b"") for message, line in zip(messages, lines, strict=True)]
+        """The key queue of each message, given by consumer and id; b"" where it is unknown."""
+        uncached = list(dict.fromkeys(one for _, one in messages if one not in self._lines))
+        read = dict(zip(uncached, self._lines_in_stream(uncached), strict=True)) if uncached else {}
+        queues = [self._lines.pop(one, b"") or read.get(one, b"") for _, one in messages]
+        trimmed = {name for (name, _), queue in zip(messages, queues, strict=True) if not queue}
+        leased = {(name, lease.waiting[0].id): lease.line for name in trimmed for lease in self.held_by(name)}
+        return [queue or leased.get(message, b"") for message, queue in zip(messages, queues, strict=True)]
 
     def _lines_in_stream(self, ids: Sequence[bytes]) -> list[bytes]:
         found = self._client.pipeline([("XRANGE", self.stream.stream, one, one) for one in ids])
@@ -114,55 +114,55 @@ class Delegator:
         ]
 
     def settle(self, name: str, entry_id: bytes) -> tuple[Settled, str]:
-        """Take in a message that a consumer says it has done and has no lease on: what became of it, and who has or did it."""
-        (line,) = self._lines_in_stream([entry_id])
-        return self.stream.settle(name, entry_id, line)
+        """Acknowledge a message without a lease; return its outcome, and the consumer that has it or has done it."""
+        (queue,) = self._lines_in_stream([entry_id])
+        return self.stream.settle(name, entry_id, queue)
 
     def fail(self, name: str, message_id: str, error: str, *, retry: bool = True) -> tuple[str, list[bytes]]:
-        """A consumer could not do it: the message is tried again later, or given up; also say what it gets next.
+        """Apply a consumer's failure: retry the message later, dead-letter it or park its ticket.
 
-        Return "retry", "dead-letter" or "park". Raises Refused if the consumer does not have the message, as when this
-        is repeated.
+        Return "retry", "dead-letter" or "park", and the ids of the consumer's next messages. Raises Refused if the
+        consumer does not have the message, as when the call is repeated.
         """
-        held = self._held(name, message_id)
-        if held is None:
+        lease = self._held(name, message_id)
+        if lease is None:
             raise self._lost(name, message_id)
         policy = self._settings.retry
-        attempts = held.waiting[0].attempt
+        attempts = lease.waiting[0].attempt
         if retry and (attempts < policy.attempts or policy.then == "block"):
-            outcome, ending = "retry", LeaseRelease(held, "later", round(policy.delay_after(attempts)), attempts)
+            outcome, result = "retry", LeaseRelease(lease, "later", round(policy.delay_after(attempts)), attempts)
             self._metrics.count(m.RETRIED, handler=self._settings.label)
         elif policy.then == "dead-letter" or not retry:
-            letter = self.letter(held.waiting[0], "failed" if retry else "rejected", error)
-            if not self._bury(held, letter):
+            letter = self.letter(lease.waiting[0], "failed" if retry else "rejected", error)
+            if not self._bury(lease, letter):
                 raise self._lost(name, message_id)
             return "dead-letter", self._next(name)
         else:
-            outcome, ending = "park", LeaseRelease(held, "park", error, attempts)
+            outcome, result = "park", LeaseRelease(lease, "park", error, attempts)
             self._metrics.count(m.PARKED, handler=self._settings.label)
-        if self.stream.release([ending]):
+        if self.stream.release([result]):
             raise self._lost(name, message_id)
         return outcome, self._next(name)
 
     def release(self, name: str, message_id: str | None = None) -> int:
-        """A consumer gives back a message, or all that it has, as if it had never got them. Return how many."""
+        """Release one message of a consumer, or all of them, without counting an attempt; return their number."""
         if message_id is not None:
-            held = self._held(name, message_id)
-            leases = [held] if held else []
+            lease = self._held(name, message_id)
+            leases = [lease] if lease else []
         else:
             leases = self.held_by(name)
         refused = self.stream.release([LeaseRelease(lease, "first") for lease in leases])
         return len(leases) - len(refused)
 
-    # Looking
+    # Queries
 
     def held_by(self, name: str) -> list[KeyLease]:
-        """What a consumer has now."""
+        """The leases of a consumer."""
         owners = self._client.execute("HGETALL", self._keys.owners)
         pairs = zip(owners[::2], owners[1::2], strict=True)
-        found = [(line, token) for line, token in pairs if holder_of(token) == name]
-        heads = self._client.pipeline([("LINDEX", self._keys.line(line), 0) for line, _ in found])
-        return [self._lease(*one, head, ()) for one, head in zip(found, heads, strict=True) if isinstance(head, bytes)]
+        owned = [(queue, token) for queue, token in pairs if holder_of(token) == name]
+        heads = self._client.pipeline([("LINDEX", self._keys.line(queue), 0) for queue, _ in owned])
+        return [self._lease(*one, head, ()) for one, head in zip(owned, heads, strict=True) if isinstance(head, bytes)]
 
     def letter(self, delivery: Delivery, reason: Reason, error: str) -> DeadLetter:
         """The dead letter of a message."""
@@ -174,78 +174,78 @@ class Delegator:
             time_ms=time.time_ns() // 1_000_000,
         )  # fmt: skip
 
-    # Inside
+    # Internals
 
     def _held(self, name: str, message_id: str) -> KeyLease | None:
-        """The lease under which a consumer has a message."""
+        """A consumer's lease on a message, or None."""
         entry_id = entry_id_of(message_id)
         entries = self._client.execute("XRANGE", self.stream.stream, entry_id, entry_id)
         if not entries:  # it was trimmed meanwhile
             return next((one for one in self.held_by(name) if one.waiting[0].id == entry_id), None)
-        line = self.stream.line_of(entry_id, entries[0][1])
+        queue = self.stream.line_of(entry_id, entries[0][1])
         token, head, failed = map(
             raise_if_error,
             self._client.pipeline(
                 (
-                    ("HGET", self._keys.owners, line),
-                    ("LINDEX", self._keys.line(line), 0),
+                    ("HGET", self._keys.owners, queue),
+                    ("LINDEX", self._keys.line(queue), 0),
                     ("HGET", self._keys.strikes, entry_id + FAILED.encode()),
                 )
             ),
         )
         if token is None or holder_of(token) != name or head != entry_id:
             return None
-        return self._lease(line, token, entry_id, entries[0][1], int(failed or 0) + 1)
+        return self._lease(queue, token, entry_id, entries[0][1], int(failed or 0) + 1)
 
-    def _lease(self, line: bytes, token: bytes, head: bytes, pairs: Sequence[bytes], attempt: int = 1) -> KeyLease:
-        lease = KeyLease(stream=self.stream, line=line, token=token, state=b"", until_ms=0.0, given=1)
-        # With two deliveries or more, what is counted of it is forgotten at its end.
+    def _lease(self, queue: bytes, token: bytes, head: bytes, pairs: Sequence[bytes], attempt: int = 1) -> KeyLease:
+        lease = KeyLease(stream=self.stream, line=queue, token=token, state=b"", until_ms=0.0, given=1)
+        # With a delivery count of two or more, the commit also clears the entry's failure and crash counts.
         lease.waiting.append(Delivery(self.stream, head, pairs, attempt, 2, lease=lease))
         return lease
 
-    def _bury(self, held: KeyLease, letter: DeadLetter) -> bool:
-        """Make a message a dead letter, and end its consumer's turn with the ticket. False if the lease was lost."""
-        unit = self.stream.unit_of(held, list(held.waiting))
-        unit.add_dead(letter.items())
-        if self.stream.commit([unit]):
+    def _bury(self, lease: KeyLease, letter: DeadLetter) -> bool:
+        """Dead-letter a message and release its lease. False if the lease was lost."""
+        effects = self.stream.unit_of(lease, list(lease.waiting))
+        effects.add_dead(letter.items())
+        if self.stream.commit([effects]):
             return False
         self._metrics.count(m.DEAD, handler=self._settings.label, reason=letter.reason)
-        self.stream.release([LeaseRelease(held, "next")])
+        self.stream.release([LeaseRelease(lease, "next")])
         return True
 
     def _next(self, name: str) -> list[bytes]:
-        found = self._registry.get(name)
-        if found is not None and found.state == "stuck":
+        registration = self._registry.get(name)
+        if registration is not None and registration.state == "stuck":
             self._registry.mark(name, "alive")
-            found = self._registry.get(name)
-        return self.deal(name, found, count=1)
+            registration = self._registry.get(name)
+        return self.deal(name, registration, count=1)
 
     def _lost(self, name: str, message_id: str) -> Refused:
-        found = self._registry.get(name)
-        if found is not None and found.state == "stuck":
+        registration = self._registry.get(name)
+        if registration is not None and registration.state == "stuck":
             self._registry.mark(name, "alive")
-        return self._refused(name, message_id, "what it did may be done again")
+        return self._refused(name, message_id, "the message may be processed again")
 
     def _refused(self, name: str, message_id: str, why: str) -> Refused:
         self._metrics.count(m.REFUSED, handler=self.label)
         return Refused(409, f"consumer {name!r} does not have message {message_id} (any more): {why}")
 
 
-def _became(what: Settled, who: str) -> str:
-    if what == "held":
-        return f"{who!r} has it" if who else "it waits for its turn"
-    if what == "done":
-        return f"{who!r} has done it"
-    return "nobody was given it yet" if what == "new" else "it ended before, as done or as a dead letter"
+def _describe(outcome: Settled, other: str) -> str:
+    if outcome == "pending":
+        return f"{other!r} has it" if other else "it is queued behind earlier messages of its ticket"
+    if outcome == "done":
+        return f"{other!r} has done it"
+    return "it is not assigned to any consumer yet" if outcome == "new" else "it was done or dead-lettered before"
 
 
 def holder_of(token: bytes) -> str:
-    """The consumer that a lease token was given to."""
+    """The consumer that holds a lease token."""
     return token.split(b" ", 2)[2].decode("utf-8", "replace")
 
 
 def entry_id_of(text: str) -> bytes:
-    """The id of a message as Redis writes it. Raises Refused for what is none."""
+    """The id of a message as Redis writes it. Raises Refused if it is not an entry id."""
     try:
         return str(EntryId.parse(text)).encode()
     except ConfigError as error:

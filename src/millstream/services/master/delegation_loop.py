@@ -1,4 +1,4 @@
-"""A master's rounds: new messages go into their lines, ready ones to consumers that are free, and leases are looked after."""
+"""DelegationLoop: enqueues new messages per key, assigns ready ones to free consumers, and renews or ends leases."""
 
 import logging
 import threading
@@ -21,26 +21,26 @@ logger = logging.getLogger(__name__)
 
 _BLOCK_MS = 200
 _PAUSE_S = 0.05
-_APART_MS = 10.0
-"""Rounds begin so far apart at least: under load many messages share the cost of one."""
-_ROUTED_AT_ONCE = 500
+_MIN_INTERVAL_MS = 10.0
+"""Minimum time between the starts of two iterations: under load, many messages share the cost of one."""
+_ENQUEUED_AT_ONCE = 500
 _TIMEOUT_SLACK_MS = 5_000
 _STATES = ("alive", "stuck", "dead")
 
 
 class DelegationLoop:
-    """One master's rounds, until it is told to stop. Any number of masters may make them at once.
+    """The loop of one master. Any number of masters may run it at once.
 
-    It has connections of its own to `url`, as it waits for new messages on one.
+    It opens two connections to `url`, as it blocks on one of them for new messages.
     """
 
     def __init__(
-        self, url: str, desk: Delegator, registry: Registry, settings: MasterSettings, *, progress: Progress,
+        self, url: str, delegator: Delegator, registry: Registry, settings: MasterSettings, *, progress: Progress,
         metrics: Metrics = NOBODY, clock: Clock = SYSTEM_CLOCK,
     ) -> None:  # fmt: skip
         self._reading = Client(url, timeout_ms=_BLOCK_MS + _TIMEOUT_SLACK_MS, clock=clock)
         self._client = Client(url, clock=clock)
-        self._desk = desk
+        self._desk = delegator
         self._registry = registry
         self._settings = settings
         self._progress = progress
@@ -52,11 +52,11 @@ class DelegationLoop:
         self._tended_ms = self._adopted_ms = self._round_ms = float("-inf")
 
     def hurry(self) -> None:
-        """Have leases looked after at once."""
+        """Check all leases in the next iteration."""
         self._tended_ms = float("-inf")
 
     def run(self, stopping: threading.Event) -> None:
-        """Make rounds until `stopping`. Waits while Redis is away; raises StaleOwner and the other RedisErrors."""
+        """Run until `stopping` is set. Waits while Redis is unavailable; raises StaleOwner and other RedisErrors."""
         try:
             self._patiently(self._desk.join, stopping)
             while not stopping.is_set():
@@ -87,48 +87,49 @@ class DelegationLoop:
             self._deal()
         self._progress.read()
 
-    # Looking after leases
+    # Leases
 
     def _tend(self) -> None:
-        tended = self._desk.stream.tend()
-        for name in {lost.holder for lost in tended.lost if lost.why == "stuck"}:
+        result = self._desk.stream.tend()
+        for name in {lost.holder for lost in result.lost if lost.why == "stuck"}:
             self._registry.mark(name, "stuck")
             logger.warning(
-                "consumer %s took longer than %.0f s: it gets nothing more until it ends a message or registers again",
+                "consumer %s is stuck: it held a message longer than %.0f s; "
+                "no more are assigned to it until it finishes one or registers again",
                 name, self._settings.delegation_ms / 1000,
             )  # fmt: skip
-        if tended.acknowledged:
-            self._metrics.count(m.COMMITTED, len(tended.acknowledged), handler=self._settings.label)
+        if result.acknowledged:
+            self._metrics.count(m.COMMITTED, len(result.acknowledged), handler=self._settings.label)
         self._bury()
-        self._report(tended.extended)
+        self._report(result.extended)
 
     def _bury(self) -> None:
-        """Move to the dead letters what too many consumers may have died of; the rest of its line goes on."""
+        """Dead-letter messages that lost too many leases and may have crashed consumers; their queues go on."""
         if self._settings.retry.then != "dead-letter":
             return
         parked = self._client.execute("HGETALL", self._keys.parked)
-        for line, note in zip(parked[::2], parked[1::2], strict=True):
+        for queue, note in zip(parked[::2], parked[1::2], strict=True):
             if note.partition(b" ")[2] == LOST_TOO_OFTEN.encode():
-                buried = skip(self._client, self._keys, line, error=LOST_TOO_OFTEN, reason="crashed")
-                if buried is not None:
+                skipped = skip(self._client, self._keys, queue, error=LOST_TOO_OFTEN, reason="crashed")
+                if skipped is not None:
                     self._metrics.count(m.DEAD, handler=self._settings.label, reason="crashed")
-                    logger.warning("message %s is a dead letter: %s", buried, LOST_TOO_OFTEN)
-                unpark(self._client, self._keys, line)
+                    logger.warning("message %s was dead-lettered: %s", skipped, LOST_TOO_OFTEN)
+                unpark(self._client, self._keys, queue)
 
     def _adopt(self, now_ms: float) -> None:
-        adopted = self._desk.stream.adopt_idle(now_ms)
-        if adopted:
-            self._metrics.count(m.ADOPTED, len(adopted), handler=self._settings.label)
-            logger.warning("%d idle messages were brought back into their lines", len(adopted))
+        claimed = self._desk.stream.adopt_idle(now_ms)
+        if claimed:
+            self._metrics.count(m.ADOPTED, len(claimed), handler=self._settings.label)
+            logger.warning("%d idle messages were claimed and put back into their key queues", len(claimed))
 
     # New messages
 
     def _route(self) -> None:
-        passed = self._desk.stream.route(count=_ROUTED_AT_ONCE, most_pending=self._settings.most_waiting)
-        self._metrics.count(m.READ, passed, handler=self._settings.label)
+        enqueued = self._desk.stream.route(count=_ENQUEUED_AT_ONCE, most_pending=self._settings.most_waiting)
+        self._metrics.count(m.READ, enqueued, handler=self._settings.label)
 
     def _deal(self) -> None:
-        """Give what is ready to those who have the least, in equal shares."""
+        """Assign ready messages in equal shares, first to the consumers that hold the fewest."""
         ready, due, time, owners = map(
             raise_if_error,
             self._client.pipeline(
@@ -152,8 +153,8 @@ class DelegationLoop:
         self._desk.deal_all([(name, found, share) for _, name, found in sorted(free, key=lambda one: one[:2])])
 
     def _wait(self, stopping: threading.Event) -> None:
-        """Wait for a new message, but not for long, nor for no time at all where they come one after another."""
-        stopping.wait(max(0.0, self._round_ms + _APART_MS - self._clock.monotonic_ms()) / 1000)
+        """Wait for a new message, between the minimum interval and the time of a blocking read."""
+        stopping.wait(max(0.0, self._round_ms + _MIN_INTERVAL_MS - self._clock.monotonic_ms()) / 1000)
         stream = self._desk.stream
         if stream.paused or stream.pending >= self._settings.most_waiting:
             stopping.wait(_PAUSE_S)

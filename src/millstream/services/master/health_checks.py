@@ -1,4 +1,4 @@
-"""Calls the health URLs of the registered consumers, and says in the registry what came of it."""
+"""HealthChecker: calls the health URLs of the registered consumers, and records the results in the registry."""
 
 import asyncio
 import errno
@@ -24,26 +24,26 @@ from millstream.services.web.errors import Refused
 logger = logging.getLogger(__name__)
 
 _LONGEST_S, _LONGEST_CONNECT_S = 3.0, 1.0
-_AT_ONCE_AT_ONE_PLACE = 16
-_LOOKUPS_AT_ONCE = 32
-_ON_TIME = 0.25
-"""A master was on time if it was late by less than this part of the time that it had."""
+_CONCURRENT_PER_ENDPOINT = 16
+_LOOKUP_THREADS = 32
+_ON_TIME_RATIO = 0.25
+"""A master was on time if its event loop was late by less than this part of the timeout."""
 
-_OWN_TROUBLES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+_LOCAL_ERRNOS = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 Life = tuple[str, str]
-"""A consumer's name, and which life of it."""
+"""A consumer's name and incarnation."""
 
 Place = tuple[str, int]
 """Host and port of a health URL."""
 
 
 class Ping(NamedTuple):
-    """What came of a ping.
+    """The result of a health check.
 
-    * `problem`: what is wrong; None if nothing is
-    * `by`: how that is known: by an "answer" or a refusal; by "silence", which may be this master's not listening; or not
-      at all, as it is trouble of the master's "own"
+    * `problem`: why the consumer is not healthy; None if it is
+    * `by`: the evidence: an "answer" or a refused connection; "silence", which may be the fault of a late master; or
+      "own", an error of the master itself, which says nothing about the consumer
     """
 
     problem: str | None
@@ -51,12 +51,11 @@ class Ping(NamedTuple):
 
 
 class HealthChecker:
-    """Finds out which consumers are healthy. `on_death` is called after one was found dead.
+    """Checks which consumers are healthy. Calls `on_death` after it has declared one dead.
 
-    A health URL is asked without redirects, proxies or cookies, at an address that was looked up once and judged; all that
-    counts is that the status is one of 2xx, so nothing of the body is read. Each consumer is asked when its own time has
-    come: one that answers late, or never, holds up none but those at the same host and port. A ping counts as missed only if
-    this master was on time itself.
+    It calls a health URL without redirects, proxies or cookies, at an address that it resolved once and checked. Only
+    the status counts, any of 2xx; the body is not read. Each consumer has a schedule of its own: a slow or silent one
+    delays only consumers at the same host and port. A check counts as missed only if this master was on time itself.
     """
 
     def __init__(
@@ -74,11 +73,11 @@ class HealthChecker:
         self._under_way: set[Life] = set()
         self._late_s: dict[Life, float] = {}
         self._places: WeakValueDictionary[Place, asyncio.Semaphore] = WeakValueDictionary()
-        # Names that nobody answers for keep threads for long: those of the event loop are for other things.
-        self._lookups = ThreadPoolExecutor(_LOOKUPS_AT_ONCE, "millstream-lookup")
+        # A lookup of a dead name blocks its thread for long: the event loop's pool must not fill with them.
+        self._lookups = ThreadPoolExecutor(_LOOKUP_THREADS, "millstream-lookup")
 
     async def run(self) -> None:
-        """Ping everyone, again and again, until cancelled."""
+        """Check all consumers periodically until cancelled."""
         try:
             async with open_transport() as transport, asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._lateness.run())
@@ -86,8 +85,8 @@ class HealthChecker:
                     try:
                         consumers = await asyncio.to_thread(self._registry.all)
                     except RedisError as error:
-                        logger.warning("the consumers cannot be looked up: %s", error)
-                        self._failures.clear()  # no master could take a heartbeat meanwhile, or note one
+                        logger.warning("cannot read the registered consumers: %s", error)
+                        self._failures.clear()  # without Redis, no master could record a heartbeat
                     else:
                         self._begin_due(consumers, transport, tasks)
                     await asyncio.sleep(min(1.0, self._interval_s / 5))
@@ -98,13 +97,13 @@ class HealthChecker:
         self, consumers: Mapping[str, Registration], transport: httpx.AsyncBaseTransport, tasks: asyncio.TaskGroup
     ) -> None:
         now_s = asyncio.get_running_loop().time()
-        lives = {(name, found.incarnation): found for name, found in consumers.items()}
-        self._failures = {life: count for life, count in self._failures.items() if life in lives}
-        self._due_s = {life: due_s for life, due_s in self._due_s.items() if life in lives}
-        self._late_s = {life: late_s for life, late_s in self._late_s.items() if life in lives}
-        for life, found in lives.items():
+        registered = {(name, found.incarnation): found for name, found in consumers.items()}
+        self._failures = {life: count for life, count in self._failures.items() if life in registered}
+        self._due_s = {life: due_s for life, due_s in self._due_s.items() if life in registered}
+        self._late_s = {life: late_s for life, late_s in self._late_s.items() if life in registered}
+        for life, found in registered.items():
             if life not in self._under_way and self._due_s.get(life, now_s) <= now_s:
-                # Not all at the same time for ever, where all were found at the same time.
+                # Jitter: consumers found at the same time must not be checked at the same time for ever.
                 self._due_s[life] = now_s + self._interval_s * random.uniform(0.9, 1.0)
                 self._under_way.add(life)
                 tasks.create_task(self._look(life, found, transport))
@@ -113,35 +112,35 @@ class HealthChecker:
         try:
             late_s = self._lateness.so_far_s()
             if found.health_url is None:
-                # It may have sent one that this master was too late to take since it last looked.
+                # Delay since the previous check counts: this master may have been too late to receive a heartbeat.
                 late_s = self._late_s.get(life, late_s)
-                found_out = Ping("it sent no heartbeat", "silence")
+                result = Ping("it sent no heartbeat", "silence")
             else:
-                found_out = await self._ping(transport, found.health_url)
+                result = await self._ping(transport, found.health_url)
             self._late_s[life] = self._lateness.so_far_s()
-            was_late = self._late_s[life] - late_s > _ON_TIME * self._timeout_s
-            if found_out.by == "own":
-                logger.warning("consumer %s cannot be pinged for now: %s", life[0], found_out.problem)
-            elif found_out.by == "answer" or not was_late:
-                await asyncio.to_thread(self._judge, life, found_out.problem)
+            was_late = self._late_s[life] - late_s > _ON_TIME_RATIO * self._timeout_s
+            if result.by == "own":
+                logger.warning("cannot check the health of consumer %s: %s", life[0], result.problem)
+            elif result.by == "answer" or not was_late:
+                await asyncio.to_thread(self._judge, life, result.problem)
             elif found.health_url is None:
                 self._failures.pop(life, None)
         except RedisError as error:
-            logger.warning("what became of a ping cannot be noted: %s", error)
+            logger.warning("cannot record the health of consumer %s: %s", life[0], error)
         finally:
             self._under_way.discard(life)
 
     async def _ping(self, transport: httpx.AsyncBaseTransport, url: str) -> Ping:
         try:
             target = self._allowed.target(url)
-        except Refused as error:  # by the rules of this master; another had let it in
+        except Refused as error:  # by this master's allow list; another master had registered it
             return Ping(str(error))
-        turns = self._places.setdefault((target.host, target.port), asyncio.Semaphore(_AT_ONCE_AT_ONE_PLACE))
-        async with turns:
+        slots = self._places.setdefault((target.host, target.port), asyncio.Semaphore(_CONCURRENT_PER_ENDPOINT))
+        async with slots:
             return await self.ping(transport, target)
 
     async def ping(self, transport: httpx.AsyncBaseTransport, target: Target, timeout_s: float | None = None) -> Ping:
-        """Ask at a health URL, for `timeout_s` seconds at most, or as long as the settings say."""
+        """Call a health URL; wait at most `timeout_s` seconds, by default as long as the settings say."""
         within_s = self._timeout_s if timeout_s is None else timeout_s
         try:
             async with asyncio.timeout(within_s):
@@ -151,11 +150,11 @@ class HealthChecker:
         except (TimeoutError, httpx.TimeoutException):
             return Ping("no answer in time", "silence")
         except (Refused, httpx.HTTPError, httpx.InvalidURL, OSError, ValueError) as error:
-            return Ping(str(error) or type(error).__name__, "own" if _is_own_trouble(error) else "answer")
+            return Ping(str(error) or type(error).__name__, "own" if _is_local_error(error) else "answer")
         return Ping(None if response.is_success else f"status {response.status_code}")
 
     async def _resolve(self, target: Target) -> Address:
-        """The first address of a host, if it may be called. Raises Refused and OSError."""
+        """The first allowed address of a host. Raises Refused and OSError."""
         for address in await self._addresses(target):
             if self._allowed.permits(target, address):
                 return address
@@ -176,23 +175,23 @@ class HealthChecker:
             self._failures.pop(life, None)
             self._registry.healthy(name, incarnation, every_ms=self._settings.ping_ms // 2)
             return
-        # Silence counts only as far as this master has listened: the registry may be older than this process.
+        # Count only checks of this process: the last success in the registry may be from before it started.
         self._failures[life] = self._failures.get(life, 0) + 1
         silent_ms = self._settings.silent_ms - self._settings.ping_ms // 2
         if self._failures[life] < self._settings.ping_failures:
             return
         if self._registry.silent(name, incarnation, silent_ms=silent_ms):
-            logger.warning("consumer %s is dead (%s): its messages go to others", name, problem)
+            logger.warning("consumer %s is dead: %s; reassigning its messages", name, problem)
             self._on_death()
 
     @property
     def failures(self) -> Mapping[Life, int]:
-        """How many times in a row each life of a consumer was found ill."""
+        """Consecutive failed checks per consumer incarnation."""
         return self._failures
 
 
 def open_transport() -> httpx.AsyncHTTPTransport:
-    """What pings go out on: a connection for each. Unlike a client of httpx it follows and remembers nothing."""
+    """The HTTP transport of the checks, one connection each. Unlike an httpx client it has no redirects or cookies."""
     return httpx.AsyncHTTPTransport(
         trust_env=False, limits=httpx.Limits(max_connections=None, max_keepalive_connections=0)
     )
@@ -210,11 +209,11 @@ def _request(target: Target, address: Address, within_s: float) -> httpx.Request
     )
 
 
-def _is_own_trouble(error: BaseException) -> bool:
-    """Whether this process has no files or memory left for a connection."""
+def _is_local_error(error: BaseException) -> bool:
+    """Whether this process has no file descriptors or memory left for a connection."""
     cause: BaseException | None = error
     while cause is not None:
-        if isinstance(cause, OSError) and cause.errno in _OWN_TROUBLES:
+        if isinstance(cause, OSError) and cause.errno in _LOCAL_ERRNOS:
             return True
         cause = cause.__cause__ or cause.__context__
     return False

@@ -1,6 +1,8 @@
-"""Which health URLs a master calls. Whoever may register names a URL that the master then asks, from where it stands: so it
-asks only where it was told to, at an address that it has looked up and judged itself (OWASP, "Server-Side Request Forgery
-Prevention Cheat Sheet").
+"""AllowList: the health URLs that a master may call.
+
+A consumer that registers chooses a URL, and the master calls it from inside its own network. To prevent server-side
+request forgery it calls only allowed hosts, at an address that it resolved and checked itself (OWASP, "Server-Side
+Request Forgery Prevention Cheat Sheet").
 """
 
 import ipaddress
@@ -25,7 +27,7 @@ _PORTS = {"http": 80, "https": 443}
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What is behind a URL: scheme, host, port, and the path with its query."""
+    """The parts of a URL: scheme, host, port, and the path with its query."""
 
     scheme: str
     host: str
@@ -41,17 +43,18 @@ class _Rule:
 
 
 class AllowList:
-    """The hosts whose health URLs may be called: `HOST`, `*.DOMAIN`, an address or a network, each with `:PORT` or without.
+    """The hosts whose health URLs may be called.
 
-    A host that is named may have any address but those of this machine, of the local link and the like, which have to be
-    allowed as addresses. Raises ConfigError for what is none of these.
+    An entry is `HOST`, `*.DOMAIN`, an address or a network, with or without `:PORT`. A host allowed by name may have
+    any address except loopback, link-local, multicast and unspecified ones, which have to be allowed as addresses.
+    Raises ConfigError for any other entry.
     """
 
     def __init__(self, entries: Sequence[str]) -> None:
         self._rules = [_rule(entry) for entry in entries]
 
     def target(self, url: str) -> Target:
-        """Take `url` apart. Raises Refused if it is not one that any address could make right."""
+        """Parse `url`. Raises Refused if it is invalid, or not allowed whatever address its host resolves to."""
         try:
             parts = urlsplit(url)
             port = parts.port
@@ -63,13 +66,13 @@ class AllowList:
             raise Refused(422, "the health URL must be without user and password")
         target = Target(parts.scheme, parts.hostname, port or _PORTS[parts.scheme], _path(parts))
         literal = literal_address(target.host)
-        known = self._allows_address(literal, target.port) if literal else self._may_resolve(target)
-        if not known:
+        is_possible = self._allows_address(literal, target.port) if literal else self._may_resolve(target)
+        if not is_possible:
             raise Refused(403, f"health URLs at {target.host}:{target.port} are not allowed here; see --allow-health")
         return target
 
     def permits(self, target: Target, address: Address) -> bool:
-        """Whether the host of `target` may be called at `address`, which it was found to have."""
+        """Whether the host of `target` may be called at `address`, to which it resolved."""
         if self._allows_address(address, target.port):
             return True
         plain = _unmapped(address)
@@ -89,7 +92,7 @@ class AllowList:
         )
 
     def _may_resolve(self, target: Target) -> bool:
-        # A name that is not in the list is judged by its address, if addresses are in the list for its port.
+        # A name that is not in the list is checked by its address later, if the list has networks for its port.
         networks = any(rule.network is not None and rule.port in (None, target.port) for rule in self._rules)
         return networks or self._names(target)
 
@@ -98,12 +101,12 @@ def _rule(entry: str) -> _Rule:
     bare = _network(entry)
     found = _ENTRY.fullmatch(entry)
     if bare is None and found is None:
-        raise ConfigError(f"{entry!r} is no host to allow: write HOST, HOST:PORT, 10.0.0.0/8 or [fd00::]/8")
+        raise ConfigError(f"cannot allow health URLs at {entry!r}: use HOST, HOST:PORT, 10.0.0.0/8 or [fd00::]/8")
     if bare is not None or found is None:
         return _Rule(bare, "", None)
     host, port = found["six"] or found["host"], found["port"]
     if port and not 0 < int(port) < 65536:
-        raise ConfigError(f"{entry!r}: there is no port {port}")
+        raise ConfigError(f"{entry!r}: port {port} is out of range; use 1 to 65535")
     return _Rule(_network(host + (found["mask"] or "")), host.lower().rstrip("."), int(port) if port else None)
 
 
@@ -115,7 +118,7 @@ def _network(text: str) -> Network | None:
 
 
 def literal_address(host: str) -> Address | None:
-    """The address that a host is written as, if it is no name."""
+    """The address, if the host is written as one and not as a name."""
     try:
         return ipaddress.ip_address(host)
     except ValueError:

@@ -1,4 +1,4 @@
-"""Masters' holds on the stream: one for the group as a whole, and one in the name of each consumer."""
+"""GroupStream and ConsumerStream: the keyed stream as a master uses it, for the group and on behalf of one consumer."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,22 +18,22 @@ REQUEUE_PENDING = Script("keys/requeue_pending")
 FINISH = Script("master/finish")
 END_LEASE = Script("master/end_lease")
 
-LOST_TOO_OFTEN = "its consumers died or hung, each time"
-"""Why a line is parked until a master has moved its first entry to the dead letters."""
+LOST_TOO_OFTEN = "all consumers that processed it died or hung"
+"""Why a key queue is parked until a master has dead-lettered its first entry."""
 
-_ADOPTED_AT_ONCE = 500
+_CLAIMED_AT_ONCE = 500
 _MOST_WATCHED = 5_000
 
 
-Settled = Literal["held", "settled", "taken", "done", "ended", "new", "unknown"]
-"""What may become of a message that a consumer has no lease on: see master/end_lease.lua."""
+Settled = Literal["pending", "acked", "acked-unassigned", "done", "ended", "new", "unknown"]
+"""The outcome of acknowledging a message without a lease: see master/end_lease.lua."""
 
 Finishing = tuple[str, bytes, bytes]
-"""A consumer, the id of a message that it has done, and the message's line."""
+"""A consumer, the id of a message that it has processed, and the message's key queue."""
 
 
 class Lost(NamedTuple):
-    """A lease that was taken back: "gone" is a holder that died or began anew, "stuck" one that took too long."""
+    """A revoked lease: its holder is "gone" (dead, or re-registered) or "stuck" (over the delegation time)."""
 
     line: bytes
     id: bytes
@@ -43,7 +43,7 @@ class Lost(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RenewResult:
-    """What `GroupStream.tend` did: leases extended, ids that count as acknowledged, leases taken back."""
+    """The result of one renewal: leases renewed, ids that were acknowledged with XACK, leases revoked."""
 
     extended: int
     acknowledged: list[bytes]
@@ -51,7 +51,7 @@ class RenewResult:
 
 
 class GroupStream(KeyedStream):
-    """A master's hold on the stream and the group. Methods raise RedisError."""
+    """The stream and its group, as a member that all masters share. Methods raise RedisError."""
 
     def __init__(self, client: Client, settings: MasterSettings) -> None:
         super().__init__(
@@ -62,25 +62,25 @@ class GroupStream(KeyedStream):
         self._seen_ms: dict[tuple[bytes, str], float] = {}
 
     def line_of(self, entry_id: bytes, pairs: Sequence[bytes]) -> bytes:
-        """The name of an entry's line; b"" if it was redriven for another handler."""
+        """The name of an entry's key queue; b"" if the entry was redriven for another handler."""
         return self._line_of(entry_id, pairs)
 
     def tend(self) -> RenewResult:
-        """Extend the leases of those who live and are in time, end all others, and see what was acknowledged."""
+        """Renew the leases of live consumers within the delegation time, revoke all others, and detect XACKs."""
         retry = self._settings.retry
         most_lost = 0 if retry.then == "block" else retry.attempts
         args = (self._settings.lease_ms, self._settings.delegation_ms, most_lost, LOST_TOO_OFTEN)
         extended, done, *lost = self._as_member(lambda: self._script(RENEW_LEASES, (self.token, self.group, *args)))
         return RenewResult(
-            int(extended), done, [Lost(line, one, who.decode(), why.decode()) for line, one, who, why in lost]
+            int(extended), done, [Lost(queue, one, holder.decode(), why.decode()) for queue, one, holder, why in lost]
         )
 
     def to_finish(self, messages: Sequence[Finishing]) -> Command:
-        """The command that ends messages whose consumers hold them, for who sends it with others."""
+        """The command that finishes messages held by their consumers, for a pipeline."""
         return self._ledger.command(FINISH, self.stream, self._finishing(messages))
 
     def finished(self, messages: Sequence[Finishing], reply: Reply) -> tuple[int, list[bool]]:
-        """Understand its answer: how many lines are ready, and for each message whether it was held, and is done now."""
+        """Parse its reply: the number of ready key queues, and for each message whether it was held and is done now."""
         if isinstance(reply, RedisError):
             reply = self._as_member(lambda: self._script(FINISH, self._finishing(messages)))
         ready, *done = reply
@@ -89,16 +89,18 @@ class GroupStream(KeyedStream):
     def _finishing(self, messages: Sequence[Finishing]) -> Sequence[Arg]:
         return (self.token, self.group, *[part for one in messages for part in one])
 
-    def settle(self, consumer: str, entry_id: bytes, line: bytes) -> tuple[Settled, str]:
-        """Take in an entry that a consumer has done without a lease; say what became of it, and who has it or has done it."""
-        what, who = self._as_member(lambda: self._script(END_LEASE, (self.token, self.group, consumer, entry_id, line)))
-        return what.decode(), from_wire(who)
+    def settle(self, consumer: str, entry_id: bytes, queue: bytes) -> tuple[Settled, str]:
+        """Acknowledge an entry without a lease; return its outcome, and the consumer that has it or has done it."""
+        args = (self.token, self.group, consumer, entry_id, queue)
+        outcome, other = self._as_member(lambda: self._script(END_LEASE, args))
+        return outcome.decode(), from_wire(other)
 
     def adopt_idle(self, now_ms: float) -> list[bytes]:
-        """Bring into their lines the messages that somebody else has taken from the group and not acknowledged in time.
+        """Claim idle messages that consumers read from the group without a master, into their key queues.
 
-        That is, what has been pending with one consumer for `min_idle_ms`, by Redis' count or, as consumers reset that when
-        they ask for their messages again, by what this master has seen, at the time `now_ms` of its clock.
+        A message is idle if it has been pending with one consumer for `min_idle_ms`: by Redis' idle time, or, as
+        consumers reset that whenever they read their messages again, by this master's own observation. `now_ms` is the
+        time of the master's clock. Return their ids.
         """
         return self._as_member(lambda: self._adopt_idle(now_ms))
 
@@ -113,23 +115,23 @@ class GroupStream(KeyedStream):
                 if max(entry.idle_ms, now_ms - since_ms) >= self._settings.min_idle_ms:
                     overdue.append(entry.id)
         self._seen_ms = seen
-        found = self._client.pipeline([("XRANGE", self.stream, one, one) for one in overdue[:_ADOPTED_AT_ONCE]])
+        found = self._client.pipeline([("XRANGE", self.stream, one, one) for one in overdue[:_CLAIMED_AT_ONCE]])
         args: list[Arg] = []
-        nobodys: list[bytes] = []
+        trimmed: list[bytes] = []
         for entry_id, entries in zip(overdue, map(raise_if_error, found), strict=False):
-            line = self.line_of(entry_id, entries[0][1]) if entries else b""
-            if line:
-                args += (entry_id, line)
+            queue = self.line_of(entry_id, entries[0][1]) if entries else b""
+            if queue:
+                args += (entry_id, queue)
             else:
-                nobodys.append(entry_id)
-        if nobodys:
-            self._group.ack(nobodys)
-            self._report_trimmed(nobodys)
+                trimmed.append(entry_id)
+        if trimmed:
+            self._group.ack(trimmed)
+            self._report_trimmed(trimmed)
         return list(self._script(REQUEUE_PENDING, (self.token, self.group, *args))) if args else []
 
 
 class ConsumerStream(KeyedStream):
-    """A master's hold on the stream in the name of one life of a consumer."""
+    """The stream on behalf of one incarnation of a consumer."""
 
     def __init__(self, client: Client, settings: MasterSettings, name: str, incarnation: str) -> None:
         super().__init__(
@@ -140,30 +142,30 @@ class ConsumerStream(KeyedStream):
 
     @property
     def incarnation(self) -> str:
-        """The life of the consumer that it is about."""
+        """The consumer's incarnation."""
         return self._incarnation
 
     def to_deal(self, count: int, most: int) -> Command:
-        """The command that gives the consumer the first messages of up to `count` lines, so that it has `most` at most."""
+        """The command that leases up to `count` ready key queues to the consumer, which may hold `most` in total."""
         args = self._taking(count, count, 1, self._lease_ms, False, (NO_LIMIT, True))
         return self._ledger.command(LEASE_KEYS, self.stream, (*args, most))
 
     def dealt(self, reply: Reply, count: int, most: int) -> list[KeyLease]:
-        """Understand its answer: what it was given."""
+        """Parse its reply: the leases that the consumer got."""
         if isinstance(reply, RedisError):
             return self._as_member(lambda: self._take(count, count, 1, self._lease_ms, 0.0, False, most)).leases
         return self.taken(reply, 0.0).leases
 
 
 class LineOf:
-    """Names the line of an entry by its `key` field; b"" for one that was redriven for somebody else than `label`."""
+    """Names the key queue of an entry by its field `key`; b"" if it was redriven for another handler than `label`."""
 
     def __init__(self, key: bytes, label: bytes) -> None:
         self._key = key
         self._label = label
 
     def __call__(self, entry_id: bytes, pairs: Sequence[bytes]) -> bytes:
-        """The line of the entry with these fields."""
+        """The key queue of the entry with these fields."""
         if pairs and pairs[0] == REDRIVE_FIELD and pairs[1] != self._label:
             return b""
         value = next((pairs[at + 1] for at in range(len(pairs) - 2, -1, -2) if pairs[at] == self._key), b"")
@@ -171,5 +173,5 @@ class LineOf:
 
 
 def line_by(settings: MasterSettings) -> LineOf:
-    """How the line of an entry is found."""
+    """The function that names the key queue of an entry."""
     return LineOf(settings.key.encode(), settings.label.encode())

@@ -1,4 +1,4 @@
-"""How late an event loop runs: what it hears late, others may have said in time."""
+"""LoopDelay: measures how late the event loop runs. A late loop receives late what was sent in time."""
 
 import asyncio
 
@@ -6,9 +6,9 @@ _TICK_S = 0.05
 
 
 class LoopDelay:
-    """How much later than it asked for the event loop has woken up, in all, since `run` began.
+    """The total delay of the event loop's wake-ups since `run` began, in seconds.
 
-    The processor may have had no time for this process, or something in it held the loop up.
+    The machine may have had no CPU time for this process, or a callback may have blocked the loop.
     """
 
     def __init__(self) -> None:
@@ -24,6 +24,6 @@ class LoopDelay:
             self._total_s, self._due_s = self.so_far_s(), None
 
     def so_far_s(self) -> float:
-        """Seconds in all, with those by which the next measurement is overdue by now."""
+        """The total delay in seconds, including that of the measurement in progress."""
         overdue_s = 0.0 if self._due_s is None else asyncio.get_running_loop().time() - self._due_s
         return self._total_s + max(0.0, overdue_s)

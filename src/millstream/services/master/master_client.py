@@ -1,4 +1,4 @@
-"""A consumer's calls to its masters: any of them will do, and none may be there for a while."""
+"""MasterCalls: a consumer's HTTP client for its masters. Any master will do, and all may be away for a while."""
 
 import threading
 from collections.abc import Mapping, Sequence
@@ -13,19 +13,19 @@ _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.05, 2.0
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a master answered: the HTTP status and the JSON object."""
+    """A master's answer: the HTTP status and the JSON object."""
 
     status: int
     body: Mapping[str, Any]
 
     @property
     def ok(self) -> bool:
-        """True if it did what it was asked."""
+        """True for a status of 2xx."""
         return 200 <= self.status < 300
 
 
 class MasterCalls:
-    """Posts to masters, in turn, until one answers with more than that it cannot now. Threads may share it."""
+    """Posts to masters in turn until one answers other than 429 or 5xx. Threads may share it."""
 
     def __init__(self, token: str, stopping: threading.Event) -> None:
         headers = {"Authorization": f"Bearer {token}"} if token else {}
@@ -37,9 +37,9 @@ class MasterCalls:
         self._http.close()
 
     def post(self, urls: Sequence[str], body: Mapping[str, object], *, for_s: float) -> Answer | str:
-        """The first answer from one of `urls`, tried for `for_s` seconds; else in words why there was none.
+        """The first answer of one of `urls`, tried for `for_s` seconds; else the last error, as text.
 
-        Each is tried at least once. Waits end early when the consumer stops.
+        Each URL is tried at least once. The wait ends early when the consumer stops.
         """
         waited_s, wait_s, problem = 0.0, _FIRST_WAIT_S, ""
         while True:
@@ -59,7 +59,7 @@ class MasterCalls:
 
 
 def sibling(url: str, name: str) -> str:
-    """The URL of another thing that the same master does: `.../acknowledge` -> `.../fail`."""
+    """The URL of another call of the same master: `.../acknowledge` -> `.../fail`."""
     return f"{url.rstrip('/').rpartition('/')[0]}/{name}"
 
 

@@ -1,4 +1,4 @@
-"""What a master shows of the group: who works on which ticket, and who there is. Read from Redis, page by page."""
+"""Queries: the tickets and consumers that a master shows, read from Redis page by page."""
 
 from bisect import bisect_right
 from collections.abc import Sequence
@@ -14,13 +14,13 @@ from millstream.services.web.errors import Refused
 
 _MOST_IDS = 20
 _LISTING_MS = 60_000.0
-"""For so long a listing of tickets goes on with the names that it has begun with."""
-_LOOKED_AT_ONCE, _MOST_LOOKED_AT = 100, 1_000
-"""Tickets that are looked at together, and for one page, as many may be done since the listing began."""
+"""A listing of tickets pages through the names found at its start for this long, in milliseconds."""
+_READ_AT_ONCE, _MOST_READ = 100, 1_000
+"""Tickets read in one round trip, and at most for one page, as many may be done since the listing began."""
 
 
 class Queries:
-    """Pages of what there is, in the order of names. Every method raises RedisError, and Refused for a wrong cursor."""
+    """Pages of tickets and consumers, ordered by name. Methods raise RedisError, and Refused for a wrong cursor."""
 
     def __init__(
         self, client: Client, registry: Registry, settings: MasterSettings, *, clock: Clock = SYSTEM_CLOCK
@@ -33,67 +33,67 @@ class Queries:
         self._listed_ms = float("-inf")
 
     def tickets(self, cursor: str | None, limit: int) -> Tickets:
-        """Up to `limit` tickets that have messages which are not done, after those of an earlier page.
+        """Up to `limit` tickets with unfinished messages, after those of the page that `cursor` came with.
 
-        A page may have fewer, or none, where many were done since the listing began; the last has no cursor.
+        A page may have fewer, or none, if many were done since the listing began. The last page has no cursor.
         """
         after = _after(cursor)
         names = self._names(anew=not after)
-        at, last = bisect_right(names, after), min(bisect_right(names, after) + _MOST_LOOKED_AT, len(names))
+        at, last = bisect_right(names, after), min(bisect_right(names, after) + _MOST_READ, len(names))
         page: list[KeyQueue] = []
         while at < last and len(page) < limit:
-            some = names[at : min(at + max(limit - len(page), _LOOKED_AT_ONCE), last)]
-            page += [line for line in look_at(self._client, self._keys, some) if line.length or line.worker]
+            some = names[at : min(at + max(limit - len(page), _READ_AT_ONCE), last)]
+            page += [queue for queue in look_at(self._client, self._keys, some) if queue.length or queue.worker]
             at += len(some)
         if len(page) > limit:
             page = page[:limit]
             at = bisect_right(names, page[-1].name)
-        ids = self._client.pipeline([("LRANGE", self._keys.line(line.name), 0, _MOST_IDS - 1) for line in page])
+        ids = self._client.pipeline([("LRANGE", self._keys.line(queue.name), 0, _MOST_IDS - 1) for queue in page])
         return Tickets(
-            tickets=[_ticket(line, raise_if_error(some)) for line, some in zip(page, ids, strict=True)],
+            tickets=[_ticket(queue, raise_if_error(some)) for queue, some in zip(page, ids, strict=True)],
             cursor=names[at - 1].hex() if at < len(names) else None,
         )
 
     def _names(self, *, anew: bool) -> Sequence[bytes]:
-        """The names of all lines: those that a listing has begun with, if this master still knows them."""
+        """The names of all key queues: those at the listing's start, if this master still has them in memory."""
         now_ms = self._clock.monotonic_ms()
         if anew or now_ms - self._listed_ms > _LISTING_MS:
             self._listed, self._listed_ms = names_of(self._client, self._keys), now_ms
         return self._listed
 
     def consumers(self, cursor: str | None, limit: int) -> Consumers:
-        """Up to `limit` consumers, after those of an earlier page."""
+        """Up to `limit` consumers, after those of the page that `cursor` came with."""
         after = _after(cursor).decode("utf-8", "replace")
-        everyone = self._registry.all()
-        rest = sorted(name for name in everyone if name > after)
+        registered = self._registry.all()
+        rest = sorted(name for name in registered if name > after)
         page = rest[:limit]
         owners = self._client.execute("HGETALL", self._keys.owners)
-        lines: dict[str, list[bytes]] = {name: [] for name in page}
-        for line, token in zip(owners[::2], owners[1::2], strict=True):
-            if (name := holder_of(token)) in lines:
-                lines[name].append(line)
-        held = [line for some in lines.values() for line in some]
-        firsts = self._client.pipeline([("LINDEX", self._keys.line(line), 0) for line in held])
+        queues: dict[str, list[bytes]] = {name: [] for name in page}
+        for queue, token in zip(owners[::2], owners[1::2], strict=True):
+            if (name := holder_of(token)) in queues:
+                queues[name].append(queue)
+        held = [queue for some in queues.values() for queue in some]
+        firsts = self._client.pipeline([("LINDEX", self._keys.line(queue), 0) for queue in held])
         heads = dict(zip(held, map(raise_if_error, firsts), strict=True))
-        shown = []
+        consumers = []
         for name in page:
-            found = everyone[name]
-            shown.append(
+            found = registered[name]
+            consumers.append(
                 Consumer(
                     consumer_name=name, health_url=found.health_url, state=found.state, max_tickets=found.max_tickets,
                     registered_ms=found.registered_ms, healthy_ms=found.healthy_ms,
-                    ticket_ids=[_text(line[1:]) for line in lines[name] if line.startswith(b"k")],
-                    message_ids=[_text(heads[line]) for line in lines[name] if heads[line] is not None],
+                    ticket_ids=[_text(queue[1:]) for queue in queues[name] if queue.startswith(b"k")],
+                    message_ids=[_text(heads[queue]) for queue in queues[name] if heads[queue] is not None],
                 )
             )  # fmt: skip
-        return Consumers(consumers=shown, cursor=page[-1].encode().hex() if len(rest) > limit else None)
+        return Consumers(consumers=consumers, cursor=page[-1].encode().hex() if len(rest) > limit else None)
 
 
-def _ticket(line: KeyQueue, ids: list[bytes]) -> Ticket:
+def _ticket(queue: KeyQueue, ids: list[bytes]) -> Ticket:
     return Ticket(
-        ticket_id=None if line.key is None else _text(line.key), consumer_name=line.worker, state=line.state,
-        why=line.why, messages=line.length, message_ids=[_text(one) for one in ids], since_ms=line.since_ms,
-        failed=line.failed,
+        ticket_id=None if queue.key is None else _text(queue.key), consumer_name=queue.worker, state=queue.state,
+        why=queue.why, messages=queue.length, message_ids=[_text(one) for one in ids], since_ms=queue.since_ms,
+        failed=queue.failed,
     )  # fmt: skip
 
 
@@ -105,4 +105,4 @@ def _after(cursor: str | None) -> bytes:
     try:
         return bytes.fromhex(cursor or "")
     except ValueError as error:
-        raise Refused(422, "the cursor is none that came with a page") from error
+        raise Refused(422, "the cursor is invalid: use the one that came with the page before") from error

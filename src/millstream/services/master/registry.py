@@ -1,6 +1,6 @@
-"""The registered consumers: who they are, where they say that they are healthy, and what is thought of them.
+"""Registry: the registered consumers, with their health URLs and states.
 
-They are in one hash in Redis, for all masters. A change names what it was made from, so no master undoes another's.
+They are in one Redis hash, shared by all masters. A change is a compare-and-set, so no master overwrites another's.
 """
 
 import re
@@ -19,11 +19,11 @@ from millstream.services.web.errors import Refused
 COMPARE_AND_SET = Script("shared/compare_and_set")
 
 State = Literal["alive", "stuck", "dead"]
-"""It gets messages; it gets none until it ends one, as it kept one for too long; it gets none until it is healthy."""
+"""alive: gets messages. stuck: held one too long; gets none until it finishes one. dead: gets none until healthy."""
 
 MOST_CONSUMERS = 1_000
 FORGOTTEN_MS = 24 * 3_600_000
-"""A consumer that has been dead for so long is forgotten."""
+"""A consumer that has been dead for this long, in milliseconds, is removed."""
 
 _NAME = re.compile(r"[A-Za-z0-9_.:@-]{1,100}")
 _RESERVED = (WAITING, "recovered")
@@ -32,8 +32,8 @@ _RESERVED = (WAITING, "recovered")
 class Registration(msgspec.Struct, frozen=True, kw_only=True):
     """One consumer.
 
-    * `incarnation`: names this life of it: part of its lease tokens
-    * `instance`: what it calls this life itself, if it does: registering with the same one again is no restart
+    * `incarnation`: identifies this registration; part of its lease tokens
+    * `instance`: the consumer's own id of its process, if it has one: registering again with the same one is no restart
     * `health_url`: None if it sends heartbeats instead
     * `max_tickets`: messages that it may have at once
     * `registered_ms`, `healthy_ms`: when it registered, and when it was last found healthy, in Unix milliseconds
@@ -49,7 +49,7 @@ class Registration(msgspec.Struct, frozen=True, kw_only=True):
 
 
 Change = Callable[[Registration | None, int], Registration | None]
-"""From what is registered and the server's time, in Unix milliseconds, to what shall be."""
+"""From the current registration and the server's time, in Unix milliseconds, to the new registration; None: remove."""
 
 _encode = msgspec.json.encode
 _decode = msgspec.json.Decoder(Registration).decode
@@ -63,7 +63,7 @@ class Registry:
         self._key = f"{keys.base}:consumers"
 
     def all(self) -> dict[str, Registration]:
-        """Everyone, by name."""
+        """All consumers, by name."""
         found = self._client.execute("HGETALL", self._key)
         return {name.decode(): _decode(text) for name, text in zip(found[::2], found[1::2], strict=True)}
 
@@ -73,30 +73,28 @@ class Registry:
         return None if found is None else _decode(found)
 
     def to_get(self, names: Sequence[str]) -> Command:
-        """The command that asks for some consumers, for who sends it with others."""
+        """The command that reads some consumers, for a pipeline."""
         return ("HMGET", self._key, *names)
 
     def got(self, names: Sequence[str], reply: Reply) -> dict[str, Registration]:
-        """Understand its answer: those of them that are registered."""
+        """Parse its reply: those of them that are registered."""
         return {name: _decode(text) for name, text in zip(names, reply, strict=True) if text is not None}
 
     def register(
         self, name: str, *, health_url: str | None, max_tickets: int, instance: str, silent_ms: int
     ) -> Registration:
-        """Register a consumer, which begins a life of it, or goes on with that of the same `instance`.
+        """Register a consumer: a new incarnation, or the current one if `instance` is the same.
 
-        Raises Refused for a name that cannot be used, that is in use elsewhere, as far as was heard in the last
-        `silent_ms`, and when there are too many.
+        Raises Refused for an invalid name, for a name whose consumer is alive at another health URL (healthy within
+        twice `silent_ms`), and for too many consumers.
         """
         if not _NAME.fullmatch(name) or name in _RESERVED:
-            raise Refused(
-                422, f"{name!r} cannot be a consumer's name: use 1 to 100 letters, digits and any of _ . : @ -"
-            )
+            raise Refused(422, f"invalid consumer name {name!r}: use 1 to 100 letters, digits and any of _ . : @ -")
 
         def change(now: Registration | None, time_ms: int) -> Registration:
             again = now is not None and bool(instance) and now.instance == instance
             if now is None and self._client.execute("HLEN", self._key) >= MOST_CONSUMERS:
-                raise Refused(429, f"there are {MOST_CONSUMERS:,} consumers already")
+                raise Refused(429, f"there are {MOST_CONSUMERS:,} consumers already, which is the limit")
             alive = now is not None and now.state != "dead" and time_ms - now.healthy_ms < 2 * silent_ms
             if now is not None and alive and not again and now.health_url != health_url:
                 raise Refused(
@@ -113,7 +111,7 @@ class Registry:
         return found
 
     def healthy(self, name: str, incarnation: str, *, every_ms: int) -> None:
-        """A consumer was found healthy; it is noted once in `every_ms`."""
+        """Record that a consumer is healthy, at most once per `every_ms`."""
 
         def change(now: Registration | None, time_ms: int) -> Registration | None:
             if now is None or now.incarnation != incarnation:
@@ -126,7 +124,10 @@ class Registry:
         self._change(name, change)
 
     def silent(self, name: str, incarnation: str, *, silent_ms: int) -> bool:
-        """A consumer was not found healthy: after `silent_ms` without it is dead, and its leases end. True if so now."""
+        """Record a failed check: a consumer not healthy for `silent_ms` becomes dead, which ends its leases.
+
+        True if it became dead by this call.
+        """
 
         def change(now: Registration | None, time_ms: int) -> Registration | None:
             if now is None or now.incarnation != incarnation or time_ms - now.healthy_ms < silent_ms:
@@ -139,7 +140,7 @@ class Registry:
         return found is not None and found.state == "dead" and found.incarnation != incarnation
 
     def mark(self, name: str, state: Literal["alive", "stuck"]) -> None:
-        """A consumer kept a message for too long, or has ended one after all."""
+        """Set the state of a consumer that held a message too long, or that has finished one after all."""
 
         def change(now: Registration | None, _: int) -> Registration | None:
             if now is None or now.state in ("dead", state):
@@ -149,11 +150,11 @@ class Registry:
         self._change(name, change)
 
     def close(self, name: str) -> None:
-        """A consumer gets nothing more."""
+        """Assign no more messages to a consumer."""
         self._change(name, lambda now, time_ms: now and msgspec.structs.replace(now, max_tickets=0))
 
     def remove(self, name: str) -> None:
-        """A consumer leaves."""
+        """Remove a consumer."""
         self._change(name, lambda now, time_ms: None)
 
     def _change(self, name: str, change: Change) -> Registration | None:

@@ -1,4 +1,4 @@
-"""Calls of the API with a JSON body, without the injection of FastAPI, which costs more than the rest of such a call."""
+"""BodyRoute: API calls with a JSON body, without FastAPI's dependency injection, which costs more than the call."""
 
 import inspect
 from collections.abc import Awaitable, Callable, Coroutine
@@ -18,7 +18,7 @@ from millstream.services.web.errors import Refused
 
 
 class Permission(SecurityBase):
-    """A dependency that lets in who has a token with `scope`. Raises Refused."""
+    """A dependency that requires a token with `scope`. Raises Refused."""
 
     def __init__(self, tokens: Tokens, scope: Scope) -> None:
         self.model = HTTPBearer(description=f"A token with the scope `{scope}`.")
@@ -27,23 +27,23 @@ class Permission(SecurityBase):
         self._scope: Scope = scope
 
     async def __call__(self, request: Request) -> None:
-        """Let the request pass, or refuse it."""
+        """Check the token of a request. Raises Refused."""
         scheme, token = get_authorization_scheme_param(request.headers.get("authorization"))
         allowed = self._tokens.allows(token if scheme.lower() == "bearer" else None, self._scope)
         if allowed is None:
-            raise Refused(401, "a valid token is missing: send the header `Authorization: Bearer TOKEN`")
+            raise Refused(401, "no valid token: send the header `Authorization: Bearer TOKEN`")
         if not allowed:
-            raise Refused(403, f"this token has not the scope {self._scope!r}")
+            raise Refused(403, f"this token does not have the scope {self._scope!r}")
 
 
 class BodyRoute(APIRoute):
-    """A route whose function has one parameter, the body, and whose dependencies are of `Permission`.
+    """A POST route whose function has one parameter, the body, and whose dependencies are `Permission`s.
 
-    It is documented as FastAPI does for its own. Other methods than POST go FastAPI's way.
+    FastAPI documents it as it does its own routes. Other methods are handled by FastAPI.
     """
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """What answers a request. Raises Refused for a body that is not what is wanted."""
+        """The handler of a request. It raises Refused for an invalid body."""
         if self.methods != {"POST"}:
             return super().get_route_handler()
         (parameter,) = inspect.signature(self.endpoint).parameters.values()
@@ -62,7 +62,7 @@ class BodyRoute(APIRoute):
 
 
 def first_mistake(error: Any, *within: str) -> str:
-    """What pydantic finds wrong first, and where, in one line."""
+    """The first validation error of pydantic and its location, in one line."""
     first = error.errors()[0]
     return f"{'.'.join(map(str, (*within, *first['loc'])))}: {first['msg']}"
 
@@ -77,9 +77,7 @@ def _body(body_type: type[BaseModel], text: bytes) -> BaseModel:
 def _check_content_type(request: Request) -> None:
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
-        raise Refused(
-            415, f"the body is {kind or 'of no type that it names'}: send JSON, and `Content-Type: application/json`"
-        )
+        raise Refused(415, f"the content type is {kind or 'missing'}: send JSON with `Content-Type: application/json`")
 
 
 def _in_thread(function: Callable[[Any], Any]) -> Callable[[Any], Awaitable[Any]]:

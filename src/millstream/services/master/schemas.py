@@ -1,4 +1,4 @@
-"""What is sent to a master and what it answers, as its OpenAPI document has it."""
+"""Requests and responses of the master's API, as in its OpenAPI document."""
 
 from typing import Annotated
 
@@ -11,13 +11,13 @@ Name = Annotated[
     Field(
         validation_alias=AliasChoices("consumer", "consumer_name", "consumerName"),
         max_length=100,
-        description="The consumer's name in the group; `consumer_name` will do, too.",
+        description="The consumer's name in the group. `consumer_name` is accepted, too.",
     ),
 ]
 MessageId = Annotated[
     str,
     Field(
-        validation_alias=AliasChoices("message_id", "messageId"), max_length=50, description="Id of the stream's entry."
+        validation_alias=AliasChoices("message_id", "messageId"), max_length=50, description="Id of the stream entry."
     ),
 ]
 
@@ -27,24 +27,25 @@ class _Body(BaseModel):
 
 
 class Registering(_Body):
-    """A consumer that wants messages."""
+    """Registers a consumer."""
 
     consumer: Name
     health_url: Annotated[
         str | None,
         Field(
             validation_alias=AliasChoices("health_url", "healthURL", "healthUrl"),
-            description="Answers GET with 2xx while the consumer is well. Without one, send heartbeats.",
+            description="Answers GET with 2xx while the consumer is healthy. Without one, send heartbeats.",
         ),
     ] = None
-    max_tickets: Annotated[int | None, Field(ge=1, le=MOST_TICKETS, description="Messages that it has at once.")] = None
+    max_tickets: Annotated[int | None, Field(ge=1, le=MOST_TICKETS, description="Messages assigned at once.")] = None
     instance: Annotated[
-        str, Field(max_length=100, description="Names this life of it: registering with the same one is no restart.")
+        str,
+        Field(max_length=100, description="Id of the consumer's process: registering with the same one is no restart."),
     ] = ""
 
 
 class Acknowledging(_Body):
-    """A message that is done; or several, as `message_ids`."""
+    """Acknowledges a message, or several as `message_ids`."""
 
     consumer: Name
     message_id: Annotated[
@@ -52,48 +53,48 @@ class Acknowledging(_Body):
         Field(
             validation_alias=AliasChoices("message_id", "messageId"),
             max_length=50,
-            description="Id of the stream's entry.",
+            description="Id of the stream entry.",
         ),
     ] = None
     message_ids: Annotated[
         list[Annotated[str, Field(max_length=50)]],
         Field(
             validation_alias=AliasChoices("message_ids", "messageIds"), max_length=MOST_TICKETS,
-            description="Instead of `message_id`: several at once.",
+            description="Several messages, instead of `message_id`.",
         ),
     ] = []  # fmt: skip
 
     @model_validator(mode="after")
     def _names_some(self) -> "Acknowledging":
         if (self.message_id is None) == (not self.message_ids):
-            raise ValueError("name a message_id, or some message_ids")
+            raise ValueError("give either message_id or message_ids")
         return self
 
 
 class Failing(_Body):
-    """A message that could not be done. Do not acknowledge it as well."""
+    """Reports a failed message. Do not acknowledge it as well."""
 
     consumer: Name
     message_id: MessageId
     error: Annotated[str, Field(max_length=4_000)] = ""
-    retry: Annotated[bool, Field(description="False: it would fail again; it becomes a dead letter.")] = True
+    retry: Annotated[bool, Field(description="False: dead-letter the message, as it would fail again.")] = True
 
 
 class Releasing(_Body):
-    """Messages that are given back untried: one, or all that the consumer has, which then leaves."""
+    """Releases a message unprocessed. Without `message_id`: releases all, and unregisters the consumer."""
 
     consumer: Name
     message_id: Annotated[str | None, Field(validation_alias=AliasChoices("message_id", "messageId"))] = None
 
 
 class Heartbeat(_Body):
-    """A sign of life."""
+    """Reports that a consumer is alive."""
 
     consumer: Name
 
 
 class Registered(BaseModel):
-    """How to go on: read `XREADGROUP GROUP group consumer STREAMS stream 0`."""
+    """The consumer is registered. Read its messages with `XREADGROUP GROUP group consumer STREAMS stream 0`."""
 
     consumer: str
     stream: str
@@ -103,7 +104,7 @@ class Registered(BaseModel):
 
 
 class NotAcknowledged(BaseModel):
-    """One of several messages that is not the consumer's: with the `status` that the call would have had for it alone."""
+    """One of several messages that was refused, with the HTTP `status` that a call for it alone would have had."""
 
     message_id: str
     status: int
@@ -111,10 +112,10 @@ class NotAcknowledged(BaseModel):
 
 
 class Acknowledged(BaseModel):
-    """What the consumer says is so. `known`: all of it was before, by the same consumer.
+    """The messages are acknowledged. `known`: all of them were before, by the same consumer.
 
-    `next`: ids of messages that the consumer has been given just now. `refused`, if there were several `message_ids`: those
-    that are not so.
+    `next`: ids of the messages that the call assigned to the consumer. `refused`: those of several `message_ids` that
+    were not acknowledged.
     """
 
     known: bool
@@ -123,28 +124,28 @@ class Acknowledged(BaseModel):
 
 
 class Failed(BaseModel):
-    """What becomes of it: `retry`, `dead-letter` or `park`. `next`: ids of messages that were given just now."""
+    """The message's outcome: `retry`, `dead-letter` or `park`. `next`: ids of the messages that the call assigned."""
 
     outcome: str
     next: list[str]
 
 
 class Released(BaseModel):
-    """How many messages were given back."""
+    """The number of released messages."""
 
     released: int
 
 
 class Alive(BaseModel):
-    """What the consumer has: ids of its messages."""
+    """The ids of the consumer's messages."""
 
     message_ids: list[str]
 
 
 class Ticket(BaseModel):
-    """A ticket that somebody works on, or that waits for one: `state` and `why` say which and for what.
+    """A ticket with unfinished messages, its `state` and `why` it is in it.
 
-    `ticket_id` is null for a message without one. `message_ids` are the first of those that are not done, in order.
+    `ticket_id` is null for a message without one. `message_ids`: the first unfinished messages, in order.
     """
 
     ticket_id: str | None
@@ -158,7 +159,7 @@ class Ticket(BaseModel):
 
 
 class Tickets(BaseModel):
-    """One page. `cursor`: for the next one; null on the last."""
+    """One page. `cursor` gets the next page; null on the last."""
 
     tickets: list[Ticket]
     cursor: str | None
@@ -178,14 +179,14 @@ class Consumer(BaseModel):
 
 
 class Consumers(BaseModel):
-    """One page. `cursor`: for the next one; null on the last."""
+    """One page. `cursor` gets the next page; null on the last."""
 
     consumers: list[Consumer]
     cursor: str | None
 
 
 class Standing(BaseModel):
-    """Whether this master does its work, and why not."""
+    """Whether this master is healthy, and the reasons if not."""
 
     status: str
     master: str

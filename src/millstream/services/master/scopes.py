@@ -1,4 +1,4 @@
-"""Who may ask a master what: bearer tokens and their scopes."""
+"""Tokens: the bearer tokens of a master and their scopes."""
 
 from collections.abc import Iterable
 from typing import Literal, get_args
@@ -7,13 +7,13 @@ from millstream.errors import ConfigError
 from millstream.services.web.bearer_tokens import TokenStore
 
 Scope = Literal["register", "acknowledge", "read", "admin"]
-"""To join and leave as a consumer; to say what became of messages; to look; everything."""
+"""register: register and send heartbeats; acknowledge: report results and release; read: query; admin: everything."""
 
 SCOPES: tuple[Scope, ...] = get_args(Scope)
 
 
 class Tokens(TokenStore):
-    """The tokens that a master accepts, each for some scopes. None at all means that nobody is asked for one."""
+    """The tokens that a master accepts, each with its scopes. An empty store requires no token."""
 
     def __init__(self) -> None:
         super().__init__(_check_scope, ", ".join(SCOPES))
@@ -23,7 +23,7 @@ class Tokens(TokenStore):
         super().add(token, words)
 
     def allows(self, token: str | None, scope: Scope) -> bool | None:
-        """Whether `token` may do what `scope` is about; None if it is not known at all."""
+        """Whether `token` has `scope`; None if the token is unknown."""
         if not self:
             return True
         found = self.find(token)
@@ -32,4 +32,4 @@ class Tokens(TokenStore):
 
 def _check_scope(name: str) -> None:
     if name not in SCOPES:
-        raise ConfigError(f"{name!r} is no scope: use {', '.join(SCOPES)}")
+        raise ConfigError(f"unknown scope {name!r}: use {', '.join(SCOPES)}")

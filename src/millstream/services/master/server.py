@@ -1,4 +1,4 @@
-"""One master process: its rounds in a thread, its API in front, until it is told to stop."""
+"""run_master: one master process, with the delegation loop on a thread and the API on the main thread."""
 
 import signal
 import socket
@@ -30,11 +30,11 @@ _STOP_S = 5.0
 
 @dataclass(frozen=True, kw_only=True)
 class Serving:
-    """Where a master listens, and what it lets in.
+    """Where a master listens, and which requests it accepts.
 
-    * `names`: under which hosts it goes; None: any
-    * `limits`: what its clients may take up
-    * `most_page`: items of a page at most
+    * `names`: accepted host names of requests; None: any
+    * `limits`: limits of its HTTP connections
+    * `most_page`: maximum number of items on a page
     """
 
     url: str = field(repr=False)
@@ -48,40 +48,40 @@ class Serving:
 
 
 def run_master(settings: MasterSettings, serving: Serving, *, on_ready: Callable[[str], None]) -> None:
-    """Be a master until SIGTERM or SIGINT; `on_ready` is told where it listens.
+    """Run a master until SIGTERM or SIGINT. `on_ready` is called with its URL.
 
-    Leases stay as they are: another master goes on, or this one when it is back. Raises ServerError, and what ended
-    its rounds.
+    Leases stay when it stops: another master goes on with them, or this one after its restart. Raises ServerError, and
+    the exception that ended the delegation loop.
     """
     stopping = threading.Event()
     recorder, health = Recorder(), Health()
     with Client(serving.url) as client:
         registry = Registry(client, settings.keys)
-        desk = Delegator(client, registry, settings, metrics=recorder)
+        delegator = Delegator(client, registry, settings, metrics=recorder)
         progress = health.progress(settings.label, run_within_ms=_ROUND_WITHIN_MS)
-        rounds = DelegationLoop(serving.url, desk, registry, settings, progress=progress, metrics=recorder)
-        acknowledger = Acknowledger(client, registry, desk, metrics=recorder)
-        pinger = HealthChecker(registry, settings, serving.allowed, on_death=rounds.hurry)
+        loop = DelegationLoop(serving.url, delegator, registry, settings, progress=progress, metrics=recorder)
+        acknowledger = Acknowledger(client, registry, delegator, metrics=recorder)
+        checker = HealthChecker(registry, settings, serving.allowed, on_death=loop.hurry)
         api = make_api(
             Parts(
-                settings=settings, registry=registry, desk=desk, views=Queries(client, registry, settings),
+                settings=settings, registry=registry, desk=delegator, views=Queries(client, registry, settings),
                 acknowledgements=Batches(acknowledger.acknowledge, name="millstream-acknowledge"),
-                tokens=serving.tokens, allowed=serving.allowed, pinger=pinger, health=health, recorder=recorder,
-                hurry=rounds.hurry, names=serving.names, most_page=serving.most_page,
+                tokens=serving.tokens, allowed=serving.allowed, pinger=checker, health=health, recorder=recorder,
+                hurry=loop.hurry, names=serving.names, most_page=serving.most_page,
             )
         )  # fmt: skip
         listener = listen(serving.host, serving.port, connections=serving.limits.connections)
         server = Server(api, serving.limits, metrics=recorder, stop_s=_STOP_S)
-        serve_beside(server, listener, lambda: rounds.run(stopping), stopping, on_ready=on_ready)
+        serve_beside(server, listener, lambda: loop.run(stopping), stopping, on_ready=on_ready)
 
 
 def serve_beside(
     server: Server, listener: socket.socket, work: Callable[[], None], stopping: threading.Event, *,
     on_ready: Callable[[str], None],
 ) -> None:  # fmt: skip
-    """Serve while `work`, which ends once it is `stopping`, goes on in a thread; until SIGTERM or SIGINT.
+    """Serve HTTP until SIGTERM or SIGINT, with `work` on a thread; setting `stopping` ends it.
 
-    `on_ready` is told where it listens. Raises what ended the work.
+    `on_ready` is called with the URL. Raises the exception that ended `work`.
     """
     failures: list[BaseException] = []
 
@@ -96,7 +96,7 @@ def serve_beside(
     thread.start()
     try:
         on_ready(url_of(listener))
-        # The server passes the signal that ended it on, once it has served its last request.
+        # After its last request the server raises the signal again that ended it: ignore it.
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: None)
         server.run(sockets=[listener])

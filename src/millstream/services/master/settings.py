@@ -1,4 +1,4 @@
-"""What a master is told."""
+"""MasterSettings: the settings of one master."""
 
 from dataclasses import dataclass, field
 
@@ -7,25 +7,26 @@ from millstream.model import Retry
 from millstream.redis_client.key_names import MASTER, HandlerKeys, check_identifier, check_stream
 
 MOST_TICKETS = 1_000
-"""Most tickets that one consumer may work on at once."""
+"""Maximum `max_tickets` of a consumer."""
 
 _LEAST_LEASE_MS = 1_000
 
 
 @dataclass(frozen=True, kw_only=True)
 class MasterSettings:
-    """What all masters of one group are told, and should be told alike.
+    """The settings of a master. All masters of one group should have the same.
 
     * `ticket_stream`, `group`: the stream and its consumer group
-    * `master`: this master's name, for people
+    * `master`: this master's name, shown to operators
     * `key`: the field that messages are ordered by
-    * `ping_ms`, `ping_failures`: how often health URLs are called, and after how many failures a consumer counts as dead
-    * `min_idle_ms`: how long a message is pending outside of all lines until it is taken care of
-    * `lease_ms`: for how long from a master's last look a lease is shown to last; no master ends one because that is over
-    * `delegation_ms`: how long a consumer, however healthy, may have one message
-    * `max_tickets`: messages that a consumer has at once if it does not say
-    * `most_waiting`: entries that are held in lines at most; more wait in the stream
-    * `retry`: what happens when consumers fail
+    * `ping_ms`, `ping_failures`: interval of the health checks, and the number of failures after which a consumer is
+      dead
+    * `min_idle_ms`: idle time after which a message that is pending outside all key queues is claimed
+    * `lease_ms`: lease time shown in Redis, from the last renewal; no master ends a lease because it has passed
+    * `delegation_ms`: how long even a healthy consumer may hold one message
+    * `max_tickets`: messages assigned to a consumer at once, if it gives no number itself
+    * `most_waiting`: maximum number of entries in key queues; more stay in the stream
+    * `retry`: what happens to failed messages
 
     Times are in milliseconds. Raises ConfigError.
     """
@@ -47,7 +48,7 @@ class MasterSettings:
         check_stream(self.ticket_stream)
         check_identifier("concurrency_stream_group", self.group)
         if not self.ticket_stream or not self.key:
-            raise ConfigError("a master needs the names of its ticket_stream and of the field that is its key")
+            raise ConfigError("ticket_stream and key must not be empty: name the stream, and the field that is the key")
         if not 1 <= self.max_tickets <= MOST_TICKETS:
             raise ConfigError(f"max_tickets={self.max_tickets}: use 1 to {MOST_TICKETS:,}")
         if self.lease_ms < _LEAST_LEASE_MS:
@@ -58,15 +59,15 @@ class MasterSettings:
 
     @property
     def keys(self) -> HandlerKeys:
-        """Where the group's progress is kept in Redis."""
+        """The Redis keys of the group's state."""
         return HandlerKeys(MASTER, self.group, self.ticket_stream)
 
     @property
     def label(self) -> str:
-        """The name of the work in figures and dead letters."""
+        """The handler's name in metrics and dead letters."""
         return f"{MASTER}.{self.group}"
 
     @property
     def silent_ms(self) -> int:
-        """How long a consumer may be silent until it may count as dead."""
+        """Milliseconds without a successful health check after which a consumer may be declared dead."""
         return self.ping_ms * self.ping_failures

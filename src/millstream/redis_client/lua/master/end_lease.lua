@@ -1,19 +1,19 @@
 #!lua flags=allow-oom
--- Take in a message that a consumer says it has done, and has no lease on: see what became of it.
+-- Acknowledge a message for a consumer that has no lease on it.
 --
 -- KEYS  as of commit.lua
--- ARGV  1 token: the workers' epoch   2 consumer group   3 consumer   4 id   5 name of its line, '' if it is not known
--- REPLY what, and who or '':
---         held      it is pending: with that consumer, or with nobody
---         settled   it was acknowledged with XACK without a lease, and has left its line with this
---         taken     the consumer had taken it from the group by itself, into no line: it is acknowledged with this
---         done      it was done before, by that consumer
---         ended     the stream has it, and it does not wait: it was done long ago, or became a dead letter
---         new       the stream has it, and it was given to nobody yet
---         unknown   it is not in the stream
+-- ARGV  1 token: the workers' epoch   2 consumer group   3 consumer   4 id   5 name of its key queue, '' if unknown
+-- REPLY outcome, and a consumer or '':
+--         pending            it is pending: with that consumer, or '' if it is queued
+--         acked              it was acknowledged with XACK without a lease; this call removed it from its key queue
+--         acked-unassigned   the consumer had read it from the group without a master; this call acknowledged it
+--         done               it was done before, by that consumer
+--         ended              it is in the stream and not pending: it was done long ago, or dead-lettered
+--         new                it is in the stream, and not assigned to any consumer yet
+--         unknown            it is not in the stream
 -- ERROR STALE when a newer run has taken over; NOGROUP when the group is gone
 --
--- INVARIANT  Who works on an entry that was acknowledged loses its lease: what it does is done already.
+-- INVARIANT  An acknowledged entry ends the lease of the consumer that works on it: its work is done already.
 
 -- include ids
 -- include key_queues
@@ -27,11 +27,11 @@ local found = redis.pcall('XPENDING', KEYS[7], group, id, id, 1)
 if found.err then return found end
 local holder = found[1] and found[1][2]
 if holder and (holder ~= consumer or name == '' or redis.call('LPOS', line_of(name), id)) then
-  return {'held', holder ~= WAITING and holder or ''}
+  return {'pending', holder ~= WAITING and holder or ''}
 elseif holder then
   redis.call('XACK', KEYS[7], group, id)
   note_done(id, consumer)
-  return {'taken', consumer}
+  return {'acked-unassigned', consumer}
 end
 
 local first = redis.call('LINDEX', line_of(name), 0) == id
@@ -47,7 +47,7 @@ if redis.call('LREM', line_of(name), 1, id) == 1 then
     redis.call('LREM', READY, 0, name)
     redis.call('ZREM', BACKOFF, name)
   end
-  return {'settled', consumer}
+  return {'acked', consumer}
 end
 
 local by = done_by(id)

@@ -1,12 +1,12 @@
 #!lua flags=allow-oom
--- Take in messages that consumers have done: acknowledge each, and end its consumer's lease, so that the next can go on.
+-- Finish messages that consumers have processed: acknowledge each and end its lease, which makes its key's next one ready.
 --
 -- KEYS  as of commit.lua
--- ARGV  1 token: the workers' epoch   2 consumer group, then for each message: consumer, id, name of its line
--- REPLY number of lines that are ready, then for each message 1 if it was done by this, 0 if the consumer has no lease on it
+-- ARGV  1 token: the workers' epoch   2 consumer group, then for each message: consumer, id, name of its key queue
+-- REPLY number of ready key queues, then for each message 1 if this call finished it, 0 if the consumer has no lease
 -- ERROR STALE when a newer run has taken over; NOGROUP when the group is gone
 --
--- INVARIANT  A consumer ends only what it holds: of two that had a message in turn, the one that has it now.
+-- INVARIANT  A consumer finishes only messages it holds a lease on: after a reassignment, only the new holder can.
 
 -- include ids
 -- include key_queues
