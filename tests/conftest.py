@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from millstream.admin.acl import RoleName, rule
+from millstream.admin.acl import RoleName, acl_rule
 from millstream.redis_client.client import Client
 from millstream.redis_client.embedded_server import EmbeddedServer
 from tests.support import waiting
@@ -114,7 +114,7 @@ if os.environ.get("MILLSTREAM_TEST_ACL"):
         """URL of the shared server, emptied for this test, for a user with least rights."""
         millstream_server.call("FLUSHALL")
         # Making a consumer ahead of its first read is for programs of one's own; no command and no engine does it.
-        millstream_server.call(*rule("least", list(RoleName)).line.split(), "+xgroup|createconsumer", ">rights")
+        millstream_server.call(*acl_rule("least", list(RoleName)).line.split(), "+xgroup|createconsumer", ">rights")
         twins: dict[str, Client] = {}
         for name in ("execute", "pipeline", "script", "scripts", "scan_streams", "scan_pages"):
             monkeypatch.setattr(Client, name, _with_all_rights_in_tests(getattr(Client, name), twins))

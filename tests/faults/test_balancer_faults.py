@@ -220,7 +220,7 @@ def test_a_redis_that_was_away_longer_than_the_leases_finds_every_stream_with_an
         millstream_fresh_server.kill()
         time.sleep(1.2 * LEASE_MS / 1000)
         millstream_fresh_server.start()
-        client.patiently(lambda: client.execute("PING"), what="test")
+        client.retry_while_unavailable(lambda: client.execute("PING"), what="test")
         eventually_shared(client, "c0", "c1")
     check_owners(client)
 

@@ -82,7 +82,7 @@ class Nemesis:
         self._server.kill()
         time.sleep(chance.choice((0.0, AWAY_S)))
         self._server.start()
-        self._client.patiently(lambda: self._client.execute("PING"), what="the test")
+        self._client.retry_while_unavailable(lambda: self._client.execute("PING"), what="the test")
 
     def stop_redis(self, chance: random.Random) -> None:
         """Redis stands still for longer than a claim."""

@@ -118,7 +118,7 @@ def test_a_waiting_reader_follows_a_failover_and_gets_every_entry(tmp_path: Path
         with Reader(client, group="g", consumer="c", streams=["s"], policy=QUICK) as reader:
             seen = [one for batch in reader.read() for one in batch.ids[:5] if reader.ack("s", [one])]
             fail_over()
-            client.patiently(lambda: add(client, range(11, 21)), what="test", limit_ms=1000 * FAIL_SAFE_S)
+            client.retry_while_unavailable(lambda: add(client, range(11, 21)), what="test", limit_ms=1000 * FAIL_SAFE_S)
             eventually(lambda: bool(take(reader, seen)) and len(set(seen)) == 20, "every entry")
         assert sorted(seen, key=lambda one: int(one[:-2])) == [b"%d-0" % n for n in range(1, 21)]
         assert Group(client, "s", "g").pending.summary().count == 0

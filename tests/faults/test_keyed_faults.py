@@ -56,7 +56,7 @@ def test_chaos_keeps_every_key_in_order_and_loses_and_doubles_nothing(
             if deed == "restart":
                 millstream_fresh_server.kill()
                 millstream_fresh_server.start()
-                fresh_client.patiently(lambda: fresh_client.execute("PING"), what="test")
+                fresh_client.retry_while_unavailable(lambda: fresh_client.execute("PING"), what="test")
             elif deed == "cut":
                 proxy.cut_all()
             elif children:

@@ -316,7 +316,7 @@ def test_redis_restarts_and_everybody_goes_on(millstream_fresh_server: EmbeddedS
         millstream_fresh_server.restart()
 
         def done() -> bool:
-            return bool(client.patiently(lambda: is_clean(client), what="the test"))
+            return bool(client.retry_while_unavailable(lambda: is_clean(client), what="the test"))
 
         eventually(done, "all done")
         fleet.judge(enqueued)

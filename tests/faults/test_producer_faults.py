@@ -135,7 +135,7 @@ def test_a_redis_that_is_killed_again_and_again_costs_nothing_but_time(
             publish_keys(producer, ids=ids)
     finally:
         trouble.join()
-    assert fresh_client.patiently(lambda: by_key(fresh_client), what="test") == in_order()
+    assert fresh_client.retry_while_unavailable(lambda: by_key(fresh_client), what="test") == in_order()
 
 
 def test_movers_that_are_killed_at_any_point_neither_lose_nor_double_a_delayed_message(
@@ -179,7 +179,7 @@ def test_delayed_messages_survive_a_redis_that_is_killed_and_broken_connections_
     with Proxy(millstream_fresh_server.port) as proxy, Client(proxy.url, clock=Hasty()) as fragile:
         proxy.cut_at_random("EVALSHA", before=0.2, after=0.3, seed=8)
         delayed = DelayedMessages(fragile)
-        while fragile.patiently(lambda: delayed.move_due(["s"]), what="test").next_ms is not None:
+        while fragile.retry_while_unavailable(lambda: delayed.move_due(["s"]), what="test").next_ms is not None:
             pass
         assert proxy.cuts.total() >= 5
-    assert fresh_client.patiently(lambda: by_key(fresh_client), what="test") == in_order()
+    assert fresh_client.retry_while_unavailable(lambda: by_key(fresh_client), what="test") == in_order()

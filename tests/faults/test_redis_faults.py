@@ -36,7 +36,12 @@ class Bank:
             self.client.pipeline(rows)
 
     def committed(self) -> int:
-        return int(self.client.patiently(lambda: self.client.execute("HGET", KEYS.meta, "committed"), what="test") or 0)
+        return int(
+            self.client.retry_while_unavailable(
+                lambda: self.client.execute("HGET", KEYS.meta, "committed"), what="test"
+            )
+            or 0
+        )
 
     def wait_for(self, goal: int) -> None:
         eventually(lambda: self.committed() >= goal, f"{goal} commits", log=self.driver.errors)

@@ -174,7 +174,9 @@ def test_a_failover_to_a_replica_is_followed(reader: Any) -> None:
         crowd.wait_for(300)
         eventually(lambda: client.execute("WAIT", 1, 1_000) == 1, "the replica to have it all")
         trio.primary.kill()
-        client.patiently(lambda: publish(client, crowd.got, [3]), what="the test", limit_ms=1000 * FAIL_SAFE_S)
+        client.retry_while_unavailable(
+            lambda: publish(client, crowd.got, [3]), what="the test", limit_ms=1000 * FAIL_SAFE_S
+        )
         crowd.check(client)
         assert not crowd.gaps
 

@@ -43,14 +43,14 @@ class StreamBooks:
 
     def publish_to(self, names: Sequence[str], ms: int = 0) -> None:
         """Add a message to each of these streams."""
-        ids = self._client.patiently(
+        ids = self._client.retry_while_unavailable(
             lambda: self._client.pipeline([("XADD", name, "*", "ms", ms) for name in names]), what="test"
         )
         for name, entry_id in zip(names, ids, strict=True):
             self.enqueued[name].append(entry_id.decode())
 
     def _done(self) -> int:
-        return int(self._client.patiently(lambda: self._client.execute("XLEN", "out"), what="test"))
+        return int(self._client.retry_while_unavailable(lambda: self._client.execute("XLEN", "out"), what="test"))
 
     @property
     def total(self) -> int:
@@ -119,7 +119,7 @@ def test_chaos_keeps_every_stream_in_order_and_loses_and_doubles_nothing(
             if deed == "restart":
                 millstream_fresh_server.kill()
                 millstream_fresh_server.start()
-                fresh_client.patiently(lambda: fresh_client.execute("PING"), what="test")
+                fresh_client.retry_while_unavailable(lambda: fresh_client.execute("PING"), what="test")
             elif deed == "cut":
                 proxy.cut_all()
             elif deed == "leave":

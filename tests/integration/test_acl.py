@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from millstream import App
-from millstream.admin.acl import ROLES, RoleName, rule
+from millstream.admin.acl import ROLES, RoleName, acl_rule
 from millstream.balancer import announce
 from millstream.balancer.protocol import Service
 from millstream.delivery.reliable_stream import ReliableStream
@@ -105,7 +105,7 @@ def test_the_printed_rights_are_enough(role: RoleName, admin: Client, tmp_path: 
 
 
 @pytest.mark.parametrize(
-    ("role", "right"), [(role, right) for role in RoleName for right in ROLES[role].helpful.split()]
+    ("role", "right"), [(role, right) for role in RoleName for right in ROLES[role].optional.split()]
 )
 def test_without_what_is_merely_helpful_it_says_so_and_works(
     role: RoleName, right: str, admin: Client, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -119,7 +119,7 @@ def test_without_what_is_merely_helpful_it_says_so_and_works(
     [
         (role, right)
         for role in RoleName
-        for right in sorted(ROLES[role].commands(looking=True) - set(ROLES[role].helpful.split()))
+        for right in sorted(ROLES[role].commands(looking=True) - set(ROLES[role].optional.split()))
     ],
 )
 def test_without_any_one_of_them_it_is_refused_and_told_which(
@@ -270,7 +270,7 @@ def test_one_user_may_be_several_roles(admin: Client, tmp_path: Path) -> None:
     assert (found["user"], found["roles"]) == ("both", ["producer", "worker"])
     assert (
         found["line"]
-        == rule(
+        == acl_rule(
             "both", [RoleName.PRODUCER, RoleName.WORKER], streams=["orders*", "{orders.*}"], outputs=["out"], app="shop"
         ).line
     )
@@ -295,18 +295,18 @@ def test_on_a_cluster_the_roles_need_a_few_rights_more() -> None:
         for right in ("cluster|slots", "command"):  # `asking` is for slots that are on the move
             line = printed("producer", "--cluster", "--user", "lacks").replace(f" +{right}", "")
             for node in client._route.pools():
-                client._single([*line.split(), ">secret"], node)
+                client._execute_on([*line.split(), ">secret"], node)
             url = deployed.url.replace("redis+cluster://", "redis+cluster://lacks:secret@")
             with Client(url) as limited, pytest.raises(AccessDenied, match=right.replace("|", r"\|")):
                 limited.execute("ZCARD", "orders")
         for role in RoleName:
             line = printed(role, "--cluster", *NARROW)
             for node in client._route.pools():
-                client._single([*line.split(), ">secret"], node)
+                client._execute_on([*line.split(), ">secret"], node)
             url = deployed.url.replace("redis+cluster://", f"redis+cluster://millstream-{role}:secret@")
             with Client(url) as limited:
                 for node in client._route.pools():
-                    client._single(["FLUSHALL"], node)
+                    client._execute_on(["FLUSHALL"], node)
                 if role is RoleName.WORKER:
                     client.execute("XADD", "orders", "*", "n", 1)
                     stream = ReliableStream(limited, "orders", app="shop", handler="bill", consumer="w")

@@ -17,13 +17,13 @@ from millstream.balancer import (
 from millstream.errors import AlreadyOwned, ConfigError, LeaseLost, StreamNotFound, Unavailable
 from millstream.observability.metrics import (
     LEASE_CLAIMS,
-    LEASE_NOTICES,
+    LEASE_EXPIRATIONS,
+    LEASE_HELD_SECONDS,
+    LEASE_NOTIFICATIONS,
     LEASE_RECOVERY_SECONDS,
     LEASE_STREAMS,
+    LEASES_ASSIGNED,
     LEASES_ENDED,
-    LEASES_LASTED,
-    LEASES_LOST,
-    LEASES_TAKEN,
     Recorder,
 )
 from millstream.redis_client.client import Client
@@ -336,14 +336,14 @@ def test_what_happens_is_measured(client: Client) -> None:
         expire(client, "b")
         trigger_heartbeats(client)
         next_notice(balancer, StreamAdded)
-        assert recorder.value(LEASES_LOST, service=SERVICE) == 1
-        assert recorder.value(LEASES_TAKEN, service=SERVICE) == 1
+        assert recorder.value(LEASE_EXPIRATIONS, service=SERVICE) == 1
+        assert recorder.value(LEASES_ASSIGNED, service=SERVICE) == 1
         assert recorder.value(LEASE_RECOVERY_SECONDS, service=SERVICE) == 1
         balancer.done(dying[1].stream)
         assert recorder.value(LEASES_ENDED, service=SERVICE, how="done") == 1
-        assert recorder.value(LEASES_LASTED, service=SERVICE) == 1
+        assert recorder.value(LEASE_HELD_SECONDS, service=SERVICE) == 1
         assert recorder.value(LEASE_CLAIMS, service=SERVICE, outcome="AlreadyOwned") == 1
-        assert recorder.value(LEASE_NOTICES, service=SERVICE, notice="StreamAdded") == 1
+        assert recorder.value(LEASE_NOTIFICATIONS, service=SERVICE, notice="StreamAdded") == 1
         announced(client, "s3", "s4")
         next_notice(balancer, StreamAdded)
         heartbeats_later(client, balancer)
@@ -364,7 +364,7 @@ def test_only_what_is_found_after_the_end_of_its_lease_is_measured_as_recovered(
         pass_deadline(client, balancer, "s1")
         assert next_notice(balancer, StreamDisowned).why == "stuck"
         next_notice(balancer, StreamAdded)
-        assert recorder.value(LEASES_LOST, service=SERVICE) == 3
+        assert recorder.value(LEASE_EXPIRATIONS, service=SERVICE) == 3
         assert recorder.value(LEASE_RECOVERY_SECONDS, service=SERVICE) == 0, "no lease of these had ended by itself"
         balancer.close()
     heartbeat_of(client, "dead")

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from millstream.balancer import Balancer, StreamAdded, StreamDisowned, StreamExpired
 from millstream.balancer.protocol import ANNOUNCEMENT_FIELD
 from millstream.errors import LeaseLost, WrongType
-from millstream.observability.metrics import LEASE_NOTICES, Recorder
+from millstream.observability.metrics import LEASE_NOTIFICATIONS, Recorder
 from millstream.redis_client.client import Client
 from millstream.redis_client.key_names import ServiceKeys
 from tests.support.balancers import (
@@ -280,7 +280,7 @@ def test_free_streams_are_not_told_beyond_what_may_wait(client: Client) -> None:
     with started(client.url, "a", recover="claim", most_waiting=2, options={"metrics": recorder}) as balancer:
         peer(client, "b").end_leases("released", held)
         heartbeats_later(client, balancer)
-        assert recorder.value(LEASE_NOTICES, service=SERVICE, notice="StreamExpired") == 2
+        assert recorder.value(LEASE_NOTIFICATIONS, service=SERVICE, notice="StreamExpired") == 2
         told = [
             next_notice(balancer, StreamExpired).stream for _ in range(5) if trigger_heartbeats(client)
         ]  # as there is room for them

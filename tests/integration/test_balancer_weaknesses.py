@@ -7,7 +7,7 @@ import pytest
 from millstream.balancer import StreamAdded
 from millstream.balancer.protocol import ANNOUNCEMENT_FIELD, END_LEASES, HEARTBEAT
 from millstream.errors import NameHeld, Unavailable
-from millstream.observability.metrics import CATALOGUE, LEASES_ENDED, LEASES_LASTED, Recorder
+from millstream.observability.metrics import CATALOGUE, LEASE_HELD_SECONDS, LEASES_ENDED, Recorder
 from millstream.redis_client.client import Client
 from millstream.redis_client.embedded_server import EmbeddedServer
 from millstream.testing.proxy import Proxy
@@ -257,7 +257,7 @@ def test_16_no_figure_is_kept_for_each_stream_and_claims_are_measured_too(client
         for lease in given:
             balancer.claim(lease.stream)
         balancer.done(*names(19))
-    assert recorder.value(LEASES_LASTED, service=SERVICE) == 20
+    assert recorder.value(LEASE_HELD_SECONDS, service=SERVICE) == 20
     assert recorder.value(LEASES_ENDED, service=SERVICE, how="done") == 19
     leases = [metric for metric in CATALOGUE if metric.name.startswith("millstream_lease")]
     assert len(leases) >= 10

@@ -94,7 +94,7 @@ def python(script: str, *args: object) -> str:
 
 def test_a_webhook_is_told_as_json() -> None:
     with webhook() as hook, DeadLetterAlerts(hook.url) as bell:
-        bell.ring(LETTER)
+        bell.send(LETTER)
         eventually(lambda: hook.heard, "ring")
     assert hook.heard == [{"events": 1, "summaries": [LETTER]}]
 
@@ -102,7 +102,7 @@ def test_a_webhook_is_told_as_json() -> None:
 def test_a_command_is_told_on_its_standard_input_and_no_shell_sees_it(tmp_path: Path) -> None:
     told = tmp_path / "told $(touch shell).json"
     with DeadLetterAlerts(command=python("import sys; open(sys.argv[1], 'w').write(sys.stdin.read())", told)) as bell:
-        bell.ring(LETTER)
+        bell.send(LETTER)
         close(bell)
     assert json.loads(told.read_text()) == {"events": 1, "summaries": [LETTER]}
     assert not (tmp_path / "shell").exists()
@@ -110,11 +110,11 @@ def test_a_command_is_told_on_its_standard_input_and_no_shell_sees_it(tmp_path: 
 
 def test_rings_in_between_are_summed_up_by_what_they_are_about() -> None:
     with webhook() as hook, DeadLetterAlerts(hook.url, min_interval_s=3_600) as bell:
-        bell.ring(LETTER)
+        bell.send(LETTER)
         eventually(lambda: hook.heard, "first ring")
         for _ in range(100):
-            bell.ring(LETTER)
-            bell.ring({**LETTER, "handler": "arrival", "dead": 1.5})
+            bell.send(LETTER)
+            bell.send({**LETTER, "handler": "arrival", "dead": 1.5})
         close(bell)
     assert hook.heard[1:] == [
         {"events": 200, "summaries": [{**LETTER, "dead": 200}, {**LETTER, "handler": "arrival", "dead": 150.0}]}
@@ -124,7 +124,7 @@ def test_rings_in_between_are_summed_up_by_what_they_are_about() -> None:
 def test_it_rings_no_more_often_than_it_is_told() -> None:
     with webhook() as hook, DeadLetterAlerts(hook.url, min_interval_s=0.3) as bell:
         for rings in (1, 2, 3):
-            bell.ring(LETTER)
+            bell.send(LETTER)
             eventually(lambda: len(hook.heard) == rings, "ring")  # noqa: B023 - it is over by then
     assert min(later - earlier for earlier, later in pairwise(hook.at)) >= 0.29
 
@@ -132,10 +132,10 @@ def test_it_rings_no_more_often_than_it_is_told() -> None:
 def test_what_is_not_told_yet_is_bounded() -> None:
     with webhook() as hook:
         with DeadLetterAlerts(hook.url, min_interval_s=3_600) as bell:
-            bell.ring(LETTER)
+            bell.send(LETTER)
             eventually(lambda: hook.heard, "first ring")
             for number in range(1_000):
-                bell.ring({"error": f"number {number}", "dead": 1})
+                bell.send({"error": f"number {number}", "dead": 1})
             close(bell)
         last = hook.heard[1]
     assert (last["events"], len(last["summaries"]), last["omitted"]) == (1_000, 100, 900)
@@ -144,7 +144,7 @@ def test_what_is_not_told_yet_is_bounded() -> None:
 def test_summaries_of_any_kind_are_told() -> None:
     odd = {"flag": True, "path": Path("x"), "nested": {"a": [1]}, "none": None}
     with webhook() as hook, DeadLetterAlerts(hook.url) as bell:
-        bell.ring(odd)
+        bell.send(odd)
         eventually(lambda: hook.heard, "ring")
     assert hook.heard[0]["summaries"] == [{**odd, "path": "x"}]
 
@@ -152,21 +152,21 @@ def test_summaries_of_any_kind_are_told() -> None:
 def test_closing_tells_the_rest_at_once() -> None:
     with webhook() as hook:
         bell = DeadLetterAlerts(hook.url, min_interval_s=3_600)
-        bell.ring(LETTER)
+        bell.send(LETTER)
         eventually(lambda: hook.heard, "first ring")
-        bell.ring(LETTER)
+        bell.send(LETTER)
         close(bell)
         assert len(hook.heard) == 2
-        bell.ring(LETTER)
+        bell.send(LETTER)
         bell.close()
         assert len(hook.heard) == 2
 
 
 def test_a_bell_without_means_is_silent() -> None:
     with DeadLetterAlerts() as bell:
-        bell.ring(LETTER)
+        bell.send(LETTER)
     with DeadLetterAlerts("", "") as bell:
-        bell.ring(LETTER)
+        bell.send(LETTER)
 
 
 # --- What goes wrong ---
@@ -176,7 +176,7 @@ def test_a_bell_without_means_is_silent() -> None:
 def test_a_webhook_that_fails_is_told_again_up_to_three_times(caplog: pytest.LogCaptureFixture) -> None:
     with webhook(500, 429) as hook:
         with DeadLetterAlerts(hook.url) as bell:
-            bell.ring(LETTER)
+            bell.send(LETTER)
             eventually(lambda: hook.heard, "third try")
         assert len(hook.at) == 3
         assert hook.at[1] - hook.at[0] >= 0.045
@@ -192,7 +192,7 @@ def test_a_webhook_that_keeps_failing_is_complained_about_without_its_path(
     caplog.set_level(logging.WARNING)
     with webhook(*statuses) as hook:
         with DeadLetterAlerts(hook.url) as bell:
-            bell.ring(LETTER)
+            bell.send(LETTER)
             eventually(lambda: caplog.records, "complaint")
         assert len(hook.at) == tries
     assert f"cannot call the dead-letter webhook at 127.0.0.1: it answers {statuses[0]}" in caplog.text
@@ -203,11 +203,11 @@ def test_complaints_come_once_a_minute(caplog: pytest.LogCaptureFixture) -> None
     clock = HandClock(1e6)
     with webhook(*(404,) * 9) as hook, DeadLetterAlerts(hook.url, min_interval_s=0, clock=clock) as bell:
         for tries, complaints in ((1, 1), (2, 1), (3, 1)):
-            bell.ring(LETTER)
+            bell.send(LETTER)
             eventually(lambda: len(hook.at) == tries, "try")  # noqa: B023 - it is over by then
             eventually(lambda: len(caplog.records) == complaints)  # noqa: B023 - it is over by then
         clock.now_ms += 60_000
-        bell.ring(LETTER)
+        bell.send(LETTER)
         eventually(lambda: len(caplog.records) == 2, "complaint")
 
 
@@ -215,7 +215,7 @@ def test_ringing_never_waits_even_if_nobody_answers(caplog: pytest.LogCaptureFix
     with socket.create_server(("127.0.0.1", 0)) as deaf:
         bell = DeadLetterAlerts(f"http://127.0.0.1:{deaf.getsockname()[1]}/", timeout_s=10 * FAIL_SAFE_S)
         for _ in range(10_000):
-            bell.ring(LETTER)
+            bell.send(LETTER)
         bell.close(timeout_ms=300)
         assert bell._thread is not None
         assert bell._thread.is_alive(), "it waits for the answer yet"
@@ -227,7 +227,7 @@ def test_nobody_at_the_webhook_is_a_complaint_and_the_next_ring_goes_out(caplog:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     with DeadLetterAlerts(f"http://127.0.0.1:{port}/", min_interval_s=0) as bell:
-        bell.ring(LETTER)
+        bell.send(LETTER)
         eventually(lambda: caplog.records, "complaint")
     assert "ConnectError" in caplog.text
 
@@ -252,14 +252,14 @@ def test_a_command_that_fails_is_complained_about(
     command: str, timeout_s: float, complaint: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     with DeadLetterAlerts(command=command, timeout_s=timeout_s) as bell:
-        bell.ring(LETTER)
+        bell.send(LETTER)
         eventually(lambda: caplog.records, "complaint")
     assert complaint in caplog.text
 
 
 def test_a_command_that_ends_unheard_is_no_trouble(caplog: pytest.LogCaptureFixture) -> None:
     with DeadLetterAlerts(command="true") as bell:
-        bell.ring({"text": "x" * 1_000_000})
+        bell.send({"text": "x" * 1_000_000})
     assert not caplog.records
 
 
@@ -272,7 +272,7 @@ def test_closing_ends_a_command_that_hangs_and_all_that_it_started(tmp_path: Pat
         "time.sleep(600)"
     )
     bell = DeadLetterAlerts(command=python(script, pids), timeout_s=600)
-    bell.ring(LETTER)
+    bell.send(LETTER)
     eventually(lambda: pids.exists() and pids.read_text().endswith("."), "process")
     bell.close(timeout_ms=100)
     for pid in pids.read_text().split()[:2]:
@@ -307,7 +307,7 @@ def test_an_interrupt_of_the_terminal_does_not_reach_the_command(tmp_path: Path)
     before = signal.getsignal(signal.SIGINT)
     script = "import os, sys; open(sys.argv[1], 'w').write(str(os.getpgid(0)))"
     with DeadLetterAlerts(command=python(script, told)) as bell:
-        bell.ring(LETTER)
+        bell.send(LETTER)
         eventually(lambda: told.exists() and told.read_text(), "process")
     assert int(told.read_text()) != os.getpgid(0)
     assert signal.getsignal(signal.SIGINT) is before

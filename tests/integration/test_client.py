@@ -24,7 +24,7 @@ from millstream.redis_client.embedded_server import EmbeddedServer
 from millstream.redis_client.error_translation import translate
 from millstream.redis_client.eviction import warn_if_evicting
 from millstream.redis_client.key_names import HandlerKeys
-from millstream.redis_client.redaction import redact
+from millstream.redis_client.redaction import redact_url
 from millstream.testing.proxy import Proxy
 from millstream.testing.topologies import tls_server
 from tests.support.clocks import HandClock
@@ -239,8 +239,8 @@ def test_a_refused_connection_is_unavailable_and_passwords_never_show() -> None:
     with Client("redis://user:secret@127.0.0.1:1/0") as client, pytest.raises(Unavailable) as caught:
         client.execute("PING")
     assert "secret" not in str(caught.value)
-    assert redact("redis://:secret@host:1/0") == "redis://:***@host:1/0"
-    assert redact("redis://host:1/0") == "redis://host:1/0"
+    assert redact_url("redis://:secret@host:1/0") == "redis://:***@host:1/0"
+    assert redact_url("redis://host:1/0") == "redis://host:1/0"
 
 
 @pytest.mark.parametrize(
@@ -262,7 +262,7 @@ def test_patience_waits_with_back_off_says_so_and_ends_when_redis_answers(caplog
         return "here"
 
     with caplog.at_level(logging.WARNING):
-        assert client.patiently(away_for_ten_seconds, what="the test") == "here"
+        assert client.retry_while_unavailable(away_for_ten_seconds, what="the test") == "here"
     lines = [record.getMessage() for record in caplog.records]
     assert 3 <= len(lines) <= 5
     assert lines[0].startswith("the test is waiting for Redis (0 s so far): away")
@@ -279,11 +279,11 @@ def test_patience_has_a_limit_if_given_one_and_none_for_other_errors() -> None:
         raise error
 
     with pytest.raises(Unavailable):
-        client.patiently(lambda: fail(Unavailable("away")), what="the test", limit_ms=5_000)
+        client.retry_while_unavailable(lambda: fail(Unavailable("away")), what="the test", limit_ms=5_000)
     assert 5_000 <= clock.now_ms <= 7_000
     calls.clear()
     with pytest.raises(AccessDenied):
-        client.patiently(lambda: fail(AccessDenied("no")), what="the test")
+        client.retry_while_unavailable(lambda: fail(AccessDenied("no")), what="the test")
     assert len(calls) == 1
 
 
@@ -291,7 +291,7 @@ def test_an_unanswered_command_runs_and_the_one_after_it_is_answered(client: Cli
     client.pipeline([("XADD", "s", f"{n}-0", "a", n) for n in range(1, 101)])
     client.execute("XGROUP", "CREATE", "s", "g", "0")
     silent = ("XREADGROUP", "GROUP", "g", "c", "COUNT", 40, "NOACK", "STREAMS", "s", ">")
-    (((*_, last_delivered, _, read, _, _),),) = client.unanswered([(silent, ("XINFO", "GROUPS", "s"))])
+    (((*_, last_delivered, _, read, _, _),),) = client.pipeline_skipping([(silent, ("XINFO", "GROUPS", "s"))])
     assert (last_delivered, read) == (b"40-0", 40)
     assert client.execute("PING") == b"PONG"
 

@@ -18,14 +18,14 @@ import typer
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millstream.cli.main import FAMILIES
+from millstream.cli.main import COMMANDS
 from millstream.cli.options import parse_start, parse_time_ms
-from millstream.cli.terminal import age, clip, counted, size
+from millstream.cli.terminal import format_age, format_size, pluralize, truncate
 from millstream.errors import ConfigError
 from millstream.model import EntryId
 from millstream.redis_client.client import Client
 from millstream.redis_client.embedded_server import EmbeddedServer
-from millstream.redis_client.escaping import harmless, json_fields, unescape, visible
+from millstream.redis_client.escaping import escape, escape_lines, json_fields, unescape
 from tests.support.commandline import PROGRAM, Outcome, call, ended, environment, lives, run, running
 from tests.support.waiting import FAIL_SAFE_S
 
@@ -36,13 +36,13 @@ NOBODY = "redis://127.0.0.1:1/0"
 
 def test_help_lists_every_family_with_what_its_own_help_begins_with() -> None:
     listed = call("--help").out
-    for name, (_, summary) in FAMILIES.items():
+    for name, (_, summary) in COMMANDS.items():
         assert re.search(rf"^  {name} +{re.escape(summary)}$", listed, re.MULTILINE)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", COMMANDS)
 def test_every_family_has_help(name: str) -> None:
-    module, _, attribute = FAMILIES[name][0].partition(":")
+    module, _, attribute = COMMANDS[name][0].partition(":")
     command = getattr(import_module(module), attribute)
     assert isinstance(command, typer.Typer) or command.__doc__
     shown = call(name, "--help")
@@ -254,13 +254,13 @@ def _in_a_terminal(*args: str, url: str, env: dict[str, str] | None = None, answ
 
 @given(st.binary())
 def test_any_bytes_are_shown_as_one_harmless_line_and_read_back(data: bytes) -> None:
-    assert visible(data).isprintable()
-    assert unescape(visible(data)) == data
+    assert escape(data).isprintable()
+    assert unescape(escape(data)) == data
 
 
 @given(st.text())
 def test_no_control_character_gets_through_but_the_end_of_a_line(text: str) -> None:
-    assert all(line.isprintable() for line in harmless(text).split("\n"))
+    assert all(line.isprintable() for line in escape_lines(text).split("\n"))
 
 
 def test_a_backslash_that_escapes_nothing_is_refused() -> None:
@@ -290,10 +290,17 @@ def test_times_are_read_as_ids_words_or_moments() -> None:
 
 
 def test_figures_are_written_for_people() -> None:
-    assert [age(ms) for ms in (None, 0, 90_000, 150_000, 7.3e6, 3e8)] == ["-", "0.0 s", "90.0 s", "2 min", "2 h", "3 d"]
-    assert [size(count) for count in (999, 1000, 2.5e6, 3e9)] == ["999 bytes", "1.0 kB", "2.5 MB", "3.0 GB"]
-    assert [counted(1, "entry", "entries"), counted(2000, "key")] == ["1 entry", "2,000 keys"]
-    assert [clip("abcdef", 6), clip("abcdefg", 6)] == ["abcdef", "abc..."]
+    assert [format_age(ms) for ms in (None, 0, 90_000, 150_000, 7.3e6, 3e8)] == [
+        "-",
+        "0.0 s",
+        "90.0 s",
+        "2 min",
+        "2 h",
+        "3 d",
+    ]
+    assert [format_size(count) for count in (999, 1000, 2.5e6, 3e9)] == ["999 bytes", "1.0 kB", "2.5 MB", "3.0 GB"]
+    assert [pluralize(1, "entry", "entries"), pluralize(2000, "key")] == ["1 entry", "2,000 keys"]
+    assert [truncate("abcdef", 6), truncate("abcdefg", 6)] == ["abcdef", "abc..."]
 
 
 def test_millstream_dev_runs_a_server_until_it_is_told_to_stop(tmp_path: Path) -> None:

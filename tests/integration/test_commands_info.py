@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import msgspec
 import pytest
 
-from millstream.admin.consumption_summary import ReaderReport, readers
+from millstream.admin.consumption_summary import ReaderReport, summarize_readers
 from millstream.admin.inspection import inspect
 from millstream.admin.reports import HandlerReport, Inspection
 from millstream.delivery.commit_store import CommitStore, Effects
@@ -152,7 +152,7 @@ def test_handlers_are_shown_with_their_counters_and_letters(client: Client) -> N
 
 def reader(found: Inspection, name: str) -> ReaderReport:
     """What was found of the reader of that name."""
-    (report,) = (one for one in readers(found) if one.name == name)
+    (report,) = (one for one in summarize_readers(found) if one.name == name)
     return report
 
 
@@ -171,7 +171,7 @@ def test_a_handler_is_summed_up_over_its_streams(client: Client) -> None:
     assert (found.lag, found.lag_exact, found.lag_min, found.lag_avg, found.lag_max) == (8, True, 0, 8 / 3, 5)
     assert found.largest_lags == (("c", 5), ("b", 3))
     assert (found.pending, found.parked, found.dead_letters) == (2, 2, 1)
-    assert (found.arrived, found.done) == (15, 7)
+    assert (found.added, found.done) == (15, 7)
     assert before_ms <= 1 + (found.oldest_age_ms or 0) <= server_time_ms(client)
     client.execute("HDEL", HandlerKeys("shop", "bill", "a").meta, "frontier")
     unsure = reader(inspect(client), "shop.bill")
@@ -198,7 +198,7 @@ def test_stages_and_groups_are_shown_with_what_they_have_not_done(client: Client
     assert (stage.kind, stage.modes, stage.alive, stage.lag, stage.done) == ("stage", ("spark, stage",), 1, 12, 8)
     assert (group.kind, group.modes, group.alive, group.lag, group.done) == ("group", ("consumers",), 2, 18, 6)
     assert (group.lag_min, group.lag_max, group.pending, group.largest_lags) == (8, 10, 4, (("a", 10), ("b", 8)))
-    assert {one.name for one in readers(inspect(client, "shop"))} == {"shop.minutes", "billing"}
+    assert {one.name for one in summarize_readers(inspect(client, "shop"))} == {"shop.minutes", "billing"}
     assert inspect(client, "other").streams == ()
 
 

@@ -196,7 +196,7 @@ def test_a_moved_message_whose_reply_is_lost_is_not_moved_twice(
         proxy.cut_after("EVALSHA", times=1)
         proxy.cut_before("EVALSHA", times=1)
         mover = DelayedMessages(fragile)
-        while fragile.patiently(lambda: mover.move_due(["s"]), what="test").next_ms is not None:
+        while fragile.retry_while_unavailable(lambda: mover.move_due(["s"]), what="test").next_ms is not None:
             pass
         assert proxy.cuts.total() == 2
     assert numbers(client) == list(range(1_200))
@@ -292,7 +292,7 @@ def test_who_is_told_what_waits_asks_nothing_else_and_hears_of_all_through_lost_
     producer.publish("s:8", {"n": 2}, delay_ms=1)
     come_closer(client, "s:7", 600_000)
     time.sleep(0.01)
-    client.patiently(lambda: delayed.move_due(streams), what="the test")
+    client.retry_while_unavailable(lambda: delayed.move_due(streams), what="the test")
     assert (numbers(client, "s:7"), numbers(client, "s:8")) == ([1], [2])
 
 

@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from millstream.balancer import announce
-from millstream.cli.terminal import details, say, say_lines, table, talk
+from millstream.cli.terminal import print_details, print_line, print_message, print_table, print_text
 from millstream.delivery.keyed_stream import KeyedStream, LeaseRelease, queue_of_key
 from millstream.delivery.reliable_stream import ReliableStream
 from millstream.handlers.dead_letter import DeadLetter
@@ -46,14 +46,14 @@ def letter(number: int, **fields: bytes | str) -> list[bytes | str | int]:
 
 
 def test_whatever_is_printed_is_escaped(capsys: pytest.CaptureFixture[str]) -> None:
-    say(EVIL)
-    talk(EVIL)
-    table((EVIL, ">n"), [(EVIL, EVIL)])
-    details([(EVIL, EVIL)])
+    print_line(EVIL)
+    print_message(EVIL)
+    print_table((EVIL, ">n"), [(EVIL, EVIL)])
+    print_details([(EVIL, EVIL)])
     shown = capsys.readouterr()
     assert shown.out.count("\n") == 4
     assert shown.err.count("\n") == 1
-    say_lines(EVIL)
+    print_text(EVIL)
     shown_lines = capsys.readouterr().out
     assert shown_lines.count("\n") == 2
     for text in (shown.out, shown.err, shown_lines):

@@ -481,7 +481,7 @@ def test_a_run_survives_redis_that_restarts_in_mid_batch(millstream_fresh_server
         end = one.plan()
         millstream_fresh_server.kill()
         millstream_fresh_server.start()
-        rows = client.patiently(lambda: one.rows(end), what="the test")
+        rows = client.retry_while_unavailable(lambda: one.rows(end), what="the test")
         assert rows == list(range(500))
         one.close()
 

@@ -302,7 +302,7 @@ def test_while_redis_is_away_the_reader_neither_spins_nor_floods_the_log_and_the
             assert 0 < reads <= 10 + waited_ms / 1_000, "it waits for a second, after the first times"
             assert 0 < lines <= 2 + clock.now_ms / 1_000, "it says so once in a second"
             server.start()
-            client.patiently(lambda: add(client, 2), what="test")
+            client.retry_while_unavailable(lambda: add(client, 2), what="test")
             running.wait_for(2)
     (event,) = running.events
     assert isinstance(event, Resumed)

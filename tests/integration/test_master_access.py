@@ -119,7 +119,7 @@ def problem(client: Client, allowed: AllowList, url: str, within_s: float = FAIL
 
     async def ask() -> str | None:
         async with open_transport() as transport:
-            return (await pinger.ping(transport, allowed.target(url), within_s)).problem
+            return (await pinger.call_url(transport, allowed.parse(url), within_s)).problem
 
     return asyncio.run(ask())
 

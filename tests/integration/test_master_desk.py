@@ -6,7 +6,7 @@ import pytest
 
 from millstream.redis_client.client import Client
 from millstream.redis_client.pipelining import server_time_ms
-from millstream.services.master.acknowledgements import Acknowledger, Done
+from millstream.services.master.acknowledgements import Acknowledger, AckRequest
 from millstream.services.master.delegation import Delegator
 from millstream.services.master.queries import Queries
 from millstream.services.master.registry import Registry
@@ -36,22 +36,22 @@ def desk(client: Client, registry: Registry) -> Delegator:
 def join(desk: Delegator, registry: Registry, name: str, count: int = 1) -> list[str]:
     """Register a consumer; return the ids that it is given."""
     found = registry.register(name, health_url=None, max_tickets=10, instance="", silent_ms=1_000)
-    desk.stream.route(count=100, most_pending=1_000)
-    return [one.decode() for one in desk.deal(name, found, count=count)]
+    desk.group_stream.route(count=100, most_pending=1_000)
+    return [one.decode() for one in desk.assign(name, found, count=count)]
 
 
 def lose(desk: Delegator, registry: Registry, name: str) -> None:
     """Have a consumer begin another life, so that what it had is lost to it."""
     registry.register(name, health_url=None, max_tickets=10, instance="", silent_ms=1_000)
-    desk.stream.tend()
+    desk.group_stream.renew_leases()
 
 
 def acknowledge(client: Client, desk: Delegator, name: str, message_id: str) -> tuple[bool, list[str]]:
     """Whether a message is done only now, and what its consumer is given next. Raises Refused."""
-    (found,) = Acknowledger(client, Registry(client, KEYS), desk).acknowledge([Done(name, [message_id.encode()])])
+    (found,) = Acknowledger(client, Registry(client, KEYS), desk).acknowledge([AckRequest(name, [message_id.encode()])])
     for _, refusal in found.refused:
         raise refusal
-    return bool(found.fresh), [one.decode() for one in found.next]
+    return bool(found.newly_acked), [one.decode() for one in found.next_ids]
 
 
 def test_a_consumer_does_not_see_the_next_message_while_the_one_before_is_being_committed(
@@ -59,14 +59,16 @@ def test_a_consumer_does_not_see_the_next_message_while_the_one_before_is_being_
 ) -> None:
     first, second = publish(client, "A", "A")
     assert join(desk, registry, "c1") == [first]
-    (lease,) = desk.held_by("c1")
-    assert not desk.stream.commit([desk.stream.unit_of(lease, list(lease.waiting))])
-    desk.stream.tend()
+    (lease,) = desk.leases_of("c1")
+    assert not desk.group_stream.commit([desk.group_stream.unit_of(lease, list(lease.waiting))])
+    desk.group_stream.renew_leases()
     assert holders(client) == {second: "waiting"}
     # The master has died there.
-    eventually(lambda: desk.stream.tend() and holders(client) == {second: "c1"}, "another one to go on with it")
+    eventually(
+        lambda: desk.group_stream.renew_leases() and holders(client) == {second: "c1"}, "another one to go on with it"
+    )
     assert acknowledge(client, desk, "c1", second) == (True, [])
-    desk.stream.tend()
+    desk.group_stream.renew_leases()
     assert is_clean(client)
 
 
@@ -85,8 +87,8 @@ def test_what_was_acknowledged_is_not_given_out_again_however_long_no_master_loo
     assert client.execute("XACK", STREAM, GROUP, first) == 1
     leases_have_ended(client)
     assert join(desk, registry, "c2") == []
-    assert desk.stream.tend().acknowledged == [first.encode()]
-    assert desk.deal("c2", registry.get("c2"), count=1) == [second.encode()]
+    assert desk.group_stream.renew_leases().acknowledged == [first.encode()]
+    assert desk.assign("c2", registry.get("c2"), count=1) == [second.encode()]
 
 
 def test_a_consumer_that_is_still_at_work_keeps_its_message_however_long_no_master_looked(
@@ -96,8 +98,8 @@ def test_a_consumer_that_is_still_at_work_keeps_its_message_however_long_no_mast
     assert join(desk, registry, "c1") == [only]
     leases_have_ended(client)
     assert join(desk, registry, "c2") == []
-    tended = desk.stream.tend()
-    assert (tended.extended, tended.lost) == (1, [])
+    tended = desk.group_stream.renew_leases()
+    assert (tended.renewed, tended.revoked) == (1, [])
     assert client.execute("HLEN", KEYS.strikes) == 0
     assert acknowledge(client, desk, "c1", only) == (True, [])
 
@@ -108,8 +110,8 @@ def test_two_masters_give_no_consumer_more_than_it_asked_for(
     publish(client, *(f"T{n}" for n in range(30)))
     assert len(join(desk, registry, "c1", count=8)) == 8
     other = Delegator(client, registry, SETTINGS)
-    assert len(other.deal("c1", registry.get("c1"), count=8)) == 2
-    assert not desk.deal("c1", registry.get("c1"), count=8)
+    assert len(other.assign("c1", registry.get("c1"), count=8)) == 2
+    assert not desk.assign("c1", registry.get("c1"), count=8)
 
 
 def test_a_lease_of_an_earlier_life_ends_and_cannot_be_acknowledged(
@@ -117,12 +119,12 @@ def test_a_lease_of_an_earlier_life_ends_and_cannot_be_acknowledged(
 ) -> None:
     (only,) = publish(client, "A")
     join(desk, registry, "c1")
-    before = desk.held_by("c1")[0]
+    before = desk.leases_of("c1")[0]
     registry.register("c1", health_url=None, max_tickets=1, instance="", silent_ms=1_000)
-    assert [(lost.id.decode(), lost.why) for lost in desk.stream.tend().lost] == [(only, "gone")]
+    assert [(lost.id.decode(), lost.cause) for lost in desk.group_stream.renew_leases().revoked] == [(only, "gone")]
     with pytest.raises(Refused, match="does not have"):
         acknowledge(client, desk, "c1", only)
-    assert desk.stream.commit([desk.stream.unit_of(before, list(before.waiting))])
+    assert desk.group_stream.commit([desk.group_stream.unit_of(before, list(before.waiting))])
     assert join(desk, registry, "c2") == [only]
 
 
@@ -139,13 +141,13 @@ def test_no_change_of_a_registration_undoes_another(client: Client, registry: Re
     join(desk, registry, "c1")
     found = registry.get("c1")
     assert found is not None
-    assert not registry.silent("c1", found.incarnation, silent_ms=10_000), "it was heard of a moment ago"
-    assert registry.silent("c1", found.incarnation, silent_ms=0)
-    registry.healthy("c1", found.incarnation, every_ms=0)  # the answer of its last life
+    assert not registry.record_failure("c1", found.incarnation, silent_ms=10_000), "it was heard of a moment ago"
+    assert registry.record_failure("c1", found.incarnation, silent_ms=0)
+    registry.record_success("c1", found.incarnation, every_ms=0)  # the answer of its last life
     dead = registry.get("c1")
     assert dead is not None
     assert dead.state == "dead"
-    registry.healthy("c1", dead.incarnation, every_ms=0)
+    registry.record_success("c1", dead.incarnation, every_ms=0)
     alive = registry.get("c1")
     assert alive is not None
     assert alive.state == "alive"
@@ -178,7 +180,7 @@ def test_what_a_consumer_has_ended_by_xack_counts_as_done_by_it(
     (only,) = publish(client, "A")
     join(desk, registry, "c1")
     client.execute("XACK", STREAM, GROUP, only)
-    desk.stream.tend()
+    desk.group_stream.renew_leases()
     assert acknowledge(client, desk, "c1", only) == (False, [])
     with pytest.raises(Refused, match="'c1' has done it"):
         acknowledge(client, desk, "c2", only)
@@ -228,15 +230,15 @@ def test_calls_that_are_taken_in_together_are_answered_each_for_itself(
     assert join(desk, registry, "c1") == [a1]
     assert join(desk, registry, "c2") == [b1]
     found = Acknowledger(client, registry, desk).acknowledge(
-        [Done("c1", [a1.encode()]), Done("c2", [a1.encode()]), Done("c2", [b1.encode(), b2.encode()])]
+        [AckRequest("c1", [a1.encode()]), AckRequest("c2", [a1.encode()]), AckRequest("c2", [b1.encode(), b2.encode()])]
     )
-    assert [one.fresh for one in found] == [1, 0, 1]
+    assert [one.newly_acked for one in found] == [1, 0, 1]
     assert [[(one, why.status) for one, why in call.refused] for call in found] == [
         [],
         [(a1.encode(), 409)],
         [(b2.encode(), 409)],
     ]
-    given = [one for call in found for one in call.next]
+    given = [one for call in found for one in call.next_ids]
     assert sorted(given) == sorted([a2.encode(), b2.encode()])
     assert holders(client).keys() == {a2, b2}
 
@@ -259,7 +261,7 @@ def test_every_ticket_is_on_a_page_however_many_there_are_and_they_are_looked_fo
 ) -> None:
     tickets = 12_000
     client.pipeline([("XADD", STREAM, "*", "ticket_id", f"T{number:05}") for number in range(tickets)])
-    while desk.stream.route(count=1_000, most_pending=100_000):
+    while desk.group_stream.route(count=1_000, most_pending=100_000):
         pass
     views = Queries(client, registry, SETTINGS)
     scripts_before = scripts_run(client)
@@ -282,7 +284,7 @@ def test_a_listing_goes_on_after_what_is_done_meanwhile_and_shows_the_rest(
     client: Client, registry: Registry, desk: Delegator
 ) -> None:
     ids = publish(client, *"ABCDE")
-    desk.stream.route(count=100, most_pending=1_000)
+    desk.group_stream.route(count=100, most_pending=1_000)
     views = Queries(client, registry, SETTINGS)
     first = views.tickets(None, 2)
     assert [one.ticket_id for one in first.tickets] == ["A", "B"]
@@ -299,7 +301,7 @@ def test_a_page_that_finds_all_done_that_it_looks_at_says_where_to_go_on(
     client: Client, registry: Registry, desk: Delegator
 ) -> None:
     publish(client, *(f"T{number:04}" for number in range(1_200)))
-    while desk.stream.route(count=1_000, most_pending=100_000):
+    while desk.group_stream.route(count=1_000, most_pending=100_000):
         pass
     views = Queries(client, registry, SETTINGS, clock=HandClock())
     cursor = views.tickets(None, 1).cursor

@@ -45,7 +45,7 @@ def client(request: pytest.FixtureRequest) -> Iterator[Client]:
     url = request.getfixturevalue("millstream_url" if request.param == "server" else "cluster_url")
     with Client(url) as connected:
         for node in connected._route.pools():
-            connected._single(["FLUSHALL"], node)
+            connected._execute_on(["FLUSHALL"], node)
         yield connected
 
 

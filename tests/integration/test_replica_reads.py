@@ -9,7 +9,7 @@ from itertools import chain
 
 import pytest
 
-from millstream.admin.acl import RoleName, rule
+from millstream.admin.acl import RoleName, acl_rule
 from millstream.errors import DataLoss, ServerError, Unavailable
 from millstream.model import ZERO_ID, EntryId
 from millstream.redis_client.client import Client, Command
@@ -443,7 +443,7 @@ def test_reading_from_replicas_needs_the_rights_that_are_printed_for_it(
         for server in (deployment.primary, deployment.prompt):
             server.call("ACL", "DELUSER", "reader")
             server.call("ACL", "LOG", "RESET")
-        line = rule("reader", [RoleName.SPARK], streams=["s"], app="app", replicas=replicas).line
+        line = acl_rule("reader", [RoleName.SPARK], streams=["s"], app="app", replicas=replicas).line
         for server in servers:
             server.call(*line.split(), ">secret")
         caplog.clear()
@@ -488,7 +488,7 @@ def test_in_a_cluster_each_shard_has_its_own_replicas() -> None:
         streams = [f"s{n}" for n in range(12)]
         for name in streams:
             admin.pipeline([("XADD", name, f"{n + 1}-0", "n", n) for n in range(50)])
-        line = rule("reader", [RoleName.SPARK], streams=["s*"], cluster=True, replicas=True).line
+        line = acl_rule("reader", [RoleName.SPARK], streams=["s*"], cluster=True, replicas=True).line
         for server in (*deployed.nodes, replica):
             server.call(*line.split(), ">secret")
         eventually(lambda: all(knows(node, replica) for node in deployed.nodes), "the cluster to know of it")
@@ -530,6 +530,6 @@ def test_behind_sentinel_the_replica_is_read_and_later_the_one_that_takes_over()
         (more,) = reads.fetch([("XRANGE", "s", "(10-0", "100-0", "COUNT", 40)])
         eventually(lambda: is_primary(trio.replica), "the failover")
         last = [("XRANGE", "s", "(50-0", "100-0", "COUNT", 50)]
-        (rest,) = client.patiently(lambda: reads.fetch(last), what="the test", limit_ms=PATIENCE_MS)
+        (rest,) = client.retry_while_unavailable(lambda: reads.fetch(last), what="the test", limit_ms=PATIENCE_MS)
         replicas.close()
     assert [int(pairs[1]) for _, pairs in (*found, *more, *rest)] == list(range(100))

@@ -65,4 +65,4 @@ def test_a_router_at_its_budget_says_so_and_goes_on_for_who_takes_its_messages(
         for one in stalled:
             one.close()
         eventually(lambda: recorder.value(m.ROUTER_AT_BUDGET) == 0, "the router to have room again")
-        eventually(lambda: recorder.value(m.ROUTER_HELD_BYTES) == 0, "nothing to be held")
+        eventually(lambda: recorder.value(m.ROUTER_BUFFERED_BYTES) == 0, "nothing to be held")

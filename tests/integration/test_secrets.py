@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from millstream.cli.main import FAMILIES
+from millstream.cli.main import COMMANDS
 from millstream.redis_client.embedded_server import EmbeddedServer
 from tests.support.commandline import call, ended, run, running
 from tests.support.urls import CANARY, FORMS, NOWHERE, told
@@ -76,7 +76,7 @@ def app(tmp_path: Path) -> str:
 
 
 def test_every_command_is_tried() -> None:
-    assert {*BRIEF, *SERVICES, *ELSEWHERE, *WITHOUT_URL} == set(FAMILIES)
+    assert {*BRIEF, *SERVICES, *ELSEWHERE, *WITHOUT_URL} == set(COMMANDS)
 
 
 @pytest.mark.parametrize("name", BRIEF)

@@ -364,7 +364,7 @@ def test_what_it_does_shows_in_the_metrics(client: Client) -> None:
     label = {"handler": "app.handle"}
     counted = [recorder.value(metric, **label) for metric in (m.READ, m.COMMITTED, m.RETRIED, m.REFUSED)]
     assert counted == [10, 10, 1, 0]
-    assert recorder.value(m.DEAD, reason="rejected", **label) == 1
+    assert recorder.value(m.DEAD_LETTERED, reason="rejected", **label) == 1
     assert recorder.value(m.HANDLER_SECONDS, **label) == 11
     assert recorder.value(m.AGE_SECONDS, **label) == 10
 

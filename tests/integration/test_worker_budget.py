@@ -80,7 +80,7 @@ def test_no_more_bytes_are_in_hand_than_the_budget_and_all_are_done(client: Clie
             eventually(lambda: True)
         assert most <= BUDGET + SIZE
         eventually(lambda: loop._in_flight.bytes == 0)
-        eventually(lambda: recorder.value(m.IN_HAND_BYTES, handler="app.handle") == 0)
+        eventually(lambda: recorder.value(m.IN_FLIGHT_BYTES, handler="app.handle") == 0)
 
 
 def test_messages_that_become_large_all_at_once_do_not_break_the_budget(client: Client, held: Held) -> None:

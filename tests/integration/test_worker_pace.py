@@ -155,7 +155,7 @@ def test_a_paused_handler_reads_nothing_stays_healthy_and_goes_on_when_told(
         pause(client, loop)
         fill(client, 10, first=10)
         wait_for_reads(health, clock)
-        assert (loop.loop_metrics.committed, loop.loop_metrics.read, health.unreadiness()) == (10, 10, [])
+        assert (loop.loop_metrics.committed, loop.loop_metrics.read, health.readiness_failures()) == (10, 10, [])
         resume(client)
         eventually(lambda: loop.loop_metrics.committed == 20)
     assert sorted(outputs(client)) == list(range(20))

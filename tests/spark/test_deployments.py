@@ -7,7 +7,7 @@ import pytest
 from pyspark.sql import SparkSession
 
 from millstream import App, Reject, State
-from millstream.admin.acl import RoleName, rule
+from millstream.admin.acl import RoleName, acl_rule
 from millstream.errors import AccessDenied, ConfigError
 from millstream.redis_client.client import Client
 from millstream.testing import topologies
@@ -82,7 +82,7 @@ def test_a_server_that_speaks_tls_only(spark: SparkSession, tmp_path: Path) -> N
 
 
 def test_a_user_with_only_the_rights_that_are_needed(spark: SparkSession, tmp_path: Path) -> None:
-    printed = rule("spark", [RoleName.SPARK], streams=STREAMS, app="app").line.removeprefix("ACL SETUSER spark on")
+    printed = acl_rule("spark", [RoleName.SPARK], streams=STREAMS, app="app").line.removeprefix("ACL SETUSER spark on")
     rules = [f"spark >secret{printed}", "guest >secret ~nothing:* +ping", "admin >secret ~* +@all"]
     with topologies.acl_server(rules) as deployed:
         check(spark, deployed.urls["spark"], tmp_path, admin=deployed.urls["admin"])
@@ -102,10 +102,14 @@ def test_a_sentinel_trio_through_a_failover(spark: SparkSession, tmp_path: Path)
             eventually(lambda: pipelines.state("app", "sums", "orders", "c") == {"sum": 100}, "the first hundred")
             eventually(lambda: client.execute("WAIT", 1, 1_000) == 1, "a replica that has them, too")
             deployed.primary.kill()
-            client.patiently(lambda: pipelines.add("orders", {"customer": "c", "amount": 1000}), what="the test")
+            client.retry_while_unavailable(
+                lambda: pipelines.add("orders", {"customer": "c", "amount": 1000}), what="the test"
+            )
             eventually(
                 lambda: (
-                    client.patiently(lambda: pipelines.state("app", "sums", "orders", "c"), what="the test")["sum"]
+                    client.retry_while_unavailable(
+                        lambda: pipelines.state("app", "sums", "orders", "c"), what="the test"
+                    )["sum"]
                     >= 1100
                 ),
                 "the work after the failover",

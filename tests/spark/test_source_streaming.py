@@ -233,7 +233,7 @@ def test_a_query_outlives_a_restart_of_redis(
         threading.Event().wait(1.5)  # so that it looks in vain
         assert taken.query.isActive
         millstream_fresh_server.start()
-        client.patiently(lambda: bench.add("s", 100, start=100), what="the test")
+        client.retry_while_unavailable(lambda: bench.add("s", 100, start=100), what="the test")
         eventually(lambda: len(taken.rows) >= 200, "the later entries were read")
         assert taken.numbers == list(range(200))
         taken.query.stop()

@@ -290,7 +290,9 @@ class Expectations:
         return f"{self.effect_count()} of {len(self.enqueued)} done, {self.pending()} pending\n"
 
     def _ask(self, *command: str | int) -> Any:
-        return self.client.patiently(lambda: self.client.execute(*command), what="test", limit_ms=1000 * FAIL_SAFE_S)
+        return self.client.retry_while_unavailable(
+            lambda: self.client.execute(*command), what="test", limit_ms=1000 * FAIL_SAFE_S
+        )
 
 
 class StandstillWatch:

@@ -49,7 +49,7 @@ class Door:
 
     def cut(self, reason: str) -> float:
         """How many were cut for this reason."""
-        return self.recorder.value(m.HTTP_CUT, reason=reason)
+        return self.recorder.value(m.HTTP_DROPPED, reason=reason)
 
 
 def test_where_there_are_too_many_the_one_that_has_waited_longest_for_a_request_goes() -> None:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millstream.redis_client.escaping import json_fields, json_fields_in_parts
+from millstream.redis_client.escaping import iter_json_fields, json_fields
 
 pytestmark = [pytest.mark.router]
 
@@ -17,7 +17,7 @@ entries = st.lists(st.tuples(st.one_of(st.sampled_from([b"a", b"b", b"\xff"]), v
 
 
 def joined(pairs: list[bytes], part_bytes: int) -> Any:
-    return json.loads(b"{%s}" % b"".join(json_fields_in_parts(pairs, part_bytes)))
+    return json.loads(b"{%s}" % b"".join(iter_json_fields(pairs, part_bytes)))
 
 
 @given(entries, st.integers(1, 8))
@@ -28,7 +28,7 @@ def test_parts_are_together_what_one_piece_would_be(entry: list[tuple[bytes, byt
 
 def test_no_part_is_large_and_all_are_ascii() -> None:
     large = [b"text", "ä\n".encode() * 100_000, b"bytes", b"\xff" * 300_000, b"nearly text", b"a" * 300_000 + b"\xff"]
-    parts = list(json_fields_in_parts(large, 1_000))
+    parts = list(iter_json_fields(large, 1_000))
     assert max(map(len, parts)) <= 6_100
     assert b"".join(parts).isascii()
     assert len(parts) > 1_000

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import pytest
 
-from millstream.observability.metrics import NOBODY
+from millstream.observability.metrics import NO_METRICS
 from millstream.router import Item, Router
 from millstream.services.gateway.close_reasons import CloseReason
 from millstream.services.gateway.connection import FlowControl
@@ -58,7 +58,9 @@ def test_a_stop_cuts_off_who_does_not_take_the_farewell(monkeypatch: pytest.Monk
 
     async def main() -> Any:
         pace = FlowControl(heartbeat_s=HOUR_S, stall_s=HOUR_S)
-        house = ConnectionManager(Router("redis://127.0.0.1:1"), limits=ConnectionLimits(), pace=pace, metrics=NOBODY)
+        house = ConnectionManager(
+            Router("redis://127.0.0.1:1"), limits=ConnectionLimits(), pace=pace, metrics=NO_METRICS
+        )
         wire = Deaf()
         serving = asyncio.create_task(house.serve(wire, b"", []))
         await eventually_async(lambda: house.counts.open == 1, "the connection")

@@ -7,7 +7,7 @@ from typing import Any, cast
 import pytest
 
 from millstream.model import Message
-from millstream.observability.metrics import NOBODY
+from millstream.observability.metrics import NO_METRICS
 from millstream.redis_client.escaping import PART_BYTES
 from millstream.services.gateway.transports import EventTransport
 from millstream.services.web.connections import Connections, Limits
@@ -24,7 +24,7 @@ class Heard:
     def __init__(self) -> None:
         self.bodies: list[bytes] = []
         self.turns = 0
-        connection = Connections(Limits(connections=1), metrics=NOBODY).open(cast("Any", self))
+        connection = Connections(Limits(connections=1), metrics=NO_METRICS).open(cast("Any", self))
         self.wire = EventTransport({"state": {"connection": connection}}, self._never, self._send)
 
     async def _never(self) -> Any: ...

@@ -48,7 +48,7 @@ def test_a_worker_that_polls_an_empty_stream_is_healthy_for_ever(
     progress = health.progress("shop.total", run_within_ms=1_000)
     for _ in range(10):
         clock.sleep_ms(29_000)
-        progress.read()
+        progress.on_read()
     assert ask(server, "/healthz") == ask(server, "/readyz") == (200, [])
 
 
@@ -56,11 +56,11 @@ def test_a_live_process_that_no_longer_reads_is_not_healthy_until_it_reads_again
     server: HealthServer, health: Health, clock: HandClock
 ) -> None:
     progress = health.progress("shop.total", run_within_ms=1_000)
-    progress.read()
+    progress.on_read()
     clock.sleep_ms(30_001)
     silent = "shop.total: Redis has not answered a read for 30.0 s"
     assert ask(server, "/healthz") == ask(server, "/readyz") == (503, [silent])
-    progress.read()
+    progress.on_read()
     assert ask(server, "/healthz") == (200, [])
 
 
@@ -69,18 +69,18 @@ def test_work_in_hand_of_which_nothing_ends_is_not_healthy_although_it_reads(
 ) -> None:
     progress = health.progress("shop.total", run_within_ms=5_000)
     clock.sleep_ms(500_000)  # an idle time before the work is not held against it
-    progress.started(2)
+    progress.on_run_started(2)
     clock.sleep_ms(35_000)
-    progress.read()
+    progress.on_read()
     assert ask(server, "/healthz") == (200, [])
     clock.sleep_ms(1)
     assert ask(server, "/healthz") == (503, ["shop.total: no run has ended for 35.0 s, with 2 in progress"])
-    progress.ended()
+    progress.on_run_ended()
     assert ask(server, "/healthz") == (200, [])
     clock.sleep_ms(35_001)
-    progress.read()
+    progress.on_read()
     assert ask(server, "/healthz") == (503, ["shop.total: no run has ended for 35.0 s, with 1 in progress"])
-    progress.ended()
+    progress.on_run_ended()
     assert ask(server, "/healthz") == (200, [])
 
 
@@ -89,7 +89,7 @@ def test_a_run_that_raises_has_ended(health: Health, clock: HandClock) -> None:
     with pytest.raises(LookupError), progress.running():
         raise LookupError
     clock.sleep_ms(40_000)
-    progress.read()
+    progress.on_read()
     assert health.failures() == []
 
 
@@ -98,11 +98,11 @@ def test_a_stuck_handler_does_not_hide_behind_a_busy_one(
 ) -> None:
     stuck = health.progress("shop.stuck", run_within_ms=1_000)
     busy = health.progress("shop.busy", run_within_ms=1_000)
-    stuck.started()
+    stuck.on_run_started()
     for _ in range(4):
         clock.sleep_ms(10_000)
-        stuck.read()
-        busy.read()
+        stuck.on_read()
+        busy.on_read()
         with busy.running(100):
             pass
     assert ask(server, "/healthz") == (503, ["shop.stuck: no run has ended for 40.0 s, with 1 in progress"])
@@ -114,7 +114,7 @@ def test_a_worker_is_ready_only_after_its_first_read(server: HealthServer, healt
     progress = health.progress("shop.total", run_within_ms=1_000)
     assert ask(server, "/healthz") == (200, [])
     assert ask(server, "/readyz") == (503, ["shop.total: no read yet"])
-    progress.read()
+    progress.on_read()
     assert ask(server, "/readyz") == (200, [])
 
 
@@ -130,9 +130,9 @@ def test_a_stopping_worker_is_not_ready_but_healthy_while_its_work_goes_on(
     server: HealthServer, health: Health, clock: HandClock
 ) -> None:
     progress = health.progress("shop.total", run_within_ms=100_000)
-    progress.read()
-    progress.started()
-    health.stopping()
+    progress.on_read()
+    progress.on_run_started()
+    health.on_stopping()
     clock.sleep_ms(120_000)
     assert ask(server, "/healthz") == (200, [])
     assert ask(server, "/readyz") == (503, ["it is stopping"])
@@ -142,9 +142,9 @@ def test_a_stopping_worker_is_not_ready_but_healthy_while_its_work_goes_on(
 
 def test_the_page_says_where_each_handler_stands(server: HealthServer, health: Health, clock: HandClock) -> None:
     progress = health.progress("shop.total", run_within_ms=1_000)
-    progress.started(3)
+    progress.on_run_started(3)
     clock.sleep_ms(1_500)
-    progress.read()
+    progress.on_read()
     clock.sleep_ms(500)
     answer = httpx.get(f"{server.url}/healthz")
     assert answer.headers["content-type"] == "application/json"

@@ -51,9 +51,9 @@ ALLOWED: Mapping[str, str] = {
 # Methods and functions that are still to be renamed. An entry goes when its name goes; nothing is added.
 _PENDING = """
     Reactor.run_in_helper KeyRun.deferral _Desk LossPolicy.doubt Service.end_leases hand_back hear heard hurry _Snapshot.line
-    _Snapshot.line_or_damage GroupStream.line_of LineOf line_by KeyRun.load_queue Delegator.lines_of look to_look
+    _Snapshot.line_or_damage GroupStream.queue_of LineOf line_by KeyRun.load_queue Delegator.queues_of look to_look
     look_at looked keep_moving BatchPlanner.pieces CommitStore.strike Effects.end_strikes KeyedStream.taken tell_gap
-    tell_start tell told GroupStream.tend in_turn _Turns adopt adopt_idle
+    tell_start tell told GroupStream.renew_leases in_turn _Turns adopt adopt_idle
     """
 PENDING = frozenset(_PENDING.split())
 

@@ -29,7 +29,7 @@ pytestmark = [pytest.mark.master]
 )
 def test_what_is_allowed_is_called(entries: list[str], url: str, address: str) -> None:
     allowed = AllowList(entries)
-    assert allowed.permits(allowed.target(url), ipaddress.ip_address(address))
+    assert allowed.permits(allowed.parse(url), ipaddress.ip_address(address))
 
 
 @pytest.mark.parametrize(
@@ -57,7 +57,7 @@ def test_what_is_allowed_is_called(entries: list[str], url: str, address: str) -
 )
 def test_a_url_that_is_not_allowed_is_refused_before_anything_is_looked_up(entries: list[str], url: str) -> None:
     with pytest.raises(Refused) as refused:
-        AllowList(entries).target(url)
+        AllowList(entries).parse(url)
     assert refused.value.status in (403, 422)
     assert "\n" not in str(refused.value)
 
@@ -77,7 +77,7 @@ def test_a_url_that_is_not_allowed_is_refused_before_anything_is_looked_up(entri
 )
 def test_a_name_that_leads_to_a_forbidden_address_is_not_called(entries: list[str], host: str, address: str) -> None:
     allowed = AllowList(entries)
-    target = allowed.target(f"http://{host}:8080/")
+    target = allowed.parse(f"http://{host}:8080/")
     assert not allowed.permits(target, ipaddress.ip_address(address))
 
 

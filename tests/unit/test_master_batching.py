@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from millstream.services.master.call_batching import Batches
+from millstream.services.master.call_batching import CallBatcher
 from tests.support.waiting import FAIL_SAFE_S, eventually_async
 
 pytestmark = [pytest.mark.master]
@@ -27,7 +27,7 @@ class Work:
         return [2 * number for number in numbers]
 
 
-async def begun(batches: Batches[int, int], work: Work, numbers: Sequence[int]) -> list[asyncio.Task[int]]:
+async def begun(batches: CallBatcher[int, int], work: Work, numbers: Sequence[int]) -> list[asyncio.Task[int]]:
     """Calls of which the first is being done and the others wait."""
     first = asyncio.create_task(batches.call(numbers[0]))
     await eventually_async(lambda: work.batches, "the first batch")
@@ -40,7 +40,7 @@ def test_what_waits_while_a_batch_is_done_is_the_next_batch() -> None:
     work = Work()
 
     async def call() -> list[int]:
-        with Batches(work, name="batches") as batches:
+        with CallBatcher(work, name="batches") as batches:
             calls = await begun(batches, work, [1, 2, 3, 4])
             work.may.set()
             return await asyncio.gather(*calls)
@@ -54,7 +54,7 @@ def test_what_fails_fails_for_all_of_its_batch_and_for_no_other() -> None:
     work = Work()
 
     async def call() -> list[int | BaseException]:
-        with Batches(work, name="batches") as batches:
+        with CallBatcher(work, name="batches") as batches:
             calls = await begun(batches, work, [1, -1, 2])
             work.may.set()
             found = await asyncio.gather(*calls, return_exceptions=True)
@@ -69,7 +69,7 @@ def test_who_does_not_wait_any_more_is_in_nobodys_way() -> None:
     work = Work()
 
     async def call() -> int:
-        with Batches(work, name="batches") as batches:
+        with CallBatcher(work, name="batches") as batches:
             gone, stays = await begun(batches, work, [1, 2])
             gone.cancel()
             work.may.set()

@@ -15,7 +15,7 @@ from millstream.delivery.reliable_stream import StreamBacklog
 from millstream.errors import ConfigError
 from millstream.handlers.dead_letter import Reason
 from millstream.observability import metrics
-from millstream.observability.metrics import CATALOGUE, NOBODY, Metric, Metrics, Recorder
+from millstream.observability.metrics import CATALOGUE, NO_METRICS, Metric, Metrics, Recorder
 from millstream.worker import loop_metrics as report_module
 from millstream.worker.loop_metrics import LoopMetrics
 from tests.support.calls import calls_of
@@ -130,14 +130,14 @@ def test_a_histogram_counts_a_value_in_its_bucket_and_all_above() -> None:
 
 def test_counters_add_up_and_gauges_move_each_label_for_itself() -> None:
     recorder = Recorder()
-    recorder.count(metrics.DEAD, handler="a.b", reason="failed")
-    recorder.count(metrics.DEAD, 4, reason="failed", handler="a.b")
-    recorder.count(metrics.DEAD, handler="a.b", reason="rejected")
+    recorder.count(metrics.DEAD_LETTERED, handler="a.b", reason="failed")
+    recorder.count(metrics.DEAD_LETTERED, 4, reason="failed", handler="a.b")
+    recorder.count(metrics.DEAD_LETTERED, handler="a.b", reason="rejected")
     recorder.set(metrics.PAUSED, 1, handler="a.b")
     recorder.set(metrics.PAUSED, 0, handler="a.b")
-    assert recorder.value(metrics.DEAD, handler="a.b", reason="failed") == 5
-    assert recorder.value(metrics.DEAD, handler="a.b", reason="rejected") == 1
-    assert recorder.value(metrics.DEAD, handler="a.c", reason="failed") == 0
+    assert recorder.value(metrics.DEAD_LETTERED, handler="a.b", reason="failed") == 5
+    assert recorder.value(metrics.DEAD_LETTERED, handler="a.b", reason="rejected") == 1
+    assert recorder.value(metrics.DEAD_LETTERED, handler="a.c", reason="failed") == 0
     assert recorder.value(metrics.PAUSED, handler="a.b") == 0
 
 
@@ -145,8 +145,8 @@ def test_what_is_forgotten_is_not_exported_any_more() -> None:
     recorder = Recorder()
     for stream in "ab":
         recorder.set(metrics.SPARK_STREAM_BEHIND, 3, query="q", stream=stream)
-    recorder.forget(metrics.SPARK_STREAM_BEHIND, query="q", stream="a")
-    recorder.forget(metrics.SPARK_STREAM_BEHIND, query="q", stream="never set")
+    recorder.remove(metrics.SPARK_STREAM_BEHIND, query="q", stream="a")
+    recorder.remove(metrics.SPARK_STREAM_BEHIND, query="q", stream="never set")
     assert [dict(labels)["stream"] for _, labels in exported(recorder)] == ["b"]
 
 
@@ -187,15 +187,15 @@ def test_threads_lose_no_count() -> None:
     ],
 )
 def test_a_wrong_label_or_kind_is_an_error_where_somebody_listens(mistake: Callable[[Metrics], None]) -> None:
-    mistake(NOBODY)
+    mistake(NO_METRICS)
     with pytest.raises(ConfigError, match="millstream_"):
         mistake(Recorder())
 
 
 def test_it_costs_no_more_than_a_call_when_nobody_listens() -> None:
-    assert calls_of(lambda: NOBODY.count(metrics.READ, 10, handler="a.b")) == ["count"]
-    assert calls_of(lambda: NOBODY.observe(metrics.HANDLER_SECONDS, 0.1, handler="a.b")) == ["observe"]
-    assert calls_of(lambda: NOBODY.set(metrics.LAG, 3, handler="a.b")) == ["set"]
+    assert calls_of(lambda: NO_METRICS.count(metrics.READ, 10, handler="a.b")) == ["count"]
+    assert calls_of(lambda: NO_METRICS.observe(metrics.HANDLER_SECONDS, 0.1, handler="a.b")) == ["observe"]
+    assert calls_of(lambda: NO_METRICS.set(metrics.LAG, 3, handler="a.b")) == ["set"]
 
 
 def test_the_document_has_the_catalogue_and_names_no_other_metric() -> None:

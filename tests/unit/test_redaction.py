@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import millstream
-from millstream.cli.terminal import OneLine
+from millstream.cli.terminal import OneLineFormatter
 from millstream.errors import ConfigError, MillstreamError
 from millstream.handlers.dead_letter import DeadLetter
 from millstream.redis_client.client import Client
-from millstream.redis_client.redaction import HIDDEN, keep_secret, redact, redacted
+from millstream.redis_client.redaction import HIDDEN, redact_text, redact_url, register_secrets
 from tests.support.urls import CANARY, FORMS, told
 
 pytestmark = [pytest.mark.cli]
@@ -23,16 +23,16 @@ SOURCE = Path(millstream.__file__).parent
 
 @pytest.mark.parametrize("url", FORMS)
 def test_what_is_shown_of_a_url_has_no_password_in_it(url: str) -> None:
-    assert not told(redact(url))
-    assert redact(redact(url)) == redact(url)
+    assert not told(redact_url(url))
+    assert redact_url(redact_url(url)) == redact_url(url)
 
 
 @given(before=st.text(max_size=4), after=st.text(max_size=4), user=st.sampled_from(["", "me"]))
 def test_whatever_else_is_in_a_password_it_is_not_shown(before: str, after: str, user: str) -> None:
     url = f"redis://{user}:{before}{CANARY}{after}@h:1/0"
-    assert redact(url) == f"redis://{user}:{HIDDEN}@h:1/0"
-    keep_secret(url)
-    assert not told(redacted(f"Error: cannot say {before}{CANARY}{after} to h"))
+    assert redact_url(url) == f"redis://{user}:{HIDDEN}@h:1/0"
+    register_secrets(url)
+    assert not told(redact_text(f"Error: cannot say {before}{CANARY}{after} to h"))
 
 
 @pytest.mark.parametrize(
@@ -50,11 +50,11 @@ def test_whatever_else_is_in_a_password_it_is_not_shown(before: str, after: str,
     ],
 )
 def test_a_url_without_a_password_is_shown_as_it_is(url: str) -> None:
-    assert redact(url) == url
+    assert redact_url(url) == url
 
 
 def test_the_user_and_the_hosts_are_shown() -> None:
-    assert redact("redis+sentinel://me:pw@a:1,b:2/name/0") == f"redis+sentinel://me:{HIDDEN}@a:1,b:2/name/0"
+    assert redact_url("redis+sentinel://me:pw@a:1,b:2/name/0") == f"redis+sentinel://me:{HIDDEN}@a:1,b:2/name/0"
 
 
 @pytest.mark.parametrize("url", FORMS)
@@ -69,15 +69,15 @@ def test_a_client_is_refused_or_made_without_a_word_of_the_password(url: str) ->
 
 
 def test_other_texts_lose_urls_options_and_what_is_known_to_be_secret() -> None:
-    keep_secret(f"redis://:{CANARY}%2Fx@h")
+    register_secrets(f"redis://:{CANARY}%2Fx@h")
     for text in (
         f"cannot open redis://other:{CANARY[::-1]}@h:1/0?db=1, nor http://a:{CANARY[::-1]}@h",
         f"GET http://h/x?token={CANARY[::-1]}&n=1",
         f"the password {CANARY}/x is wrong",
     ):
-        assert not told(redacted(text))
-        assert CANARY[::-1] not in redacted(text)
-    assert redacted("redis://h:1/0 and me@example.org") == "redis://h:1/0 and me@example.org"
+        assert not told(redact_text(text))
+        assert CANARY[::-1] not in redact_text(text)
+    assert redact_text("redis://h:1/0 and me@example.org") == "redis://h:1/0 and me@example.org"
 
 
 def test_a_log_record_of_anybody_has_neither_password_nor_token() -> None:
@@ -94,7 +94,7 @@ def test_a_log_record_of_anybody_has_neither_password_nor_token() -> None:
         logging.LogRecord("x", logging.WARNING, "f", 1, "at %s", (f"redis://{CANARY}@h",), None),
         logging.LogRecord("x", logging.ERROR, "f", 1, "it broke", (), trouble),
     ):
-        line = OneLine("%(levelname)s %(message)s").format(record)
+        line = OneLineFormatter("%(levelname)s %(message)s").format(record)
         assert not told(line)
         assert CANARY[::-1] not in line
 
@@ -115,7 +115,7 @@ def test_a_dead_letter_keeps_no_password_of_a_url_that_an_error_quotes() -> None
 @pytest.mark.parametrize("part", ["a", "a:/", "?password", "&token=", "a://@"])
 def test_a_long_text_is_gone_through_in_one_go(part: str) -> None:
     """Were its length squared the time that it takes, no test would outlast that."""
-    redacted(part * (1_000_000 // len(part)))
+    redact_text(part * (1_000_000 // len(part)))
 
 
 def secrets_of(kind: ast.ClassDef, path: Path) -> list[ast.AnnAssign]:

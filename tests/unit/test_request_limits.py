@@ -5,7 +5,7 @@ from typing import Any, cast
 
 import pytest
 
-from millstream.observability.metrics import NOBODY
+from millstream.observability.metrics import NO_METRICS
 from millstream.services.web.connections import Connections, Limits
 from millstream.services.web.request_limits import RequestLimits
 
@@ -33,7 +33,7 @@ def answers(*messages: dict[str, Any], at_work: int = 0) -> tuple[list[bytes], l
             sent.extend([message["status"]] if "status" in message else [])
 
         limits = Limits(connections=1, body_bytes=10)
-        connections = Connections(limits, metrics=NOBODY)
+        connections = Connections(limits, metrics=NO_METRICS)
         for _ in range(at_work):
             connections.clear_wait(connections.open(cast("Any", None)))
         scope = {"type": "http", "method": "POST", "raw_path": b"/", "query_string": b"", "headers": []}

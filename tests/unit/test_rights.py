@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from millstream.admin.acl import ROLES, SCRIPTS, RoleName, rule
+from millstream.admin.acl import ROLES, SCRIPTS, RoleName, acl_rule
 from millstream.errors import ConfigError
 from millstream.redis_client.client import Script
 from millstream.redis_client.key_names import HandlerKeys, ServiceKeys, StreamKeys
@@ -38,7 +38,7 @@ def test_what_is_listed_for_a_script_is_what_it_runs() -> None:
 def test_no_role_lists_a_command_twice(role: RoleName) -> None:
     listed = ROLES[role].direct.split()
     assert len(listed) == len(set(listed))
-    assert set(ROLES[role].unreached.split()).isdisjoint(listed)
+    assert set(ROLES[role].never_executed.split()).isdisjoint(listed)
 
 
 def covers(found: tuple[str, ...], key: str) -> bool:
@@ -48,7 +48,7 @@ def covers(found: tuple[str, ...], key: str) -> bool:
 
 @pytest.mark.parametrize(("given", "stream"), [("orders", "orders"), ("orders*", "orders:{7}"), ("a{b}c", "a{b}c")])
 def test_a_worker_may_touch_its_streams_and_its_apps_keys_and_nothing_else(given: str, stream: str) -> None:
-    found = rule("u", [RoleName.WORKER], streams=[given], outputs=["out"], app="shop").keys
+    found = acl_rule("u", [RoleName.WORKER], streams=[given], outputs=["out"], app="shop").keys
     own, other = HandlerKeys("shop", "bill", stream), HandlerKeys("bank", "bill", stream)
     delayed = StreamKeys(stream)
     for key in (stream, "out", own.meta, own.state, own.dead, own.open, own.marks, own.strikes, delayed.due):
@@ -59,7 +59,7 @@ def test_a_worker_may_touch_its_streams_and_its_apps_keys_and_nothing_else(given
 
 
 def test_a_producer_may_not_touch_what_handlers_keep() -> None:
-    found = rule("u", [RoleName.PRODUCER], streams=["orders"], outputs=["out"]).keys
+    found = acl_rule("u", [RoleName.PRODUCER], streams=["orders"], outputs=["out"]).keys
     names = StreamKeys("orders")
     assert all(covers(found, key) for key in ("orders", names.due, names.producer("x"), names.once(b"x")))
     assert not covers(found, HandlerKeys("shop", "bill", "orders").state)
@@ -79,7 +79,7 @@ def test_a_producer_may_not_touch_what_handlers_keep() -> None:
 def test_leases_are_on_the_services_that_are_named_and_on_those_of_the_apps_handlers(
     given: dict[str, Any], covered: set[str]
 ) -> None:
-    found = rule("u", [RoleName.LEASES], **given).keys
+    found = acl_rule("u", [RoleName.LEASES], **given).keys
     for service in ("calls", "callers", "millstream:shop.bill", "millstream:bank.bill"):
         names = ServiceKeys(service)
         for key in (names.input, names.meta, names.owners, f"{names.base}:of:w-0"):
@@ -89,30 +89,30 @@ def test_leases_are_on_the_services_that_are_named_and_on_those_of_the_apps_hand
 
 def test_an_operator_has_to_do_with_services_if_they_are_named() -> None:
     streams: dict[str, Any] = {"streams": ["orders"]}
-    assert not covers(rule("u", [RoleName.OPERATOR], **streams).keys, "millstream:shop.bill-input")
-    assert covers(rule("u", [RoleName.OPERATOR], app="shop", **streams).keys, "millstream:shop.bill-input")
-    assert covers(rule("u", [RoleName.OPERATOR], services=["calls"], **streams).keys, "calls-input")
-    assert not covers(rule("u", [RoleName.WORKER], services=["calls"], **streams).keys, "calls-input")
+    assert not covers(acl_rule("u", [RoleName.OPERATOR], **streams).keys, "millstream:shop.bill-input")
+    assert covers(acl_rule("u", [RoleName.OPERATOR], app="shop", **streams).keys, "millstream:shop.bill-input")
+    assert covers(acl_rule("u", [RoleName.OPERATOR], services=["calls"], **streams).keys, "calls-input")
+    assert not covers(acl_rule("u", [RoleName.WORKER], services=["calls"], **streams).keys, "calls-input")
 
 
 def test_only_who_reads_from_replicas_is_given_what_that_takes() -> None:
     for role in RoleName:
         more = {"info", "readonly"} if role in (RoleName.SPARK, RoleName.SOURCE, RoleName.GROUP_SOURCE) else set()
         for cluster in (True, False):
-            usual = set(rule("u", [role], cluster=cluster).commands)
-            found = set(rule("u", [role], cluster=cluster, replicas=True).commands)
+            usual = set(acl_rule("u", [role], cluster=cluster).commands)
+            found = set(acl_rule("u", [role], cluster=cluster, replicas=True).commands)
             assert found - usual == (more if cluster else more - {"readonly"})
 
 
 def test_what_cannot_stand_in_a_rule_stands_for_any_byte() -> None:
-    assert rule("u", [RoleName.PRODUCER], streams=["a \"b'é\n"]).keys[0] == "a??b????"
+    assert acl_rule("u", [RoleName.PRODUCER], streams=["a \"b'é\n"]).keys[0] == "a??b????"
 
 
 def test_only_who_looks_for_streams_may_scan() -> None:
     for role in RoleName:
-        named = rule("u", [role], streams=["orders"]).commands
+        named = acl_rule("u", [role], streams=["orders"]).commands
         assert ("scan" in named) == (role is RoleName.OPERATOR)
-        by_pattern = rule("u", [role], streams=["orders*"]).commands
+        by_pattern = acl_rule("u", [role], streams=["orders*"]).commands
         assert ("scan" in by_pattern) == (
             role in (RoleName.WORKER, RoleName.SPARK, RoleName.SOURCE, RoleName.GROUP_SOURCE, RoleName.OPERATOR)
         )
@@ -123,4 +123,4 @@ def test_only_who_looks_for_streams_may_scan() -> None:
 )
 def test_names_that_make_no_rule_are_refused(options: dict[str, object]) -> None:
     with pytest.raises(ConfigError):
-        rule(**{"user": "u", "roles": [RoleName.WORKER], **options})  # type: ignore[arg-type]
+        acl_rule(**{"user": "u", "roles": [RoleName.WORKER], **options})  # type: ignore[arg-type]

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from millstream.errors import CommandFailed
-from millstream.observability.metrics import NOBODY
+from millstream.observability.metrics import NO_METRICS
 from millstream.router.budget import Budget
 from millstream.router.cursors import CursorCallbacks, CursorTable
 from millstream.router.oversized_streams import MOST_BREAKS
@@ -47,7 +47,7 @@ class Bench:
         self.link = Told()
         self.timers: list[tuple[float, Callable[[], None]]] = []
         budget = Budget(1 << 30)
-        shelf = CursorTable(CursorCallbacks(schedule=self._want, wake=lambda inbox: None), NOBODY, budget)
+        shelf = CursorTable(CursorCallbacks(schedule=self._want, wake=lambda inbox: None), NO_METRICS, budget)
         calls = ReaderCallbacks(
             on_read=lambda cursor: None, schedule=self._want, on_moved=lambda: None,
             read_at=lambda node, cursors: None, call_later=lambda delay_ms, action: self.timers.append((delay_ms, action)),

@@ -17,7 +17,7 @@ STAGE = {"event": "batch", "stage": "minutes", "batch": 0, "messages": 7}
 def last_line(capsys: pytest.CaptureFixture[str], *events: Mapping[str, object]) -> str:
     with Progress("shop", as_json=False) as progress:
         for event in events:
-            progress.event(event)
+            progress.on_event(event)
     return capsys.readouterr().err.splitlines()[-1]
 
 
@@ -42,7 +42,7 @@ def test_the_last_line_names_every_handler_with_parked_keys_and_nothing_that_is_
 def test_in_json_the_last_event_has_the_totals(capsys: pytest.CaptureFixture[str]) -> None:
     with Progress("shop", as_json=True) as progress:
         for event in (BATCH, CAUGHT_UP, STAGE, {"event": "stopped", "parked": {}}):
-            progress.event(event)
+            progress.on_event(event)
     assert json.loads(capsys.readouterr().out.splitlines()[-1]) == {
         "event": "stopped", "parked": {}, "batches": 2, "messages": 57, "committed": 50, "dead": 6, "retries": 1,
     }  # fmt: skip
@@ -50,6 +50,6 @@ def test_in_json_the_last_event_has_the_totals(capsys: pytest.CaptureFixture[str
 
 def test_one_of_a_thing_is_one(capsys: pytest.CaptureFixture[str]) -> None:
     with Progress("shop", as_json=False, every_s=0) as progress:
-        progress.event({**BATCH, "dead": 1})
-        progress.show(None)
+        progress.on_event({**BATCH, "dead": 1})
+        progress.on_watch(None)
     assert "1 batch  44 committed  1 dead letter  1 retry" in capsys.readouterr().err

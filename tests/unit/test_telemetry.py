@@ -14,7 +14,7 @@ from opentelemetry.trace import SpanKind, StatusCode
 
 from millstream.handlers.decoding import compile_decoder
 from millstream.model import Message
-from millstream.observability.tracing import UNTRACED, Tracing, tracing
+from millstream.observability.tracing import NO_TRACING, Tracing, tracing
 from tests.support.calls import calls_of
 from tests.support.waiting import FAIL_SAFE_S
 
@@ -52,9 +52,9 @@ def only(spans: InMemorySpanExporter) -> ReadableSpan:
 
 def test_a_run_of_the_handler_continues_the_trace_of_the_publish(spans: InMemorySpanExporter) -> None:
     traced = tracing()
-    with traced.publishing("orders", 3):
-        fields = traced.fields()
-    with traced.processing("shop.total", message(*fields)):
+    with traced.publish_span("orders", 3):
+        fields = traced.trace_fields()
+    with traced.process_span("shop.total", message(*fields)):
         pass
     publish, run = spans.get_finished_spans()
     assert (publish.kind, run.kind) == (SpanKind.PRODUCER, SpanKind.CONSUMER)
@@ -83,9 +83,9 @@ def test_a_run_of_the_handler_continues_the_trace_of_the_publish(spans: InMemory
 def test_each_attempt_is_a_span_of_the_same_trace_and_a_failed_one_says_why(spans: InMemorySpanExporter) -> None:
     traced = tracing()
     pairs = (b"millstream.traceparent", TRACEPARENT)
-    with traced.processing("shop.total", message(*pairs)) as run:
+    with traced.process_span("shop.total", message(*pairs)) as run:
         run.failed("failed", "ValueError: no")
-    with traced.processing("shop.total", message(*pairs, attempt=2)):
+    with traced.process_span("shop.total", message(*pairs, attempt=2)):
         pass
     first, second = spans.get_finished_spans()
     assert {f"{span.context.trace_id:x}" for span in (first, second)} == {"af7651916cd43dd8448eb211c80319c"}
@@ -97,11 +97,11 @@ def test_each_attempt_is_a_span_of_the_same_trace_and_a_failed_one_says_why(span
 
 def test_the_handlers_own_spans_and_its_outputs_belong_to_the_run(spans: InMemorySpanExporter) -> None:
     traced = tracing()
-    with traced.processing("shop.total", message()):
+    with traced.process_span("shop.total", message()):
         with trace.get_tracer("user").start_as_current_span("own"):
             pass
-        output = traced.fields()
-    with traced.processing("shop.next", message(*output)):
+        output = traced.trace_fields()
+    with traced.process_span("shop.next", message(*output)):
         pass
     own, run, following = spans.get_finished_spans()
     assert own.parent is not None
@@ -112,7 +112,7 @@ def test_the_handlers_own_spans_and_its_outputs_belong_to_the_run(spans: InMemor
 def test_a_run_of_several_messages_is_linked_to_their_traces(spans: InMemorySpanExporter) -> None:
     other = TRACEPARENT.replace(b"0af7", b"0bf7")
     messages = [message(b"millstream.traceparent", each) for each in (TRACEPARENT, other)]
-    with tracing().processing("shop.total", *messages, message()):
+    with tracing().process_span("shop.total", *messages, message()):
         pass
     run = only(spans)
     assert run.parent is None
@@ -122,7 +122,7 @@ def test_a_run_of_several_messages_is_linked_to_their_traces(spans: InMemorySpan
 
 @pytest.mark.parametrize("value", [b"", b"rubbish", b"\xff\x00", b"00-" + b"0" * 32 + b"-" + b"0" * 16 + b"-01"])
 def test_a_field_that_is_no_trace_starts_a_new_one(spans: InMemorySpanExporter, value: bytes) -> None:
-    with tracing().processing("shop.total", message(b"millstream.traceparent", value)):
+    with tracing().process_span("shop.total", message(b"millstream.traceparent", value)):
         pass
     assert only(spans).parent is None
 
@@ -132,7 +132,7 @@ def test_messages_without_a_trace_are_no_part_of_what_the_engine_does(
     spans: InMemorySpanExporter, messages: int
 ) -> None:
     given = [message()] * messages
-    with trace.get_tracer("engine").start_as_current_span("loop"), tracing().processing("shop.total", *given):
+    with trace.get_tracer("engine").start_as_current_span("loop"), tracing().process_span("shop.total", *given):
         pass
     run, loop = spans.get_finished_spans()
     assert run.parent is None
@@ -142,8 +142,8 @@ def test_messages_without_a_trace_are_no_part_of_what_the_engine_does(
 def test_the_state_of_a_trace_travels_too(spans: InMemorySpanExporter) -> None:
     traced = tracing()
     pairs = (b"millstream.traceparent", TRACEPARENT, b"millstream.tracestate", b"vendor=1")
-    with traced.processing("shop.total", message(*pairs)):
-        fields = traced.fields()
+    with traced.process_span("shop.total", message(*pairs)):
+        fields = traced.trace_fields()
     assert fields[::2] == pairs[::2]
     assert fields[3] == b"vendor=1"
     assert fields[1][:35] == TRACEPARENT[:35]
@@ -151,7 +151,7 @@ def test_the_state_of_a_trace_travels_too(spans: InMemorySpanExporter) -> None:
 
 def test_a_raising_block_is_recorded_and_raises(spans: InMemorySpanExporter) -> None:
     traced = tracing()
-    with pytest.raises(LookupError), traced.publishing("orders", 1):
+    with pytest.raises(LookupError), traced.publish_span("orders", 1):
         raise LookupError("no")
     assert only(spans).status.status_code is StatusCode.ERROR
 
@@ -163,9 +163,9 @@ def test_a_typed_model_does_not_see_the_trace() -> None:
 
 def test_a_trace_that_a_handler_copied_into_its_output_gives_way_to_its_own(spans: InMemorySpanExporter) -> None:
     traced = tracing()
-    with traced.publishing("orders", 1):
-        fields = traced.fields()
-    with traced.processing("shop.next", message(b"millstream.traceparent", TRACEPARENT, *fields)):
+    with traced.publish_span("orders", 1):
+        fields = traced.trace_fields()
+    with traced.process_span("shop.next", message(b"millstream.traceparent", TRACEPARENT, *fields)):
         pass
     publish, run = spans.get_finished_spans()
     assert run.context.trace_id == publish.context.trace_id
@@ -173,20 +173,20 @@ def test_a_trace_that_a_handler_copied_into_its_output_gives_way_to_its_own(span
 
 def use(traced: Tracing) -> object:
     """What an engine does for one message."""
-    with traced.processing("shop.total", MESSAGE) as run:
+    with traced.process_span("shop.total", MESSAGE) as run:
         run.failed("failed", "no")
-        return traced.fields()
+        return traced.trace_fields()
 
 
 MESSAGE = message(b"millstream.traceparent", TRACEPARENT)
 
 
 def test_without_an_sdk_nothing_is_traced_and_next_to_nothing_is_paid() -> None:
-    assert tracing() is UNTRACED
-    assert use(UNTRACED) == ()
-    with UNTRACED.publishing("orders", 1):
-        assert UNTRACED.fields() == ()
-    assert calls_of(lambda: use(UNTRACED)) == ["use", "processing", "__enter__", "failed", "fields", "__exit__"]
+    assert tracing() is NO_TRACING
+    assert use(NO_TRACING) == ()
+    with NO_TRACING.publish_span("orders", 1):
+        assert NO_TRACING.trace_fields() == ()
+    assert calls_of(lambda: use(NO_TRACING)) == ["use", "processing", "__enter__", "failed", "fields", "__exit__"]
 
 
 def test_without_the_library_nothing_is_traced() -> None:

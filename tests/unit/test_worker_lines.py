@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from millstream.cli.worker import _Lines
+from millstream.cli.worker import _SupervisorOutput
 
 pytestmark = [pytest.mark.cli]
 
@@ -18,11 +18,11 @@ def figures(pid: int, **counts: int) -> Mapping[str, Any]:
 def test_what_a_dead_process_has_told_stays_in_the_totals_however_far_its_successor_is_at_its_first_line(
     second: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    lines = _Lines(as_json=False)
-    lines.take("w-0", figures(1, read=4, committed=4))
-    lines.take("w-0", figures(1, read=10, committed=10))
-    lines.take("w-1", figures(2, read=5, committed=5))
-    lines.take("w-0", figures(3, read=second, committed=second))
-    lines.take("w-0", figures(3, read=second + 1, committed=second + 1))
+    lines = _SupervisorOutput(as_json=False)
+    lines.add_figures("w-0", figures(1, read=4, committed=4))
+    lines.add_figures("w-0", figures(1, read=10, committed=10))
+    lines.add_figures("w-1", figures(2, read=5, committed=5))
+    lines.add_figures("w-0", figures(3, read=second, committed=second))
+    lines.add_figures("w-0", figures(3, read=second + 1, committed=second + 1))
     lines.finished()
     assert f"{10 + 5 + second + 1} committed" in capsys.readouterr().err

@@ -132,23 +132,23 @@ class Role:
 
     scripts: Sequence[str]
     direct: str
-    unreached: str = ""
-    helpful: str = ""
+    never_executed: str = ""
+    optional: str = ""
     writes: bool = True
-    looks: Literal["never", "by pattern", "always"] = "by pattern"
-    touches: bool = True
-    own_keys: Sequence[str] = ()
+    scans: Literal["never", "by pattern", "always"] = "by pattern"
+    reads_streams: bool = True
+    stream_keys: Sequence[str] = ()
     app_keys: Sequence[str] = ()
-    serves: bool = False
+    uses_services: bool = False
 
     def commands(self, *, looking: bool) -> frozenset[str]:
         """All its commands; `looking`: its streams are given by a pattern."""
-        found = {*self.direct.split(), *self.helpful.split(), *(("eval", "evalsha") if self.scripts else ())}
+        found = {*self.direct.split(), *self.optional.split(), *(("eval", "evalsha") if self.scripts else ())}
         for script in self.scripts:
             found.update(SCRIPTS[script].split())
-        if self.looks == "always" or (looking and self.looks == "by pattern"):
+        if self.scans == "always" or (looking and self.scans == "by pattern"):
             found.add("scan")
-        return frozenset(found - set(self.unreached.split()))
+        return frozenset(found - set(self.never_executed.split()))
 
 
 _HANDLERS = "{app}.*"
@@ -190,9 +190,9 @@ ROLES: Mapping[RoleName, Role] = {
             "groups/delete_consumer",
         ),
         direct="blpop exists hdel hget hmget hscan hset lpop ltrim rpush xack xclaim xlen xpending xrange xread xreadgroup",
-        helpful="client|tracking info",
-        unreached="hvals",
-        own_keys=(_HANDLERS, *_DELAYED, *_PARTITION_MAP),
+        optional="client|tracking info",
+        never_executed="hvals",
+        stream_keys=(_HANDLERS, *_DELAYED, *_PARTITION_MAP),
         app_keys=(f"{PREFIX}:worker:{{app}}:*",),
     ),
     RoleName.SPARK: Role(
@@ -210,15 +210,15 @@ ROLES: Mapping[RoleName, Role] = {
         ),
         direct="client|reply hdel hexists hget hincrby hmget hscan hset set time xgroup|create xgroup|destroy xgroup|setid xinfo|groups "
         "xinfo|stream xrange xreadgroup xrevrange",
-        helpful="client|tracking",
-        unreached="lpush",
-        own_keys=(_HANDLERS, *_DELAYED, *_PARTITION_MAP),
+        optional="client|tracking",
+        never_executed="lpush",
+        stream_keys=(_HANDLERS, *_DELAYED, *_PARTITION_MAP),
         app_keys=(f"{PREFIX}:worker:{{app}}:*",),
     ),
     RoleName.SOURCE: Role(
         scripts=(),
         direct="client|reply xgroup|create xgroup|destroy xgroup|setid xinfo|groups xinfo|stream xrange xreadgroup",
-        helpful="client|tracking",
+        optional="client|tracking",
         writes=False,
     ),
     RoleName.GROUP_SOURCE: Role(
@@ -226,7 +226,7 @@ ROLES: Mapping[RoleName, Role] = {
         direct="client|reply hget hincrby hmget llen lrange time unlink xgroup|create xinfo|groups xinfo|stream xpending xrange "
         "xreadgroup",
         writes=False,
-        own_keys=("taken:*",),
+        stream_keys=("taken:*",),
     ),
     RoleName.SINK: Role(
         scripts=(
@@ -241,24 +241,24 @@ ROLES: Mapping[RoleName, Role] = {
         ),
         direct="hmget sadd smembers srem unlink",
         writes=False,
-        looks="never",
-        own_keys=("sink:*",),
+        scans="never",
+        stream_keys=("sink:*",),
         app_keys=(f"{PREFIX}:{{{{sink:*",),
     ),
     RoleName.PRODUCER: Role(
         scripts=("producer/publish", "producer/cancel_delayed", *_GROW),
         direct="get hget ping wait zcard zrange",
         writes=False,
-        looks="never",
-        own_keys=(*_DELAYED, *_PARTITION_MAP, "producer:*", "once:*"),
+        scans="never",
+        stream_keys=(*_DELAYED, *_PARTITION_MAP, "producer:*", "once:*"),
     ),
     RoleName.LEASES: Role(
         scripts=("leases/heartbeat", "leases/claim_stream", "leases/end_leases", "leases/leave_service"),
         direct="xadd xread",
         writes=False,
-        looks="never",
-        touches=False,
-        serves=True,
+        scans="never",
+        reads_streams=False,
+        uses_services=True,
     ),
     RoleName.MASTER: Role(
         scripts=(
@@ -278,18 +278,18 @@ ROLES: Mapping[RoleName, Role] = {
         ),
         direct="hget hgetall hlen hmget hscan hvals lindex llen lrange time xack xinfo|consumers xpending xrange xread "
         "zmscore zrange",
-        helpful="info",
-        unreached="get set",
+        optional="info",
+        never_executed="get set",
         writes=False,
-        looks="never",
-        own_keys=(f"{MASTER}.*",),
+        scans="never",
+        stream_keys=(f"{MASTER}.*",),
     ),
-    RoleName.CONSUMER: Role(scripts=("groups/ack_owned",), direct="xreadgroup", writes=False, looks="never"),
+    RoleName.CONSUMER: Role(scripts=("groups/ack_owned",), direct="xreadgroup", writes=False, scans="never"),
     RoleName.ROUTER: Role(
         scripts=(),
         direct="client|setname client|tracking ping xinfo|stream xrange xread",
         writes=False,
-        looks="never",
+        scans="never",
     ),
     RoleName.OPERATOR: Role(
         scripts=(
@@ -303,12 +303,12 @@ ROLES: Mapping[RoleName, Role] = {
         direct="client|setname exists hdel hget hgetall hlen hmget hscan hset lindex llen lrange ping time "
         "xautoclaim xclaim xdel xgroup|create xgroup|delconsumer xgroup|destroy xgroup|setid xinfo|consumers "
         "xinfo|groups xinfo|stream xlen xpending xrange xread xrevrange zrange",
-        helpful="client|tracking",
-        unreached="hkeys sadd scard srandmember unlink",
-        looks="always",
-        own_keys=("*",),
+        optional="client|tracking",
+        never_executed="hkeys sadd scard srandmember unlink",
+        scans="always",
+        stream_keys=("*",),
         app_keys=(f"{PREFIX}:worker:{{app}}:*",),
-        serves=True,
+        uses_services=True,
     ),
 }
 
@@ -317,7 +317,7 @@ _READ_REPLICAS = (RoleName.SPARK, RoleName.SOURCE, RoleName.GROUP_SOURCE)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rule:
+class AclRule:
     """The rights of one user: subcommands are written as `xgroup|create`, keys are glob patterns."""
 
     user: str
@@ -333,7 +333,7 @@ class Rule:
         return f"ACL SETUSER {self.user} on clearselectors resetkeys resetchannels -@all {rights} {keys}"
 
 
-def rule(
+def acl_rule(
     user: str,
     roles: Sequence[RoleName],
     *,
@@ -343,7 +343,7 @@ def rule(
     services: Sequence[str] = (),
     cluster: bool = False,
     replicas: bool = False,
-) -> Rule:
+) -> AclRule:
     """The rights that `user` needs for all of `roles`.
 
     * `streams`: names or glob patterns of the streams to read or publish to
@@ -362,19 +362,19 @@ def rule(
     commands = set(_CLUSTER if cluster else ())
     if replicas and not {*roles}.isdisjoint(_READ_REPLICAS):
         commands |= {"info", "readonly"} if cluster else {"info"}
-    touched = streams if any(ROLES[role].touches for role in roles) else ()
+    touched = streams if any(ROLES[role].reads_streams for role in roles) else ()
     keys = dict.fromkeys(map(_literal, touched))
-    if any(ROLES[role].serves for role in roles):
+    if any(ROLES[role].uses_services for role in roles):
         serving = ANY if RoleName.LEASES in roles and not services else None
         keys |= dict.fromkeys(_service_keys(services, app or serving))
     for role in map(ROLES.__getitem__, roles):
         commands |= role.commands(looking=looking)
         keys |= dict.fromkeys(map(_literal, outputs if role.writes else ()))
         keys |= dict.fromkeys(
-            f"{_base(stream)}:{kind.format(app=named)}" for stream in streams for kind in role.own_keys
+            f"{_base(stream)}:{kind.format(app=named)}" for stream in streams for kind in role.stream_keys
         )
         keys |= dict.fromkeys(kind.format(app=named) for kind in role.app_keys)
-    return Rule(
+    return AclRule(
         user=user, roles=tuple(roles), commands=tuple(sorted(commands)), keys=(ANY,) if ANY in keys else tuple(keys)
     )
 

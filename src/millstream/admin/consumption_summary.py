@@ -8,7 +8,7 @@ from typing import Literal
 from millstream.admin.reports import GroupReport, HandlerReport, Inspection, StreamReport
 from millstream.redis_client.key_names import stage_of
 
-Kind = Literal["handler", "stage", "group"]
+ReaderKind = Literal["handler", "stage", "group"]
 
 _LARGEST = 20
 
@@ -34,7 +34,7 @@ class ReaderReport:
     """
 
     name: str
-    kind: Kind
+    kind: ReaderKind
     modes: tuple[str, ...]
     alive: int
     streams: int
@@ -49,7 +49,7 @@ class ReaderReport:
     parked: int
     dead_letters: int
     paused: int
-    arrived: int
+    added: int
     done: int | None
 
 
@@ -64,10 +64,10 @@ class _ReaderOnStream:
     done: int | None
 
 
-def readers(found: Inspection) -> tuple[ReaderReport, ...]:
+def summarize_readers(found: Inspection) -> tuple[ReaderReport, ...]:
     """The readers of an inspection, sorted by kind (handlers, stages, groups) and name."""
     streams = {stream.name: stream for stream in found.streams}
-    grouped: dict[tuple[Kind, str], list[tuple[str, _ReaderOnStream]]] = defaultdict(list)
+    grouped: dict[tuple[ReaderKind, str], list[tuple[str, _ReaderOnStream]]] = defaultdict(list)
     for handler in found.handlers:
         mode = handler.engine + (" by key" if handler.keyed else "")
         one = _ReaderOnStream(
@@ -76,23 +76,25 @@ def readers(found: Inspection) -> tuple[ReaderReport, ...]:
         grouped["handler", f"{handler.app}.{handler.handler}"].append((handler.stream, one))
     for stream in found.streams:
         for group in stream.groups:
-            if group.counted:
+            if group.has_lag:
                 kind, name, mode = _identify(group)
-                one = _ReaderOnStream(stream=stream, mode=mode, alive=group.alive, report=group, done=group.read)
+                one = _ReaderOnStream(
+                    stream=stream, mode=mode, alive=group.alive, report=group, done=group.entries_read
+                )
                 grouped[kind, name].append((stream.name, one))
-    order: tuple[Kind, ...] = ("handler", "stage", "group")
+    order: tuple[ReaderKind, ...] = ("handler", "stage", "group")
     names = sorted(grouped, key=lambda name: (order.index(name[0]), name[1]))
     return tuple(_summed(*name, grouped[name]) for name in names)
 
 
-def _identify(group: GroupReport) -> tuple[Kind, str, str]:
+def _identify(group: GroupReport) -> tuple[ReaderKind, str, str]:
     stage = stage_of(group.name)
     if stage is not None:
         return "stage", ".".join(stage), "spark, stage"
     return "group", group.name, "spark, readAs=group" if group.shared else "consumers"
 
 
-def _summed(kind: Kind, name: str, on_streams: Sequence[tuple[str, _ReaderOnStream]]) -> ReaderReport:
+def _summed(kind: ReaderKind, name: str, on_streams: Sequence[tuple[str, _ReaderOnStream]]) -> ReaderReport:
     reports = [one.report for _, one in on_streams]
     handlers = [report for report in reports if isinstance(report, HandlerReport)]
     known = [(stream, one.report.lag) for stream, one in on_streams if one.report.lag is not None]
@@ -115,7 +117,7 @@ def _summed(kind: Kind, name: str, on_streams: Sequence[tuple[str, _ReaderOnStre
         parked=sum(one.parked for one in handlers),
         dead_letters=sum(one.dead_letters for one in handlers),
         paused=sum(one.paused for one in handlers),
-        arrived=sum(one.stream.added for _, one in on_streams if one.stream is not None),
+        added=sum(one.stream.added for _, one in on_streams if one.stream is not None),
         done=None if None in done else sum(one or 0 for one in done),
     )  # fmt: skip
 

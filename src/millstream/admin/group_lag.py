@@ -3,8 +3,8 @@
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import replace
 
-from millstream.admin.lag import age_ms, count_lags, lag_after
-from millstream.admin.liveness import Place, find_consumers, find_runs
+from millstream.admin.lag import age_ms, count_lags, estimate_lag
+from millstream.admin.liveness import StreamGroup, find_consumers, find_runs
 from millstream.admin.reports import GroupReport, StreamReport
 from millstream.clock import Clock
 from millstream.errors import ConfigError, RedisError
@@ -13,12 +13,14 @@ from millstream.redis_client.key_names import HandlerKeys, TakenKeys, run_name, 
 from millstream.redis_client.pipelining import send_all, server_time_ms
 
 
-def stages_read(app: str, stream: StreamReport) -> bool:
+def has_stage_group(app: str, stream: StreamReport) -> bool:
     """Whether a stage of the app has read the stream."""
     return any(stage is not None and stage[0] == app for stage in (stage_of(group.name) for group in stream.groups))
 
 
-def other_groups(streams: Iterable[StreamReport], handlers: Iterable[HandlerKeys], app: str | None) -> list[Place]:
+def other_groups(
+    streams: Iterable[StreamReport], handlers: Iterable[HandlerKeys], app: str | None
+) -> list[StreamGroup]:
     """The groups that are not those of `handlers`; of stages' groups, only those of `app`, or all if it is None."""
     own = {(keys.stream, keys.group) for keys in handlers}
     found = []
@@ -30,8 +32,13 @@ def other_groups(streams: Iterable[StreamReport], handlers: Iterable[HandlerKeys
     return found
 
 
-def with_groups(
-    client: Client, streams: Mapping[str, StreamReport], places: Sequence[Place], *, budget_ms: float, clock: Clock
+def complete_groups(
+    client: Client,
+    streams: Mapping[str, StreamReport],
+    places: Sequence[StreamGroup],
+    *,
+    budget_ms: float,
+    clock: Clock,
 ) -> tuple[StreamReport, ...]:
     """The streams, sorted, with complete reports of the groups at `places`. Raises RedisError, except AccessDenied.
 
@@ -41,7 +48,7 @@ def with_groups(
     consumers = find_consumers(client, places)
     runs = find_runs(client, {stage for _, group in places if (stage := stage_of(group))})
     queries = _queries(client, consumers)
-    lags = [lag_after(streams[place[0]], groups[place].position) for place in places]
+    lags = [estimate_lag(streams[place[0]], groups[place].last_delivered_id) for place in places]
     count_lags(client, lags, budget_ms, clock)
     pending = _first_pending(client, [place for place in places if groups[place].pending])
     now_ms = server_time_ms(client)
@@ -52,28 +59,28 @@ def with_groups(
         groups[place] = replace(
             group,
             alive=tuple(sorted(live)) if stage is None else (run_name(stage[1]),) * (stage in runs),
-            counted=True,
+            has_lag=True,
             lag=None if lag.count is None else lag.count + group.pending,
-            lag_exact=lag.count is not None and not lag.more,
+            lag_exact=lag.count is not None and not lag.is_partial,
             oldest_age_ms=age_ms(first, now_ms) if first else None,
             shared=any((place[1], name) in queries for name in consumers[place]),
         )
     return tuple(_with(streams[name], groups) for name in sorted(streams))
 
 
-def _with(stream: StreamReport, groups: Mapping[Place, GroupReport]) -> StreamReport:
+def _with(stream: StreamReport, groups: Mapping[StreamGroup, GroupReport]) -> StreamReport:
     return replace(stream, groups=tuple(groups[stream.name, group.name] for group in stream.groups))
 
 
-def _first_pending(client: Client, places: Sequence[Place]) -> dict[Place, str]:
+def _first_pending(client: Client, places: Sequence[StreamGroup]) -> dict[StreamGroup, str]:
     replies = send_all(client, [("XPENDING", to_wire(stream), to_wire(group)) for stream, group in places])
     found = {place: reply for place, reply in zip(places, replies, strict=True) if not isinstance(reply, RedisError)}
     return {place: reply[1].decode() for place, reply in found.items() if reply[1]}
 
 
-def _queries(client: Client, consumers: Mapping[Place, Iterable[str]]) -> set[Place]:
+def _queries(client: Client, consumers: Mapping[StreamGroup, Iterable[str]]) -> set[StreamGroup]:
     """Group and consumer of each Spark query that shares a group. A query keeps a record beside each of its streams."""
-    records: dict[Place, Command] = {}
+    records: dict[StreamGroup, Command] = {}
     for (stream, group), names in consumers.items():
         for name in names:
             if (group, name) not in records:
@@ -85,7 +92,7 @@ def _queries(client: Client, consumers: Mapping[Place, Iterable[str]]) -> set[Pl
     return {one for one, reply in zip(records, replies, strict=True) if isinstance(reply, bytes)}
 
 
-def _owner(group: str, consumer: str, queries: Set[Place]) -> str:
+def _owner(group: str, consumer: str, queries: Set[StreamGroup]) -> str:
     """The query of a consumer, or the consumer itself: a partition of a query's batch reads as `<query>:<number>`."""
     query, _, number = consumer.rpartition(":")
     return query if number.isdigit() and (group, query) in queries else consumer

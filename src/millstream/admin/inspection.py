@@ -4,8 +4,8 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from millstream.admin.group_lag import other_groups, stages_read, with_groups
-from millstream.admin.lag import Lag, age_ms, count_lags, lag_after
+from millstream.admin.group_lag import complete_groups, has_stage_group, other_groups
+from millstream.admin.lag import StreamLag, age_ms, count_lags, estimate_lag
 from millstream.admin.liveness import find_runs, find_workers
 from millstream.admin.reports import Engine, GroupReport, HandlerReport, Inspection, StreamReport
 from millstream.clock import SYSTEM_CLOCK, Clock
@@ -39,12 +39,12 @@ def inspect(
     known = _handlers(client, streams.values())
     found = [keys for keys in known if app in (None, keys.app)]
     handlers = tuple(_handler_reports(client, found, streams, budget_ms, clock, hidden_handlers))
-    shown = {name: stream for name, stream in streams.items() if app is None or stages_read(app, stream)}
+    shown = {name: stream for name, stream in streams.items() if app is None or has_stage_group(app, stream)}
     shown |= {keys.stream: streams[keys.stream] for keys in found if keys.stream in streams}
     places = other_groups(shown.values(), known, app)
     left_ms = end_ms - clock.monotonic_ms()
     return Inspection(
-        streams=with_groups(client, shown, places, budget_ms=left_ms, clock=clock), handlers=handlers,
+        streams=complete_groups(client, shown, places, budget_ms=left_ms, clock=clock), handlers=handlers,
         hidden_streams=len(hidden_streams), hidden_handlers=len(hidden_handlers),
     )  # fmt: skip
 
@@ -55,20 +55,20 @@ def inspect_handlers(
     """Inspect only these handlers. Omits those that this user may not access; raises AccessDenied if none remains."""
     hidden: list[AccessDenied] = []
     streams = {stream.name: stream for stream in _streams(client, [keys.stream for keys in found], hidden)}
-    return _seen([*_handler_reports(client, found, streams, budget_ms, clock, hidden)], hidden)
+    return _or_denied([*_handler_reports(client, found, streams, budget_ms, clock, hidden)], hidden)
 
 
 def find_handlers(client: Client) -> list[HandlerKeys]:
     """Every handler that has keys or a group in Redis, on each of its streams, sorted. Raises RedisError."""
     hidden: list[AccessDenied] = []
-    return _handlers(client, _seen([*_streams(client, client.scan_streams(), hidden)], hidden))
+    return _handlers(client, _or_denied([*_streams(client, client.scan_streams(), hidden)], hidden))
 
 
-def there(client: Client, found: Sequence[HandlerKeys]) -> list[HandlerKeys]:
+def existing_handlers(client: Client, found: Sequence[HandlerKeys]) -> list[HandlerKeys]:
     """Those whose stream exists and may be accessed. Raises AccessDenied if none may be, and RedisError."""
     hidden: list[AccessDenied] = []
     names = {one.name for one in _streams(client, list(dict.fromkeys(keys.stream for keys in found)), hidden)}
-    return [keys for keys in found if keys.stream in _seen(names, hidden)]
+    return [keys for keys in found if keys.stream in _or_denied(names, hidden)]
 
 
 def handler_of(stream: str, group: str) -> HandlerKeys | None:
@@ -127,11 +127,11 @@ def reset_states(client: Client, keys: HandlerKeys, wanted: Sequence[bytes]) -> 
 
 def _streams(client: Client, names: Sequence[str], hidden: list[AccessDenied]) -> Iterator[StreamReport]:
     now_ms = server_time_ms(client)
-    reports = _known(names, send_all(client, [("XINFO", "STREAM", to_wire(name)) for name in names]), hidden)
-    known = {name: _mapping(reply) for name, reply in reports.items()}
+    reports = _readable(names, send_all(client, [("XINFO", "STREAM", to_wire(name)) for name in names]), hidden)
+    known = {name: _to_dict(reply) for name, reply in reports.items()}
     grouped = [name for name, values in known.items() if values[b"groups"]]
-    replies = _known(grouped, send_all(client, [("XINFO", "GROUPS", to_wire(name)) for name in grouped]), hidden)
-    groups = {name: tuple(_group(_mapping(group)) for group in reply) for name, reply in replies.items()}
+    replies = _readable(grouped, send_all(client, [("XINFO", "GROUPS", to_wire(name)) for name in grouped]), hidden)
+    groups = {name: tuple(_group(_to_dict(group)) for group in reply) for name, reply in replies.items()}
     for name, values in known.items():
         first, last = values[b"first-entry"], values[b"last-entry"]
         yield StreamReport(
@@ -151,8 +151,8 @@ def _group(values: dict[bytes, Any]) -> GroupReport:
         name=from_wire(values[b"name"]),
         consumers=values[b"consumers"],
         pending=values[b"pending"],
-        position=values[b"last-delivered-id"].decode(),
-        read=values[b"entries-read"],
+        last_delivered_id=values[b"last-delivered-id"].decode(),
+        entries_read=values[b"entries-read"],
     )
 
 
@@ -184,15 +184,15 @@ def _scan(client: Client, pattern: str) -> Iterator[str]:
 
 def _lag_of(
     keys: HandlerKeys, committed_id: str | None, workers: "_Workers | None", stream: StreamReport | None
-) -> Lag:
+) -> StreamLag:
     """The lag of a handler without its pending entries, as far as it is known without counting.
 
     On workers, all delivered entries of the group are committed or pending. On Spark the committed id counts.
     """
     if stream is None:
-        return Lag(keys.stream, committed_id, count=0)
-    delivered = next((group.position for group in stream.groups if group.name == keys.group), None)
-    return lag_after(stream, workers.group.position if workers else committed_id or delivered)
+        return StreamLag(keys.stream, committed_id, count=0)
+    delivered = next((group.last_delivered_id for group in stream.groups if group.name == keys.group), None)
+    return estimate_lag(stream, workers.group.last_delivered_id if workers else committed_id or delivered)
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,7 +287,7 @@ def _handler_reports(
     lags = [
         _lag_of(keys, meta.committed_id, workers.get(keys), streams.get(keys.stream))
         if meta.problem is None
-        else Lag(keys.stream, None)
+        else StreamLag(keys.stream, None)
         for keys, meta in metas.items()
     ]
     count_lags(client, lags, budget_ms, clock)
@@ -306,7 +306,7 @@ def _handler_reports(
             keyed=meta.keyed,
             committed_id=meta.committed_id,
             lag=None if lag.count is None else lag.count + pending,
-            lag_exact=lag.count is not None and not lag.more,
+            lag_exact=lag.count is not None and not lag.is_partial,
             oldest_age_ms=age_ms(first, now_ms) if first else None,
             consumers=len(names),
             workers=tuple(names),
@@ -340,7 +340,7 @@ def _is_hidden(reply: Reply, hidden: list[AccessDenied]) -> bool:
     return True
 
 
-def _known(names: Sequence[T], replies: Sequence[Reply], hidden: list[AccessDenied]) -> dict[T, Reply]:
+def _readable(names: Sequence[T], replies: Sequence[Reply], hidden: list[AccessDenied]) -> dict[T, Reply]:
     """The replies by name, without deleted keys and hidden ones, which are added to `hidden`. Raises AccessDenied."""
     return {
         name: reply
@@ -349,12 +349,12 @@ def _known(names: Sequence[T], replies: Sequence[Reply], hidden: list[AccessDeni
     }
 
 
-def _seen(found: C, hidden: Sequence[AccessDenied]) -> C:
+def _or_denied(found: C, hidden: Sequence[AccessDenied]) -> C:
     """`found`. Raises AccessDenied if it is empty because everything is hidden."""
     if hidden and not found:
         raise hidden[0]
     return found
 
 
-def _mapping(reply: Reply) -> dict[bytes, Any]:
+def _to_dict(reply: Reply) -> dict[bytes, Any]:
     return dict(zip(reply[::2], reply[1::2], strict=True))

@@ -18,39 +18,39 @@ _PIPELINE = 1_000
 
 
 @dataclass(slots=True)
-class Lag:
+class StreamLag:
     """The number of entries of `stream` after `position`; if `more`, `count` is a lower bound.
 
     `position` None: unknown. `first_id`: id of the first of these entries, or None.
     """
 
     stream: str
-    position: str | None
+    after_id: str | None
     count: int | None = None
     first_id: str | None = None
-    more: bool = False
+    is_partial: bool = False
 
 
-def lag_after(stream: StreamReport, after: str | None) -> Lag:
+def estimate_lag(stream: StreamReport, after: str | None) -> StreamLag:
     """The lag after an id, as far as the ends of the stream show it; `more` if the entries must be counted."""
-    lag = Lag(stream.name, after)
-    if lag.position is None:
+    lag = StreamLag(stream.name, after)
+    if lag.after_id is None:
         return lag
-    position = EntryId.parse(lag.position)
+    position = EntryId.parse(lag.after_id)
     if stream.first_id is None or position >= EntryId.parse(stream.last_generated_id):
         lag.count = 0
     elif position < EntryId.parse(stream.first_id):
         lag.count, lag.first_id = stream.length, stream.first_id
     else:
-        lag.count, lag.more = 0, True
+        lag.count, lag.is_partial = 0, True
     return lag
 
 
-def count_lags(client: Client, lags: Sequence[Lag], budget_ms: float, clock: Clock) -> None:
+def count_lags(client: Client, lags: Sequence[StreamLag], budget_ms: float, clock: Clock) -> None:
     """Count the lags that have `more`, in round-robin chunks, until all are counted or `budget_ms` has passed."""
     deadline_ms = clock.monotonic_ms() + budget_ms
-    at = {id(lag): lag.position or "" for lag in lags}
-    unfinished = [lag for lag in lags if lag.more]
+    at = {id(lag): lag.after_id or "" for lag in lags}
+    unfinished = [lag for lag in lags if lag.is_partial]
     while unfinished:
         for start in range(0, len(unfinished), _PIPELINE):
             some = unfinished[start : start + _PIPELINE]
@@ -60,11 +60,11 @@ def count_lags(client: Client, lags: Sequence[Lag], budget_ms: float, clock: Clo
             for lag, (counted, first, last, more) in zip(some, replies, strict=True):
                 lag.count = (lag.count or 0) + counted
                 lag.first_id = lag.first_id or first.decode() or None
-                lag.more = bool(more)
+                lag.is_partial = bool(more)
                 at[id(lag)] = last.decode()
         if clock.monotonic_ms() >= deadline_ms:
             return
-        unfinished = [lag for lag in unfinished if lag.more]
+        unfinished = [lag for lag in unfinished if lag.is_partial]
 
 
 def age_ms(entry_id: str, now_ms: int) -> int:

@@ -14,7 +14,7 @@ from millstream.redis_client.pipelining import send_all
 
 _LIVE_MS = 60_000.0
 
-Place = tuple[str, str]
+StreamGroup = tuple[str, str]
 """A stream and a consumer group on it."""
 
 
@@ -41,7 +41,7 @@ def find_workers(
     return alive
 
 
-def find_consumers(client: Client, places: Sequence[Place]) -> Mapping[Place, Mapping[str, bool]]:
+def find_consumers(client: Client, places: Sequence[StreamGroup]) -> Mapping[StreamGroup, Mapping[str, bool]]:
     """The consumers of groups, and whether each was active within a minute. Raises RedisError, except AccessDenied."""
     found = _consumers(client, places)
     return {place: {name: ms < _LIVE_MS for name, ms in some.items()} for place, some in found.items()}
@@ -83,7 +83,7 @@ def _owners(client: Client, label: str) -> dict[str, list[str]] | None:
     return {from_wire(stream): [from_wire(name)] for stream, name in pairs if name in living}
 
 
-def _consumers(client: Client, places: Sequence[Place]) -> dict[Place, dict[str, int]]:
+def _consumers(client: Client, places: Sequence[StreamGroup]) -> dict[StreamGroup, dict[str, int]]:
     """Name and idle time, in milliseconds, of each consumer except WAITING."""
     replies = send_all(client, [("XINFO", "CONSUMERS", to_wire(stream), to_wire(group)) for stream, group in places])
     return {place: _idle(reply) for place, reply in zip(places, replies, strict=True)}

@@ -21,10 +21,10 @@ class GroupReport:
     name: str
     consumers: int
     pending: int
-    position: str
-    read: int | None
+    last_delivered_id: str
+    entries_read: int | None
     alive: tuple[str, ...] = ()
-    counted: bool = False
+    has_lag: bool = False
     lag: int | None = None
     lag_exact: bool = False
     oldest_age_ms: int | None = None

@@ -20,7 +20,7 @@ from millstream.balancer.policy import BalancerPolicy
 from millstream.balancer.protocol import UNASSIGNED, HeartbeatReply, HeartbeatRequest, Service, announce
 from millstream.clock import SYSTEM_CLOCK, Clock
 from millstream.errors import ConfigError, LeaseLost, MillstreamError, NameHeld, Unavailable, text_of
-from millstream.observability.metrics import NOBODY, Metrics
+from millstream.observability.metrics import NO_METRICS, Metrics
 from millstream.redis_client.client import Client
 from millstream.redis_client.key_names import check_identifier, host_name
 
@@ -66,7 +66,7 @@ class Balancer:
         consumer: str | None = None,
         policy: BalancerPolicy | None = None,
         replaces: bool = False,
-        metrics: Metrics = NOBODY,
+        metrics: Metrics = NO_METRICS,
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         self._replaces = replaces

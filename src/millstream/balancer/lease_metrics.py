@@ -19,13 +19,13 @@ class LeaseMetrics:
     def heartbeat(self, reply: "HeartbeatReply", took_ms: float) -> None:
         """One heartbeat, and its reply."""
         metrics, service = self._metrics, self._service
-        metrics.observe(m.LEASE_ROUND_SECONDS, took_ms / 1000, service=service)
+        metrics.observe(m.LEASE_HEARTBEAT_SECONDS, took_ms / 1000, service=service)
         for state, count in (("total", reply.total), ("share", reply.share), ("held", reply.held)):
             metrics.set(m.LEASE_STREAMS, count, service=service, state=state)
         if reply.added:
-            metrics.count(m.LEASES_TAKEN, len(reply.added), service=service)
+            metrics.count(m.LEASES_ASSIGNED, len(reply.added), service=service)
         if reply.owner_losses:
-            metrics.count(m.LEASES_LOST, reply.owner_losses, service=service)
+            metrics.count(m.LEASE_EXPIRATIONS, reply.owner_losses, service=service)
         if reply.recovery_ms is not None:
             metrics.observe(m.LEASE_RECOVERY_SECONDS, reply.recovery_ms / 1000, service=service)
 
@@ -37,8 +37,8 @@ class LeaseMetrics:
     def ended(self, how: str, lasted_ms: float) -> None:
         """One ended lease of this consumer, and how long it lasted."""
         self._metrics.count(m.LEASES_ENDED, service=self._service, how=how)
-        self._metrics.observe(m.LEASES_LASTED, lasted_ms / 1000, service=self._service)
+        self._metrics.observe(m.LEASE_HELD_SECONDS, lasted_ms / 1000, service=self._service)
 
     def notified(self, notice: str) -> None:
         """One notification."""
-        self._metrics.count(m.LEASE_NOTICES, service=self._service, notice=notice)
+        self._metrics.count(m.LEASE_NOTIFICATIONS, service=self._service, notice=notice)

@@ -5,9 +5,9 @@ from typing import Annotated
 
 import typer
 
-from millstream.admin.acl import ANY, ROLES, RoleName, rule
+from millstream.admin.acl import ANY, ROLES, RoleName, acl_rule
 from millstream.cli.options import Json
-from millstream.cli.terminal import say, say_json, talk
+from millstream.cli.terminal import print_json, print_line, print_message
 from millstream.redis_client.key_names import PREFIX
 
 
@@ -48,7 +48,7 @@ def acl(
     users = {user: chosen} if user else {f"{PREFIX}-{role}": (role,) for role in chosen}
     services = service or (() if stream or app else (ANY,))
     found = [
-        rule(
+        acl_rule(
             name,
             some,
             streams=stream or (ANY,),
@@ -61,10 +61,10 @@ def acl(
         for name, some in users.items()
     ]
     if as_json:
-        say_json([{**asdict(one), "line": one.line} for one in found])
+        print_json([{**asdict(one), "line": one.line} for one in found])
         return
     for one in found:
-        say(one.line)
+        print_line(one.line)
     if any(ANY in one.keys for one in found):
-        talk("some users get access to all keys: restrict it with --stream, --into, --app and --service")
-    talk("a user without a password cannot log in; set one for each: ACL SETUSER NAME '>PASSWORD'")
+        print_message("some users get access to all keys: restrict it with --stream, --into, --app and --service")
+    print_message("a user without a password cannot log in; set one for each: ACL SETUSER NAME '>PASSWORD'")

@@ -8,14 +8,14 @@ from typing import Annotated
 import typer
 
 from millstream.admin.inspection import handler_of
-from millstream.cli.groups import say_gone
+from millstream.cli.groups import print_deleted
 from millstream.cli.options import DEFAULT_URL, DryRun, Json, Url, parse_duration_ms
-from millstream.cli.terminal import counted, say, say_json, talk
+from millstream.cli.terminal import pluralize, print_json, print_line, print_message
 from millstream.errors import ConfigError
 from millstream.groups import Group, PendingEntry
 from millstream.model import EntryId
 from millstream.redis_client.client import Client, raise_if_error
-from millstream.redis_client.escaping import visible
+from millstream.redis_client.escaping import escape
 from millstream.redis_client.key_names import to_wire
 
 _PAGE = 500
@@ -67,7 +67,7 @@ def claim(
         else:
             done = _claim_idle(of, consumer, idle_ms)
     if handler_of(stream, group):
-        talk(
+        print_message(
             "the workers of this handler claim idle entries by themselves; "
             "a worker that loses an entry cannot commit it"
         )
@@ -112,11 +112,11 @@ def _would_claim(client: Client, stream: str, entries: Iterable[PendingEntry]) -
 
 def _report(done: _Claimed, consumer: str, *, dry_run: bool, as_json: bool) -> None:
     if as_json:
-        say_json({"consumer": consumer, **asdict(done), "dry_run": dry_run})
+        print_json({"consumer": consumer, **asdict(done), "dry_run": dry_run})
         return
-    entries = counted(len(done.claimed), "entry", "entries")
-    say(f"{entries} {'would be claimed' if dry_run else 'claimed'} for {visible(consumer)}")
-    say_gone(done.deleted)
+    entries = pluralize(len(done.claimed), "entry", "entries")
+    print_line(f"{entries} {'would be claimed' if dry_run else 'claimed'} for {escape(consumer)}")
+    print_deleted(done.deleted)
     for ids, why in ((done.not_idle, "was not idle for that long"), (done.not_pending, "is not pending")):
         for entry_id in ids:
-            talk(f"{entry_id} {why}")
+            print_message(f"{entry_id} {why}")

@@ -31,7 +31,7 @@ Config = Annotated[
 ]
 
 
-def needs(extra: str, *modules: str) -> None:
+def require_modules(extra: str, *modules: str) -> None:
     """Raise ConfigError if a module of an optional extra is not installed."""
     for name in modules:
         if importlib.util.find_spec(name) is None:

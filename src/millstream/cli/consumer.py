@@ -7,10 +7,10 @@ from typing import Annotated
 import typer
 
 from millstream.app import load_function
-from millstream.cli.config_file import Config, needs
+from millstream.cli.config_file import Config, require_modules
 from millstream.cli.options import DEFAULT_URL, Connections, Json, RequestS, Url
-from millstream.cli.terminal import say_json, talk
-from millstream.redis_client.client import route_to
+from millstream.cli.terminal import print_json, print_message
+from millstream.redis_client.client import parse_route
 
 Target = Annotated[str, typer.Argument(help="module:function or path/to/file.py:function", metavar="FUNCTION")]
 Stream = Annotated[str, typer.Option("--ticket-stream", envvar="ticket_stream", help="The stream of messages.")]
@@ -76,12 +76,12 @@ def consumer(
     config: Config = None,  # noqa: ARG001 - handled by its callback
 ) -> None:
     """Run a function, plain or async, on the messages that a master delegates."""
-    needs("master", "starlette", "uvicorn")
+    require_modules("master", "starlette", "uvicorn")
     from millstream.services.master.consumer import ConsumerSettings
     from millstream.services.master.consumer_server import run_consumer
     from millstream.services.web.connections import Limits
 
-    route_to(url, _CHECK_TIMEOUT_MS)  # reports an invalid URL now: Redis is called only after the registration
+    parse_route(url, _CHECK_TIMEOUT_MS)  # reports an invalid URL now: Redis is called only after the registration
     settings = ConsumerSettings(
         url=url,
         ticket_stream=ticket_stream,
@@ -100,9 +100,9 @@ def consumer(
 
     def ready(where: str) -> None:
         if as_json:
-            say_json({"event": "started", "consumer": consumer, "url": where}, flush=True)
+            print_json({"event": "started", "consumer": consumer, "url": where}, flush=True)
         else:
-            talk(f"consumer {consumer} listens on {where}; Ctrl-C stops")
+            print_message(f"consumer {consumer} listens on {where}; Ctrl-C stops")
 
     limits = Limits(connections=connections, request_s=request_s)
     run_consumer(function, settings, host=host, port=port, limits=limits, stop_s=stop_s, on_ready=ready)

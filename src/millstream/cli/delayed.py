@@ -5,19 +5,28 @@ from typing import Annotated
 
 import typer
 
-from millstream.cli.options import DEFAULT_URL, Json, Url, Yes, family
-from millstream.cli.terminal import age, clip, confirm, counted, say, say_json, table, talk
+from millstream.cli.options import DEFAULT_URL, Json, Url, Yes, command_group
+from millstream.cli.terminal import (
+    confirm,
+    format_age,
+    pluralize,
+    print_json,
+    print_line,
+    print_message,
+    print_table,
+    truncate,
+)
 from millstream.delivery.delayed_messages import DelayedMessage, DelayedMessages
 from millstream.errors import MillstreamError
 from millstream.redis_client.client import Client
-from millstream.redis_client.escaping import json_fields, visible
+from millstream.redis_client.escaping import escape, json_fields
 from millstream.redis_client.pipelining import server_time_ms
 
 _FIELD_CHARS = 60
 
 Stream = Annotated[str, typer.Argument(help="Their destination stream.")]
 
-delayed = family("List and cancel delayed messages, which are added to their stream when they are due.")
+delayed = command_group("List and cancel delayed messages, which are added to their stream when they are due.")
 
 
 @delayed.command("list")
@@ -35,14 +44,14 @@ def list_(
     if as_json:
         for one in found:
             problem = {} if one.problem is None else {"problem": one.problem}
-            say_json({"stream": stream, "id": one.id, "due_ms": one.due_ms, **problem, **json_fields(one.pairs)})
+            print_json({"stream": stream, "id": one.id, "due_ms": one.due_ms, **problem, **json_fields(one.pairs)})
         return
     if not found:
-        talk(f"there are no delayed messages for {visible(stream)}")
+        print_message(f"there are no delayed messages for {escape(stream)}")
         return
-    table(("id", ">due in", "due at", "fields"), [_row(one, now_ms) for one in found])
+    print_table(("id", ">due in", "due at", "fields"), [_row(one, now_ms) for one in found])
     if count > len(found):
-        talk(f"{count - len(found):,} more; use --limit to show them")
+        print_message(f"{count - len(found):,} more; use --limit to show them")
 
 
 @delayed.command()
@@ -54,13 +63,13 @@ def cancel(
     as_json: Json = False,
 ) -> None:
     """Cancel delayed messages that are not due yet, so they are never added to the stream."""
-    confirm(f"Cancel {counted(len(ids), 'delayed message')} of {visible(stream)} for good?", yes=yes)
+    confirm(f"Cancel {pluralize(len(ids), 'delayed message')} of {escape(stream)} for good?", yes=yes)
     with Client(url) as client:
         cancelled = DelayedMessages(client).cancel(stream, ids)
     if as_json:
-        say_json({"stream": stream, "asked": len(ids), "cancelled": cancelled})
+        print_json({"stream": stream, "asked": len(ids), "cancelled": cancelled})
     else:
-        say(f"{counted(cancelled, 'delayed message')} cancelled")
+        print_line(f"{pluralize(cancelled, 'delayed message')} cancelled")
     if cancelled < len(ids):
         raise MillstreamError(
             f"{len(ids) - cancelled:,} of {len(ids):,} were not cancelled: "
@@ -72,7 +81,7 @@ def _row(one: DelayedMessage, now_ms: int) -> tuple[str, str, str, str]:
     wait_ms = one.due_ms - now_ms
     due_at = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(one.due_ms / 1000))
     fields = " ".join(
-        f"{visible(name)}={visible(value)}" for name, value in zip(one.pairs[::2], one.pairs[1::2], strict=True)
+        f"{escape(name)}={escape(value)}" for name, value in zip(one.pairs[::2], one.pairs[1::2], strict=True)
     )
     shown = fields if one.problem is None else f"unreadable: {one.problem}"
-    return visible(one.id), age(wait_ms) if wait_ms > 0 else "overdue", due_at, clip(shown, _FIELD_CHARS)
+    return escape(one.id), format_age(wait_ms) if wait_ms > 0 else "overdue", due_at, truncate(shown, _FIELD_CHARS)

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from millstream.cli.terminal import say_json
+from millstream.cli.terminal import print_json
 from millstream.demo.report import print_report
 from millstream.demo.show import DemoSettings, run_demo
 
@@ -32,7 +32,7 @@ def demo(
     settings = DemoSettings(flights=flights, kill=kill, url=url, data_dir=data_dir, keep=keep)
     outcome = run_demo(settings, console)
     if as_json:
-        say_json(outcome.as_json())
+        print_json(outcome.as_json())
     else:
         print_report(console, outcome)
     if not outcome.audit.ok:

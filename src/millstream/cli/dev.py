@@ -7,7 +7,7 @@ import typer
 
 from millstream.cli.options import Json
 from millstream.cli.signals import stopping_at_signals
-from millstream.cli.terminal import say, say_json, talk
+from millstream.cli.terminal import print_json, print_line, print_message
 from millstream.errors import ServerError
 from millstream.redis_client.embedded_server import EmbeddedServer
 
@@ -27,12 +27,14 @@ def dev(
     stopping = stopping_at_signals()
     with EmbeddedServer(data_dir=data_dir, port=port) as server:
         if as_json:
-            say_json({"url": server.url, "pid": server.pid, "data_dir": str(server.data_dir)}, flush=True)
+            print_json({"url": server.url, "pid": server.pid, "data_dir": str(server.data_dir)}, flush=True)
         else:
-            say(server.url, flush=True)
-            talk(f"redis-server {server.pid} keeps its data in {data_dir}. Ctrl-C stops it. In another terminal:")
-            talk(f"  export MILLSTREAM_URL={server.url}")
-            talk("  millstream info")
+            print_line(server.url, flush=True)
+            print_message(
+                f"redis-server {server.pid} keeps its data in {data_dir}. Ctrl-C stops it. In another terminal:"
+            )
+            print_message(f"  export MILLSTREAM_URL={server.url}")
+            print_message("  millstream info")
         while not stopping.wait(_CHECK_INTERVAL_S):
             if not server.running:
                 raise ServerError(f"redis-server has ended; see {server.data_dir / 'redis.log'}")

@@ -10,8 +10,19 @@ from typing import Annotated, Any
 
 import typer
 
-from millstream.cli.options import DEFAULT_URL, DryRun, Json, Url, Yes, family, parse_time_ms
-from millstream.cli.terminal import age, clip, confirm, counted, details, say, say_json, say_lines, table, talk
+from millstream.cli.options import DEFAULT_URL, DryRun, Json, Url, Yes, command_group, parse_time_ms
+from millstream.cli.terminal import (
+    confirm,
+    format_age,
+    pluralize,
+    print_details,
+    print_json,
+    print_line,
+    print_message,
+    print_table,
+    print_text,
+    truncate,
+)
 from millstream.delivery.dead_letter_queue import (
     REASONS,
     DeadLetterEntry,
@@ -22,7 +33,7 @@ from millstream.delivery.dead_letter_queue import (
 from millstream.errors import ConfigError, MillstreamError
 from millstream.handlers.dead_letter import DeadLetter
 from millstream.redis_client.client import Client
-from millstream.redis_client.escaping import json_fields, json_value, unescape, visible
+from millstream.redis_client.escaping import escape, json_fields, json_value, unescape
 
 _ERROR_CHARS = 60
 _KEY_CHARS = 40
@@ -46,7 +57,7 @@ Limit = Annotated[int | None, typer.Option("--limit", min=1, help="Maximum numbe
 Ids = Annotated[list[str] | None, typer.Argument(help="Letter ids.", metavar="[LETTER_ID]...")]
 All = Annotated[bool, typer.Option("--all", help="All dead letters; required without ids and filters.")]
 
-dlq = family("List, show, redrive and purge dead letters: messages that their handler could not process.")
+dlq = command_group("List, show, redrive and purge dead letters: messages that their handler could not process.")
 
 
 @dlq.command("list")
@@ -72,11 +83,11 @@ def list_(
     shown = found[:limit]
     if as_json:
         for entry in shown:
-            say_json(_as_json(entry))
+            print_json(_as_json(entry))
     else:
         _list_table(shown)
     if len(found) > len(shown):
-        talk("there are more: --limit shows them, --count counts them")
+        print_message("there are more: --limit shows them, --count counts them")
 
 
 @dlq.command()
@@ -99,7 +110,7 @@ def show(
     # Each handler has its own queue per stream, so several letters may have the same id.
     for entry in found:
         if as_json:
-            say_json(_as_json(entry, full=True))
+            print_json(_as_json(entry, full=True))
         else:
             _show(entry)
 
@@ -119,7 +130,7 @@ def _redrive(queue: DeadLetterQueue, refs: Sequence[DeadLetterRef]) -> tuple[int
             moved += 1
         else:
             failed += 1
-            talk(f"letter {outcome.slip.letter_id} was not redriven: {outcome.problem}")
+            print_message(f"letter {outcome.slip.letter_id} was not redriven: {outcome.problem}")
     return moved, failed
 
 
@@ -153,7 +164,7 @@ def _on_selected(
             refs = _selected(queue, wanted, limit, every=every)
             number, failed = 0, 0
             if refs and not dry_run:
-                confirm(question.format(counted(len(refs), "dead letter")), yes=yes)
+                confirm(question.format(pluralize(len(refs), "dead letter")), yes=yes)
                 number, failed = act(queue, refs)
         _summary(done, number, refs, dry_run=dry_run, as_json=as_json)
         if failed:
@@ -212,18 +223,18 @@ def _list_counts(found: Iterator[DeadLetterEntry], *, as_json: bool) -> None:
     ordered = sorted(counts.items())
     if as_json:
         for (handler, stream, reason), number in ordered:
-            say_json({"handler": handler, "stream": stream, "reason": reason, "count": number})
+            print_json({"handler": handler, "stream": stream, "reason": reason, "count": number})
         return
-    rows = [(handler, visible(stream), reason, f"{number:,}") for (handler, stream, reason), number in ordered]
-    table(("handler", "stream", "reason", ">letters"), rows)
+    rows = [(handler, escape(stream), reason, f"{number:,}") for (handler, stream, reason), number in ordered]
+    print_table(("handler", "stream", "reason", ">letters"), rows)
 
 
 def _list_table(found: Sequence[DeadLetterEntry]) -> None:
     if not found:
-        talk("there are no such dead letters")
+        print_message("there are no such dead letters")
         return
     now_ms = time.time() * 1000
-    table(
+    print_table(
         ("letter_id", "handler", "stream", "original", "key", "reason", "error", ">attempts", ">age"),
         [_row(entry, now_ms) for entry in found],
     )
@@ -235,13 +246,13 @@ def _row(entry: DeadLetterEntry, now_ms: float) -> tuple[str, ...]:
     return (
         entry.letter_id,
         f"{entry.keys.app}.{entry.keys.handler}",
-        visible(entry.keys.stream),
+        escape(entry.keys.stream),
         letter.id if letter else "-",
-        clip(visible(letter.key), _KEY_CHARS) if letter and letter.key is not None else "-",
+        truncate(escape(letter.key), _KEY_CHARS) if letter and letter.key is not None else "-",
         entry.reason,
-        clip(visible(error.partition("\n")[0]), _ERROR_CHARS),
+        truncate(escape(error.partition("\n")[0]), _ERROR_CHARS),
         str(letter.attempts) if letter else "-",
-        age(max(0.0, now_ms - letter.time_ms)) if letter else "-",
+        format_age(max(0.0, now_ms - letter.time_ms)) if letter else "-",
     )
 
 
@@ -265,34 +276,34 @@ def _as_json(entry: DeadLetterEntry, *, full: bool = False) -> dict[str, Any]:
 def _show(entry: DeadLetterEntry) -> None:
     letter = entry.letter
     head = [("letter_id", entry.letter_id), ("handler", f"{entry.keys.app}.{entry.keys.handler}")]
-    head.append(("stream", visible(entry.keys.stream)))
-    details(head + (_details_of(letter) if letter else [("problem", visible(entry.problem))]))
-    say("")
-    say("fields")
+    head.append(("stream", escape(entry.keys.stream)))
+    print_details(head + (_details_of(letter) if letter else [("problem", escape(entry.problem))]))
+    print_line("")
+    print_line("fields")
     pairs = letter.pairs if letter else entry.pairs
-    details((f"  {visible(name)}", visible(value)) for name, value in zip(pairs[::2], pairs[1::2], strict=True))
+    print_details((f"  {escape(name)}", escape(value)) for name, value in zip(pairs[::2], pairs[1::2], strict=True))
     if letter and letter.traceback:
-        say_lines(f"\ntraceback\n{letter.traceback.rstrip()}")
+        print_text(f"\ntraceback\n{letter.traceback.rstrip()}")
 
 
 def _details_of(letter: DeadLetter) -> list[tuple[str, str]]:
     dead_lettered = datetime.fromtimestamp(letter.time_ms / 1000, UTC).isoformat(sep=" ", timespec="milliseconds")
     return [
         ("original", letter.id),
-        ("key", "-" if letter.key is None else visible(letter.key)),
+        ("key", "-" if letter.key is None else escape(letter.key)),
         ("reason", letter.reason),
-        ("error", visible(letter.error)),
+        ("error", escape(letter.error)),
         ("attempts", str(letter.attempts)),
-        ("time", f"{dead_lettered} ({age(max(0.0, time.time() * 1000 - letter.time_ms))} ago)"),
+        ("time", f"{dead_lettered} ({format_age(max(0.0, time.time() * 1000 - letter.time_ms))} ago)"),
     ]
 
 
 def _summary(done: str, number: int, refs: Sequence[DeadLetterRef], *, dry_run: bool, as_json: bool) -> None:
     if as_json:
-        say_json({"selected": len(refs), done: number, "dry_run": dry_run})
+        print_json({"selected": len(refs), done: number, "dry_run": dry_run})
     elif dry_run:
-        say(f"{counted(len(refs), 'dead letter')} would be {done}")
+        print_line(f"{pluralize(len(refs), 'dead letter')} would be {done}")
         for (stream, keys), count in Counter((ref.stream, ref.keys) for ref in refs).items():
-            say(f"  {count:,} of {keys.app}.{keys.handler} on {visible(stream)}")
+            print_line(f"  {count:,} of {keys.app}.{keys.handler} on {escape(stream)}")
     else:
-        say(f"{counted(number, 'dead letter')} {done}")
+        print_line(f"{pluralize(number, 'dead letter')} {done}")

@@ -8,7 +8,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 
 from millstream.errors import AccessDenied, Unavailable, WrongType
 from millstream.redis_client.client import Client
-from millstream.redis_client.escaping import visible
+from millstream.redis_client.escaping import escape
 from millstream.router import BEGINNING, END, Item, Router, Start, Subscription
 
 logger = logging.getLogger(__name__)
@@ -18,7 +18,7 @@ _SCAN_INTERVAL_S = 0.5
 _SCAN_PAUSE_RATIO = 20
 """Pause between two scans, as a multiple of the duration of the last."""
 
-Places = Callable[[Sequence[str]], Mapping[str, str]]
+StartIds = Callable[[Sequence[str]], Mapping[str, str]]
 """From names of streams to the id after which to start on each."""
 
 
@@ -35,17 +35,17 @@ class Follower:
         client: Client,
         router: Router,
         *,
-        places: Places,
+        places: StartIds,
         show: Callable[[Item], bool],
         on_begun: Callable[[int], None],
     ) -> None:
         self._client = client
         self._router = router
-        self._places = places
+        self._start_ids = places
         self._show = show
-        self._on_begun: Callable[[int], None] | None = on_begun
-        self._beginning: set[str] = set()
-        self._looked = False
+        self._on_started: Callable[[int], None] | None = on_begun
+        self._starting: set[str] = set()
+        self._is_scanned = False
         self._known: set[str] = set()
         self._denied: set[str] = set()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -53,13 +53,13 @@ class Follower:
 
     async def run(self, names: Sequence[str], patterns: Sequence[str]) -> None:
         """Follow until `show` returns True. Raises RedisError if a stream given by name cannot be read."""
-        for name, place in self._places(names).items():
-            self._begin(self._follow(self._subscribe(name, place)))
+        for name, place in self._start_ids(names).items():
+            self._start_task(self._follow(self._subscribe(name, place)))
         if patterns:
-            self._begin(self._look(patterns))
+            self._start_task(self._discover(patterns))
         else:
-            self._looked = True
-            self._tell_begun()
+            self._is_scanned = True
+            self._notify_if_started()
         try:
             await self._ended
         finally:
@@ -71,25 +71,25 @@ class Follower:
     def _subscribe(self, name: str, place: str) -> Subscription:
         self._known.add(name)
         if place == END:  # its id is known only when the server has answered
-            self._beginning.add(name)
+            self._starting.add(name)
         return self._router.subscribe(name, after=place, report_start=True)
 
-    def _has_begun(self, name: str) -> None:
-        self._beginning.discard(name)
-        self._tell_begun()
+    def _on_stream_started(self, name: str) -> None:
+        self._starting.discard(name)
+        self._notify_if_started()
 
-    def _tell_begun(self) -> None:
+    def _notify_if_started(self) -> None:
         """Call `on_begun` once: when all existing streams are subscribed, and each has its start id."""
-        if self._on_begun is not None and self._looked and not self._beginning:
-            self._on_begun(len(self._known))
-            self._on_begun = None
+        if self._on_started is not None and self._is_scanned and not self._starting:
+            self._on_started(len(self._known))
+            self._on_started = None
 
-    def _begin(self, work: Coroutine[None, None, None]) -> None:
+    def _start_task(self, work: Coroutine[None, None, None]) -> None:
         task = asyncio.create_task(work)
         self._tasks.add(task)
-        task.add_done_callback(self._over)
+        task.add_done_callback(self._on_task_done)
 
-    def _over(self, task: asyncio.Task[None]) -> None:
+    def _on_task_done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         error = None if task.cancelled() else task.exception()
         if error is not None and not self._ended.done():
@@ -101,7 +101,7 @@ class Follower:
             left = _MAX_ITEMS_AT_ONCE
             while item is not None and not self._ended.done():
                 if isinstance(item, Start):
-                    self._has_begun(item.stream)
+                    self._on_stream_started(item.stream)
                 if self._show(item):
                     self._ended.set_result(None)
                 left -= 1
@@ -109,29 +109,29 @@ class Follower:
             sys.stdout.flush()
             await asyncio.sleep(0)  # so that a long stream does not delay the others
 
-    async def _follow_found(self, subscription: Subscription) -> None:
+    async def _follow_matched(self, subscription: Subscription) -> None:
         try:
             await self._follow(subscription)
         except (WrongType, AccessDenied) as error:  # only a pattern matched it
-            logger.warning("tail skips the stream %s: %s", visible(subscription.stream), error)
+            logger.warning("tail skips the stream %s: %s", escape(subscription.stream), error)
             self._known.discard(subscription.stream)
             if isinstance(error, AccessDenied):  # a key of another type may become a stream again
                 self._denied.add(subscription.stream)
-            self._has_begun(subscription.stream)
+            self._on_stream_started(subscription.stream)
 
-    async def _look(self, patterns: Sequence[str]) -> None:
+    async def _discover(self, patterns: Sequence[str]) -> None:
         """Scan for streams of the patterns periodically: the longer a scan takes, the less often."""
-        places = self._places
+        places = self._start_ids
         while True:
             began = time.monotonic()
             try:
                 found = await asyncio.to_thread(self._scan, patterns)
                 new = sorted(found - self._known - self._denied)
                 for name, place in (await asyncio.to_thread(places, new)).items():
-                    self._begin(self._follow_found(self._subscribe(name, place)))
+                    self._start_task(self._follow_matched(self._subscribe(name, place)))
                 places = _from_their_beginning
-                self._looked = True
-                self._tell_begun()
+                self._is_scanned = True
+                self._notify_if_started()
             except Unavailable as error:
                 logger.debug("cannot scan for streams, Redis is unavailable: %s", error)
             await asyncio.sleep(max(_SCAN_INTERVAL_S, _SCAN_PAUSE_RATIO * (time.monotonic() - began)))

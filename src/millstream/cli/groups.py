@@ -8,13 +8,13 @@ import typer
 from typer.core import TyperGroup
 
 from millstream.admin.inspection import engine_of, handler_of
-from millstream.cli.options import DEFAULT_URL, DryRun, Json, Url, Yes, family, parse_duration_ms
-from millstream.cli.terminal import age, confirm, counted, say, say_json, table, talk
+from millstream.cli.options import DEFAULT_URL, DryRun, Json, Url, Yes, command_group, parse_duration_ms
+from millstream.cli.terminal import confirm, format_age, pluralize, print_json, print_line, print_message, print_table
 from millstream.errors import ConfigError, GroupMissing
 from millstream.groups import BEGINNING, END, ConsumerInfo, Group, GroupInfo, groups_of
 from millstream.model import EntryId
 from millstream.redis_client.client import Client
-from millstream.redis_client.escaping import visible
+from millstream.redis_client.escaping import escape
 from millstream.redis_client.key_names import to_wire
 
 Stream = Annotated[str, typer.Argument(help="The stream.")]
@@ -46,7 +46,7 @@ class _ListByDefault(TyperGroup):
         return super().parse_args(ctx, args)
 
 
-groups = family(
+groups = command_group(
     "List and change consumer groups. `millstream groups STREAM` lists those of a stream.", cls=_ListByDefault
 )
 
@@ -72,17 +72,17 @@ def list_(
                 continue  # the stream was deleted meanwhile
         engines = [engine_of(client, handler_of(name, one.name)) for name, one in found]
     if as_json:
-        say_json([_as_json(name, one, engine) for (name, one), engine in zip(found, engines, strict=True)])
+        print_json([_as_json(name, one, engine) for (name, one), engine in zip(found, engines, strict=True)])
         return
     if not found:
-        talk("there are no groups")
+        print_message("there are no groups")
         return
-    table(
+    print_table(
         ("stream", "group", ">consumers", ">pending", ">lag", "last delivered", "engine"),
         [
             (
-                visible(name),
-                visible(one.name),
+                escape(name),
+                escape(one.name),
                 f"{one.consumers:,}",
                 f"{one.pending:,}",
                 "-" if one.lag is None else f"{one.lag:,}",
@@ -100,12 +100,12 @@ def consumers(stream: Stream, group: GroupName, url: Url = DEFAULT_URL, as_json:
     with Client(url) as client:
         found = Group(client, stream, group).consumers()
     if as_json:
-        say_json([asdict(one) for one in found])
+        print_json([asdict(one) for one in found])
     elif not found:
-        talk(f"group {group} of {stream} has no consumers")
+        print_message(f"group {group} of {stream} has no consumers")
     else:
-        rows = [(visible(one.name), f"{one.pending:,}", age(one.idle_ms)) for one in found]
-        table(("consumer", ">pending", ">idle"), rows)
+        rows = [(escape(one.name), f"{one.pending:,}", format_age(one.idle_ms)) for one in found]
+        print_table(("consumer", ">pending", ">idle"), rows)
 
 
 def _as_json(stream: str, found: GroupInfo, engine: str | None) -> dict[str, Any]:
@@ -129,9 +129,11 @@ def create(
     with Client(url) as client:
         created = Group(client, stream, group).create(_group_id(at), mkstream=mkstream)
     if as_json:
-        say_json({"stream": stream, "group": group, "created": created})
+        print_json({"stream": stream, "group": group, "created": created})
     else:
-        say(f"group {visible(group)} created" if created else f"group {visible(group)} exists already: not changed")
+        print_line(
+            f"group {escape(group)} created" if created else f"group {escape(group)} exists already: not changed"
+        )
 
 
 @groups.command("set-id")
@@ -154,9 +156,11 @@ def set_id(
             Group(client, stream, group).set_id(new_id)
         now = _found(client, stream, group).last_delivered.decode()
     if as_json:
-        say_json({"stream": stream, "group": group, "before": before, "now": now, "dry_run": dry_run})
+        print_json({"stream": stream, "group": group, "before": before, "now": now, "dry_run": dry_run})
     else:
-        say(f"group {visible(group)} " + (f"would move from {before} to {at}" if dry_run else f"continues after {now}"))
+        print_line(
+            f"group {escape(group)} " + (f"would move from {before} to {at}" if dry_run else f"continues after {now}")
+        )
 
 
 @groups.command()
@@ -177,19 +181,19 @@ def destroy(
         if keys := handler_of(stream, group):
             if not client.execute("HEXISTS", to_wire(keys.meta), "frontier"):
                 _refuse_handlers(stream, group, _NOT_DESTROYED)
-            talk(
+            print_message(
                 f"{keys.app}.{keys.handler} will continue after its committed id: "
                 "its next worker or pipeline creates the group again"
             )
-        entries = counted(found.pending, "pending entry", "pending entries")
+        entries = pluralize(found.pending, "pending entry", "pending entries")
         if not dry_run:
             confirm(f"Destroy group {group} of {stream}, which has {entries}?", yes=yes)
         destroyed = not dry_run and Group(client, stream, group).destroy()
     if as_json:
         figures = {"pending": found.pending, "destroyed": destroyed, "dry_run": dry_run}
-        say_json({"stream": stream, "group": group, **figures})
+        print_json({"stream": stream, "group": group, **figures})
     else:
-        say(f"group {visible(group)} with {entries} " + ("would be destroyed" if dry_run else "destroyed"))
+        print_line(f"group {escape(group)} with {entries} " + ("would be destroyed" if dry_run else "destroyed"))
 
 
 # --- Changes to consumers. Each commit checks which consumer has the entry, so these are safe for handlers too. ---
@@ -212,7 +216,7 @@ def delete_consumer(
         pending = next((one.pending for one in of.consumers() if one.name == consumer), None)
         if pending is None:
             raise ConfigError(f"there is no consumer {consumer!r} in group {group!r}; see: millstream groups consumers")
-        entries = counted(pending, "pending entry", "pending entries")
+        entries = pluralize(pending, "pending entry", "pending entries")
         moved, deleted = 0, list[str]()
         if not dry_run:
             confirm(f"Delete consumer {consumer} of group {group}, which has {entries}?", yes=yes)
@@ -220,13 +224,13 @@ def delete_consumer(
             moved, deleted = done.handed_on, [one.decode() for one in done.gone]
     if as_json:
         figures = {"pending": pending, "moved": moved, "deleted": deleted, "dry_run": dry_run}
-        say_json({"stream": stream, "group": group, "consumer": consumer, "heir": heir, **figures})
+        print_json({"stream": stream, "group": group, "consumer": consumer, "heir": heir, **figures})
     elif dry_run:
-        say(f"consumer {visible(consumer)}, which has {entries}, would be deleted")
+        print_line(f"consumer {escape(consumer)}, which has {entries}, would be deleted")
     else:
-        to_heir = f", {moved:,} of {entries} moved to {visible(heir)}" if heir else ""
-        say(f"consumer {visible(consumer)} deleted{to_heir}")
-        say_gone(deleted)
+        to_heir = f", {moved:,} of {entries} moved to {escape(heir)}" if heir else ""
+        print_line(f"consumer {escape(consumer)} deleted{to_heir}")
+        print_deleted(deleted)
 
 
 @groups.command()
@@ -246,28 +250,30 @@ def clean(
         found = {name: _idle(Group(client, stream, name).consumers(), idle_ms) for name in names}
         number = sum(map(len, found.values()))
         if number and not dry_run:
-            confirm(f"Delete {counted(number, 'consumer')} of {stream}?", yes=yes)
+            confirm(f"Delete {pluralize(number, 'consumer')} of {stream}?", yes=yes)
             found = {name: Group(client, stream, name).delete_idle_consumers(idle_ms) for name in names}
     if as_json:
-        say_json({"stream": stream, "consumers": found, "dry_run": dry_run})
+        print_json({"stream": stream, "consumers": found, "dry_run": dry_run})
         return
     what = "would be deleted" if dry_run else "deleted"
     for name, idle_ones in found.items():
         for consumer in idle_ones:
-            say(f"consumer {visible(consumer)} of group {visible(name)} {what}")
-    say(f"{counted(sum(map(len, found.values())), 'consumer')} {what}")
+            print_line(f"consumer {escape(consumer)} of group {escape(name)} {what}")
+    print_line(f"{pluralize(sum(map(len, found.values())), 'consumer')} {what}")
 
 
 def _idle(found: Sequence[ConsumerInfo], idle_ms: int) -> list[str]:
     return [one.name for one in found if not one.pending and one.idle_ms >= idle_ms]
 
 
-def say_gone(ids: Sequence[str]) -> None:
+def print_deleted(ids: Sequence[str]) -> None:
     """Print the ids of pending entries that were deleted, so that they can never be processed."""
     if ids:
-        talk(f"{counted(len(ids), 'pending entry was', 'pending entries were')} trimmed or deleted from the stream:")
+        print_message(
+            f"{pluralize(len(ids), 'pending entry was', 'pending entries were')} trimmed or deleted from the stream:"
+        )
         for entry_id in ids:
-            talk(f"  {entry_id}")
+            print_message(f"  {entry_id}")
 
 
 # --- Arguments ---

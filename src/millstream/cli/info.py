@@ -7,13 +7,13 @@ from typing import Annotated, Any, NamedTuple
 
 import typer
 
-from millstream.admin.consumption_summary import Kind, ReaderReport, readers
+from millstream.admin.consumption_summary import ReaderKind, ReaderReport, summarize_readers
 from millstream.admin.inspection import inspect
 from millstream.admin.reports import HandlerReport, Inspection, StreamReport
 from millstream.cli.options import DEFAULT_URL, Json, Url, parse_duration_ms
-from millstream.cli.terminal import age, counted, say, say_json, table, talk
+from millstream.cli.terminal import format_age, pluralize, print_json, print_line, print_message, print_table
 from millstream.redis_client.client import Client
-from millstream.redis_client.escaping import visible
+from millstream.redis_client.escaping import escape
 from millstream.redis_client.key_names import stage_of
 
 _LARGEST = 2
@@ -26,7 +26,7 @@ class _Rates(NamedTuple):
     done: float | None
 
 
-_RatesByName = Mapping[tuple[Kind, str], _Rates]
+_RatesByName = Mapping[tuple[ReaderKind, str], _Rates]
 
 
 def info(
@@ -45,13 +45,13 @@ def info(
     """
     with Client(url) as client:
         found, rates = _inspect(client, app, None if over is None else parse_duration_ms(over))
-    summed = readers(found)
+    summed = summarize_readers(found)
     if as_json:
-        say_json({"readers": [_row(one, rates) for one in summed], **asdict(found)})
+        print_json({"readers": [_row(one, rates) for one in summed], **asdict(found)})
         return
-    _say_hidden(found)
+    _print_hidden(found)
     if app is not None and not summed:
-        talk(f"no handler or stage of an app named {app!r} has run on this Redis")
+        print_message(f"no handler or stage of an app named {app!r} has run on this Redis")
     _show_readers(summed, rates, limit)
     _show_handlers(found.handlers, limit)
     _show_streams(found, limit)
@@ -62,15 +62,15 @@ def _inspect(client: Client, app: str | None, over_ms: int | None) -> tuple[Insp
     found = inspect(client, app)
     if over_ms is None:
         return found, None
-    before = {(one.kind, one.name): one for one in readers(found)}
+    before = {(one.kind, one.name): one for one in summarize_readers(found)}
     time.sleep(max(0.0, began_s + over_ms / 1000 - time.monotonic()))
     seconds, found = time.monotonic() - began_s, inspect(client, app)
     rates = {}
-    for one in readers(found):
+    for one in summarize_readers(found):
         key = one.kind, one.name
         if (old := before.get(key)) is not None and old.streams == one.streams:
             done = None if old.done is None or one.done is None else (one.done - old.done) / seconds
-            rates[key] = _Rates((one.arrived - old.arrived) / seconds, done)
+            rates[key] = _Rates((one.added - old.added) / seconds, done)
     return found, rates
 
 
@@ -95,19 +95,19 @@ def _show_readers(found: Sequence[ReaderReport], rates: _RatesByName | None, lim
         "reader", "mode", ">alive", ">streams", ">lag", ">min", ">avg", ">max", "largest lags", ">oldest",
         ">pending", ">parked keys", ">dead letters",
     )  # fmt: skip
-    table(
+    print_table(
         (*columns, *((">arriving/s", ">done/s") if rates is not None else ())),
         [(*_cells(one), *(_rate_cells(rates.get((one.kind, one.name))) if rates is not None else ())) for one in worst],
     )
-    _say_more(len(found) - len(worst), "reader")
-    say("")
+    _print_more(len(found) - len(worst), "reader")
+    print_line("")
 
 
 def _cells(one: ReaderReport) -> tuple[str, ...]:
-    largest = ", ".join(f"{visible(stream)} ({count:,})" for stream, count in one.largest_lags[:_LARGEST])
+    largest = ", ".join(f"{escape(stream)} ({count:,})" for stream, count in one.largest_lags[:_LARGEST])
     return (
-        visible(one.name),
-        "; ".join(one.modes) + (f", {counted(one.paused, 'stream')} paused" if one.paused else ""),
+        escape(one.name),
+        "; ".join(one.modes) + (f", {pluralize(one.paused, 'stream')} paused" if one.paused else ""),
         f"{one.alive:,}",
         f"{one.streams:,}",
         _number(one.lag, exact=one.lag_exact),
@@ -115,7 +115,7 @@ def _cells(one: ReaderReport) -> tuple[str, ...]:
         "?" if one.lag_avg is None else f"{one.lag_avg:,.1f}",
         _number(one.lag_max),
         largest or "-",
-        age(one.oldest_age_ms),
+        format_age(one.oldest_age_ms),
         f"{one.pending:,}",
         f"{one.parked:,}" if one.kind == "handler" else "-",
         f"{one.dead_letters:,}" if one.kind == "handler" else "-",
@@ -141,7 +141,7 @@ def _show_handlers(handlers: tuple[HandlerReport, ...], limit: int) -> None:
     if not handlers:
         return
     worst = sorted(handlers, key=lambda handler: (-handler.dead_letters, -(handler.lag or 0)))[:limit]
-    table(
+    print_table(
         (
             "handler",
             "stream",
@@ -158,9 +158,9 @@ def _show_handlers(handlers: tuple[HandlerReport, ...], limit: int) -> None:
         [
             (
                 f"{handler.app}.{handler.handler}",
-                visible(handler.stream),
+                escape(handler.stream),
                 _number(handler.lag, exact=handler.lag_exact),
-                age(handler.oldest_age_ms),
+                format_age(handler.oldest_age_ms),
                 _engine(handler),
                 f"{handler.pending:,}" if handler.engine == "workers" or handler.pending else "-",
                 f"{handler.committed:,}",
@@ -174,9 +174,11 @@ def _show_handlers(handlers: tuple[HandlerReport, ...], limit: int) -> None:
     )
     for handler in worst:
         if handler.problem is not None:
-            talk(f"{handler.app}.{handler.handler} on {visible(handler.stream)} is unreadable: {handler.problem}")
-    _say_more(len(handlers) - len(worst), "handler")
-    say("")
+            print_message(
+                f"{handler.app}.{handler.handler} on {escape(handler.stream)} is unreadable: {handler.problem}"
+            )
+    _print_more(len(handlers) - len(worst), "handler")
+    print_line("")
 
 
 def _engine(handler: HandlerReport) -> str:
@@ -189,16 +191,16 @@ def _engine(handler: HandlerReport) -> str:
 
 def _show_streams(found: Inspection, limit: int) -> None:
     if not found.streams:
-        talk("there are no streams")
+        print_message("there are no streams")
         return
     longest = sorted(found.streams, key=lambda stream: -stream.length)[:limit]
-    table(
+    print_table(
         ("stream", ">entries", ">oldest", "first id", "last id", "groups (consumers, pending)"),
         [
             (
-                visible(stream.name),
+                escape(stream.name),
                 f"{stream.length:,}",
-                age(stream.oldest_age_ms),
+                format_age(stream.oldest_age_ms),
                 stream.first_id or "-",
                 stream.last_id or "-",
                 _groups(stream),
@@ -206,24 +208,24 @@ def _show_streams(found: Inspection, limit: int) -> None:
             for stream in longest
         ],
     )
-    _say_more(len(found.streams) - len(longest), "stream")
+    _print_more(len(found.streams) - len(longest), "stream")
 
 
 def _groups(stream: StreamReport) -> str:
     # The tables above show the groups of handlers and stages.
-    foreign = [group for group in stream.groups if group.counted and stage_of(group.name) is None]
-    return ", ".join(f"{visible(group.name)} ({group.consumers:,}, {group.pending:,})" for group in foreign) or "-"
+    foreign = [group for group in stream.groups if group.has_lag and stage_of(group.name) is None]
+    return ", ".join(f"{escape(group.name)} ({group.consumers:,}, {group.pending:,})" for group in foreign) or "-"
 
 
-def _say_hidden(found: Inspection) -> None:
+def _print_hidden(found: Inspection) -> None:
     things = (
         (found.hidden_streams, "stream", "streams"),
         (found.hidden_handlers, "handler on a stream", "handlers on streams"),
     )
-    if hidden := [counted(*one) for one in things if one[0]]:
-        talk(f"not shown: {' and '.join(hidden)} that this Redis user may not access")
+    if hidden := [pluralize(*one) for one in things if one[0]]:
+        print_message(f"not shown: {' and '.join(hidden)} that this Redis user may not access")
 
 
-def _say_more(number: int, thing: str) -> None:
+def _print_more(number: int, thing: str) -> None:
     if number:
-        talk(f"{counted(number, f'more {thing}')}; use --limit or --json to show them")
+        print_message(f"{pluralize(number, f'more {thing}')}; use --limit or --json to show them")

@@ -6,10 +6,10 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from millstream.admin.inspection import find_handlers, there
+from millstream.admin.inspection import existing_handlers, find_handlers
 from millstream.cli.options import DEFAULT_URL, Json, Url, Yes
-from millstream.cli.pause import Name, meant
-from millstream.cli.terminal import clip, confirm, counted, say, say_json, table, talk
+from millstream.cli.pause import Name, resolve_handler
+from millstream.cli.terminal import confirm, pluralize, print_json, print_line, print_message, print_table, truncate
 from millstream.delivery.key_queues import KeyQueue, list_queues, look_ahead_used
 from millstream.delivery.key_queues import park as park_queue
 from millstream.delivery.key_queues import skip as skip_first
@@ -17,7 +17,7 @@ from millstream.delivery.key_queues import unpark as unpark_queue
 from millstream.delivery.keyed_stream import queue_of_key
 from millstream.errors import AccessDenied, ConfigError, WrongType
 from millstream.redis_client.client import Client
-from millstream.redis_client.escaping import json_value, unescape, visible
+from millstream.redis_client.escaping import escape, json_value, unescape
 from millstream.redis_client.key_names import HandlerKeys
 
 Stream = Annotated[str | None, typer.Option(help="Only on this stream; default: all on which it has run.")]
@@ -46,14 +46,14 @@ def keys(
     used: dict[str, tuple[int, int]] = {}
     seen = False
     with Client(url) as client:
-        for handler_keys in there(client, meant(find_handlers(client), handler, stream)):
+        for handler_keys in existing_handlers(client, resolve_handler(find_handlers(client), handler, stream)):
             try:
                 queues = list_queues(client, handler_keys, most=_MOST)
             except AccessDenied as error:
                 refusals.append(error)
             except WrongType as error:
-                talk(
-                    f"{handler_keys.app}.{handler_keys.handler} on {visible(handler_keys.stream)} is unreadable: {error}"
+                print_message(
+                    f"{handler_keys.app}.{handler_keys.handler} on {escape(handler_keys.stream)} is unreadable: {error}"
                 )
             else:
                 seen = True
@@ -69,17 +69,17 @@ def keys(
         rows = [_row(handler_keys, queue) for handler_keys, queue in shown[:count]]
         crowded = {name: {"queued": queued, "look_ahead": most} for name, (queued, most) in used.items()}
         messages = sum(queue.length for _, queue in found)
-        say_json({"keys": len(found), "messages": messages, "states": counts, "streams": crowded, "shown": rows})
+        print_json({"keys": len(found), "messages": messages, "states": counts, "streams": crowded, "shown": rows})
         return
     _show(found, counts, shown[:count])
     for name, (queued, most) in used.items():
         if queued >= _CROWDED * most:
-            talk(
-                f"{queued:,} messages of {visible(name)} are in key queues, of at most {most:,}: at the limit no new "
+            print_message(
+                f"{queued:,} messages of {escape(name)} are in key queues, of at most {most:,}: at the limit no new "
                 "key is read. Resolve the keys with most messages, or give the workers a greater --look-ahead"
             )
     if len(shown) > count:
-        talk(f"{len(shown) - count:,} more; use --count to show them")
+        print_message(f"{len(shown) - count:,} more; use --count to show them")
 
 
 def _row(handler_keys: HandlerKeys, queue: KeyQueue) -> dict[str, Any]:
@@ -94,27 +94,27 @@ def _show(
     found: Sequence[tuple[HandlerKeys, KeyQueue]], counts: Counter[str], shown: Sequence[tuple[HandlerKeys, KeyQueue]]
 ) -> None:
     if not found:
-        talk("no key is in progress, queued or parked")
+        print_message("no key is in progress, queued or parked")
         return
     messages = sum(queue.length for _, queue in found)
     states = ", ".join(f"{number:,} {state}" for state, number in counts.most_common())
-    say(f"{counted(len(found), 'key')} with {counted(messages, 'message')}: {states}")
+    print_line(f"{pluralize(len(found), 'key')} with {pluralize(messages, 'message')}: {states}")
     rows = [
         (
             _name(queue),
-            visible(handler_keys.stream),
+            escape(handler_keys.stream),
             queue.state,
             f"{queue.length:,}",
             queue.first,
-            clip(queue.why, _WHY_CHARS),
+            truncate(queue.why, _WHY_CHARS),
         )
         for handler_keys, queue in shown
     ]
-    table(("key", "stream", "state", ">messages", "first", "why"), rows)
+    print_table(("key", "stream", "state", ">messages", "first", "why"), rows)
 
 
 def _name(queue: KeyQueue) -> str:
-    return "(no key)" if queue.key is None else clip(visible(queue.key), _KEY_CHARS)
+    return "(no key)" if queue.key is None else truncate(escape(queue.key), _KEY_CHARS)
 
 
 def park(
@@ -166,17 +166,17 @@ def _act(
     """Apply `action` to the queue of `key` on each of the handler's streams; report those that it changed."""
     queue = queue_of_key(unescape(key), b"")
     with Client(url) as client:
-        matching = meant(find_handlers(client), handler, stream)
+        matching = resolve_handler(find_handlers(client), handler, stream)
         results = {handler_keys.stream: action(client, handler_keys, queue) for handler_keys in matching}
     changed = {name: result for name, result in results.items() if result}
     if as_json:
-        say_json({"key": key, done: {name: json_value(result) for name, result in changed.items()}})
+        print_json({"key": key, done: {name: json_value(result) for name, result in changed.items()}})
     elif not changed:
         raise ConfigError(f"the key {key!r} could not be {done}: {_HINTS[done]}; see: millstream keys")
     else:
         for name, result in changed.items():
             message = f"message {result} of " if isinstance(result, str) else ""
-            say(f"{message}{visible(unescape(key))} on {visible(name)} is {done}")
+            print_line(f"{message}{escape(unescape(key))} on {escape(name)} is {done}")
 
 
 _HINTS = {"parked": "it is parked already", "unparked": "it is not parked", "skipped": "none of its messages is queued"}

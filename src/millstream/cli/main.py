@@ -17,12 +17,12 @@ from typer.main import get_command
 
 from millstream import __version__
 from millstream.cli.options import MARKUP
-from millstream.cli.terminal import log_to_stderr, show_mistakes_redacted, talk, talk_lines
+from millstream.cli.terminal import log_to_stderr, print_message, print_message_text, redact_uncaught_exceptions
 from millstream.errors import AccessDenied, ConfigError, MillstreamError, ServerError, Unavailable
-from millstream.redis_client.escaping import harmless
-from millstream.redis_client.redaction import redacted
+from millstream.redis_client.escaping import escape_lines
+from millstream.redis_client.redaction import redact_text
 
-FAMILIES: Mapping[str, tuple[str, str]] = {
+COMMANDS: Mapping[str, tuple[str, str]] = {
     "run": ("millstream.cli.run:run", "Run an app as a Spark pipeline."),
     "worker": ("millstream.cli.worker:worker", "Run an app on low-latency workers."),
     "master": ("millstream.cli.master:master", "Delegate messages to consumers in any language."),
@@ -53,7 +53,7 @@ FAMILIES: Mapping[str, tuple[str, str]] = {
     "dlq": ("millstream.cli.dlq:dlq", "List, show, redrive and purge dead letters."),
 }
 
-FAILED, MISUSED, NO_REDIS, INTERRUPTED, BROKEN_PIPE = 1, 2, 3, 130, 141
+FAILED, USAGE_ERROR, NO_REDIS, INTERRUPTED, BROKEN_PIPE = 1, 2, 3, 130, 141
 
 _EPILOG = (
     "Exit codes: 0 done, 1 failed, 2 wrong usage or configuration, 3 Redis cannot be reached or refuses access, "
@@ -64,7 +64,7 @@ _EPILOG = (
 def exit_code(error: MillstreamError) -> int:
     """The exit code for `error`."""
     if isinstance(error, ConfigError):
-        return MISUSED
+        return USAGE_ERROR
     return NO_REDIS if isinstance(error, (Unavailable, AccessDenied)) else FAILED
 
 
@@ -76,8 +76,10 @@ def error_boundary(*, debug: bool) -> Iterator[None]:
         sys.stdout.flush()
     except MillstreamError as error:
         if debug:
-            talk_lines(traceback.format_exc())
-        say_error = talk_lines if isinstance(error, ServerError) else talk  # a ServerError quotes lines of redis.log
+            print_message_text(traceback.format_exc())
+        say_error = (
+            print_message_text if isinstance(error, ServerError) else print_message
+        )  # a ServerError quotes lines of redis.log
         say_error(f"error: {error}")
         raise typer.Exit(exit_code(error)) from error
     except KeyboardInterrupt as interrupt:
@@ -89,16 +91,16 @@ def error_boundary(*, debug: bool) -> Iterator[None]:
     except Exception as error:
         # A usage error: Typer shows it, with the arguments.
         if hasattr(error, "format_message") and hasattr(error, "message"):
-            error.message = harmless(redacted(error.message))
+            error.message = escape_lines(redact_text(error.message))
         raise
 
 
-class _Families(TyperGroup):
+class _CommandGroup(TyperGroup):
     """The families by name. A listing uses their one-line summaries; only running one imports its module."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        self.commands = {name: TyperCommand(name, help=summary) for name, (_, summary) in FAMILIES.items()}
+        self.commands = {name: TyperCommand(name, help=summary) for name, (_, summary) in COMMANDS.items()}
 
     def resolve_command(self, ctx: typer.Context, args: list[str]) -> Any:  # type: ignore[override]
         name, found, rest = super().resolve_command(ctx, args)
@@ -110,7 +112,7 @@ class _Families(TyperGroup):
 
 
 def _load(name: str) -> Any:
-    module, _, attribute = FAMILIES[name][0].partition(":")
+    module, _, attribute = COMMANDS[name][0].partition(":")
     found = getattr(import_module(module), attribute)
     if not isinstance(found, typer.Typer):
         command, found = found, typer.Typer(add_completion=False, rich_markup_mode=MARKUP)
@@ -130,12 +132,12 @@ class _Program(typer.Typer):
     """The command `millstream` as a process."""
 
     def __call__(self, *args: Any, **options: Any) -> Any:
-        show_mistakes_redacted()
+        redact_uncaught_exceptions()
         return get_command(self)(*args, **options)
 
 
 main = _Program(
-    cls=_Families,
+    cls=_CommandGroup,
     name="millstream",
     epilog=_EPILOG,
     add_completion=False,

@@ -5,12 +5,12 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from millstream.cli.config_file import Config, needs
+from millstream.cli.config_file import Config, require_modules
 from millstream.cli.options import DEFAULT_URL, Connections, Json, RequestS, Url
-from millstream.cli.terminal import say_json, talk
+from millstream.cli.terminal import print_json, print_message
 from millstream.errors import ConfigError
 from millstream.model import Retry
-from millstream.redis_client.eviction import warn_if_evicting_at
+from millstream.redis_client.eviction import warn_if_url_evicting
 
 if TYPE_CHECKING:
     from millstream.services.master.scopes import Tokens
@@ -103,9 +103,9 @@ def master(
     config: Config = None,  # noqa: ARG001 - handled by its callback
 ) -> None:
     """Delegate a group's messages to consumers in any language, one at a time per ticket. Several masters may run."""
-    needs("master", "fastapi", "uvicorn")
+    require_modules("master", "fastapi", "uvicorn")
     from millstream.services.master.health_url_allowlist import LOOPBACK, AllowList
-    from millstream.services.master.server import Serving, run_master
+    from millstream.services.master.server import MasterServerOptions, run_master
     from millstream.services.master.settings import MasterSettings
     from millstream.services.web.connections import Limits
     from millstream.services.web.origin_check import AllowedHosts
@@ -114,23 +114,23 @@ def master(
         raise ConfigError("give the stream and its group: --ticket-stream and --concurrency-stream-group")
     settings = MasterSettings(
         ticket_stream=ticket_stream, group=concurrency_stream_group, master=master, key=key, max_tickets=max_tickets,
-        ping_ms=round(ping_interval_s * 1000), ping_failures=ping_failures, min_idle_ms=round(min_idle_time_s * 1000),
+        ping_ms=round(ping_interval_s * 1000), ping_failures=ping_failures, claim_idle_ms=round(min_idle_time_s * 1000),
         lease_ms=round(lease_s * 1000), delegation_ms=round(delegation_limit_s * 1000),
         retry=Retry(attempts=attempts, delay_ms=retry_delay_s * 1000, max_delay_ms=_MAX_RETRY_DELAY_MS, then=then),
     )  # fmt: skip
     tokens = _tokens(token, token_file, insecure=insecure_no_token)
-    serving = Serving(
-        url=url, tokens=tokens, host=host, port=port, allowed=AllowList(allow_health or LOOPBACK), most_page=most_page,
-        names=None if tokens else AllowedHosts(host, allow_host or ()),
+    serving = MasterServerOptions(
+        url=url, tokens=tokens, host=host, port=port, allow_list=AllowList(allow_health or LOOPBACK), max_page=most_page,
+        host_names=None if tokens else AllowedHosts(host, allow_host or ()),
         limits=Limits(connections=connections, request_s=request_s, body_bytes=most_body),
     )  # fmt: skip
-    warn_if_evicting_at(url)
+    warn_if_url_evicting(url)
 
     def ready(where: str) -> None:
         if as_json:
-            say_json({"event": "started", "master": master, "url": where}, flush=True)
+            print_json({"event": "started", "master": master, "url": where}, flush=True)
         else:
-            talk(f"master {master} listens on {where}; Ctrl-C stops")
+            print_message(f"master {master} listens on {where}; Ctrl-C stops")
 
     run_master(settings, serving, on_ready=ready)
 

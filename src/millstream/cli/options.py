@@ -30,7 +30,7 @@ _ID = re.compile(r"(?!\d{8}$)\d+(-\d+)?")  # eight digits alone are a date, like
 _AGO = re.compile(r"(\d+)([smhd])")
 
 
-def family(help_text: str, *, cls: type[TyperGroup] | None = None) -> typer.Typer:
+def command_group(help_text: str, *, cls: type[TyperGroup] | None = None) -> typer.Typer:
     """A family of commands, such as `millstream dlq`. `cls` parses its arguments."""
     return typer.Typer(help=help_text, no_args_is_help=True, add_completion=False, rich_markup_mode=MARKUP, cls=cls)
 

@@ -6,21 +6,21 @@ from typing import Annotated, Any
 import typer
 
 from millstream.admin.inspection import handler_of
-from millstream.cli.options import DEFAULT_URL, Json, Url, family
-from millstream.cli.terminal import counted, say, say_json, table, talk
+from millstream.cli.options import DEFAULT_URL, Json, Url, command_group
+from millstream.cli.terminal import pluralize, print_json, print_line, print_message, print_table
 from millstream.errors import GroupMissing
 from millstream.groups import groups_of
 from millstream.partitions.key_migration import KeyMigration, UndrainedPartition
 from millstream.partitions.partition_map import PartitionMap
 from millstream.partitions.partitions import Partitions
 from millstream.redis_client.client import Client
-from millstream.redis_client.escaping import visible
+from millstream.redis_client.escaping import escape
 from millstream.redis_client.key_names import HandlerKeys
 
 Base = Annotated[str, typer.Argument(help="The base: orders, if the partitions are {orders.0}, {orders.1} ...")]
 Count = Annotated[int, typer.Argument(help="The number of partitions.")]
 
-partitions = family("Show, create and grow the partitions of a base.")
+partitions = command_group("Show, create and grow the partitions of a base.")
 
 
 @partitions.command()
@@ -36,26 +36,26 @@ def show(base: Base, url: Url = DEFAULT_URL, as_json: Json = False) -> None:
             for one in _handlers(client, partition_map)
         }
     if as_json:
-        say_json(_as_json(partition_map, lengths, undrained))
+        print_json(_as_json(partition_map, lengths, undrained))
         return
     growing = (
         ""
         if partition_map.growing is None
         else f"; a growth to {partition_map.growing:,} was started and has not ended"
     )
-    say(f"{base}: {counted(partition_map.count, 'partition')}, generation {partition_map.generation}{growing}")
-    table(
+    print_line(f"{base}: {pluralize(partition_map.count, 'partition')}, generation {partition_map.generation}{growing}")
+    print_table(
         ("partition", ">entries", ">since generation", "last closed at"),
         [
-            (visible(stream), f"{length:,}", str(partition_map.born(number)), _last_close(partition_map, number) or "-")
+            (escape(stream), f"{length:,}", str(partition_map.born(number)), _last_close(partition_map, number) or "-")
             for number, (stream, length) in enumerate(zip(partition_map.streams, lengths, strict=True))
         ],
     )
     for handler, some in undrained.items():
         for one in some:
-            say(f"{handler}: {_describe(one)}")
+            print_line(f"{handler}: {_describe(one)}")
         if not some:
-            talk(f"{handler}: no keys are moving")
+            print_message(f"{handler}: no keys are moving")
 
 
 @partitions.command()
@@ -67,9 +67,9 @@ def grow(base: Base, count: Count, url: Url = DEFAULT_URL, as_json: Json = False
     with Client(url) as client:
         partition_map = Partitions(client, base).grow(count)
     if as_json:
-        say_json(_as_json(partition_map, None, {}))
+        print_json(_as_json(partition_map, None, {}))
     else:
-        say(f"{base} has {counted(partition_map.count, 'partition')}")
+        print_line(f"{base} has {pluralize(partition_map.count, 'partition')}")
 
 
 @partitions.command()
@@ -78,11 +78,11 @@ def create(base: Base, count: Count, url: Url = DEFAULT_URL, as_json: Json = Fal
     with Client(url) as client:
         partition_map = Partitions(client, base).made(count)
     if partition_map.count != count:
-        talk(f"the partitions exist already; to grow them: millstream partitions grow {visible(base)} {count}")
+        print_message(f"the partitions exist already; to grow them: millstream partitions grow {escape(base)} {count}")
     if as_json:
-        say_json(_as_json(partition_map, None, {}))
+        print_json(_as_json(partition_map, None, {}))
     else:
-        say(f"{base} has {counted(partition_map.count, 'partition')}")
+        print_line(f"{base} has {pluralize(partition_map.count, 'partition')}")
 
 
 def _handlers(client: Client, partition_map: PartitionMap) -> list[HandlerKeys]:
@@ -105,7 +105,7 @@ def _describe(one: UndrainedPartition) -> str:
             f"keys that left {one.stream} with generation {one.since} may still have messages or a state there"
         )
     if one.coming:
-        parts.append(f"{counted(one.coming, 'key')} of {one.stream} wait for older partitions to be drained")
+        parts.append(f"{pluralize(one.coming, 'key')} of {one.stream} wait for older partitions to be drained")
     return "; ".join(parts)
 
 

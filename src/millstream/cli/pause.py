@@ -7,11 +7,11 @@ import typer
 
 from millstream.admin.inspection import find_handlers
 from millstream.cli.options import DEFAULT_URL, Json, Url
-from millstream.cli.terminal import say, say_json
+from millstream.cli.terminal import print_json, print_line
 from millstream.delivery.commit_store import CommitStore
 from millstream.errors import ConfigError
 from millstream.redis_client.client import Client
-from millstream.redis_client.escaping import visible
+from millstream.redis_client.escaping import escape
 from millstream.redis_client.key_names import HandlerKeys
 
 Name = Annotated[str, typer.Argument(help="The handler: its name, or app.handler.", metavar="HANDLER")]
@@ -30,19 +30,19 @@ def resume(handler: Name, stream: Stream = None, url: Url = DEFAULT_URL, as_json
 
 def _set(name: str, stream: str | None, url: str, *, paused: bool, as_json: bool) -> None:
     with Client(url) as client:
-        found = meant(find_handlers(client), name, stream)
+        found = resolve_handler(find_handlers(client), name, stream)
         CommitStore(client, app=found[0].app, handler=found[0].handler).pause(
             [one.stream for one in found], paused=paused
         )
     if as_json:
         streams = [one.stream for one in found]
-        say_json({"app": found[0].app, "handler": found[0].handler, "streams": streams, "paused": paused})
+        print_json({"app": found[0].app, "handler": found[0].handler, "streams": streams, "paused": paused})
         return
     for one in found:
-        say(f"{one.app}.{one.handler} is {'paused' if paused else 'resumed'} on {visible(one.stream)}")
+        print_line(f"{one.app}.{one.handler} is {'paused' if paused else 'resumed'} on {escape(one.stream)}")
 
 
-def meant(known: Sequence[HandlerKeys], name: str, stream: str | None) -> list[HandlerKeys]:
+def resolve_handler(known: Sequence[HandlerKeys], name: str, stream: str | None) -> list[HandlerKeys]:
     """The handler of this name, on each of its streams. Raises ConfigError if there is none, or more than one."""
     named = [one for one in known if name in (one.handler, f"{one.app}.{one.handler}")]
     apps = sorted({one.app for one in named})

@@ -6,10 +6,10 @@ from typing import Annotated
 import typer
 
 from millstream.cli.options import DEFAULT_URL, Json, Url, parse_duration_ms
-from millstream.cli.terminal import age, counted, say, say_json, table, talk
+from millstream.cli.terminal import format_age, pluralize, print_json, print_line, print_message, print_table
 from millstream.groups import Group, PendingEntry, PendingSummary
 from millstream.redis_client.client import Client
-from millstream.redis_client.escaping import visible
+from millstream.redis_client.escaping import escape
 
 
 def pending(
@@ -32,11 +32,11 @@ def pending(
     shown = found[:count]
     if as_json:
         entries = [{**one._asdict(), "id": one.id.decode()} for one in shown]
-        say_json({"stream": stream, "group": group, **_figures(summary), "entries": entries})
+        print_json({"stream": stream, "group": group, **_figures(summary), "entries": entries})
     else:
         _show(summary, shown)
     if len(found) > count:
-        talk("there are more; use --count or --start to show them")
+        print_message("there are more; use --count or --start to show them")
 
 
 def _figures(summary: PendingSummary) -> dict[str, object]:
@@ -47,11 +47,11 @@ def _figures(summary: PendingSummary) -> dict[str, object]:
 
 def _show(summary: PendingSummary, shown: Sequence[PendingEntry]) -> None:
     if not summary.count or summary.lowest is None or summary.highest is None:
-        talk("nothing is pending")
+        print_message("nothing is pending")
         return
-    what = counted(summary.count, "pending entry", "pending entries")
-    say(f"{what}, from {summary.lowest.decode()} to {summary.highest.decode()}")
-    table(("consumer", ">pending"), [(visible(name), f"{held:,}") for name, held in summary.by_consumer.items()])
-    say("")
-    rows = [(one.id.decode(), visible(one.consumer), age(one.idle_ms), f"{one.deliveries:,}") for one in shown]
-    table(("entry", "consumer", ">idle", ">deliveries"), rows)
+    what = pluralize(summary.count, "pending entry", "pending entries")
+    print_line(f"{what}, from {summary.lowest.decode()} to {summary.highest.decode()}")
+    print_table(("consumer", ">pending"), [(escape(name), f"{held:,}") for name, held in summary.by_consumer.items()])
+    print_line("")
+    rows = [(one.id.decode(), escape(one.consumer), format_age(one.idle_ms), f"{one.deliveries:,}") for one in shown]
+    print_table(("entry", "consumer", ">idle", ">deliveries"), rows)

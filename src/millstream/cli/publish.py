@@ -13,7 +13,7 @@ import typer
 
 from millstream.cli.options import DEFAULT_URL, Json, Url, parse_duration_ms
 from millstream.cli.records import Input, read_csv, read_jsonl
-from millstream.cli.terminal import counted, say, say_json, size, talk
+from millstream.cli.terminal import format_size, pluralize, print_json, print_line, print_message
 from millstream.errors import ConfigError, DecodeError, MillstreamError
 from millstream.producer.bulk import Publisher
 from millstream.redis_client.client import Client
@@ -51,7 +51,7 @@ def publish(
     Entries are added in order, and once each, even if the connection breaks. With --in they are stored in Redis until
     they are due; a worker or pipeline that reads STREAM then moves them there.
     """
-    chosen = format_ or _guess(file)
+    chosen = format_ or _format_of(file)
     delay_ms = parse_duration_ms(delay) if delay else 0
     began = time.monotonic()
     client = Client(url)
@@ -65,21 +65,21 @@ def publish(
                     publisher.add(names, values)
                 publisher.flush()
             except MillstreamError as error:
-                _account_for(error, publisher, file)
+                _report_failure(error, publisher, file)
                 raise
     client.close()  # not in a `with`: an interrupt must not wait for a batch in progress
     seconds = time.monotonic() - began
     rate_reached = publisher.entries / seconds
     if as_json:
         figures = {"entries": publisher.entries, "bytes": source.count, "seconds": round(seconds, 3)}
-        say_json({"stream": stream, **figures, "rate": round(rate_reached, 1), "delay_ms": delay_ms})
+        print_json({"stream": stream, **figures, "rate": round(rate_reached, 1), "delay_ms": delay_ms})
     else:
-        what = counted(publisher.entries, "entry", "entries")
+        what = pluralize(publisher.entries, "entry", "entries")
         where = f"published to {stream}" + (f", due in {delay}," if delay else "")
-        say(f"{what} ({size(source.count)}) {where} in {seconds:.1f} s: {rate_reached:,.0f} entries/s")
+        print_line(f"{what} ({format_size(source.count)}) {where} in {seconds:.1f} s: {rate_reached:,.0f} entries/s")
 
 
-def _guess(file: str) -> Format:
+def _format_of(file: str) -> Format:
     for suffix, found in _BY_SUFFIX.items():
         if file.lower().endswith(suffix):
             return found
@@ -91,7 +91,7 @@ def _guess(file: str) -> Format:
 def _opened(file: str) -> Iterator[int]:
     if file == "-":
         if sys.stdin.isatty():
-            talk("reading from the terminal; Ctrl-D ends it")
+            print_message("reading from the terminal; Ctrl-D ends it")
         yield 0
         return
     try:
@@ -106,13 +106,13 @@ def _opened(file: str) -> Iterator[int]:
         os.close(descriptor)
 
 
-def _account_for(error: MillstreamError, publisher: Publisher, file: str) -> None:
+def _report_failure(error: MillstreamError, publisher: Publisher, file: str) -> None:
     """Print the number of published entries. Records before an invalid one are published, too."""
     if isinstance(error, DecodeError):
         publisher.flush()
         where = "standard input" if file == "-" else file
         error.args = (f"{where}, {error}",)
-    talk(f"{counted(publisher.entries, 'entry is', 'entries are')} published")
+    print_message(f"{pluralize(publisher.entries, 'entry is', 'entries are')} published")
 
 
 class _Bar(Protocol):

@@ -20,14 +20,14 @@ from rich.live import Live
 from millstream.app import App, add_to_path, app_folder, load_app
 from millstream.cli.options import DEFAULT_URL, Json, Url
 from millstream.cli.signals import orderly_stop
-from millstream.cli.terminal import counted
+from millstream.cli.terminal import pluralize
 from millstream.clock import SYSTEM_CLOCK, Clock
 from millstream.errors import ConfigError, SessionEnded
 from millstream.observability.dead_letter_alerts import DeadLetterAlerts
 from millstream.observability.health import HealthServer
-from millstream.observability.metrics import NOBODY, Metrics, Recorder
-from millstream.redis_client.escaping import one_line
-from millstream.redis_client.redaction import redacted
+from millstream.observability.metrics import NO_METRICS, Metrics, Recorder
+from millstream.redis_client.escaping import escape_line
+from millstream.redis_client.redaction import redact_text
 
 if TYPE_CHECKING:
     from millstream.spark.run.supervisor import RunSettings
@@ -66,7 +66,7 @@ class Progress:
         if self._live and not self._as_json:
             self._live.stop()
 
-    def event(self, event: Mapping[str, Any]) -> None:
+    def on_event(self, event: Mapping[str, Any]) -> None:
         """Process one event of the supervisor."""
         with self._lock:
             if event["event"] in _WORK:
@@ -77,33 +77,35 @@ class Progress:
                 event = {**event, **self._total}
             if self._as_json:
                 print(json.dumps(event), flush=True)
-            elif words := one_line(redacted(self._words(event))):
+            elif words := escape_line(redact_text(self._describe(event))):
                 self._console.print(words, markup=False, highlight=False, soft_wrap=True)
 
-    def show(self, lag: int | None) -> None:
+    def on_watch(self, lag: int | None) -> None:
         """Print a line of progress if the interval has passed and something has changed."""
         now = time.monotonic()
         if self._as_json or now - self._shown_at < self._every_s:
             return
         with self._lock:
             if self._total != self._shown:
-                line = self._line((self._total["messages"] - self._shown["messages"]) / (now - self._shown_at), lag)
+                line = self._progress_line(
+                    (self._total["messages"] - self._shown["messages"]) / (now - self._shown_at), lag
+                )
                 if self._live:
                     self._live.update(line, refresh=True)
                 else:
                     self._console.print(line, markup=False, highlight=False, soft_wrap=True)
             self._shown, self._shown_at = dict(self._total), now
 
-    def _line(self, rate: float, lag: int | None) -> str:
+    def _progress_line(self, rate: float, lag: int | None) -> str:
         total = self._total
         left = f"  {lag / rate:,.0f} s left" if lag and rate > 0 else ""
         return (
             f"{rate:,.0f} entries/s  lag {'?' if lag is None else format(lag, ',')}  "
-            f"{counted(total['batches'], 'batch', 'batches')}  {total['committed']:,} committed  "
-            f"{counted(total['dead'], 'dead letter')}  {counted(total['retries'], 'retry', 'retries')}{left}"
+            f"{pluralize(total['batches'], 'batch', 'batches')}  {total['committed']:,} committed  "
+            f"{pluralize(total['dead'], 'dead letter')}  {pluralize(total['retries'], 'retry', 'retries')}{left}"
         )
 
-    def _words(self, event: Mapping[str, Any]) -> str:
+    def _describe(self, event: Mapping[str, Any]) -> str:
         """An event as text; "" for events that are shown in another way."""
         name = event.get("handler") or event.get("stage")
         match event["event"]:
@@ -114,17 +116,19 @@ class Progress:
                 why = f": {event['reason']}" if "reason" in event else ""
                 return f"{name}: {batch} running for {event['seconds']:,} s{why}"
             case "stopped":
-                return self._last_words(event)
+                return self._describe_end(event)
         return ""
 
-    def _last_words(self, event: Mapping[str, Any]) -> str:
-        done = f"stopped: {event['committed']:,} committed, {counted(event['dead'], 'dead letter')}"
+    def _describe_end(self, event: Mapping[str, Any]) -> str:
+        done = f"stopped: {event['committed']:,} committed, {pluralize(event['dead'], 'dead letter')}"
         parked = event.get("parked", {})
         if not parked:
             return done
         keys, messages = (sum(one[what] for one in parked.values()) for what in ("keys", "messages"))
         see = ", ".join(f"millstream keys {self._app}.{name}" for name in sorted(parked))
-        return f"{done}, {counted(keys, 'key')} parked ({counted(messages, 'message waits', 'messages wait')}: {see})"
+        return (
+            f"{done}, {pluralize(keys, 'key')} parked ({pluralize(messages, 'message waits', 'messages wait')}: {see})"
+        )
 
 
 Target = Annotated[str, typer.Argument(help="The app: module:app or path/to/file.py:app", metavar="APP")]
@@ -151,8 +155,8 @@ AllowLoss = Annotated[
     bool, typer.Option("--allow-data-loss", help="Count entries that were trimmed unread instead of stopping.")
 ]
 Conf = Annotated[list[str] | None, typer.Option(help="A Spark setting, KEY=VALUE; repeatable.")]
-BellUrl = Annotated[str, typer.Option(help="POST a JSON summary to this URL when messages are dead-lettered.")]
-BellCommand = Annotated[str, typer.Option(help="Run this command, with the summary on its stdin.")]
+AlertUrl = Annotated[str, typer.Option(help="POST a JSON summary to this URL when messages are dead-lettered.")]
+AlertCommand = Annotated[str, typer.Option(help="Run this command, with the summary on its stdin.")]
 MetricsPort = Annotated[int, typer.Option(help="Serve /metrics for Prometheus on 127.0.0.1 at this port.")]
 SparkLog = Annotated[bool, typer.Option("--spark-log", help="Show Spark's own warnings and errors.")]
 
@@ -173,8 +177,8 @@ def run(
     allow_data_loss: AllowLoss = False,
     conf: Conf = None,
     py_files: PyFiles = None,
-    bell_url: BellUrl = "",
-    bell_command: BellCommand = "",
+    bell_url: AlertUrl = "",
+    bell_command: AlertCommand = "",
     metrics_port: MetricsPort = 0,
     as_json: Json = False,
     spark_log: SparkLog = False,
@@ -206,13 +210,13 @@ def run(
         Progress(app.name, as_json=as_json) as progress,
         DeadLetterAlerts(bell_url or None, bell_command or None) as alerts,
     ):
-        on_event = _on_event(app, progress, alerts, metrics or NOBODY)
+        on_event = _on_event(app, progress, alerts, metrics or NO_METRICS)
         session = partial(_session, stopping, app, code, master=master, conf=settings, verbose=spark_log)
 
         def run_on(spark: Any, chosen: RunSettings) -> None:
             if metrics:
                 spark.streams.addListener(QueryMetrics(metrics))
-            Supervisor(app, spark, chosen, on_event=on_event, on_watch=progress.show, stopping=stopping).run()
+            Supervisor(app, spark, chosen, on_event=on_event, on_watch=progress.on_watch, stopping=stopping).run()
 
         _in_sessions(session, run_on, run_settings, stopping)
 
@@ -275,11 +279,11 @@ def _on_event(
     from millstream.spark.run.query_metrics import report_batch
 
     def on_event(event: Mapping[str, Any]) -> None:
-        progress.event(event)
+        progress.on_event(event)
         if event["event"] in _WORK and "handler" in event:
             report_batch(metrics, app.handlers[event["handler"]].label, event)
             if event["dead"]:
-                alerts.ring({"app": app.name, "handler": event["handler"], "dead": event["dead"]})
+                alerts.send({"app": app.name, "handler": event["handler"], "dead": event["dead"]})
 
     return on_event
 

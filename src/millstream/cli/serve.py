@@ -5,9 +5,9 @@ from typing import Annotated, Literal
 
 import typer
 
-from millstream.cli.config_file import Config, needs
+from millstream.cli.config_file import Config, require_modules
 from millstream.cli.options import DEFAULT_URL, Connections, Json, RequestS, Url
-from millstream.cli.terminal import say_json, talk
+from millstream.cli.terminal import print_json, print_message
 from millstream.errors import ConfigError
 
 Host = Annotated[
@@ -83,7 +83,7 @@ def serve(
     config: Config = None,  # noqa: ARG001 - handled by its callback
 ) -> None:
     """Serve streams live to browsers: GET /streams/NAME for server-sent events, /ws/NAME for a WebSocket."""
-    needs("serve", "starlette", "uvicorn", "websockets")
+    require_modules("serve", "starlette", "uvicorn", "websockets")
     from millstream.services.gateway.auth import Authorizer, new_stream_tokens
     from millstream.services.gateway.connection import FlowControl
     from millstream.services.gateway.connections import ConnectionLimits
@@ -108,10 +108,10 @@ def serve(
 
     def ready(where: str) -> None:
         if as_json:
-            say_json({"event": "started", "url": where}, flush=True)
+            print_json({"event": "started", "url": where}, flush=True)
         else:
-            talk(f"serving streams on {where}; Ctrl-C stops")
+            print_message(f"serving streams on {where}; Ctrl-C stops")
 
     run_gateway(serving, on_ready=ready)
     if as_json:
-        say_json({"event": "stopped"}, flush=True)
+        print_json({"event": "stopped"}, flush=True)

@@ -7,18 +7,28 @@ from typing import Annotated, Any
 import typer
 
 from millstream.admin.inspection import decode_state, list_states, read_state, reset_states
-from millstream.cli.options import DEFAULT_URL, Json, Url, Yes, family
-from millstream.cli.terminal import clip, confirm, counted, say, say_json, say_lines, size, table, talk
+from millstream.cli.options import DEFAULT_URL, Json, Url, Yes, command_group
+from millstream.cli.terminal import (
+    confirm,
+    format_size,
+    pluralize,
+    print_json,
+    print_line,
+    print_message,
+    print_table,
+    print_text,
+    truncate,
+)
 from millstream.errors import DecodeError, MillstreamError
 from millstream.redis_client.client import Client
-from millstream.redis_client.escaping import json_value, unescape, visible
+from millstream.redis_client.escaping import escape, json_value, unescape
 from millstream.redis_client.key_names import HandlerKeys
 
 App = Annotated[str, typer.Argument(help="The app's name.")]
 Handler = Annotated[str, typer.Argument(help="The handler's name.")]
 Stream = Annotated[str, typer.Argument(help="The stream; each has its own state.")]
 
-state = family("Show, list and reset the state of keys. Write keys as in `list`.")
+state = command_group("Show, list and reset the state of keys. Write keys as in `list`.")
 
 _SHOWN_CHARS = 100
 
@@ -38,9 +48,9 @@ def show(
     if found is None:
         raise MillstreamError(f"{app}.{handler} has no state for {key} on {stream}; see: millstream state list")
     if as_json:
-        say_json(json_value(found))
+        print_json(json_value(found))
     else:
-        say_lines(json.dumps(json_value(found), indent=2))
+        print_text(json.dumps(json_value(found), indent=2))
 
 
 @state.command("list")
@@ -59,15 +69,15 @@ def list_(
     shown = sorted(found.items())[:limit]
     if as_json:
         for key, blob in shown:
-            say_json({"key": json_value(key), **_state_json(key, blob)})
+            print_json({"key": json_value(key), **_state_json(key, blob)})
     else:
         rows = [
-            (visible(key), size(len(blob)), clip(json.dumps(_state_json(key, blob)["state"]), _SHOWN_CHARS))
+            (escape(key), format_size(len(blob)), truncate(json.dumps(_state_json(key, blob)["state"]), _SHOWN_CHARS))
             for key, blob in shown
         ]
-        table(("key", ">size", "state"), rows)
+        print_table(("key", ">size", "state"), rows)
     if len(found) > limit:
-        talk("there are more keys; use --limit or --match to show them")
+        print_message("there are more keys; use --limit or --match to show them")
 
 
 @state.command()
@@ -86,15 +96,17 @@ def reset(
     back: stop the run to be sure.
     """
     wanted = [unescape(key) for key in keys]
-    talk("a live run sees this from its next batch on, and may write back the state of a key in its current batch")
-    confirm(f"Delete the state of {counted(len(wanted), 'key')} of {app}.{handler} on {stream}?", yes=yes)
+    print_message(
+        "a live run sees this from its next batch on, and may write back the state of a key in its current batch"
+    )
+    confirm(f"Delete the state of {pluralize(len(wanted), 'key')} of {app}.{handler} on {stream}?", yes=yes)
     with Client(url) as client:
         removed = reset_states(client, HandlerKeys(app, handler, stream), wanted)
     if as_json:
-        say_json({"keys": len(wanted), "reset": removed})
+        print_json({"keys": len(wanted), "reset": removed})
     else:
         without = len(wanted) - removed
-        say(f"{counted(removed, 'key')} reset" + (f", {without:,} had no state" if without else ""))
+        print_line(f"{pluralize(removed, 'key')} reset" + (f", {without:,} had no state" if without else ""))
 
 
 def _state_json(key: bytes, blob: bytes) -> dict[str, Any]:

@@ -14,11 +14,20 @@ from millstream.admin.inspection import inspect_handlers
 from millstream.balancer.protocol import announce_all, end_leases, service_of
 from millstream.balancer.service_status import ServiceState, StreamState, fetch_service_state
 from millstream.cli.options import DEFAULT_URL, Json, Url, Yes
-from millstream.cli.terminal import age, clip, confirm, counted, say, say_json, table, talk
+from millstream.cli.terminal import (
+    confirm,
+    format_age,
+    pluralize,
+    print_json,
+    print_line,
+    print_message,
+    print_table,
+    truncate,
+)
 from millstream.errors import AccessDenied, ConfigError, GroupMissing, MillstreamError, WrongType
 from millstream.groups import groups_of
 from millstream.redis_client.client import Client
-from millstream.redis_client.escaping import visible
+from millstream.redis_client.escaping import escape
 from millstream.redis_client.key_names import HandlerKeys, ServiceKeys, from_wire
 
 Service = Annotated[str, typer.Argument(help="The service, or APP.HANDLER.", metavar="SERVICE")]
@@ -46,22 +55,22 @@ def streams(
 ) -> None:
     """Show a service's consumers with their shares, and its streams with their owners, lease ages and lags."""
     with Client(url) as client:
-        name = _meant(client, service)
+        name = _resolve_service(client, service)
         found = fetch_service_state(client, name)
         shown = found.streams[:count]
         lags = _lags_of(client, name, [one.name for one in shown], group)
     if group is not None and shown and all(lag.count is None for lag in lags.values()):
-        talk(f"none of these streams has a group {group!r}; see: millstream groups list STREAM")
+        print_message(f"none of these streams has a group {group!r}; see: millstream groups list STREAM")
     if as_json:
         _say_json(found, shown, lags)
         return
     owned = sum(one.consumer is not None for one in found.streams)
-    say(
-        f"{counted(len(found.streams), 'stream')}: {owned:,} with an owner, {len(found.streams) - owned:,} free; "
-        f"{found.unread:,} announced but not read yet, {counted(found.dead, 'dead letter')}"
+    print_line(
+        f"{pluralize(len(found.streams), 'stream')}: {owned:,} with an owner, {len(found.streams) - owned:,} free; "
+        f"{found.unread:,} announced but not read yet, {pluralize(found.dead, 'dead letter')}"
     )
     if found.dead:
-        talk(
+        print_message(
             "dead letters are unreadable announcements, and streams whose owners were lost too often. To see why: "
             f"millstream tail --no-follow '{ServiceKeys(name).dead}'; "
             f"to add a stream again: millstream announce {service} STREAM"
@@ -69,34 +78,34 @@ def streams(
     now_ms = time.time() * 1000
     rows = [
         (
-            visible(one.name),
+            escape(one.name),
             f"{one.streams:,}",
             "unreadable" if one.unreadable else f"{one.weight:g}",
             f"{one.limit:,}" if one.limit else "-",
-            age(max(0.0, one.until_ms - now_ms)),
+            format_age(max(0.0, one.until_ms - now_ms)),
         )
         for one in found.consumers
     ]
-    table(("consumer", ">streams", ">weight", ">limit", ">lease left"), rows)
-    say("")
-    table(
+    print_table(("consumer", ">streams", ">weight", ">limit", ">lease left"), rows)
+    print_line("")
+    print_table(
         ("stream", "state", "consumer", ">lease age", ">lag"),
         [_row(one, lags.get(one.name, _Lag()), now_ms) for one in shown],
     )
     for one in shown:
         if one.excluded_reason is not None:
-            talk(f"{visible(one.name)} is excluded until a retry succeeds: {one.excluded_reason}")
+            print_message(f"{escape(one.name)} is excluded until a retry succeeds: {one.excluded_reason}")
     if len(found.streams) > count:
-        talk(f"{len(found.streams) - count:,} more; use --count to show them")
+        print_message(f"{len(found.streams) - count:,} more; use --count to show them")
 
 
 def _row(one: StreamState, lag: _Lag, now_ms: float) -> tuple[str, ...]:
     held_ms = None if one.since_ms is None else now_ms - one.since_ms
     behind = "-" if lag.count is None else f"{'' if lag.exact else '>'}{lag.count:,}"
-    return clip(visible(one.name), _NAME_CHARS), _state(one), one.consumer or "-", age(held_ms), behind
+    return truncate(escape(one.name), _NAME_CHARS), _state_of(one), one.consumer or "-", format_age(held_ms), behind
 
 
-def _state(one: StreamState) -> str:
+def _state_of(one: StreamState) -> str:
     if one.unreadable:
         return "unreadable"
     if one.consumer is None:
@@ -114,13 +123,13 @@ def _say_json(found: ServiceState, shown: Sequence[StreamState], lags: Mapping[s
     ]  # fmt: skip
     rows = [
         {
-            "stream": one.name, "state": _state(one), "excluded_reason": one.excluded_reason, "consumer": one.consumer,
+            "stream": one.name, "state": _state_of(one), "excluded_reason": one.excluded_reason, "consumer": one.consumer,
             "since_ms": one.since_ms, "token": one.token,
             "lag": lags.get(one.name, _Lag()).count, "lag_exact": lags.get(one.name, _Lag()).exact,
         }
         for one in shown
     ]  # fmt: skip
-    say_json(
+    print_json(
         {
             "streams": len(found.streams),
             "unread": found.unread,
@@ -167,9 +176,9 @@ def announce(
     with Client(url) as client:
         name: str | None = service
         with suppress(AccessDenied):  # without the right to look it up, announce to the service of this very name
-            name = _known(client, service)
+            name = _find_service(client, service)
         if name is None:
-            talk(
+            print_message(
                 f"{service!r} is a new service: start its consumers, or a pipeline with announced=... for it. "
                 "If it is a handler whose workers never ran, start them and announce again"
             )
@@ -178,9 +187,9 @@ def announce(
     to = label if label == service else f"{label}, the service of {service}"
     for stream, entry_id in zip(wanted, ids, strict=True):
         if as_json:
-            say_json({"service": name or service, "stream": stream, "id": entry_id})
+            print_json({"service": name or service, "stream": stream, "id": entry_id})
         else:
-            say(f"{visible(stream)} is announced to {to}")
+            print_line(f"{escape(stream)} is announced to {to}")
 
 
 def _from_input() -> list[str]:
@@ -195,19 +204,19 @@ def release(service: Service, names: Streams, url: Url = DEFAULT_URL, as_json: J
 
 def done(service: Service, names: Streams, yes: Yes = False, url: Url = DEFAULT_URL, as_json: Json = False) -> None:
     """Remove finished streams from a service. Their entries stay."""
-    confirm(f"Remove {counted(len(names), 'stream')} from {service}?", yes=yes)
+    confirm(f"Remove {pluralize(len(names), 'stream')} from {service}?", yes=yes)
     _end(service, names, "done", url, as_json=as_json)
 
 
 def _end(service: str, names: Sequence[str], how: Literal["done", "released"], url: str, *, as_json: bool) -> None:
     with Client(url) as client:
-        name = _meant(client, service)
+        name = _resolve_service(client, service)
         unknown = end_leases(client, name, how, names)
     ended = [one for one in names if one not in unknown]
     if as_json:
-        say_json({"service": name, how: ended, "unknown": sorted(unknown)})
+        print_json({"service": name, how: ended, "unknown": sorted(unknown)})
     for one in () if as_json else ended:
-        say(f"{visible(one)} is {how}")
+        print_line(f"{escape(one)} is {how}")
     if unknown:
         kind = MillstreamError if ended else ConfigError  # ConfigError: nothing was changed
         raise kind(
@@ -216,15 +225,15 @@ def _end(service: str, names: Sequence[str], how: Literal["done", "released"], u
         )
 
 
-def _meant(client: Client, service: str) -> str:
+def _resolve_service(client: Client, service: str) -> str:
     """The service of this name, or of the handler of this name. Raises ConfigError if neither exists, and RedisError."""
-    name = _known(client, service)
+    name = _find_service(client, service)
     if name is None:
         raise ConfigError(f"unknown service {service!r}: no stream was announced to it; check the name and --url")
     return name
 
 
-def _known(client: Client, service: str) -> str | None:
+def _find_service(client: Client, service: str) -> str | None:
     refusal: AccessDenied | None = None
     try:
         found = service_of(client, service)

@@ -12,11 +12,11 @@ import typer
 
 from millstream.cli.follow import Follower
 from millstream.cli.options import DEFAULT_URL, Url, parse_start
-from millstream.cli.terminal import clip, counted, say, say_json, talk
+from millstream.cli.terminal import pluralize, print_json, print_line, print_message, truncate
 from millstream.errors import ConfigError
 from millstream.model import ZERO_ID, EntryId, Message
 from millstream.redis_client.client import Client, Reply, raise_if_error
-from millstream.redis_client.escaping import json_fields, visible
+from millstream.redis_client.escaping import escape, json_fields
 from millstream.redis_client.key_names import is_pattern
 from millstream.router import END, Gap, Item, Router
 from millstream.router.stream_events import Reason
@@ -61,7 +61,7 @@ def tail(
     if start is not None and after is not None:
         raise ConfigError("--from and --after exclude each other: give only one")
     first = parse_start(start or ("latest" if follow else "earliest"))
-    after_id = EntryId.parse(after) if after is not None else first and _before(first)
+    after_id = EntryId.parse(after) if after is not None else first and _previous_id(first)
     names = [name for name in dict.fromkeys(streams) if not is_pattern(name)]
     patterns = list(filter(is_pattern, streams))
     printer = _Printer(as_json=as_json, most=sys.maxsize if count is None else count)
@@ -70,24 +70,26 @@ def tail(
             client.execute("PING")  # fail at once if Redis is unavailable from the start; wait for it in later outages
             asyncio.run(_follow(client, printer, names, patterns, after_id))
         else:
-            _finish(client, printer, list(dict.fromkeys((*names, *_matching(client, patterns)))), after_id)
+            _print_existing(client, printer, list(dict.fromkeys((*names, *_matching(client, patterns)))), after_id)
 
 
 async def _follow(
     client: Client, printer: "_Printer", names: Sequence[str], patterns: Sequence[str], after_id: EntryId | None
 ) -> None:
     with Router(client.url) as router:
-        places = partial(_places, client, after_id)
-        follower = Follower(client, router, places=places, show=printer.show, on_begun=partial(_tell_begun, patterns))
+        places = partial(_start_ids, client, after_id)
+        follower = Follower(
+            client, router, places=places, show=printer.show, on_begun=partial(_print_started, patterns)
+        )
         await follower.run(names, patterns)
 
 
-def _tell_begun(patterns: Sequence[str], count: int) -> None:
-    later = f", and new ones that match {' or '.join(map(visible, patterns))}" if patterns else ""
-    talk(f"following {counted(count, 'stream')}{later}; Ctrl-C ends it")
+def _print_started(patterns: Sequence[str], count: int) -> None:
+    later = f", and new ones that match {' or '.join(map(escape, patterns))}" if patterns else ""
+    print_message(f"following {pluralize(count, 'stream')}{later}; Ctrl-C ends it")
 
 
-def _places(client: Client, after_id: EntryId | None, names: Sequence[str]) -> Mapping[str, str]:
+def _start_ids(client: Client, after_id: EntryId | None, names: Sequence[str]) -> Mapping[str, str]:
     """The ids after which the router starts, capped at the streams' ends: a greater id would mean a recreated stream."""
     if after_id is None:
         return dict.fromkeys(names, END)
@@ -95,11 +97,11 @@ def _places(client: Client, after_id: EntryId | None, names: Sequence[str]) -> M
     return {name: str(min(after_id, end)) for name, end in zip(names, ends, strict=True)}
 
 
-def _finish(client: Client, printer: "_Printer", names: Sequence[str], after_id: EntryId | None) -> None:
+def _print_existing(client: Client, printer: "_Printer", names: Sequence[str], after_id: EntryId | None) -> None:
     """Print the entries after `after_id` up to the present end, one stream after the other."""
     ends = [_last_of(raise_if_error(found)) for found in _last_entries(client, names)]
     for name in (name for name, end in zip(names, ends, strict=True) if end == ZERO_ID):
-        talk(f"{visible(name)}: no entries: the stream does not exist or is empty")
+        print_message(f"{escape(name)}: no entries: the stream does not exist or is empty")
     for name, end in zip(names, ends, strict=True):
         after = end if after_id is None else after_id
         while after < end:
@@ -117,7 +119,7 @@ def _matching(client: Client, patterns: Sequence[str]) -> Iterator[str]:
     for pattern in patterns:
         found = client.scan_streams(pattern)
         if not found:
-            talk(f"no stream matches {visible(pattern)}")
+            print_message(f"no stream matches {escape(pattern)}")
         yield from found
 
 
@@ -129,7 +131,7 @@ def _last_of(found: Reply) -> EntryId:
     return EntryId.parse(found[0][0]) if found else ZERO_ID
 
 
-def _before(first: EntryId) -> EntryId:
+def _previous_id(first: EntryId) -> EntryId:
     """The greatest id before `first`."""
     if first.seq:
         return EntryId(first.ms, first.seq - 1)
@@ -154,22 +156,22 @@ class _Printer:
     def show_entry(self, stream: str, entry_id: EntryId, pairs: Sequence[bytes]) -> bool:
         """Print an entry; return whether the limit is reached."""
         if self._as_json:
-            say_json({"stream": stream, "id": str(entry_id), "time": _time(entry_id), **json_fields(pairs)})
+            print_json({"stream": stream, "id": str(entry_id), "time": _time(entry_id), **json_fields(pairs)})
         else:
             shown = (
-                f"{visible(name)}={clip(visible(value), _SHOWN_CHARS)}"
+                f"{escape(name)}={truncate(escape(value), _SHOWN_CHARS)}"
                 for name, value in zip(pairs[::2], pairs[1::2], strict=True)
             )
-            say(f"{_time(entry_id) or '-'}  {visible(stream)}  {entry_id}  {'  '.join(shown)}")
+            print_line(f"{_time(entry_id) or '-'}  {escape(stream)}  {entry_id}  {'  '.join(shown)}")
         self._left -= 1
         return self._left <= 0
 
     def _show_gap(self, gap: Gap) -> None:
         if self._as_json:
-            say_json({"event": "gap", **asdict(gap)})
+            print_json({"event": "gap", **asdict(gap)})
             return
-        missed = "" if gap.missed is None else f" ({counted(gap.missed, 'entry', 'entries')})"
-        talk(f"{visible(gap.stream)}: {_GAPS[gap.reason]}, after {gap.after}{missed}")
+        missed = "" if gap.missed is None else f" ({pluralize(gap.missed, 'entry', 'entries')})"
+        print_message(f"{escape(gap.stream)}: {_GAPS[gap.reason]}, after {gap.after}{missed}")
 
 
 def _time(entry_id: EntryId) -> str | None:

@@ -18,48 +18,48 @@ from typing import Any
 import typer
 
 from millstream.errors import ConfigError
-from millstream.redis_client.escaping import harmless, one_line
-from millstream.redis_client.redaction import redacted
+from millstream.redis_client.escaping import escape_line, escape_lines
+from millstream.redis_client.redaction import redact_text
 
 
-def say(line: str, *, flush: bool = False) -> None:
+def print_line(line: str, *, flush: bool = False) -> None:
     """Print one line of data; `flush` it if another program waits for it."""
-    sys.stdout.write(one_line(line) + "\n")
+    sys.stdout.write(escape_line(line) + "\n")
     if flush:
         sys.stdout.flush()
 
 
-def say_lines(text: str) -> None:
+def print_text(text: str) -> None:
     """Print data of several lines, such as a traceback."""
-    sys.stdout.write(harmless(text) + "\n")
+    sys.stdout.write(escape_lines(text) + "\n")
 
 
-def say_json(value: Any, *, flush: bool = False) -> None:
+def print_json(value: Any, *, flush: bool = False) -> None:
     """Print one line of JSON. It is all ASCII, so no control character reaches a terminal."""
-    say(json.dumps(value, separators=(",", ":")), flush=flush)
+    print_line(json.dumps(value, separators=(",", ":")), flush=flush)
 
 
-def talk(text: str) -> None:
+def print_message(text: str) -> None:
     """Print a one-line message for the user to stderr."""
-    talk_lines(one_line(text))
+    print_message_text(escape_line(text))
 
 
-def talk_lines(text: str) -> None:
+def print_message_text(text: str) -> None:
     """Print a message of several lines, such as a traceback, to stderr."""
-    sys.stderr.write(harmless(redacted(text)).rstrip("\n") + "\n")
+    sys.stderr.write(escape_lines(redact_text(text)).rstrip("\n") + "\n")
     sys.stderr.flush()
 
 
-class OneLine(logging.Formatter):
+class OneLineFormatter(logging.Formatter):
     """Formats a log message as one line, whatever it contains, then its traceback; removes passwords from both."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - logging's own name
         """See logging.Formatter."""
-        return one_line(super().formatMessage(record))
+        return escape_line(super().formatMessage(record))
 
     def format(self, record: logging.LogRecord) -> str:
         """See logging.Formatter."""
-        return harmless(redacted(super().format(record)))
+        return escape_lines(redact_text(super().format(record)))
 
 
 def log_to_stderr(*, debug: bool) -> None:
@@ -69,22 +69,22 @@ def log_to_stderr(*, debug: bool) -> None:
     Java.
     """
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(OneLine("%(levelname)s %(message)s"))
+    handler.setFormatter(OneLineFormatter("%(levelname)s %(message)s"))
     logging.basicConfig(level=logging.WARNING, handlers=[handler])
     if debug:
         logging.getLogger("millstream").setLevel(logging.DEBUG)
 
 
-def show_mistakes_redacted() -> None:
-    """Print the tracebacks of uncaught exceptions, in any thread, with `talk_lines`."""
+def redact_uncaught_exceptions() -> None:
+    """Print the tracebacks of uncaught exceptions, in any thread, with `print_message_text`."""
 
     def at_the_end(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        talk_lines("".join(traceback.format_exception(kind, error, trace)))
+        print_message_text("".join(traceback.format_exception(kind, error, trace)))
 
     def in_a_thread(args: threading.ExceptHookArgs) -> None:
         if args.exc_value is not None and not isinstance(args.exc_value, SystemExit):
             name = args.thread.name if args.thread else "a thread"
-            talk_lines(f"in {name}: {''.join(traceback.format_exception(args.exc_value))}")
+            print_message_text(f"in {name}: {''.join(traceback.format_exception(args.exc_value))}")
 
     sys.excepthook, threading.excepthook = at_the_end, in_a_thread
 
@@ -95,15 +95,15 @@ def confirm(question: str, *, yes: bool) -> None:
         return
     if not sys.stdin.isatty():
         raise ConfigError(f"{question} There is no terminal to confirm at: add --yes")
-    typer.confirm(one_line(question), abort=True, err=True)
+    typer.confirm(escape_line(question), abort=True, err=True)
 
 
-def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
     """Print a table. A column whose heading begins with `>` is right-aligned.
 
     Cells are escaped here. Cells that users copy into commands, such as keys, have been through `visible` already.
     """
-    rows = [tuple(map(one_line, row)) for row in rows]
+    rows = [tuple(map(escape_line, row)) for row in rows]
     headings = [column.lstrip(">") for column in columns]
     right = [column.startswith(">") for column in columns]
     if sys.stdout.isatty():
@@ -116,7 +116,7 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
             cell.rjust(width) if at_right else cell.ljust(width)
             for cell, width, at_right in zip(line, widths, right, strict=True)
         ]
-        say("  ".join(cells).rstrip())
+        print_line("  ".join(cells).rstrip())
 
 
 def _draw(headings: Sequence[str], right: Sequence[bool], rows: Iterable[Sequence[str]]) -> None:
@@ -134,20 +134,20 @@ def _draw(headings: Sequence[str], right: Sequence[bool], rows: Iterable[Sequenc
     Console().print(drawn)
 
 
-def details(pairs: Iterable[tuple[str, str]]) -> None:
+def print_details(pairs: Iterable[tuple[str, str]]) -> None:
     """Print one name and value per line, with the values aligned."""
-    listed = [(one_line(name), one_line(value)) for name, value in pairs]
+    listed = [(escape_line(name), escape_line(value)) for name, value in pairs]
     width = max((len(name) for name, _ in listed), default=0)
     for name, value in listed:
-        say(f"{name.ljust(width)}  {value}".rstrip())
+        print_line(f"{name.ljust(width)}  {value}".rstrip())
 
 
-def clip(text: str, most: int) -> str:
+def truncate(text: str, most: int) -> str:
     """`text`, truncated to `most` characters that end with dots."""
     return text if len(text) <= most else text[: most - 3] + "..."
 
 
-def age(duration_ms: float | None) -> str:
+def format_age(duration_ms: float | None) -> str:
     """A duration in milliseconds, formatted in a fitting unit; "-" for None."""
     if duration_ms is None:
         return "-"
@@ -158,7 +158,7 @@ def age(duration_ms: float | None) -> str:
     return f"{seconds:.1f} s"
 
 
-def size(count: float) -> str:
+def format_size(count: float) -> str:
     """A number of bytes, formatted in a fitting unit."""
     for unit in ("bytes", "kB", "MB"):
         if count < 1000:
@@ -167,6 +167,6 @@ def size(count: float) -> str:
     return f"{count:.1f} GB"
 
 
-def counted(number: int, thing: str, things: str = "") -> str:
+def pluralize(number: int, thing: str, things: str = "") -> str:
     """A number with its noun in singular or plural: `1 entry`, `2 entries`."""
     return f"{number:,} {thing if number == 1 else things or thing + 's'}"

@@ -17,11 +17,11 @@ import typer
 from millstream.app import load_app
 from millstream.cli.options import DEFAULT_URL, Json, Url
 from millstream.cli.signals import orderly_stop, stopping_at_signals
-from millstream.cli.terminal import say_json, talk, talk_lines
+from millstream.cli.terminal import print_json, print_message, print_message_text
 from millstream.delivery.reliable_stream import Delivery
 from millstream.errors import HandlerStuck, MillstreamError
 from millstream.observability.health import Health, HealthServer
-from millstream.observability.metrics import NOBODY, Recorder
+from millstream.observability.metrics import NO_METRICS, Recorder
 from millstream.redis_client.client import Client
 from millstream.redis_client.eviction import warn_if_evicting
 from millstream.worker.policy import WorkerPolicy
@@ -59,10 +59,10 @@ HealthPort = Annotated[
         help="Serve /healthz, /readyz and /metrics on 127.0.0.1: one port per process, starting with this one."
     ),
 ]
-Child = Annotated[str, typer.Option("--as", hidden=True)]
+ChildName = Annotated[str, typer.Option("--as", hidden=True)]
 IncarnationName = Annotated[str, typer.Option("--incarnation", hidden=True)]
-Lines = Annotated[int, typer.Option("--lines", hidden=True)]
-Beats = Annotated[int, typer.Option("--heartbeat", hidden=True)]
+LinesFd = Annotated[int, typer.Option("--lines", hidden=True)]
+HeartbeatFd = Annotated[int, typer.Option("--heartbeat", hidden=True)]
 
 _LINE_INTERVAL_S = 5.0
 _TIMEOUT_MS = 3_000
@@ -84,10 +84,10 @@ def worker(
     trim: Trim = False,
     health_port: HealthPort = 0,
     as_json: Json = False,
-    child: Child = "",
+    child: ChildName = "",
     incarnation: IncarnationName = "",
-    lines_to: Lines = -1,
-    heartbeat_to: Beats = -1,
+    lines_to: LinesFd = -1,
+    heartbeat_to: HeartbeatFd = -1,
 ) -> None:
     """Run an app's handlers on low-latency workers. Other workers claim the messages of one that dies."""
     policy = WorkerPolicy(
@@ -102,7 +102,7 @@ def worker(
         return
     app = load_app(target)
     checked = WorkerProcess(app, settings)  # reports errors of the app here, once
-    lines = _Lines(as_json=as_json)
+    lines = _SupervisorOutput(as_json=as_json)
     with Client(url, timeout_ms=_TIMEOUT_MS) as client:
         names = StaticMembership(client, app.name, name or None)
         supervisor = Supervisor(
@@ -110,13 +110,13 @@ def worker(
             partial(_command, health_port),
             stop_ms=policy.stop_ms,
             frozen_after_ms=checked.frozen_after_ms,
-            on_line=lines.take,
+            on_line=lines.add_figures,
         )
         with orderly_stop(at_second=supervisor.kill) as stopping:
-            client.patiently(lambda: names.acquire(processes), what=app.name, give_up=stopping.is_set)
+            client.retry_while_unavailable(lambda: names.acquire(processes), what=app.name, give_up=stopping.is_set)
             warn_if_evicting(client)
             if app.stages:
-                talk(f"not run: the stages {', '.join(app.stages)} need Spark; use `millstream run`")
+                print_message(f"not run: the stages {', '.join(app.stages)} need Spark; use `millstream run`")
             lines.started(app.name, processes)
             supervisor.run(stopping)
             lines.finished()
@@ -145,13 +145,13 @@ def _work(target: str, settings: WorkerSettings, health_port: int, lines_to: int
     except HandlerStuck as error:
         _end_stuck(error)
     except MillstreamError as error:
-        talk(f"error: {error}")
+        print_message(f"error: {error}")
         _end(FINAL_CODE)
     except Exception:  # noqa: BLE001 - a bug in millstream: the supervisor restarts the process
-        talk_lines(traceback.format_exc())
+        print_message_text(traceback.format_exc())
         _end(SOFTWARE_ERROR_CODE)
     for delivery in leftovers:
-        talk(
+        print_message(
             f"message {delivery.id.decode()} of {delivery.stream.stream} was still running at the stop; "
             "another worker processes it again"
         )
@@ -167,7 +167,7 @@ def _run(
         sys.stdout.reconfigure(line_buffering=True)  # so that the output of handlers appears at once
     os.set_inheritable(lines_to, False)
     with ExitStack() as stack:
-        recorder, health = (Recorder(), Health()) if health_port else (NOBODY, None)
+        recorder, health = (Recorder(), Health()) if health_port else (NO_METRICS, None)
         if health is not None and isinstance(recorder, Recorder):
             stack.enter_context(HealthServer(health, recorder, port=health_port))
         app = load_app(target)
@@ -180,7 +180,7 @@ def _run(
 
 
 def _end_stuck(error: HandlerStuck) -> NoReturn:
-    talk(f"error: {error}; ending the process")
+    print_message(f"error: {error}; ending the process")
     _end(STUCK_CODE)
 
 
@@ -202,7 +202,7 @@ def _figure_writer(lines_to: int) -> Callable[[Mapping[str, Mapping[str, int]]],
     return write
 
 
-class _Lines:
+class _SupervisorOutput:
     """The supervisor's output: lines of JSON, or a summary line every few seconds if something has changed."""
 
     def __init__(self, *, as_json: bool) -> None:
@@ -210,53 +210,53 @@ class _Lines:
         self._lock = threading.Lock()
         self._pids: dict[str, int] = {}
         self._figures: dict[str, Counter[str]] = {}
-        self._before: Counter[str] = Counter()
+        self._ended_totals: Counter[str] = Counter()
         self._shown = ""
-        self._clock = threading.Timer(_LINE_INTERVAL_S, self._tick)
-        self._clock.daemon = True
+        self._timer = threading.Timer(_LINE_INTERVAL_S, self._tick)
+        self._timer.daemon = True
 
     def started(self, app: str, processes: int) -> None:
         """Print that the supervisor has started."""
         if self._as_json:
-            say_json({"event": "started", "app": app, "processes": processes}, flush=True)
+            print_json({"event": "started", "app": app, "processes": processes}, flush=True)
         else:
-            talk(f"{app} runs on {processes} worker{'s' if processes > 1 else ''}; Ctrl-C stops")
-            self._clock.start()
+            print_message(f"{app} runs on {processes} worker{'s' if processes > 1 else ''}; Ctrl-C stops")
+            self._timer.start()
 
-    def take(self, name: str, line: Any) -> bool:
+    def add_figures(self, name: str, line: Any) -> bool:
         """Add the figures of a worker process; return whether it has committed any message."""
         with self._lock:
             now = _summed(line["handlers"])
             if self._pids.get(name) != line["pid"]:  # the process was restarted, and counts from 0
                 self._pids[name] = line["pid"]
-                self._before += self._figures.get(name, Counter())
+                self._ended_totals += self._figures.get(name, Counter())
             self._figures[name] = now
         if self._as_json:
-            say_json({**line, "worker": name}, flush=True)
+            print_json({**line, "worker": name}, flush=True)
         return now["committed"] > 0
 
     def finished(self) -> None:
         """Print that all processes have ended."""
-        self._clock.cancel()
+        self._timer.cancel()
         if self._as_json:
-            say_json({"event": "stopped"}, flush=True)
+            print_json({"event": "stopped"}, flush=True)
         else:
-            self._show()
-            talk("stopped")
+            self._print_totals()
+            print_message("stopped")
 
     def _tick(self) -> None:
-        self._show()
-        self._clock = threading.Timer(_LINE_INTERVAL_S, self._tick)
-        self._clock.daemon = True
-        self._clock.start()
+        self._print_totals()
+        self._timer = threading.Timer(_LINE_INTERVAL_S, self._tick)
+        self._timer.daemon = True
+        self._timer.start()
 
-    def _show(self) -> None:
+    def _print_totals(self) -> None:
         with self._lock:
-            totals = sum(self._figures.values(), self._before)
+            totals = sum(self._figures.values(), self._ended_totals)
         line = "  ".join(f"{count:,} {name.replace('_', ' ')}" for name, count in totals.items() if count)
         if line and line != self._shown:
             self._shown = line
-            talk(line)
+            print_message(line)
 
 
 def _summed(handlers: Mapping[str, Mapping[str, int]]) -> Counter[str]:

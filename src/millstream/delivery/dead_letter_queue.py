@@ -172,7 +172,7 @@ class DeadLetterQueue:
             for slip, entry in zip(slips, entries, strict=True)
             if not isinstance(entry, str)
         ]
-        replies = iter(self._client.each_script(calls))
+        replies = iter(self._client.try_scripts(calls))
         for slip, entry in zip(slips, entries, strict=True):
             reply = entry if isinstance(entry, str) else next(replies)
             if isinstance(reply, bytes):

@@ -22,7 +22,7 @@ from millstream.demo.report import Kill, Outcome, Sample
 from millstream.demo.surroundings import clean, embedded_server, find_example, fresh_folder, require_unused
 from millstream.errors import ConfigError, PipelineFailed
 from millstream.redis_client.client import Client
-from millstream.redis_client.redaction import redact
+from millstream.redis_client.redaction import redact_url
 
 _POLL_MS = 20
 _SHOW_MS = 200
@@ -71,7 +71,7 @@ def run_demo(settings: DemoSettings, console: Console, *, clock: Clock = SYSTEM_
         require_unused(client)
         if settings.url and not settings.keep:
             stack.callback(clean, client)
-        console.print(f"Redis: {redact(url)}", markup=False, highlight=False)
+        console.print(f"Redis: {redact_url(url)}", markup=False, highlight=False)
         checkpoint = data_dir / "checkpoint"
         if not settings.keep:
             stack.callback(shutil.rmtree, checkpoint, ignore_errors=True)

@@ -148,7 +148,9 @@ class Reader:
         if self._done is not None and ids:
             self._done.add(stream, ids)
         what = f"consumer {self._name}"
-        return self._client.patiently(lambda: self._acks.ack(stream, ids), what=what, give_up=self._stopped.is_set)
+        return self._client.retry_while_unavailable(
+            lambda: self._acks.ack(stream, ids), what=what, give_up=self._stopped.is_set
+        )
 
     def recover(self) -> None:
         """Begin the next step with this consumer's own pending entries again, such as those that failed."""

@@ -9,7 +9,7 @@ import msgspec
 from millstream.errors import ConfigError
 from millstream.model import EntryId
 from millstream.redis_client.client import Arg
-from millstream.redis_client.redaction import redacted
+from millstream.redis_client.redaction import redact_text
 
 Reason = Literal["missing-key", "undecodable", "rejected", "failed", "bad-output", "crashed", "skipped"]
 """Why a message was dead-lettered.
@@ -73,9 +73,9 @@ class DeadLetter:
                 "reason",
                 self.reason,
                 "error",
-                _clip(redacted(self.error)),
+                _clip(redact_text(self.error)),
                 "traceback",
-                _clip(redacted(self.traceback)),
+                _clip(redact_text(self.traceback)),
             ),
             *("attempts", self.attempts, "time_ms", self.time_ms),
             *("fields", msgspec.msgpack.encode(self.pairs)),

@@ -47,17 +47,17 @@ class DeadLetterAlerts:
         min_interval_s: float = 5.0,
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
-        self._means: list[Callable[[str], None]] = []
+        self._senders: list[Callable[[str], None]] = []
         if url:
             self._url = _checked(url)
-            self._means.append(self._post)
+            self._senders.append(self._post)
         if command:
             self._command = _split(command)
-            self._means.append(self._run)
+            self._senders.append(self._run_command)
         self._timeout_s = timeout_s
         self._min_interval_s = min_interval_s
         self._clock = clock
-        self._quiet_until_ms = 0.0
+        self._next_log_ms = 0.0
         self._changed = threading.Condition()
         self._pending = _Pending()
         self._closing = threading.Event()
@@ -70,14 +70,14 @@ class DeadLetterAlerts:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def ring(self, summary: Mapping[str, Any]) -> None:
+    def send(self, summary: Mapping[str, Any]) -> None:
         """Add `summary` to the next alert. Returns at once and never fails; does nothing after `close`."""
-        if not self._means or self._closing.is_set():
+        if not self._senders or self._closing.is_set():
             return
         with self._changed:
             self._pending.add(summary)
             if self._thread is None:
-                self._thread = threading.Thread(target=self._serve, name="millstream-alerts", daemon=True)
+                self._thread = threading.Thread(target=self._send_loop, name="millstream-alerts", daemon=True)
                 self._thread.start()
             self._changed.notify()
 
@@ -95,15 +95,15 @@ class DeadLetterAlerts:
 
     # On the thread
 
-    def _serve(self) -> None:
+    def _send_loop(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._pending.rings or self._closing.is_set())
+                self._changed.wait_for(lambda: self._pending.events or self._closing.is_set())
                 pending, self._pending = self._pending, _Pending()
-            if not pending.rings:
+            if not pending.events:
                 return
             text = pending.as_json()
-            for send in self._means:
+            for send in self._senders:
                 send(text)
             self._closing.wait(self._min_interval_s)
 
@@ -122,9 +122,9 @@ class DeadLetterAlerts:
             problem = f"it answers {answer.status_code}"
             if answer.status_code < 500 and answer.status_code != 429:
                 break
-        self._complain("cannot call the dead-letter webhook at %s: %s", self._url.host, problem)
+        self._log_failure("cannot call the dead-letter webhook at %s: %s", self._url.host, problem)
 
-    def _run(self, text: str) -> None:
+    def _run_command(self, text: str) -> None:
         name = self._command[0]
         try:
             self._process = process = subprocess.Popen(
@@ -135,25 +135,25 @@ class DeadLetterAlerts:
                 start_new_session=True,
             )
         except OSError as error:
-            self._complain("cannot run the dead-letter command %s: %s", name, error.strerror)
+            self._log_failure("cannot run the dead-letter command %s: %s", name, error.strerror)
             return
         try:
             _, errors = process.communicate(text.encode(), self._timeout_s)
         except subprocess.TimeoutExpired:
             _kill(process)
             process.communicate()
-            self._complain("the dead-letter command %s was killed: it took longer than %s s", name, self._timeout_s)
+            self._log_failure("the dead-letter command %s was killed: it took longer than %s s", name, self._timeout_s)
             return
         finally:
             self._process = None
         if process.returncode:
             tail = errors.decode("utf-8", "replace").strip()[-200:]
-            self._complain("the dead-letter command %s failed with exit code %s: %s", name, process.returncode, tail)
+            self._log_failure("the dead-letter command %s failed with exit code %s: %s", name, process.returncode, tail)
 
-    def _complain(self, message: str, *args: Any) -> None:
+    def _log_failure(self, message: str, *args: Any) -> None:
         now_ms = self._clock.monotonic_ms()
-        if now_ms >= self._quiet_until_ms:
-            self._quiet_until_ms = now_ms + _LOG_INTERVAL_MS
+        if now_ms >= self._next_log_ms:
+            self._next_log_ms = now_ms + _LOG_INTERVAL_MS
             logger.warning(message, *args)
 
 
@@ -161,12 +161,12 @@ class _Pending:
     """The summaries of the next alert. Beyond 100 kinds, only their number is kept."""
 
     def __init__(self) -> None:
-        self.rings = 0
+        self.events = 0
         self._omitted = 0
         self._by_kind: dict[str, dict[str, Any]] = {}
 
     def add(self, summary: Mapping[str, Any]) -> None:
-        self.rings += 1
+        self.events += 1
         numbers = {name: value for name, value in summary.items() if type(value) in (int, float)}
         words = {name: value for name, value in summary.items() if name not in numbers}
         kind = json.dumps(words, sort_keys=True, default=str)
@@ -181,7 +181,7 @@ class _Pending:
 
     def as_json(self) -> str:
         omitted = {"omitted": self._omitted} if self._omitted else {}
-        return json.dumps({"events": self.rings, "summaries": list(self._by_kind.values()), **omitted})
+        return json.dumps({"events": self.events, "summaries": list(self._by_kind.values()), **omitted})
 
 
 def _checked(url: str) -> httpx.URL:

@@ -36,20 +36,20 @@ class Progress:
         # Before the first event, time counts from the start.
         self._read_ms = self._ended_ms = clock.monotonic_ms()
 
-    def read(self) -> None:
+    def on_read(self) -> None:
         """Redis has answered a read, even if with no entries. A paused loop reports its status queries here."""
         with self._lock:
             self._ever_read = True
             self._read_ms = self._clock.monotonic_ms()
 
-    def started(self, n: int = 1) -> None:
+    def on_run_started(self, n: int = 1) -> None:
         """`n` runs of the handler have started. Messages that wait for their key or for a retry do not count."""
         with self._lock:
             if not self._running:
                 self._ended_ms = self._clock.monotonic_ms()
             self._running += n
 
-    def ended(self, n: int = 1) -> None:
+    def on_run_ended(self, n: int = 1) -> None:
         """`n` runs have ended, successfully or not, and their results are committed or given up."""
         with self._lock:
             self._running = max(0, self._running - n)
@@ -58,11 +58,11 @@ class Progress:
     @contextmanager
     def running(self, n: int = 1) -> Iterator[None]:
         """`started` and `ended` around a block."""
-        self.started(n)
+        self.on_run_started(n)
         try:
             yield
         finally:
-            self.ended(n)
+            self.on_run_ended(n)
 
     def failures(self, *, stopping: bool) -> Iterator[str]:
         """The reasons why it is not healthy; empty if it is. While stopping, reads are not required."""
@@ -118,7 +118,7 @@ class Health:
         self._handlers = {**self._handlers, handler: found}
         return found
 
-    def stopping(self) -> None:
+    def on_stopping(self) -> None:
         """Mark the process as stopping: it is not ready, and needs no reads to be healthy."""
         self._stopping = True
 
@@ -130,7 +130,7 @@ class Health:
             for failure in progress.failures(stopping=self._stopping)
         ]
 
-    def unreadiness(self) -> list[str]:
+    def readiness_failures(self) -> list[str]:
         """The reasons why the process is not ready; empty if it is."""
         reasons = self.failures()
         reasons += [f"{name}: no read yet" for name, progress in self._handlers.items() if not progress.ever_read]
@@ -220,7 +220,7 @@ def _pages(health: Health | None, recorder: Recorder | None) -> "WSGIApplication
             return metrics(environ, start_response)
         if path not in ("/healthz", "/readyz") or health is None:
             return _answer(start_response, "404 Not Found", b'{"error":"try /healthz, /readyz or /metrics"}')
-        reasons = health.failures() if path == "/healthz" else health.unreadiness()
+        reasons = health.failures() if path == "/healthz" else health.readiness_failures()
         return _answer(start_response, "503 Service Unavailable" if reasons else "200 OK", health.page(reasons))
 
     return serve

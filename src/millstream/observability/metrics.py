@@ -71,11 +71,13 @@ READ = _counter("messages_read", "messages", "New messages read from their strea
 COMMITTED = _counter("messages_committed", "messages", "Messages done: their effects are in Redis.", "handler")
 RETRIED = _counter("messages_retried", "messages", "Failed runs with attempts left.", "handler")
 PARKED = _counter("keys_parked", "times", "Keys parked until an operator acts.", "handler")
-DEAD = _counter("messages_dead_lettered", "messages", "Messages dead-lettered, by reason.", "handler", "reason")
-HANDED_BACK = _counter(
+DEAD_LETTERED = _counter(
+    "messages_dead_lettered", "messages", "Messages dead-lettered, by reason.", "handler", "reason"
+)
+RELEASED = _counter(
     "messages_released", "messages", "Messages released uncommitted by a worker that stopped.", "handler"
 )
-ADOPTED = _counter(
+CLAIMED = _counter(
     "messages_claimed",
     "messages",
     "Pending messages claimed from another worker, or from an earlier run of this one.",
@@ -92,11 +94,11 @@ COMMIT_SECONDS = _seconds("commit", "Duration of one batch commit, from the call
 AGE_SECONDS = _seconds("age", "Time from a message's entry id to its commit.", _LONG, "handler")
 
 IN_FLIGHT = _gauge("messages_in_flight", "messages", "Messages fetched, neither committed nor released.", "handler")
-IN_HAND_BYTES = _gauge("in_flight_bytes", "bytes", "Field names and values of the messages in flight.", "handler")
+IN_FLIGHT_BYTES = _gauge("in_flight_bytes", "bytes", "Field names and values of the messages in flight.", "handler")
 BUDGET_REACHED = _counter(
     "in_flight_budget_reached", "times", "Fetching stopped because of too many bytes in flight.", "handler"
 )
-BUFFERED = _gauge("messages_queued", "messages", "Messages in flight that wait for a run.", "handler")
+QUEUED = _gauge("messages_queued", "messages", "Messages in flight that wait for a run.", "handler")
 LAG = _gauge(
     "lag_messages", "messages", "Messages not yet read by the group, as Redis reports; NaN if unknown.", "handler"
 )
@@ -125,15 +127,17 @@ LEASE_STREAMS = _gauge(
     "service",
     "state",
 )
-LEASES_TAKEN = _counter("leases_assigned", "streams", "Streams assigned to this consumer by the balancer.", "service")
+LEASES_ASSIGNED = _counter(
+    "leases_assigned", "streams", "Streams assigned to this consumer by the balancer.", "service"
+)
 LEASES_ENDED = _counter(
     "leases_ended", "streams", "Ended leases of this consumer, by how they ended.", "service", "how"
 )
-LEASES_LOST = _counter(
+LEASE_EXPIRATIONS = _counter(
     "lease_expirations_detected", "streams", "Leases of lost owners that this consumer found expired.", "service"
 )
-LEASES_LASTED = _seconds("lease_held", "Time from the start of a lease to its end.", _LONG, "service")
-LEASE_ROUND_SECONDS = _seconds(
+LEASE_HELD_SECONDS = _seconds("lease_held", "Time from the start of a lease to its end.", _LONG, "service")
+LEASE_HEARTBEAT_SECONDS = _seconds(
     "lease_heartbeat", "Duration of one heartbeat, which renews all leases.", _SHORT, "service"
 )
 LEASE_RECOVERY_SECONDS = _seconds(
@@ -141,14 +145,16 @@ LEASE_RECOVERY_SECONDS = _seconds(
 )
 LEASE_CLAIMS = _counter("lease_claims", "times", "Explicit claims of the program, by outcome.", "service", "outcome")
 LEASE_CLAIM_SECONDS = _seconds("lease_claim", "Duration of one explicit claim.", _SHORT, "service")
-LEASE_NOTICES = _counter("lease_notifications", "times", "Notifications to the program, by kind.", "service", "notice")
+LEASE_NOTIFICATIONS = _counter(
+    "lease_notifications", "times", "Notifications to the program, by kind.", "service", "notice"
+)
 
 ROUTER_SUBSCRIPTIONS = _gauge("router_subscriptions", "consumers", "Subscriptions of this process's router.")
 ROUTER_STREAMS = _gauge("router_streams", "streams", "Streams with at least one subscription.")
-ROUTER_HELD_BYTES = _gauge("router_buffered_bytes", "bytes", "Bytes read and not yet consumed by subscribers.")
+ROUTER_BUFFERED_BYTES = _gauge("router_buffered_bytes", "bytes", "Bytes read and not yet consumed by subscribers.")
 ROUTER_AT_BUDGET = _gauge("router_at_budget", "yes or no", "1 while the router may not read further ahead.")
 ROUTER_CHANGED = _counter("router_streams_changed", "times", "Invalidations received: a stream has changed.")
-ROUTER_RESWEPT = _counter("router_streams_polled", "times", "Streams read without an invalidation, as a safety check.")
+ROUTER_POLLED = _counter("router_streams_polled", "times", "Streams read without an invalidation, as a safety check.")
 ROUTER_GAPS = _counter("router_gaps", "times", "Gaps: entries removed before they were read, by reason.", "reason")
 ROUTER_DROPPED = _counter(
     "router_messages_dropped", "messages", "Messages dropped for slow subscribers that chose dropping."
@@ -172,7 +178,7 @@ SERVE_SENT = _counter("serve_messages_sent", "messages", "Messages written to cl
 SERVE_DROPPED = _counter("serve_messages_dropped", "messages", "Messages dropped for slow clients.", "kind")
 SERVE_ENDED = _counter("serve_connections_ended", "times", "Closed client connections, by reason.", "reason")
 SERVE_REFUSED = _counter("serve_connections_refused", "times", "Refused client connections, by HTTP status.", "status")
-HTTP_CUT = _counter(
+HTTP_DROPPED = _counter(
     "http_connections_dropped",
     "times",
     "Connections closed before a request: late (no request in time) or crowded (too many).",
@@ -199,7 +205,7 @@ class Metrics:
     def set(self, metric: Metric, value: float, /, **labels: str) -> None:
         """Set a gauge."""
 
-    def forget(self, metric: Metric, /, **labels: str) -> None:
+    def remove(self, metric: Metric, /, **labels: str) -> None:
         """Remove a gauge's value for these labels."""
 
     def observe(self, metric: Metric, value: float, /, **labels: str) -> None:
@@ -209,11 +215,11 @@ class Metrics:
         """Add many values to a histogram: cheaper than one by one."""
 
 
-NOBODY = Metrics()
+NO_METRICS = Metrics()
 """Discards all values."""
 
 
-def begin_at_zero(metrics: Metrics, *counters: Metric, **labels: str) -> None:
+def init_counters(metrics: Metrics, *counters: Metric, **labels: str) -> None:
     """Create counters with the value 0: Prometheus sees no increase in a counter that appears with its first event."""
     for counter in counters:
         metrics.count(counter, 0, **labels)
@@ -251,20 +257,20 @@ class Recorder(Metrics):
         """Add `n` to a counter."""
         key = _key(metric, "counter", labels)
         with self._lock:
-            numbers = self._of(metric).numbers
+            numbers = self._series_of(metric).numbers
             numbers[key] = numbers.get(key, 0) + n
 
     def set(self, metric: Metric, value: float, /, **labels: str) -> None:
         """Set a gauge."""
         key = _key(metric, "gauge", labels)
         with self._lock:
-            self._of(metric).numbers[key] = value
+            self._series_of(metric).numbers[key] = value
 
-    def forget(self, metric: Metric, /, **labels: str) -> None:
+    def remove(self, metric: Metric, /, **labels: str) -> None:
         """Remove a gauge's value for these labels."""
         key = _key(metric, "gauge", labels)
         with self._lock:
-            self._of(metric).numbers.pop(key, None)
+            self._series_of(metric).numbers.pop(key, None)
 
     def observe(self, metric: Metric, value: float, /, **labels: str) -> None:
         """Add one value to a histogram, in its unit."""
@@ -275,7 +281,7 @@ class Recorder(Metrics):
         key = _key(metric, "histogram", labels)
         buckets = metric.buckets
         with self._lock:
-            histograms = self._of(metric).histograms
+            histograms = self._series_of(metric).histograms
             if (histogram := histograms.get(key)) is None:
                 histogram = histograms[key] = _Histogram([0] * (len(buckets) + 1))
             counts = histogram.counts
@@ -287,7 +293,7 @@ class Recorder(Metrics):
         """The value of a counter or gauge, or the number of values in a histogram; 0 if nothing was reported."""
         key = _key(metric, metric.kind, labels)
         with self._lock:
-            series = self._of(metric)
+            series = self._series_of(metric)
             histogram = series.histograms.get(key)
             return series.numbers.get(key, 0) if histogram is None else sum(histogram.counts)
 
@@ -297,7 +303,7 @@ class Recorder(Metrics):
             families = [_family(metric, series) for metric, series in self._series.items()]
         return iter(families)
 
-    def _of(self, metric: Metric) -> _Series:
+    def _series_of(self, metric: Metric) -> _Series:
         if (series := self._series.get(metric)) is None:
             series = self._series[metric] = _Series()
         return series

@@ -29,40 +29,40 @@ class TracedRun:
 class Tracing:
     """Receives the spans of an engine. This base class discards them at almost no cost; see `tracing`."""
 
-    def publishing(self, stream: str, count: int) -> AbstractContextManager[None]:
+    def publish_span(self, stream: str, count: int) -> AbstractContextManager[None]:
         """The span of one publish of `count` entries to `stream`; add `fields()` to each of them."""
         return _NO_SPAN
 
-    def processing(self, handler: str, *messages: Message) -> AbstractContextManager[TracedRun]:
+    def process_span(self, handler: str, *messages: Message) -> AbstractContextManager[TracedRun]:
         """The span of one run of `handler` (`app.name`); enter it around the call of the handler.
 
         It continues the trace of its message. A run of several messages starts a new trace with links to theirs.
         """
         return _UNTRACED_RUN
 
-    def fields(self) -> tuple[bytes, ...]:
+    def trace_fields(self) -> tuple[bytes, ...]:
         """Field names and values that carry the current trace; append them to an entry that is written."""
         return ()
 
 
 _NO_SPAN = nullcontext()
 _UNTRACED_RUN = nullcontext(TracedRun())
-UNTRACED = Tracing()
+NO_TRACING = Tracing()
 """Discards all spans."""
 
 
 def tracing() -> Tracing:
-    """The Tracing of the program's OpenTelemetry SDK; `UNTRACED` without one.
+    """The Tracing of the program's OpenTelemetry SDK; `NO_TRACING` without one.
 
     Call it once, after the program has set its tracer provider.
     """
     try:
         from opentelemetry import trace
     except ImportError:
-        return UNTRACED
+        return NO_TRACING
     # Without an SDK the API would create spans that are never exported, at a cost for each message.
     if isinstance(trace.get_tracer_provider(), trace.ProxyTracerProvider):
-        return UNTRACED
+        return NO_TRACING
     return _OpenTelemetry(trace.get_tracer("millstream"))
 
 
@@ -87,14 +87,14 @@ class _OpenTelemetry(Tracing):
         self._w3c = TraceContextTextMapPropagator()
 
     @contextmanager
-    def publishing(self, stream: str, count: int) -> Iterator[None]:
+    def publish_span(self, stream: str, count: int) -> Iterator[None]:
         """A PRODUCER span."""
         attributes = {**_attributes("send", "publish", [stream]), "messaging.batch.message_count": count}
         with self._tracer.start_as_current_span("publish", kind=self._kinds.PRODUCER, attributes=attributes):
             yield
 
     @contextmanager
-    def processing(self, handler: str, *messages: Message) -> Iterator[TracedRun]:
+    def process_span(self, handler: str, *messages: Message) -> Iterator[TracedRun]:
         """A CONSUMER span, named after the handler: there may be too many streams for span names."""
         from opentelemetry.context import Context
         from opentelemetry.trace import Link, get_current_span
@@ -116,7 +116,7 @@ class _OpenTelemetry(Tracing):
         ) as span:
             yield _SpanRun(span)
 
-    def fields(self) -> tuple[bytes, ...]:
+    def trace_fields(self) -> tuple[bytes, ...]:
         """The fields that carry the current span."""
         carrier: dict[str, str] = {}
         self._w3c.inject(carrier)

@@ -9,7 +9,7 @@ from typing import NamedTuple, TypeVar
 from millstream.errors import NotReplicated, OutputError, Sealed
 from millstream.handlers.decoding import encode_output
 from millstream.handlers.handler import check_partition_count
-from millstream.observability.metrics import NOBODY, Metrics
+from millstream.observability.metrics import NO_METRICS, Metrics
 from millstream.partitions.partition_map import PartitionMap
 from millstream.partitions.partitions import Partitions
 from millstream.producer.producer import DedupeId, Identified, Publishing, with_ids
@@ -67,7 +67,7 @@ class PartitionedProducer(Publishing):
         max_length: int | None = None,
         dedupe_window_ms: int = 3_600_000,
         patience_ms: float = 30_000.0,
-        metrics: Metrics = NOBODY,
+        metrics: Metrics = NO_METRICS,
     ) -> None:
         super().__init__(redis, max_length, dedupe_window_ms, patience_ms, metrics)
         self._partitions = Partitions(self._client, base)
@@ -99,8 +99,8 @@ class PartitionedProducer(Publishing):
         terms = PublishOptions(replicas=replicas, timeout_ms=timeout_ms)
         identified = with_ids(messages, dedupe_ids)
         found: dict[int, Published] = {}
-        with self._tracing.publishing(self._base, len(identified)):
-            items = list(self._items(identified, self._tracing.fields()))
+        with self._tracing.publish_span(self._base, len(identified)):
+            items = list(self._items(identified, self._tracing.trace_fields()))
             layout = self._known()
             step = self._most_entries * layout.count
             for at in range(0, len(items), step):
@@ -146,7 +146,9 @@ class PartitionedProducer(Publishing):
             return self._layout
 
     def _patiently(self, look: Callable[[], T]) -> T:
-        return self._client.patiently(look, what=f"publishing to {self._base}", limit_ms=self._patience_ms)
+        return self._client.retry_while_unavailable(
+            look, what=f"publishing to {self._base}", limit_ms=self._patience_ms
+        )
 
     def _items(self, identified: Iterable[Identified], trace: Sequence[bytes]) -> Iterator[_Item]:
         for number, (message, own_id) in enumerate(identified):

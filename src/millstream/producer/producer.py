@@ -15,7 +15,7 @@ from typing import Self, TypeVar
 from millstream.errors import ConfigError, NotReplicated, RedisError, Sealed
 from millstream.handlers.decoding import encode_output
 from millstream.observability import metrics as m
-from millstream.observability.metrics import NOBODY, Metrics
+from millstream.observability.metrics import NO_METRICS, Metrics
 from millstream.observability.tracing import tracing
 from millstream.producer.session import BATCH_ENTRIES, BATCH_SIZE, Batch, ProducerSession, PublishOptions, new_token
 from millstream.redis_client.client import Client
@@ -117,7 +117,7 @@ class Producer(Publishing):
         max_length: int | None = None,
         dedupe_window_ms: int = 3_600_000,
         patience_ms: float = 30_000.0,
-        metrics: Metrics = NOBODY,
+        metrics: Metrics = NO_METRICS,
     ) -> None:
         super().__init__(redis, max_length, dedupe_window_ms, patience_ms, metrics)
 
@@ -144,8 +144,8 @@ class Producer(Publishing):
         """
         terms = PublishOptions(delay_ms=delay_ms, replicas=replicas, timeout_ms=timeout_ms)
         batch = Batch()
-        with self._tracing.publishing(stream, 1):
-            _take(batch, message, dedupe_id, self._tracing.fields())
+        with self._tracing.publish_span(stream, 1):
+            _take(batch, message, dedupe_id, self._tracing.trace_fields())
             return self._send(self._to(stream), batch, terms).decode()
 
     def publish_many(
@@ -167,8 +167,8 @@ class Producer(Publishing):
         channel = self._to(stream)
         identified = with_ids(messages, dedupe_ids)
         ids: list[str] = []
-        with self._tracing.publishing(stream, len(identified)):
-            for batch in self._batches(identified, self._tracing.fields()):
+        with self._tracing.publish_span(stream, len(identified)):
+            for batch in self._batches(identified, self._tracing.trace_fields()):
                 try:
                     ids += self._send(channel, batch, terms).decode().split()
                 except NotReplicated as error:

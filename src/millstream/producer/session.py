@@ -153,7 +153,7 @@ class ProducerSession:
             self._sequence += 1
             args: list[Arg] = [self._sequence, *options, *batch.args()]
             try:
-                reply, confirmed = self._client.patiently(
+                reply, confirmed = self._client.retry_while_unavailable(
                     _Attempts(lambda: self._attempt(keys, args, terms)),
                     what=f"publishing to {self._stream}",
                     limit_ms=self._patience_ms,

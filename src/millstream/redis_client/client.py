@@ -2,7 +2,7 @@
 
 Replies are raw: bytes, integers and lists, as hiredis parses them, since the data path cannot afford more. redis-py's
 own retries are switched off: a command whose reply was lost may have been executed, so the caller decides whether
-repeating it is safe (`Client.patiently`).
+repeating it is safe (`Client.retry_while_unavailable`).
 """
 
 import functools
@@ -29,16 +29,16 @@ from millstream.errors import AccessDenied, ConfigError, RedisError, ScriptMissi
 from millstream.redis_client import resp as wire
 from millstream.redis_client.error_translation import (
     REDIS_ERRORS,
-    denied_keys,
     keys_of,
     known_scripts,
     translate,
     type_needed,
-    wrong_type,
+    with_denied_keys,
+    wrong_type_error,
 )
 from millstream.redis_client.key_names import PREFIX, from_wire
 from millstream.redis_client.lua import text_of
-from millstream.redis_client.redaction import keep_secret, redact
+from millstream.redis_client.redaction import redact_url, register_secrets
 from millstream.redis_client.resp import Node, Redirection, ReplySize, RespConnection, pack_command, routing_key
 from millstream.redis_client.urls import Shard, hosts, split_url, url_of_node
 
@@ -64,14 +64,14 @@ class _Route(Protocol):
 
     def pools(self) -> Iterable[ConnectionPool]: ...
 
-    def moved(self) -> None: ...
+    def on_moved(self) -> None: ...
 
     def node_pool(self, host: str, port: int) -> ConnectionPool: ...
 
     def shard(self, key: Arg) -> Shard: ...
 
 
-class _OneServer:
+class _SingleServerRoute:
     """A single server, or the primary that Sentinel names: one pool for all keys."""
 
     def __init__(self, pool: ConnectionPool) -> None:
@@ -83,7 +83,7 @@ class _OneServer:
     def pools(self) -> Iterable[ConnectionPool]:
         return (self._pool,)
 
-    def moved(self) -> None:
+    def on_moved(self) -> None:
         raise ConfigError("this server is part of a Redis Cluster; connect with redis+cluster://HOST:PORT")
 
     def node_pool(self, host: str, port: int) -> ConnectionPool:
@@ -93,10 +93,10 @@ class _OneServer:
         return Shard()
 
 
-class _OneNode(_OneServer):
+class _SingleNodeRoute(_SingleServerRoute):
     """One node of a cluster or replica set: only its own data; redirections are not followed."""
 
-    def moved(self) -> None:
+    def on_moved(self) -> None:
         raise Unavailable("it does not serve this hash slot (any more)")
 
 
@@ -119,7 +119,7 @@ class _ClusterRoute:
     def pools(self) -> Iterable[ConnectionPool]:
         return [self._pool_of(node) for node in self._cluster.get_primaries()]
 
-    def moved(self) -> None:
+    def on_moved(self) -> None:
         self._cluster.nodes_manager.initialize()
 
     def node_pool(self, host: str, port: int) -> ConnectionPool:
@@ -168,7 +168,7 @@ def _no_setinfo(scheme: str, *, logs_in: bool) -> dict[str, Any]:
     return {} if scheme == "rediss" and not logs_in else {"driver_info": None}
 
 
-def route_to(url: str, timeout_ms: int) -> Callable[[], _Route]:
+def parse_route(url: str, timeout_ms: int) -> Callable[[], _Route]:
     """Parse a URL of any kind of deployment. Raises ConfigError; connects only when the returned function is called."""
     settings = dict(_NO_RETRY, retry=RedisRetry(NoBackoff(), 0), encoding_errors="surrogateescape")  # as `to_wire`
     settings |= {"socket_timeout": timeout_ms / 1000, "socket_connect_timeout": min(timeout_ms, 5000) / 1000}
@@ -178,29 +178,29 @@ def route_to(url: str, timeout_ms: int) -> Callable[[], _Route]:
     try:
         if not kind and scheme in ("redis", "rediss", "unix"):
             _connection_settings(url)
-            return lambda: _OneServer(ConnectionPool.from_url(url, **settings))
+            return lambda: _SingleServerRoute(ConnectionPool.from_url(url, **settings))
         if kind not in ("sentinel", "cluster") or scheme not in ("redis", "rediss"):
             raise ConfigError(
-                f"{redact(url)!r}: the URL must begin with redis://, rediss://, unix://, redis+sentinel:// or "
+                f"{redact_url(url)!r}: the URL must begin with redis://, rediss://, unix://, redis+sentinel:// or "
                 "redis+cluster:// (rediss+... for TLS)"
             )
         nodes = hosts(parts.netloc, 26379 if kind == "sentinel" else 6379)
         service = parts.path.strip("/").partition("/")[0]  # Sentinel's
         if kind == "cluster" and service not in ("", "0"):
-            raise ConfigError(f"{redact(url)!r}: Redis Cluster has database 0 only; omit {parts.path!r}")
+            raise ConfigError(f"{redact_url(url)!r}: Redis Cluster has database 0 only; omit {parts.path!r}")
         node_settings = _connection_settings(url_of_node(url, nodes[0]))
         settings |= {k: v for k, v in node_settings.items() if k not in ("host", "port", "connection_class")}
     except ValueError as error:
-        raise ConfigError(f"{redact(url)!r} is not a Redis URL: {error}") from None
+        raise ConfigError(f"{redact_url(url)!r} is not a Redis URL: {error}") from None
     tls: dict[str, Any] = {"ssl": True} if scheme == "rediss" else {}
     if kind == "cluster":
         return lambda: _ClusterRoute(RedisCluster(startup_nodes=[ClusterNode(*n) for n in nodes], **settings, **tls))
     if not service:
-        raise ConfigError(f"{redact(url)!r}: name the Sentinel service after the hosts, like .../mymaster/0")
+        raise ConfigError(f"{redact_url(url)!r}: name the Sentinel service after the hosts, like .../mymaster/0")
     sentinel_settings = {k: v for k, v in settings.items() if k not in ("username", "password", "db", "driver_info")}
     sentinel_settings |= _no_setinfo(scheme, logs_in=False) | tls
     sentinel = Sentinel(nodes, sentinel_kwargs=sentinel_settings, **settings, **tls)
-    return lambda: _OneServer(sentinel.master_for(service).connection_pool)
+    return lambda: _SingleServerRoute(sentinel.master_for(service).connection_pool)
 
 
 # --- Scripts ----------------------------------------------------------------------------------------------------
@@ -249,23 +249,23 @@ class Client:
     """
 
     def __init__(self, url: str, *, timeout_ms: int = 15_000, clock: Clock = SYSTEM_CLOCK) -> None:
-        keep_secret(url)
+        register_secrets(url)
         self.url = url
         self.timeout_ms = timeout_ms
         self._clock = clock
         self._lock = threading.RLock()
-        self._open: dict[int, tuple[ConnectionPool, Any]] = {}
-        self._known_route: _Route | None = None
+        self._connections: dict[int, tuple[ConnectionPool, Any]] = {}
+        self._cached_route: _Route | None = None
 
     def __repr__(self) -> str:
-        return f"Client({redact(self.url)!r})"
+        return f"Client({redact_url(self.url)!r})"
 
     @property
     def _route(self) -> _Route:
         # Building the route of a cluster reads its slots, so it may fail and be tried again.
-        if self._known_route is None:
-            self._known_route = self._guarded(route_to(self.url, self.timeout_ms), None)
-        return self._known_route
+        if self._cached_route is None:
+            self._cached_route = self._translating_errors(parse_route(self.url, self.timeout_ms), None)
+        return self._cached_route
 
     @property
     def is_cluster(self) -> bool:
@@ -275,10 +275,10 @@ class Client:
     def close(self) -> None:
         """Close every connection; the client may be used again."""
         with self._lock:
-            for pool, connection in self._open.values():
+            for pool, connection in self._connections.values():
                 connection.disconnect()
                 pool.release(connection)
-            self._open.clear()
+            self._connections.clear()
 
     def __enter__(self) -> "Client":
         return self
@@ -293,23 +293,25 @@ class Client:
         of the classes that `execute` raises, or `Redirection`. Raises RedisError.
         """
         with self._lock:
-            pool = self._guarded(lambda: self._route.node_pool(*node) if node else self._route.pool(None), None)
+            pool = self._translating_errors(
+                lambda: self._route.node_pool(*node) if node else self._route.pool(None), None
+            )
 
         def connect() -> RespConnection:
             connection = pool.connection_class(**pool.connection_kwargs)
             connection.connect()
             opened, connection._sock = connection._sock, None
-            return RespConnection(opened, translate=self._refusal)
+            return RespConnection(opened, translate=self._translate_reply)
 
-        return self._guarded(connect, None)
+        return self._translating_errors(connect, None)
 
-    def of_node(self, node: Node, *, timeout_ms: int) -> "Client":
+    def node_client(self, node: Node, *, timeout_ms: int) -> "Client":
         """A new client of one node, primary or replica; redirections raise Unavailable. Raises ConfigError."""
         client = Client(url_of_node(self.url, node), timeout_ms=timeout_ms, clock=self._clock)
-        client._known_route = _OneNode(route_to(client.url, timeout_ms)().pool(None))
+        client._cached_route = _SingleNodeRoute(parse_route(client.url, timeout_ms)().pool(None))
         return client
 
-    def _refusal(self, error: str | OSError) -> RedisError:
+    def _translate_reply(self, error: str | OSError) -> RedisError:
         if isinstance(error, str) and error.startswith(("MOVED ", "ASK ")):
             return Redirection(error)
         return translate(BaseParser.parse_error(error) if isinstance(error, str) else error, self.url, ("a read",))
@@ -318,16 +320,16 @@ class Client:
 
     def execute(self, *command: Arg) -> Reply:
         """Run one command and return its raw reply. It is never retried."""
-        return self._single(command, self._route_pool(routing_key(command)))
+        return self._execute_on(command, self._route_pool(routing_key(command)))
 
     def shard(self, key: Arg) -> Shard:
         """The primary and replicas that have `key`."""
         with self._lock:
-            return self._guarded(lambda: self._route.shard(key), None)
+            return self._translating_errors(lambda: self._route.shard(key), None)
 
-    def execute_beside(self, key: Arg, *command: Arg) -> Reply:
+    def execute_on_node_of(self, key: Arg, *command: Arg) -> Reply:
         """Run a keyless command on the primary that has `key`."""
-        return self._single(command, self._route_pool(key))
+        return self._execute_on(command, self._route_pool(key))
 
     def pipeline(self, commands: Sequence[Command], meter: ReplySize | None = None) -> list[Reply]:
         """Run many commands in one round trip per node; return the replies in order, error replies as RedisError.
@@ -335,15 +337,15 @@ class Client:
         Not a transaction. If a connection breaks, or `meter` aborts, Unavailable is raised, and it is unknown which
         commands were executed.
         """
-        return self._spread(commands, (), meter)
+        return self._pipeline_by_node(commands, (), meter)
 
-    def unanswered(self, pairs: Sequence[tuple[Command, Command]]) -> list[Reply]:
+    def pipeline_skipping(self, pairs: Sequence[tuple[Command, Command]]) -> list[Reply]:
         """Run pairs of commands in one round trip per node; only the second command of each pair is answered.
 
         A stream cursor skips a million entries at the server this way, without their contents on the wire (Redis
         CLIENT REPLY SKIP). Both commands of a pair must be for one key. Returns replies like `pipeline`.
         """
-        return self._spread([answered for _, answered in pairs], [silent for silent, _ in pairs])
+        return self._pipeline_by_node([answered for _, answered in pairs], [silent for silent, _ in pairs])
 
     def script(self, script: Script, keys: Sequence[Arg], args: Sequence[Arg]) -> Reply:
         """Run `script` in one atomic step. Its keys must share a hash slot on Redis Cluster."""
@@ -351,9 +353,9 @@ class Client:
 
     def scripts(self, calls: Sequence[tuple[Script, Sequence[Arg], Sequence[Arg]]]) -> list[Reply]:
         """Run several scripts in one round trip per node, each atomic by itself. Raises the first error."""
-        return [raise_if_error(reply) for reply in self.each_script(calls)]
+        return [raise_if_error(reply) for reply in self.try_scripts(calls)]
 
-    def each_script(self, calls: Sequence[tuple[Script, Sequence[Arg], Sequence[Arg]]]) -> list[Reply]:
+    def try_scripts(self, calls: Sequence[tuple[Script, Sequence[Arg], Sequence[Arg]]]) -> list[Reply]:
         """Like `scripts`, but returns error replies as RedisError, like `pipeline`."""
         replies = self.pipeline([("EVALSHA", s.sha, len(keys), *keys, *args) for s, keys, args in calls])
         for index, (script, keys, args) in enumerate(calls):
@@ -380,9 +382,9 @@ class Client:
                 if not isinstance(replies[0], NoScriptError):
                     break
             if isinstance(replies[0], AskError):
-                self._guarded(self._route.moved, command)
-                raise Unavailable(f"the cluster at {redact(self.url)} has moved slots; try again")
-            reply, confirmed = (raise_if_error(self._settle(each, command)) for each in replies)
+                self._translating_errors(self._route.on_moved, command)
+                raise Unavailable(f"the cluster at {redact_url(self.url)} has moved slots; try again")
+            reply, confirmed = (raise_if_error(self._resolve_reply(each, command)) for each in replies)
             return reply, confirmed
 
     def scan_streams(self, pattern: str = "*") -> list[str]:
@@ -402,12 +404,12 @@ class Client:
             cursor: Arg = "0"
             while cursor != b"0":
                 command = ("SCAN", cursor, "MATCH", pattern, "COUNT", 1000, "TYPE", "stream")
-                cursor, names = self._single(command, pool)
+                cursor, names = self._execute_on(command, pool)
                 yield [from_wire(name) for name in names if not own or not name.startswith(own)]
 
     # Waiting
 
-    def patiently(
+    def retry_while_unavailable(
         self, operation: Callable[[], T], *, what: str, limit_ms: float | None = None,
         give_up: Callable[[], bool] = lambda: False,
     ) -> T:  # fmt: skip
@@ -441,26 +443,26 @@ class Client:
 
     def _route_pool(self, key: Arg | None) -> ConnectionPool:
         with self._lock:
-            return self._guarded(lambda: self._route.pool(key), None)
+            return self._translating_errors(lambda: self._route.pool(key), None)
 
     def _only_pool(self) -> ConnectionPool | None:
         """The only pool of a deployment with one server, so that commands need no routing; else None."""
-        pools = self._guarded(lambda: list(self._route.pools()), None)
+        pools = self._translating_errors(lambda: list(self._route.pools()), None)
         return pools[0] if len(pools) == 1 else None
 
     def _connection(self, pool: ConnectionPool) -> Any:  # redis-py annotates only half of a connection
-        opened = self._open.get(id(pool))
+        opened = self._connections.get(id(pool))
         if opened is None:
-            connection = self._guarded(pool.get_connection, None)
-            self._open[id(pool)] = opened = (pool, connection)
+            connection = self._translating_errors(pool.get_connection, None)
+            self._connections[id(pool)] = opened = (pool, connection)
         return opened[1]
 
-    def _single(self, command: Command, pool: ConnectionPool) -> Reply:
+    def _execute_on(self, command: Command, pool: ConnectionPool) -> Reply:
         with self._lock:
-            reply = self._settle(self._exchange(pool, [command])[0], command)
+            reply = self._resolve_reply(self._exchange(pool, [command])[0], command)
         return raise_if_error(reply)
 
-    def _spread(
+    def _pipeline_by_node(
         self, commands: Sequence[Command], silent: Sequence[Command], meter: ReplySize | None = None
     ) -> list[Reply]:
         """Send each command to its node. A command in `silent` precedes the one in `commands` with the same index."""
@@ -475,17 +477,17 @@ class Client:
                 some = [silent[i] for i in indexes if silent]
                 batch = self._exchange(pool, [commands[i] for i in indexes], some, meter)
                 if silent and any(isinstance(reply, Exception) for reply in batch):
-                    self._refuse_silence(batch)
+                    self._discard_after_error(batch)
                 for index, reply in zip(indexes, batch, strict=True):
-                    replies[index] = self._settle(reply, commands[index])
+                    replies[index] = self._resolve_reply(reply, commands[index])
             return replies
 
-    def _refuse_silence(self, replies: Sequence[Reply]) -> None:
+    def _discard_after_error(self, replies: Sequence[Reply]) -> None:
         """Discard the connections after an error among silent commands: one of these may have been answered."""
         self.close()
         if any(isinstance(reply, AskError) for reply in replies):
-            self._guarded(self._route.moved, None)
-            raise Unavailable(f"the cluster at {redact(self.url)} has moved slots; try again")
+            self._translating_errors(self._route.on_moved, None)
+            raise Unavailable(f"the cluster at {redact_url(self.url)} has moved slots; try again")
 
     def _exchange(
         self, pool: ConnectionPool, commands: Sequence[Command], silent: Sequence[Command] = (), meter: ReplySize | None = None
@@ -502,7 +504,7 @@ class Client:
             connection.send_packed_command([b"".join(parts)])  # one item: each would be a separate write
             return [self._read(connection, meter) for _ in commands]
 
-        return self._guarded(exchange, commands[0])
+        return self._translating_errors(exchange, commands[0])
 
     @staticmethod
     def _read(connection: Any, meter: ReplySize | None) -> Reply:
@@ -518,13 +520,13 @@ class Client:
         except redis.exceptions.ResponseError as error:
             return error
 
-    def _settle(self, reply: Reply, command: Command) -> Reply:
+    def _resolve_reply(self, reply: Reply, command: Command) -> Reply:
         """Follow a cluster's redirections; translate an error reply."""
         for _ in range(_REDIRECTS):
             if not isinstance(reply, AskError):
                 break
             if isinstance(reply, MovedError):
-                self._guarded(self._route.moved, command)
+                self._translating_errors(self._route.on_moved, command)
                 reply = self._exchange(self._route_pool(routing_key(command)), [command])[0]
             else:
                 pool = self._route.node_pool(reply.host, reply.port)
@@ -533,9 +535,9 @@ class Client:
             return reply
         if isinstance(reply, redis.exceptions.ReadOnlyError):
             self.close()  # the primary has moved: the next connection asks Sentinel again
-        return self._naming_key(translate(reply, self.url, command), str(reply), command)
+        return self._add_key_name(translate(reply, self.url, command), str(reply), command)
 
-    def _naming_key(self, error: RedisError, text: str, command: Command) -> RedisError:
+    def _add_key_name(self, error: RedisError, text: str, command: Command) -> RedisError:
         """Add the key to a refusal if neither Redis nor the command names it, by TYPE of each key."""
         keys = keys_of(command)
         denied = isinstance(error, AccessDenied) and error.concerns_key
@@ -549,21 +551,21 @@ class Client:
         if denied:
             refused = [key for key, found in zip(keys, types, strict=True) if "access" in str(found)]
             unknown = all(isinstance(found, Exception) for found in types)
-            return denied_keys(error, refused or keys) if refused or unknown else error
+            return with_denied_keys(error, refused or keys) if refused or unknown else error
         needed = type_needed(text, command)
         for key, found in zip(keys, types, strict=True):
             if isinstance(found, bytes) and found.decode() not in ("none", needed):
-                return wrong_type(command, key, found.decode(), needed)
+                return wrong_type_error(command, key, found.decode(), needed)
         return error
 
-    def _guarded(self, action: Callable[[], T], command: Command | None) -> T:
+    def _translating_errors(self, action: Callable[[], T], command: Command | None) -> T:
         try:
             return action()
         except REDIS_ERRORS as error:
             # After a failover only a new connection finds the new primary; in a cluster, only newly read slots do.
             self.close()
             if self.is_cluster:
-                self._known_route = None
+                self._cached_route = None
             raise translate(error, self.url, command) from error
 
 

@@ -176,7 +176,7 @@ class EmbeddedServer:
             extra=MappingProxyType(dict(extra)),
         )
         self._port = port
-        self._folder: _ClaimedFolder | None = None
+        self._folder: _LockedFolder | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._owner_pid = os.getpid()
 
@@ -190,7 +190,7 @@ class EmbeddedServer:
     @property
     def pid(self) -> int:
         """Process id. Raises `ServerError` if it is not running."""
-        return self._living().pid
+        return self._live_process().pid
 
     @property
     def port(self) -> int:
@@ -202,7 +202,7 @@ class EmbeddedServer:
     @property
     def data_dir(self) -> Path:
         """Folder with its data, log and redis.conf. Raises `ServerError` unless started."""
-        return self._claimed().path
+        return self._require_folder().path
 
     @property
     def url(self) -> str:
@@ -227,7 +227,7 @@ class EmbeddedServer:
         try:
             if self._folder is None:
                 self._owner_pid = os.getpid()
-                self._folder = _ClaimedFolder(self._config.data_dir)
+                self._folder = _LockedFolder(self._config.data_dir)
                 atexit.register(self.stop)
                 self._first_launch(binary, deadline_ms)
             else:
@@ -264,13 +264,13 @@ class EmbeddedServer:
 
     def pause(self) -> None:
         """Pause it (SIGSTOP); returns once it is stopped. Raises `ServerError` if it is not running."""
-        process = self._living()
+        process = self._live_process()
         process.send_signal(signal.SIGSTOP)
         os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
 
     def resume(self) -> None:
         """Resume a paused server (SIGCONT). Raises `ServerError` if it is not running."""
-        self._living().send_signal(signal.SIGCONT)
+        self._live_process().send_signal(signal.SIGCONT)
 
     def __enter__(self) -> Self:
         self.start()
@@ -325,8 +325,8 @@ class EmbeddedServer:
         for attempts_left in reversed(range(_PORT_ATTEMPTS if picks_port else 1)):
             if picks_port:
                 self._port = _pick_port()
-            self._claimed().conf.touch(mode=0o600)  # it may hold a password
-            self._claimed().conf.write_text(self._config.redis_conf(self._port))
+            self._require_folder().conf.touch(mode=0o600)  # it may hold a password
+            self._require_folder().conf.write_text(self._config.redis_conf(self._port))
             try:
                 self._launch(binary, deadline_ms)
             except _PortInUse:
@@ -336,7 +336,7 @@ class EmbeddedServer:
                 return
 
     def _launch(self, binary: str, deadline_ms: float) -> None:
-        folder = self._claimed()
+        folder = self._require_folder()
         log_start = folder.log.stat().st_size if folder.log.exists() else 0
         mode = ["--sentinel"] if self._config.sentinel else []
         self._process = _spawn([binary, folder.conf.name, *mode], folder)
@@ -364,7 +364,7 @@ class EmbeddedServer:
     def _terminate(self) -> None:
         if not self.running:
             return
-        process = self._living()
+        process = self._live_process()
         give_up_ms = SYSTEM_CLOCK.monotonic_ms() + _STOP_MS
         while SYSTEM_CLOCK.monotonic_ms() < give_up_ms:
             # Repeated, as the server may refuse it: a replica does while it writes its first append-only file.
@@ -377,12 +377,12 @@ class EmbeddedServer:
             return
         self.kill()
 
-    def _living(self) -> subprocess.Popen[bytes]:
+    def _live_process(self) -> subprocess.Popen[bytes]:
         if self._process is None or self._process.poll() is not None:
             raise ServerError("this server is not running: start() it first")
         return self._process
 
-    def _claimed(self) -> "_ClaimedFolder":
+    def _require_folder(self) -> "_LockedFolder":
         if self._folder is None:
             raise ServerError("this server was not started, or is stopped: start() it first")
         return self._folder
@@ -392,7 +392,7 @@ class _PortInUse(ServerError):
     """Another process listens on the port."""
 
 
-class _ClaimedFolder:
+class _LockedFolder:
     """A data folder, held under a lock until `release`.
 
     The lock belongs to the open file, which the server inherits: so it also holds while a server outlives its parent by
@@ -410,12 +410,12 @@ class _ClaimedFolder:
         except OSError as error:
             raise ServerError(f"cannot use the data folder {self.path}: {error.strerror}") from error
         try:
-            self._take_lock()
+            self._acquire_lock()
         except BaseException:
             self.lock.close()
             raise
 
-    def _take_lock(self) -> None:
+    def _acquire_lock(self) -> None:
         give_up_ms = SYSTEM_CLOCK.monotonic_ms() + _LOCK_GRACE_MS
         while True:
             try:
@@ -423,7 +423,7 @@ class _ClaimedFolder:
             except BlockingIOError:
                 # A server whose parent was just killed holds the lock for some more milliseconds.
                 if SYSTEM_CLOCK.monotonic_ms() >= give_up_ms:
-                    raise ServerError(self._refusal()) from None
+                    raise ServerError(self._in_use_error()) from None
                 SYSTEM_CLOCK.sleep_ms(_POLL_MS)
             else:
                 break
@@ -431,7 +431,7 @@ class _ClaimedFolder:
         self.lock.write(str(os.getpid()))
         self.lock.flush()
 
-    def _refusal(self) -> str:
+    def _in_use_error(self) -> str:
         self.lock.seek(0)
         starter = self.lock.read() or "unknown"
         return (
@@ -470,7 +470,7 @@ def _is_listening(unix_socket: Path) -> bool:
     return True
 
 
-def _spawn(command: Sequence[str], folder: _ClaimedFolder) -> subprocess.Popen[bytes]:
+def _spawn(command: Sequence[str], folder: _LockedFolder) -> subprocess.Popen[bytes]:
     """Start `command` in the folder, as a child that dies with this process. Its output goes to the log."""
     if sys.platform == "linux":
         command = [sys.executable, "-I", "-S", "-c", _LAUNCHER, str(os.getpid()), *command]
@@ -480,7 +480,7 @@ def _spawn(command: Sequence[str], folder: _ClaimedFolder) -> subprocess.Popen[b
         return spawned.result()
 
 
-_SpawnRequest = tuple[Future[subprocess.Popen[bytes]], Sequence[str], _ClaimedFolder, IO[bytes]]
+_SpawnRequest = tuple[Future[subprocess.Popen[bytes]], Sequence[str], _LockedFolder, IO[bytes]]
 
 
 @functools.cache

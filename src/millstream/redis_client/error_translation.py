@@ -21,9 +21,9 @@ from millstream.errors import (
     Unavailable,
     WrongType,
 )
-from millstream.redis_client.escaping import visible
+from millstream.redis_client.escaping import escape
 from millstream.redis_client.key_names import to_wire
-from millstream.redis_client.redaction import redact, redacted
+from millstream.redis_client.redaction import redact_text, redact_url
 from millstream.redis_client.resp import Arg, Command, routing_key
 from millstream.redis_client.urls import explain_refusal
 
@@ -44,7 +44,7 @@ _MOST_KEYS = 4
 _HINT = "; `millstream acl` prints the required rights"
 
 
-class Named(Protocol):
+class NamedScript(Protocol):
     """A script, as error texts need it."""
 
     name: str
@@ -55,7 +55,7 @@ class Named(Protocol):
         ...
 
 
-known_scripts: dict[Arg, Named] = {}
+known_scripts: dict[Arg, NamedScript] = {}
 """The scripts called so far, by hash and by text."""
 
 
@@ -70,7 +70,7 @@ def keys_of(command: Command) -> Sequence[Arg]:
     return () if key is None else (key,)
 
 
-def name_of(command: Command | None) -> str:
+def describe_command(command: Command | None) -> str:
     """The command and its key, for error texts; for a script its name, as a hash means nothing to a reader."""
     if not command:
         return "the command"
@@ -89,12 +89,12 @@ def type_needed(text: str, command: Command) -> str:
     return _TYPES.get(verb[:1].upper(), "string")
 
 
-def wrong_type(command: Command, key: Arg, found: str, needed: str) -> WrongType:
+def wrong_type_error(command: Command, key: Arg, found: str, needed: str) -> WrongType:
     """The WrongType error, once the key is known."""
-    return WrongType(f"{name_of(command)}: {_shown(key)} holds a {found} where a {needed} is needed")
+    return WrongType(f"{describe_command(command)}: {_shown(key)} holds a {found} where a {needed} is needed")
 
 
-def denied_keys(error: RedisError, keys: Sequence[Arg]) -> AccessDenied:
+def with_denied_keys(error: RedisError, keys: Sequence[Arg]) -> AccessDenied:
     """The AccessDenied error with the names of the denied keys, or of all candidates."""
     return AccessDenied(f"{str(error).removesuffix(_HINT)}: {_listed(keys)}{_HINT}")
 
@@ -102,7 +102,7 @@ def denied_keys(error: RedisError, keys: Sequence[Arg]) -> AccessDenied:
 def translate(error: Exception, url: str, command: Command | None = None) -> RedisError:
     """Translate an exception of redis-py into a RedisError. Raises ConfigError for a wrong URL."""
     text = _PLACE_IN_SCRIPT.sub(lambda found: _place(found, command), str(error))
-    where = redact(url)
+    where = redact_url(url)
     if isinstance(error, RedisClusterException) and isinstance(
         why := error.__cause__ or error.__context__, REDIS_ERRORS
     ):
@@ -110,17 +110,17 @@ def translate(error: Exception, url: str, command: Command | None = None) -> Red
     if command is None and (wrong := explain_refusal(text, where)):
         raise ConfigError(wrong) from error
     if isinstance(error, redis.exceptions.NoScriptError):
-        return ScriptMissing(f"{name_of(command)} is not on the server")
+        return ScriptMissing(f"{describe_command(command)} is not on the server")
     denied = (redis.exceptions.NoPermissionError, redis.exceptions.AuthorizationError)
     if isinstance(error, denied) or any(words in text for words in _DENIED_IN_SCRIPT):
-        return AccessDenied(f"the Redis user may not do {name_of(command)}: {text}{_HINT}")
-    return _of_connection(error, text, where) or _of_command(error, text, where, name_of(command))
+        return AccessDenied(f"the Redis user may not do {describe_command(command)}: {text}{_HINT}")
+    return _of_connection(error, text, where) or _of_command(error, text, where, describe_command(command))
 
 
 def _of_connection(error: Exception, text: str, where: str) -> RedisError | None:
     """An error of the connection or the whole server; None if it concerns the command only."""
     if isinstance(error, redis.exceptions.InvalidResponse):
-        return Unavailable(f"the server at {where} is not Redis ({redacted(text)}); check host and port")
+        return Unavailable(f"the server at {where} is not Redis ({redact_text(text)}); check host and port")
     if isinstance(error, redis.exceptions.AuthenticationError):
         return AccessDenied(f"{where} refuses the credentials ({text}); check user and password in the URL")
     if isinstance(error, redis.exceptions.OutOfMemoryError):
@@ -136,7 +136,7 @@ def _of_connection(error: Exception, text: str, where: str) -> RedisError | None
         return Unavailable(f"the cluster at {where} is moving slots: {text}")
     away = (redis.exceptions.ConnectionError, redis.exceptions.TimeoutError, RedisClusterException, OSError)
     if isinstance(error, away):
-        return Unavailable(f"Redis at {where} cannot be reached: {redacted(text)}")
+        return Unavailable(f"Redis at {where} cannot be reached: {redact_text(text)}")
     return None
 
 
@@ -164,7 +164,7 @@ def _of_command(error: Exception, text: str, where: str, name: str) -> RedisErro
 # --- Scripts and keys ---
 
 
-def _script_of(command: Command | None) -> Named | None:
+def _script_of(command: Command | None) -> NamedScript | None:
     return known_scripts.get(command[1]) if command and command[0] in _SCRIPTS else None
 
 
@@ -187,4 +187,4 @@ def _listed(keys: Sequence[Arg]) -> str:
 
 
 def _shown(part: Arg) -> str:
-    return visible(to_wire(part) if isinstance(part, str) else part) if isinstance(part, (bytes, str)) else str(part)
+    return escape(to_wire(part) if isinstance(part, str) else part) if isinstance(part, (bytes, str)) else str(part)

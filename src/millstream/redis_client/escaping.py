@@ -16,7 +16,7 @@ PART_BYTES = 65_536
 """Bytes of a large value that are processed at once."""
 
 
-def visible(data: bytes | str) -> str:
+def escape(data: bytes | str) -> str:
     """`data` as one line of printable text, the rest escaped; `unescape` restores the same bytes.
 
     Terminals obey control characters wherever they come from, so none is ever printed unescaped. Text is decoded as
@@ -28,21 +28,21 @@ def visible(data: bytes | str) -> str:
     return "".join(_SHORT.get(c) or _escaped(c) for c in text)
 
 
-def harmless(text: str) -> str:
+def escape_lines(text: str) -> str:
     """`text` with unprintable characters escaped, except line ends; backslashes stay."""
-    return text if text.isprintable() else "\n".join(map(one_line, text.split("\n")))
+    return text if text.isprintable() else "\n".join(map(escape_line, text.split("\n")))
 
 
-def one_line(text: str) -> str:
+def escape_line(text: str) -> str:
     """`text` with unprintable characters escaped, including line ends; backslashes stay.
 
-    All printed text passes through it last; text already escaped by `visible` is unchanged.
+    All printed text passes through it last; text already escaped by `escape` is unchanged.
     """
     return text if text.isprintable() else "".join(c if c == "\\" else _SHORT.get(c) or _escaped(c) for c in text)
 
 
 def unescape(text: str) -> bytes:
-    r"""The bytes of text escaped by `visible`: \\, \n, \r, \t and \xNN are escapes. Raises ConfigError."""
+    r"""The bytes of text escaped by `escape`: \\, \n, \r, \t and \xNN are escapes. Raises ConfigError."""
 
     def original(match: re.Match[str]) -> str:
         if match[1]:
@@ -65,7 +65,7 @@ def json_value(value: Any) -> Any:
             return {"hex": value.hex()}
     if isinstance(value, dict):
         return {
-            visible(name) if isinstance(name, bytes) else str(name): json_value(content)
+            escape(name) if isinstance(name, bytes) else str(name): json_value(content)
             for name, content in value.items()
         }
     if isinstance(value, (list, tuple)):
@@ -84,7 +84,7 @@ def json_fields(pairs: Sequence[bytes]) -> dict[str, Any]:
     return {**fields, "pairs": list(zip(names, values, strict=True))} if names else fields
 
 
-def json_fields_in_parts(pairs: Sequence[bytes], part_bytes: int = PART_BYTES) -> Iterator[bytes]:
+def iter_json_fields(pairs: Sequence[bytes], part_bytes: int = PART_BYTES) -> Iterator[bytes]:
     """`json_fields(pairs)` as ASCII JSON without its braces, in parts, for entries that would block other tasks.
 
     Each part comes from at most `part_bytes` bytes of a value. An empty part means that as many bytes were only
@@ -111,7 +111,7 @@ def _names(raw: Sequence[bytes]) -> tuple[list[str], list[Any]]:
     names = [json_value(name) for name in raw]
     if all(isinstance(name, str) for name in names) and len(set(names)) == len(names):
         return names, []
-    return list(map(visible, raw)), names
+    return list(map(escape, raw)), names
 
 
 def _value_in_parts(value: bytes, part_bytes: int) -> Iterator[bytes]:

@@ -4,7 +4,7 @@ import logging
 
 from millstream.errors import AccessDenied, RedisError
 from millstream.redis_client.client import Client
-from millstream.redis_client.redaction import redact
+from millstream.redis_client.redaction import redact_url
 
 logger = logging.getLogger(__name__)
 
@@ -26,11 +26,11 @@ def warn_if_evicting(client: Client) -> None:
             logger.warning(
                 "Redis at %s evicts keys at maxmemory (maxmemory-policy %s): messages, states and progress would be "
                 "lost silently; set maxmemory-policy noeviction",
-                redact(client.url), policy,
+                redact_url(client.url), policy,
             )  # fmt: skip
 
 
-def warn_if_evicting_at(url: str) -> None:
+def warn_if_url_evicting(url: str) -> None:
     """Like `warn_if_evicting`, on a short-lived connection. Raises ConfigError for an invalid URL."""
     with Client(url, timeout_ms=_TIMEOUT_MS) as client:
         warn_if_evicting(client)

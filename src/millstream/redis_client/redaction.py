@@ -36,7 +36,7 @@ _GATEWAY_TOKEN = re.compile(r"(Command to send: A(?:\\n|\n))[^\s\\]+")
 _secrets: set[str] = set()
 
 
-def redact(url: str) -> str:
+def redact_url(url: str) -> str:
     """`url` without any part that may be its password, however malformed; for logs and error texts."""
     scheme = found[0] if (found := _SCHEME.match(url)) else ""
     # A password that is not percent-encoded may contain any delimiter of a URL: it ends at the last @.
@@ -55,8 +55,8 @@ def redact(url: str) -> str:
     )
 
 
-def keep_secret(url: str) -> None:
-    """Register the credentials in `url`: `redacted` removes them from every text from now on."""
+def register_secrets(url: str) -> None:
+    """Register the credentials in `url`: `redact_text` removes them from every text from now on."""
     scheme = found[0] if (found := _SCHEME.match(url)) else ""
     credentials, _, rest = url[len(scheme) :].rpartition("@")
     user, colon, password = credentials.partition(":")
@@ -66,9 +66,9 @@ def keep_secret(url: str) -> None:
         _secrets.update(one for one in (secret, unquote(secret)) if len(one) >= _MIN_SECRET_CHARS and not one.isalpha())
 
 
-def redacted(text: str) -> str:
+def redact_text(text: str) -> str:
     """`text` without credentials in URLs, registered passwords and py4j's token."""
-    text = _URL_IN_TEXT.sub(lambda url: redact(url[0]), text)
+    text = _URL_IN_TEXT.sub(lambda url: redact_url(url[0]), text)
     text = _OPTION_IN_TEXT.sub(rf"\1{HIDDEN}", text)
     text = _GATEWAY_TOKEN.sub(rf"\1{HIDDEN}", text)
     for secret in sorted(_secrets, key=len, reverse=True):

@@ -4,7 +4,7 @@ from typing import NamedTuple
 from urllib.parse import SplitResult, urlsplit, urlunsplit
 
 from millstream.errors import ConfigError
-from millstream.redis_client.redaction import redact
+from millstream.redis_client.redaction import redact_url
 from millstream.redis_client.resp import Node
 
 _ENCODE = (
@@ -33,7 +33,7 @@ def split_url(url: str) -> SplitResult:
     except ValueError:
         parts = None
     if parts is None or any("@" in part for part in (parts.path, parts.query, parts.fragment)):
-        raise ConfigError(f"{redact(url)!r} is not a Redis URL: {_ENCODE}")
+        raise ConfigError(f"{redact_url(url)!r} is not a Redis URL: {_ENCODE}")
     return parts
 
 

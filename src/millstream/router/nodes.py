@@ -177,7 +177,7 @@ class ClusterNodes:
             for cursor in self._cursors.of(key):
                 self.schedule(cursor)
                 swept += 1
-        self._metrics.count(m.ROUTER_RESWEPT, swept)
+        self._metrics.count(m.ROUTER_POLLED, swept)
 
     def _schedule_all(self, cursors: list[Cursor]) -> None:
         for cursor in cursors:
@@ -200,14 +200,14 @@ class ClusterNodes:
                 cursor.anchor, cursor.next_anchor = cursor.next_anchor or cursor.anchor, cursor.last
                 if not cursor.in_flight:
                     self.schedule(cursor)
-        self._metrics.count(m.ROUTER_RESWEPT, len(keys))
+        self._metrics.count(m.ROUTER_POLLED, len(keys))
 
     def _each_second(self) -> None:
         """Once a second: report metrics, and refresh a cluster's slot map."""
         self._reactor.call_later(_REFRESH_MS, self._each_second)
         self._metrics.set(m.ROUTER_SUBSCRIPTIONS, self._cursors.subscriptions)
         self._metrics.set(m.ROUTER_STREAMS, len(self._cursors))
-        self._metrics.set(m.ROUTER_HELD_BYTES, self._update_budget())
+        self._metrics.set(m.ROUTER_BUFFERED_BYTES, self._update_budget())
         self._metrics.set(m.ROUTER_AT_BUDGET, int(self._cursors.budget.spent))
         if self._client.is_cluster:
             self._refresh_slots()

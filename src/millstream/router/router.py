@@ -11,7 +11,7 @@ from millstream.clock import SYSTEM_CLOCK, Clock
 from millstream.errors import ConfigError
 from millstream.groups.entries import BEGINNING, Id, wire_id
 from millstream.model import EntryId
-from millstream.observability.metrics import NOBODY, Metrics
+from millstream.observability.metrics import NO_METRICS, Metrics
 from millstream.redis_client.client import Client
 from millstream.redis_client.key_names import to_wire
 from millstream.router.asyncio_reactor import AsyncioReactor
@@ -98,7 +98,7 @@ class Router:
         read: ReadPolicy = _READ,
         pool: PoolPolicy = _POOL,
         timeout_ms: int = 15_000,
-        metrics: Metrics = NOBODY,
+        metrics: Metrics = NO_METRICS,
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         if reader not in ("auto", "tracking", "pool"):

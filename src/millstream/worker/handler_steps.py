@@ -23,7 +23,7 @@ from millstream.handlers.attempt import (
 from millstream.handlers.dead_letter import DeadLetter
 from millstream.handlers.handler import Handler
 from millstream.model import Message
-from millstream.observability.tracing import UNTRACED, TracedRun, tracing
+from millstream.observability.tracing import NO_TRACING, TracedRun, tracing
 from millstream.redis_client.key_names import REDRIVE_FIELD
 
 
@@ -70,29 +70,29 @@ class HandlerSteps:
         """
         if self._has_key and (refusal := check_key(self.handler, message)) is not None:
             return refusal
-        if self._tracing is UNTRACED:
+        if self._tracing is NO_TRACING:
             return attempt_plain(self.handler, message, state)
-        with self._tracing.processing(self.handler.label, message) as span:
+        with self._tracing.process_span(self.handler.label, message) as span:
             return _traced(span, attempt_plain(self.handler, message, state))
 
     async def run_async(self, message: Message, state: bytes = b"") -> Outcome:
         """Run an async handler once."""
         if self._has_key and (refusal := check_key(self.handler, message)) is not None:
             return refusal
-        if self._tracing is UNTRACED:
+        if self._tracing is NO_TRACING:
             return await attempt(self.handler, message, state)
-        with self._tracing.processing(self.handler.label, message) as span:
+        with self._tracing.process_span(self.handler.label, message) as span:
             return _traced(span, await attempt(self.handler, message, state))
 
     def run_batch(self, messages: Sequence[Message]) -> BatchOutcome:
         """Run a plain handler once on a batch."""
-        with self._tracing.processing(self.handler.label, *messages) as span:
+        with self._tracing.process_span(self.handler.label, *messages) as span:
             dead, outcome = attempt_batch_plain(self.handler, messages)
             return dead, _traced(span, outcome)
 
     async def run_batch_async(self, messages: Sequence[Message]) -> BatchOutcome:
         """Run an async handler once on a batch."""
-        with self._tracing.processing(self.handler.label, *messages) as span:
+        with self._tracing.process_span(self.handler.label, *messages) as span:
             dead, outcome = await attempt_batch(self.handler, messages)
             return dead, _traced(span, outcome)
 

@@ -19,7 +19,7 @@ from millstream.delivery.reliable_stream import Delivery, ReliableStream, leave_
 from millstream.errors import AccessDenied, ConfigError, GroupMissing, HandlerStuck, Unavailable
 from millstream.handlers.handler import Handler
 from millstream.observability.health import Health
-from millstream.observability.metrics import NOBODY, Metrics
+from millstream.observability.metrics import NO_METRICS, Metrics
 from millstream.redis_client.client import Client
 from millstream.worker.handler_steps import HandlerSteps, MakeHandlerSteps
 from millstream.worker.in_flight import InFlight
@@ -62,7 +62,7 @@ class ReadingLoop:
         policy: WorkerPolicy | None = None,
         start: Literal["earliest", "latest"] = "earliest",
         steps: MakeHandlerSteps = HandlerSteps,
-        metrics: Metrics = NOBODY,
+        metrics: Metrics = NO_METRICS,
         health: Health | None = None,
         isolation: ProcessIsolation | None = None,
         clock: Clock = SYSTEM_CLOCK,
@@ -288,7 +288,7 @@ class ReadingLoop:
 
     def _retry_while_unavailable(self, operation: Callable[[], object]) -> None:
         try:
-            self._client.patiently(operation, what=self.handler.label, give_up=self._stopping.is_set)
+            self._client.retry_while_unavailable(operation, what=self.handler.label, give_up=self._stopping.is_set)
         except Unavailable:
             if not self._stopping.is_set():
                 raise

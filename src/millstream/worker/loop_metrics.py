@@ -12,10 +12,10 @@ from millstream.errors import Unavailable
 from millstream.handlers.dead_letter import Reason
 from millstream.observability import metrics as m
 from millstream.observability.health import Health, Progress
-from millstream.observability.metrics import NOBODY, Metrics, begin_at_zero
+from millstream.observability.metrics import NO_METRICS, Metrics, init_counters
 
 _OF_HANDLERS = (
-    m.READ, m.COMMITTED, m.RETRIED, m.PARKED, m.HANDED_BACK, m.ADOPTED, m.TRIMMED, m.REFUSED, m.BUDGET_REACHED,
+    m.READ, m.COMMITTED, m.RETRIED, m.PARKED, m.RELEASED, m.CLAIMED, m.TRIMMED, m.REFUSED, m.BUDGET_REACHED,
 )  # fmt: skip
 """The counters that have the label `handler` only."""
 
@@ -31,7 +31,9 @@ class LoopMetrics:
     that were removed from their stream before they were processed.
     """
 
-    def __init__(self, handler: str, *, time_limit_ms: float, metrics: Metrics = NOBODY, health: Health | None = None):
+    def __init__(
+        self, handler: str, *, time_limit_ms: float, metrics: Metrics = NO_METRICS, health: Health | None = None
+    ):
         self.read = self.adopted = self.committed = self.dead = 0
         self.retried = self.refused = self.handed_back = self.trimmed = self.parked = 0
         self._is_poll_wanted = self._at_budget = False
@@ -39,11 +41,11 @@ class LoopMetrics:
         self._handler = handler
         self.metrics = self._metrics = metrics
         self._progress: Progress | None = health.progress(handler, run_within_ms=time_limit_ms) if health else None
-        begin_at_zero(metrics, *_OF_HANDLERS, handler=handler)
+        init_counters(metrics, *_OF_HANDLERS, handler=handler)
         for reason in get_args(Reason):
-            begin_at_zero(metrics, m.DEAD, handler=handler, reason=reason)
-        begin_at_zero(metrics, m.DELAYED_MOVED, m.RECONNECTS)
-        begin_at_zero(metrics, m.REDIS_ERRORS, error=Unavailable.__name__)
+            init_counters(metrics, m.DEAD_LETTERED, handler=handler, reason=reason)
+        init_counters(metrics, m.DELAYED_MOVED, m.RECONNECTS)
+        init_counters(metrics, m.REDIS_ERRORS, error=Unavailable.__name__)
 
     def counts(self) -> dict[str, int]:
         """Return all counts by name."""
@@ -73,28 +75,28 @@ class LoopMetrics:
 
     def _report_alive(self) -> None:
         if self._progress is not None:
-            self._progress.read()
+            self._progress.on_read()
             self._metrics.set(m.LAST_POLL, time.time(), handler=self._handler)
 
     def on_run_started(self) -> None:
         """Note that a run of the handler started."""
         if self._progress is not None:
-            self._progress.started()
+            self._progress.on_run_started()
 
     def on_runs_settled(self, count: int) -> None:
         """Note that so many runs are committed, retried or dead-lettered."""
         if self._progress is not None:
-            self._progress.ended(count)
+            self._progress.on_run_ended(count)
 
     def count_claimed(self, count: int) -> None:
         """Count entries claimed from other workers, or recovered after a restart of this one."""
         self.adopted += count
         if count:
-            self._metrics.count(m.ADOPTED, count, handler=self._handler)
+            self._metrics.count(m.CLAIMED, count, handler=self._handler)
 
     def observe_run_times(self, took_ms: Sequence[float]) -> None:
         """Observe how long the handler ran, on each of some messages."""
-        if self._metrics is not NOBODY:
+        if self._metrics is not NO_METRICS:
             self._metrics.observe_all(m.HANDLER_SECONDS, [ms / 1000 for ms in took_ms], handler=self._handler)
 
     def count_retried(self, count: int) -> None:
@@ -113,11 +115,11 @@ class LoopMetrics:
         """Count committed messages; `dead`: the reasons of those among them that were dead-lettered."""
         self.committed += len(deliveries)
         self.dead += len(dead)
-        if self._metrics is NOBODY:
+        if self._metrics is NO_METRICS:
             return
         self._metrics.count(m.COMMITTED, len(deliveries), handler=self._handler)
         for reason, count in Counter(dead).items():
-            self._metrics.count(m.DEAD, count, handler=self._handler, reason=reason)
+            self._metrics.count(m.DEAD_LETTERED, count, handler=self._handler, reason=reason)
         self._metrics.observe(m.COMMIT_SECONDS, took_s, handler=self._handler)
         now = time.time()
         ages = [max(0.0, now - int(one.id.partition(b"-")[0]) / 1000) for one in deliveries]
@@ -132,17 +134,17 @@ class LoopMetrics:
         """Count messages released when the loop stopped."""
         self.handed_back += count
         if count:
-            self._metrics.count(m.HANDED_BACK, count, handler=self._handler)
+            self._metrics.count(m.RELEASED, count, handler=self._handler)
 
     def set_in_flight(self, *, in_flight: int, buffered: int) -> None:
         """Set how many messages are in flight and buffered."""
         self._metrics.set(m.IN_FLIGHT, in_flight, handler=self._handler)
-        self._metrics.set(m.BUFFERED, buffered, handler=self._handler)
+        self._metrics.set(m.QUEUED, buffered, handler=self._handler)
 
     def set_bytes_in_flight(self, size: int, budget: int, *, at_budget: bool) -> None:
         """Set the bytes in flight; `at_budget`: whether the budget allows no further fetch."""
         if self.has_backend:
-            self._metrics.set(m.IN_HAND_BYTES, size, handler=self._handler)
+            self._metrics.set(m.IN_FLIGHT_BYTES, size, handler=self._handler)
         if at_budget and not self._at_budget:
             self._metrics.count(m.BUDGET_REACHED, handler=self._handler)
             if time.monotonic() >= self._warn_due_s:
@@ -163,7 +165,7 @@ class LoopMetrics:
     @property
     def has_backend(self) -> bool:
         """True if a metrics backend is configured."""
-        return self._metrics is not NOBODY
+        return self._metrics is not NO_METRICS
 
     def set_backlog(self, backlogs: Sequence[StreamBacklog]) -> None:
         """Set the lag, dead letters and oldest pending age, from the backlog of each stream."""

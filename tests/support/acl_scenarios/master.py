@@ -11,7 +11,7 @@ from millstream.model import Retry
 from millstream.observability.health import Progress
 from millstream.redis_client.client import Client
 from millstream.redis_client.eviction import warn_if_evicting
-from millstream.services.master.acknowledgements import Acknowledger, Done
+from millstream.services.master.acknowledgements import Acknowledger, AckRequest
 from millstream.services.master.consumer import ACK_OWNED
 from millstream.services.master.delegation import Delegator
 from millstream.services.master.delegation_loop import DelegationLoop
@@ -21,7 +21,7 @@ from millstream.services.master.settings import MasterSettings
 from tests.support.waiting import eventually
 
 SETTINGS = MasterSettings(
-    ticket_stream="orders", group="bill", min_idle_ms=1, max_tickets=10, retry=Retry(attempts=2, delay_ms=1, jitter=0)
+    ticket_stream="orders", group="bill", claim_idle_ms=1, max_tickets=10, retry=Retry(attempts=2, delay_ms=1, jitter=0)
 )
 KEYS = SETTINGS.keys
 
@@ -34,8 +34,8 @@ class FewRounds(Progress):
         self.over = threading.Event()
         self._count = 0
 
-    def read(self) -> None:
-        super().read()
+    def on_read(self) -> None:
+        super().on_read()
         self._count += 1
         if self._count == 3:
             self.over.set()
@@ -48,8 +48,8 @@ def publish(admin: Client, *tickets: str) -> list[str]:
 def give(desk: Delegator, registry: Registry, name: str, count: int = 10) -> list[str]:
     """Register a consumer with a new incarnation; return the ids assigned to it."""
     found = registry.register(name, health_url=None, max_tickets=10, instance="", silent_ms=1)
-    desk.stream.route(count=100, most_pending=1_000)
-    return [one.decode() for one in desk.deal(name, found, count=count)]
+    desk.group_stream.route(count=100, most_pending=1_000)
+    return [one.decode() for one in desk.assign(name, found, count=count)]
 
 
 def direct(url: str, admin: Client) -> None:
@@ -64,7 +64,7 @@ def direct(url: str, admin: Client) -> None:
         before.read(count=1)
         desk.join()
         admin.execute("XGROUP", "DESTROY", "orders", KEYS.group)
-        desk.stream.look()
+        desk.group_stream.look()
         take_in(client, desk, registry, admin)
         look_after(client, desk, registry, admin)
         adopt(client, admin)
@@ -78,8 +78,8 @@ def direct(url: str, admin: Client) -> None:
 
 def acknowledge(client: Client, desk: Delegator, name: str, message_id: str) -> int:
     """The number of messages that this acknowledges."""
-    (found,) = Acknowledger(client, Registry(client, KEYS), desk).acknowledge([Done(name, [message_id.encode()])])
-    return found.fresh
+    (found,) = Acknowledger(client, Registry(client, KEYS), desk).acknowledge([AckRequest(name, [message_id.encode()])])
+    return found.newly_acked
 
 
 def take_in(client: Client, desk: Delegator, registry: Registry, admin: Client) -> None:
@@ -92,7 +92,7 @@ def take_in(client: Client, desk: Delegator, registry: Registry, admin: Client) 
     desk.fail("c1", c, "why", retry=False)
     desk.release("c1", d)
     desk.release("c1")
-    while desk.stream.route(count=100, most_pending=1_000):
+    while desk.group_stream.route(count=100, most_pending=1_000):
         pass
 
 
@@ -102,9 +102,9 @@ def look_after(client: Client, desk: Delegator, registry: Registry, admin: Clien
     for _ in range(2):
         assert lost in give(desk, registry, "c2")
         give(desk, registry, "c2", count=0)
-        desk.stream.tend()
+        desk.group_stream.renew_leases()
     (done,) = publish(admin, "F")
-    desk.stream.route(count=100, most_pending=1_000)
+    desk.group_stream.route(count=100, most_pending=1_000)
     admin.execute("XACK", "orders", KEYS.group, done)
     assert acknowledge(client, desk, "c2", done)
 
@@ -118,8 +118,8 @@ def adopt(client: Client, admin: Client) -> None:
     desk = Delegator(client, Registry(client, settings.keys), settings)
     desk.join()
     publish(admin, "A")
-    desk.stream.route(count=100, most_pending=1_000)
-    eventually(lambda: desk.stream.adopt_idle(0.0) == [older.encode()], "the entry to have been idle")
+    desk.group_stream.route(count=100, most_pending=1_000)
+    eventually(lambda: desk.group_stream.claim_idle_messages(0.0) == [older.encode()], "the entry to have been idle")
 
 
 def consume(url: str, admin: Client) -> None:

@@ -60,7 +60,7 @@ def main(url: str, store: str, name: str, policy: BalancerPolicy) -> None:
                 while not woken:  # should it not stand still at once
                     time.sleep(0.005)
             write = partial(client.execute, "EVAL", _WRITE, 3, FENCES, WRITES, REFUSED, name, *held)
-            client.patiently(write, what=name, give_up=stopping.is_set)
+            client.retry_while_unavailable(write, what=name, give_up=stopping.is_set)
 
 
 if __name__ == "__main__":

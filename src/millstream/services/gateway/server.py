@@ -127,7 +127,7 @@ async def _serve(
         )
         on_ready(url_of(listener))
         await server.serve([listener])
-        health.stopping()
+        health.on_stopping()
         for task in background:
             task.cancel()
         await asyncio.gather(*background, return_exceptions=True)
@@ -138,7 +138,7 @@ async def _check_redis(client: Client, progress: Progress) -> None:
     while True:
         try:
             await asyncio.to_thread(client.execute, "PING")
-            progress.read()
+            progress.on_read()
         except MillstreamError:
             pass  # health reports the missing progress
         await asyncio.sleep(_CHECK_S)

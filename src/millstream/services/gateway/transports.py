@@ -8,7 +8,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from millstream.model import Message
-from millstream.redis_client.escaping import PART_BYTES, json_fields, json_fields_in_parts
+from millstream.redis_client.escaping import PART_BYTES, iter_json_fields, json_fields
 from millstream.router import Dropped, Gap, Item, Start
 from millstream.services.gateway.close_reasons import CloseReason
 from millstream.services.web.connections import Connection
@@ -96,7 +96,7 @@ class EventTransport(_BaseTransport):
             return b"id: %s\n\n" % position.encode()
         if isinstance(item, Message) and _is_large(item):
             head = b"id: %s\ndata: {%s," % (position.encode(), _members(_entry_ref(item)))
-            return chain((head,), json_fields_in_parts(item.pairs), (b"}\n\n",))
+            return chain((head,), iter_json_fields(item.pairs), (b"}\n\n",))
         data = _dump(_fields(item))
         if isinstance(item, Message):
             return b"id: %s\ndata: %s\n\n" % (position.encode(), data)
@@ -146,7 +146,7 @@ class SocketTransport(_BaseTransport):
         """A text frame."""
         if isinstance(item, Message) and _is_large(item):
             head = b"{%s," % _members({"event": _event(item), **_entry_ref(item)})
-            return chain((head,), json_fields_in_parts(item.pairs), (b",%s}" % _members({"position": position}),))
+            return chain((head,), iter_json_fields(item.pairs), (b",%s}" % _members({"position": position}),))
         return _dump({"event": _event(item), **_fields(item), "position": position})
 
     async def send(self, items: Iterable[bytes]) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from millstream.observability import metrics as m
-from millstream.observability.metrics import NOBODY, Metrics
+from millstream.observability.metrics import NO_METRICS, Metrics
 from millstream.redis_client.client import Client, raise_if_error
 from millstream.services.master.delegation import Delegator
 from millstream.services.master.registry import Registration, Registry
@@ -18,14 +18,14 @@ _FINISHED_AT_ONCE = 500
 """Messages finished by one script call. Redis serves no other client while it runs."""
 
 
-class Done(NamedTuple):
+class AckRequest(NamedTuple):
     """One call of a consumer: the messages it has processed."""
 
     consumer: str
-    ids: Sequence[bytes]
+    entry_ids: Sequence[bytes]
 
 
-class Acknowledgement(NamedTuple):
+class AckResult(NamedTuple):
     """The result of one call.
 
     * `fresh`: number of its messages that this call acknowledged; the others were acknowledged before
@@ -33,8 +33,8 @@ class Acknowledgement(NamedTuple):
     * `refused`: messages that the consumer does not hold, and why
     """
 
-    fresh: int
-    next: Sequence[bytes]
+    newly_acked: int
+    next_ids: Sequence[bytes]
     refused: Sequence[tuple[bytes, Refused]]
 
 
@@ -47,42 +47,44 @@ class _Message(NamedTuple):
 class Acknowledger:
     """Acknowledges messages on behalf of consumers. Threads may share it. Its method raises RedisError."""
 
-    def __init__(self, client: Client, registry: Registry, delegator: Delegator, *, metrics: Metrics = NOBODY) -> None:
+    def __init__(
+        self, client: Client, registry: Registry, delegator: Delegator, *, metrics: Metrics = NO_METRICS
+    ) -> None:
         self._client = client
         self._registry = registry
-        self._desk = delegator
+        self._delegator = delegator
         self._metrics = metrics
 
-    def acknowledge(self, calls: Sequence[Done]) -> list[Acknowledgement]:
+    def acknowledge(self, calls: Sequence[AckRequest]) -> list[AckResult]:
         """Acknowledge these messages, release their leases, and assign the consumers their next messages.
 
         Idempotent.
         """
-        messages = [_Message(number, call.consumer, one) for number, call in enumerate(calls) for one in call.ids]
+        messages = [_Message(number, call.consumer, one) for number, call in enumerate(calls) for one in call.entry_ids]
         ready, done, registered = self._finish(messages)
         fresh: Counter[int] = Counter()
         refused: list[list[tuple[bytes, Refused]]] = [[] for _ in calls]
         for message, is_done in zip(messages, done, strict=True):
             try:
-                fresh[message.call] += is_done or self._settle(message)
+                fresh[message.call] += is_done or self._ack_unleased(message)
             except Refused as refusal:
                 refused[message.call].append((message.id, refusal))
         if fresh.total():
-            self._metrics.count(m.COMMITTED, fresh.total(), handler=self._desk.label)
+            self._metrics.count(m.COMMITTED, fresh.total(), handler=self._delegator.label)
         wanted: Counter[str] = Counter()
         for number, call in enumerate(calls):
             # A repeated call also gets a message: the answer to the first one may have been lost.
-            has_valid = len(call.ids) > len(refused[number])
+            has_valid = len(call.entry_ids) > len(refused[number])
             wanted[call.consumer] += max(int(has_valid), fresh[number])
-        registered = self._revived(registered)
+        registered = self._mark_alive(registered)
         assigned: dict[str, list[bytes]] = {}
         if ready or not all(done):
-            assigned = self._desk.deal_all(
+            assigned = self._delegator.assign_all(
                 [(name, registered[name], wanted[name]) for name in +wanted if name in registered]
             )
         return [
             # The first call of a consumer carries all of its assigned ids.
-            Acknowledgement(fresh[number], assigned.pop(call.consumer, ()), refused[number])
+            AckResult(fresh[number], assigned.pop(call.consumer, ()), refused[number])
             for number, call in enumerate(calls)
         ]
 
@@ -91,26 +93,26 @@ class Acknowledger:
 
         Return the number of ready key queues, whether each message was finished, and the registrations.
         """
-        queues = self._desk.lines_of([(message.consumer, message.id) for message in messages])
+        queues = self._delegator.queues_of([(message.consumer, message.id) for message in messages])
         finishing = [(message.consumer, message.id, queue) for message, queue in zip(messages, queues, strict=True)]
         names = list(dict.fromkeys(message.consumer for message in messages))
         chunks = [finishing[at : at + _FINISHED_AT_ONCE] for at in range(0, len(finishing), _FINISHED_AT_ONCE)]
         *replies, found = self._client.pipeline(
-            [*map(self._desk.stream.to_finish, chunks), self._registry.to_get(names)]
+            [*map(self._delegator.group_stream.finish_command, chunks), self._registry.get_command(names)]
         )
         ready, done = 0, list[bool]()
         for chunk, reply in zip(chunks, replies, strict=True):
-            ready, done_of_chunk = self._desk.stream.finished(chunk, reply)
+            ready, done_of_chunk = self._delegator.group_stream.parse_finish(chunk, reply)
             done += done_of_chunk
-        return ready, done, self._registry.got(names, raise_if_error(found))
+        return ready, done, self._registry.parse_get(names, raise_if_error(found))
 
-    def _settle(self, message: _Message) -> bool:
+    def _ack_unleased(self, message: _Message) -> bool:
         """Acknowledge a message that its consumer holds no lease on; return whether this call completed it.
 
         Raises Refused if another consumer has it or has done it.
         """
         name, entry_id = message.consumer, message.id
-        outcome, other = self._desk.settle(name, entry_id)
+        outcome, other = self._delegator.ack_unleased(name, entry_id)
         if outcome == "acked-unassigned":
             logger.warning(
                 "consumer %s acknowledged message %s, which it read without a master: key order is not kept for it",
@@ -121,13 +123,13 @@ class Acknowledger:
             return True
         if outcome == "done" and other == name:
             return False
-        raise self._desk.not_held(name, entry_id, outcome, other)
+        raise self._delegator.ack_refusal(name, entry_id, outcome, other)
 
-    def _revived(self, registered: dict[str, Registration]) -> dict[str, Registration]:
+    def _mark_alive(self, registered: dict[str, Registration]) -> dict[str, Registration]:
         """Mark stuck consumers, which have just finished a message, as alive; return the current registrations."""
         for name, found in list(registered.items()):
             if found.state == "stuck":
-                self._registry.mark(name, "alive")
+                self._registry.set_state(name, "alive")
                 if (fresh := self._registry.get(name)) is not None:
                     registered[name] = fresh
         return registered

@@ -13,30 +13,30 @@ from fastapi.responses import Response
 
 from millstream.observability.health import Health
 from millstream.observability.metrics import Recorder, exposition
-from millstream.services.master.acknowledgements import Acknowledgement, Done
-from millstream.services.master.call_batching import Batches
+from millstream.services.master.acknowledgements import AckRequest, AckResult
+from millstream.services.master.call_batching import CallBatcher
 from millstream.services.master.delegation import Delegator, entry_id_of
 from millstream.services.master.health_checks import HealthChecker
 from millstream.services.master.health_url_allowlist import AllowList
 from millstream.services.master.queries import Queries
 from millstream.services.master.registry import Registry
-from millstream.services.master.routes import BodyRoute, Permission, first_mistake
+from millstream.services.master.routes import BodyRoute, Permission, first_error
 from millstream.services.master.schemas import (
-    Acknowledged,
-    Acknowledging,
-    Alive,
-    Consumers,
-    Failed,
-    Failing,
-    Heartbeat,
+    AcknowledgeRequest,
+    AcknowledgeResponse,
+    ConsumerPage,
+    ErrorResponse,
+    FailRequest,
+    FailResponse,
+    HealthResponse,
+    HeartbeatRequest,
+    HeartbeatResponse,
     NotAcknowledged,
-    Problem,
-    Registered,
-    Registering,
-    Released,
-    Releasing,
-    Standing,
-    Tickets,
+    RegisterRequest,
+    RegisterResponse,
+    ReleaseRequest,
+    ReleaseResponse,
+    TicketPage,
 )
 from millstream.services.master.scopes import Scope, Tokens
 from millstream.services.master.settings import MasterSettings
@@ -45,36 +45,36 @@ from millstream.services.web.origin_check import OriginCheck
 
 _PAGE = 100
 _PROBLEMS: dict[int | str, dict[str, Any]] = {
-    code: {"model": Problem} for code in (401, 403, 404, 409, 413, 415, 422, 503)
+    code: {"model": ErrorResponse} for code in (401, 403, 404, 409, 413, 415, 422, 503)
 }
 
 
 @dataclass(frozen=True, kw_only=True)
-class Parts:
+class MasterContext:
     """The components that the API calls."""
 
     settings: MasterSettings
     registry: Registry
-    desk: Delegator
-    views: Queries
+    delegator: Delegator
+    queries: Queries
     tokens: Tokens
-    allowed: AllowList
-    acknowledgements: Batches[Done, Acknowledgement]
-    pinger: HealthChecker
+    allow_list: AllowList
+    ack_batches: CallBatcher[AckRequest, AckResult]
+    health_checker: HealthChecker
     health: Health
     recorder: Recorder
-    hurry: Callable[[], None]
-    names: Container[str] | None
-    most_page: int
+    check_leases_now: Callable[[], None]
+    host_names: Container[str] | None
+    max_page: int
 
 
-def make_api(parts: Parts) -> FastAPI:
+def make_api(parts: MasterContext) -> FastAPI:
     """The API of one master. Health checks of the consumers run while it is served."""
 
     @asynccontextmanager
     async def checking_health(_: FastAPI) -> AsyncIterator[None]:
-        task = asyncio.create_task(parts.pinger.run())
-        with parts.acknowledgements:
+        task = asyncio.create_task(parts.health_checker.run())
+        with parts.ack_batches:
             yield
         task.cancel()
         with suppress(asyncio.CancelledError):
@@ -84,62 +84,64 @@ def make_api(parts: Parts) -> FastAPI:
         title="millstream master", version=version("millstream"), docs_url=None, redoc_url=None,
         lifespan=checking_health, responses=_PROBLEMS,
     )  # fmt: skip
-    api.add_middleware(OriginCheck, origins=(), names=parts.names)
+    api.add_middleware(OriginCheck, origins=(), names=parts.host_names)
     api.router.route_class = BodyRoute
     install_error_handlers(api, "the master")
-    api.add_exception_handler(RequestValidationError, json_handler(lambda error: 422, first_mistake))
+    api.add_exception_handler(RequestValidationError, json_handler(lambda error: 422, first_error))
     _add_consumer_routes(api, parts)
     _add_message_routes(api, parts)
     _add_query_routes(api, parts)
     return api
 
 
-def _requires(parts: Parts, scope: Scope) -> Any:
+def _requires(parts: MasterContext, scope: Scope) -> Any:
     return Depends(Permission(parts.tokens, scope))
 
 
-def _add_consumer_routes(api: FastAPI, parts: Parts) -> None:
-    settings, registry, delegator = parts.settings, parts.registry, parts.desk
+def _add_consumer_routes(api: FastAPI, parts: MasterContext) -> None:
+    settings, registry, delegator = parts.settings, parts.registry, parts.delegator
 
     @api.post("/api/consumers/register", dependencies=[_requires(parts, "register")])
-    def register(body: Registering) -> Registered:
+    def register(body: RegisterRequest) -> RegisterResponse:
         """Register a consumer: masters check its health and assign it messages.
 
         Messages of its earlier incarnation are reassigned to other consumers.
         """
         if body.health_url is not None:
-            parts.allowed.target(body.health_url)
+            parts.allow_list.parse(body.health_url)
         found = registry.register(
             body.consumer, health_url=body.health_url, max_tickets=body.max_tickets or settings.max_tickets,
-            instance=body.instance, silent_ms=settings.silent_ms,
+            instance=body.instance, silent_ms=settings.dead_after_ms,
         )  # fmt: skip
-        parts.hurry()  # frees the leases of its earlier incarnation
-        delegator.deal(body.consumer, found, count=1)
-        return Registered(
+        parts.check_leases_now()  # frees the leases of its earlier incarnation
+        delegator.assign(body.consumer, found, count=1)
+        return RegisterResponse(
             consumer=body.consumer, stream=settings.ticket_stream, group=settings.group, max_tickets=found.max_tickets,
             ping_interval_s=settings.ping_ms / 1000,
         )  # fmt: skip
 
     @api.post("/api/consumers/heartbeat", dependencies=[_requires(parts, "register")])
-    def heartbeat(body: Heartbeat) -> Alive:
+    def heartbeat(body: HeartbeatRequest) -> HeartbeatResponse:
         """Report that a consumer is alive. If it has a health URL, only the health URL counts. 404: register again."""
         found = registry.get(body.consumer)
         if found is None:
             raise Refused(404, f"no consumer {body.consumer!r} is registered: register first")
         if found.health_url is None:
-            registry.healthy(body.consumer, found.incarnation, every_ms=settings.ping_ms // 4)
-        return Alive(message_ids=[lease.waiting[0].id.decode() for lease in delegator.held_by(body.consumer)])
+            registry.record_success(body.consumer, found.incarnation, every_ms=settings.ping_ms // 4)
+        return HeartbeatResponse(
+            message_ids=[lease.waiting[0].id.decode() for lease in delegator.leases_of(body.consumer)]
+        )
 
 
-def _add_message_routes(api: FastAPI, parts: Parts) -> None:
-    delegator, required = parts.desk, [_requires(parts, "acknowledge")]
+def _add_message_routes(api: FastAPI, parts: MasterContext) -> None:
+    delegator, required = parts.delegator, [_requires(parts, "acknowledge")]
 
     @api.post("/api/messages/acknowledge", dependencies=required)
-    async def acknowledge(body: Acknowledging) -> Acknowledged:
+    async def acknowledge(body: AcknowledgeRequest) -> AcknowledgeResponse:
         """Acknowledge a message. Idempotent. 409: another consumer has it or has done it. 404: no such message."""
         ids = [entry_id_of(one) for one in body.message_ids or [body.message_id or ""]]
-        found = await parts.acknowledgements.call(Done(body.consumer, ids))
-        answer = Acknowledged(known=not found.fresh and not found.refused, next=_texts(found.next))
+        found = await parts.ack_batches.call(AckRequest(body.consumer, ids))
+        answer = AcknowledgeResponse(known=not found.newly_acked and not found.refused, next=_texts(found.next_ids))
         if body.message_id is not None and found.refused:
             raise found.refused[0][1]
         if body.message_ids:
@@ -150,44 +152,46 @@ def _add_message_routes(api: FastAPI, parts: Parts) -> None:
         return answer
 
     @api.post("/api/messages/fail", dependencies=required)
-    def fail(body: Failing) -> Failed:
+    def fail(body: FailRequest) -> FailResponse:
         """Report a failed message. It is retried later, before all newer messages of its ticket."""
         outcome, ids = delegator.fail(body.consumer, body.message_id, body.error, retry=body.retry)
-        return Failed(outcome=outcome, next=_texts(ids))
+        return FailResponse(outcome=outcome, next=_texts(ids))
 
     @api.post("/api/messages/release", dependencies=required)
-    def release(body: Releasing) -> Released:
+    def release(body: ReleaseRequest) -> ReleaseResponse:
         """Release a message. Without `message_id`: release all and unregister, for a consumer that stops."""
         if body.message_id is None:
-            parts.registry.close(body.consumer)
+            parts.registry.stop_assigning(body.consumer)
         released = delegator.release(body.consumer, body.message_id)
         if body.message_id is None:
-            parts.registry.remove(body.consumer)
-        return Released(released=released)
+            parts.registry.unregister(body.consumer)
+        return ReleaseResponse(released=released)
 
 
-def _add_query_routes(api: FastAPI, parts: Parts) -> None:
+def _add_query_routes(api: FastAPI, parts: MasterContext) -> None:
     required = [_requires(parts, "read")]
-    default = min(_PAGE, parts.most_page)
+    default = min(_PAGE, parts.max_page)
 
     @api.get("/api/tickets", dependencies=required)
-    def tickets(cursor: str | None = None, limit: Annotated[int, Query(ge=1, le=parts.most_page)] = default) -> Tickets:
+    def tickets(
+        cursor: str | None = None, limit: Annotated[int, Query(ge=1, le=parts.most_page)] = default
+    ) -> TicketPage:
         """The tickets with unfinished messages, and the consumer that has each."""
-        return parts.views.tickets(cursor, limit)
+        return parts.queries.tickets(cursor, limit)
 
     @api.get("/api/consumers", dependencies=required)
     def consumers(
         cursor: str | None = None, limit: Annotated[int, Query(ge=1, le=parts.most_page)] = default
-    ) -> Consumers:
+    ) -> ConsumerPage:
         """The registered consumers and their messages."""
-        return parts.views.consumers(cursor, limit)
+        return parts.queries.consumers(cursor, limit)
 
-    @api.get("/api/health", responses={503: {"model": Standing}})
-    async def health(response: Response) -> Standing:
+    @api.get("/api/health", responses={503: {"model": HealthResponse}})
+    async def health(response: Response) -> HealthResponse:
         """Whether this master's delegation loop makes progress. Uses no pool thread: all may be waiting for Redis."""
         reasons = parts.health.failures()
         response.status_code = 503 if reasons else 200
-        return Standing(status="failing" if reasons else "ok", master=parts.settings.master, reasons=reasons)
+        return HealthResponse(status="failing" if reasons else "ok", master=parts.settings.master, reasons=reasons)
 
     @api.get("/metrics", dependencies=required, response_class=Response)
     async def metrics() -> Response:

@@ -19,52 +19,52 @@ class _Call(NamedTuple, Generic[T, R]):
     loop: asyncio.AbstractEventLoop
 
 
-class Batches(Generic[T, R]):
+class CallBatcher(Generic[T, R]):
     """Runs `work` on its own thread, on all items queued by then, with one answer per item.
 
     An exception of `work` is raised in all calls of the batch. A context manager; its exit joins the thread.
     """
 
     def __init__(self, work: Callable[[Sequence[T]], Sequence[R]], *, name: str) -> None:
-        self._work = work
-        self._waiting: SimpleQueue[_Call[T, R] | None] = SimpleQueue()
+        self._process = work
+        self._queue: SimpleQueue[_Call[T, R] | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
-    def __enter__(self) -> "Batches[T, R]":
+    def __enter__(self) -> "CallBatcher[T, R]":
         self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._waiting.put(None)
+        self._queue.put(None)
         self._thread.join()
 
     async def call(self, item: T) -> R:
         """Process `item` in the next batch; return its answer."""
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[R] = loop.create_future()
-        self._waiting.put(_Call(item, answer, loop))
+        self._queue.put(_Call(item, answer, loop))
         return await answer
 
     def _run(self) -> None:
-        while (first := self._waiting.get()) is not None:
+        while (first := self._queue.get()) is not None:
             calls = [first]
             is_closed = False
             with suppress(Empty):
                 while len(calls) < _MOST_AT_ONCE and not is_closed:
-                    more = self._waiting.get_nowait()
+                    more = self._queue.get_nowait()
                     if more is None:
                         is_closed = True
                     else:
                         calls.append(more)
-            self._do(calls)
+            self._process_batch(calls)
             if is_closed:
                 return
 
-    def _do(self, calls: Sequence[_Call[T, R]]) -> None:
+    def _process_batch(self, calls: Sequence[_Call[T, R]]) -> None:
         answers: Sequence[R] = ()
         failure: BaseException | None = None
         try:
-            answers = self._work([call.item for call in calls])
+            answers = self._process([call.item for call in calls])
         except BaseException as error:  # noqa: BLE001 - it is raised in the waiting calls
             failure = error
 

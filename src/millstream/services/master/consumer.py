@@ -17,7 +17,7 @@ from millstream.clock import SYSTEM_CLOCK, Clock
 from millstream.errors import ConfigError, GroupMissing, RedisError, Reject, Unavailable, text_of
 from millstream.model import Message
 from millstream.redis_client.client import Client, Script
-from millstream.services.master.master_client import Answer, MasterCalls, sibling
+from millstream.services.master.master_client import MasterClient, MasterResponse, sibling_url
 
 logger = logging.getLogger(__name__)
 
@@ -63,27 +63,27 @@ class ConsumerSettings:
                 raise ConfigError(f"a consumer needs {name.replace('_urls', '_api_url')}")
 
 
-class Running:
+class RunRegister:
     """The runs in progress and those that have just ended. Threads share it."""
 
     def __init__(self) -> None:
-        self.since_ms: dict[bytes, float] = {}
+        self.started_ms: dict[bytes, float] = {}
         self._ended_ms: dict[bytes, float] = {}
         self._lock = threading.Lock()
 
     def begin(self, entry_id: bytes, *, read_ms: float, now_ms: float) -> bool:
         """Start a run of an entry read at `read_ms`. False if it was running then, as it may be done by now."""
         with self._lock:
-            if entry_id in self.since_ms or self._ended_ms.get(entry_id, -1.0) >= read_ms:
+            if entry_id in self.started_ms or self._ended_ms.get(entry_id, -1.0) >= read_ms:
                 return False
             self._ended_ms = {one: ended_ms for one, ended_ms in self._ended_ms.items() if ended_ms >= read_ms}
-            self.since_ms[entry_id] = now_ms
+            self.started_ms[entry_id] = now_ms
             return True
 
     def end(self, entry_id: bytes, now_ms: float) -> None:
         """End a run whose result has been reported."""
         with self._lock:
-            self.since_ms.pop(entry_id, None)
+            self.started_ms.pop(entry_id, None)
             self._ended_ms[entry_id] = now_ms
 
 
@@ -98,10 +98,10 @@ class DelegatedConsumer:
         self._stopping = stopping
         self._clock = clock
         self._client = Client(settings.url, clock=clock)
-        self._calls = MasterCalls(settings.token, stopping)
+        self._masters = MasterClient(settings.token, stopping)
         self._instance = secrets.token_hex(8)
-        self._running = Running()
-        self._wake = threading.Event()
+        self._running = RunRegister()
+        self._wakeup = threading.Event()
         self._failures: list[RedisError] = []
 
     def run(self, *, stop_s: float = 25.0) -> None:
@@ -112,14 +112,14 @@ class DelegatedConsumer:
         pool = ThreadPoolExecutor(self._settings.max_tickets, "millstream-consumer")
         try:
             if self._register():
-                self._work(pool)
+                self._read_loop(pool)
         finally:
             end_ms = self._clock.monotonic_ms() + stop_s * 1000
-            while self._running.since_ms and self._clock.monotonic_ms() < end_ms:
+            while self._running.started_ms and self._clock.monotonic_ms() < end_ms:
                 self._clock.sleep_ms(10)
             pool.shutdown(wait=False, cancel_futures=True)
-            self._leave()
-            self._calls.close()
+            self._unregister()
+            self._masters.close()
             self._client.close()
         if self._failures:
             raise self._failures[0]
@@ -127,7 +127,7 @@ class DelegatedConsumer:
     def overdue(self) -> list[str]:
         """Ids of the messages whose run exceeds the time limit."""
         now_ms = self._clock.monotonic_ms()
-        runs = dict(self._running.since_ms)
+        runs = dict(self._running.started_ms)
         return [one.decode() for one, since_ms in runs.items() if now_ms - since_ms > self._settings.time_limit_ms]
 
     # Calls to masters
@@ -140,13 +140,13 @@ class DelegatedConsumer:
         }  # fmt: skip
         since_ms = self._clock.monotonic_ms()
         while not self._stopping.is_set():
-            answer = self._calls.post(settings.register_urls, body, for_s=10.0)
-            if isinstance(answer, Answer) and answer.ok:
+            answer = self._masters.post(settings.register_urls, body, for_s=10.0)
+            if isinstance(answer, MasterResponse) and answer.ok:
                 return True
             problem = answer if isinstance(answer, str) else answer.body.get("error", answer.status)
             # The consumer that has the name may have died a moment ago: a master detects that soon.
-            is_in_use = isinstance(answer, Answer) and answer.status == 409
-            if isinstance(answer, Answer) and not (
+            is_in_use = isinstance(answer, MasterResponse) and answer.status == 409
+            if isinstance(answer, MasterResponse) and not (
                 is_in_use and self._clock.monotonic_ms() - since_ms < _NAME_IN_USE_S * 1000
             ):
                 raise ConfigError(f"the master refuses consumer {settings.consumer!r}: {problem}")
@@ -155,35 +155,35 @@ class DelegatedConsumer:
         return False
 
     def _heartbeat(self) -> None:
-        urls = [sibling(url, "heartbeat") for url in self._settings.register_urls]
-        answer = self._calls.post(urls, {"consumer": self._settings.consumer}, for_s=0.0)
-        if isinstance(answer, Answer) and answer.status == 404:
+        urls = [sibling_url(url, "heartbeat") for url in self._settings.register_urls]
+        answer = self._masters.post(urls, {"consumer": self._settings.consumer}, for_s=0.0)
+        if isinstance(answer, MasterResponse) and answer.status == 404:
             logger.warning("consumer %s is unknown to the master; registering again", self._settings.consumer)
             self._register()
 
-    def _tell(self, outcome: str, entry_id: bytes, **more: object) -> None:
+    def _report(self, outcome: str, entry_id: bytes, **more: object) -> None:
         """Report a message's outcome to a master. A lost `acknowledge` is harmless: masters also detect the XACK."""
-        urls = [sibling(url, outcome) for url in self._settings.acknowledge_urls]
+        urls = [sibling_url(url, outcome) for url in self._settings.acknowledge_urls]
         body = {"consumer": self._settings.consumer, "message_id": entry_id.decode(), **more}
-        answer = self._calls.post(urls, body, for_s=_REPORT_FOR_S)
+        answer = self._masters.post(urls, body, for_s=_REPORT_FOR_S)
         if isinstance(answer, str):
             logger.warning("no master accepted %s of message %s: %s", outcome, entry_id.decode(), answer)
         elif not answer.ok:
             logger.warning("message %s: %s", entry_id.decode(), answer.body.get("error", answer.status))
 
-    def _leave(self) -> None:
-        urls = [sibling(url, "release") for url in self._settings.acknowledge_urls]
-        self._calls.post(urls, {"consumer": self._settings.consumer}, for_s=0.0)
+    def _unregister(self) -> None:
+        urls = [sibling_url(url, "release") for url in self._settings.acknowledge_urls]
+        self._masters.post(urls, {"consumer": self._settings.consumer}, for_s=0.0)
 
     # Messages
 
-    def _work(self, pool: ThreadPoolExecutor) -> None:
+    def _read_loop(self, pool: ThreadPoolExecutor) -> None:
         settings = self._settings
         read = ("XREADGROUP", "GROUP", settings.group, settings.consumer, "COUNT", settings.max_tickets, "STREAMS")
         heartbeat_ms = self._clock.monotonic_ms()
         while not self._stopping.is_set():
             read_ms = self._clock.monotonic_ms()
-            self._wake.clear()
+            self._wakeup.clear()
             try:
                 found = self._client.execute(*read, settings.ticket_stream, "0")
             except (Unavailable, GroupMissing) as error:
@@ -196,17 +196,17 @@ class DelegatedConsumer:
             if self._clock.monotonic_ms() - heartbeat_ms > _HEARTBEAT_S * 1000:
                 heartbeat_ms = self._clock.monotonic_ms()
                 self._heartbeat()
-            self._wake.wait(settings.poll_ms / 1000)
+            self._wakeup.wait(settings.poll_ms / 1000)
 
     def _process(self, entry_id: bytes, pairs: Sequence[bytes] | None) -> None:
         try:
             if pairs is None:
                 logger.warning("message %s is lost: it was trimmed before it was processed", entry_id.decode())
-            elif (failure := self._run(entry_id, pairs)) is not None:
-                self._tell("fail", entry_id, error=text_of(failure), retry=not isinstance(failure, Reject))
+            elif (failure := self._call_function(entry_id, pairs)) is not None:
+                self._report("fail", entry_id, error=text_of(failure), retry=not isinstance(failure, Reject))
                 return
             if self._acknowledge(entry_id):
-                self._tell("acknowledge", entry_id)
+                self._report("acknowledge", entry_id)
             else:
                 logger.warning(
                     "message %s was reassigned during its run: another consumer processes it again", entry_id.decode()
@@ -217,9 +217,9 @@ class DelegatedConsumer:
                 self._stopping.set()
         finally:
             self._running.end(entry_id, self._clock.monotonic_ms())
-            self._wake.set()
+            self._wakeup.set()
 
-    def _run(self, entry_id: bytes, pairs: Sequence[bytes]) -> BaseException | None:
+    def _call_function(self, entry_id: bytes, pairs: Sequence[bytes]) -> BaseException | None:
         message = Message(self._settings.ticket_stream, entry_id.decode(), pairs)
         message.key = message.fields.get(self._settings.key)
         try:
@@ -234,7 +234,7 @@ class DelegatedConsumer:
     def _acknowledge(self, entry_id: bytes) -> bool:
         settings = self._settings
         return bool(
-            self._client.patiently(
+            self._client.retry_while_unavailable(
                 lambda: self._client.script(
                     ACK_OWNED, (settings.ticket_stream,), (settings.group, settings.consumer, entry_id)
                 ),

@@ -9,9 +9,9 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
-from millstream.observability.metrics import NOBODY
+from millstream.observability.metrics import NO_METRICS
 from millstream.services.master.consumer import ConsumerSettings, DelegatedConsumer, Function
-from millstream.services.master.server import serve_beside
+from millstream.services.master.server import serve_with_worker
 from millstream.services.web.connections import Limits
 from millstream.services.web.http_server import Server
 from millstream.services.web.listen import listen, url_of
@@ -31,8 +31,8 @@ def run_consumer(
     listener = listen(host, port, connections=limits.connections)
     settings = replace(settings, health_url=settings.health_url or f"{url_of(listener)}/api/health")
     consumer = DelegatedConsumer(function, settings, stopping)
-    server = Server(_pages(consumer, settings.consumer), limits, metrics=NOBODY, stop_s=_STOP_S)
-    serve_beside(server, listener, lambda: consumer.run(stop_s=stop_s), stopping, on_ready=on_ready)
+    server = Server(_pages(consumer, settings.consumer), limits, metrics=NO_METRICS, stop_s=_STOP_S)
+    serve_with_worker(server, listener, lambda: consumer.run(stop_s=stop_s), stopping, on_ready=on_ready)
 
 
 def _pages(consumer: DelegatedConsumer, name: str) -> Starlette:

@@ -10,10 +10,10 @@ from millstream.errors import ConfigError
 from millstream.handlers.dead_letter import DeadLetter, Reason
 from millstream.model import EntryId
 from millstream.observability import metrics as m
-from millstream.observability.metrics import NOBODY, Metrics
+from millstream.observability.metrics import NO_METRICS, Metrics
 from millstream.redis_client.client import Client, raise_if_error
 from millstream.redis_client.key_names import MASTER
-from millstream.services.master.leases import ConsumerStream, GroupStream, Settled
+from millstream.services.master.leases import AckOutcome, ConsumerStream, GroupStream
 from millstream.services.master.registry import Registration, Registry
 from millstream.services.master.settings import MasterSettings
 from millstream.services.web.errors import Refused
@@ -29,16 +29,16 @@ class Delegator:
     """
 
     def __init__(
-        self, client: Client, registry: Registry, settings: MasterSettings, *, metrics: Metrics = NOBODY
+        self, client: Client, registry: Registry, settings: MasterSettings, *, metrics: Metrics = NO_METRICS
     ) -> None:
         self._client = client
         self._registry = registry
         self._settings = settings
         self._metrics = metrics
         self._keys = settings.keys
-        self._streams: dict[str, ConsumerStream] = {}
-        self._lines: dict[bytes, bytes] = {}
-        self.stream = GroupStream(client, settings)
+        self._consumer_streams: dict[str, ConsumerStream] = {}
+        self._queue_cache: dict[bytes, bytes] = {}
+        self.group_stream = GroupStream(client, settings)
 
     @property
     def label(self) -> str:
@@ -47,76 +47,78 @@ class Delegator:
 
     def join(self) -> None:
         """Create the group if it is missing, and take it over with its pending messages."""
-        self.stream.join()
+        self.group_stream.join()
 
     # Assignment
 
-    def deal(self, name: str, registration: Registration | None, *, count: int) -> list[bytes]:
+    def assign(self, name: str, registration: Registration | None, *, count: int) -> list[bytes]:
         """Assign up to `count` more messages to a consumer, within its `max_tickets`; return their ids."""
-        return [] if registration is None else self.deal_all([(name, registration, count)]).get(name, [])
+        return [] if registration is None else self.assign_all([(name, registration, count)]).get(name, [])
 
-    def deal_all(self, wanted: Sequence[tuple[str, Registration, int]]) -> dict[str, list[bytes]]:
+    def assign_all(self, wanted: Sequence[tuple[str, Registration, int]]) -> dict[str, list[bytes]]:
         """Assign messages to many consumers in one round trip; return the ids per consumer."""
-        if self.stream.paused:
+        if self.group_stream.paused:
             return {}
         requests = [
-            (name, self._stream_of(name, registration), count, registration.max_tickets)
+            (name, self._consumer_stream(name, registration), count, registration.max_tickets)
             for name, registration, count in wanted
             if registration.state == "alive"
         ]
-        replies = self._client.pipeline([stream.to_deal(count, most) for _, stream, count, most in requests])
+        replies = self._client.pipeline([stream.assign_command(count, most) for _, stream, count, most in requests])
         assigned: dict[str, list[bytes]] = {}
         for (name, stream, count, most), reply in zip(requests, replies, strict=True):
-            leases = stream.dealt(reply, count, most)
+            leases = stream.parse_assign(reply, count, most)
             assigned[name] = [lease.entries[0].id for lease in leases]
-            self._lines.update((lease.entries[0].id, lease.line) for lease in leases)
-        if len(self._lines) > _MOST_CACHED_QUEUES:
-            self._lines.clear()
+            self._queue_cache.update((lease.entries[0].id, lease.line) for lease in leases)
+        if len(self._queue_cache) > _MOST_CACHED_QUEUES:
+            self._queue_cache.clear()
         return assigned
 
-    def _stream_of(self, name: str, registration: Registration) -> ConsumerStream:
-        stream = self._streams.get(name)
+    def _consumer_stream(self, name: str, registration: Registration) -> ConsumerStream:
+        stream = self._consumer_streams.get(name)
         if stream is None or stream.incarnation != registration.incarnation:
-            stream = self._streams[name] = ConsumerStream(self._client, self._settings, name, registration.incarnation)
-            stream.join_as(self.stream)
+            stream = self._consumer_streams[name] = ConsumerStream(
+                self._client, self._settings, name, registration.incarnation
+            )
+            stream.join_as(self.group_stream)
         return stream
 
-    def forget(self, known: Mapping[str, Registration]) -> None:
+    def prune(self, known: Mapping[str, Registration]) -> None:
         """Drop the in-memory state of consumers that are no longer registered."""
-        for name in self._streams.keys() - known.keys():
-            self._streams.pop(name, None)
+        for name in self._consumer_streams.keys() - known.keys():
+            self._consumer_streams.pop(name, None)
 
     # Results
 
-    def not_held(self, name: str, entry_id: bytes, outcome: Settled, other: str) -> Refused:
+    def ack_refusal(self, name: str, entry_id: bytes, outcome: AckOutcome, other: str) -> Refused:
         """The refusal for a consumer that acknowledged a message it does not have; `other` has it or has done it."""
         message_id = entry_id.decode()
         if outcome == "unknown":
             return Refused(
-                404, f"there is no message {message_id} in {self.stream.stream}: it never existed or was trimmed"
+                404, f"there is no message {message_id} in {self.group_stream.stream}: it never existed or was trimmed"
             )
-        return self._refused(name, message_id, _describe(outcome, other))
+        return self._refusal(name, message_id, _describe(outcome, other))
 
-    def lines_of(self, messages: Sequence[tuple[str, bytes]]) -> list[bytes]:
+    def queues_of(self, messages: Sequence[tuple[str, bytes]]) -> list[bytes]:
         """The key queue of each message, given by consumer and id; b"" where it is unknown."""
-        uncached = list(dict.fromkeys(one for _, one in messages if one not in self._lines))
-        read = dict(zip(uncached, self._lines_in_stream(uncached), strict=True)) if uncached else {}
-        queues = [self._lines.pop(one, b"") or read.get(one, b"") for _, one in messages]
+        uncached = list(dict.fromkeys(one for _, one in messages if one not in self._queue_cache))
+        read = dict(zip(uncached, self._read_queues(uncached), strict=True)) if uncached else {}
+        queues = [self._queue_cache.pop(one, b"") or read.get(one, b"") for _, one in messages]
         trimmed = {name for (name, _), queue in zip(messages, queues, strict=True) if not queue}
-        leased = {(name, lease.waiting[0].id): lease.line for name in trimmed for lease in self.held_by(name)}
+        leased = {(name, lease.waiting[0].id): lease.line for name in trimmed for lease in self.leases_of(name)}
         return [queue or leased.get(message, b"") for message, queue in zip(messages, queues, strict=True)]
 
-    def _lines_in_stream(self, ids: Sequence[bytes]) -> list[bytes]:
-        found = self._client.pipeline([("XRANGE", self.stream.stream, one, one) for one in ids])
+    def _read_queues(self, ids: Sequence[bytes]) -> list[bytes]:
+        found = self._client.pipeline([("XRANGE", self.group_stream.stream, one, one) for one in ids])
         return [
-            self.stream.line_of(one, entries[0][1]) if entries else b""
+            self.group_stream.queue_of(one, entries[0][1]) if entries else b""
             for one, entries in zip(ids, map(raise_if_error, found), strict=True)
         ]
 
-    def settle(self, name: str, entry_id: bytes) -> tuple[Settled, str]:
+    def ack_unleased(self, name: str, entry_id: bytes) -> tuple[AckOutcome, str]:
         """Acknowledge a message without a lease; return its outcome, and the consumer that has it or has done it."""
-        (queue,) = self._lines_in_stream([entry_id])
-        return self.stream.settle(name, entry_id, queue)
+        (queue,) = self._read_queues([entry_id])
+        return self.group_stream.ack_unleased(name, entry_id, queue)
 
     def fail(self, name: str, message_id: str, error: str, *, retry: bool = True) -> tuple[str, list[bytes]]:
         """Apply a consumer's failure: retry the message later, dead-letter it or park its ticket.
@@ -124,65 +126,67 @@ class Delegator:
         Return "retry", "dead-letter" or "park", and the ids of the consumer's next messages. Raises Refused if the
         consumer does not have the message, as when the call is repeated.
         """
-        lease = self._held(name, message_id)
+        lease = self._find_lease(name, message_id)
         if lease is None:
-            raise self._lost(name, message_id)
+            raise self._lost_lease_refusal(name, message_id)
         policy = self._settings.retry
         attempts = lease.waiting[0].attempt
         if retry and (attempts < policy.attempts or policy.then == "block"):
             outcome, result = "retry", LeaseRelease(lease, "later", round(policy.delay_after(attempts)), attempts)
             self._metrics.count(m.RETRIED, handler=self._settings.label)
         elif policy.then == "dead-letter" or not retry:
-            letter = self.letter(lease.waiting[0], "failed" if retry else "rejected", error)
-            if not self._bury(lease, letter):
-                raise self._lost(name, message_id)
-            return "dead-letter", self._next(name)
+            letter = self.dead_letter(lease.waiting[0], "failed" if retry else "rejected", error)
+            if not self._dead_letter_and_release(lease, letter):
+                raise self._lost_lease_refusal(name, message_id)
+            return "dead-letter", self._assign_next(name)
         else:
             outcome, result = "park", LeaseRelease(lease, "park", error, attempts)
             self._metrics.count(m.PARKED, handler=self._settings.label)
-        if self.stream.release([result]):
-            raise self._lost(name, message_id)
-        return outcome, self._next(name)
+        if self.group_stream.release([result]):
+            raise self._lost_lease_refusal(name, message_id)
+        return outcome, self._assign_next(name)
 
     def release(self, name: str, message_id: str | None = None) -> int:
         """Release one message of a consumer, or all of them, without counting an attempt; return their number."""
         if message_id is not None:
-            lease = self._held(name, message_id)
+            lease = self._find_lease(name, message_id)
             leases = [lease] if lease else []
         else:
-            leases = self.held_by(name)
-        refused = self.stream.release([LeaseRelease(lease, "first") for lease in leases])
+            leases = self.leases_of(name)
+        refused = self.group_stream.release([LeaseRelease(lease, "first") for lease in leases])
         return len(leases) - len(refused)
 
     # Queries
 
-    def held_by(self, name: str) -> list[KeyLease]:
+    def leases_of(self, name: str) -> list[KeyLease]:
         """The leases of a consumer."""
         owners = self._client.execute("HGETALL", self._keys.owners)
         pairs = zip(owners[::2], owners[1::2], strict=True)
         owned = [(queue, token) for queue, token in pairs if holder_of(token) == name]
         heads = self._client.pipeline([("LINDEX", self._keys.line(queue), 0) for queue, _ in owned])
-        return [self._lease(*one, head, ()) for one, head in zip(owned, heads, strict=True) if isinstance(head, bytes)]
+        return [
+            self._make_lease(*one, head, ()) for one, head in zip(owned, heads, strict=True) if isinstance(head, bytes)
+        ]
 
-    def letter(self, delivery: Delivery, reason: Reason, error: str) -> DeadLetter:
+    def dead_letter(self, delivery: Delivery, reason: Reason, error: str) -> DeadLetter:
         """The dead letter of a message."""
         pairs = list(delivery.pairs)
         fields = dict(zip(pairs[::2], pairs[1::2], strict=True))
         return DeadLetter(
-            stream=self.stream.stream, id=delivery.id.decode(), pairs=pairs, app=MASTER, handler=self._settings.group,
+            stream=self.group_stream.stream, id=delivery.id.decode(), pairs=pairs, app=MASTER, handler=self._settings.group,
             key=fields.get(self._settings.key.encode()), attempts=delivery.attempt, reason=reason, error=error,
             time_ms=time.time_ns() // 1_000_000,
         )  # fmt: skip
 
     # Internals
 
-    def _held(self, name: str, message_id: str) -> KeyLease | None:
+    def _find_lease(self, name: str, message_id: str) -> KeyLease | None:
         """A consumer's lease on a message, or None."""
         entry_id = entry_id_of(message_id)
-        entries = self._client.execute("XRANGE", self.stream.stream, entry_id, entry_id)
+        entries = self._client.execute("XRANGE", self.group_stream.stream, entry_id, entry_id)
         if not entries:  # it was trimmed meanwhile
-            return next((one for one in self.held_by(name) if one.waiting[0].id == entry_id), None)
-        queue = self.stream.line_of(entry_id, entries[0][1])
+            return next((one for one in self.leases_of(name) if one.waiting[0].id == entry_id), None)
+        queue = self.group_stream.queue_of(entry_id, entries[0][1])
         token, head, failed = map(
             raise_if_error,
             self._client.pipeline(
@@ -195,43 +199,45 @@ class Delegator:
         )
         if token is None or holder_of(token) != name or head != entry_id:
             return None
-        return self._lease(queue, token, entry_id, entries[0][1], int(failed or 0) + 1)
+        return self._make_lease(queue, token, entry_id, entries[0][1], int(failed or 0) + 1)
 
-    def _lease(self, queue: bytes, token: bytes, head: bytes, pairs: Sequence[bytes], attempt: int = 1) -> KeyLease:
-        lease = KeyLease(stream=self.stream, line=queue, token=token, state=b"", until_ms=0.0, given=1)
+    def _make_lease(
+        self, queue: bytes, token: bytes, head: bytes, pairs: Sequence[bytes], attempt: int = 1
+    ) -> KeyLease:
+        lease = KeyLease(stream=self.group_stream, line=queue, token=token, state=b"", until_ms=0.0, given=1)
         # With a delivery count of two or more, the commit also clears the entry's failure and crash counts.
-        lease.waiting.append(Delivery(self.stream, head, pairs, attempt, 2, lease=lease))
+        lease.waiting.append(Delivery(self.group_stream, head, pairs, attempt, 2, lease=lease))
         return lease
 
-    def _bury(self, lease: KeyLease, letter: DeadLetter) -> bool:
+    def _dead_letter_and_release(self, lease: KeyLease, letter: DeadLetter) -> bool:
         """Dead-letter a message and release its lease. False if the lease was lost."""
-        effects = self.stream.unit_of(lease, list(lease.waiting))
+        effects = self.group_stream.unit_of(lease, list(lease.waiting))
         effects.add_dead(letter.items())
-        if self.stream.commit([effects]):
+        if self.group_stream.commit([effects]):
             return False
-        self._metrics.count(m.DEAD, handler=self._settings.label, reason=letter.reason)
-        self.stream.release([LeaseRelease(lease, "next")])
+        self._metrics.count(m.DEAD_LETTERED, handler=self._settings.label, reason=letter.reason)
+        self.group_stream.release([LeaseRelease(lease, "next")])
         return True
 
-    def _next(self, name: str) -> list[bytes]:
+    def _assign_next(self, name: str) -> list[bytes]:
         registration = self._registry.get(name)
         if registration is not None and registration.state == "stuck":
-            self._registry.mark(name, "alive")
+            self._registry.set_state(name, "alive")
             registration = self._registry.get(name)
-        return self.deal(name, registration, count=1)
+        return self.assign(name, registration, count=1)
 
-    def _lost(self, name: str, message_id: str) -> Refused:
+    def _lost_lease_refusal(self, name: str, message_id: str) -> Refused:
         registration = self._registry.get(name)
         if registration is not None and registration.state == "stuck":
-            self._registry.mark(name, "alive")
-        return self._refused(name, message_id, "the message may be processed again")
+            self._registry.set_state(name, "alive")
+        return self._refusal(name, message_id, "the message may be processed again")
 
-    def _refused(self, name: str, message_id: str, why: str) -> Refused:
+    def _refusal(self, name: str, message_id: str, why: str) -> Refused:
         self._metrics.count(m.REFUSED, handler=self.label)
         return Refused(409, f"consumer {name!r} does not have message {message_id} (any more): {why}")
 
 
-def _describe(outcome: Settled, other: str) -> str:
+def _describe(outcome: AckOutcome, other: str) -> str:
     if outcome == "pending":
         return f"{other!r} has it" if other else "it is queued behind earlier messages of its ticket"
     if outcome == "done":

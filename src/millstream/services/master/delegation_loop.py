@@ -10,10 +10,10 @@ from millstream.delivery.key_queues import skip, unpark
 from millstream.errors import GroupMissing, Unavailable
 from millstream.observability import metrics as m
 from millstream.observability.health import Progress
-from millstream.observability.metrics import NOBODY, Metrics
+from millstream.observability.metrics import NO_METRICS, Metrics
 from millstream.redis_client.client import Client, raise_if_error
 from millstream.services.master.delegation import Delegator, holder_of
-from millstream.services.master.leases import LOST_TOO_OFTEN
+from millstream.services.master.leases import CONSUMERS_CRASHED
 from millstream.services.master.registry import Registration, Registry
 from millstream.services.master.settings import MasterSettings
 
@@ -36,63 +36,63 @@ class DelegationLoop:
 
     def __init__(
         self, url: str, delegator: Delegator, registry: Registry, settings: MasterSettings, *, progress: Progress,
-        metrics: Metrics = NOBODY, clock: Clock = SYSTEM_CLOCK,
+        metrics: Metrics = NO_METRICS, clock: Clock = SYSTEM_CLOCK,
     ) -> None:  # fmt: skip
-        self._reading = Client(url, timeout_ms=_BLOCK_MS + _TIMEOUT_SLACK_MS, clock=clock)
+        self._blocking_client = Client(url, timeout_ms=_BLOCK_MS + _TIMEOUT_SLACK_MS, clock=clock)
         self._client = Client(url, clock=clock)
-        self._desk = delegator
+        self._delegator = delegator
         self._registry = registry
         self._settings = settings
         self._progress = progress
         self._metrics = metrics
         self._clock = clock
         self._keys = settings.keys
-        self._tend_every_ms = min(1_000.0, settings.lease_ms / 4, settings.delegation_ms / 4)
-        self._adopt_every_ms = min(10_000.0, settings.min_idle_ms / 4)
-        self._tended_ms = self._adopted_ms = self._round_ms = float("-inf")
+        self._renew_interval_ms = min(1_000.0, settings.lease_ms / 4, settings.delegation_ms / 4)
+        self._claim_interval_ms = min(10_000.0, settings.claim_idle_ms / 4)
+        self._renewed_ms = self._claimed_ms = self._iteration_ms = float("-inf")
 
-    def hurry(self) -> None:
+    def check_leases_now(self) -> None:
         """Check all leases in the next iteration."""
-        self._tended_ms = float("-inf")
+        self._renewed_ms = float("-inf")
 
     def run(self, stopping: threading.Event) -> None:
         """Run until `stopping` is set. Waits while Redis is unavailable; raises StaleOwner and other RedisErrors."""
         try:
-            self._patiently(self._desk.join, stopping)
+            self._retry_while_unavailable(self._delegator.join, stopping)
             while not stopping.is_set():
-                self._patiently(self._round, stopping)
-                self._wait(stopping)
+                self._retry_while_unavailable(self._run_once, stopping)
+                self._wait_for_messages(stopping)
         except Unavailable:
             if not stopping.is_set():
                 raise
         finally:
-            self._reading.close()
+            self._blocking_client.close()
             self._client.close()
 
-    def _patiently(self, step: Callable[[], None], stopping: threading.Event) -> None:
-        self._client.patiently(step, what=self._settings.label, give_up=stopping.is_set)
+    def _retry_while_unavailable(self, step: Callable[[], None], stopping: threading.Event) -> None:
+        self._client.retry_while_unavailable(step, what=self._settings.label, give_up=stopping.is_set)
 
-    def _round(self) -> None:
-        now_ms = self._round_ms = self._clock.monotonic_ms()
-        if now_ms - self._tended_ms >= self._tend_every_ms:
-            self._tended_ms = now_ms
-            self._desk.stream.look()
-            self._metrics.set(m.PAUSED, float(self._desk.stream.paused), handler=self._settings.label)
-            self._tend()
-        if now_ms - self._adopted_ms >= self._adopt_every_ms:
-            self._adopted_ms = now_ms
-            self._adopt(now_ms)
-        if not self._desk.stream.paused:
-            self._route()
-            self._deal()
-        self._progress.read()
+    def _run_once(self) -> None:
+        now_ms = self._iteration_ms = self._clock.monotonic_ms()
+        if now_ms - self._renewed_ms >= self._renew_interval_ms:
+            self._renewed_ms = now_ms
+            self._delegator.group_stream.look()
+            self._metrics.set(m.PAUSED, float(self._delegator.group_stream.paused), handler=self._settings.label)
+            self._renew_leases()
+        if now_ms - self._claimed_ms >= self._claim_interval_ms:
+            self._claimed_ms = now_ms
+            self._claim_idle(now_ms)
+        if not self._delegator.group_stream.paused:
+            self._enqueue_new()
+            self._assign_ready()
+        self._progress.on_read()
 
     # Leases
 
-    def _tend(self) -> None:
-        result = self._desk.stream.tend()
-        for name in {lost.holder for lost in result.lost if lost.why == "stuck"}:
-            self._registry.mark(name, "stuck")
+    def _renew_leases(self) -> None:
+        result = self._delegator.group_stream.renew_leases()
+        for name in {lost.holder for lost in result.revoked if lost.cause == "stuck"}:
+            self._registry.set_state(name, "stuck")
             logger.warning(
                 "consumer %s is stuck: it held a message longer than %.0f s; "
                 "no more are assigned to it until it finishes one or registers again",
@@ -100,35 +100,35 @@ class DelegationLoop:
             )  # fmt: skip
         if result.acknowledged:
             self._metrics.count(m.COMMITTED, len(result.acknowledged), handler=self._settings.label)
-        self._bury()
-        self._report(result.extended)
+        self._dead_letter_parked()
+        self._report_metrics(result.renewed)
 
-    def _bury(self) -> None:
+    def _dead_letter_parked(self) -> None:
         """Dead-letter messages that lost too many leases and may have crashed consumers; their queues go on."""
         if self._settings.retry.then != "dead-letter":
             return
         parked = self._client.execute("HGETALL", self._keys.parked)
         for queue, note in zip(parked[::2], parked[1::2], strict=True):
-            if note.partition(b" ")[2] == LOST_TOO_OFTEN.encode():
-                skipped = skip(self._client, self._keys, queue, error=LOST_TOO_OFTEN, reason="crashed")
+            if note.partition(b" ")[2] == CONSUMERS_CRASHED.encode():
+                skipped = skip(self._client, self._keys, queue, error=CONSUMERS_CRASHED, reason="crashed")
                 if skipped is not None:
-                    self._metrics.count(m.DEAD, handler=self._settings.label, reason="crashed")
-                    logger.warning("message %s was dead-lettered: %s", skipped, LOST_TOO_OFTEN)
+                    self._metrics.count(m.DEAD_LETTERED, handler=self._settings.label, reason="crashed")
+                    logger.warning("message %s was dead-lettered: %s", skipped, CONSUMERS_CRASHED)
                 unpark(self._client, self._keys, queue)
 
-    def _adopt(self, now_ms: float) -> None:
-        claimed = self._desk.stream.adopt_idle(now_ms)
+    def _claim_idle(self, now_ms: float) -> None:
+        claimed = self._delegator.group_stream.claim_idle_messages(now_ms)
         if claimed:
-            self._metrics.count(m.ADOPTED, len(claimed), handler=self._settings.label)
+            self._metrics.count(m.CLAIMED, len(claimed), handler=self._settings.label)
             logger.warning("%d idle messages were claimed and put back into their key queues", len(claimed))
 
     # New messages
 
-    def _route(self) -> None:
-        enqueued = self._desk.stream.route(count=_ENQUEUED_AT_ONCE, most_pending=self._settings.most_waiting)
+    def _enqueue_new(self) -> None:
+        enqueued = self._delegator.group_stream.route(count=_ENQUEUED_AT_ONCE, most_pending=self._settings.max_queued)
         self._metrics.count(m.READ, enqueued, handler=self._settings.label)
 
-    def _deal(self) -> None:
+    def _assign_ready(self) -> None:
         """Assign ready messages in equal shares, first to the consumers that hold the fewest."""
         ready, due, time, owners = map(
             raise_if_error,
@@ -146,28 +146,30 @@ class DelegationLoop:
         if not ready:
             return
         consumers = self._registry.all()
-        self._desk.forget(consumers)
+        self._delegator.prune(consumers)
         held = Counter(map(holder_of, owners))
         free = [(held[name], name, found) for name, found in consumers.items() if _is_free(found, held[name])]
         share = -(-ready // max(1, len(free)))
-        self._desk.deal_all([(name, found, share) for _, name, found in sorted(free, key=lambda one: one[:2])])
+        self._delegator.assign_all([(name, found, share) for _, name, found in sorted(free, key=lambda one: one[:2])])
 
-    def _wait(self, stopping: threading.Event) -> None:
+    def _wait_for_messages(self, stopping: threading.Event) -> None:
         """Wait for a new message, between the minimum interval and the time of a blocking read."""
-        stopping.wait(max(0.0, self._round_ms + _MIN_INTERVAL_MS - self._clock.monotonic_ms()) / 1000)
-        stream = self._desk.stream
-        if stream.paused or stream.pending >= self._settings.most_waiting:
+        stopping.wait(max(0.0, self._iteration_ms + _MIN_INTERVAL_MS - self._clock.monotonic_ms()) / 1000)
+        stream = self._delegator.group_stream
+        if stream.paused or stream.pending >= self._settings.max_queued:
             stopping.wait(_PAUSE_S)
             return
         try:
-            self._reading.execute("XREAD", "COUNT", 1, "BLOCK", _BLOCK_MS, "STREAMS", stream.stream, stream.routed)
+            self._blocking_client.execute(
+                "XREAD", "COUNT", 1, "BLOCK", _BLOCK_MS, "STREAMS", stream.stream, stream.routed
+            )
         except (Unavailable, GroupMissing):
             stopping.wait(_PAUSE_S)
 
-    def _report(self, extended: int) -> None:
+    def _report_metrics(self, extended: int) -> None:
         label = self._settings.label
         self._metrics.set(m.IN_FLIGHT, extended, handler=label)
-        self._metrics.set(m.BUFFERED, max(0, self._desk.stream.pending - extended), handler=label)
+        self._metrics.set(m.QUEUED, max(0, self._delegator.group_stream.pending - extended), handler=label)
         states: Counter[str] = Counter(found.state for found in self._registry.all().values())
         for state in _STATES:
             self._metrics.set(m.CONSUMERS, states[state], handler=label, state=state)

@@ -31,14 +31,14 @@ _ON_TIME_RATIO = 0.25
 
 _LOCAL_ERRNOS = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
-Life = tuple[str, str]
+ConsumerIncarnation = tuple[str, str]
 """A consumer's name and incarnation."""
 
-Place = tuple[str, int]
+Endpoint = tuple[str, int]
 """Host and port of a health URL."""
 
 
-class Ping(NamedTuple):
+class HealthResult(NamedTuple):
     """The result of a health check.
 
     * `problem`: why the consumer is not healthy; None if it is
@@ -47,7 +47,7 @@ class Ping(NamedTuple):
     """
 
     problem: str | None
-    by: Literal["answer", "silence", "own"] = "answer"
+    evidence: Literal["answer", "silence", "own"] = "answer"
 
 
 class HealthChecker:
@@ -63,24 +63,24 @@ class HealthChecker:
     ) -> None:
         self._registry = registry
         self._settings = settings
-        self._allowed = allowed
+        self._allow_list = allowed
         self._on_death = on_death
         self._interval_s = settings.ping_ms / 1000
         self._timeout_s = min(_LONGEST_S, self._interval_s)
-        self._lateness = LoopDelay()
-        self._failures: dict[Life, int] = {}
-        self._due_s: dict[Life, float] = {}
-        self._under_way: set[Life] = set()
-        self._late_s: dict[Life, float] = {}
-        self._places: WeakValueDictionary[Place, asyncio.Semaphore] = WeakValueDictionary()
+        self._loop_delay = LoopDelay()
+        self._failures: dict[ConsumerIncarnation, int] = {}
+        self._due_s: dict[ConsumerIncarnation, float] = {}
+        self._in_progress: set[ConsumerIncarnation] = set()
+        self._last_delay_s: dict[ConsumerIncarnation, float] = {}
+        self._endpoint_slots: WeakValueDictionary[Endpoint, asyncio.Semaphore] = WeakValueDictionary()
         # A lookup of a dead name blocks its thread for long: the event loop's pool must not fill with them.
-        self._lookups = ThreadPoolExecutor(_LOOKUP_THREADS, "millstream-lookup")
+        self._lookup_pool = ThreadPoolExecutor(_LOOKUP_THREADS, "millstream-lookup")
 
     async def run(self) -> None:
         """Check all consumers periodically until cancelled."""
         try:
             async with open_transport() as transport, asyncio.TaskGroup() as tasks:
-                tasks.create_task(self._lateness.run())
+                tasks.create_task(self._loop_delay.run())
                 while True:
                     try:
                         consumers = await asyncio.to_thread(self._registry.all)
@@ -88,58 +88,60 @@ class HealthChecker:
                         logger.warning("cannot read the registered consumers: %s", error)
                         self._failures.clear()  # without Redis, no master could record a heartbeat
                     else:
-                        self._begin_due(consumers, transport, tasks)
+                        self._start_due_checks(consumers, transport, tasks)
                     await asyncio.sleep(min(1.0, self._interval_s / 5))
         finally:
-            self._lookups.shutdown(wait=False, cancel_futures=True)
+            self._lookup_pool.shutdown(wait=False, cancel_futures=True)
 
-    def _begin_due(
+    def _start_due_checks(
         self, consumers: Mapping[str, Registration], transport: httpx.AsyncBaseTransport, tasks: asyncio.TaskGroup
     ) -> None:
         now_s = asyncio.get_running_loop().time()
         registered = {(name, found.incarnation): found for name, found in consumers.items()}
         self._failures = {life: count for life, count in self._failures.items() if life in registered}
         self._due_s = {life: due_s for life, due_s in self._due_s.items() if life in registered}
-        self._late_s = {life: late_s for life, late_s in self._late_s.items() if life in registered}
+        self._last_delay_s = {life: late_s for life, late_s in self._last_delay_s.items() if life in registered}
         for life, found in registered.items():
-            if life not in self._under_way and self._due_s.get(life, now_s) <= now_s:
+            if life not in self._in_progress and self._due_s.get(life, now_s) <= now_s:
                 # Jitter: consumers found at the same time must not be checked at the same time for ever.
                 self._due_s[life] = now_s + self._interval_s * random.uniform(0.9, 1.0)
-                self._under_way.add(life)
-                tasks.create_task(self._look(life, found, transport))
+                self._in_progress.add(life)
+                tasks.create_task(self._check(life, found, transport))
 
-    async def _look(self, life: Life, found: Registration, transport: httpx.AsyncBaseTransport) -> None:
+    async def _check(self, life: ConsumerIncarnation, found: Registration, transport: httpx.AsyncBaseTransport) -> None:
         try:
-            late_s = self._lateness.so_far_s()
+            late_s = self._loop_delay.total_s()
             if found.health_url is None:
                 # Delay since the previous check counts: this master may have been too late to receive a heartbeat.
-                late_s = self._late_s.get(life, late_s)
-                result = Ping("it sent no heartbeat", "silence")
+                late_s = self._last_delay_s.get(life, late_s)
+                result = HealthResult("it sent no heartbeat", "silence")
             else:
-                result = await self._ping(transport, found.health_url)
-            self._late_s[life] = self._lateness.so_far_s()
-            was_late = self._late_s[life] - late_s > _ON_TIME_RATIO * self._timeout_s
-            if result.by == "own":
+                result = await self._check_url(transport, found.health_url)
+            self._last_delay_s[life] = self._loop_delay.total_s()
+            was_late = self._last_delay_s[life] - late_s > _ON_TIME_RATIO * self._timeout_s
+            if result.evidence == "own":
                 logger.warning("cannot check the health of consumer %s: %s", life[0], result.problem)
-            elif result.by == "answer" or not was_late:
-                await asyncio.to_thread(self._judge, life, result.problem)
+            elif result.evidence == "answer" or not was_late:
+                await asyncio.to_thread(self._record, life, result.problem)
             elif found.health_url is None:
                 self._failures.pop(life, None)
         except RedisError as error:
             logger.warning("cannot record the health of consumer %s: %s", life[0], error)
         finally:
-            self._under_way.discard(life)
+            self._in_progress.discard(life)
 
-    async def _ping(self, transport: httpx.AsyncBaseTransport, url: str) -> Ping:
+    async def _check_url(self, transport: httpx.AsyncBaseTransport, url: str) -> HealthResult:
         try:
-            target = self._allowed.target(url)
+            target = self._allow_list.parse(url)
         except Refused as error:  # by this master's allow list; another master had registered it
-            return Ping(str(error))
-        slots = self._places.setdefault((target.host, target.port), asyncio.Semaphore(_CONCURRENT_PER_ENDPOINT))
+            return HealthResult(str(error))
+        slots = self._endpoint_slots.setdefault((target.host, target.port), asyncio.Semaphore(_CONCURRENT_PER_ENDPOINT))
         async with slots:
-            return await self.ping(transport, target)
+            return await self.call_url(transport, target)
 
-    async def ping(self, transport: httpx.AsyncBaseTransport, target: Target, timeout_s: float | None = None) -> Ping:
+    async def call_url(
+        self, transport: httpx.AsyncBaseTransport, target: Target, timeout_s: float | None = None
+    ) -> HealthResult:
         """Call a health URL; wait at most `timeout_s` seconds, by default as long as the settings say."""
         within_s = self._timeout_s if timeout_s is None else timeout_s
         try:
@@ -148,44 +150,44 @@ class HealthChecker:
                 response = await transport.handle_async_request(_request(target, address, within_s))
                 await response.aclose()
         except (TimeoutError, httpx.TimeoutException):
-            return Ping("no answer in time", "silence")
+            return HealthResult("no answer in time", "silence")
         except (Refused, httpx.HTTPError, httpx.InvalidURL, OSError, ValueError) as error:
-            return Ping(str(error) or type(error).__name__, "own" if _is_local_error(error) else "answer")
-        return Ping(None if response.is_success else f"status {response.status_code}")
+            return HealthResult(str(error) or type(error).__name__, "own" if _is_local_error(error) else "answer")
+        return HealthResult(None if response.is_success else f"status {response.status_code}")
 
     async def _resolve(self, target: Target) -> Address:
         """The first allowed address of a host. Raises Refused and OSError."""
-        for address in await self._addresses(target):
-            if self._allowed.permits(target, address):
+        for address in await self._lookup(target):
+            if self._allow_list.permits(target, address):
                 return address
         raise Refused(403, f"no address of {target.host} is allowed with port {target.port}")
 
-    async def _addresses(self, target: Target) -> Sequence[Address]:
+    async def _lookup(self, target: Target) -> Sequence[Address]:
         literal = literal_address(target.host)
         if literal is not None:
             return (literal,)
         found = await asyncio.get_running_loop().run_in_executor(
-            self._lookups, partial(socket.getaddrinfo, target.host, target.port, type=socket.SOCK_STREAM)
+            self._lookup_pool, partial(socket.getaddrinfo, target.host, target.port, type=socket.SOCK_STREAM)
         )
         return [ipaddress.ip_address(str(place[0]).partition("%")[0]) for *_, place in found]
 
-    def _judge(self, life: Life, problem: str | None) -> None:
+    def _record(self, life: ConsumerIncarnation, problem: str | None) -> None:
         name, incarnation = life
         if problem is None:
             self._failures.pop(life, None)
-            self._registry.healthy(name, incarnation, every_ms=self._settings.ping_ms // 2)
+            self._registry.record_success(name, incarnation, every_ms=self._settings.ping_ms // 2)
             return
         # Count only checks of this process: the last success in the registry may be from before it started.
         self._failures[life] = self._failures.get(life, 0) + 1
-        silent_ms = self._settings.silent_ms - self._settings.ping_ms // 2
+        silent_ms = self._settings.dead_after_ms - self._settings.ping_ms // 2
         if self._failures[life] < self._settings.ping_failures:
             return
-        if self._registry.silent(name, incarnation, silent_ms=silent_ms):
+        if self._registry.record_failure(name, incarnation, silent_ms=silent_ms):
             logger.warning("consumer %s is dead: %s; reassigning its messages", name, problem)
             self._on_death()
 
     @property
-    def failures(self) -> Mapping[Life, int]:
+    def failures(self) -> Mapping[ConsumerIncarnation, int]:
         """Consecutive failed checks per consumer incarnation."""
         return self._failures
 

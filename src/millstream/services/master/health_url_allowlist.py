@@ -53,7 +53,7 @@ class AllowList:
     def __init__(self, entries: Sequence[str]) -> None:
         self._rules = [_rule(entry) for entry in entries]
 
-    def target(self, url: str) -> Target:
+    def parse(self, url: str) -> Target:
         """Parse `url`. Raises Refused if it is invalid, or not allowed whatever address its host resolves to."""
         try:
             parts = urlsplit(url)
@@ -77,7 +77,7 @@ class AllowList:
             return True
         plain = _unmapped(address)
         special = plain.is_loopback or plain.is_link_local or plain.is_multicast or plain.is_unspecified
-        return not special and not literal_address(target.host) and self._names(target)
+        return not special and not literal_address(target.host) and self._matches_name(target)
 
     def _allows_address(self, address: Address, port: int) -> bool:
         plain = _unmapped(address)
@@ -85,7 +85,7 @@ class AllowList:
             rule.network is not None and plain in rule.network and rule.port in (None, port) for rule in self._rules
         )
 
-    def _names(self, target: Target) -> bool:
+    def _matches_name(self, target: Target) -> bool:
         return any(
             rule.network is None and _matches(target.host, rule.name) and rule.port in (None, target.port)
             for rule in self._rules
@@ -94,7 +94,7 @@ class AllowList:
     def _may_resolve(self, target: Target) -> bool:
         # A name that is not in the list is checked by its address later, if the list has networks for its port.
         networks = any(rule.network is not None and rule.port in (None, target.port) for rule in self._rules)
-        return networks or self._names(target)
+        return networks or self._matches_name(target)
 
 
 def _rule(entry: str) -> _Rule:

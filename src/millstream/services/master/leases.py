@@ -18,36 +18,36 @@ REQUEUE_PENDING = Script("keys/requeue_pending")
 FINISH = Script("master/finish")
 END_LEASE = Script("master/end_lease")
 
-LOST_TOO_OFTEN = "all consumers that processed it died or hung"
+CONSUMERS_CRASHED = "all consumers that processed it died or hung"
 """Why a key queue is parked until a master has dead-lettered its first entry."""
 
 _CLAIMED_AT_ONCE = 500
 _MOST_WATCHED = 5_000
 
 
-Settled = Literal["pending", "acked", "acked-unassigned", "done", "ended", "new", "unknown"]
+AckOutcome = Literal["pending", "acked", "acked-unassigned", "done", "ended", "new", "unknown"]
 """The outcome of acknowledging a message without a lease: see master/end_lease.lua."""
 
-Finishing = tuple[str, bytes, bytes]
+FinishedMessage = tuple[str, bytes, bytes]
 """A consumer, the id of a message that it has processed, and the message's key queue."""
 
 
-class Lost(NamedTuple):
+class RevokedLease(NamedTuple):
     """A revoked lease: its holder is "gone" (dead, or re-registered) or "stuck" (over the delegation time)."""
 
-    line: bytes
+    queue: bytes
     id: bytes
     holder: str
-    why: Literal["gone", "stuck"]
+    cause: Literal["gone", "stuck"]
 
 
 @dataclass(frozen=True, slots=True)
 class RenewResult:
     """The result of one renewal: leases renewed, ids that were acknowledged with XACK, leases revoked."""
 
-    extended: int
+    renewed: int
     acknowledged: list[bytes]
-    lost: list[Lost]
+    revoked: list[RevokedLease]
 
 
 class GroupStream(KeyedStream):
@@ -55,71 +55,73 @@ class GroupStream(KeyedStream):
 
     def __init__(self, client: Client, settings: MasterSettings) -> None:
         super().__init__(
-            client, settings.ticket_stream, line_of=line_by(settings), app=MASTER, handler=settings.group,
+            client, settings.ticket_stream, line_of=queue_namer(settings), app=MASTER, handler=settings.group,
             consumer=settings.master,
         )  # fmt: skip
         self._settings = settings
-        self._seen_ms: dict[tuple[bytes, str], float] = {}
+        self._first_seen_ms: dict[tuple[bytes, str], float] = {}
 
-    def line_of(self, entry_id: bytes, pairs: Sequence[bytes]) -> bytes:
+    def queue_of(self, entry_id: bytes, pairs: Sequence[bytes]) -> bytes:
         """The name of an entry's key queue; b"" if the entry was redriven for another handler."""
         return self._line_of(entry_id, pairs)
 
-    def tend(self) -> RenewResult:
+    def renew_leases(self) -> RenewResult:
         """Renew the leases of live consumers within the delegation time, revoke all others, and detect XACKs."""
         retry = self._settings.retry
         most_lost = 0 if retry.then == "block" else retry.attempts
-        args = (self._settings.lease_ms, self._settings.delegation_ms, most_lost, LOST_TOO_OFTEN)
+        args = (self._settings.lease_ms, self._settings.delegation_ms, most_lost, CONSUMERS_CRASHED)
         extended, done, *lost = self._as_member(lambda: self._script(RENEW_LEASES, (self.token, self.group, *args)))
         return RenewResult(
-            int(extended), done, [Lost(queue, one, holder.decode(), why.decode()) for queue, one, holder, why in lost]
+            int(extended),
+            done,
+            [RevokedLease(queue, one, holder.decode(), why.decode()) for queue, one, holder, why in lost],
         )
 
-    def to_finish(self, messages: Sequence[Finishing]) -> Command:
+    def finish_command(self, messages: Sequence[FinishedMessage]) -> Command:
         """The command that finishes messages held by their consumers, for a pipeline."""
-        return self._ledger.command(FINISH, self.stream, self._finishing(messages))
+        return self._ledger.command(FINISH, self.stream, self._finish_args(messages))
 
-    def finished(self, messages: Sequence[Finishing], reply: Reply) -> tuple[int, list[bool]]:
+    def parse_finish(self, messages: Sequence[FinishedMessage], reply: Reply) -> tuple[int, list[bool]]:
         """Parse its reply: the number of ready key queues, and for each message whether it was held and is done now."""
         if isinstance(reply, RedisError):
-            reply = self._as_member(lambda: self._script(FINISH, self._finishing(messages)))
+            reply = self._as_member(lambda: self._script(FINISH, self._finish_args(messages)))
         ready, *done = reply
         return int(ready), list(map(bool, done))
 
-    def _finishing(self, messages: Sequence[Finishing]) -> Sequence[Arg]:
+    def _finish_args(self, messages: Sequence[FinishedMessage]) -> Sequence[Arg]:
         return (self.token, self.group, *[part for one in messages for part in one])
 
-    def settle(self, consumer: str, entry_id: bytes, queue: bytes) -> tuple[Settled, str]:
+    def ack_unleased(self, consumer: str, entry_id: bytes, queue: bytes) -> tuple[AckOutcome, str]:
         """Acknowledge an entry without a lease; return its outcome, and the consumer that has it or has done it."""
         args = (self.token, self.group, consumer, entry_id, queue)
         outcome, other = self._as_member(lambda: self._script(END_LEASE, args))
         return outcome.decode(), from_wire(other)
 
-    def adopt_idle(self, now_ms: float) -> list[bytes]:
+    def claim_idle_messages(self, now_ms: float) -> list[bytes]:
         """Claim idle messages that consumers read from the group without a master, into their key queues.
 
         A message is idle if it has been pending with one consumer for `min_idle_ms`: by Redis' idle time, or, as
         consumers reset that whenever they read their messages again, by this master's own observation. `now_ms` is the
         time of the master's clock. Return their ids.
         """
-        return self._as_member(lambda: self._adopt_idle(now_ms))
+        return self._as_member(lambda: self._claim_idle_messages(now_ms))
 
-    def _adopt_idle(self, now_ms: float) -> list[bytes]:
+    def _claim_idle_messages(self, now_ms: float) -> list[bytes]:
         seen: dict[tuple[bytes, str], float] = {}
         overdue: list[bytes] = []
         for consumer in self._group.consumers():
             if consumer.name == WAITING or not consumer.pending:
                 continue
             for entry in islice(self._group.pending.walk(consumer=consumer.name), _MOST_WATCHED):
-                since_ms = seen[entry.id, consumer.name] = self._seen_ms.get((entry.id, consumer.name), now_ms)
-                if max(entry.idle_ms, now_ms - since_ms) >= self._settings.min_idle_ms:
+                since_ms = seen[entry.id, consumer.name] = self._first_seen_ms.get((entry.id, consumer.name), now_ms)
+                if max(entry.idle_ms, now_ms - since_ms) >= self._settings.claim_idle_ms:
                     overdue.append(entry.id)
-        self._seen_ms = seen
+        self._first_seen_ms = seen
         found = self._client.pipeline([("XRANGE", self.stream, one, one) for one in overdue[:_CLAIMED_AT_ONCE]])
         args: list[Arg] = []
         trimmed: list[bytes] = []
         for entry_id, entries in zip(overdue, map(raise_if_error, found), strict=False):
-            queue = self.line_of(entry_id, entries[0][1]) if entries else b""
+            queue = self.queue_of(entry_id, entries[0][1]) if entries else b""
             if queue:
                 args += (entry_id, queue)
             else:
@@ -135,7 +137,12 @@ class ConsumerStream(KeyedStream):
 
     def __init__(self, client: Client, settings: MasterSettings, name: str, incarnation: str) -> None:
         super().__init__(
-            client, settings.ticket_stream, line_of=line_by(settings), app=MASTER, handler=settings.group, consumer=name
+            client,
+            settings.ticket_stream,
+            line_of=queue_namer(settings),
+            app=MASTER,
+            handler=settings.group,
+            consumer=name,
         )
         self._incarnation = incarnation
         self._lease_ms = settings.lease_ms
@@ -145,19 +152,19 @@ class ConsumerStream(KeyedStream):
         """The consumer's incarnation."""
         return self._incarnation
 
-    def to_deal(self, count: int, most: int) -> Command:
+    def assign_command(self, count: int, most: int) -> Command:
         """The command that leases up to `count` ready key queues to the consumer, which may hold `most` in total."""
         args = self._taking(count, count, 1, self._lease_ms, False, (NO_LIMIT, True))
         return self._ledger.command(LEASE_KEYS, self.stream, (*args, most))
 
-    def dealt(self, reply: Reply, count: int, most: int) -> list[KeyLease]:
+    def parse_assign(self, reply: Reply, count: int, most: int) -> list[KeyLease]:
         """Parse its reply: the leases that the consumer got."""
         if isinstance(reply, RedisError):
             return self._as_member(lambda: self._take(count, count, 1, self._lease_ms, 0.0, False, most)).leases
         return self.taken(reply, 0.0).leases
 
 
-class LineOf:
+class QueueNamer:
     """Names the key queue of an entry by its field `key`; b"" if it was redriven for another handler than `label`."""
 
     def __init__(self, key: bytes, label: bytes) -> None:
@@ -172,6 +179,6 @@ class LineOf:
         return queue_of_key(value or None, entry_id)
 
 
-def line_by(settings: MasterSettings) -> LineOf:
+def queue_namer(settings: MasterSettings) -> QueueNamer:
     """The function that names the key queue of an entry."""
-    return LineOf(settings.key.encode(), settings.label.encode())
+    return QueueNamer(settings.key.encode(), settings.label.encode())

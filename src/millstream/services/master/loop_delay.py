@@ -21,9 +21,9 @@ class LoopDelay:
         while True:
             self._due_s = loop.time() + _TICK_S
             await asyncio.sleep(_TICK_S)
-            self._total_s, self._due_s = self.so_far_s(), None
+            self._total_s, self._due_s = self.total_s(), None
 
-    def so_far_s(self) -> float:
+    def total_s(self) -> float:
         """The total delay in seconds, including that of the measurement in progress."""
         overdue_s = 0.0 if self._due_s is None else asyncio.get_running_loop().time() - self._due_s
         return self._total_s + max(0.0, overdue_s)

@@ -12,7 +12,7 @@ _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.05, 2.0
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class MasterResponse:
     """A master's answer: the HTTP status and the JSON object."""
 
     status: int
@@ -24,7 +24,7 @@ class Answer:
         return 200 <= self.status < 300
 
 
-class MasterCalls:
+class MasterClient:
     """Posts to masters in turn until one answers other than 429 or 5xx. Threads may share it."""
 
     def __init__(self, token: str, stopping: threading.Event) -> None:
@@ -36,7 +36,7 @@ class MasterCalls:
         """Close the connections."""
         self._http.close()
 
-    def post(self, urls: Sequence[str], body: Mapping[str, object], *, for_s: float) -> Answer | str:
+    def post(self, urls: Sequence[str], body: Mapping[str, object], *, for_s: float) -> MasterResponse | str:
         """The first answer of one of `urls`, tried for `for_s` seconds; else the last error, as text.
 
         Each URL is tried at least once. The wait ends early when the consumer stops.
@@ -50,7 +50,7 @@ class MasterCalls:
                     problem = f"{url}: {error or type(error).__name__}"
                     continue
                 if found.status_code < 500 and found.status_code != 429:
-                    return Answer(found.status_code, _object(found))
+                    return MasterResponse(found.status_code, _object(found))
                 problem = f"{url}: {_object(found).get('error', found.status_code)}"
             if waited_s >= for_s or self._stopping.wait(wait_s):
                 return problem
@@ -58,7 +58,7 @@ class MasterCalls:
             wait_s = min(wait_s * 2, _LONGEST_WAIT_S)
 
 
-def sibling(url: str, name: str) -> str:
+def sibling_url(url: str, name: str) -> str:
     """The URL of another call of the same master: `.../acknowledge` -> `.../fail`."""
     return f"{url.rstrip('/').rpartition('/')[0]}/{name}"
 

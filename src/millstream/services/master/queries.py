@@ -8,7 +8,7 @@ from millstream.delivery.key_queues import KeyQueue, look_at, names_of
 from millstream.redis_client.client import Client, raise_if_error
 from millstream.services.master.delegation import holder_of
 from millstream.services.master.registry import Registry
-from millstream.services.master.schemas import Consumer, Consumers, Ticket, Tickets
+from millstream.services.master.schemas import Consumer, ConsumerPage, Ticket, TicketPage
 from millstream.services.master.settings import MasterSettings
 from millstream.services.web.errors import Refused
 
@@ -29,16 +29,16 @@ class Queries:
         self._registry = registry
         self._keys = settings.keys
         self._clock = clock
-        self._listed: Sequence[bytes] = ()
-        self._listed_ms = float("-inf")
+        self._listing: Sequence[bytes] = ()
+        self._listing_ms = float("-inf")
 
-    def tickets(self, cursor: str | None, limit: int) -> Tickets:
+    def tickets(self, cursor: str | None, limit: int) -> TicketPage:
         """Up to `limit` tickets with unfinished messages, after those of the page that `cursor` came with.
 
         A page may have fewer, or none, if many were done since the listing began. The last page has no cursor.
         """
         after = _after(cursor)
-        names = self._names(anew=not after)
+        names = self._queue_names(anew=not after)
         at, last = bisect_right(names, after), min(bisect_right(names, after) + _MOST_READ, len(names))
         page: list[KeyQueue] = []
         while at < last and len(page) < limit:
@@ -49,19 +49,19 @@ class Queries:
             page = page[:limit]
             at = bisect_right(names, page[-1].name)
         ids = self._client.pipeline([("LRANGE", self._keys.line(queue.name), 0, _MOST_IDS - 1) for queue in page])
-        return Tickets(
+        return TicketPage(
             tickets=[_ticket(queue, raise_if_error(some)) for queue, some in zip(page, ids, strict=True)],
             cursor=names[at - 1].hex() if at < len(names) else None,
         )
 
-    def _names(self, *, anew: bool) -> Sequence[bytes]:
+    def _queue_names(self, *, anew: bool) -> Sequence[bytes]:
         """The names of all key queues: those at the listing's start, if this master still has them in memory."""
         now_ms = self._clock.monotonic_ms()
-        if anew or now_ms - self._listed_ms > _LISTING_MS:
-            self._listed, self._listed_ms = names_of(self._client, self._keys), now_ms
-        return self._listed
+        if anew or now_ms - self._listing_ms > _LISTING_MS:
+            self._listing, self._listing_ms = names_of(self._client, self._keys), now_ms
+        return self._listing
 
-    def consumers(self, cursor: str | None, limit: int) -> Consumers:
+    def consumers(self, cursor: str | None, limit: int) -> ConsumerPage:
         """Up to `limit` consumers, after those of the page that `cursor` came with."""
         after = _after(cursor).decode("utf-8", "replace")
         registered = self._registry.all()
@@ -86,7 +86,7 @@ class Queries:
                     message_ids=[_text(heads[queue]) for queue in queues[name] if heads[queue] is not None],
                 )
             )  # fmt: skip
-        return Consumers(consumers=consumers, cursor=page[-1].encode().hex() if len(rest) > limit else None)
+        return ConsumerPage(consumers=consumers, cursor=page[-1].encode().hex() if len(rest) > limit else None)
 
 
 def _ticket(queue: KeyQueue, ids: list[bytes]) -> Ticket:

@@ -21,8 +21,8 @@ COMPARE_AND_SET = Script("shared/compare_and_set")
 State = Literal["alive", "stuck", "dead"]
 """alive: gets messages. stuck: held one too long; gets none until it finishes one. dead: gets none until healthy."""
 
-MOST_CONSUMERS = 1_000
-FORGOTTEN_MS = 24 * 3_600_000
+MAX_CONSUMERS = 1_000
+DEAD_RETENTION_MS = 24 * 3_600_000
 """A consumer that has been dead for this long, in milliseconds, is removed."""
 
 _NAME = re.compile(r"[A-Za-z0-9_.:@-]{1,100}")
@@ -72,11 +72,11 @@ class Registry:
         found = self._client.execute("HGET", self._key, name)
         return None if found is None else _decode(found)
 
-    def to_get(self, names: Sequence[str]) -> Command:
+    def get_command(self, names: Sequence[str]) -> Command:
         """The command that reads some consumers, for a pipeline."""
         return ("HMGET", self._key, *names)
 
-    def got(self, names: Sequence[str], reply: Reply) -> dict[str, Registration]:
+    def parse_get(self, names: Sequence[str], reply: Reply) -> dict[str, Registration]:
         """Parse its reply: those of them that are registered."""
         return {name: _decode(text) for name, text in zip(names, reply, strict=True) if text is not None}
 
@@ -93,8 +93,8 @@ class Registry:
 
         def change(now: Registration | None, time_ms: int) -> Registration:
             again = now is not None and bool(instance) and now.instance == instance
-            if now is None and self._client.execute("HLEN", self._key) >= MOST_CONSUMERS:
-                raise Refused(429, f"there are {MOST_CONSUMERS:,} consumers already, which is the limit")
+            if now is None and self._client.execute("HLEN", self._key) >= MAX_CONSUMERS:
+                raise Refused(429, f"there are {MAX_CONSUMERS:,} consumers already, which is the limit")
             alive = now is not None and now.state != "dead" and time_ms - now.healthy_ms < 2 * silent_ms
             if now is not None and alive and not again and now.health_url != health_url:
                 raise Refused(
@@ -106,11 +106,11 @@ class Registry:
                 health_url=health_url, max_tickets=max_tickets, registered_ms=time_ms, healthy_ms=time_ms,
             )  # fmt: skip
 
-        found = self._change(name, change)
+        found = self._update(name, change)
         assert found is not None
         return found
 
-    def healthy(self, name: str, incarnation: str, *, every_ms: int) -> None:
+    def record_success(self, name: str, incarnation: str, *, every_ms: int) -> None:
         """Record that a consumer is healthy, at most once per `every_ms`."""
 
         def change(now: Registration | None, time_ms: int) -> Registration | None:
@@ -121,9 +121,9 @@ class Registry:
             state: State = "alive" if now.state == "dead" else now.state
             return msgspec.structs.replace(now, healthy_ms=time_ms, state=state)
 
-        self._change(name, change)
+        self._update(name, change)
 
-    def silent(self, name: str, incarnation: str, *, silent_ms: int) -> bool:
+    def record_failure(self, name: str, incarnation: str, *, silent_ms: int) -> bool:
         """Record a failed check: a consumer not healthy for `silent_ms` becomes dead, which ends its leases.
 
         True if it became dead by this call.
@@ -133,13 +133,13 @@ class Registry:
             if now is None or now.incarnation != incarnation or time_ms - now.healthy_ms < silent_ms:
                 return now
             if now.state == "dead":
-                return None if time_ms - now.healthy_ms > FORGOTTEN_MS else now
+                return None if time_ms - now.healthy_ms > DEAD_RETENTION_MS else now
             return msgspec.structs.replace(now, state="dead", incarnation=secrets.token_hex(4))
 
-        found = self._change(name, change)
+        found = self._update(name, change)
         return found is not None and found.state == "dead" and found.incarnation != incarnation
 
-    def mark(self, name: str, state: Literal["alive", "stuck"]) -> None:
+    def set_state(self, name: str, state: Literal["alive", "stuck"]) -> None:
         """Set the state of a consumer that held a message too long, or that has finished one after all."""
 
         def change(now: Registration | None, _: int) -> Registration | None:
@@ -147,17 +147,17 @@ class Registry:
                 return now
             return msgspec.structs.replace(now, state=state)
 
-        self._change(name, change)
+        self._update(name, change)
 
-    def close(self, name: str) -> None:
+    def stop_assigning(self, name: str) -> None:
         """Assign no more messages to a consumer."""
-        self._change(name, lambda now, time_ms: now and msgspec.structs.replace(now, max_tickets=0))
+        self._update(name, lambda now, time_ms: now and msgspec.structs.replace(now, max_tickets=0))
 
-    def remove(self, name: str) -> None:
+    def unregister(self, name: str) -> None:
         """Remove a consumer."""
-        self._change(name, lambda now, time_ms: None)
+        self._update(name, lambda now, time_ms: None)
 
-    def _change(self, name: str, change: Change) -> Registration | None:
+    def _update(self, name: str, change: Change) -> Registration | None:
         while True:
             before = self._client.execute("HGET", self._key, name)
             known = None if before is None else _decode(before)

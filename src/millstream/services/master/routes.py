@@ -61,7 +61,7 @@ class BodyRoute(APIRoute):
         return answer
 
 
-def first_mistake(error: Any, *within: str) -> str:
+def first_error(error: Any, *within: str) -> str:
     """The first validation error of pydantic and its location, in one line."""
     first = error.errors()[0]
     return f"{'.'.join(map(str, (*within, *first['loc'])))}: {first['msg']}"
@@ -71,7 +71,7 @@ def _body(body_type: type[BaseModel], text: bytes) -> BaseModel:
     try:
         return body_type.model_validate_json(text)
     except ValidationError as error:
-        raise Refused(422, first_mistake(error, "body")) from error
+        raise Refused(422, first_error(error, "body")) from error
 
 
 def _check_content_type(request: Request) -> None:

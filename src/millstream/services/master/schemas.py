@@ -4,7 +4,7 @@ from typing import Annotated
 
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, model_validator
 
-from millstream.services.master.settings import MOST_TICKETS
+from millstream.services.master.settings import MAX_TICKETS
 
 Name = Annotated[
     str,
@@ -26,7 +26,7 @@ class _Body(BaseModel):
     model_config = ConfigDict(extra="ignore")
 
 
-class Registering(_Body):
+class RegisterRequest(_Body):
     """Registers a consumer."""
 
     consumer: Name
@@ -37,14 +37,14 @@ class Registering(_Body):
             description="Answers GET with 2xx while the consumer is healthy. Without one, send heartbeats.",
         ),
     ] = None
-    max_tickets: Annotated[int | None, Field(ge=1, le=MOST_TICKETS, description="Messages assigned at once.")] = None
+    max_tickets: Annotated[int | None, Field(ge=1, le=MAX_TICKETS, description="Messages assigned at once.")] = None
     instance: Annotated[
         str,
         Field(max_length=100, description="Id of the consumer's process: registering with the same one is no restart."),
     ] = ""
 
 
-class Acknowledging(_Body):
+class AcknowledgeRequest(_Body):
     """Acknowledges a message, or several as `message_ids`."""
 
     consumer: Name
@@ -59,19 +59,19 @@ class Acknowledging(_Body):
     message_ids: Annotated[
         list[Annotated[str, Field(max_length=50)]],
         Field(
-            validation_alias=AliasChoices("message_ids", "messageIds"), max_length=MOST_TICKETS,
+            validation_alias=AliasChoices("message_ids", "messageIds"), max_length=MAX_TICKETS,
             description="Several messages, instead of `message_id`.",
         ),
     ] = []  # fmt: skip
 
     @model_validator(mode="after")
-    def _names_some(self) -> "Acknowledging":
+    def _names_some(self) -> "AcknowledgeRequest":
         if (self.message_id is None) == (not self.message_ids):
             raise ValueError("give either message_id or message_ids")
         return self
 
 
-class Failing(_Body):
+class FailRequest(_Body):
     """Reports a failed message. Do not acknowledge it as well."""
 
     consumer: Name
@@ -80,20 +80,20 @@ class Failing(_Body):
     retry: Annotated[bool, Field(description="False: dead-letter the message, as it would fail again.")] = True
 
 
-class Releasing(_Body):
+class ReleaseRequest(_Body):
     """Releases a message unprocessed. Without `message_id`: releases all, and unregisters the consumer."""
 
     consumer: Name
     message_id: Annotated[str | None, Field(validation_alias=AliasChoices("message_id", "messageId"))] = None
 
 
-class Heartbeat(_Body):
+class HeartbeatRequest(_Body):
     """Reports that a consumer is alive."""
 
     consumer: Name
 
 
-class Registered(BaseModel):
+class RegisterResponse(BaseModel):
     """The consumer is registered. Read its messages with `XREADGROUP GROUP group consumer STREAMS stream 0`."""
 
     consumer: str
@@ -111,7 +111,7 @@ class NotAcknowledged(BaseModel):
     error: str
 
 
-class Acknowledged(BaseModel):
+class AcknowledgeResponse(BaseModel):
     """The messages are acknowledged. `known`: all of them were before, by the same consumer.
 
     `next`: ids of the messages that the call assigned to the consumer. `refused`: those of several `message_ids` that
@@ -123,20 +123,20 @@ class Acknowledged(BaseModel):
     refused: list[NotAcknowledged] = []
 
 
-class Failed(BaseModel):
+class FailResponse(BaseModel):
     """The message's outcome: `retry`, `dead-letter` or `park`. `next`: ids of the messages that the call assigned."""
 
     outcome: str
     next: list[str]
 
 
-class Released(BaseModel):
+class ReleaseResponse(BaseModel):
     """The number of released messages."""
 
     released: int
 
 
-class Alive(BaseModel):
+class HeartbeatResponse(BaseModel):
     """The ids of the consumer's messages."""
 
     message_ids: list[str]
@@ -158,7 +158,7 @@ class Ticket(BaseModel):
     failed: int
 
 
-class Tickets(BaseModel):
+class TicketPage(BaseModel):
     """One page. `cursor` gets the next page; null on the last."""
 
     tickets: list[Ticket]
@@ -178,14 +178,14 @@ class Consumer(BaseModel):
     message_ids: list[str]
 
 
-class Consumers(BaseModel):
+class ConsumerPage(BaseModel):
     """One page. `cursor` gets the next page; null on the last."""
 
     consumers: list[Consumer]
     cursor: str | None
 
 
-class Standing(BaseModel):
+class HealthResponse(BaseModel):
     """Whether this master is healthy, and the reasons if not."""
 
     status: str
@@ -193,7 +193,7 @@ class Standing(BaseModel):
     reasons: list[str]
 
 
-class Problem(BaseModel):
+class ErrorResponse(BaseModel):
     """Why a request was refused, in one line."""
 
     error: str

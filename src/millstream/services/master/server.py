@@ -10,8 +10,8 @@ from millstream.observability.health import Health
 from millstream.observability.metrics import Recorder
 from millstream.redis_client.client import Client
 from millstream.services.master.acknowledgements import Acknowledger
-from millstream.services.master.api import Parts, make_api
-from millstream.services.master.call_batching import Batches
+from millstream.services.master.api import MasterContext, make_api
+from millstream.services.master.call_batching import CallBatcher
 from millstream.services.master.delegation import Delegator
 from millstream.services.master.delegation_loop import DelegationLoop
 from millstream.services.master.health_checks import HealthChecker
@@ -29,7 +29,7 @@ _STOP_S = 5.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Serving:
+class MasterServerOptions:
     """Where a master listens, and which requests it accepts.
 
     * `names`: accepted host names of requests; None: any
@@ -39,15 +39,15 @@ class Serving:
 
     url: str = field(repr=False)
     tokens: Tokens
-    allowed: AllowList
+    allow_list: AllowList
     host: str = "127.0.0.1"
     port: int = 0
-    names: Container[str] | None = None
+    host_names: Container[str] | None = None
     limits: Limits = field(default_factory=lambda: Limits(connections=2_000))
-    most_page: int = 1_000
+    max_page: int = 1_000
 
 
-def run_master(settings: MasterSettings, serving: Serving, *, on_ready: Callable[[str], None]) -> None:
+def run_master(settings: MasterSettings, serving: MasterServerOptions, *, on_ready: Callable[[str], None]) -> None:
     """Run a master until SIGTERM or SIGINT. `on_ready` is called with its URL.
 
     Leases stay when it stops: another master goes on with them, or this one after its restart. Raises ServerError, and
@@ -61,21 +61,21 @@ def run_master(settings: MasterSettings, serving: Serving, *, on_ready: Callable
         progress = health.progress(settings.label, run_within_ms=_ROUND_WITHIN_MS)
         loop = DelegationLoop(serving.url, delegator, registry, settings, progress=progress, metrics=recorder)
         acknowledger = Acknowledger(client, registry, delegator, metrics=recorder)
-        checker = HealthChecker(registry, settings, serving.allowed, on_death=loop.hurry)
+        checker = HealthChecker(registry, settings, serving.allow_list, on_death=loop.check_leases_now)
         api = make_api(
-            Parts(
-                settings=settings, registry=registry, desk=delegator, views=Queries(client, registry, settings),
-                acknowledgements=Batches(acknowledger.acknowledge, name="millstream-acknowledge"),
-                tokens=serving.tokens, allowed=serving.allowed, pinger=checker, health=health, recorder=recorder,
-                hurry=loop.hurry, names=serving.names, most_page=serving.most_page,
+            MasterContext(
+                settings=settings, registry=registry, delegator=delegator, queries=Queries(client, registry, settings),
+                ack_batches=CallBatcher(acknowledger.acknowledge, name="millstream-acknowledge"),
+                tokens=serving.tokens, allow_list=serving.allow_list, health_checker=checker, health=health, recorder=recorder,
+                check_leases_now=loop.check_leases_now, host_names=serving.host_names, max_page=serving.max_page,
             )
         )  # fmt: skip
         listener = listen(serving.host, serving.port, connections=serving.limits.connections)
         server = Server(api, serving.limits, metrics=recorder, stop_s=_STOP_S)
-        serve_beside(server, listener, lambda: loop.run(stopping), stopping, on_ready=on_ready)
+        serve_with_worker(server, listener, lambda: loop.run(stopping), stopping, on_ready=on_ready)
 
 
-def serve_beside(
+def serve_with_worker(
     server: Server, listener: socket.socket, work: Callable[[], None], stopping: threading.Event, *,
     on_ready: Callable[[str], None],
 ) -> None:  # fmt: skip

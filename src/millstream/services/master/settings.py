@@ -6,7 +6,7 @@ from millstream.errors import ConfigError
 from millstream.model import Retry
 from millstream.redis_client.key_names import MASTER, HandlerKeys, check_identifier, check_stream
 
-MOST_TICKETS = 1_000
+MAX_TICKETS = 1_000
 """Maximum `max_tickets` of a consumer."""
 
 _LEAST_LEASE_MS = 1_000
@@ -37,11 +37,11 @@ class MasterSettings:
     key: str = "ticket_id"
     ping_ms: int = 5_000
     ping_failures: int = 3
-    min_idle_ms: int = 60_000
+    claim_idle_ms: int = 60_000
     lease_ms: int = 30_000
     delegation_ms: int = 300_000
     max_tickets: int = 1
-    most_waiting: int = 100_000
+    max_queued: int = 100_000
     retry: Retry = field(default_factory=Retry)
 
     def __post_init__(self) -> None:
@@ -49,8 +49,8 @@ class MasterSettings:
         check_identifier("concurrency_stream_group", self.group)
         if not self.ticket_stream or not self.key:
             raise ConfigError("ticket_stream and key must not be empty: name the stream, and the field that is the key")
-        if not 1 <= self.max_tickets <= MOST_TICKETS:
-            raise ConfigError(f"max_tickets={self.max_tickets}: use 1 to {MOST_TICKETS:,}")
+        if not 1 <= self.max_tickets <= MAX_TICKETS:
+            raise ConfigError(f"max_tickets={self.max_tickets}: use 1 to {MAX_TICKETS:,}")
         if self.lease_ms < _LEAST_LEASE_MS:
             raise ConfigError(f"a lease of {self.lease_ms} ms is too short: use {_LEAST_LEASE_MS:,} ms or more")
         for name in ("ping_ms", "ping_failures", "min_idle_ms", "delegation_ms", "most_waiting"):
@@ -68,6 +68,6 @@ class MasterSettings:
         return f"{MASTER}.{self.group}"
 
     @property
-    def silent_ms(self) -> int:
+    def dead_after_ms(self) -> int:
         """Milliseconds without a successful health check after which a consumer may be declared dead."""
         return self.ping_ms * self.ping_failures

@@ -165,7 +165,7 @@ class Connections:
 
     def _cut(self, connection: Connection, reason: Literal["late", "crowded"]) -> None:
         self._remove(connection)
-        self._metrics.count(m.HTTP_CUT, reason=reason)
+        self._metrics.count(m.HTTP_DROPPED, reason=reason)
         connection.abort()
 
     def _remove(self, connection: Connection) -> None:

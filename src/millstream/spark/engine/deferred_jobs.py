@@ -144,7 +144,11 @@ class DeferredJobs:
         """Leave out the streams on which the handler is paused."""
         some = [stream for stream, ready in found if ready.any]
         read = partial(self._commit_store.paused, some)
-        paused = self._client.patiently(read, what=self._job.handler.label, give_up=self._give_up) if some else set()
+        paused = (
+            self._client.retry_while_unavailable(read, what=self._job.handler.label, give_up=self._give_up)
+            if some
+            else set()
+        )
         return [(stream, ready) for stream, ready in found if stream not in paused]
 
     def _needs_refresh(self, stream: str, times: int, now_ms: float) -> bool:
@@ -159,7 +163,7 @@ class DeferredJobs:
         return seen.runnable.wait_ms is not None and now_ms >= seen.at_ms + seen.runnable.wait_ms
 
     def _fetch_runnable(self, streams: Sequence[str]) -> dict[str, RunnableKeys]:
-        return self._client.patiently(
+        return self._client.retry_while_unavailable(
             lambda: runnable_keys(self._commit_store, streams, MAX_KEYS_PER_JOB),
             what=self._job.handler.label,
             give_up=self._give_up,

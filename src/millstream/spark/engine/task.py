@@ -339,7 +339,7 @@ class PartitionTask:
         """Call Redis until it answers. The watchdog pauses meanwhile: the call blocks the loop, not a handler."""
         self._disarm()
         with self._heartbeat.paused():
-            return self._client.patiently(call, what=self._handler.label)
+            return self._client.retry_while_unavailable(call, what=self._handler.label)
 
     # --- Loading ---
 

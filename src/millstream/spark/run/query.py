@@ -75,7 +75,7 @@ class RunContext:
 
     def retry_while_unavailable(self, operation: Callable[[], T], what: str) -> T:
         """Run `operation`, repeating it while Redis is unavailable. Raises Unavailable once the run is stopping."""
-        return self.client.patiently(operation, what=what, give_up=self.stopping.is_set)
+        return self.client.retry_while_unavailable(operation, what=what, give_up=self.stopping.is_set)
 
 
 @dataclass(slots=True)

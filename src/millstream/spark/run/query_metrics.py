@@ -51,7 +51,7 @@ class QueryMetrics(StreamingQueryListener):
         """Remove the query's metrics of streams."""
         query = self._names.pop(str(event.runId), str(event.id))
         for stream in self._reported.pop(query, ()):
-            self._metrics.forget(m.SPARK_STREAM_BEHIND, query=query, stream=stream)
+            self._metrics.remove(m.SPARK_STREAM_BEHIND, query=query, stream=stream)
 
     def _report_lag(self, query: str, lags: Mapping[str, int | None]) -> None:
         known = {stream: count for stream, count in lags.items() if count is not None}
@@ -66,7 +66,7 @@ class QueryMetrics(StreamingQueryListener):
             self._metrics.set(m.SPARK_BEHIND, value, query=query, of=of)
         worst = set(sorted(known, key=lambda stream: (-known[stream], stream))[: self._streams])
         for stream in self._reported.get(query, set()) - worst:
-            self._metrics.forget(m.SPARK_STREAM_BEHIND, query=query, stream=stream)
+            self._metrics.remove(m.SPARK_STREAM_BEHIND, query=query, stream=stream)
         for stream in worst:
             self._metrics.set(m.SPARK_STREAM_BEHIND, known[stream], query=query, stream=stream)
         self._reported[query] = worst
@@ -86,4 +86,4 @@ def report_batch(metrics: m.Metrics, handler: str, batch: Mapping[str, Any]) -> 
     metrics.count(m.COMMITTED, batch["committed"], handler=handler)
     metrics.count(m.RETRIED, batch["retries"], handler=handler)
     metrics.count(m.REFUSED, batch["refused"], handler=handler)
-    metrics.count(m.DEAD, batch["dead"], handler=handler, reason="")
+    metrics.count(m.DEAD_LETTERED, batch["dead"], handler=handler, reason="")

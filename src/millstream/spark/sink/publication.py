@@ -154,4 +154,6 @@ class Publication:
             raise
 
     def _with_retry(self, operation: Callable[[], T]) -> T:
-        return self._client.patiently(operation, what=f"the sink {self._sink}", limit_ms=self._patience_ms)
+        return self._client.retry_while_unavailable(
+            operation, what=f"the sink {self._sink}", limit_ms=self._patience_ms
+        )

@@ -205,7 +205,9 @@ class Stage:
             )
 
         try:
-            self._client.patiently(stage, what=f"staging for the sink {self._sink}", limit_ms=self._patience_ms)
+            self._client.retry_while_unavailable(
+                stage, what=f"staging for the sink {self._sink}", limit_ms=self._patience_ms
+            )
         except CommandFailed as error:
             if error.code == "LOST":
                 raise DataLoss(f"Redis has lost rows that this task has staged: {error}") from error

@@ -31,7 +31,9 @@ def upsert(
     for at in range(0, len(calls), _ROWS_PER_TRIP):
         some = calls[at : at + _ROWS_PER_TRIP]
         try:
-            replies = client.patiently(partial(client.scripts, some), what="the sink", limit_ms=patience_ms)
+            replies = client.retry_while_unavailable(
+                partial(client.scripts, some), what="the sink", limit_ms=patience_ms
+            )
         except CommandFailed as error:
             if error.code == "UNGUARDED":
                 raise ConfigError(

@@ -68,7 +68,7 @@ class _StagingWriter:
         client = shared_client(self._options.url)
         epoch = 0
         if job.run is not None:
-            epoch = client.patiently(
+            epoch = client.retry_while_unavailable(
                 partial(begin, client, job.sink, job.run), what=f"the sink {job.sink}", limit_ms=job.patience_ms
             )
         token = token_of(epoch, job.batch, partition_id, context.taskAttemptId())

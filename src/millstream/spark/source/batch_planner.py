@@ -37,7 +37,7 @@ _STREAMS_AT_A_TIME = 5_000
 class BatchPlanner:
     """Plans batches of the streams that `options` subscribe to, spread over about `cores` tasks.
 
-    Every method may be repeated: call them through `Client.patiently`.
+    Every method may be repeated: call them through `Client.retry_while_unavailable`.
     """
 
     def __init__(self, client: Client, options: SourceOptions, *, cores: int, clock: Clock = SYSTEM_CLOCK) -> None:

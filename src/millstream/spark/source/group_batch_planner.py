@@ -41,7 +41,7 @@ class PlannedGroupBatch(NamedTuple):
 class GroupBatchPlanner:
     """Plans batches of `options.group`, fetched as `sharing.consumer` and spread over about `cores` tasks.
 
-    Every method may be repeated: call them through `Client.patiently`. Each raises StaleOwner once a newer run uses the
+    Every method may be repeated: call them through `Client.retry_while_unavailable`. Each raises StaleOwner once a newer run uses the
     same consumer name, and DataLoss, with `failOnDataLoss`, for entries that are gone.
     """
 

@@ -158,7 +158,7 @@ class Batches:
         pending: dict[str, PendingCounts] = {}
         for at in range(0, len(pairs), _CALLS_PER_TRIP):
             some = pairs[at : at + _CALLS_PER_TRIP]
-            for (_, count_command), reply in zip(some, self._client.unanswered(some), strict=True):
+            for (_, count_command), reply in zip(some, self._client.pipeline_skipping(some), strict=True):
                 pending[str(count_command[1])] = self._parse_pending(raise_if_error(reply))
         return pending
 

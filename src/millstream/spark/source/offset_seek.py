@@ -116,7 +116,7 @@ def _skip_all(client: Client, group: str, seekers: Iterable[_Seeker]) -> None:
         for at in range(0, len(active), _PAIRS_PER_TRIP):
             some = active[at : at + _PAIRS_PER_TRIP]
             for seeker, reply in zip(
-                some, client.unanswered([_skip_commands(group, seeker) for seeker in some]), strict=True
+                some, client.pipeline_skipping([_skip_commands(group, seeker) for seeker in some]), strict=True
             ):
                 leftovers += seeker.on_reply(group, reply)
         active = [seeker for seeker in active if seeker.skip_count]

@@ -156,7 +156,7 @@ class PartitionReader:
         return self._with_retry(attempt)
 
     def _with_retry(self, ask_for: Callable[[], T]) -> T:
-        return self._client.patiently(ask_for, what="reading streams", limit_ms=self._limit_ms)
+        return self._client.retry_while_unavailable(ask_for, what="reading streams", limit_ms=self._limit_ms)
 
     def _accept(self, reader: _UnreadRange, count: int, reply: Reply) -> StreamEntries:
         entries = raise_if_error(reply)

@@ -76,13 +76,13 @@ class RedisStreamsSource(DataSource):
         return bool(names - {name.lower() for name in SINK_NAMES})
 
     def _parse(self) -> SourceOptions:
-        from millstream.redis_client.client import route_to
+        from millstream.redis_client.client import parse_route
 
         names = {name.lower() for name in self.options}
         if is_for_writing(self.options, NAMES) and not names & {"subscribe", "subscribepattern"}:
             raise ConfigError('these options are for writing: to read, name streams by option("subscribe", "a,b")')
         options = parse(self.options)
-        route_to(options.url, timeout_ms=0)  # checks the URL, connects to nothing
+        parse_route(options.url, timeout_ms=0)  # checks the URL, connects to nothing
         return options
 
     @property

@@ -69,7 +69,7 @@ class ReaderBase:
     def _with_retry(self, plan: Callable[[], T], *, limit_ms: float | None = None) -> T:
         with gc_paused():
             what = "the redis-streams source"
-            return self._client.patiently(plan, what=what, limit_ms=limit_ms, give_up=_is_orphan)
+            return self._client.retry_while_unavailable(plan, what=what, limit_ms=limit_ms, give_up=_is_orphan)
 
     def _read(self, partition: InputPartition, *, limit_ms: float | None) -> "Iterator[pa.RecordBatch]":
         from millstream.spark.source.partition_reader import PartitionReader

@@ -55,7 +55,7 @@ class Replicas:
     def client_of(self, node: Node) -> Client:
         """The client of one replica."""
         if node not in self._clients:
-            self._clients[node] = self.client.of_node(node, timeout_ms=_TIMEOUT_MS)
+            self._clients[node] = self.client.node_client(node, timeout_ms=_TIMEOUT_MS)
         return self._clients[node]
 
     def ban_ms(self, target: Node | Shard) -> float:
@@ -157,7 +157,7 @@ class ReplicaReads:
     def _find_replicas(self, shard: Shard, command: Command) -> _ReplicaRoute | None:
         """Fetch the primary's replication offset and its replicas. Raises Unavailable."""
         try:
-            info = _parse_info(self._client.execute_beside(command[1], *_INFO))
+            info = _parse_info(self._client.execute_on_node_of(command[1], *_INFO))
             point = ReplicationOffset(info["master_replid"], int(info["master_repl_offset"]))
             nodes = list(shard.replicas if shard.replicas is not None else _connected_replicas(info))
         except Unavailable:

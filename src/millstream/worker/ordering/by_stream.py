@@ -161,7 +161,9 @@ class ByStream(ByKey):
         # The lease may be back before the last run on the stream has ended.
         join = self._resume_stream if name in self.streams else self.join
         try:
-            client.patiently(lambda: join(name), what=self._context.handler.label, give_up=stopping.is_set)
+            client.retry_while_unavailable(
+                lambda: join(name), what=self._context.handler.label, give_up=stopping.is_set
+            )
             self._ready_streams.put(name)  # the former owner may have routed entries already
         except (ConfigError, WrongType, AccessDenied) as error:
             self._exclude(lease, error)

@@ -12,7 +12,7 @@ from millstream.clock import SYSTEM_CLOCK, Clock
 from millstream.delivery.reliable_stream import Delivery
 from millstream.errors import ConfigError, HandlerStuck
 from millstream.observability.health import Health
-from millstream.observability.metrics import NOBODY, Metrics
+from millstream.observability.metrics import NO_METRICS, Metrics
 from millstream.worker.loop import ReadingLoop
 from millstream.worker.policy import WorkerPolicy
 from millstream.worker.running.poison_isolation import ProcessIsolation
@@ -70,7 +70,7 @@ class WorkerProcess:
         app: App,
         settings: WorkerSettings,
         *,
-        metrics: Metrics = NOBODY,
+        metrics: Metrics = NO_METRICS,
         health: Health | None = None,
         on_figures: Callable[[Mapping[str, Mapping[str, int]]], Any] = lambda figures: None,
         every_ms: float = 1_000.0,
@@ -131,7 +131,7 @@ class WorkerProcess:
                 reported_ms = self._clock.monotonic_ms()
                 self._report()
         if self._health is not None:
-            self._health.stopping()
+            self._health.on_stopping()
         deadline_ms = self._clock.monotonic_ms() + self._longest_stop_ms
         for loop in self._loops.values():
             loop.stop(deadline_ms)

@@ -172,7 +172,7 @@ class Committer:
                 return error
 
         what = self._steps.handler.label
-        result = self._client.patiently(attempt, what=what, give_up=self._give_up)
+        result = self._client.retry_while_unavailable(attempt, what=what, give_up=self._give_up)
         if isinstance(result, OutOfMemory):
             raise result
         return result
