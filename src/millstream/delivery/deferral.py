@@ -1,7 +1,8 @@
-"""What Spark sets aside: messages that wait in the lines of their keys, so that their batch can end.
+"""Deferral on Spark: messages that have to wait move to the queues of their keys, so that their batch can end.
 
-A batch ends when all of it is committed, so it cannot wait for long, nor for a person. What has to wait goes to the lines
-that workers have (`keyed`), where `millstream keys` shows it, and runs from there when it may.
+A batch ends when all of it is committed, so it cannot wait for a back-off or for an operator. Deferred messages go to
+the same key queues as on workers (`keyed_stream`), where `millstream keys` shows them, and run from there when they
+may.
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,7 +19,9 @@ DEFERRED_KEYS = Script("keys/deferred_keys")
 RUNNABLE_KEYS = Script("keys/runnable_keys")
 
 How = Literal["join", "later", "park"]
-"""Why messages are set aside: behind others of their key; for the next attempt on the first; for a person."""
+"""Why messages are deferred: behind others of their key; until the next attempt on the first; until an operator
+acts.
+"""
 
 _AT_ONCE = 1_000
 _STREAMS_AT_ONCE = 100
@@ -26,12 +29,13 @@ _STREAMS_AT_ONCE = 100
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Deferral:
-    """Messages of one key to set aside.
+    """Messages of one key to defer.
 
-    * `line`, `expected`: the field of their mark, and its value as it was loaded, or IN_LINE of what was run from its line
+    * `line`, `expected`: the field of their key offset, and its value as it was loaded, or IN_LINE for entries that
+      were run from their key queue
     * `how`; `detail`: milliseconds for "later", the reason for "park"
     * `failed`: how many attempts on the first have failed, None if that is not known
-    * `ids`: all that there is of the key in the batch, from the first of them on
+    * `ids`: all messages of the key in the batch, from the first deferred one on
     """
 
     line: bytes
@@ -43,12 +47,12 @@ class Deferral:
 
 
 class RunnableKeys(NamedTuple):
-    """The lines of a stream.
+    """The key queues of a stream on Spark.
 
-    * `any`: whether there are any; `entries`: how many wait in them
-    * `moving`: how many of them wait for their key to leave an earlier partition
-    * `wait_ms`: in how many milliseconds one may be run that may not yet; None if there is none
-    * `lines`: those that may be run
+    * `any`: whether there are any; `entries`: how many entries wait in them
+    * `moving`: how many queues wait for their key to migrate from an earlier partition
+    * `wait_ms`: milliseconds until another queue may run; None if none waits for a time
+    * `lines`: the names of those that may run now
     """
 
     any: bool
@@ -59,7 +63,7 @@ class RunnableKeys(NamedTuple):
 
 
 class DeferredKey(NamedTuple):
-    """What waits in a line: ids with names and values, which are None where the entry is gone, failed attempts, state."""
+    """The content of a key queue: ids with names and values (None if the entry is gone), failed attempts, state."""
 
     entries: list[tuple[str, list[bytes] | None]]
     failed: int
@@ -67,7 +71,8 @@ class DeferredKey(NamedTuple):
 
 
 def defer(ledger: CommitStore, stream: str, asides: Sequence[Deferral]) -> list[Deferral]:
-    """Set `asides` aside, each in one step; return those that were refused, of which the first thousand are not in a line.
+    """Defer messages, each `Deferral` in one step; return those that were refused: their first 1,000 ids are in no
+    queue.
 
     Raises StaleOwner if a newer run has begun, RedisError. May be repeated.
     """
@@ -81,7 +86,9 @@ def defer(ledger: CommitStore, stream: str, asides: Sequence[Deferral]) -> list[
 
 
 def _calls(asides: Sequence[Deferral]) -> Iterator[list[tuple[Deferral, Deferral]]]:
-    """What goes with each call: so much that Redis serves others meanwhile. Of each part, what it is a part of."""
+    """Split them into calls of at most 1,000 ids, so that Redis serves others between; yield each part with its
+    whole.
+    """
     call: list[tuple[Deferral, Deferral]] = []
     size = 0
     for aside in asides:
@@ -104,7 +111,7 @@ def _args(aside: Deferral) -> list[Arg]:
 
 
 def deferred_keys(ledger: CommitStore, stream: str, names: Sequence[bytes]) -> set[bytes]:
-    """Those of the lines `names` that must be joined by whatever comes of their keys. Raises RedisError."""
+    """Return those of the key queues `names` that later messages of their keys must join. Raises RedisError."""
     found: set[bytes] = set()
     for at in range(0, len(names), _AT_ONCE):
         some = names[at : at + _AT_ONCE]
@@ -113,7 +120,7 @@ def deferred_keys(ledger: CommitStore, stream: str, names: Sequence[bytes]) -> s
 
 
 def runnable_keys(ledger: CommitStore, streams: Sequence[str], most: int) -> dict[str, RunnableKeys]:
-    """Which lines of each of `streams` may be run, up to `most` of them. Raises StaleOwner, RedisError."""
+    """Return the key queues of each of `streams` that may run, up to `most` of them. Raises StaleOwner, RedisError."""
     found: dict[str, RunnableKeys] = {}
     for at in range(0, len(streams), _STREAMS_AT_ONCE):
         some = streams[at : at + _STREAMS_AT_ONCE]
@@ -126,7 +133,7 @@ def runnable_keys(ledger: CommitStore, streams: Sequence[str], most: int) -> dic
 
 
 def read_queue(client: Client, keys: HandlerKeys, name: bytes, most: int) -> DeferredKey:
-    """The first `most` entries of a line that is not parked; none if it is. Raises RedisError."""
+    """Return the first `most` entries of a key queue; none if it is parked. Raises RedisError."""
     head, state, parked = call_all(
         client,
         [("LRANGE", keys.line(name), 0, most - 1), ("HGET", keys.state, name[1:]), ("HEXISTS", keys.parked, name)],

@@ -1,4 +1,4 @@
-"""The lines of a handler's keys as people see them: who has each, why one waits, and how to make it wait or go on."""
+"""The key queues of a handler, for operators: the owner of each, why it waits, and how to park, unpark or skip."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -16,23 +16,23 @@ PARK_UNPARK_SKIP = Script("keys/park_unpark_skip")
 QUEUED_KEYS = Script("keys/queued_keys")
 
 WAITING = "waiting"
-"""The consumer that has the pending entries nobody works on."""
+"""The consumer that holds the pending entries which no worker has leased."""
 
 LineState = Literal["leased", "ready", "backing off", "parked", "unreadable"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KeyQueue:
-    """What a line waits for.
+    """The queue of one key, and what it waits for.
 
-    * `name`: b"k" and the key, or b"i" and the id of an entry that has no key
-    * `state`: a worker has it; it waits for one; for the time of its next attempt; or for a person; or Redis holds of it
-      what no worker has written
-    * `length`, `first`: how many entries it has, and the id of the first; "" where none waits: a worker has just
-      committed them all, or it is parked for those to come
-    * `worker`, `since_ms`: who has it; since when, or since when it is parked (Unix milliseconds)
+    * `name`: b"k" and the key, or b"i" and the id of an entry without a key
+    * `state`: "leased" to a worker; "ready" for one; "backing off" until its next attempt; "parked" until an operator
+      acts; "unreadable" if its data in Redis were not written by millstream
+    * `length`, `first`: how many entries it has, and the id of the first; "" if it has none: a worker has just
+      committed them all, or it is parked for entries to come
+    * `worker`, `since_ms`: the worker that leased it; since when, or since when it is parked (Unix milliseconds)
     * `until_ms`: when the lease ends, or the next attempt is due (Unix milliseconds)
-    * `failed`, `lost`: of its first entry, the attempts that failed and the leases that ran out
+    * `failed`, `lost`: failed attempts and expired leases of its first entry
     * `parked`: why it is parked, or will be when its lease ends; None if it is not
     * `why`: what it waits for, in words
     """
@@ -56,23 +56,23 @@ class KeyQueue:
 
 
 def names_of(client: Client, keys: HandlerKeys) -> list[bytes]:
-    """The names of all lines that have entries or are parked, sorted. Raises RedisError."""
+    """Return the names of all key queues that have entries or are parked, sorted. Raises RedisError."""
     return sorted(set(client.script(QUEUED_KEYS, _keys_of(keys), ())))
 
 
 def look_at(client: Client, keys: HandlerKeys, names: Sequence[bytes]) -> list[KeyQueue]:
-    """Those of these lines that are still kept, in the same order. Raises RedisError.
+    """Return those of these key queues that still exist, in the same order. Raises RedisError.
 
-    Of a line that is ready it is not said which number it is of those that are: that would take a look at all of them.
+    For a ready queue, its position among the ready ones is left out: that would mean reading all of them.
     """
     return _lines(client, keys, _Snapshot.of(client, keys, names), names) if names else []
 
 
 def list_queues(client: Client, keys: HandlerKeys, *, most: int = 10_000) -> list[KeyQueue]:
-    """Up to `most` lines that have entries or a worker or are parked, the longest first.
+    """Return up to `most` key queues that have entries or a worker or are parked, the longest first.
 
-    Those that wait for a worker are looked at last, in the order of their turns. Each is as it was at some moment of
-    the call, as workers go on meanwhile. Raises RedisError.
+    The ready ones are read last, in their order. Each queue is as it was at some moment of the call, as workers go on
+    meanwhile. Raises RedisError.
     """
     seen = _Snapshot.read(client, keys, most)
     names = list(dict.fromkeys((*seen.owners, *seen.parked, *seen.backoff, *seen.ready)))[:most]
@@ -83,7 +83,7 @@ def _lines(client: Client, keys: HandlerKeys, seen: "_Snapshot", names: Sequence
     counted = send_all(
         client, [(verb, keys.line(one), *rest) for one in names for verb, *rest in (("LLEN",), ("LINDEX", 0))]
     )
-    # What is no list is no line: it has no length, and is shown for where it is.
+    # A key that holds no list is no key queue: it has no length, and is shown as unreadable.
     counted = [None if isinstance(reply, WrongType) else raise_if_error(reply) for reply in counted]
     lengths = dict(zip(names, zip(counted[::2], counted[1::2], strict=True), strict=True))
     struck = call_all(
@@ -98,7 +98,10 @@ def _lines(client: Client, keys: HandlerKeys, seen: "_Snapshot", names: Sequence
 
 
 def count_parked(client: Client, places: Sequence[HandlerKeys]) -> tuple[int, int]:
-    """How many lines are parked for a person on all of these, and how many entries wait in them. Raises RedisError."""
+    """Return how many key queues are parked on all of these, and how many entries wait in them. Raises RedisError.
+
+    A queue that only waits for its key to migrate is not counted.
+    """
     replies = call_all(client, [("HKEYS", key) for keys in places for key in (keys.parked, keys.moving)])
     lines: list[bytes] = []
     for keys, parked, moving in zip(places, replies[::2], replies[1::2], strict=True):
@@ -108,7 +111,7 @@ def count_parked(client: Client, places: Sequence[HandlerKeys]) -> tuple[int, in
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Snapshot:
-    """Where the lines are, as read in one go."""
+    """The state of the key queues, as read in one go."""
 
     now_ms: int
     owners: dict[bytes, bytes]
@@ -137,7 +140,7 @@ class _Snapshot:
 
     @classmethod
     def of(cls, client: Client, keys: HandlerKeys, names: Sequence[bytes]) -> "_Snapshot":
-        """Where these lines are."""
+        """Read the state of these key queues only."""
         (seconds, micros), engine, owners, parked, leases, backoff = call_all(
             client,
             [
@@ -152,14 +155,14 @@ class _Snapshot:
         )  # fmt: skip
 
     def line_or_damage(self, name: bytes, length: int | None, first: str, counts: Sequence[bytes | None]) -> KeyQueue:
-        """A line; "unreadable" where Redis holds of it what no worker has written."""
+        """Return a key queue; state "unreadable" if its data in Redis were not written by millstream."""
         try:
             if length is None:
                 raise ValueError("its key holds no list")
             failed, lost = (int(count or 0) for count in counts)
             return self.line(name, length, first, failed, lost)
         except (ValueError, OverflowError) as error:
-            why = f"Redis holds of it what no worker has written: {error}"
+            why = f"its data in Redis were not written by millstream: {error}"
             return KeyQueue(name=name, state="unreadable", length=length or 0, first=first, why=why)
 
     def line(self, name: bytes, length: int, first: str, failed: int, lost: int) -> KeyQueue:
@@ -175,31 +178,35 @@ class _Snapshot:
             why += "" if parked is None else f"; then it stays parked: {parked}"
         elif parked is not None:
             state, since_ms = "parked", int(parked_ms)
-            why = f"it is parked since {_seconds(self.now_ms - since_ms)}: {parked}"
+            why = f"parked for {_seconds(self.now_ms - since_ms)}: {parked}"
         elif name in self.backoff:
             state, until_ms = "backing off", int(float(self.backoff[name]))
-            why = f"attempt {failed + 1} on its first entry is due in {_seconds(until_ms - self.now_ms)}"
+            why = f"attempt {failed + 1} of its first entry is due in {_seconds(until_ms - self.now_ms)}"
         else:
             state = "ready"
-            why = f"it waits for {self.waits_for}"
-            why += f", as number {self.ready[name]} of the lines that do" if name in self.ready else ""
+            why = f"waits for {self.waits_for}"
+            why += f", number {self.ready[name]} of the ready queues" if name in self.ready else ""
         if lost:
             times = "once" if lost == 1 else f"{lost} times"
-            why += f"; {times} a worker lost it with this first entry, which is given out by itself now"
+            why += f"; its lease expired {times} with this first entry, which now runs alone"
         return KeyQueue(
             name=name, state=state, length=length, first=first, worker=worker, since_ms=since_ms, until_ms=until_ms,
             failed=failed, lost=lost, parked=parked, why=why,
         )  # fmt: skip
 
     def _why_leased(self, worker: str, since_ms: int, until_ms: int) -> str:
-        has = f"worker {worker} has it since {_seconds(self.now_ms - since_ms)}"
+        has = f"worker {worker} has leased it for {_seconds(self.now_ms - since_ms)}"
         if until_ms > self.now_ms:
-            return f"{has}; its lease ends in {_seconds(until_ms - self.now_ms)} unless it is renewed"
-        return f"{has}; its lease ran out {_seconds(self.now_ms - until_ms)} ago, and the next worker to look gets it"
+            return f"{has}; the lease expires in {_seconds(until_ms - self.now_ms)} unless it is renewed"
+        return (
+            f"{has}; the lease expired {_seconds(self.now_ms - until_ms)} ago, and the next worker that fetches gets it"
+        )
 
 
 def look_ahead_used(client: Client, keys: HandlerKeys) -> tuple[int, int] | None:
-    """How many entries wait in the lines of a handler's keys on workers, and how many may; None if that is not known."""
+    """Return how many entries wait in the key queues of a handler on workers, and the limit; None if that is not
+    known.
+    """
     known, pending = send_all(
         client, [("HMGET", keys.meta, "engine", "look_ahead"), ("XPENDING", keys.stream, keys.group)]
     )
@@ -210,23 +217,24 @@ def look_ahead_used(client: Client, keys: HandlerKeys) -> tuple[int, int] | None
 
 
 def park(client: Client, keys: HandlerKeys, line: bytes, reason: str) -> bool:
-    """Have a line wait for a person, from its next turn on; False if it does already.
+    """Park a key queue, from the end of its current lease on; False if it is parked already.
 
-    This and the two below raise ConfigError if no worker of keys, nor a run on Spark, has begun on the stream, and RedisError.
+    This and the two below raise ConfigError if neither a worker with a key nor a Spark run has begun on the stream, and
+    RedisError.
     """
     return bool(_steer(client, keys, (line, "park", reason)))
 
 
 def unpark(client: Client, keys: HandlerKeys, line: bytes) -> bool:
-    """Have a parked line go on; False if it is not parked."""
+    """Let a parked key queue go on; False if it is not parked."""
     return bool(_steer(client, keys, (line, "unpark")))
 
 
 def skip(client: Client, keys: HandlerKeys, line: bytes, *, error: str, reason: Reason = "skipped") -> str | None:
-    """Make the first entry of a line a dead letter that says `error`, and return its id.
+    """Make the first entry of a key queue a dead letter with the text `error`, and return its id.
 
-    None if it has none, or if that was committed at this very moment. Whoever works on it commits nothing of it any more.
-    A line that is parked stays so.
+    None if it has none, or if that entry was committed at this very moment. A worker that processes it is refused its
+    commit. A queue that is parked stays so.
     """
     (first,) = call_all(client, [("LINDEX", keys.line(line), 0)])
     if first is None:
@@ -250,12 +258,13 @@ def _steer(client: Client, keys: HandlerKeys, args: Sequence[Arg]) -> Reply:
     except CommandFailed as error:
         if "NOTKEYED" in str(error):
             raise ConfigError(
-                f"{keys.app}.{keys.handler} has not begun on {keys.stream} as a handler with a key, so that its keys cannot "
-                "be parked, unparked or skipped: start it first, with `millstream worker` or `millstream run`"
+                f"{keys.app}.{keys.handler} has not begun on {keys.stream} as a handler with a key, so its keys cannot be "
+                "parked, unparked or skipped: start it first, with `millstream worker` or `millstream run`"
             ) from error
         if "MOVING" in str(error):
             raise ConfigError(
-                f"the key goes on in {keys.stream} by itself, when its messages in its earlier partition are done"
+                f"the key migrates to {keys.stream} and goes on by itself when its messages in the earlier partition are "
+                "done: wait for that"
             ) from error
         raise
 
@@ -265,7 +274,7 @@ def _keys_of(keys: HandlerKeys) -> tuple[str, ...]:
 
 
 def _waits_for(engine: bytes | None) -> str:
-    return "the run on Spark" if engine is None else "a worker to be free"
+    return "the Spark run" if engine is None else "a free worker"
 
 
 def _known(names: Sequence[bytes], values: Sequence[bytes | None]) -> dict[bytes, bytes]:
@@ -277,12 +286,12 @@ def _seconds(ms: int) -> str:
 
 
 def check_invariants(client: Client, keys: HandlerKeys, stream: str) -> list[str]:
-    """Say what is wrong with the lines of a stream on which nothing else works meanwhile. Invariants:
+    """Return the violated invariants of the key queues of a stream that nothing else changes meanwhile.
 
-    1. a line with entries is in exactly one of ready, leased, backing off and parked (or leased and parked)
-    2. owners and leases name the same lines
-    3. an id is in a line if and only if it is pending, with its line's owner or with nobody
-    4. the ids of a line grow
+    1. a key queue with entries is in exactly one of ready, leased, backing off and parked (or leased and parked)
+    2. owners and leases name the same queues
+    3. an id is in a key queue if and only if it is pending, with the queue's owner or with the consumer WAITING
+    4. the ids of a key queue grow
     5. lease tokens are distinct, and none is above the fence
     6. nothing empty is ready, backing off or counted
     """
@@ -303,11 +312,11 @@ def check_invariants(client: Client, keys: HandlerKeys, stream: str) -> list[str
     places = Counter(ready) + Counter(backoff) + Counter(owners.keys())
     for name in {*lines, *places}:
         if places[name] != 1 and not (places[name] == 0 and name in parked):
-            wrong.append(f"line {name!r} is in {places[name]} places")
+            wrong.append(f"key queue {name!r} is in {places[name]} places")
         if name not in lines and name not in owners:
-            wrong.append(f"line {name!r} has no entries and is kept")
+            wrong.append(f"key queue {name!r} has no entries and still exists")
         if name in parked and name in (*ready, *backoff):
-            wrong.append(f"line {name!r} is parked and can be taken")
+            wrong.append(f"key queue {name!r} is parked and can be leased")
     if owners.keys() != leases:
         wrong.append(f"owners and leases differ: {owners.keys() ^ leases}")
     fence = int(client.execute("HGET", keys.meta, "fence") or 0)
@@ -317,16 +326,16 @@ def check_invariants(client: Client, keys: HandlerKeys, stream: str) -> list[str
     pending = {one: name for one, name, *_ in client.execute("XPENDING", stream, keys.group, "-", "+", 1_000_000)}
     waiting = {one for ids in lines.values() for one in ids}
     if waiting != pending.keys():
-        wrong.append(f"in lines but not pending: {waiting - pending.keys()}; the reverse: {pending.keys() - waiting}")
+        wrong.append(f"queued but not pending: {waiting - pending.keys()}; the reverse: {pending.keys() - waiting}")
     for name, ids in lines.items():
         if ids != sorted(set(ids), key=EntryId.parse):
-            wrong.append(f"line {name!r} is out of order: {ids}")
+            wrong.append(f"key queue {name!r} is out of order: {ids}")
         holder = owners[name].split(b" ", 2)[2] if name in owners else WAITING.encode()
         wrong += [f"{one!r} of {name!r} is pending with {pending[one]!r}" for one in ids
                   if one in pending and pending[one] not in (holder, WAITING.encode())]  # fmt: skip
     struck = {field.rstrip(b"fla") for field in client.execute("HKEYS", keys.strikes)}
     if struck - waiting:
-        wrong.append(f"strikes of entries that are done: {struck - waiting}")
+        wrong.append(f"crash counts of entries that are done: {struck - waiting}")
     return wrong
 
 
