@@ -1,9 +1,9 @@
-"""Keys on the move: after a growth, a key runs in its new partition only when its old one is done with it.
+"""KeyMigration: after a growth, a key runs in its new partition only when its old one has drained it.
 
-A worker that routes entries of a new partition asks the partitions in which their keys were before. Where one may still
-have something of a key, the key's line waits in the new one, until the old one has nothing left but perhaps its state,
-which moves along. Nothing of a key comes to an old partition after its seal, so what has left it once has left it for
-good, and every step here may be repeated, late or by several workers at once.
+A worker that enqueues entries of a new partition asks the partitions that owned their keys before. If one of them may
+still have entries of a key, the key's queue in the new partition waits, until the old one has nothing left except
+perhaps the key's state, which is imported. No entry of a key reaches an old partition after its closing, so a key that
+has left it once has left it for good, and every step may be repeated, late or by several workers at once.
 """
 
 import logging
@@ -38,8 +38,11 @@ _SENT_ON_MS = 86_400_000
 
 @dataclass(slots=True)
 class _Found:
-    """What older partitions say of keys that come from them: those that have left, with their state, and their highest
-    fence; and those whose state has to go to another old partition first."""
+    """The answer of older partitions about keys that come from them.
+
+    * `left`: the keys that have left them, each with its state; `fence`: the highest fence of those partitions
+    * `detours`: keys whose state has to go to another old partition first
+    """
 
     left: dict[bytes, bytes] = field(default_factory=dict)
     fence: int = 0
@@ -48,7 +51,7 @@ class _Found:
 
 @dataclass(slots=True)
 class _StateScan:
-    """A walk through the states of an old partition: where it stands, and whether it has found some that must go."""
+    """A scan of the states in an old partition: its cursor, and whether it found states that must be moved."""
 
     cursor: bytes = _START
     found: bool = False
@@ -56,7 +59,9 @@ class _StateScan:
 
 @dataclass(frozen=True, kw_only=True)
 class UndrainedPartition:
-    """A partition that may still have keys that have left it since a generation, and how many lines wait to come in."""
+    """A partition that may still own keys which left it in generation `since`, and how many of its queues wait for
+    keys.
+    """
 
     stream: str
     since: int | None
@@ -64,7 +69,7 @@ class UndrainedPartition:
 
 
 class KeyMigration:
-    """The keys of one handler that move between the partitions of `layout`, which may be set anew. For one thread.
+    """Moves the keys of one handler between the partitions of `layout`, which may be replaced. For one thread.
 
     Every method raises RedisError.
     """
@@ -85,16 +90,18 @@ class KeyMigration:
         """The handler's keys on a partition."""
         return HandlerKeys(*self._owner, self.layout.stream(place))
 
-    # Routing
+    # Enqueueing
 
     def expect(self, place: int, lines: Iterable[bytes]) -> int:
-        """Before the first entries of `lines` are routed in a partition: have those wait whose keys may not have left an
-        older one. Return how many wait now and did not before."""
+        """Make key queues of a partition wait whose keys may not have left an older one; return how many began to wait.
+
+        Call it before the first entries of `lines` are enqueued there.
+        """
         if self._is_settled_before(place):
             return 0
         keys = [line[1:] for line in dict.fromkeys(lines) if line.startswith(KEY_MARK)]
         found = self._ask(place, keys)
-        # A state is fetched while the line waits, so that nobody runs without it.
+        # A state is imported while the queue waits, so that no worker runs the key without it.
         return self._expect(place, [key for key in keys if found.left.get(key) != b""])
 
     def _expect(self, place: int, keys: Sequence[bytes]) -> int:
@@ -104,10 +111,10 @@ class KeyMigration:
                 args += (KEY_MARK + key, self.layout.stream(homes[-1].place))
         return int(self._run([(AWAIT_KEYS, place, args)])[0]) if args else 0
 
-    # Rounds
+    # Maintenance
 
     def bring_in(self, places: Sequence[int]) -> int:
-        """End the wait of lines of these partitions whose keys have left the older ones; return how many that were."""
+        """Let key queues of these partitions go on whose keys have left the older ones; return how many."""
         new = [place for place in places if self.layout.born(place) > 1]
         keys = [self.keys(place) for place in new]
         some = self._pipeline([("EXISTS", k.moving, k.moved) for k in keys])
@@ -130,7 +137,7 @@ class KeyMigration:
         return ended
 
     def _clear(self, place: int) -> None:
-        """Remove from older partitions the states that have come from there."""
+        """Remove from older partitions the states that were imported here."""
         names = self.keys(place)
         _, items = self._client.execute("HSCAN", names.moved, 0, "COUNT", _AT_ONCE)
         moved = items[::2]
@@ -143,21 +150,21 @@ class KeyMigration:
             self._client.execute("HDEL", names.moved, *moved)
 
     def settle(self, places: Sequence[int]) -> int:
-        """Look which of these partitions are done with what they had when keys left them; return in how many that went on.
+        """Check which of these partitions have drained the keys that left them; return how many made progress.
 
-        States of keys that nobody publishes to any more are sent on.
+        States of keys without new messages are moved on.
         """
         self._refresh()
         return sum(map(self._settle, places))
 
     def _next_left(self, place: int) -> int | None:
-        """The first generation with which keys left a partition that may still have some of them."""
+        """The first generation in which keys left a partition that may not have drained them."""
         first = max(self.layout.born(place), self._settled.get(place, 0)) + 1
         return first if first <= self.layout.generation else None
 
     def _settle(self, place: int) -> bool:
         left = self._next_left(place)
-        # What is still to come from older ones would have to go on from here.
+        # Keys that are still to come from older partitions would have to go on from here.
         if left is None or not self._is_settled_before(place):
             return False
         home = PastOwner(place, left)
@@ -182,7 +189,7 @@ class KeyMigration:
         return True
 
     def unsettled(self) -> list[UndrainedPartition]:
-        """The partitions that keys may still leave, or wait to come to."""
+        """Return the partitions that keys may still leave, or wait to come to."""
         self._refresh()
         layout = self.layout
         counts = self._pipeline([("HLEN", self.keys(place).moving) for place in range(layout.count)])
@@ -195,9 +202,9 @@ class KeyMigration:
     # Asking older partitions
 
     def _ask(self, place: int, keys: Sequence[bytes]) -> _Found:
-        """What the older partitions say of keys that come from there, asked from the oldest on.
+        """Ask the older partitions about keys that come from there, the oldest first.
 
-        In this order, as a state that has left one for the next is seen in the next.
+        In this order, since a state that has left one partition for the next is seen in the next.
         """
         found = _Found()
         asked = {key: self.layout.earlier(key, place) for key in keys}
@@ -231,13 +238,13 @@ class KeyMigration:
         for (home, some), reply in zip(asked, self._run(calls), strict=True):
             yield home, some, reply
 
-    # What is known to be settled
+    # Known drained partitions
 
     def _is_settled(self, home: PastOwner) -> bool:
         return self._settled.get(home.place, 0) >= home.left
 
     def _is_settled_before(self, place: int) -> bool:
-        """Whether no key can come to a partition any more from one that is older."""
+        """Whether all older partitions have drained the keys that this one owns."""
         born = self.layout.born(place)
         if born == 1:
             return True
@@ -268,9 +275,9 @@ class KeyMigration:
 
 
 def send_on(client: Client, base: str, keys: HandlerKeys, key: bytes, entry_id: bytes, pairs: Sequence[bytes]) -> bool:
-    """Publish a redriven entry of a partition, once, to the one that its key is in by now; False if it has not moved.
+    """Forward a redriven entry, once, to the partition that owns its key now; False if its key has not moved.
 
-    `keys`: the handler's, on the partition that it is in. Raises RedisError.
+    `keys`: the handler's, on the partition that the entry is in. Raises RedisError.
     """
     partitions = Partitions(client, base)
     layout = partitions.finish(partitions.found())
@@ -284,15 +291,15 @@ def send_on(client: Client, base: str, keys: HandlerKeys, key: bytes, entry_id: 
     except CommandFailed as error:
         if "SEALED" not in str(error):
             raise
-        raise Unavailable(f"{home} has been sealed this moment; tried again") from error
+        raise Unavailable(f"{home} was closed by a growth meanwhile; trying again") from error
     return True
 
 
 class PartitionStream(KeyedStream):
-    """One worker's hold on one partition: it routes nothing of a key that may not have left another.
+    """One worker's membership in one partition: it lets a key wait that may not have left another partition.
 
-    `place` has to be set, and `moves` and `send_on` before it routes; `send_on` publishes what was redriven to the
-    partition that its key is in now, under an id of its own, and returns False if that is this one.
+    Set `place`, and `moves` and `send_on` before it enqueues; `send_on` publishes a redriven entry to the partition
+    that owns its key now, under a new id, and returns False if that is this one.
     """
 
     place: int
@@ -301,7 +308,7 @@ class PartitionStream(KeyedStream):
     _warned = False
 
     def _line(self, entry_id: bytes, pairs: Sequence[bytes]) -> bytes:
-        """A dead letter goes back to where it came from, and its key may have left since."""
+        """A redriven dead letter returns to its old partition, and its key may have left it since."""
         line = super()._line(entry_id, pairs)
         if pairs[0] != REDRIVE_FIELD or not line.startswith(KEY_MARK):
             return line
@@ -314,10 +321,12 @@ class PartitionStream(KeyedStream):
             self.moves.expect(self.place, names)
 
     def _check(self, line: bytes) -> None:
-        """Say if whoever publishes and whoever handles do not mean the same key."""
+        """Warn if producer and handler do not use the same key."""
         if not self._warned and line.startswith(KEY_MARK) and self.place not in self.moves.layout.homes(line[1:]):
             self._warned = True
             logger.warning(
-                "a message in %s has the key %r, which belongs to another partition: keep to PartitionedProducer, with the "
-                "handler's key, or the order of keys is lost when the partitions grow", self.stream, line[1:100],
-            )  # fmt: skip
+                "a message in %s has the key %r, which another partition owns: publish with PartitionedProducer and the "
+                "handler's key, or the order of keys is lost when the partitions grow",
+                self.stream,
+                line[1:100],
+            )
