@@ -242,7 +242,7 @@ class Reader:
             batch.gone = [one for one in batch.gone if not is_held(batch.stream, one)]
         if batch.gone:
             self._on_event(EntriesGone(stream=batch.stream, ids=batch.gone))
-            self._say("%d pending entries of %s are lost: they were trimmed or deleted", len(batch.gone), batch.stream)
+            self._say("%d pending entries of %s were trimmed or deleted: they are lost", len(batch.gone), batch.stream)
         kept = self._unrepeated(batch)
         if kept is not None:
             kept.deliveries = self._groups[kept.stream].pending.deliveries(kept.ids)
