@@ -1,16 +1,17 @@
 #!lua
--- Begin to work on one stream for a run on Spark: raise the epoch to the run's token, so that older runs are refused.
+-- Begin a Spark run on one stream: raise the epoch to the run's token, so that older runs are refused.
 --
--- KEYS  as of commit.lua
+-- KEYS  as in commit.lua
 -- ARGV  1 token: the run's epoch   2 consumer group of the workers   3 '1' if the handler has a key
--- REPLY frontier ('' = none yet), number of entries that a task may have died of, floor ('' = none): up to it, entries that
---       are not open are done; 1 if there are lines, else 0
+-- REPLY committed id ('' = none yet), number of entries that a task may have died of, takeover offset ('' = none):
+--       entries up to it are committed unless they are incomplete; 1 if there are key queues, else 0
 -- ERROR STALE when a newer run has raised the epoch further; NOPERM when a commit would be refused one of its writes;
---       PARKED when keys wait that are parked, and the handler has none
+--       PARKED when there are parked keys, and the handler has no key
 --
--- INVARIANT  The epoch never goes back. What workers did before is kept: everything up to the frontier is committed,
---   and what is committed beyond it has a mark, or lies below the floor and is not open. Lines that are parked stay, and
---   what is in them has a mark, or is not open, as if it was committed. `keyed` says that people may park keys.
+-- INVARIANT  The epoch never goes back. The progress of workers is kept: everything up to the committed id is
+--   committed, and an entry committed beyond it has an offset, or lies below the takeover offset and is not incomplete.
+--   Parked queues stay, and their entries have an offset, or are not incomplete, like committed ones. `keyed` says that
+--   operators may park keys.
 
 -- include ids
 -- include acl_probe
@@ -36,7 +37,7 @@ if engine then
   floor = redis.call('HGET', KEYS[1], 'floor')
 end
 
--- Beside these there is how often attempts failed, and leases were lost; and of what has survived, 0.
+-- The other fields count failed attempts and expired leases; 0 is the count of an entry that was survived.
 local struck = 0
 for _, field in ipairs(redis.call('HKEYS', KEYS[4])) do
   if string.find(field, '%d$') and redis.call('HGET', KEYS[4], field) ~= '0' then struck = struck + 1 end

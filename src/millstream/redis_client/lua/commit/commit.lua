@@ -1,37 +1,45 @@
 #!lua
--- Commit the effects of messages: state, output entries, dead letters and what marks them as done, in one atomic step.
+-- Commit the effects of messages: state, output entries, dead letters and their completion, in one atomic step.
 --
--- KEYS  1 meta (hash: frontier, epoch, top, engine, counters)   2 marks (hash)   3 state (hash)   4 strikes (hash)
---       5 dead letters (stream)   6 open entries (hash)   7 the input stream   8.. output streams
+-- KEYS  1 meta (hash: committed id, epoch, highest offset, owner, counters)   2 key offsets (hash)   3 state (hash)
+--       4 crash counts (hash)   5 dead letters (stream)   6 incomplete entries (hash)   7 the input stream
+--       8.. output streams
 -- ARGV  1 token: the run's epoch   2 consumer group of the workers   3 consumer, or '' on Spark
 --       4 number of this call, which grows, of a worker that may repeat it, or ''
---       5 number of bare ids, the ids in ascending order: messages of a worker without effects, each a unit by itself
+--       5 number of bare ids, the ids in ascending order: messages of a worker without effects, each its own unit
 --       then any number of units, one per run of messages of one key (or one unkeyed message, or a batch of them):
---         mark field, expected mark ('' = none), first id, last id, number of messages
---           (of a worker's key: the name of its line and the lease's token; on Spark, of what was run from a line: its
---           name and 'line')
---         number of other ids, the ids: the rest of a worker's batch, all of which must be new and in hand as well; or
---           what comes before the last id in a line
---         '' or, if the turn of the line is over with it, how many of its entries are given out and not committed
+--         offset field, expected offset ('' = none), first id, last id, number of messages
+--           (for a worker's key: the name of its queue and the lease's token; on Spark, for entries that were run from
+--           a
+--           key queue: its name and 'line')
+--         number of other ids, the ids: the rest of a worker's batch, all of which must be uncommitted and held by the
+--           worker as well; or the entries before the last id in a key queue
+--         '' or, if the lease ends with it, how many entries of the queue are given out and not committed
 --         state: '' (untouched), 'S' field value (set) or 'D' field (delete)
---         number of struck fields, the fields
+--         number of crash-count fields to clear, the fields
 --         number of outputs, each: index into KEYS, length to trim the stream to (0 = no trimming),
 --           number of items, the items (name, value, ...)
 --         number of dead letters, each: number of items, the items
--- REPLY list of the numbers (1 = first) of the units that were refused, nothing of which is written: their mark or the
---       frontier has moved on, so some of their messages are committed already; or, for a worker, the entry is not in
---       its hands any more; or, on Spark, the key is parked, or others of it wait in its line
+-- REPLY list of the numbers (1 = first) of the units that were refused, nothing of which is written: their offset or
+--       the committed id has moved on, so some of their messages are committed already; or, for a worker, the entry is
+--       not pending with it any more; or, on Spark, the key is parked, or entries before it wait in its queue
 -- ERROR STALE when the token is older than the epoch: a newer run has taken over
---       NOPERM and others when Redis refuses one of the writes: the unit that it belongs to has no mark then
+--       NOPERM and others when Redis refuses one of the writes: the unit that it belongs to has no offset then
 --
--- INVARIANTS  A unit is written only if its key's mark is what the caller loaded with the state, and all its ids
---   lie beyond the stream's committed frontier or are open. So of two executions of a message at most one commits, in
+-- INVARIANTS  A unit is written only if its key's offset is the one that the caller loaded with the state, and all its
+--   ids
+--   lie beyond the stream's committed id or are incomplete. So of two executions of a message at most one commits, in
 --   stream order, and repeating a commit whose reply was lost is refused without harm. A worker's entry must also be
---   pending and its own, so that one that was taken over commits nothing (XACK by itself does not ask who acks); of a
---   batch, whose outputs belong to all of it, each one must be, and each gets its own mark. Entries of a key are
---   committed under its lease, and only if they are the first of its line; they leave it with their effects, and need no
---   marks. On Spark a key that has a line commits only from there, the first entries of it. A call that a worker repeats is answered as before. What can be refused comes before the mark, since a script
---   is not rolled back: a mark without its effects would be a loss. `top` is never below any mark. No flag allow-oom: at
+--   pending with this worker, so that an entry that was claimed by another commits nothing (XACK by itself does not
+--   check
+--   the consumer); of a batch, whose outputs belong to all of it, each entry must be, and each gets its own offset.
+--   Entries of a key are committed under its lease, and only if they are the first of its queue; they leave the queue
+--   with
+--   their effects, and need no offsets. On Spark a key that has a queue commits only the first entries of that queue. A
+--   call that a worker repeats gets the first reply. Writes that can be refused come before the offset, since a script
+--   is
+--   not rolled back: an offset without its effects would be a loss. `top` is never below any offset. No flag allow-oom:
+--   at
 --   maxmemory the whole script is refused before it writes.
 
 -- include ids
@@ -57,9 +65,11 @@ local frontier, top = meta[2], meta[3]
 local refusal = stale(token, meta[1])
 if refusal then return refusal end
 
--- Without a lease nothing of a line may be committed: it would stay in its line, and be processed again.
+-- Without a lease no entry of a key queue may be committed: it would stay in its queue, and be processed again.
 local keyed = works and meta[4] == 'keyed'
-if keyed and ARGV[5] ~= '0' then return redis.error_reply('UNLEASED messages of a key are committed under its lease') end
+if keyed and ARGV[5] ~= '0' then
+  return redis.error_reply('UNLEASED messages of a key must be committed under its lease')
+end
 
 local replay = ARGV[4] ~= '' and BASE .. consumer .. ':last'
 local answered = replay and redis.call('GET', replay)
@@ -111,7 +121,7 @@ local function in_hand(id)
   return not works or #redis.call('XPENDING', KEYS[7], group, id, id, 1, consumer) == 1
 end
 
--- One more message of a batch.
+-- Whether one more entry of a batch may be committed.
 local function joins(id)
   local new = redis.call('HEXISTS', KEYS[2], 'i' .. id) == 0 and (is_beyond(id) or is_open(id))
   if not new then redis.call('XACK', KEYS[7], group, id) end
@@ -127,7 +137,7 @@ end
 local ended, is_ended, next_up = {}, {}, {}
 local any_parked
 
--- Whether these are the first entries of a line; and whether others come after them.
+-- Whether these are the first entries of a key queue; and whether others come after them.
 local function leads(name, others_at, others, last)
   local ids = redis.call('LRANGE', line_of(name), '0', others + 1)
   for i = 1, others do
@@ -150,7 +160,7 @@ local function leave_line(name, others_at, others, last, left, has_more)
   if not works and not failure then drop_empty(name) end
 end
 
--- Turns that are over end together: with a command for each line, that would cost more than the rest of a short turn.
+-- Leases that end are released together: one command per queue would cost more than the rest of a short lease.
 local function end_turns()
   end_leases(ended)
   for i = 1, #next_up, PASSED_AT_ONCE do
@@ -161,15 +171,15 @@ end
 local refused, unit = {}, 0
 local committed, written, dead = 0, 0, 0
 
--- Bare ids take the same steps as units do below, a thousand with each command: with one command each, asking would
--- cost the server far more than doing.
+-- Bare ids take the same steps as units do below, a thousand with each command: one command per id would cost the
+-- server far more than the commit itself.
 local function commit_bare(from, to)
   local held, accepted, marks, known = {}, {}, {}, {}
   local most = 2 * (to - from + 1)
   for _, item in ipairs(redis.call('XPENDING', KEYS[7], group, ARGV[from], ARGV[to], most, consumer)) do
     held[item[1]] = true
   end
-  -- No mark is above `top`: the usual entry is, and need not be looked up.
+  -- No offset is above `top`: the usual entry is, and need not be looked up.
   if top and not less(top, ARGV[from]) then
     local names = {}
     for i = from, to do names[i - from + 1] = 'i' .. ARGV[i] end
@@ -199,14 +209,14 @@ local function commit_bare(from, to)
   committed = committed + #accepted
 end
 
--- On Spark lines are few, if there are any.
+-- On Spark there are few key queues, if any.
 local any_aside = not works and some_lines()
 
 local bare = tonumber(ARGV[5])
 for from = 6, 5 + bare, 1000 do commit_bare(from, math.min(from + 999, 5 + bare)) end
 at, unit = 5 + bare, bare
 
--- Whether a unit may be written; and if it may not, what is done already is acknowledged, as nobody needs it again.
+-- Whether a unit may be written. If not, entries that are committed already are acknowledged.
 local function may_write(mark, expected, first, last, others_at, others)
   local new = (redis.call('HGET', KEYS[2], mark) or '') == expected and (is_beyond(first) or is_open(first))
   local accepted = new and in_hand(last)

@@ -1,18 +1,18 @@
 #!lua
 -- Join the workers of a handler on one stream; the first one takes the stream over from Spark, or begins it.
 --
--- KEYS  as of commit.lua
+-- KEYS  as in commit.lua
 -- ARGV  1 consumer group   2 where a handler begins that has done nothing yet: '0' (earliest) or '$' (latest)
---       3 kind of workers: 'workers', who share the entries, or 'keyed', who share the lines of keys
+--       3 kind of workers: 'workers', which share the entries, or 'keyed', which share the key queues
 --       4 the newest epoch that they take over from, or '' for any
--- REPLY epoch; 1 if the group was lost and has been made again, else 0
--- ERROR NOPERM when a commit would be refused one of its writes; STALE when a run on Spark is newer than it may be; PARKED
---       when keys wait that are parked, and these workers have none
+-- REPLY epoch; 1 if the group was lost and has been recreated, else 0
+-- ERROR NOPERM when a commit would be refused one of its writes; STALE when a Spark run is newer than ARGV 4; PARKED
+--       when there are parked keys, and these workers have no key
 --
--- INVARIANT  The epoch is raised when workers take over from Spark, or from workers of the other kind, so that those who
---   are still alive are refused, and by nothing else that workers do. A lost group is made again where it stood: nothing
---   is skipped, and what was committed is known by the frontier, the lines, the open entries and the marks. The lines that
---   Spark leaves go on as they are.
+-- INVARIANT  The epoch is raised when workers take over from Spark, or from workers of the other kind, so that those
+--   still alive are refused, and by no other action of workers. A lost group is recreated at the committed id: nothing
+--   is skipped, and committed entries are known by the committed id, the key queues, the incomplete entries and the
+--   offsets. The key queues of Spark go on as they are.
 
 -- include ids
 -- include acl_probe
@@ -20,7 +20,8 @@
 -- include group_state
 -- include engine_takeover
 
--- Up to the floor, entries that are not open are done: workers who share entries begin there, with the open ones pending.
+-- Entries up to the takeover offset are committed unless they are incomplete: workers that share entries begin there,
+-- with the incomplete ones pending.
 local function rise_to_floor(frontier)
   local floor = redis.call('HGET', KEYS[1], 'floor')
   if not floor then return frontier end
@@ -33,7 +34,7 @@ local function rise_to_floor(frontier)
   return floor
 end
 
--- What Spark has set aside of a handler without a key is done by whoever adopts it, or reads it.
+-- Entries that Spark has deferred for a handler without a key become incomplete: workers claim or read them.
 local function open_lines(frontier)
   for _, line in ipairs(all_lines()) do
     for _, id in ipairs(redis.call('LRANGE', line_of(line), 0, -1)) do
@@ -70,9 +71,9 @@ if engine ~= kind then
     fresh = string.format('%.0f', tonumber(epoch) + 1)
   end
   epoch = fresh
-  -- A group of somebody else's making keeps what is pending, until masters bring it into lines.
+  -- A group that another program created keeps its pending entries, until masters bring them into key queues.
   if group and (frontier or kind ~= 'keyed') then
-    -- What workers read after Spark had taken over, Spark has done, or it lies beyond the frontier.
+    -- Entries that workers read after Spark had taken over are committed by Spark, or lie beyond the committed id.
     delete_consumers(name)
   end
   if kind == 'workers' then

@@ -1,13 +1,13 @@
 #!lua flags=allow-oom
--- Give a consumer new entries of a stream, no more than have room.
+-- Deliver new entries of a stream to a consumer, no more than a number of bytes.
 --
 -- KEYS  1 stream
 -- ARGV  1 group   2 consumer   3 most entries   4 most bytes
 -- REPLY the entries
 -- ERROR NOGROUP when the group is gone
 --
--- INVARIANT  What is given out is pending with the consumer, so it is read a few at a time, until there is no room any
---   more: Redis cannot say before how large the next ones are. Where there are any, one is given, however large it is.
+-- INVARIANT  Delivered entries are pending with the consumer, so it reads a few at a time, until the room is used up:
+--   Redis does not tell the size of the next ones before. If there are any, one is delivered, however large it is.
 
 -- include entry_sizes
 

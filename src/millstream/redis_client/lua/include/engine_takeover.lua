@@ -1,16 +1,16 @@
--- The end of workers' time on a stream, before Spark or workers of another kind come. KEYS as of commit.lua; needs ids,
--- group and lines.
+-- Ends the ownership of workers on a stream, before Spark or workers of another kind take over. KEYS as in commit.lua;
+-- needs ids, group_state and key_queues.
 --
--- Workers know what is not committed by the pending list, those of keys by the lines, the others by frontier and marks.
--- So the frontier goes back to before the first entry that is not committed; entries up to `floor` are done unless they
--- are open.
+-- Workers know the uncommitted entries by the pending list, workers with a key by the key queues, Spark by committed id
+-- and offsets. So the committed id goes back to before the first uncommitted entry; entries up to the takeover offset
+-- (`floor`) are committed unless they are incomplete.
 local PAGE = 1000
 
 local function note_pending(name, frontier)
   local open, from = {}, '-'
   repeat
     local page = redis.call('XPENDING', KEYS[7], name, from, '+', PAGE)
-    local done = find_done(page, frontier) -- it looks at what was open so far
+    local done = find_done(page, frontier) -- reads the incomplete entries stored so far
     for _, item in ipairs(page) do
       if not done[item[1]] then open[#open + 1] = item end
       from = '(' .. item[1]
@@ -21,7 +21,8 @@ local function note_pending(name, frontier)
   return open[1] and open[1][1]
 end
 
--- The mark of a line that Spark has set aside covers its entries. They are open again, and what comes before them is done.
+-- The offset of a key whose messages Spark has deferred covers them. They become incomplete again, and the entries
+-- before them are committed.
 local function uncover(name, head)
   local mark = redis.call('HGET', KEYS[2], name)
   if not mark or less(mark, head) then return end
@@ -41,7 +42,7 @@ local function note_lines(keep_parked)
   return first
 end
 
--- Forget what was open, but for that beyond `last`; return the first of these.
+-- Remove the incomplete entries up to `last`; return the first of the others.
 local function drop_open(last)
   local first
   for _, id in ipairs(redis.call('HKEYS', KEYS[6])) do
@@ -54,20 +55,20 @@ local function drop_open(last)
   return first
 end
 
--- Note what is open; return the first of it, and the floor.
+-- Store the incomplete entries; return the first of them, and the takeover offset.
 local function note_open(name, engine, frontier, keep_parked)
   if engine ~= 'keyed' then
     local last = find_group(name)['last-delivered-id']
-    -- An earlier run on Spark that was late may have set the group back.
+    -- A late, earlier Spark run may have set the group back.
     if frontier and less(last, frontier) then last = frontier end
     return note_pending(name, frontier), last
   end
-  local floor = redis.call('HGET', KEYS[1], 'floor') or frontier -- one that is not passed yet
+  local floor = redis.call('HGET', KEYS[1], 'floor') or frontier -- one that is not reached yet
   local unrouted = drop_open(frontier)
   return note_lines(keep_parked) or unrouted, floor
 end
 
--- `keep_parked`: whoever comes has lines, and waits with those that are parked.
+-- `keep_parked`: the new owner has key queues, and keeps those that are parked.
 local function take_over(name, engine, frontier, keep_parked)
   if not find_group(name) then remake_group(name, frontier, engine) end
   local first, floor = note_open(name, engine, frontier, keep_parked)
@@ -79,7 +80,7 @@ local function take_over(name, engine, frontier, keep_parked)
     frontier = floor
     redis.call('HDEL', KEYS[1], 'floor')
   end
-  delete_consumers(name) -- their entries are beyond the frontier
+  delete_consumers(name) -- their entries are beyond the committed id
   forget_lines(keep_parked)
   hold_lines(name)
   redis.call('HSET', KEYS[1], 'frontier', frontier)

@@ -1,16 +1,16 @@
--- The streams that a service's consumers share, and who has which. KEYS  1 the input stream   2 meta (hash)
+-- The streams that a service's consumers share, and their owners. KEYS  1 the input stream   2 meta (hash)
 --
--- An entry of the input stream announces a stream. It is read once, and kept, pending, until the stream is done. From
--- then on the stream is in `streams`, and either has an owner (`owners`, and the owner's `of:` set) or is in `free`.
--- An owner's leases last as long as it is alive (sorted set, deadline in ms), so one step renews them all.
+-- An entry of the input stream announces a stream. It is read once, and stays pending until the stream is done. From
+-- then on the stream is in `streams`, and either has an owner (`owners`, and the owner's `of:` set) or is in `free`. An
+-- owner's leases last as long as it is alive (sorted set, deadline in ms), so one step renews them all.
 local INPUT, META = KEYS[1], KEYS[2]
 local BASE = string.sub(META, 1, -5) -- without 'meta'
 local STREAMS, OWNERS, FREE, FALLS = BASE .. 'streams', BASE .. 'owners', BASE .. 'free', BASE .. 'falls'
 local ALIVE, CONSUMERS = BASE .. 'alive', BASE .. 'consumers'
 local EVENTS, DEAD = BASE .. 'events', BASE .. 'dead'
-local TROUBLES = BASE .. 'troubles' -- stream -> token of its owner, and why that leaves it out; of a handler's workers only
-local RETURNED = BASE .. 'returned' -- stream -> the last token that its owner gave it back under
-local WAITING = 'waiting' -- the consumer whose announcements nobody works on
+local TROUBLES = BASE .. 'troubles' -- stream -> token of its owner, and the error; for a handler's workers only
+local RETURNED = BASE .. 'returned' -- stream -> the last token under which its owner released it
+local WAITING = 'waiting' -- the consumer of the announcements without an owner
 local KEPT_EVENTS = 10000
 
 local function set_of(consumer)
@@ -22,7 +22,7 @@ local function now_us()
   return now[1] * 1000000 + now[2]
 end
 
--- Wakes every consumer that waits, and tells people what happened.
+-- Adds an event, which wakes every consumer that waits.
 local function tell(what, stream, consumer)
   redis.call('XADD', EVENTS, 'MAXLEN', '~', KEPT_EVENTS, '*', 'event', what, 'stream', stream, 'consumer', consumer)
 end
@@ -34,7 +34,7 @@ local function make_group(group)
   end
 end
 
--- Show in the pending list, where any tool can see it, who has an announcement. No more than that depends on it.
+-- Show in the pending list, where any tool can see it, who has an announcement. Nothing else depends on it.
 local function hold_by(group, consumer, id)
   redis.pcall('XCLAIM', INPUT, group, consumer, 0, id or '', 'FORCE', 'JUSTID')
 end
@@ -50,13 +50,13 @@ local function let_go(stream, consumer)
   redis.call('SREM', set_of(consumer), stream)
 end
 
--- Whether the owner of a stream was lost; otherwise it was 'released', or nobody is to blame: the time to give it back
--- ran out, or Redis was away.
+-- Whether the owner of a stream was lost. Otherwise it 'released' the stream, or is not to blame: its revocation timed
+-- out, or Redis was away.
 local function is_loss(what)
   return what == 'expired' or what == 'stuck'
 end
 
--- End a lease so that somebody else may have the stream, before those that wait for their first owner.
+-- End a lease so that another consumer may have the stream, before those that wait for their first owner.
 local function free(group, stream, consumer, what)
   let_go(stream, consumer)
   redis.call('LPUSH', FREE, stream)
@@ -69,7 +69,7 @@ local function free(group, stream, consumer, what)
   tell(what, stream, consumer)
 end
 
--- A consumer is gone, and what it had is free; at most so many streams at once. How many streams it still has.
+-- Evict a consumer and unassign its streams, at most so many at once. Returns how many streams it still has.
 local function bury(group, consumer, what, most)
   redis.call('HDEL', CONSUMERS, consumer)
   local streams = redis.call('SRANDMEMBER', set_of(consumer), most)
@@ -83,13 +83,13 @@ local function bury(group, consumer, what, most)
   return left
 end
 
--- Nobody needs an announcement any more.
+-- Remove an announcement.
 local function drop(group, id)
   redis.call('XACK', INPUT, group, id)
   redis.call('XDEL', INPUT, id)
 end
 
--- Forget a stream that is done, or given up.
+-- Remove a stream that is done, or dead-lettered.
 local function strike_off(group, stream)
   local id = redis.call('HGET', STREAMS, stream)
   redis.call('HDEL', STREAMS, stream)
@@ -103,13 +103,13 @@ local function describe(id)
   return entry and entry[2] or {}
 end
 
--- A lease as consumers are told of it.
+-- A lease in the form of a reply.
 local function lease_on(stream, token)
   local id = redis.call('HGET', STREAMS, stream)
   return {stream, token, id or '', describe(id), tonumber(redis.call('HGET', FALLS, stream) or 0)}
 end
 
--- Give a stream to a consumer, under a token greater than all before, even if a failover has lost the last ones.
+-- Assign a stream to a consumer, under a token greater than all before, even if a failover has lost the last ones.
 local function give(group, stream, consumer)
   local fence = redis.call('HGET', META, 'fence')
   local token = now_us()

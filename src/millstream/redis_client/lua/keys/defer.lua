@@ -1,20 +1,22 @@
 #!lua
--- Set messages aside on Spark: they wait in the line of their key, as those that workers have, and their batch can end.
+-- Defer messages on Spark: they wait in the queue of their key, as on workers, and their batch can end.
 --
--- KEYS  as of commit.lua
--- ARGV  1 token: the run's epoch   2 consumer group of the workers, then for each line:
---         name, its expected mark ('' = none), or 'line' if its first entry was run from it
---         'join' (it waits behind others of its key), 'later' (for its next attempt) or 'park' (for a person)
+-- KEYS  as in commit.lua
+-- ARGV  1 token: the run's epoch   2 consumer group of the workers, then for each key queue:
+--         name, its expected offset ('' = none), or 'line' if its first entry was run from it
+--         'join' (it waits behind others of its key), 'later' (until its next attempt) or 'park' (until an operator
+--         acts)
 --         milliseconds from now, for 'later'; the reason, for 'park'; else ''
 --         number of failed attempts on its first entry, or ''
---         number of ids, the ids: all that there is of the key in the batch from the first of them on; of 'line', the first
--- REPLY list of the numbers (1 = first) of those that were refused, of which nothing was changed: their mark has moved on,
---       the key waits by now, or does not wait any more
+--         number of ids, the ids: all entries of the key in the batch from the first deferred one on; for 'line', the
+--         first
+-- REPLY list of the numbers (1 = first) of those that were refused, of which nothing was changed: their offset has
+--       moved on, the key waits by now, or does not wait any more
 -- ERROR STALE when a newer run has taken over
 --
--- INVARIANT  What is set aside is marked as what is committed is, in the same step: up to the frontier, all is committed or in
---   a line, and what lies beyond it and is in a line has a mark. So a batch that is repeated sets nothing aside twice.
---   Pending, it is kept from being trimmed, and any tool can see it.
+-- INVARIANT  A deferred entry gets an offset like a committed one, in the same step: up to the committed id, all
+--   entries are committed or queued, and a queued entry beyond it has an offset. So a batch that is repeated defers
+--   nothing twice. Being pending, deferred entries are kept from trimming, and any tool can see them.
 
 -- include ids
 -- include key_queues
@@ -25,12 +27,12 @@ local meta = redis.call('HMGET', KEYS[1], 'epoch', 'frontier', 'top')
 local frontier, top = meta[2], meta[3]
 local refusal = stale(ARGV[1], meta[1])
 if refusal then return refusal end
-local is_there = redis.call('EXISTS', KEYS[7]) == 1 -- what was deleted is not made anew
-if is_there then keep_lines_pending(group, frontier) end -- before there is more of it
+local is_there = redis.call('EXISTS', KEYS[7]) == 1 -- a deleted stream is not recreated
+if is_there then keep_lines_pending(group, frontier) end -- before entries are added
 
 local now = now_ms()
 
--- Whether the entries go to the end of a line: as they are in no line yet, and others wait there if they should.
+-- Whether the entries may be appended to a queue: they are in none yet, and others wait there only for 'join'.
 local function may_join(name, expected, how, first)
   if (redis.call('HGET', KEYS[2], name) or '') ~= expected then return false end
   if frontier and not less(frontier, first) then return false end
@@ -38,7 +40,7 @@ local function may_join(name, expected, how, first)
 end
 
 local function add(name, ids)
-  if is_there then hold_by(group, WAITING, ids) end -- first, as what may be refused comes before what cannot be done twice
+  if is_there then hold_by(group, WAITING, ids) end -- first, as it may be refused and the others cannot be repeated
   for i = 1, #ids, PASSED_AT_ONCE do
     redis.call('RPUSH', line_of(name), unpack(ids, i, math.min(i + PASSED_AT_ONCE - 1, #ids)))
   end
@@ -47,7 +49,7 @@ local function add(name, ids)
 end
 
 local function put(name, how, detail, head, failed)
-  redis.call('HDEL', KEYS[4], head) -- it was not cut short, whatever became of it
+  redis.call('HDEL', KEYS[4], head) -- the task survived it
   if failed ~= '' then redis.call('HSET', KEYS[4], head .. 'f', failed) end
   if redis.call('HEXISTS', PARKED, name) == 1 then return end
   if how == 'park' then

@@ -1,14 +1,14 @@
 #!lua flags=allow-oom
--- End the leases of a worker's name that the worker does not know of: of its last life, or of a lost reply.
+-- End the leases under a worker's name that the worker does not know of: of an earlier process, or of a lost reply.
 --
--- KEYS  as of commit.lua
+-- KEYS  as in commit.lua
 -- ARGV  1 token: the workers' epoch   2 consumer group   3 consumer   4 its incarnation   5 most entries of one lease
 --       6.. tokens of the leases that it has
--- REPLY number of leases of earlier lives, number of those that were never heard of
+-- REPLY number of leases of earlier processes, number of those in lost replies
 -- ERROR STALE when a newer run has taken over
 --
--- INVARIANT  A worker has its name to itself, so what an earlier life of it held nobody works on. The first entry of
---   such a line may be what ended that life, and is counted; one whose lease was not heard of has not begun.
+-- INVARIANT  One live worker has a name, so no process works on the leases of an earlier one. The first entry of such a
+--   queue may have ended that process, and is counted; one whose lease was in a lost reply has not begun.
 
 -- include ids
 -- include refusal

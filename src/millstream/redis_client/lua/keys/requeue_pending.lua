@@ -1,13 +1,14 @@
 #!lua
--- Bring entries that are pending, but wait in no line, into the lines of their keys.
+-- Enqueue entries that are pending, but in no key queue, into the queues of their keys.
 --
--- KEYS  as of commit.lua
--- ARGV  1 token: the workers' epoch   2 consumer group   3.. id and line of each entry
--- REPLY ids of those that were brought in
+-- KEYS  as in commit.lua
+-- ARGV  1 token: the workers' epoch   2 consumer group   3.. id and queue name of each entry
+-- REPLY ids of those that were enqueued
 -- ERROR STALE when a newer run has taken over; NOGROUP when the group is gone
 --
--- INVARIANTS  What lies beyond the frontier is left to `route`, or it would be in its line twice. An entry comes before
---   whatever is newer in its line, but for the first if somebody works on that already.
+-- INVARIANTS  Entries beyond the committed id are left to route.lua, or they would be in their queue twice. An entry
+--   comes
+--   before any newer one of its queue, except the first if that is leased.
 
 -- include ids
 -- include refusal
@@ -20,7 +21,7 @@ local meta = redis.call('HMGET', KEYS[1], 'epoch', 'frontier')
 local refusal = stale(ARGV[1], meta[1])
 if refusal then return refusal end
 
--- The first id in a line, from an index on, that is newer than `id`.
+-- The first id in a queue, from an index on, that is newer than `id`.
 local function newer_than(id, line, at)
   while true do
     local page = redis.call('LRANGE', line, at, at + PAGE - 1)

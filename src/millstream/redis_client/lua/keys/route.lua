@@ -1,17 +1,22 @@
 #!lua
--- Append new entries of a stream to the lines of their keys, in stream order, and put them into the pending list.
+-- Append new entries of a stream to the queues of their keys, in stream order, and make them pending.
 --
--- KEYS  as of commit.lua
+-- KEYS  as in commit.lua
 -- ARGV  1 token: the workers' epoch   2 consumer group   3 id that the caller has read the stream after
---       4 most entries that may be pending   5.. of each entry that it has read: id and line, '' if it is not for us
--- REPLY number of entries that were passed, number of lines that became ready, number pending, id up to which all
---       entries are routed now
+--       4 most entries that may be pending   5.. of each entry that it has read: id and queue name, '' if it is not for
+--       this
+--       handler
+-- REPLY number of entries that were processed, number of queues that became ready, number pending, id up to which all
+--       entries are enqueued now
 -- ERROR STALE when a newer run has taken over; NOGROUP when the group is gone
 --
--- INVARIANTS  Entries are routed once and in stream order, whoever does it: the call does nothing unless the frontier
---   is where the caller has read from. Everything up to the frontier is committed or in a line, wherever others have set
---   the group. What Spark has committed beyond its frontier has a mark and is passed. What others made pending takes no
---   room for ever.
+-- INVARIANTS  Entries are enqueued once and in stream order, by any worker: the call does nothing unless the committed
+--   id
+--   is where the caller has read from. Everything up to the committed id is committed or in a queue, wherever others
+--   have
+--   set the group. Entries that Spark has committed beyond its committed id have an offset and are skipped. Entries
+--   that
+--   other programs made pending do not use up the room for ever.
 
 -- include ids
 -- include key_queues
@@ -25,7 +30,7 @@ local group = find_group(group_name)
 if not group then return redis.error_reply('NOGROUP the group ' .. group_name .. ' of ' .. KEYS[7] .. ' is gone') end
 local last, floor, pending = found[3], found[4], group['pending']
 if last ~= read_after then return {0, 0, pending, last} end
--- Where nothing can run, only parked lines may fill all the room, with what is in them.
+-- If nothing can run, only the entries of parked queues may use up the room.
 if pending >= most and redis.call('EXISTS', READY, OWNERS, BACKOFF) == 0 then
   pending = math.min(pending, count_parked())
 end
