@@ -38,7 +38,10 @@ Checkpoint = Literal["noted", "later", "too many"]
 
 _CHECKPOINTS: Mapping[int, Checkpoint] = {1: "noted", 0: "later", -1: "too many"}
 
-KEY_MARK, ENTRY_MARK = b"k", b"i"
+KEY_MARK = b"k"
+"""Prefix of the offset field, and of the queue name, of a key."""
+ENTRY_MARK = b"i"
+"""Prefix of the offset field, and of the queue name, of an entry without a key: its id follows."""
 FAILED = "f"
 """Suffix of the crash-count field for failed attempts; the field without one counts runs that may have died."""
 IN_LINE = b"line"

@@ -20,26 +20,26 @@
 -- include engine_takeover
 
 local found = redis.call('HMGET', KEYS[1], 'epoch', 'frontier', 'engine', 'floor')
-local epoch, frontier, engine, floor = found[1], found[2], found[3], found[4]
-local function may_use_lines()
+local epoch, committed_id, owner, takeover_offset = found[1], found[2], found[3], found[4]
+local function may_use_queues()
   return may('XACK', KEYS[7], ARGV[2], '0-0') or may('LTRIM', READY, '0', '-1') or may('LREM', READY, 1, '')
     or may('ZADD', BACKOFF, 'none', '')
 end
 
-local refusal = stale(ARGV[1], epoch) or may_commit() or may_use_lines() or (ARGV[3] == '' and needs_keys(engine))
+local refusal = stale(ARGV[1], epoch) or may_commit() or may_use_queues() or (ARGV[3] == '' and needs_keys(owner))
 if refusal then return refusal end
 if epoch ~= ARGV[1] then
   redis.call('HSET', KEYS[1], 'epoch', ARGV[1])
   if ARGV[3] == '' then redis.call('HDEL', KEYS[1], 'keyed') else redis.call('HSET', KEYS[1], 'keyed', 1) end
 end
-if engine then
-  frontier = take_over(ARGV[2], engine, frontier, ARGV[3] ~= '')
-  floor = redis.call('HGET', KEYS[1], 'floor')
+if owner then
+  committed_id = take_over(ARGV[2], owner, committed_id, ARGV[3] ~= '')
+  takeover_offset = redis.call('HGET', KEYS[1], 'floor')
 end
 
 -- The other fields count failed attempts and expired leases; 0 is the count of an entry that was survived.
-local struck = 0
+local suspects = 0
 for _, field in ipairs(redis.call('HKEYS', KEYS[4])) do
-  if string.find(field, '%d$') and redis.call('HGET', KEYS[4], field) ~= '0' then struck = struck + 1 end
+  if string.find(field, '%d$') and redis.call('HGET', KEYS[4], field) ~= '0' then suspects = suspects + 1 end
 end
-return {frontier or '', struck, floor or '', some_lines() and 1 or 0}
+return {committed_id or '', suspects, takeover_offset or '', some_lines() and 1 or 0}

@@ -28,14 +28,14 @@ if not group then return redis.error_reply('NOGROUP the group ' .. name .. ' of 
 if group['pending'] > tonumber(ARGV[3]) then return -1 end
 local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
-local noted_at = tonumber(found[4] or 0)
+local stored_at = tonumber(found[4] or 0)
 -- A time in the future means that the clock went back.
-local is_fresh = noted_at <= now and now - noted_at < group['pending'] * PAUSE_MS
-if is_fresh and group['pending'] > CHUNK then return 0 end
+local is_recent = stored_at <= now and now - stored_at < group['pending'] * PAUSE_MS
+if is_recent and group['pending'] > CHUNK then return 0 end
 
-local frontier = group['last-delivered-id']
-if found[2] and less(frontier, found[2]) then frontier = found[2] end
-local open, from = {}, '-'
+local committed_id = group['last-delivered-id']
+if found[2] and less(committed_id, found[2]) then committed_id = found[2] end
+local incomplete, from = {}, '-'
 repeat
   local page = redis.call('XPENDING', KEYS[7], name, from, '+', CHUNK)
   local done = find_done(page, found[2])
@@ -43,14 +43,16 @@ repeat
     if done[item[1]] then
       redis.call('XACK', KEYS[7], name, item[1])
     else
-      open[#open + 1] = item[1]
-      open[#open + 1] = item[2]
+      incomplete[#incomplete + 1] = item[1]
+      incomplete[#incomplete + 1] = item[2]
     end
     from = '(' .. item[1]
   end
 until #page < CHUNK
 redis.call('DEL', KEYS[6])
-for i = 1, #open, CHUNK do redis.call('HSET', KEYS[6], unpack(open, i, math.min(i + CHUNK - 1, #open))) end
-redis.call('HSET', KEYS[1], 'frontier', frontier, 'noted_at', string.format('%.0f', now))
-if not (found[3] and less(frontier, found[3])) then redis.call('UNLINK', KEYS[2]) end
+for i = 1, #incomplete, CHUNK do
+  redis.call('HSET', KEYS[6], unpack(incomplete, i, math.min(i + CHUNK - 1, #incomplete)))
+end
+redis.call('HSET', KEYS[1], 'frontier', committed_id, 'noted_at', string.format('%.0f', now))
+if not (found[3] and less(committed_id, found[3])) then redis.call('UNLINK', KEYS[2]) end
 return 1

@@ -22,24 +22,24 @@
 
 -- Entries up to the takeover offset are committed unless they are incomplete: workers that share entries begin there,
 -- with the incomplete ones pending.
-local function rise_to_floor(frontier)
-  local floor = redis.call('HGET', KEYS[1], 'floor')
-  if not floor then return frontier end
+local function raise_to_takeover_offset(committed_id)
+  local takeover_offset = redis.call('HGET', KEYS[1], 'floor')
+  if not takeover_offset then return committed_id end
   for _, id in ipairs(redis.call('HKEYS', KEYS[6])) do
-    local done = (frontier and not less(frontier, id)) or redis.call('HEXISTS', KEYS[2], 'i' .. id) == 1
+    local done = (committed_id and not less(committed_id, id)) or redis.call('HEXISTS', KEYS[2], 'i' .. id) == 1
     if done then redis.call('HDEL', KEYS[6], id) end
   end
-  redis.call('HSET', KEYS[1], 'frontier', floor)
+  redis.call('HSET', KEYS[1], 'frontier', takeover_offset)
   redis.call('HDEL', KEYS[1], 'floor')
-  return floor
+  return takeover_offset
 end
 
 -- Entries that Spark has deferred for a handler without a key become incomplete: workers claim or read them.
-local function open_lines(frontier)
-  for _, line in ipairs(all_lines()) do
-    for _, id in ipairs(redis.call('LRANGE', line_of(line), 0, -1)) do
-      redis.call('HDEL', KEYS[2], line)
-      if frontier and not less(frontier, id) then
+local function make_deferred_incomplete(committed_id)
+  for _, queue in ipairs(all_lines()) do
+    for _, id in ipairs(redis.call('LRANGE', line_of(queue), 0, -1)) do
+      redis.call('HDEL', KEYS[2], queue)
+      if committed_id and not less(committed_id, id) then
         redis.call('HSET', KEYS[6], id, WAITING)
       else
         redis.call('HDEL', KEYS[4], id, id .. 'f')
@@ -51,20 +51,20 @@ end
 
 local name, start, kind = ARGV[1], ARGV[2], ARGV[3]
 local found = redis.call('HMGET', KEYS[1], 'epoch', 'frontier', 'engine')
-local epoch, frontier, engine = found[1], found[2], found[3]
+local epoch, committed_id, owner = found[1], found[2], found[3]
 local refusal = may_commit() or may('XACK', KEYS[7], name, '0-0')
-if kind ~= 'keyed' and (engine == 'keyed' or not engine) then refusal = refusal or needs_keys(engine) end
-if engine ~= kind and ARGV[4] ~= '' then refusal = refusal or stale(ARGV[4], epoch) end
+if kind ~= 'keyed' and (owner == 'keyed' or not owner) then refusal = refusal or needs_keys(owner) end
+if owner ~= kind and ARGV[4] ~= '' then refusal = refusal or stale(ARGV[4], epoch) end
 if refusal then return refusal end
 
-if engine and engine ~= kind then
-  frontier = take_over(name, engine, frontier)
-  engine = nil
+if owner and owner ~= kind then
+  committed_id = take_over(name, owner, committed_id)
+  owner = nil
 end
 local group = find_group(name)
 local lost = 0
 
-if engine ~= kind then
+if owner ~= kind then
   local now = redis.call('TIME')
   local fresh = string.format('%d%06d', now[1], now[2])
   if epoch and not less_number(epoch, fresh) then
@@ -72,25 +72,25 @@ if engine ~= kind then
   end
   epoch = fresh
   -- A group that another program created keeps its pending entries, until masters bring them into key queues.
-  if group and (frontier or kind ~= 'keyed') then
+  if group and (committed_id or kind ~= 'keyed') then
     -- Entries that workers read after Spark had taken over are committed by Spark, or lie beyond the committed id.
     delete_consumers(name)
   end
   if kind == 'workers' then
-    frontier = rise_to_floor(frontier)
-    open_lines(frontier)
+    committed_id = raise_to_takeover_offset(committed_id)
+    make_deferred_incomplete(committed_id)
     redis.call('HDEL', KEYS[1], 'keyed')
   end
-  if frontier and group then
-    redis.call('XGROUP', 'SETID', KEYS[7], name, frontier)
+  if committed_id and group then
+    redis.call('XGROUP', 'SETID', KEYS[7], name, committed_id)
   elseif not group then
-    redis.call('XGROUP', 'CREATE', KEYS[7], name, frontier or start, 'MKSTREAM')
+    redis.call('XGROUP', 'CREATE', KEYS[7], name, committed_id or start, 'MKSTREAM')
   end
-  if not frontier then redis.call('HSET', KEYS[1], 'frontier', find_group(name)['last-delivered-id']) end
+  if not committed_id then redis.call('HSET', KEYS[1], 'frontier', find_group(name)['last-delivered-id']) end
   if kind == 'workers' then claim_open(name) else hold_lines(name) end
   redis.call('HSET', KEYS[1], 'engine', kind, 'epoch', epoch)
 elseif not group then
-  remake_group(name, frontier, engine)
+  remake_group(name, committed_id, owner)
   lost = 1
 end
 return {epoch, lost}

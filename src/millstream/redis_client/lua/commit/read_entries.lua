@@ -13,20 +13,20 @@
 
 local AT_ONCE = 8
 
-local given, left, bytes, step = {}, tonumber(ARGV[3]), 0, 1
+local delivered, left, bytes, step = {}, tonumber(ARGV[3]), 0, 1
 local most_bytes = tonumber(ARGV[4])
-while left > 0 and (#given == 0 or bytes < most_bytes) do
+while left > 0 and (#delivered == 0 or bytes < most_bytes) do
   local asked = math.min(left, step)
   local found = redis.pcall('XREADGROUP', 'GROUP', ARGV[1], ARGV[2], 'COUNT', asked, 'STREAMS', KEYS[1], '>')
   if found and found.err then return found end
   if not found then break end
   local entries = found[1][2]
   for _, entry in ipairs(entries) do
-    given[#given + 1] = entry
+    delivered[#delivered + 1] = entry
     bytes = bytes + size_of(entry)
   end
   if #entries < asked then break end
   left = left - #entries
-  step = math.max(1, math.min(AT_ONCE, 2 * step, math.floor((most_bytes - bytes) * #given / bytes)))
+  step = math.max(1, math.min(AT_ONCE, 2 * step, math.floor((most_bytes - bytes) * #delivered / bytes)))
 end
-return given
+return delivered

@@ -15,7 +15,8 @@ local LAST = '18446744073709551615-18446744073709551615' -- Redis allows no id a
 local found, after, left, bytes = {}, ARGV[1], tonumber(ARGV[2]), 0
 local most_bytes, is_one_wanted = tonumber(ARGV[3]), ARGV[4] == '1'
 while left > 0 and after ~= LAST do
-  local entries = redis.call('XRANGE', KEYS[1], '(' .. after, '+', 'COUNT', math.min(left, #found == 0 and 1 or AT_ONCE))
+  local count = math.min(left, #found == 0 and 1 or AT_ONCE)
+  local entries = redis.call('XRANGE', KEYS[1], '(' .. after, '+', 'COUNT', count)
   if #entries == 0 then break end
   for _, entry in ipairs(entries) do
     local size = size_of(entry)

@@ -23,11 +23,11 @@ local function is_ours(holder)
 end
 
 local ids = redis.call('LRANGE', KEYS[3], 0, PAGE - 1)
-local ours, others, settled = {}, 0, 0
+local ours, others, not_pending = {}, 0, 0
 for _, id in ipairs(ids) do
   local found = redis.call('XPENDING', KEYS[1], ARGV[2], id, id, 1)
   if #found == 0 then
-    settled = settled + 1
+    not_pending = not_pending + 1
   elseif is_ours(found[1][2]) then
     ours[#ours + 1] = id
   else
@@ -36,4 +36,4 @@ for _, id in ipairs(ids) do
 end
 if #ours > 0 then redis.call('XACK', KEYS[1], ARGV[2], unpack(ours)) end
 redis.call('LTRIM', KEYS[3], #ids, -1)
-return {redis.call('LLEN', KEYS[3]), others, settled}
+return {redis.call('LLEN', KEYS[3]), others, not_pending}

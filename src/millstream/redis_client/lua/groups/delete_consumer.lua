@@ -11,7 +11,7 @@
 
 local stream, group, consumer, heir = KEYS[1], ARGV[1], ARGV[2], ARGV[3]
 local limit, min_idle = tonumber(ARGV[4]), tonumber(ARGV[5])
-local held = redis.call('XPENDING', stream, group, '-', '+', limit, consumer)
+local pending = redis.call('XPENDING', stream, group, '-', '+', limit, consumer)
 local found, heir_found = nil, false
 for _, item in ipairs(redis.call('XINFO', 'CONSUMERS', stream, group)) do
   local info = {}
@@ -28,13 +28,13 @@ if not found then
   return {'absent', 0}
 elseif found.idle < min_idle then
   return {'busy', 0}
-elseif #held > 0 and heir == '' then
+elseif #pending > 0 and heir == '' then
   return {'pending', found.pending}
 elseif heir ~= '' and not heir_found then
   return {'no-heir', 0}
 end
 local reply = {'deleted', 0}
-for _, entry in ipairs(held) do
+for _, entry in ipairs(pending) do
   local claimed = redis.call('XCLAIM', stream, group, heir, 0, entry[1], 'IDLE', entry[3], 'JUSTID')
   if #claimed > 0 then
     reply[2] = reply[2] + 1
@@ -42,7 +42,7 @@ for _, entry in ipairs(held) do
     reply[#reply + 1] = entry[1]
   end
 end
-if #held == found.pending then
+if #pending == found.pending then
   redis.call('XGROUP', 'DELCONSUMER', stream, group, consumer)
 else
   reply[1] = 'more'

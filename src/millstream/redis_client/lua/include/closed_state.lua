@@ -4,8 +4,12 @@
 -- run has begun. Entries that were deleted before they were enqueued need no enqueueing.
 local function routed_to(seal)
   local found = redis.call('HMGET', KEYS[1], 'engine', 'frontier', 'keyed')
-  local frontier = found[2]
-  if not found[1] and found[3] then frontier = frontier or '0-0' elseif found[1] ~= 'keyed' then return false end
-  if not frontier then return false end
-  return not less(frontier, seal) or #redis.call('XRANGE', KEYS[7], '(' .. frontier, seal, 'COUNT', 1) == 0
+  local committed_id = found[2]
+  if not found[1] and found[3] then
+    committed_id = committed_id or '0-0'
+  elseif found[1] ~= 'keyed' then
+    return false
+  end
+  if not committed_id then return false end
+  return not less(committed_id, seal) or #redis.call('XRANGE', KEYS[7], '(' .. committed_id, seal, 'COUNT', 1) == 0
 end

@@ -3,29 +3,29 @@
 --
 -- Workers know the uncommitted entries by the pending list, workers with a key by the key queues, Spark by committed id
 -- and offsets. So the committed id goes back to before the first uncommitted entry; entries up to the takeover offset
--- (`floor`) are committed unless they are incomplete.
+-- (`takeover_offset`) are committed unless they are incomplete.
 local PAGE = 1000
 
-local function note_pending(name, frontier)
-  local open, from = {}, '-'
+local function note_pending(name, committed_id)
+  local incomplete, from = {}, '-'
   repeat
     local page = redis.call('XPENDING', KEYS[7], name, from, '+', PAGE)
-    local done = find_done(page, frontier) -- reads the incomplete entries stored so far
+    local done = find_done(page, committed_id) -- reads the incomplete entries stored so far
     for _, item in ipairs(page) do
-      if not done[item[1]] then open[#open + 1] = item end
+      if not done[item[1]] then incomplete[#incomplete + 1] = item end
       from = '(' .. item[1]
     end
   until #page < PAGE
   redis.call('DEL', KEYS[6])
-  for _, item in ipairs(open) do redis.call('HSET', KEYS[6], item[1], item[2]) end
-  return open[1] and open[1][1]
+  for _, item in ipairs(incomplete) do redis.call('HSET', KEYS[6], item[1], item[2]) end
+  return incomplete[1] and incomplete[1][1]
 end
 
 -- The offset of a key whose messages Spark has deferred covers them. They become incomplete again, and the entries
 -- before them are committed.
 local function uncover(name, head)
-  local mark = redis.call('HGET', KEYS[2], name)
-  if not mark or less(mark, head) then return end
+  local offset = redis.call('HGET', KEYS[2], name)
+  if not offset or less(offset, head) then return end
   local before = string.sub(name, 1, 1) == 'k' and redis.call('XREVRANGE', KEYS[7], '(' .. head, '-', 'COUNT', 1)[1]
   if before then redis.call('HSET', KEYS[2], name, before[1]) else redis.call('HDEL', KEYS[2], name) end
 end
@@ -56,34 +56,34 @@ local function drop_open(last)
 end
 
 -- Store the incomplete entries; return the first of them, and the takeover offset.
-local function note_open(name, engine, frontier, keep_parked)
-  if engine ~= 'keyed' then
+local function note_open(name, owner, committed_id, keep_parked)
+  if owner ~= 'keyed' then
     local last = find_group(name)['last-delivered-id']
     -- A late, earlier Spark run may have set the group back.
-    if frontier and less(last, frontier) then last = frontier end
-    return note_pending(name, frontier), last
+    if committed_id and less(last, committed_id) then last = committed_id end
+    return note_pending(name, committed_id), last
   end
-  local floor = redis.call('HGET', KEYS[1], 'floor') or frontier -- one that is not reached yet
-  local unrouted = drop_open(frontier)
-  return note_lines(keep_parked) or unrouted, floor
+  local takeover_offset = redis.call('HGET', KEYS[1], 'floor') or committed_id -- one that is not reached yet
+  local not_enqueued = drop_open(committed_id)
+  return note_lines(keep_parked) or not_enqueued, takeover_offset
 end
 
 -- `keep_parked`: the new owner has key queues, and keeps those that are parked.
-local function take_over(name, engine, frontier, keep_parked)
-  if not find_group(name) then remake_group(name, frontier, engine) end
-  local first, floor = note_open(name, engine, frontier, keep_parked)
+local function take_over(name, owner, committed_id, keep_parked)
+  if not find_group(name) then remake_group(name, committed_id, owner) end
+  local first, takeover_offset = note_open(name, owner, committed_id, keep_parked)
   if first then
     local before = redis.call('XREVRANGE', KEYS[7], '(' .. first, '-', 'COUNT', 1)[1]
-    frontier = before and before[1] or '0-0'
-    redis.call('HSET', KEYS[1], 'floor', floor)
+    committed_id = before and before[1] or '0-0'
+    redis.call('HSET', KEYS[1], 'floor', takeover_offset)
   else
-    frontier = floor
+    committed_id = takeover_offset
     redis.call('HDEL', KEYS[1], 'floor')
   end
   delete_consumers(name) -- their entries are beyond the committed id
   forget_lines(keep_parked)
   hold_lines(name)
-  redis.call('HSET', KEYS[1], 'frontier', frontier)
+  redis.call('HSET', KEYS[1], 'frontier', committed_id)
   redis.call('HDEL', KEYS[1], 'engine')
-  return frontier
+  return committed_id
 end

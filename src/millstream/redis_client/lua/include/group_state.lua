@@ -15,13 +15,13 @@ end
 
 -- Which entries of a page of the pending list are committed, by the rule of commit.lua. Such an entry was read once
 -- more: by a worker that died before it saw the offset, or because a late Spark run had set the group back.
-local function find_done(page, frontier)
+local function find_done(page, committed_id)
   local names, done = {}, {}
   for i, item in ipairs(page) do names[i] = 'i' .. item[1] end
-  local marks = #page > 0 and redis.call('HMGET', KEYS[2], unpack(names))
+  local offsets = #page > 0 and redis.call('HMGET', KEYS[2], unpack(names))
   for i, item in ipairs(page) do
-    local below = frontier and not less(frontier, item[1])
-    done[item[1]] = marks[i] or (below and redis.call('HEXISTS', KEYS[6], item[1]) == 0)
+    local below = committed_id and not less(committed_id, item[1])
+    done[item[1]] = offsets[i] or (below and redis.call('HEXISTS', KEYS[6], item[1]) == 0)
   end
   return done
 end
@@ -42,18 +42,18 @@ end
 
 -- Recreate a lost group at the committed id, with the entries before it that are still incomplete or queued. Incomplete
 -- entries that workers with a key have not enqueued yet are not pending: they would use the room of the key queues.
-local function remake_group(name, frontier, engine)
-  redis.call('XGROUP', 'CREATE', KEYS[7], name, frontier or '0', 'MKSTREAM')
-  if engine == 'keyed' then hold_lines(name) else claim_open(name) end
+local function remake_group(name, committed_id, owner)
+  redis.call('XGROUP', 'CREATE', KEYS[7], name, committed_id or '0', 'MKSTREAM')
+  if owner == 'keyed' then hold_lines(name) else claim_open(name) end
 end
 
 -- On Spark no consumer reads through the group. If an operator has destroyed it, the driver shows it again as soon as
 -- the committed id moves, but knows nothing of key queues: their entries have to be pending, or they would be trimmed.
 -- Returns how many were pending.
-local function keep_lines_pending(name, frontier)
+local function keep_lines_pending(name, committed_id)
   local group = find_group(name)
   if not group then
-    remake_group(name, frontier, 'keyed')
+    remake_group(name, committed_id, 'keyed')
   elseif group['pending'] > 0 then
     return group['pending']
   elseif some_lines() then

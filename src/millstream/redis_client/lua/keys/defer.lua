@@ -24,18 +24,18 @@
 
 local group = ARGV[2]
 local meta = redis.call('HMGET', KEYS[1], 'epoch', 'frontier', 'top')
-local frontier, top = meta[2], meta[3]
+local committed_id, max_offset = meta[2], meta[3]
 local refusal = stale(ARGV[1], meta[1])
 if refusal then return refusal end
 local is_there = redis.call('EXISTS', KEYS[7]) == 1 -- a deleted stream is not recreated
-if is_there then keep_lines_pending(group, frontier) end -- before entries are added
+if is_there then keep_lines_pending(group, committed_id) end -- before entries are added
 
 local now = now_ms()
 
 -- Whether the entries may be appended to a queue: they are in none yet, and others wait there only for 'join'.
-local function may_join(name, expected, how, first)
+local function may_append(name, expected, how, first)
   if (redis.call('HGET', KEYS[2], name) or '') ~= expected then return false end
-  if frontier and not less(frontier, first) then return false end
+  if committed_id and not less(committed_id, first) then return false end
   return is_aside(name) == (how == 'join')
 end
 
@@ -45,10 +45,10 @@ local function add(name, ids)
     redis.call('RPUSH', line_of(name), unpack(ids, i, math.min(i + PASSED_AT_ONCE - 1, #ids)))
   end
   redis.call('HSET', KEYS[2], name, ids[#ids])
-  if not top or less(top, ids[#ids]) then top = ids[#ids] end
+  if not max_offset or less(max_offset, ids[#ids]) then max_offset = ids[#ids] end
 end
 
-local function put(name, how, detail, head, failed)
+local function back_off_or_park(name, how, detail, head, failed)
   redis.call('HDEL', KEYS[4], head) -- the task survived it
   if failed ~= '' then redis.call('HSET', KEYS[4], head .. 'f', failed) end
   if redis.call('HEXISTS', PARKED, name) == 1 then return end
@@ -71,14 +71,14 @@ while at <= #ARGV do
     accepted = redis.call('LINDEX', line_of(name), 0) == ids[1]
     if accepted then redis.call('LREM', READY, 1, name) end
   else
-    accepted = may_join(name, expected, how, ids[1])
+    accepted = may_append(name, expected, how, ids[1])
     if accepted then add(name, ids) end
   end
   if not accepted then
     refused[#refused + 1] = number
   elseif how ~= 'join' then
-    put(name, how, detail, ids[1], failed)
+    back_off_or_park(name, how, detail, ids[1], failed)
   end
 end
-if top then redis.call('HSET', KEYS[1], 'top', top) end
+if max_offset then redis.call('HSET', KEYS[1], 'top', max_offset) end
 return refused

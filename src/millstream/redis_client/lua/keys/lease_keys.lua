@@ -23,7 +23,7 @@
 
 local group, consumer, incarnation = ARGV[2], ARGV[3], ARGV[4]
 local lease_ms, longest = tonumber(ARGV[5]), tonumber(ARGV[8])
-local most_lines, most_entries = tonumber(ARGV[6]), tonumber(ARGV[7])
+local most_queues, most_entries = tonumber(ARGV[6]), tonumber(ARGV[7])
 local most_bytes, about, is_one_wanted = tonumber(ARGV[10]), tonumber(ARGV[11]), ARGV[12] == '1'
 local AT_ONCE, FURTHEST_MS, STEP_MS = 200, 600000, 1000
 
@@ -42,8 +42,8 @@ if meta[2] and tonumber(meta[2]) >= fence then fence = tonumber(meta[2]) + 1 end
 -- back-offs end earlier by that.
 local back_ms = meta[3] and tonumber(meta[3]) - ms or 0
 local furthest_ms = back_ms > STEP_MS and lease_ms or math.max(10 * lease_ms, FURTHEST_MS)
-local ahead = redis.call('ZRANGEBYSCORE', LEASES, '(' .. ms + furthest_ms, '+inf')
-for _, name in ipairs(ahead) do redis.call('ZADD', LEASES, ms + lease_ms, name) end
+local too_far = redis.call('ZRANGEBYSCORE', LEASES, '(' .. ms + furthest_ms, '+inf')
+for _, name in ipairs(too_far) do redis.call('ZADD', LEASES, ms + lease_ms, name) end
 if back_ms > STEP_MS then
   local waiting = redis.call('ZRANGE', BACKOFF, 0, -1, 'WITHSCORES')
   for i = 1, #waiting, 2 do redis.call('ZADD', BACKOFF, math.max(ms, waiting[i + 1] - back_ms), waiting[i]) end
@@ -53,9 +53,9 @@ end
 -- They come out in the order in which they were due, so the first is requeued last. Leases that masters hold for
 -- consumers are left to master/renew_leases.lua, which checks acknowledgements and liveness: the lease expired because
 -- no master ran, or Redis was away.
-local reaped = ARGV[13] and {} or redis.call('ZRANGEBYSCORE', LEASES, '-inf', ms, 'LIMIT', 0, AT_ONCE)
-for i = #reaped, 1, -1 do
-  local name = reaped[i]
+local expired = ARGV[13] and {} or redis.call('ZRANGEBYSCORE', LEASES, '-inf', ms, 'LIMIT', 0, AT_ONCE)
+for i = #expired, 1, -1 do
+  local name = expired[i]
   local head = redis.call('LINDEX', line_of(name), 0)
   if head then redis.call('HINCRBY', KEYS[4], head .. 'l', 1) end
   end_lease(group, name, longest)
@@ -72,7 +72,7 @@ if ARGV[13] then
   for _, owner in ipairs(redis.call('HVALS', OWNERS)) do
     if string.match(owner, '^%d+ %S+ (.*)$') == consumer then held = held + 1 end
   end
-  most_lines = math.min(most_lines, tonumber(ARGV[13]) - held)
+  most_queues = math.min(most_queues, tonumber(ARGV[13]) - held)
 end
 
 local gone = {}
@@ -90,20 +90,20 @@ local function drop_missing(name, ids, entries)
   end
 end
 
-local any_struck = redis.call('EXISTS', KEYS[4]) == 1
-local NO_STRIKES, strikes = {}, {}
-local function strikes_on(id)
-  if not any_struck then return NO_STRIKES end
-  strikes[id] = strikes[id] or redis.call('HMGET', KEYS[4], id, id .. 'f', id .. 'l')
-  return strikes[id]
+local any_counts = redis.call('EXISTS', KEYS[4]) == 1
+local NO_COUNTS, counts = {}, {}
+local function crash_counts_of(id)
+  if not any_counts then return NO_COUNTS end
+  counts[id] = counts[id] or redis.call('HMGET', KEYS[4], id, id .. 'f', id .. 'l')
+  return counts[id]
 end
 
 -- The first entries of a queue that are given out together: an entry that failed, or whose lease expired, comes alone.
 local function run_of(name, most)
   local ids = redis.call('LRANGE', line_of(name), '0', most - 1)
-  for i = 1, any_struck and #ids or 0 do
-    local struck = strikes_on(ids[i])
-    if struck[1] or struck[2] or struck[3] then return {unpack(ids, 1, math.max(1, i - 1))} end
+  for i = 1, any_counts and #ids or 0 do
+    local count_of = crash_counts_of(ids[i])
+    if count_of[1] or count_of[2] or count_of[3] then return {unpack(ids, 1, math.max(1, i - 1))} end
   end
   return ids
 end
@@ -123,7 +123,7 @@ local function claim(name, most)
   end
 end
 
-local taken, count, used, bytes, unfit = {}, 0, 0, 0, 0
+local leased, count, used, bytes, unfit = {}, 0, 0, 0, 0
 
 -- The entries for which there is room; the others stay unleased. One is given out however large it is, if it is wanted:
 -- otherwise it never would be.
@@ -142,7 +142,7 @@ local function fitting(entries)
   return entries
 end
 
-local function take_line(name)
+local function lease_queue(name)
   -- No more than the estimate allows: claimed entries are in Redis' memory once more.
   local affordable = math.max(1, math.floor((most_bytes - bytes) / about))
   local entries = claim(name, math.min(longest, most_entries - count, affordable))
@@ -151,20 +151,20 @@ local function take_line(name)
   if #entries == 0 and unfit > 0 then return end
   used = used + 1
   if #entries == 0 then return end
-  local struck = strikes_on(entries[1][1])
-  taken[#taken + 1] = {
+  local count_of = crash_counts_of(entries[1][1])
+  leased[#leased + 1] = {
     name, string.format('%.0f %s %s', fence, incarnation, consumer), '',
-    tonumber(struck[3] or 0), tonumber(struck[2] or 0), entries,
+    tonumber(count_of[3] or 0), tonumber(count_of[2] or 0), entries,
   }
   fence = fence + 1
   count = count + #entries
 end
 
 -- Store who holds the queues, and until when, with one command for many; and load their states.
-local function lease(from, to)
+local function store_leases(from, to)
   local owners, deadlines, fields, deadline = {}, {}, {}, string.format('%.0f', ms + lease_ms)
   for i = from, to do
-    local name, token = taken[i][1], taken[i][2]
+    local name, token = leased[i][1], leased[i][2]
     owners[#owners + 1], owners[#owners + 2] = name, token
     deadlines[#deadlines + 1], deadlines[#deadlines + 2] = deadline, name
     fields[#fields + 1] = string.sub(name, 2)
@@ -173,28 +173,28 @@ local function lease(from, to)
   redis.call('ZADD', LEASES, unpack(deadlines))
   local states = ARGV[9] == '1' and redis.call('HMGET', KEYS[3], unpack(fields)) or {}
   for i, state in ipairs(states) do
-    local one = taken[from + i - 1]
+    local one = leased[from + i - 1]
     if state and string.sub(one[1], 1, 1) == 'k' then one[3] = state end
   end
 end
 
 -- Queues are removed from the ready list at the end, together: if anything fails before, they are still ready.
-while #taken < most_lines and count < most_entries and #gone < MOST_GONE and unfit == 0 do
-  local least = math.min(most_lines - #taken, math.ceil((most_entries - count) / longest))
+while #leased < most_queues and count < most_entries and #gone < MOST_GONE and unfit == 0 do
+  local least = math.min(most_queues - #leased, math.ceil((most_entries - count) / longest))
   local names = redis.call('LRANGE', READY, used, used + least - 1)
   if #names == 0 then break end
   for _, name in ipairs(names) do
-    if #gone < MOST_GONE and unfit == 0 then take_line(name) end
+    if #gone < MOST_GONE and unfit == 0 then lease_queue(name) end
   end
 end
-for i = 1, #taken, PASSED_AT_ONCE do lease(i, math.min(i + PASSED_AT_ONCE - 1, #taken)) end
+for i = 1, #leased, PASSED_AT_ONCE do store_leases(i, math.min(i + PASSED_AT_ONCE - 1, #leased)) end
 if used > 0 then redis.call('LTRIM', READY, used, -1) end
-if #taken > 0 then
+if #leased > 0 then
   redis.call('HSET', KEYS[1], 'fence', string.format('%.0f', fence), 'clock', string.format('%.0f', ms))
 end
 if redis.call('LLEN', READY) == 0 then
   redis.call('UNLINK', WAKE) -- no worker needs to fetch
-elseif #taken >= most_lines or count >= most_entries or unfit > 0 then
+elseif #leased >= most_queues or count >= most_entries or unfit > 0 then
   wake(1)
 end
 
@@ -206,4 +206,4 @@ for _, times in ipairs({LEASES, BACKOFF}) do
     if wait_ms < 0 or left < wait_ms then wait_ms = left end
   end
 end
-return {wait_ms, gone, #reaped, unfit, unpack(taken)}
+return {wait_ms, gone, #expired, unfit, unpack(leased)}

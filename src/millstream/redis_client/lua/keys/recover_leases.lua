@@ -23,13 +23,13 @@ if probe.err then return named(probe, 'XPENDING', KEYS[7]) end
 local known = {}
 for i = 6, #ARGV do known[ARGV[i]] = true end
 local owners = redis.call('HGETALL', OWNERS)
-local earlier, unheard = 0, 0
+local earlier, unknown = 0, 0
 for i = 1, #owners, 2 do
   local name = owners[i]
-  local _, life, holder = string.match(owners[i + 1], '^(%d+) (%S+) (.*)$')
+  local _, process, holder = string.match(owners[i + 1], '^(%d+) (%S+) (.*)$')
   if holder == consumer and not known[owners[i + 1]] then
-    if life == incarnation then
-      unheard = unheard + 1
+    if process == incarnation then
+      unknown = unknown + 1
     else
       earlier = earlier + 1
       local head = redis.call('LINDEX', line_of(name), 0)
@@ -39,5 +39,5 @@ for i = 1, #owners, 2 do
     line_up(name, true)
   end
 end
-wake(earlier + unheard)
-return {earlier, unheard}
+wake(earlier + unknown)
+return {earlier, unknown}

@@ -88,7 +88,7 @@ local function append_and_trim(items, count)
 end
 
 -- The time of arrival in microseconds makes an id; messages that are due together keep the order of arrival.
-local function keep(items)
+local function delay_entry(items)
   local id
   repeat
     id = string.format('%.0f', arrival)
@@ -98,7 +98,7 @@ local function keep(items)
   return id
 end
 
-local add = due and keep or maxlen ~= '' and append_and_trim or append
+local add = due and delay_entry or maxlen ~= '' and append_and_trim or append
 
 local function add_once(items, count, key)
   local id = call('GET', key)
@@ -109,7 +109,7 @@ local function add_once(items, count, key)
   return id
 end
 
-local put = deduplicated and add_once or add
+local add_entry = deduplicated and add_once or add
 local ids, number = {}, 0
 at = OPTIONS + 1
 while at <= #args do
@@ -125,7 +125,7 @@ while at <= #args do
     end
     at = at + fields
     number = number + 1
-    ids[number] = put(items, 2 * fields, KEYS[FIXED_KEYS + number])
+    ids[number] = add_entry(items, 2 * fields, KEYS[FIXED_KEYS + number])
   end
   at = at + 1
 end
