@@ -10,8 +10,7 @@
 --       then any number of units, one per run of messages of one key (or one unkeyed message, or a batch of them):
 --         offset field, expected offset ('' = none), first id, last id, number of messages
 --           (for a worker's key: the name of its queue and the lease's token; on Spark, for entries that were run from
---           a
---           key queue: its name and 'line')
+--           a key queue: its name and 'line')
 --         number of other ids, the ids: the rest of a worker's batch, all of which must be uncommitted and held by the
 --           worker as well; or the entries before the last id in a key queue
 --         '' or, if the lease ends with it, how many entries of the queue are given out and not committed
@@ -27,20 +26,15 @@
 --       NOPERM and others when Redis refuses one of the writes: the unit that it belongs to has no offset then
 --
 -- INVARIANTS  A unit is written only if its key's offset is the one that the caller loaded with the state, and all its
---   ids
---   lie beyond the stream's committed id or are incomplete. So of two executions of a message at most one commits, in
---   stream order, and repeating a commit whose reply was lost is refused without harm. A worker's entry must also be
+--   ids lie beyond the stream's committed id or are incomplete. So of two executions of a message at most one commits,
+--   in stream order, and repeating a commit whose reply was lost is refused without harm. A worker's entry must also be
 --   pending with this worker, so that an entry that was claimed by another commits nothing (XACK by itself does not
---   check
---   the consumer); of a batch, whose outputs belong to all of it, each entry must be, and each gets its own offset.
---   Entries of a key are committed under its lease, and only if they are the first of its queue; they leave the queue
---   with
---   their effects, and need no offsets. On Spark a key that has a queue commits only the first entries of that queue. A
---   call that a worker repeats gets the first reply. Writes that can be refused come before the offset, since a script
---   is
---   not rolled back: an offset without its effects would be a loss. `max_offset` is never below any offset. No flag allow-oom:
---   at
---   maxmemory the whole script is refused before it writes.
+--   check the consumer); of a batch, whose outputs belong to all of it, each entry must be, and each gets its own
+--   offset. Entries of a key are committed under its lease, and only if they are the first of its queue; they leave the
+--   queue with their effects, and need no offsets. On Spark a key that has a queue commits only the first entries of
+--   that queue. A call that a worker repeats gets the first reply. Writes that can be refused come before the offset,
+--   since a script is not rolled back: an offset without its effects would be a loss. `max_offset` is never below any
+--   offset. No flag allow-oom: at maxmemory the whole script is refused before it writes.
 
 -- include ids
 -- include refusal

@@ -8,8 +8,7 @@
 -- ERROR STALE when a newer run has taken over
 --
 -- INVARIANT  Entries of another consumer are left alone: XCLAIM by itself would take them from the worker that claimed
---   them. A nack takes back the delivery: the count says how often a worker may have died of an entry, and this one did
---   not.
+--   them. A nack takes back the delivery: the count says how often a worker may have died of an entry, not so here.
 
 -- include ids
 

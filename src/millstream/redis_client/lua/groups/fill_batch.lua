@@ -10,8 +10,7 @@
 -- ERROR STALE when a newer run owns the batches; NOGROUP when the group is gone
 --
 -- INVARIANTS  The ids are stored in the step that reassigns the entries, so the list is the batch, whichever process
---   dies. The
---   size of a portion is that of the first call. A repeated call goes on where the last one ended.
+--   dies. The size of a portion is that of the first call. A repeated call goes on where the last one ended.
 
 -- include ids
 -- include run_fence

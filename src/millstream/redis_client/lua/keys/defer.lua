@@ -4,12 +4,10 @@
 -- KEYS  as in commit.lua
 -- ARGV  1 token: the run's epoch   2 consumer group of the workers, then for each key queue:
 --         name, its expected offset ('' = none), or 'line' if its first entry was run from it
---         'join' (it waits behind others of its key), 'later' (until its next attempt) or 'park' (until an operator
---         acts)
+--         'join' (behind others of its key), 'later' (until its next attempt) or 'park' (until an operator acts)
 --         milliseconds from now, for 'later'; the reason, for 'park'; else ''
 --         number of failed attempts on its first entry, or ''
---         number of ids, the ids: all entries of the key in the batch from the first deferred one on; for 'line', the
---         first
+--         number of ids, the ids: all entries of the key in the batch from the first deferred one on ('line': the first)
 -- REPLY list of the numbers (1 = first) of those that were refused, of which nothing was changed: their offset has
 --       moved on, the key waits by now, or does not wait any more
 -- ERROR STALE when a newer run has taken over

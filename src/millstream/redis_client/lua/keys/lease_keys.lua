@@ -12,10 +12,8 @@
 -- ERROR STALE when a newer run has taken over; NOGROUP when the group is gone
 --
 -- INVARIANTS  A queue is leased to one worker at a time, by the server's clock, and no two leases have the same token:
---   its
---   number grows, even if a failover has lost the last ones, and commit.lua checks it. Queues are leased round robin.
---   An
---   entry whose lease expired before may have killed its worker, so it is given out alone, and counted.
+--   its number grows, even if a failover has lost the last ones, and commit.lua checks it. Queues are leased round
+--   robin. An entry whose lease expired before may have killed its worker, so it is given out alone, and counted.
 
 -- include ids
 -- include key_queues

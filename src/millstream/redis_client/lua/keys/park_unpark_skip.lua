@@ -5,8 +5,8 @@
 -- ARGV  1 consumer group   2 name of the queue   3 'park', 'unpark' or 'skip'
 --       4 the reason, for 'park'; the id of the first entry, for 'skip'   5.. items of its dead letter, for 'skip'
 -- REPLY 1 if it was done, 0 if there was nothing to do: it is parked already, or not; or the entry is not the first
--- ERROR NOTKEYED when neither workers nor a Spark run of a handler with a key own the stream; NOGROUP when the group is
---       gone;
+-- ERROR NOTKEYED when neither workers nor a Spark run of a handler with a key own the stream
+--       NOGROUP when the group is gone
 --       MOVING when a queue is to be unparked that only the migration of its key keeps waiting
 --
 -- INVARIANT  A skipped entry becomes a dead letter in the same step. A worker that processes it is refused a late

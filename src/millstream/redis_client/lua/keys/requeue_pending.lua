@@ -7,8 +7,7 @@
 -- ERROR STALE when a newer run has taken over; NOGROUP when the group is gone
 --
 -- INVARIANTS  Entries beyond the committed id are left to route.lua, or they would be in their queue twice. An entry
---   comes
---   before any newer one of its queue, except the first if that is leased.
+--   comes before any newer one of its queue, except the first if that is leased.
 
 -- include ids
 -- include refusal

@@ -3,20 +3,16 @@
 --
 -- KEYS  as in commit.lua
 -- ARGV  1 token: the workers' epoch   2 consumer group   3 id that the caller has read the stream after
---       4 most entries that may be pending   5.. of each entry that it has read: id and queue name, '' if it is not for
---       this
---       handler
+--       4 most entries that may be pending   5.. of each entry that it has read: id and queue name ('' = not for this
+--       handler)
 -- REPLY number of entries that were processed, number of queues that became ready, number pending, id up to which all
 --       entries are enqueued now
 -- ERROR STALE when a newer run has taken over; NOGROUP when the group is gone
 --
 -- INVARIANTS  Entries are enqueued once and in stream order, by any worker: the call does nothing unless the committed
---   id
---   is where the caller has read from. Everything up to the committed id is committed or in a queue, wherever others
---   have
---   set the group. Entries that Spark has committed beyond its committed id have an offset and are skipped. Entries
---   that
---   other programs made pending do not use up the room for ever.
+--   id is where the caller has read from. Everything up to the committed id is committed or in a queue, wherever others
+--   have set the group. Entries that Spark has committed beyond its committed id have an offset and are skipped.
+--   Entries that other programs made pending do not use up the room for ever.
 
 -- include ids
 -- include key_queues

@@ -15,12 +15,12 @@
 --       SEALED and a generation: the partition was closed for one that the producer does not know, nothing is written
 --       PARTITIONED: the stream is a partition, and the producer does not know
 --
--- INVARIANTS  The entries are added if and only if the producer's number moves, so a batch whose reply was lost may
---   be sent again and gets the same ids, and a copy of it that comes late, over a broken connection, is skipped. The
+-- INVARIANTS  The entries are added if and only if the producer's number moves, so a batch whose reply was lost may be
+--   sent again and gets the same ids, and a copy of it that comes late, over a broken connection, is skipped. The
 --   number is kept for a day after the last batch. Of entries with the same caller's id, the first is added. Once a
 --   partition is closed for a generation, no producer of an older one adds an entry, but still gets its earlier ids. A
---   delayed message is in `due` if and only if it is in `delayed`. No flag allow-oom: at maxmemory all of it is
---   refused before any write.
+--   delayed message is in `due` if and only if it is in `delayed`. No flag allow-oom: at maxmemory all of it is refused
+--   before any write.
 
 local REMEMBERED_S = 86400
 local MOST_FIELDS = 3900 -- beyond that, unpack overflows Lua's stack
