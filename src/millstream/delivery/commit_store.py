@@ -55,8 +55,8 @@ ISOLATED = "a"
 """
 
 _LOAD_CHUNK = 1_000
-_MOST_OPEN = 100_000
-_PORTION_BYTES = 8 << 20
+_MAX_INCOMPLETE = 100_000
+_CHUNK_BYTES = 8 << 20
 _OUTPUT_KEY = 8
 _BURST_S = 0.2
 
@@ -92,22 +92,22 @@ class Effects:
     def cover(self, entry_id: str) -> None:
         """Extend the unit by one message."""
         if self.last_id and self.expected == IN_LINE:
-            self.others = _extended(self.others, (self.last_id,))
+            self.others = _appended(self.others, (self.last_id,))
         self.first_id = self.first_id or entry_id
         self.last_id = entry_id
         self.messages += 1
 
     def add_outputs(self, outputs: Sequence[Sequence[Arg]]) -> None:
         """Add entries for the output stream."""
-        self.outputs = _extended(self.outputs, outputs)
+        self.outputs = _appended(self.outputs, outputs)
 
     def add_dead(self, items: Sequence[Arg]) -> None:
         """Add a dead letter."""
-        self.dead = _extended(self.dead, (items,))
+        self.dead = _appended(self.dead, (items,))
 
     def end_strikes(self, *fields: str) -> None:
         """Clear crash counts with this commit."""
-        self.struck = _extended(self.struck, fields)
+        self.struck = _appended(self.struck, fields)
 
     @property
     def is_bare(self) -> bool:
@@ -150,7 +150,7 @@ class Effects:
         return args
 
 
-def _extended(some: Sequence[T], more: Sequence[T]) -> Sequence[T]:
+def _appended(some: Sequence[T], more: Sequence[T]) -> Sequence[T]:
     # Most units have no outputs, dead letters or cleared counts: a list for each would dominate their cost.
     if not some:
         return list(more)
@@ -173,7 +173,7 @@ def chunk_by_size(some: Sequence[T], unit_of: Callable[[T], Effects]) -> Iterato
     for at, unit in enumerate(map(unit_of, some)):
         if unit.outputs or unit.dead or unit.state:  # most units have no effects, and there are many
             size = unit.size
-            if total + size > _PORTION_BYTES and at > begin:
+            if total + size > _CHUNK_BYTES and at > begin:
                 yield some[begin:at]
                 begin, total = at, 0
             total += size
@@ -181,7 +181,7 @@ def chunk_by_size(some: Sequence[T], unit_of: Callable[[T], Effects]) -> Iterato
         yield some[begin:]
 
 
-def _parted(units: Iterable[Effects]) -> tuple[list[Effects], list[Effects]]:
+def _partition_bare(units: Iterable[Effects]) -> tuple[list[Effects], list[Effects]]:
     """Split the units into those without effects and the others."""
     bare: list[Effects] = []
     full: list[Effects] = []
@@ -272,8 +272,10 @@ class CommitStore:
         args = (self.token, self._group, "1" if self._keyed else "")
         replies = self._run(BEGIN_RUN, [(self._written(stream), args) for stream in streams])
         return {
-            stream: CommittedPosition(_id_or_none(frontier), int(struck), _id_or_none(floor), bool(lines))
-            for stream, (frontier, struck, floor, lines) in zip(streams, replies, strict=True)
+            stream: CommittedPosition(
+                _id_or_none(committed_id), int(suspects), _id_or_none(takeover_offset), bool(has_queues)
+            )
+            for stream, (committed_id, suspects, takeover_offset, has_queues) in zip(streams, replies, strict=True)
         }
 
     def frontiers(self, streams: Sequence[str]) -> dict[str, EntryId]:
@@ -294,16 +296,16 @@ class CommitStore:
         between then shows as a moved offset, never as an unseen state. State fields come back prefixed with b"s".
         """
         commands: list[Command] = []
-        places: list[tuple[str, bytes, Sequence[bytes]]] = []
-        for stream, (marks, states) in wanted.items():
+        requests: list[tuple[str, bytes, Sequence[bytes]]] = []
+        for stream, (offset_fields, state_fields) in wanted.items():
             names = self.keys(stream)
-            for key, prefix, fields in ((names.marks, b"", marks), (names.state, b"s", states)):
+            for key, prefix, fields in ((names.marks, b"", offset_fields), (names.state, b"s", state_fields)):
                 for at in range(0, len(fields), _LOAD_CHUNK):
                     chunk = fields[at : at + _LOAD_CHUNK]
                     commands.append(("HMGET", key, *chunk))
-                    places.append((stream, prefix, chunk))
+                    requests.append((stream, prefix, chunk))
         found: dict[str, dict[bytes, bytes]] = {stream: {} for stream in wanted}
-        for (stream, prefix, chunk), reply in zip(places, self._client.pipeline(commands), strict=True):
+        for (stream, prefix, chunk), reply in zip(requests, self._client.pipeline(commands), strict=True):
             values = found[stream]
             for name, value in zip(chunk, raise_if_error(reply), strict=True):
                 if value is not None:
@@ -358,7 +360,7 @@ class CommitStore:
 
     def _in_order(self, units: Sequence[Effects]) -> tuple[Sequence[Effects], Sequence[Effects]]:
         """Return the units without effects, for which the ids are enough, and the others."""
-        bare, full = _parted(units) if self._worker[1] else ([], units)
+        bare, full = _partition_bare(units) if self._worker[1] else ([], units)
         return sorted(bare, key=_order), full
 
     def advance(self, ends: Mapping[str, EntryId]) -> None:
@@ -460,7 +462,9 @@ class CommitStore:
         "later": a checkpoint was stored too recently for the number of pending entries. "too many": more entries are
         pending than one checkpoint can store.
         """
-        return _CHECKPOINTS[self._run(CHECKPOINT, [(self._written(stream), (self.token, self._group, _MOST_OPEN))])[0]]
+        return _CHECKPOINTS[
+            self._run(CHECKPOINT, [(self._written(stream), (self.token, self._group, _MAX_INCOMPLETE))])[0]
+        ]
 
     def failures(self, stream: str, ids: Sequence[bytes]) -> list[int]:
         """Return the number of failed attempts of each entry."""

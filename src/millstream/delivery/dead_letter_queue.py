@@ -123,9 +123,9 @@ class DeadLetterQueue:
         for keys in self.handlers(wanted):
             entries = self._by_id(keys, wanted.ids) if wanted.ids else self._since(keys, wanted.since_ms)
             for letter_id, pairs in entries:
-                filed = _filed(keys, letter_id, pairs)
-                if filed.fits(wanted):
-                    yield filed
+                entry = _parse_entry(keys, letter_id, pairs)
+                if entry.fits(wanted):
+                    yield entry
 
     def select(self, wanted: DeadLetterFilter, limit: int | None = None) -> list[DeadLetterRef]:
         """Return references to the first `limit` selected letters, in the order of the original entries.
@@ -133,52 +133,52 @@ class DeadLetterQueue:
         Later dead letters are not among them. Raises ConfigError for an id in `wanted.ids` that is not found, or that
         exists for several handlers.
         """
-        slips = [filed.slip for filed in islice(self.find(wanted), limit)]
+        refs = [entry.slip for entry in islice(self.find(wanted), limit)]
         for letter_id in wanted.ids if limit is None else ():
-            owners = [slip.keys for slip in slips if slip.letter_id == letter_id]
+            owners = [ref.keys for ref in refs if ref.letter_id == letter_id]
             if not owners:
                 raise ConfigError(f"there is no dead letter {letter_id} (any more): see `millstream dlq list`")
             if len(owners) > 1:
                 names = " and ".join(f"{keys.app}.{keys.handler} on {keys.stream}" for keys in owners)
                 raise ConfigError(f"dead letter {letter_id} exists for {names}: add --handler or --stream")
-        return sorted(slips, key=lambda slip: slip[:3])
+        return sorted(refs, key=lambda ref: ref[:3])
 
-    def redrive(self, slips: Sequence[DeadLetterRef]) -> Iterator[Redriven]:
-        """Move letters back to the tail of their streams, in the order of `slips`.
+    def redrive(self, refs: Sequence[DeadLetterRef]) -> Iterator[Redriven]:
+        """Move letters back to the tail of their streams, in the order of `refs`.
 
         Each is moved in one atomic step. The entry begins with a field that names its handler, so that no other handler
         of the stream processes it again. Interrupted at any point, or run twice at once, this neither loses nor doubles
         one. An error of one letter or its stream stops no other: that letter stays, and its `problem` says why.
         """
-        for at in range(0, len(slips), _PAGE):
-            yield from self._redrive_page(slips[at : at + _PAGE])
+        for at in range(0, len(refs), _PAGE):
+            yield from self._redrive_page(refs[at : at + _PAGE])
 
-    def purge(self, slips: Sequence[DeadLetterRef]) -> int:
+    def purge(self, refs: Sequence[DeadLetterRef]) -> int:
         """Delete letters for good; return how many were still there."""
         removed = 0
-        for at in range(0, len(slips), _DELETE_PAGE):
-            by_box: dict[str, list[str]] = {}
-            for slip in slips[at : at + _DELETE_PAGE]:
-                by_box.setdefault(slip.keys.dead, []).append(slip.letter_id)
-            commands: list[Command] = [("XDEL", to_wire(dead), *ids) for dead, ids in by_box.items()]
+        for at in range(0, len(refs), _DELETE_PAGE):
+            by_stream: dict[str, list[str]] = {}
+            for ref in refs[at : at + _DELETE_PAGE]:
+                by_stream.setdefault(ref.keys.dead, []).append(ref.letter_id)
+            commands: list[Command] = [("XDEL", to_wire(dead), *ids) for dead, ids in by_stream.items()]
             removed += sum(raise_if_error(reply) for reply in self._client.pipeline(commands))
         return removed
 
-    def _redrive_page(self, slips: Sequence[DeadLetterRef]) -> Iterator[Redriven]:
-        found = self._client.pipeline([("XRANGE", to_wire(s.keys.dead), *([s.letter_id] * 2)) for s in slips])
-        entries = [_new_entry(slip, raise_if_error(reply)) for slip, reply in zip(slips, found, strict=True)]
+    def _redrive_page(self, refs: Sequence[DeadLetterRef]) -> Iterator[Redriven]:
+        found = self._client.pipeline([("XRANGE", to_wire(s.keys.dead), *([s.letter_id] * 2)) for s in refs])
+        entries = [_redriven_items(ref, raise_if_error(reply)) for ref, reply in zip(refs, found, strict=True)]
         calls: list[tuple[Script, Sequence[Arg], Sequence[Arg]]] = [
-            (_REDRIVE, (to_wire(slip.keys.dead), to_wire(slip.stream)), (slip.letter_id, *entry))
-            for slip, entry in zip(slips, entries, strict=True)
+            (_REDRIVE, (to_wire(ref.keys.dead), to_wire(ref.stream)), (ref.letter_id, *entry))
+            for ref, entry in zip(refs, entries, strict=True)
             if not isinstance(entry, str)
         ]
         replies = iter(self._client.each_script(calls))
-        for slip, entry in zip(slips, entries, strict=True):
+        for ref, entry in zip(refs, entries, strict=True):
             reply = entry if isinstance(entry, str) else next(replies)
             if isinstance(reply, bytes):
-                yield Redriven(slip, reply.decode())
+                yield Redriven(ref, reply.decode())
             else:
-                yield Redriven(slip, None, _problem(slip, reply))
+                yield Redriven(ref, None, _refusal_text(ref, reply))
 
     def _since(self, keys: HandlerKeys, since_ms: int) -> Iterator[tuple[bytes, list[bytes]]]:
         start = str(since_ms)
@@ -195,7 +195,7 @@ class DeadLetterQueue:
             yield from raise_if_error(reply)
 
 
-def _filed(keys: HandlerKeys, letter_id: bytes, pairs: list[bytes]) -> DeadLetterEntry:
+def _parse_entry(keys: HandlerKeys, letter_id: bytes, pairs: list[bytes]) -> DeadLetterEntry:
     try:
         letter = DeadLetter.parse(letter_id, pairs)
         if (letter.app, letter.handler, letter.stream) != (keys.app, keys.handler, keys.stream):
@@ -207,7 +207,7 @@ def _filed(keys: HandlerKeys, letter_id: bytes, pairs: list[bytes]) -> DeadLette
     return DeadLetterEntry(keys, letter_id.decode(), pairs, letter)
 
 
-def _problem(slip: DeadLetterRef, reply: str | RedisError | None) -> str:
+def _refusal_text(ref: DeadLetterRef, reply: str | RedisError | None) -> str:
     """Return why a letter stays. Raises an error that does not concern this letter alone."""
     match reply:
         case None:
@@ -215,7 +215,7 @@ def _problem(slip: DeadLetterRef, reply: str | RedisError | None) -> str:
         case str():
             return reply
         case WrongType():
-            return f"cannot add to {slip.stream}: the key holds no stream"
+            return f"cannot add to {ref.stream}: the key holds no stream"
         case CommandFailed():
             return str(reply)
         case AccessDenied() if reply.concerns_key:
@@ -224,17 +224,17 @@ def _problem(slip: DeadLetterRef, reply: str | RedisError | None) -> str:
             raise reply
 
 
-def _new_entry(slip: DeadLetterRef, found: list[tuple[bytes, list[bytes]]]) -> list[bytes] | str:
+def _redriven_items(ref: DeadLetterRef, found: list[tuple[bytes, list[bytes]]]) -> list[bytes] | str:
     """Return names and values of the entry that a letter becomes, or why it cannot become one."""
     if not found:
         return _GONE
-    filed = _filed(slip.keys, *found[0])
-    if filed.letter is None:
-        return f"it is no dead letter: {filed.problem}"
-    items = [REDRIVE_FIELD, f"{slip.keys.app}.{slip.keys.handler}".encode(), *filed.letter.pairs]
+    entry = _parse_entry(ref.keys, *found[0])
+    if entry.letter is None:
+        return f"it is no dead letter: {entry.problem}"
+    items = [REDRIVE_FIELD, f"{ref.keys.app}.{ref.keys.handler}".encode(), *entry.letter.pairs]
     if len(items) <= _MAX_ITEMS:
         return items
     return (
-        f"its {len(filed.letter.pairs) // 2:,} fields are too many for one atomic step: add the fields shown by "
-        f"`millstream dlq show {slip.letter_id} --json` by hand (XADD), then purge it"
+        f"its {len(entry.letter.pairs) // 2:,} fields are too many for one atomic step: add the fields shown by "
+        f"`millstream dlq show {ref.letter_id} --json` by hand (XADD), then purge it"
     )

@@ -70,65 +70,67 @@ class DeferredKey(NamedTuple):
     state: bytes
 
 
-def defer(ledger: CommitStore, stream: str, asides: Sequence[Deferral]) -> list[Deferral]:
+def defer(store: CommitStore, stream: str, deferrals: Sequence[Deferral]) -> list[Deferral]:
     """Defer messages, each `Deferral` in one step; return those that were refused: their first 1,000 ids are in no
     queue.
 
     Raises StaleOwner if a newer run has begun, RedisError. May be repeated.
     """
     refused: list[Deferral] = []
-    group = ledger.keys(stream).group
-    for calls in _calls(asides):
-        args = [part for _, aside in calls for part in _args(aside)]
-        numbers = ledger.run(DEFER, stream, (ledger.token, group, *args))
+    group = store.keys(stream).group
+    for calls in _chunks(deferrals):
+        args = [part for _, deferral in calls for part in _defer_args(deferral)]
+        numbers = store.run(DEFER, stream, (store.token, group, *args))
         refused += [calls[int(number) - 1][0] for number in numbers]
     return refused
 
 
-def _calls(asides: Sequence[Deferral]) -> Iterator[list[tuple[Deferral, Deferral]]]:
+def _chunks(deferrals: Sequence[Deferral]) -> Iterator[list[tuple[Deferral, Deferral]]]:
     """Split them into calls of at most 1,000 ids, so that Redis serves others between; yield each part with its
     whole.
     """
     call: list[tuple[Deferral, Deferral]] = []
     size = 0
-    for aside in asides:
-        for at in range(0, len(aside.ids), _AT_ONCE):
-            ids = aside.ids[at : at + _AT_ONCE]
+    for deferral in deferrals:
+        for at in range(0, len(deferral.ids), _AT_ONCE):
+            ids = deferral.ids[at : at + _AT_ONCE]
             if call and size + len(ids) > _AT_ONCE:
                 yield call
                 call, size = [], 0
-            before = aside.ids[at - 1].encode() if at else b""
-            part = replace(aside, ids=ids, expected=before, how="join", detail="") if at else replace(aside, ids=ids)
-            call.append((aside, part))
+            before = deferral.ids[at - 1].encode() if at else b""
+            part = (
+                replace(deferral, ids=ids, expected=before, how="join", detail="") if at else replace(deferral, ids=ids)
+            )
+            call.append((deferral, part))
             size += len(ids)
     if call:
         yield call
 
 
-def _args(aside: Deferral) -> list[Arg]:
-    failed = "" if aside.failed is None else aside.failed
-    return [aside.line, aside.expected, aside.how, aside.detail, failed, len(aside.ids), *aside.ids]
+def _defer_args(deferral: Deferral) -> list[Arg]:
+    failed = "" if deferral.failed is None else deferral.failed
+    return [deferral.line, deferral.expected, deferral.how, deferral.detail, failed, len(deferral.ids), *deferral.ids]
 
 
-def deferred_keys(ledger: CommitStore, stream: str, names: Sequence[bytes]) -> set[bytes]:
+def deferred_keys(store: CommitStore, stream: str, names: Sequence[bytes]) -> set[bytes]:
     """Return those of the key queues `names` that later messages of their keys must join. Raises RedisError."""
     found: set[bytes] = set()
     for at in range(0, len(names), _AT_ONCE):
         some = names[at : at + _AT_ONCE]
-        found.update(name for name, waits in zip(some, ledger.run(DEFERRED_KEYS, stream, some), strict=True) if waits)
+        found.update(name for name, waits in zip(some, store.run(DEFERRED_KEYS, stream, some), strict=True) if waits)
     return found
 
 
-def runnable_keys(ledger: CommitStore, streams: Sequence[str], most: int) -> dict[str, RunnableKeys]:
+def runnable_keys(store: CommitStore, streams: Sequence[str], most: int) -> dict[str, RunnableKeys]:
     """Return the key queues of each of `streams` that may run, up to `most` of them. Raises StaleOwner, RedisError."""
     found: dict[str, RunnableKeys] = {}
     for at in range(0, len(streams), _STREAMS_AT_ONCE):
         some = streams[at : at + _STREAMS_AT_ONCE]
-        calls = [(stream, (ledger.token, ledger.keys(stream).group, most)) for stream in some]
-        replies = ledger.run_each(RUNNABLE_KEYS, calls)
-        for stream, (has_any, entries, moving, wait_ms, *lines) in zip(some, replies, strict=True):
+        calls = [(stream, (store.token, store.keys(stream).group, most)) for stream in some]
+        replies = store.run_each(RUNNABLE_KEYS, calls)
+        for stream, (has_any, entries, awaiting, wait_ms, *queues) in zip(some, replies, strict=True):
             wait = None if wait_ms < 0 else float(wait_ms)
-            found[stream] = RunnableKeys(bool(has_any), int(entries), int(moving), wait, lines)
+            found[stream] = RunnableKeys(bool(has_any), int(entries), int(awaiting), wait, queues)
     return found
 
 

@@ -57,7 +57,7 @@ class KeyQueue:
 
 def names_of(client: Client, keys: HandlerKeys) -> list[bytes]:
     """Return the names of all key queues that have entries or are parked, sorted. Raises RedisError."""
-    return sorted(set(client.script(QUEUED_KEYS, _keys_of(keys), ())))
+    return sorted(set(client.script(QUEUED_KEYS, _script_keys(keys), ())))
 
 
 def look_at(client: Client, keys: HandlerKeys, names: Sequence[bytes]) -> list[KeyQueue]:
@@ -65,7 +65,7 @@ def look_at(client: Client, keys: HandlerKeys, names: Sequence[bytes]) -> list[K
 
     For a ready queue, its position among the ready ones is left out: that would mean reading all of them.
     """
-    return _lines(client, keys, _Snapshot.of(client, keys, names), names) if names else []
+    return _describe(client, keys, _Snapshot.of(client, keys, names), names) if names else []
 
 
 def list_queues(client: Client, keys: HandlerKeys, *, most: int = 10_000) -> list[KeyQueue]:
@@ -74,26 +74,26 @@ def list_queues(client: Client, keys: HandlerKeys, *, most: int = 10_000) -> lis
     The ready ones are read last, in their order. Each queue is as it was at some moment of the call, as workers go on
     meanwhile. Raises RedisError.
     """
-    seen = _Snapshot.read(client, keys, most)
-    names = list(dict.fromkeys((*seen.owners, *seen.parked, *seen.backoff, *seen.ready)))[:most]
-    return sorted(_lines(client, keys, seen, names), key=lambda one: -one.length)
+    snapshot = _Snapshot.read(client, keys, most)
+    names = list(dict.fromkeys((*snapshot.owners, *snapshot.parked, *snapshot.backoff, *snapshot.ready)))[:most]
+    return sorted(_describe(client, keys, snapshot, names), key=lambda one: -one.length)
 
 
-def _lines(client: Client, keys: HandlerKeys, seen: "_Snapshot", names: Sequence[bytes]) -> list[KeyQueue]:
+def _describe(client: Client, keys: HandlerKeys, snapshot: "_Snapshot", names: Sequence[bytes]) -> list[KeyQueue]:
     counted = send_all(
         client, [(verb, keys.line(one), *rest) for one in names for verb, *rest in (("LLEN",), ("LINDEX", 0))]
     )
     # A key that holds no list is no key queue: it has no length, and is shown as unreadable.
     counted = [None if isinstance(reply, WrongType) else raise_if_error(reply) for reply in counted]
     lengths = dict(zip(names, zip(counted[::2], counted[1::2], strict=True), strict=True))
-    struck = call_all(
+    counts_of_first = call_all(
         client,
         [("HMGET", keys.strikes, (first or b"") + b"f", (first or b"") + b"l") for _, first in lengths.values()],
     )
     return [
-        seen.line_or_damage(name, length, from_wire(first or b""), counts)
-        for (name, (length, first)), counts in zip(lengths.items(), struck, strict=True)
-        if length != 0 or name in seen.owners or name in seen.parked
+        snapshot.line_or_damage(name, length, from_wire(first or b""), counts)
+        for (name, (length, first)), counts in zip(lengths.items(), counts_of_first, strict=True)
+        if length != 0 or name in snapshot.owners or name in snapshot.parked
     ]
 
 
@@ -103,10 +103,10 @@ def count_parked(client: Client, places: Sequence[HandlerKeys]) -> tuple[int, in
     A queue that only waits for its key to migrate is not counted.
     """
     replies = call_all(client, [("HKEYS", key) for keys in places for key in (keys.parked, keys.moving)])
-    lines: list[bytes] = []
+    queues: list[bytes] = []
     for keys, parked, moving in zip(places, replies[::2], replies[1::2], strict=True):
-        lines += [keys.line(name) for name in set(parked) - set(moving)]
-    return len(lines), sum(call_all(client, [("LLEN", line) for line in lines]))
+        queues += [keys.line(name) for name in set(parked) - set(moving)]
+    return len(queues), sum(call_all(client, [("LLEN", queue) for queue in queues]))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -150,8 +150,8 @@ class _Snapshot:
         )  # fmt: skip
         return cls(
             now_ms=int(seconds) * 1000 + int(micros) // 1000,
-            owners=_known(names, owners), leases=_known(names, leases), backoff=_known(names, backoff),
-            parked=_known(names, parked), ready={}, waits_for=_waits_for(engine),
+            owners=_present(names, owners), leases=_present(names, leases), backoff=_present(names, backoff),
+            parked=_present(names, parked), ready={}, waits_for=_waits_for(engine),
         )  # fmt: skip
 
     def line_or_damage(self, name: bytes, length: int | None, first: str, counts: Sequence[bytes | None]) -> KeyQueue:
@@ -159,13 +159,13 @@ class _Snapshot:
         try:
             if length is None:
                 raise ValueError("its key holds no list")
-            failed, lost = (int(count or 0) for count in counts)
-            return self.line(name, length, first, failed, lost)
+            failed, expired = (int(count or 0) for count in counts)
+            return self.line(name, length, first, failed, expired)
         except (ValueError, OverflowError) as error:
             why = f"its data in Redis were not written by millstream: {error}"
             return KeyQueue(name=name, state="unreadable", length=length or 0, first=first, why=why)
 
-    def line(self, name: bytes, length: int, first: str, failed: int, lost: int) -> KeyQueue:
+    def line(self, name: bytes, length: int, first: str, failed: int, expired: int) -> KeyQueue:
         parked_ms, _, reason = self.parked.get(name, b"").partition(b" ")
         parked = from_wire(reason) if parked_ms else None
         state: LineState
@@ -186,12 +186,12 @@ class _Snapshot:
             state = "ready"
             why = f"waits for {self.waits_for}"
             why += f", number {self.ready[name]} of the ready queues" if name in self.ready else ""
-        if lost:
-            times = "once" if lost == 1 else f"{lost} times"
+        if expired:
+            times = "once" if expired == 1 else f"{expired} times"
             why += f"; its lease expired {times} with this first entry, which now runs alone"
         return KeyQueue(
             name=name, state=state, length=length, first=first, worker=worker, since_ms=since_ms, until_ms=until_ms,
-            failed=failed, lost=lost, parked=parked, why=why,
+            failed=failed, lost=expired, parked=parked, why=why,
         )  # fmt: skip
 
     def _why_leased(self, worker: str, since_ms: int, until_ms: int) -> str:
@@ -216,45 +216,45 @@ def look_ahead_used(client: Client, keys: HandlerKeys) -> tuple[int, int] | None
     return (int(raise_if_error(pending)[0]), int(most)) if engine == b"keyed" and most is not None else None
 
 
-def park(client: Client, keys: HandlerKeys, line: bytes, reason: str) -> bool:
+def park(client: Client, keys: HandlerKeys, queue: bytes, reason: str) -> bool:
     """Park a key queue, from the end of its current lease on; False if it is parked already.
 
     This and the two below raise ConfigError if neither a worker with a key nor a Spark run has begun on the stream, and
     RedisError.
     """
-    return bool(_steer(client, keys, (line, "park", reason)))
+    return bool(_run_park_unpark_skip(client, keys, (queue, "park", reason)))
 
 
-def unpark(client: Client, keys: HandlerKeys, line: bytes) -> bool:
+def unpark(client: Client, keys: HandlerKeys, queue: bytes) -> bool:
     """Let a parked key queue go on; False if it is not parked."""
-    return bool(_steer(client, keys, (line, "unpark")))
+    return bool(_run_park_unpark_skip(client, keys, (queue, "unpark")))
 
 
-def skip(client: Client, keys: HandlerKeys, line: bytes, *, error: str, reason: Reason = "skipped") -> str | None:
+def skip(client: Client, keys: HandlerKeys, queue: bytes, *, error: str, reason: Reason = "skipped") -> str | None:
     """Make the first entry of a key queue a dead letter with the text `error`, and return its id.
 
     None if it has none, or if that entry was committed at this very moment. A worker that processes it is refused its
     commit. A queue that is parked stays so.
     """
-    (first,) = call_all(client, [("LINDEX", keys.line(line), 0)])
+    (first,) = call_all(client, [("LINDEX", keys.line(queue), 0)])
     if first is None:
         return None
-    found, struck, (seconds, micros) = call_all(
+    found, counts, (seconds, micros) = call_all(
         client,
         [("XRANGE", keys.stream, first, first), ("HMGET", keys.strikes, first + b"f", first + b"l"), ("TIME",)],
     )
     letter = DeadLetter(
-        stream=keys.stream, id=first.decode(), pairs=found[0][1] if found else [], key=_key_of(line), app=keys.app,
-        handler=keys.handler, attempts=sum(int(count or 0) for count in struck), reason=reason, error=error,
+        stream=keys.stream, id=first.decode(), pairs=found[0][1] if found else [], key=_key_of(queue), app=keys.app,
+        handler=keys.handler, attempts=sum(int(count or 0) for count in counts), reason=reason, error=error,
         time_ms=int(seconds) * 1000 + int(micros) // 1000,
     )  # fmt: skip
-    done = _steer(client, keys, (line, "skip", first, *letter.items()))
+    done = _run_park_unpark_skip(client, keys, (queue, "skip", first, *letter.items()))
     return first.decode() if done else None
 
 
-def _steer(client: Client, keys: HandlerKeys, args: Sequence[Arg]) -> Reply:
+def _run_park_unpark_skip(client: Client, keys: HandlerKeys, args: Sequence[Arg]) -> Reply:
     try:
-        return client.script(PARK_UNPARK_SKIP, _keys_of(keys), (keys.group, *args))
+        return client.script(PARK_UNPARK_SKIP, _script_keys(keys), (keys.group, *args))
     except CommandFailed as error:
         if "NOTKEYED" in str(error):
             raise ConfigError(
@@ -269,7 +269,7 @@ def _steer(client: Client, keys: HandlerKeys, args: Sequence[Arg]) -> Reply:
         raise
 
 
-def _keys_of(keys: HandlerKeys) -> tuple[str, ...]:
+def _script_keys(keys: HandlerKeys) -> tuple[str, ...]:
     return (keys.meta, keys.marks, keys.state, keys.strikes, keys.dead, keys.open, keys.stream)
 
 
@@ -277,7 +277,7 @@ def _waits_for(engine: bytes | None) -> str:
     return "the Spark run" if engine is None else "a free worker"
 
 
-def _known(names: Sequence[bytes], values: Sequence[bytes | None]) -> dict[bytes, bytes]:
+def _present(names: Sequence[bytes], values: Sequence[bytes | None]) -> dict[bytes, bytes]:
     return {name: value for name, value in zip(names, values, strict=True) if value is not None}
 
 
@@ -302,18 +302,18 @@ def check_invariants(client: Client, keys: HandlerKeys, stream: str) -> list[str
     backoff = set(client.execute("ZRANGE", keys.backoff, 0, -1))
     parked = set(client.execute("HKEYS", keys.parked))
     prefix, suffix = len(keys.line(b"")) - len(b":line"), len(b":line")
-    lines: dict[bytes, list[bytes]] = {}
+    queues: dict[bytes, list[bytes]] = {}
     cursor = b"0"
     while True:
         cursor, found = client.execute("SCAN", cursor, "MATCH", keys.line(b"*"), "COUNT", 1_000)
-        lines |= {key[prefix:-suffix]: client.execute("LRANGE", key, 0, -1) for key in found}
+        queues |= {key[prefix:-suffix]: client.execute("LRANGE", key, 0, -1) for key in found}
         if cursor == b"0":
             break
     places = Counter(ready) + Counter(backoff) + Counter(owners.keys())
-    for name in {*lines, *places}:
+    for name in {*queues, *places}:
         if places[name] != 1 and not (places[name] == 0 and name in parked):
             wrong.append(f"key queue {name!r} is in {places[name]} places")
-        if name not in lines and name not in owners:
+        if name not in queues and name not in owners:
             wrong.append(f"key queue {name!r} has no entries and still exists")
         if name in parked and name in (*ready, *backoff):
             wrong.append(f"key queue {name!r} is parked and can be leased")
@@ -324,18 +324,18 @@ def check_invariants(client: Client, keys: HandlerKeys, stream: str) -> list[str
     if len(set(fences)) != len(fences) or any(one >= fence for one in fences):
         wrong.append(f"lease tokens {fences} under the fence {fence}")
     pending = {one: name for one, name, *_ in client.execute("XPENDING", stream, keys.group, "-", "+", 1_000_000)}
-    waiting = {one for ids in lines.values() for one in ids}
-    if waiting != pending.keys():
-        wrong.append(f"queued but not pending: {waiting - pending.keys()}; the reverse: {pending.keys() - waiting}")
-    for name, ids in lines.items():
+    queued = {one for ids in queues.values() for one in ids}
+    if queued != pending.keys():
+        wrong.append(f"queued but not pending: {queued - pending.keys()}; the reverse: {pending.keys() - queued}")
+    for name, ids in queues.items():
         if ids != sorted(set(ids), key=EntryId.parse):
             wrong.append(f"key queue {name!r} is out of order: {ids}")
-        holder = owners[name].split(b" ", 2)[2] if name in owners else WAITING.encode()
+        expected_consumer = owners[name].split(b" ", 2)[2] if name in owners else WAITING.encode()
         wrong += [f"{one!r} of {name!r} is pending with {pending[one]!r}" for one in ids
-                  if one in pending and pending[one] not in (holder, WAITING.encode())]  # fmt: skip
-    struck = {field.rstrip(b"fla") for field in client.execute("HKEYS", keys.strikes)}
-    if struck - waiting:
-        wrong.append(f"crash counts of entries that are done: {struck - waiting}")
+                  if one in pending and pending[one] not in (expected_consumer, WAITING.encode())]  # fmt: skip
+    counted = {field.rstrip(b"fla") for field in client.execute("HKEYS", keys.strikes)}
+    if counted - queued:
+        wrong.append(f"crash counts of entries that are done: {counted - queued}")
     return wrong
 
 
@@ -343,5 +343,5 @@ def _mapping(items: list[bytes]) -> dict[bytes, bytes]:
     return dict(zip(items[::2], items[1::2], strict=True))
 
 
-def _key_of(line: bytes) -> bytes | None:
-    return line[1:] if line.startswith(b"k") else None
+def _key_of(name: bytes) -> bytes | None:
+    return name[1:] if name.startswith(b"k") else None

@@ -31,10 +31,10 @@ RELEASE_LEASES = Script("keys/release_leases")
 RECOVER_LEASES = Script("keys/recover_leases")
 LOWEST_QUEUED_ID = Script("keys/lowest_queued_id")
 
-_ENLISTED_AT_ONCE = 1_000
+_ENQUEUED_AT_ONCE = 1_000
 _FIRST_READ = 100
 _LAST_ID = b"18446744073709551615-18446744073709551615"
-_MOST_LINES = 50_000
+_MAX_QUEUES = 50_000
 _OVERHEAD_BYTES, _SAMPLE = 100, 16
 
 READ_BYTES = 4 * 2**20
@@ -153,8 +153,8 @@ class KeyedStream(ReliableStream):
         entries = self._read(after, count)
         # Without new entries, the call returns the committed id: a Redis that lost data may have gone back behind ours.
         calls: list[Sequence[Arg]] = []
-        for at in range(0, max(1, len(entries)), _ENLISTED_AT_ONCE):
-            some = entries[at : at + _ENLISTED_AT_ONCE]
+        for at in range(0, max(1, len(entries)), _ENQUEUED_AT_ONCE):
+            some = entries[at : at + _ENQUEUED_AT_ONCE]
             lines = self._lines_of(some)
             self._expect(lines[1::2])
             calls.append(self._enlisting(after, lines, most_pending))
@@ -173,9 +173,9 @@ class KeyedStream(ReliableStream):
     def _enlist_all(self, calls: Sequence[Sequence[Arg]]) -> int:
         """Enqueue in one round trip, in chunks between which Redis serves others; return how many entries were new."""
         replies = self._ledger.run_each(ROUTE, [(self.stream, call) for call in calls])
-        passed = sum([self.enlisted(reply) for reply in replies])
+        new_count = sum([self.enlisted(reply) for reply in replies])
         self.readied = sum(int(reply[1]) for reply in replies)
-        return passed
+        return new_count
 
     @property
     def affordable(self) -> int:
@@ -226,14 +226,14 @@ class KeyedStream(ReliableStream):
 
     def enlisted(self, reply: Reply) -> int:
         """Apply the reply to `to_enlist`; return how many entries were new."""
-        passed, self.readied, self.pending, self._routed = reply
-        return int(passed)
+        new_count, self.readied, self.pending, self._routed = reply
+        return int(new_count)
 
     def trim(self) -> int:
         """See ReliableStream. Entries in key queues stay too, even if acknowledged; with too many queues, nothing is
         trimmed.
         """
-        lowest = self._as_member(lambda: self._script(LOWEST_QUEUED_ID, (_MOST_LINES,)))
+        lowest = self._as_member(lambda: self._script(LOWEST_QUEUED_ID, (_MAX_QUEUES,)))
         return 0 if lowest is None else self._trim_below(lowest)
 
     # Leasing
@@ -276,21 +276,21 @@ class KeyedStream(ReliableStream):
 
     def taken(self, reply: Reply, until_ms: float) -> LeaseResult:
         """Parse the reply to `to_take`. `until_ms`: when the leases end, by the worker's monotonic clock."""
-        wait_ms, gone, reaped, unfit, *found = reply
-        if gone:
-            self._say_trimmed(gone)
+        wait_ms, trimmed, expired, unfit, *found = reply
+        if trimmed:
+            self._say_trimmed(trimmed)
         leases = [self._leased(until_ms, *one) for one in found]
         self.sizes.note(sum(one.given for one in leases), sum(entry.size for one in leases for entry in one.entries))
         if unfit and not leases:
             self.sizes.note(1, int(unfit))
-        return LeaseResult(leases, None if wait_ms < 0 else float(wait_ms), int(reaped), int(unfit))
+        return LeaseResult(leases, None if wait_ms < 0 else float(wait_ms), int(expired), int(unfit))
 
     def _leased(
-        self, until_ms: float, line: bytes, token: bytes, state: bytes, lost: int, failed: int, entries: list[Any]
+        self, until_ms: float, queue: bytes, token: bytes, state: bytes, expired: int, failed: int, entries: list[Any]
     ) -> KeyLease:
         lease = KeyLease(
             stream=self,
-            line=line,
+            line=queue,
             token=token,
             state=state,
             until_ms=until_ms,
@@ -300,7 +300,7 @@ class KeyedStream(ReliableStream):
         lease.entries = [Delivery(self, entry_id, pairs, lease=lease) for entry_id, pairs in entries]
         lease.waiting.extend(lease.entries)
         first = lease.entries[0]
-        first.attempt, first.deliveries = failed + 1, lost + 1
+        first.attempt, first.deliveries = failed + 1, expired + 1
         return lease
 
     def extend_leases(self, leases: Sequence[KeyLease], lease_ms: int, now_ms: float) -> list[KeyLease]:
@@ -321,8 +321,8 @@ class KeyedStream(ReliableStream):
         """
         tokens: list[Arg] = [one.token for one in known]
         args: list[Arg] = [self.group, self.consumer, self._incarnation, run, *tokens]
-        earlier, unheard = self._as_member(lambda: self._script(RECOVER_LEASES, (self.token, *args)))
-        return int(earlier), int(unheard)
+        earlier, unknown = self._as_member(lambda: self._script(RECOVER_LEASES, (self.token, *args)))
+        return int(earlier), int(unknown)
 
     def release(self, endings: Sequence[LeaseRelease]) -> list[KeyLease]:
         """Release leases; return those that were lost already, of which nothing was changed. May safely be repeated."""

@@ -47,7 +47,7 @@ NO_LIMIT = 2**53
 _REJOINS = 3
 T = TypeVar("T")
 
-_MOST_TRIMMED = 10_000
+_MAX_TRIMMED = 10_000
 _WATCHED = 100
 
 
@@ -496,29 +496,29 @@ class ReliableStream:
 
         The marker is "" if there is none.
         """
-        strikes = self._ledger.keys(self.stream).strikes
-        deaths, mark = self._client.execute("HMGET", strikes, delivery.id, delivery.id + ISOLATED.encode())
-        return int(deaths or 0), (mark or b"").decode()
+        crash_counts = self._ledger.keys(self.stream).strikes
+        deaths, marker = self._client.execute("HMGET", crash_counts, delivery.id, delivery.id + ISOLATED.encode())
+        return int(deaths or 0), (marker or b"").decode()
 
-    def isolate(self, delivery: Delivery, mark: str) -> None:
+    def isolate(self, delivery: Delivery, marker: str) -> None:
         """Store, before it begins, that a process runs an entry in isolation. May safely be repeated."""
-        delivery.isolated_by = mark
-        self._client.execute("HSET", self._ledger.keys(self.stream).strikes, delivery.id + ISOLATED.encode(), mark)
+        delivery.isolated_by = marker
+        self._client.execute("HSET", self._ledger.keys(self.stream).strikes, delivery.id + ISOLATED.encode(), marker)
 
     def note_deaths(self, delivery: Delivery, deaths: int) -> None:
         """Store how many processes have died of an entry; the end of all its runs is known with that."""
-        strikes = self._ledger.keys(self.stream).strikes
-        self._client.execute("HSET", strikes, delivery.id, deaths, delivery.id + ISOLATED.encode(), "")
+        crash_counts = self._ledger.keys(self.stream).strikes
+        self._client.execute("HSET", crash_counts, delivery.id, deaths, delivery.id + ISOLATED.encode(), "")
 
     def end_isolation(self, deliveries: Iterable[Delivery]) -> None:
         """Store that isolated runs have ended without the death of this process, whatever their outcome."""
-        strikes = self._ledger.keys(self.stream).strikes
+        crash_counts = self._ledger.keys(self.stream).strikes
         for one in deliveries:
             if one.isolated_by:
                 field_name = one.id + ISOLATED.encode()
-                mark = self._client.execute("HGET", strikes, field_name)
-                if mark is not None and mark.decode() == one.isolated_by:  # another process may run it by now
-                    self._client.execute("HDEL", strikes, field_name)
+                marker = self._client.execute("HGET", crash_counts, field_name)
+                if marker is not None and marker.decode() == one.isolated_by:  # another process may run it by now
+                    self._client.execute("HDEL", crash_counts, field_name)
                 one.isolated_by = ""
 
     def note_failures(self, deliveries: Sequence[Delivery]) -> None:
@@ -544,7 +544,7 @@ class ReliableStream:
         return self._trim_below(b"")
 
     def _trim_below(self, needed: bytes) -> int:
-        return int(self._client.script(TRIM, (self.stream,), (_MOST_TRIMMED, needed)))
+        return int(self._client.script(TRIM, (self.stream,), (_MAX_TRIMMED, needed)))
 
     def checkpoint(self) -> Checkpoint:
         """Store the progress of all workers, so that offsets can be dropped and a lost group be recreated.

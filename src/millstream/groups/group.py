@@ -11,7 +11,7 @@ from millstream.redis_client.client import Arg, Client, Reply, Script
 from millstream.redis_client.key_names import from_wire, to_wire
 
 _DELETE_CONSUMER = Script("groups/delete_consumer")
-_HAND_ON = 500
+_REASSIGNED_AT_ONCE = 500
 _AT_ONCE = 500
 
 
@@ -196,7 +196,7 @@ class Group:
 
     def _dismissal(self, consumer: str, heir: str, min_idle_ms: int) -> tuple[Script, Sequence[Arg], Sequence[Arg]]:
         stream, group = self._at
-        return _DELETE_CONSUMER, (stream,), (group, to_wire(consumer), to_wire(heir), _HAND_ON, min_idle_ms)
+        return _DELETE_CONSUMER, (stream,), (group, to_wire(consumer), to_wire(heir), _REASSIGNED_AT_ONCE, min_idle_ms)
 
     def _ask(self, *command: Arg) -> Reply:
         return ask(self._client, self.stream, *command)

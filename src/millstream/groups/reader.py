@@ -26,8 +26,8 @@ from millstream.redis_client.client import Client
 logger = logging.getLogger(__name__)
 
 _FIRST_WAIT_MS, _LAST_WAIT_MS = 50.0, 1000.0
-_WORD_EVERY_MS = 1000.0
-_SWEEP_START = b"0-0"
+_LOG_EVERY_MS = 1000.0
+_FIRST_CURSOR = b"0-0"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -221,14 +221,14 @@ class Reader:
         if after_ms is None:
             return None
         if not self._sweep and now_ms >= self._sweep_at_ms:
-            self._sweep.extend((stream, _SWEEP_START) for stream in self._groups)
+            self._sweep.extend((stream, _FIRST_CURSOR) for stream in self._groups)
             self._sweep_at_ms = now_ms + after_ms / 2
         if not self._sweep:
             return None
         stream, cursor = self._sweep.popleft()
         pending = self._groups[stream].pending
         cursor, batch = pending.auto_claim_from(cursor, self._name, min_idle_ms=after_ms, count=self._policy.count)
-        if cursor != _SWEEP_START:
+        if cursor != _FIRST_CURSOR:
             self._sweep.appendleft((stream, cursor))
         return self._wanted(batch) if batch.raw or batch.gone else None
 
@@ -316,5 +316,5 @@ class Reader:
     def _say(self, message: str, *args: Any) -> None:
         now_ms = self._clock.monotonic_ms()
         if now_ms >= self._next_word_ms:
-            self._next_word_ms = now_ms + _WORD_EVERY_MS
+            self._next_word_ms = now_ms + _LOG_EVERY_MS
             logger.warning(message, *args)

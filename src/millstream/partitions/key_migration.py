@@ -31,13 +31,13 @@ FORWARD_ENTRY = Script("partitions/forward_entry")
 
 _AT_ONCE = 500
 _PAGES_AT_ONCE = 20
-_ASK_EVERY_MS = 500.0
+_REFRESH_EVERY_MS = 500.0
 _START = b"0"
-_SENT_ON_MS = 86_400_000
+_FORWARDED_MS = 86_400_000
 
 
 @dataclass(slots=True)
-class _Found:
+class _ExportedKeys:
     """The answer of older partitions about keys that come from them.
 
     * `left`: the keys that have left them, each with its state; `fence`: the highest fence of those partitions
@@ -82,7 +82,7 @@ class KeyMigration:
         self._clock = clock
         self._owner = (app, handler)
         self._settled: dict[int, int] = {}
-        self._asked_ms = -_ASK_EVERY_MS
+        self._asked_ms = -_REFRESH_EVERY_MS
         self._cursors: dict[int, bytes] = {}
         self._passes: dict[PastOwner, _StateScan] = {}
 
@@ -107,8 +107,8 @@ class KeyMigration:
     def _expect(self, place: int, keys: Sequence[bytes]) -> int:
         args: list[Arg] = []
         for key in keys:
-            if homes := self.layout.earlier(key, place):
-                args += (KEY_MARK + key, self.layout.stream(homes[-1].place))
+            if past_owners := self.layout.earlier(key, place):
+                args += (KEY_MARK + key, self.layout.stream(past_owners[-1].place))
         return int(self._run([(AWAIT_KEYS, place, args)])[0]) if args else 0
 
     # Maintenance
@@ -125,14 +125,14 @@ class KeyMigration:
         names = self.keys(place)
         cursor, items = self._client.execute("HSCAN", names.moving, self._cursors.get(place, _START), "COUNT", _AT_ONCE)
         self._cursors[place] = cursor
-        waiting = {line[1:]: said for line, said in zip(items[::2], items[1::2], strict=True)}
-        found = self._ask(place, list(waiting))
+        awaiting = {line[1:]: reason for line, reason in zip(items[::2], items[1::2], strict=True)}
+        found = self._ask(place, list(awaiting))
         for detour, keys in found.detours.items():
             self._expect(detour, keys)
         ended = 0
         if found.left:
-            arrivals = [(KEY_MARK + key, waiting[key], state) for key, state in found.left.items()]
-            (ended,) = self._run([(IMPORT_KEYS, place, [found.fence, *chain.from_iterable(arrivals)])])
+            imported = [(KEY_MARK + key, awaiting[key], state) for key, state in found.left.items()]
+            (ended,) = self._run([(IMPORT_KEYS, place, [found.fence, *chain.from_iterable(imported)])])
         self._clear(place)
         return ended
 
@@ -141,11 +141,11 @@ class KeyMigration:
         names = self.keys(place)
         _, items = self._client.execute("HSCAN", names.moved, 0, "COUNT", _AT_ONCE)
         moved = items[::2]
-        by_home: dict[int, list[bytes]] = defaultdict(list)
+        by_owner: dict[int, list[bytes]] = defaultdict(list)
         for key in moved:
-            for home in self.layout.earlier(key, place)[-1:]:
-                by_home[home.place].append(key)
-        self._pipeline([("HDEL", self.keys(home).state, *keys) for home, keys in by_home.items()])
+            for owner in self.layout.earlier(key, place)[-1:]:
+                by_owner[owner.place].append(key)
+        self._pipeline([("HDEL", self.keys(owner).state, *keys) for owner, keys in by_owner.items()])
         if moved:
             self._client.execute("HDEL", names.moved, *moved)
 
@@ -167,23 +167,23 @@ class KeyMigration:
         # Keys that are still to come from older partitions would have to go on from here.
         if left is None or not self._is_settled_before(place):
             return False
-        home = PastOwner(place, left)
-        if not self._run([(IS_DRAINED, place, (self.layout.seal(home), self.keys(place).group))])[0]:
+        past_owner = PastOwner(place, left)
+        if not self._run([(IS_DRAINED, place, (self.layout.seal(past_owner), self.keys(place).group))])[0]:
             return False
-        walk = self._passes.setdefault(home, _StateScan())
+        scan = self._passes.setdefault(past_owner, _StateScan())
         for _ in range(_PAGES_AT_ONCE):
-            walk.cursor, items = self._client.execute("HSCAN", self.keys(place).state, walk.cursor, "COUNT", _AT_ONCE)
-            going: dict[int, list[bytes]] = defaultdict(list)
+            scan.cursor, items = self._client.execute("HSCAN", self.keys(place).state, scan.cursor, "COUNT", _AT_ONCE)
+            leaving: dict[int, list[bytes]] = defaultdict(list)
             for key, after in moved_away(self.layout, place, items[::2], left):
-                going[after].append(key)
-            for after, keys in going.items():
+                leaving[after].append(key)
+            for after, keys in leaving.items():
                 self._expect(after, keys)
-            walk.found = walk.found or bool(going)
-            if walk.cursor == _START:
+            scan.found = scan.found or bool(leaving)
+            if scan.cursor == _START:
                 break
-        if walk.cursor == _START:
-            del self._passes[home]
-            if not walk.found:
+        if scan.cursor == _START:
+            del self._passes[past_owner]
+            if not scan.found:
                 self._client.execute("HSET", self.keys(place).meta, "settled", left)
                 self._settled[place] = left
         return True
@@ -201,42 +201,42 @@ class KeyMigration:
 
     # Asking older partitions
 
-    def _ask(self, place: int, keys: Sequence[bytes]) -> _Found:
+    def _ask(self, place: int, keys: Sequence[bytes]) -> _ExportedKeys:
         """Ask the older partitions about keys that come from there, the oldest first.
 
         In this order, since a state that has left one partition for the next is seen in the next.
         """
-        found = _Found()
+        found = _ExportedKeys()
         asked = {key: self.layout.earlier(key, place) for key in keys}
         found.left = dict.fromkeys(asked, b"")
         for level in range(max(map(len, asked.values()), default=0)):
-            at_home: dict[PastOwner, list[bytes]] = defaultdict(list)
+            by_owner: dict[PastOwner, list[bytes]] = defaultdict(list)
             for key in list(found.left):
                 if level < len(asked[key]) and not self._is_settled(asked[key][level]):
-                    at_home[asked[key][level]].append(key)
-            for home, some, reply in self._leave(at_home):
+                    by_owner[asked[key][level]].append(key)
+            for owner, some, reply in self._leave(by_owner):
                 found.fence = max([found.fence, *map(int, reply[:1])])
-                for key, said in zip(some, reply[1:] or [0] * len(some), strict=True):
-                    if said == 0:
+                for key, reply_of_key in zip(some, reply[1:] or [0] * len(some), strict=True):
+                    if reply_of_key == 0:
                         del found.left[key]
-                    elif isinstance(said, bytes):
-                        if home == asked[key][-1]:
-                            found.left[key] = said
+                    elif isinstance(reply_of_key, bytes):
+                        if owner == asked[key][-1]:
+                            found.left[key] = reply_of_key
                         else:
                             del found.left[key]
                             found.detours[asked[key][level + 1].place].append(key)
         return found
 
-    def _leave(self, at_home: dict[PastOwner, list[bytes]]) -> Iterator[tuple[PastOwner, list[bytes], list[Reply]]]:
+    def _leave(self, by_owner: dict[PastOwner, list[bytes]]) -> Iterator[tuple[PastOwner, list[bytes], list[Reply]]]:
         calls: list[tuple[Script, int, Sequence[Arg]]] = []
         asked: list[tuple[PastOwner, list[bytes]]] = []
-        for home, keys in at_home.items():
+        for owner, keys in by_owner.items():
             for at in range(0, len(keys), _AT_ONCE):
                 some = keys[at : at + _AT_ONCE]
-                asked.append((home, some))
-                calls.append((EXPORT_KEYS, home.place, [self.layout.seal(home), *(KEY_MARK + key for key in some)]))
-        for (home, some), reply in zip(asked, self._run(calls), strict=True):
-            yield home, some, reply
+                asked.append((owner, some))
+                calls.append((EXPORT_KEYS, owner.place, [self.layout.seal(owner), *(KEY_MARK + key for key in some)]))
+        for (owner, some), reply in zip(asked, self._run(calls), strict=True):
+            yield owner, some, reply
 
     # Known drained partitions
 
@@ -245,18 +245,18 @@ class KeyMigration:
 
     def _is_settled_before(self, place: int) -> bool:
         """Whether all older partitions have drained the keys that this one owns."""
-        born = self.layout.born(place)
-        if born == 1:
+        created_in = self.layout.born(place)
+        if created_in == 1:
             return True
-        older = range(self.layout.counts[born - 2])
-        if all(self._settled.get(one, 0) >= born for one in older):
+        older = range(self.layout.counts[created_in - 2])
+        if all(self._settled.get(one, 0) >= created_in for one in older):
             return True
         self._refresh()
-        return all(self._settled.get(one, 0) >= born for one in older)
+        return all(self._settled.get(one, 0) >= created_in for one in older)
 
     def _refresh(self) -> None:
         now_ms = self._clock.monotonic_ms()
-        if now_ms - self._asked_ms < _ASK_EVERY_MS:
+        if now_ms - self._asked_ms < _REFRESH_EVERY_MS:
             return
         places = [place for place in range(self.layout.count) if self._next_left(place) is not None]
         known = self._pipeline([("HGET", self.keys(place).meta, "settled") for place in places])
@@ -281,17 +281,17 @@ def send_on(client: Client, base: str, keys: HandlerKeys, key: bytes, entry_id: 
     """
     partitions = Partitions(client, base)
     layout = partitions.finish(partitions.found())
-    home = layout.stream(layout.place(key))
-    if home == keys.stream:
+    owner = layout.stream(layout.place(key))
+    if owner == keys.stream:
         return False
-    there = HandlerKeys(keys.app, keys.handler, home)
-    names = map(to_wire, (home, StreamKeys(home).partition, there.sent_on(keys.stream, entry_id)))
+    there = HandlerKeys(keys.app, keys.handler, owner)
+    names = map(to_wire, (owner, StreamKeys(owner).partition, there.sent_on(keys.stream, entry_id)))
     try:
-        client.script(FORWARD_ENTRY, tuple(names), (layout.generation, _SENT_ON_MS, *pairs))
+        client.script(FORWARD_ENTRY, tuple(names), (layout.generation, _FORWARDED_MS, *pairs))
     except CommandFailed as error:
         if "SEALED" not in str(error):
             raise
-        raise Unavailable(f"{home} was closed by a growth meanwhile; trying again") from error
+        raise Unavailable(f"{owner} was closed by a growth meanwhile; trying again") from error
     return True
 
 

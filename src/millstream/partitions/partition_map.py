@@ -79,10 +79,10 @@ class PartitionMap:
 
     def earlier(self, key: bytes, place: int) -> list[PastOwner]:
         """The partitions that owned a key before this one, in order; none if this one never owned it."""
-        homes = self.homes(key)
-        if place not in homes:
+        owners = self.homes(key)
+        if place not in owners:
             return []
-        return [PastOwner(before, self.born(after)) for before, after in pairwise(homes[: homes.index(place) + 1])]
+        return [PastOwner(before, self.born(after)) for before, after in pairwise(owners[: owners.index(place) + 1])]
 
     # The form in Redis
 
@@ -123,10 +123,10 @@ def moved_away(layout: PartitionMap, place: int, keys: Sequence[bytes], generati
     """
     found = []
     for key in keys:
-        homes = layout.homes(key)
-        at = homes.index(place) if place in homes else len(homes)
-        if at + 1 < len(homes) and layout.born(homes[at + 1]) <= generation:
-            found.append((key, homes[at + 1]))
+        owners = layout.homes(key)
+        at = owners.index(place) if place in owners else len(owners)
+        if at + 1 < len(owners) and layout.born(owners[at + 1]) <= generation:
+            found.append((key, owners[at + 1]))
     return found
 
 

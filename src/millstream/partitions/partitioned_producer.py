@@ -100,16 +100,16 @@ class PartitionedProducer(Publishing):
 
         When it raises, some messages may be published: of each key, the first ones.
         """
-        terms = PublishOptions(replicas=replicas, timeout_ms=timeout_ms)
-        identified = with_ids(messages, dedupe_ids)
+        options = PublishOptions(replicas=replicas, timeout_ms=timeout_ms)
+        messages_with_ids = with_ids(messages, dedupe_ids)
         found: dict[int, Published] = {}
-        with self._tracing.publishing(self._base, len(identified)):
-            items = list(self._items(identified, self._tracing.fields()))
+        with self._tracing.publishing(self._base, len(messages_with_ids)):
+            items = list(self._items(messages_with_ids, self._tracing.fields()))
             layout = self._known()
             step = self._most_entries * layout.count
             for at in range(0, len(items), step):
-                layout = self._publish(layout, items[at : at + step], terms, found)
-        return [found[number] for number in range(len(identified))]
+                layout = self._publish(layout, items[at : at + step], options, found)
+        return [found[number] for number in range(len(messages_with_ids))]
 
     async def publish_async(
         self, message: object, *, dedupe_id: DedupeId | None = None, replicas: int = 0, timeout_ms: int = 1_000
@@ -137,10 +137,10 @@ class PartitionedProducer(Publishing):
     def _known(self) -> PartitionMap:
         with self._lock:
             if self._layout is None:
-                made = (
+                load = (
                     self._partitions.found if self._count is None else lambda: self._partitions.made(self._count or 1)
                 )
-                self._layout = self._patiently(made)
+                self._layout = self._patiently(load)
             return self._layout
 
     def _newer(self, known: PartitionMap) -> PartitionMap:
@@ -149,8 +149,8 @@ class PartitionedProducer(Publishing):
                 self._layout = self._patiently(lambda: self._partitions.newer(known))
             return self._layout
 
-    def _patiently(self, look: Callable[[], T]) -> T:
-        return self._client.patiently(look, what=f"publishing to {self._base}", limit_ms=self._patience_ms)
+    def _patiently(self, call: Callable[[], T]) -> T:
+        return self._client.patiently(call, what=f"publishing to {self._base}", limit_ms=self._patience_ms)
 
     def _items(self, identified: Iterable[Identified], trace: Sequence[bytes]) -> Iterator[_Item]:
         for number, (message, own_id) in enumerate(identified):
@@ -171,13 +171,13 @@ class PartitionedProducer(Publishing):
         return found if isinstance(found, bytes) else b"" if found is None else str(found).encode()
 
     def _publish(
-        self, layout: PartitionMap, items: Sequence[_Item], terms: PublishOptions, found: dict[int, Published]
+        self, layout: PartitionMap, items: Sequence[_Item], options: PublishOptions, found: dict[int, Published]
     ) -> PartitionMap:
         """Publish `items`, add their positions to `found`, and return the partition map that was used last."""
         rest = items
         while rest:
             try:
-                self._publish_by(layout, rest, terms, found)
+                self._publish_by(layout, rest, options, found)
             except Sealed:
                 layout = self._newer(layout)
             except NotReplicated as error:
@@ -188,17 +188,17 @@ class PartitionedProducer(Publishing):
         return layout
 
     def _publish_by(
-        self, layout: PartitionMap, items: Sequence[_Item], terms: PublishOptions, found: dict[int, Published]
+        self, layout: PartitionMap, items: Sequence[_Item], options: PublishOptions, found: dict[int, Published]
     ) -> None:
-        by_place: dict[int, list[_Item]] = defaultdict(list)
+        by_partition: dict[int, list[_Item]] = defaultdict(list)
         found |= self._published_before(layout, items)
         for one in items:
             if one.number not in found:
-                by_place[layout.place(one.by)].append(one)
-        for place, some in by_place.items():
+                by_partition[layout.place(one.by)].append(one)
+        for place, some in by_partition.items():
             stream = layout.stream(place)
             for batch, numbers in self._batches(some):
-                ids = self._send(self._to(stream), batch, terms, layout.generation).decode().split()
+                ids = self._send(self._to(stream), batch, options, layout.generation).decode().split()
                 found |= {number: Published(stream, one) for number, one in zip(numbers, ids, strict=True)}
 
     def _batches(self, items: Sequence[_Item]) -> Iterator[tuple[Batch, list[int]]]:

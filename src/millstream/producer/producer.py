@@ -75,11 +75,11 @@ class Publishing:
         return await asyncio.get_running_loop().run_in_executor(self._thread, lambda: run(call))
 
     def _send(
-        self, channel: ProducerSession, batch: Batch, terms: PublishOptions, generation: int | None = None
+        self, session: ProducerSession, batch: Batch, options: PublishOptions, generation: int | None = None
     ) -> bytes:
         began = time.perf_counter()
         try:
-            reply = channel.send(batch, terms, generation=generation)
+            reply = session.send(batch, options, generation=generation)
         except Sealed:
             raise  # the caller publishes to another partition
         except RedisError as error:
@@ -143,11 +143,11 @@ class Producer(Publishing):
         lack of room; NotReplicated if it was published but not confirmed; and other RedisErrors. After another
         Unavailable it may or may not be published: only with a `dedupe_id` is it then safe to publish it again.
         """
-        terms = PublishOptions(delay_ms=delay_ms, replicas=replicas, timeout_ms=timeout_ms)
+        options = PublishOptions(delay_ms=delay_ms, replicas=replicas, timeout_ms=timeout_ms)
         batch = Batch()
         with self._tracing.publishing(stream, 1):
-            _take(batch, message, dedupe_id, self._tracing.fields())
-            return self._send(self._to(stream), batch, terms).decode()
+            _add_message(batch, message, dedupe_id, self._tracing.fields())
+            return self._send(self._to(stream), batch, options).decode()
 
     def publish_many(
         self,
@@ -164,14 +164,14 @@ class Producer(Publishing):
         `dedupe_ids` are as many as the messages. A batch is published whole or not at all, after those before it.
         Raises as `publish`; when it raises, the batches before are published, and those after are not.
         """
-        terms = PublishOptions(delay_ms=delay_ms, replicas=replicas, timeout_ms=timeout_ms)
-        channel = self._to(stream)
+        options = PublishOptions(delay_ms=delay_ms, replicas=replicas, timeout_ms=timeout_ms)
+        session = self._to(stream)
         identified = with_ids(messages, dedupe_ids)
         ids: list[str] = []
         with self._tracing.publishing(stream, len(identified)):
             for batch in self._batches(identified, self._tracing.fields()):
                 try:
-                    ids += self._send(channel, batch, terms).decode().split()
+                    ids += self._send(session, batch, options).decode().split()
                 except NotReplicated as error:
                     error.ids = [*ids, *error.ids]
                     raise
@@ -217,7 +217,7 @@ class Producer(Publishing):
     def _batches(self, identified: Iterable[Identified], trace: Sequence[bytes]) -> Iterator[Batch]:
         batch = Batch()
         for message, own_id in identified:
-            _take(batch, message, own_id, trace)
+            _add_message(batch, message, own_id, trace)
             if batch.entries >= self._most_entries or batch.size >= BATCH_SIZE:
                 yield batch
                 batch = Batch()
@@ -234,7 +234,7 @@ def with_ids(messages: Iterable[object], dedupe_ids: Sequence[DedupeId] | None) 
     return list(zip(messages, own_ids, strict=True))
 
 
-def _take(batch: Batch, message: object, dedupe_id: DedupeId | None, trace: Sequence[bytes]) -> None:
+def _add_message(batch: Batch, message: object, dedupe_id: DedupeId | None, trace: Sequence[bytes]) -> None:
     pairs = [*encode_output(message), *trace]
     batch.add(tuple(pairs[::2]), pairs[1::2])
     if dedupe_id is not None:
