@@ -242,8 +242,7 @@ class ReliableStream:
             logger.warning(
                 "Redis lost the progress of consumer group %s on stream %s, or a Spark run owned it meanwhile; workers "
                 "process the entries of the stream anew",
-                self._group.name,
-                self.stream,
+                *(self._group.name, self.stream),
             )
         self._done_before = frozenset(self._ledger.marked(self.stream))
 
@@ -326,7 +325,7 @@ class ReliableStream:
         """Claim up to `count` entries that have been pending for `idle_ms` milliseconds, lowest id first.
 
         `own`: only entries already pending with this worker, such as those of its previous process. `excluding`: ids to
-        leave alone. Never waits. Entries that were trimmed while pending are logged, since they can never be processed.
+        leave alone. Never waits. Trimmed entries are logged, since they can never be processed.
         """
         return self._as_member(lambda: self._take_over(excluding, idle_ms, own, count))
 
@@ -344,9 +343,9 @@ class ReliableStream:
     def read_stuck(self, *, longest_ms: float, now_ms: float) -> list[Delivery]:
         """Claim entries that another consumer has held for `longest_ms`, even though it keeps renewing its claims.
 
-        Reading one's pending entries again resets their idle time, so a consumer that does nothing else would hold them
-        for ever. The holding time is measured by this worker: call it regularly, with the time of a monotonic clock. It
-        watches the 100 lowest pending entries.
+        Reading pending entries again resets their idle time, so a consumer could hold them for ever. This worker
+        measures the holding time: call it regularly, with the time of a monotonic clock. It watches the 100 lowest
+        pending entries.
         """
         return self._as_member(lambda: self._take_stuck(longest_ms, now_ms))
 
@@ -394,9 +393,7 @@ class ReliableStream:
         some = ", ".join(entry_id.decode() for entry_id in gone[:10])
         logger.warning(
             "%d pending entries of stream %s were trimmed or deleted before they were processed: %s",
-            len(gone),
-            self.stream,
-            some,
+            *(len(gone), self.stream, some),
         )
         self._on_trimmed(len(gone))
 
@@ -492,9 +489,8 @@ class ReliableStream:
         return self.commit(units)
 
     def isolation(self, delivery: Delivery) -> tuple[int, str]:
-        """Return how many processes died of an entry in isolation, and the marker of a run whose end is not known.
-
-        The marker is "" if there is none.
+        """Return how many processes died of an entry in isolation, and the marker of an unfinished run ("" if there is
+        none).
         """
         crash_counts = self._ledger.keys(self.stream).strikes
         deaths, marker = self._client.execute("HMGET", crash_counts, delivery.id, delivery.id + ISOLATED.encode())
